@@ -23,27 +23,27 @@ from PIL import Image as pil
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.observe.rollout_store import Bank, path_of
 from megatron_rl.services.supervised_process import free_port
-from megatron_rl.types import ATTACHED, Context, Image, Rollout, Turn
+from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence, Turn
 
 OBSERVED, SAMPLED, TURNS = 160, 40, 3
 
 
 def picture(dice: np.random.Generator) -> Image:
     pixels = dice.integers(0, 256, (140, 140, 3), dtype=np.uint8)
-    return Image(picture=pil.fromarray(pixels), patch_PC=None, grid=(1, 10, 10), key=dice.bytes(16).hex(), merge=2)
+    return Image(pil=pil.fromarray(pixels), patch_PC=None, grid=(1, 10, 10), key=dice.bytes(16).hex(), merge=2)
 
 
 def episode(dice: np.random.Generator, number: int) -> Rollout:
-    context, turns = Context(), []
+    context, turns = TokenSequence(), []
     for turn in range(TURNS):
         context.extend(dice.integers(0, 1400, OBSERVED).tolist(), images=(picture(dice),) if turn == 0 else ())
         first = len(context.token_ids)
         context.extend(dice.integers(0, 1400, SAMPLED).tolist(), logprobs=(-dice.random(SAMPLED)).tolist(), versions=[number] * SAMPLED)
-        turns.append(Turn(context=0, span=(first, first + SAMPLED), text="go to microwave 1, and heat the apple " * 3))
-    for column in ATTACHED:
-        context.attach(column, dice.random(len(context.token_ids)).tolist())
+        turns.append(Turn(sequence=0, token_span=(first, first + SAMPLED), text="go to microwave 1, and heat the apple " * 3))
+    for column in TOKEN_COLUMNS:
+        context.set_column(column, dice.random(len(context.token_ids)).tolist())
     return Rollout(
-        task="made", example_id=str(number // 8), group=number // 8, sample=number % 8, contexts=[context], turns=turns, reward=0.5
+        task="made", example_id=str(number // 8), group=number // 8, sample_index=number % 8, sequences=[context], turns=turns, reward=0.5
     )
 
 
@@ -61,8 +61,8 @@ def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> N
     print("|---|---|---|---|---|---|---|")
     median, first, last = statistics.median(seconds), statistics.median(seconds[:tenth]), statistics.median(seconds[-tenth:])
     print(
-        f"| {episodes} in steps of {per_step} | {median:.3f} | {first:.3f} | {last:.3f} | {held['bank/gb']:.2f} "
-        f"| {held['bank/episodes_gone']:.0f} | {kib:.1f} |"
+        f"| {episodes} in steps of {per_step} | {median:.3f} | {first:.3f} | {last:.3f} | {held['store/gb']:.2f} "
+        f"| {held['store/evicted']:.0f} | {kib:.1f} |"
     )
 
 

@@ -49,7 +49,7 @@ GAMES = {
     "points24": Game("points24_sft_cpu", 0.0, 70.2, "RL4VLM 2.3, GTR-Turbo 53.5"),
     "alfworld": Game("alfworld_sft_cpu", 2.0, 100.0, "RL4VLM 21.7, of official games"),
 }
-TINY = ["task.eval_samples=1", "task.max_tokens_per_turn=8", "task.max_turns=1"]
+TINY = ["task.eval_samples=1", "task.max_new_tokens=8", "task.max_turns=1"]
 TINY_STAGE = {
     "sft": ["sft.steps=[1]", "sft.splits=[correct]", "sft.num_demonstrations=4", "sft.batch_size=2"],
     "rl": ["run.steps=1", "batch.prompts_per_step=2", "batch.minibatches=1"],

@@ -25,9 +25,9 @@ from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
 from megatron_rl.rollout import colocated
 from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.manager import Fleet
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, Message
 from tools.data.make_tiny_qwen2_5_vl import make
@@ -67,7 +67,7 @@ class FixedCore:
         self.num_steps += 1
         self._left = {name: (left - 1, length) for name, (left, length) in self._left.items()}
         done = [
-            (name, Completion([WORD] * length, [-1.0] * length, finished=True, versions=[0] * length))
+            (name, Completion([WORD] * length, [-1.0] * length, finish_reason=True, versions=[0] * length))
             for name, (left, length) in self._left.items() if left == 0
         ]  # fmt: skip
         self.abort([name for name, *_ in done])
@@ -79,10 +79,10 @@ class FixedCore:
     def close(self) -> None: ...
 
 
-def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_len: int) -> tuple[colocated.LocalEngine, FixedCore]:
+def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_len: int) -> tuple[colocated.ColocatedEngine, FixedCore]:
     """The trainer's own engine but for vLLM."""
     core, colocated.VllmCore = FixedCore(step_s), lambda *_, **__: core
-    engine = colocated.LocalEngine(
+    engine = colocated.ColocatedEngine(
         str(model), EngineSettings(max_model_len=max_model_len), image_token_id=renderer.image_token_id,
         banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
     )  # fmt: skip
@@ -150,16 +150,16 @@ def main() -> None:
         renderer = Renderer(ModelSettings(path=str(model), max_pixels=pixels))
     length = 2 * (pixels // renderer.vision_pixels**2 + chosen.tokens) + 1024
     engine, core = fixed_engine(model, renderer, step_s=chosen.step_ms / 1000, max_model_len=length)
-    episode = EpisodeSettings(temperature=1.0, max_turns=2, max_tokens_per_turn=chosen.tokens, max_context=length, max_images=2, seed=0)
-    rounds = RoundSettings(num_prompts=chosen.groups, group_size=chosen.samples, max_rounds=1)
-    fleet = Fleet(
+    episode = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=chosen.tokens, max_context=length, max_images=2, seed=0)
+    rounds = GenerationSettings(num_prompts=chosen.groups, group_size=chosen.samples, max_rounds=1)
+    fleet = RolloutManager(
         LooksTask(pixels), engine=engine, renderer=renderer, trainer=Nobody(), gather=list, episode=episode, round_settings=rounds
     )
     examples = [Example(str(number), {"picture": noise(number, pixels)}) for number in range(chosen.groups)]
     started, before = time.perf_counter(), os.times()
-    rollouts = fleet.play(examples, samples=chosen.samples, settings=episode)
+    rollouts = fleet.run_examples(examples, samples=chosen.samples, settings=episode)
     seconds, after = time.perf_counter() - started, os.times()
-    assert all(len(rollout.turns) == 2 and len(rollout.contexts[0].images) == 2 for rollout in rollouts), "an episode ended early"
+    assert all(len(rollout.turns) == 2 and len(rollout.sequences[0].images) == 2 for rollout in rollouts), "an episode ended early"
     stalled = sum(core.stalls_s)
     said = {
         "wall_s": seconds, "steps": core.num_steps,

@@ -39,14 +39,16 @@ def ours(model: str, *, steps: int, max_tokens: int, games: int, cores: int) -> 
     """Turns a second of every step but the first."""
     with tempfile.TemporaryDirectory() as folder:
         run = [f"model.path={model}", f"run.dir={folder}/run", f"run.steps={steps}", f"batch.prompts_per_step={games}"]
-        task = ["task.eval_samples=1", f"task.max_tokens_per_turn={max_tokens}"]
+        task = ["task.eval_samples=1", f"task.max_new_tokens={max_tokens}"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={cores}"]
         command = [*torchrun, "launch/train.py", "experiment=numberline_ppo_cpu", *run, *task]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         lines = map(json.loads, Path(folder, "run/metrics.jsonl").read_text().splitlines())
         found = [line for line in lines if "rollout/turns" in line]
-    return [line["rollout/turns"] * line["rollout/kept_groups"] / (line["time/engine"] + line["time/environment"]) for line in found[1:]]
+    return [
+        line["rollout/turns"] * line["rollout/num_groups_used"] / (line["time/engine"] + line["time/environment"]) for line in found[1:]
+    ]
 
 
 class OneByOne:
@@ -97,7 +99,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="of each side")
     given = parser.parse_args()
     torch.set_num_threads(given.cores)
-    task = build_task(TaskSettings(name="number_line", max_turns=10, max_tokens_per_turn=given.max_tokens))
+    task = build_task(TaskSettings(name="number_line", max_turns=10, max_new_tokens=given.max_tokens))
     theirs = asyncio.run(OneByOne(given.model, task, max_tokens=given.max_tokens).play(seconds=given.seconds))
     rates = ours(str(Path(given.model).resolve()), steps=given.steps, max_tokens=given.max_tokens, games=given.games, cores=given.cores)
     print("| environment steps a second | mean | lowest | highest |\n|---|---|---|---|")

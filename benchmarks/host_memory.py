@@ -58,9 +58,9 @@ def measured(kind: Kind, model: Path, data: Path, *, side: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         words = [
             f"model.path={model}", f"run.dir={folder}/run", "task=vqa", f"task.data.train=[{data}/questions.jsonl]",
-            f"task.data.eval=[{data}/held_out.jsonl]", "algo=reinforce_pp", "algo.kl_coef=0", "algo.kl_in_reward=false", "run.steps=1",
+            f"task.data.eval=[{data}/held_out.jsonl]", "algo=reinforce_pp", "algo.kl_coef=0", "algo.use_kl_in_reward=false", "run.steps=1",
             f"batch.prompts_per_step={kind.episodes}", "batch.group_size=1", f"batch.micro_batch_tokens={size['micro_batch_tokens']}",
-            f"engine.max_model_len={size['max_model_len']}", "engine.max_num_seqs=4", "engine.max_images=1", "task.max_tokens_per_turn=4",
+            f"engine.max_model_len={size['max_model_len']}", "engine.max_num_seqs=4", "engine.max_images=1", "task.max_new_tokens=4",
             f"model.max_pixels={size['max_pixels']}", f"parallel.tp={kind.ranks}",
         ]  # fmt: skip
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={kind.ranks}"] if kind.ranks > 1 else []

@@ -112,7 +112,7 @@ def play(home: Home, cell: str) -> None:
         stranger.run("listener_sft", "lewis_listener_sft_cpu", stranger.folder / "nano")
     speaker, listener = home.folder / "speaker_sft" / "final", home.folder / "listener_sft" / "final"
     with serving("listener", listener) as frozen, serving("listener", stranger.folder / "listener_sft" / "final") as other:
-        heard = [*ALONE[:1], f"+task.options.witnesses={{frozen: '{frozen}', stranger: '{other}'}}"]
+        heard = [*ALONE[:1], f"+task.options.held_out_listeners={{frozen: '{frozen}', stranger: '{other}'}}"]
         {"speaker": alone, "listener": listening, "alternating": alternating, "simultaneous": simultaneous}[cell](
             home, speaker, listener, frozen, heard
         )
@@ -150,9 +150,15 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
         file.write_text(token)
         taken, asks = ("--trained", "--token-file", str(file)), f"token_file={file}"
         with serving("listener", listener, *taken, token=token) as hears, serving("speaker", speaker, *taken, token=token) as says:
-            words = [*ALONE[1:], f"task.speaker.urls=[{says}]", f"task.speaker.{asks}", f"audience.urls=[{hears}]", f"audience.{asks}"]
-            own = [*heard, f"task.listener.urls=[{hears}]", f"task.listener.{asks}", "task.listener.follows=true"]
-            own += [f"audience.urls=[{says}]", f"audience.{asks}"]
+            words = [
+                *ALONE[1:],
+                f"task.speaker.urls=[{says}]",
+                f"task.speaker.{asks}",
+                f"weight_publish.urls=[{hears}]",
+                f"audience.{asks}",
+            ]
+            own = [*heard, f"task.listener.urls=[{hears}]", f"task.listener.{asks}", "task.listener.partner_is_training=true"]
+            own += [f"weight_publish.urls=[{says}]", f"audience.{asks}"]
             with ProcessPoolExecutor(1) as beside:  # each process has its own account of processor time
                 listens = beside.submit(home.run, "simultaneous_listener", "lewis_listener_cpu", listener, *words)
                 home.run("simultaneous_speaker", "lewis_cpu", speaker, *own, *sheets(home, "simultaneous"))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.logprobs import Distribution
 from megatron_rl.policy.parallel import build_layout
 
@@ -26,7 +26,7 @@ VOCABULARY = 151_936
 
 def measure(rows: int, block: int, hidden: int) -> None:
     """Prints a row: MiB at the peak above the start, seconds, and sums that must not depend on the block."""
-    connect(place(), timeout_s=60)
+    connect(read_world(), timeout_s=60)
     layout = build_layout(ParallelSettings(), seed=0)
     torch.manual_seed(0)
     head = torch.nn.Linear(hidden, VOCABULARY, bias=False)
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1024, help="sampled tokens of the micro-batch")
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[1024, 256, 64], help="values of parallel.logprob_rows")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1024, 256, 64], help="values of parallel.log_probs_chunk_size")
     given = parser.parse_args()
     logits = given.rows * VOCABULARY * 4 >> 20
     print(f"{given.rows} rows x {VOCABULARY}: one copy of the logits is {logits} MiB\n")

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py --tiny       # tries the script, says nothing
 
-The run is launch/train.py's (run.rollout_only, engine.kind=remote, engine.servers=2) with a task of this file: a picture, a reply, a part
-of it that is every episode's own, a reply, and so on. Callbacks are those of the event loop in which the episodes live, each timed by its
-thread's processor time: what other programs take of the cores is not in it.
+The run is launch/train.py's (run.rollout_only, engine.mode=server, engine.num_local_servers=2) with a task of this file: a picture, a
+reply, a part of it that is every episode's own, a reply, and so on. Callbacks are those of the event loop in which the episodes live, each
+timed by its thread's processor time: what other programs take of the cores is not in it.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from megatron_rl.entrypoints.train import run
 from megatron_rl.launcher.compose import composed
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.observe.rollout_store import read_rollouts, steps
-from megatron_rl.registry import Own
+from megatron_rl.registry import Plugins
 from megatron_rl.rollout import manager
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message
@@ -124,14 +124,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder) / "nano", preset="nano", seed=0)
         words = [f"model.path={folder}/nano", "model.max_pixels=100000"]
-        words += ["task=vqa", "task.name=looks", f"task.max_turns={LOOKS}", "task.max_tokens_per_turn=24"]
-        words += ["engine.kind=remote", "engine.servers=2", "engine.probe_s=60", f"engine.max_num_seqs={4 * groups}"]
+        words += ["task=vqa", "task.name=looks", f"task.max_turns={LOOKS}", "task.max_new_tokens=24"]
+        words += ["engine.mode=server", "engine.num_local_servers=2", "engine.health_timeout_s=60", f"engine.max_num_seqs={4 * groups}"]
         words += ["engine.kv_cache_mib=512", "engine.max_model_len=2048", "engine.max_images=3"]
         words += [f"batch.prompts_per_step={groups}", "batch.group_size=8", "run.rollout_only=true"]
         words += ["run.record=all", "run.steps=1", f"run.dir={folder}/run", "run.eval_every=0"]
         begin = time.perf_counter()
         with watched() as seen:
-            run(composed(words), Own(tasks={"looks": LooksTask}))
+            run(composed(words), Plugins(tasks={"looks": LooksTask}))
         seconds = time.perf_counter() - begin
         (path,) = steps(Path(folder) / "run" / FOLDER)
         rollouts = list(read_rollouts(path, pictures=False))

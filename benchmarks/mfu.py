@@ -25,22 +25,22 @@ import torch
 import torch.distributed as dist
 from PIL import Image as Pillow
 
-from megatron_rl.algo.objective import objective
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, expand_segments, gather, place, return_freed_blocks
+from megatron_rl.distributed.world import connect, expand_segments, gather, read_world, trim_malloc
 from megatron_rl.memory_plan.gpu_specs import GPUS
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.types import Batch, Context, Image
+from megatron_rl.types import Image, MicroBatch, TokenSequence
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::nonzero")
 """As torch's profiler names them; the last two wait for a GPU and for nothing on a CPU."""
 
 
-def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int = 1, unshared: bool = False) -> list[WeightedContext]:
+def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int = 1, unshared: bool = False) -> list[PackItem]:
     """Random patches and token ids: no tokenizer and no processor is needed."""
     vision, made = model.vision, []
     special = (model.image_token_id, model.video_token_id, model.vision_start_id, model.vision_end_id)
@@ -54,11 +54,11 @@ def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int 
             asked = words(plain, text // 2, generator)
             shown = [model.vision_start_id, *[model.image_token_id] * image.num_tokens, model.vision_end_id]
         first = [plain[index % len(plain)]] if unshared else asked[:1]
-        context = Context()
+        context = TokenSequence()
         context.extend([*first, *shown, *asked[1:]], images=(image,))
         context.extend(words(plain, text - text // 2, generator), logprobs=[-1.0] * (text - text // 2))
-        context.attach("advantages", [(-1.0) ** index] * len(context.token_ids))
-        made.append(WeightedContext(context, denominator=text - text // 2))
+        context.set_column("advantages", [(-1.0) ** index] * len(context.token_ids))
+        made.append(PackItem(context, denominator=text - text // 2))
     return made
 
 
@@ -66,7 +66,7 @@ def words(plain: list[int], num: int, generator: torch.Generator) -> list[int]:
     return [plain[choice] for choice in torch.randint(len(plain), (num,), generator=generator).tolist()]
 
 
-def flops(parameters: dict[str, int], batches: list[Batch], model: ModelSpec, *, has_adapters: bool) -> float:
+def flops(parameters: dict[str, int], batches: list[MicroBatch], model: ModelSpec, *, has_adapters: bool) -> float:
     """Of one update over these micro-batches, forward and backward."""
     of_language, of_vision = (4, 2) if has_adapters else (6, 6)
     tokens = sum(batch.num_tokens for batch in batches)
@@ -75,7 +75,7 @@ def flops(parameters: dict[str, int], batches: list[Batch], model: ModelSpec, *,
     return of_language * parameters["language"] * tokens + of_vision * parameters["vision"] * patches + attention
 
 
-def squares(batch: Batch) -> int:
+def squares(batch: MicroBatch) -> int:
     """Of the lengths of contexts, less those of what was computed already. Example: a prompt of 3 with replies of 2 and 1 has
     9 + (25 - 9) + (16 - 9) = 32."""
     lengths = batch.cu_seqlens_S1.diff().tolist()
@@ -104,11 +104,11 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="one more update, under torch's profiler: where its time goes")
     given = parser.parse_args()
 
-    world, model = place(), read_spec(given.model, key="--model")
+    world, model = read_world(), read_spec(given.model, key="--model")
     parallel = ParallelSettings(tp=given.tp, pp=given.pp, sequence_parallel=given.sequence_parallel, recompute=given.recompute)
     check_layout(parallel, model, world.size)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as megatron_rl/cli does
-    return_freed_blocks()
+    trim_malloc()
     if world.device.type == "cuda":
         expand_segments()
     connect(world, timeout_s=1800)
@@ -124,9 +124,9 @@ def main() -> None:
             sizes["vision" if name.startswith("visual.") else "language"] += tensor.numel()
     work = pieces(model, contexts=given.sequences, text=given.text, side=given.image, group=given.group, unshared=given.unshared)
 
-    def update() -> list[Batch]:
+    def update() -> list[MicroBatch]:
         batches = policy.pack(work, max_tokens=given.micro_batch_tokens)
-        policy.update(batches, objective(AlgoSettings()), step=0)
+        policy.update(batches, make_policy_objective(AlgoSettings()), step=0)
         return batches
 
     seconds = []

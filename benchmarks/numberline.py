@@ -1,7 +1,7 @@
 """The quickstart's recipe on several seeds: tiny checkpoint, warm start, GRPO, each from the seed; prints one table and draws one picture.
 
     .venv/bin/python benchmarks/numberline.py --seeds 0 1 2 --out runs/seeds
-    .venv/bin/python benchmarks/numberline.py --staleness 0 1 --beyond algo.correction=bypass optim.lr=1e-4  # GRPO that waits, and does not
+    .venv/bin/python benchmarks/numberline.py --staleness 0 1 --beyond algo.rollout_correction=bypass optim.lr=1e-4
     .venv/bin/python benchmarks/numberline.py --seeds 0 --out runs/tiny --tiny      # two steps a stage: tries the script, says nothing
 
 A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Success is an episode with return above 0, over
@@ -55,11 +55,11 @@ def run_seed(seed: int, staleness: int, beyond: list[str], out: Path, *, tiny: b
         row[f"{stage} s"] = float((run / "seconds").read_text())
         start = run / "final"
     steps = [step for step in read_metrics(folders["grpo"] / "metrics.jsonl") if "reward/mean" in step]
-    row["gap max"] = max(step["engine/logprob_gap_max"] for step in steps)
+    row["gap max"] = max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps)
     row["s/step"] = statistics.median(step["time/total"] for step in steps)
     row["stale"] = statistics.mean(step.get("rollout/staleness", 0.0) for step in steps)
     row["sync ms"] = 1e3 * statistics.median(step["time/sync"] for step in steps)
-    row["outside"] = sum(step["time/outside"] for step in steps) / sum(step["time/total"] for step in steps)
+    row["outside"] = sum(step["time/unaccounted"] for step in steps) / sum(step["time/total"] for step in steps)
     return row
 
 

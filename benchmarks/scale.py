@@ -86,7 +86,7 @@ def play(case: Case, *, seed: int) -> Played:
     slots = max(1, int(min(settings.engine.max_num_seqs, case.cache_tokens / episode.length)))
     normal = np.random.default_rng(seed).standard_normal(case.num_episodes)
     tokens = episode.sampled * np.exp(speeds.spread * normal - speeds.spread**2 / 2)
-    most = settings.task.max_turns * settings.task.max_tokens_per_turn
+    most = settings.task.max_turns * settings.task.max_new_tokens
     mine = -(-case.num_episodes // case.num_engines)
     seconds_of = [0.0, *(decode_step(case, running=count) for count in range(1, min(slots, mine) + 1))]
     steps = np.minimum(tokens, most) + episode.turns * speeds.tool_s / seconds_of[-1]

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
-from megatron_rl.rollout.colocated import LocalEngine
+from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
@@ -64,11 +64,11 @@ class WaitsTask:
 
 
 def play(
-    engine: LocalEngine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool
+    engine: ColocatedEngine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool
 ) -> tuple[float, list[Rollout]]:
     """Seconds that the episodes with these latencies take together, and the episodes."""
     turns = len(latencies_ET[0])
-    settings = EpisodeSettings(temperature=1.0, max_turns=turns, max_tokens_per_turn=tokens, max_context=1024, max_images=1, seed=0)
+    settings = EpisodeSettings(temperature=1.0, max_turns=turns, max_new_tokens=tokens, max_context=1024, max_images=1, seed=0)
 
     async def together() -> list[Rollout]:
         task = WaitsTask(asyncio.Barrier(len(latencies_ET)) if lock_step else None)
@@ -102,7 +102,7 @@ def main() -> None:
         model = Path(folder) / "nano"
         make(model, preset="nano", seed=0)
         renderer = Renderer(ModelSettings(path=str(model)))
-        engine = LocalEngine(
+        engine = ColocatedEngine(
             str(model), EngineSettings(kv_cache_mib=128, max_num_seqs=chosen.episodes),
             image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Visual search whose tools are slow: seconds a step with run.max_staleness 0 and 1, on two ranks, each engine beside its trainer.
 
-A trainer and an engine of its own: --ranks 1 engine.kind=remote engine.servers=1.
+A trainer and an engine of its own: --ranks 1 engine.mode=server engine.num_local_servers=1.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model runs/visual_search_seeds/seed0/sft/final --out runs/staleness
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model FOLDER --out runs/tiny --tiny       # tries the script, says nothing

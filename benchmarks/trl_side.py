@@ -80,7 +80,7 @@ def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int,
 
     @cache
     def resized(state: State) -> Picture:
-        return renderer.image(picture(state)).picture
+        return renderer.image(picture(state)).pil
 
     def show(rows: dict[str, list[int]]) -> dict[str, list]:
         pictures = [resized(state) for state in zip(rows["current"], rows["target"], strict=True)]

@@ -24,7 +24,7 @@ from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.observe.rollout_store import path_of, write
 from megatron_rl.services.supervised_process import free_port
-from megatron_rl.types import ATTACHED, Context, Rollout, Turn
+from megatron_rl.types import TOKEN_COLUMNS, Rollout, TokenSequence, Turn
 
 PER_STEP, TURNS, NUM_METRICS = 256, 3, 80
 HEAD = (
@@ -49,16 +49,16 @@ SIZES = (Size("short", 200, 8), Size("long", 2000, 3))
 
 
 def episode(dice: np.random.Generator, number: int, size: Size) -> Rollout:
-    context, turns, sampled = Context(), [], size.tokens // 5
+    context, turns, sampled = TokenSequence(), [], size.tokens // 5
     for _ in range(TURNS):
         context.extend(dice.integers(0, 1400, size.tokens - sampled).tolist())
         first = len(context.token_ids)
         context.extend(dice.integers(0, 1400, sampled).tolist(), logprobs=(-dice.random(sampled)).tolist(), versions=[number] * sampled)
-        turns.append(Turn(context=0, span=(first, first + sampled), text=f"{number}: {WORDS * (sampled // 12)}"))
-    for column in ATTACHED:
-        context.attach(column, dice.random(len(context.token_ids)).tolist())
+        turns.append(Turn(sequence=0, token_span=(first, first + sampled), text=f"{number}: {WORDS * (sampled // 12)}"))
+    for column in TOKEN_COLUMNS:
+        context.set_column(column, dice.random(len(context.token_ids)).tolist())
     return Rollout(
-        task="made", example_id=str(number // 8), group=number // 8, sample=number % 8, contexts=[context], turns=turns, reward=0.5
+        task="made", example_id=str(number // 8), group=number // 8, sample_index=number % 8, sequences=[context], turns=turns, reward=0.5
     )
 
 

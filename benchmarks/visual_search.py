@@ -59,7 +59,7 @@ def run_seed(seed: int, out: Path, *, tiny: bool) -> dict[str, float]:
         row |= {f"{stage} {name}": value for name, value in {**result, **json.loads((run / "took.json").read_text())}.items()}
     lines = [line for stage in ("grpo", "ppo") for line in read_metrics(folder / stage / "metrics.jsonl")]
     steps = [line for line in lines if "reward/mean" in line]
-    row["gap max"] = max(step["engine/logprob_gap_max"] for step in steps)
+    row["gap max"] = max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps)
     row["failed"] = max(step["rollout/failed_fraction"] for step in steps)
     return row
 

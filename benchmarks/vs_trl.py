@@ -86,11 +86,12 @@ def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side
     settings = {
         "model.path": given.model, "model.min_pixels": PIXELS[0], "model.max_pixels": PIXELS[1],
         "run.dir": folder, "run.steps": given.steps, "run.seed": given.seed, "run.require_improvement": "false",
-        "task.max_turns": 1, "task.max_tokens_per_turn": MAX_TOKENS, "task.eval_samples": 1,
+        "task.max_turns": 1, "task.max_new_tokens": MAX_TOKENS, "task.eval_samples": 1,
         "batch.prompts_per_step": PROMPTS, "batch.group_size": GROUP_SIZE, "batch.minibatches": 1, "batch.epochs": 1,
         "optim.lr": LEARNING_RATE, "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.weight_decay": 0.0, "optim.clip_grad": 1.0,
-        "optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-8, "algo.std_eps": TRL_STD_EPS, "algo.normalize_std": "true",
-        "batch.aggregation": "token_mean", "algo.clip_low": 0.2, "algo.clip_high": 0.2, "algo.kl_coef": 0.0, "algo.entropy_coef": 0.0,
+        "optim.beta1": 0.9, "optim.beta2": 0.999, "optim.eps": 1e-8, "algo.std_eps": TRL_STD_EPS, "algo.norm_adv_by_std": "true",
+        "batch.loss_agg_mode": "token_mean", "algo.clip_ratio_low": 0.2, "algo.clip_ratio_high": 0.2, "algo.kl_coef": 0.0,
+        "algo.entropy_coef": 0.0,
         "algo.temperature": 1.0,
     }  # fmt: skip
     assignments = [f"{key}={value}" for key, value in settings.items()]
@@ -160,7 +161,7 @@ def measure(side: Side, given: argparse.Namespace) -> Result:
 
 def step_seconds(line: dict[str, float]) -> float:
     """Our first step's total holds the start of the engine and what came before it."""
-    starting = ("time/start", "time/outside") if line["step"] == 0 else ()
+    starting = ("time/start", "time/unaccounted") if line["step"] == 0 else ()
     return line["time/total"] - sum(line.get(name, 0.0) for name in starting)
 
 

@@ -156,10 +156,10 @@ def measure(bank: Path) -> dict[str, list[list[float]]]:
     """Tokens and seconds of tools, with the waits for them, of every whole group of a bank's files."""
     told: dict[str, list[list[float]]] = {"tokens": [], "tools": []}
     for path in steps_of(bank):
-        frame = pandas.read_parquet(path, columns=["group", "num_sampled", "environment_s"])
+        frame = pandas.read_parquet(path, columns=["group", "num_sampled", "env_s"])
         for _, group in frame.groupby("group"):
             told["tokens"].append(group.num_sampled.tolist())
-            told["tools"].append(group.environment_s.round(2).tolist())
+            told["tools"].append(group.env_s.round(2).tolist())
     size = max(map(len, told["tokens"]))
     return {name: [group for group in groups if len(group) == size] for name, groups in told.items()}
 
@@ -173,7 +173,7 @@ def lengths(case: Case, *, num_groups: int, seed: int, full: float, shape: Shape
         tokens, tools = np.exp(speeds.spread * normal - speeds.spread**2 / 2), np.ones((num_groups, size))
     else:
         tokens, tools = shape.drawn(num_groups, size=size, seed=seed)
-    sampled = np.minimum(episode.sampled * tokens, case.settings.task.max_turns * case.settings.task.max_tokens_per_turn)
+    sampled = np.minimum(episode.sampled * tokens, case.settings.task.max_turns * case.settings.task.max_new_tokens)
     waits = episode.turns * speeds.tool_s * tools + prompts(case) * case.num_engines / case.num_episodes
     return (sampled + waits / full).tolist()
 

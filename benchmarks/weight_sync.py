@@ -31,23 +31,23 @@ def measure(name: str, given: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_rl.build import build_engine
+    from megatron_rl.build import build_colocated_engine
     from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings, Settings
-    from megatron_rl.distributed.world import connect, place
+    from megatron_rl.distributed.world import connect, read_world
     from megatron_rl.policy.parallel import build_layout
     from megatron_rl.policy.policy import Policy
     from megatron_rl.rollout.renderer import Renderer
 
     tp, pp, engine_tp = LAYOUTS[name]
     settings = Settings(model=ModelSettings(path=given.model), parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp))
-    world = place()
+    world = read_world()
     connect(world, timeout_s=settings.parallel.timeout_s)
     renderer = Renderer(settings.model)
     policy = Policy(
         settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optim=settings.optim, num_steps=1,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
     )  # fmt: skip
-    engine = build_engine(settings, renderer, world)
+    engine = build_colocated_engine(settings, renderer, world)
     tensors = [tensor.clone() for _, tensor in policy.hf_weights()]
     room = [torch.empty_like(tensor) for tensor in tensors]
 

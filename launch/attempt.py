@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_rl.run.process import attempt
+from megatron_rl.run.process import run_attempt
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="attempt.py", description="One attempt at a command, as a Slurm job makes it.")
@@ -18,7 +18,7 @@ if __name__ == "__main__":
     parser.add_argument("command", nargs="+", metavar="-- COMMAND")
     options = parser.parse_args()
     try:
-        sys.exit(attempt(options.command, logs=options.logs, requeues=options.requeue))
+        sys.exit(run_attempt(options.command, logs=options.logs, requeues=options.requeue))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(1)

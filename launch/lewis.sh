@@ -67,7 +67,7 @@ setting() { if [[ -n ${!1-} ]]; then words+=("$2=${!1}"); fi; }
 setting LISTENER_TIMEOUT task.listener.timeout_s
 setting LISTENER_CHUNK_SIZE task.listener.chunk_size
 setting LISTENER_CHUNK_DELAY task.listener.chunk_delay_s
-setting LISTENER_MAX_RETRIES task.listener.tries
+setting LISTENER_MAX_RETRIES task.listener.max_attempts
 setting LISTENER_BACKOFF_FACTOR task.listener.backoff_s
 setting LISTENER_REWARD_MODE task.options.accuracy
 debug=${DEBUG_MODE-} # read as the services read it

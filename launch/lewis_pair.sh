@@ -5,7 +5,7 @@
 # SPEAKER and LISTENER are the models that they begin with. simultaneous: after each step each run sends its weights to a service, which the
 # other one asks. alternating: TURNS (2) times the speaker's run and then the listener's, each against what the other has become.
 # A setting of one run alone has its name before it: speaker:task.options.log=FILE, or listeners that hear held-out games and never reward:
-# 'speaker:+task.options.witnesses={frozen: http://127.0.0.1:9002}'.
+# 'speaker:+task.options.held_out_listeners={frozen: http://127.0.0.1:9002}'.
 # EXPERIMENTS (lewis_cpu lewis_listener_cpu) are the recipes, PORTS (9000 9001) those of the services, SERVICE_ARGS what both services are
 # started with, by default for nano models (larger ones: SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'). On several machines, or GPUs, start
 # these four commands by hand, each in its place: docs/lewis.md.
@@ -80,10 +80,10 @@ serve listener "$listener" "$listener_port"
 serve speaker "$speaker" "$speaker_port"
 listener_url=http://127.0.0.1:$listener_port speaker_url=http://127.0.0.1:$speaker_port
 python launch/train.py "experiment=$listener_recipe" "model.path=$listener" "services.speaker={$none}" "task.speaker.urls=[$speaker_url]" \
-    "task.speaker.token_file=$token" "audience.urls=[$listener_url]" "audience.token_file=$token" "run.dir=$out/listener" "${hears[@]}" >"$out/listener_run.log" 2>&1 &
+    "task.speaker.token_file=$token" "weight_publish.urls=[$listener_url]" "weight_publish.token_file=$token" "run.dir=$out/listener" "${hears[@]}" >"$out/listener_run.log" 2>&1 &
 names[$!]="the listener's run"
 python launch/train.py "experiment=$speaker_recipe" "model.path=$speaker" "services.listener={$none}" "task.listener.urls=[$listener_url]" \
-    "task.listener.token_file=$token" task.listener.follows=true "audience.urls=[$speaker_url]" "audience.token_file=$token" "run.dir=$out/speaker" "${says[@]}" &
+    "task.listener.token_file=$token" task.listener.partner_is_training=true "weight_publish.urls=[$speaker_url]" "weight_publish.token_file=$token" "run.dir=$out/speaker" "${says[@]}" &
 names[$!]="the speaker's run"
 num_runs=2
 while ((num_runs)); do

@@ -42,7 +42,7 @@ TASKS: Mapping[str, type[Task]] = {
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Own:
+class Plugins:
     """What a user's own file adds to what ships, by the names that settings choose them by."""
 
     tasks: Mapping[str, type[Task]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Own:
     """By algo.name."""
 
 
-def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
+def build_task(settings: TaskSettings, own: Plugins = Plugins()) -> Task:
     """The task with the reward that is chosen, which may be a function of the user's, alone or beside one that ships."""
     tasks = {**TASKS, **own.tasks}
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
@@ -67,7 +67,12 @@ def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
     require({*shipped} <= {*task_type.rewards} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
     remedy = f"task {settings.name} has no options of its own"
     require(settings.options is None or task_type.Options is not None, "task.options", settings.options, remedy)
-    require(_is_plain(settings.options), "task.options", settings.options, "is kept as yaml; use numbers, text, lists and mappings of them")
+    require(
+        _is_plain_value(settings.options),
+        "task.options",
+        settings.options,
+        "is kept as yaml; use numbers, text, lists and mappings of them",
+    )
     task = task_type(replace(settings, reward="".join(shipped)))
     asks = task.judge is not None or not (settings.judge.model or settings.judge.urls)
     require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} asks no judge; leave it out")
@@ -75,13 +80,13 @@ def build_task(settings: TaskSettings, own: Own = Own()) -> Task:
     return task
 
 
-def has_boxes(settings: Settings, own: Own = Own()) -> bool:
+def uses_sandbox(settings: Settings, own: Plugins = Plugins()) -> bool:
     """Whether the engines' processes hold boxes in which the task's episodes run code."""
     tasks = {**TASKS, **own.tasks}
     return settings.task.name in tasks and tasks[settings.task.name].runs_code and not settings.task.sandbox.url
 
 
-def _is_plain(options: object) -> bool:
+def _is_plain_value(options: object) -> bool:
     try:
         yaml.safe_dump(asdict(options) if is_dataclass(options) else options)
     except yaml.YAMLError:
@@ -89,7 +94,7 @@ def _is_plain(options: object) -> bool:
     return True
 
 
-def check(settings: Settings, world_size: int, own: Own = Own()) -> None:
+def check_settings(settings: Settings, world_size: int, own: Plugins = Plugins()) -> None:
     """What can be known before any process talks to another; every rank raises the same ValueError."""
     model, path = read_spec(settings.model.path), Path(settings.model.path)
     check_sizes(settings, model, world_size, own)
@@ -108,15 +113,15 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
 
 
-def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own = Own()) -> None:
+def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Plugins = Plugins()) -> None:
     """The algorithm; the layout, the frozen parts and the engine against the model and the number of processes."""
     algorithms = {**ALGORITHMS, **own.algorithms}
     check_algorithm(settings.algo, algorithms)
-    compares, drop = algorithms[settings.algo.name].needs_peers, settings.select.drop
+    compares, drop = algorithms[settings.algo.name].needs_group, settings.filter.drop
     remedy = f"algo.name={settings.algo.name} learns from groups whose members are all alike, too; leave zero_std out"
     size = settings.batch.group_size
     require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
-    require(compares or "zero_std" not in drop, "select.drop", drop, remedy)
+    require(compares or "zero_std" not in drop, "filter.drop", drop, remedy)
     _check_adaptive_kl(settings)
     if has_critic(settings, own):
         _check_critic(settings, model, world_size)
@@ -129,19 +134,19 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Own 
     remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
     engine: EngineSettings = settings.engine
-    is_local = engine.kind == "local"
+    is_local = engine.mode == "colocated"
     require(not is_local or world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
     tower = {"attention heads of the vision tower": model.vision.num_heads, "rows of each MLP of the vision tower": model.vision.ffn_size}
     require_divisible("engine.tp", engine.tp, {**sizes_cut_by_tp(model), **tower}, whose="the model")
     if settings.stage == "rl":
-        _check_staleness(settings, num_engines=world_size // engine.tp if is_local else engine.num_servers)
+        _check_staleness(settings, num_engines=world_size // engine.tp if is_local else engine.num_endpoints)
     longest, length = model.max_positions, engine.max_model_len
     require(length <= longest, "engine.max_model_len", length, f"the model has at most {longest} (max_position_embeddings)")
 
 
-def has_critic(settings: Settings, own: Own = Own()) -> bool:
+def has_critic(settings: Settings, own: Plugins = Plugins()) -> bool:
     """Whether the run trains values beside the policy."""
-    return settings.stage == "rl" and {**ALGORITHMS, **own.algorithms}[settings.algo.name].needs_values
+    return settings.stage == "rl" and {**ALGORITHMS, **own.algorithms}[settings.algo.name].needs_critic
 
 
 def _check_staleness(settings: Settings, *, num_engines: int) -> None:
@@ -157,7 +162,7 @@ def _check_staleness(settings: Settings, *, num_engines: int) -> None:
 
 def _check_adaptive_kl(settings: Settings) -> None:
     algo, batch = settings.algo, settings.batch
-    most = batch.prompts_per_step * batch.group_size * settings.select.max_generations
+    most = batch.prompts_per_step * batch.group_size * settings.filter.max_num_gen_batches
     fits = algo.kl_target == 0 or algo.kl_horizon >= most
     require(fits, "algo.kl_horizon", algo.kl_horizon, f"must be at least {most}, the most episodes that a step may have")
 
@@ -166,18 +171,18 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
     critic, optim = settings.critic, settings.optim
     if critic.path:
         spec = known_spec(critic.path, key="critic.path")
-        check_sight(spec, model, path=critic.path)
+        check_critic_vision(spec, model, path=critic.path)
         check_layout(settings.parallel, spec, world_size, whose="the critic")
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
     require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
-    moves = critic.trunk == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
-    remedy = "would move the shared trunk while critic.warmup_steps train the head alone; set it to 0, or critic.trunk=own"
+    moves = critic.backbone == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
+    remedy = "would move the shared trunk while critic.warmup_steps train the head alone; set it to 0, or critic.backbone=own"
     require(not moves, "optim.weight_decay", optim.weight_decay, remedy)
     left = settings.run.steps - critic.warmup_steps
     require(left > 0, "critic.warmup_steps", critic.warmup_steps, f"leaves none of run.steps={settings.run.steps} to the policy")
 
 
-SIGHT: Mapping[str, Callable[[ModelSpec], int]] = {
+VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
     "patch_size": lambda spec: spec.vision.patch,
     "temporal_patch_size": lambda spec: spec.vision.temporal_patch,
     "spatial_merge_size": lambda spec: spec.vision.merge,
@@ -191,9 +196,9 @@ SIGHT: Mapping[str, Callable[[ModelSpec], int]] = {
 """What networks that read the same batches have in common, as config.json names it."""
 
 
-def check_sight(critic: ModelSpec, model: ModelSpec, *, path: str) -> None:
+def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> None:
     """A critic reads the policy's batches: its patches, its placeholders, its tokens. ValueError: it would read something else. Sizes of a
     vocabulary may differ, in the rows beyond the tokenizer (Qwen2.5-VL-3B has 128 fewer than 7B)."""
-    for name, of in SIGHT.items():
+    for name, of in VISION_KEYS.items():
         remedy = f"has {name}={of(critic)}, the policy {of(model)}; take a model of the policy's family: it reads the same batches"
         require(of(critic) == of(model), "critic.path", path, remedy)

@@ -5,8 +5,8 @@ Loss on assistant tokens only (the context's mask), and not on those of messages
 
 from collections.abc import Sequence
 
-from megatron_rl.algo.objective import likelihood
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.algo.objective import sft_loss
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import Settings
 from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import TRANSCRIPTS, demonstrations_of
@@ -16,17 +16,18 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.record import Run
-from megatron_rl.run.shutdown import Stop
+from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.types import Demonstration
 
-KEPT_BYTES = 1 << 30
+CACHE_BYTES = 1 << 30
 """Of pictures at their final sizes, a process."""
 
 
-def warm_start(
-    settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop: Stop
+def train_sft(
+    settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop: StopSignal
 ) -> None:
-    """Train stage after stage on each stage's demonstrations, in the order the task gives them, round and round. Stopped: see train."""
+    """Train stage after stage on each stage's demonstrations, in the order the task gives them, round and round. GracefulStop: see
+    train."""
     with run.spans("sync"):
         checkpoints.restore()
     stop.check()
@@ -41,29 +42,29 @@ def warm_start(
                 demonstrations = demonstrations_of(task.settings.data, split, **drawn)
                 demonstrations.check_lengths(make_length_check(settings, renderer))
                 for line in demonstrations.warnings if TRANSCRIPTS not in sft.splits[:stage] else ():
-                    run.tell(f"warning: task.data.demonstrations: {line}")
+                    run.log(f"warning: task.data.demonstrations: {line}")
             else:
                 demonstrations = task.demonstrations(split, **drawn)
-            shown = Rendered(renderer, demonstrations)
+            shown = RenderedDemonstrations(renderer, demonstrations)
         for step in range(begin - steps + done, begin):
             with run.spans("render"):
                 first = (step - begin + steps) * sft.batch_size
                 minibatch = [shown[number] for number in range(first, first + sft.batch_size)]
             with run.spans("update"):
                 batches = policy.pack(minibatch, max_tokens=settings.batch.micro_batch_tokens)
-                with run.keeping(batches, step=step, complete=policy.complete):
-                    metrics = policy.update(batches, likelihood, step=step)
+                with run.dump_batches_on_error(batches, step=step, complete=policy.load_image_patches):
+                    metrics = policy.update(batches, sft_loss, step=step)
             with run.spans("checkpoint"):
-                checkpoints.begin(step + 1, is_last=step + 1 == sum(sft.steps))
+                checkpoints.begin_step(step + 1, is_last=step + 1 == sum(sft.steps))
             with run.spans("record"):
                 run.record(step, metrics)
             if step + 1 < sum(sft.steps):  # the last one is judged by the final evaluation
                 with run.spans("checkpoint"):
-                    checkpoints.step_done(step + 1, history=run.history, metrics=metrics)
+                    checkpoints.finish_step(step + 1, history=run.history, metrics=metrics)
             stop.check()
 
 
-class Rendered:
+class RenderedDemonstrations:
     """A stage's demonstrations as contexts, round and round, rendered when they are needed.
 
     WeightedContexts are kept, without their patches, until their pictures take KEPT_BYTES; what comes later is rendered in every round.
@@ -71,14 +72,14 @@ class Rendered:
 
     def __init__(self, renderer: Renderer, demonstrations: Sequence[Demonstration]) -> None:
         self._renderer, self._demonstrations = renderer, demonstrations
-        self._kept: dict[int, WeightedContext] = {}
+        self._kept: dict[int, PackItem] = {}
         self._num_bytes = 0
 
-    def __getitem__(self, number: int) -> WeightedContext:
+    def __getitem__(self, number: int) -> PackItem:
         number %= len(self._demonstrations)
         return self._kept.get(number) or self._render(number)
 
-    def _render(self, number: int) -> WeightedContext:
+    def _render(self, number: int) -> PackItem:
         demonstration = self._demonstrations[number]
         where = demonstration.where or f"demonstration {number}"
         try:
@@ -88,8 +89,8 @@ class Rendered:
         if not any(context.loss_mask):
             raise ValueError(f"{where}: nothing of it is learned: it has no reply that is not masked; leave it out")
         context.images = [image.without_patches() for image in context.images]
-        weighted = WeightedContext(context, denominator=sum(context.loss_mask))
-        self._num_bytes += sum(3 * image.picture.width * image.picture.height for image in context.images)
-        if self._num_bytes <= KEPT_BYTES:
+        weighted = PackItem(context, denominator=sum(context.loss_mask))
+        self._num_bytes += sum(3 * image.pil.width * image.pil.height for image in context.images)
+        if self._num_bytes <= CACHE_BYTES:
             self._kept[number] = weighted
         return weighted

@@ -26,50 +26,6 @@ Message = Mapping[str, object]
 {"type": "text", "text": ...} or {"type": "image", "image": a PIL picture}."""
 
 
-class HostFault(RuntimeError):
-    """Something of ours broke (sandbox, judge, network): it fails the rollout and is never a score. It may be mended by waiting."""
-
-
-class LastingFault(HostFault):
-    """Trouble of ours that no further try can mend: a prompt without room, a picture that is none, an engine that has failed."""
-
-
-class WaitedFault(HostFault):
-    """What was down was waited for as long as it may be: the same wait again would only add to it."""
-
-
-class AccessDenied(HostFault):
-    """A server is well and does not accept this run's key or token: no outage, which waiting would mend, and the run ends."""
-
-
-class RunFailed(RuntimeError):
-    """The run did what it was told and the outcome is not acceptable: too many failed rollouts, no improvement."""
-
-
-class Outage(RunFailed):
-    """Too many rollouts failed because something of ours is down. What is done is kept, and the same command goes on."""
-
-
-class RunDenied(RunFailed):
-    """Rollouts failed because a server does not accept this run's key or token. What is done is kept."""
-
-
-class NotFinite(RunFailed):
-    """A number is NaN or infinite: it stops the run before any weight takes it."""
-
-
-class LogprobMismatch(RunFailed):
-    """Engine and trainer give sampled tokens logprobs that differ by more than their precision explains."""
-
-
-class Parted(RunFailed):
-    """The ranks have lost each other (distributed/hang_watchdog.py); whoever watches the run was told why."""
-
-
-class Stopped(Exception):
-    """The run was asked to stop (run/shutdown.py), and every rank does. What was given up for it is done again by the run's next life."""
-
-
 class Status(StrEnum):
     """How an episode ended, as far as credit is concerned."""
 
@@ -81,7 +37,7 @@ class Status(StrEnum):
     """Our fault: the engine, a tool or a judge was down. Never scored, never trained on, counted."""
 
 
-class End(StrEnum):
+class StopReason(StrEnum):
     """Why an episode was over. All but `done`, `tool_error` and the faults are budgets of the policy that ran out."""
 
     DONE = "done"
@@ -93,13 +49,13 @@ class End(StrEnum):
     MAX_PIXELS = "max_pixels"
     MAX_SECONDS = "max_seconds"
     TOOL_ERROR = "tool_error"
-    """A call went wrong where that ends episodes (task.errors_end)."""
-    FAULT = "fault"
-    """Ours (HostFault): the rollout is failed."""
-    LASTING_FAULT = "lasting_fault"
-    """Ours too (LastingFault), and the same whenever it is played."""
-    WAITED_FAULT = "waited_fault"
-    """Ours too (WaitedFault), behind as long a wait as there may be."""
+    """A call went wrong where that ends episodes (task.stop_on_tool_error)."""
+    INFRA_ERROR = "infra_error"
+    """Ours (InfraError): the rollout is failed."""
+    PERMANENT_INFRA_ERROR = "permanent_infra_error"
+    """Ours too (PermanentInfraError), and the same whenever it is played."""
+    INFRA_TIMEOUT = "infra_timeout"
+    """Ours too (InfraTimeout), behind as long a wait as there may be."""
     ACCESS_DENIED = "access_denied"
     """Ours too (AccessDenied): the run ends."""
 
@@ -138,7 +94,7 @@ class Demonstration:
 class Image:
     """A picture at its final size, with the patches both sides see. Equal pixels have equal keys."""
 
-    picture: Picture | None
+    pil: Picture | None
     """None where another rank has it (distributed/image_exchange.py), or where it was read without its pixels (wire.from_record)."""
     patch_PC: torch.Tensor | None
     """float32 [P, C], the output of the one processor call: what an engine is given. It takes eight times the picture's size, and is None
@@ -164,18 +120,18 @@ class Image:
 
 
 @dataclass(slots=True)
-class Context:
+class TokenSequence:
     """Token ids as the engine saw and sampled them, with everything that is aligned to them.
 
     Example: prompt ids [5, 6], sampled [7, 8] gives
-        token_ids [5, 6, 7, 8], loss_mask [0, 0, 1, 1], engine_logprobs [0.0, 0.0, -0.3, -1.2], versions [-1, -1, 4, 4].
+        token_ids [5, 6, 7, 8], loss_mask [0, 0, 1, 1], rollout_logprobs [0.0, 0.0, -0.3, -1.2], weight_versions [-1, -1, 4, 4].
     """
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
-    engine_logprobs: list[float] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
     """Logprob of each sampled token under the policy that sampled it; 0.0 where the mask is 0."""
-    versions: list[int] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token; -1 where the mask is 0."""
     images: list[Image] = field(default_factory=list)
     old_logprobs: list[float] = field(default_factory=list)
@@ -187,8 +143,8 @@ class Context:
     """What each sampled token is credited with; 0.0 where the mask is 0."""
     returns: list[float] = field(default_factory=list)
     """What a critic should have expected there: its target."""
-    coefficients: list[float] = field(default_factory=list)
-    """Factor on each sampled token's logprob in the surrogate (algo.thought_coef); empty: 1 everywhere."""
+    logprob_scale: list[float] = field(default_factory=list)
+    """Factor on each sampled token's logprob in the surrogate (algo.thought_logprob_scale); empty: 1 everywhere."""
     entropies: list[float] = field(default_factory=list)
     """Entropy, in nats, of the distribution that the trainer gave each sampled token when it was first trained on
     (batching/token_stats.py)."""
@@ -207,21 +163,21 @@ class Context:
         assert sampled or versions is None, "what was observed has no version"
         self.token_ids.extend(token_ids)
         self.loss_mask.extend([int(sampled)] * len(token_ids))
-        self.engine_logprobs.extend(logprobs if sampled else [0.0] * len(token_ids))
-        self.versions.extend([0 if sampled else -1] * len(token_ids) if versions is None else versions)
+        self.rollout_logprobs.extend(logprobs if sampled else [0.0] * len(token_ids))
+        self.weight_versions.extend([0 if sampled else -1] * len(token_ids) if versions is None else versions)
         self.images.extend(images)
-        lengths = (len(self.token_ids), len(self.loss_mask), len(self.engine_logprobs), len(self.versions))
-        assert len(set(lengths)) == 1, f"token_ids, loss_mask, engine_logprobs, versions have lengths {lengths}"
+        lengths = (len(self.token_ids), len(self.loss_mask), len(self.rollout_logprobs), len(self.weight_versions))
+        assert len(set(lengths)) == 1, f"token_ids, loss_mask, rollout_logprobs, weight_versions have lengths {lengths}"
 
-    def attach(self, column: str, numbers: list[float]) -> None:
+    def set_column(self, column: str, numbers: list[float]) -> None:
         """The only door for what becomes known of the tokens later: `column` is one of ATTACHED, with a number for every token."""
-        assert column in ATTACHED, f"{column} is none of {ATTACHED}"
+        assert column in TOKEN_COLUMNS, f"{column} is none of {TOKEN_COLUMNS}"
         assert len(numbers) == len(self.token_ids), f"{len(numbers)} {column} for {len(self.token_ids)} tokens"
         setattr(self, column, numbers)
 
 
-ATTACHED = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns", "coefficients", "entropies")
-"""Columns of Context that networks and credit fill."""
+TOKEN_COLUMNS = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns", "logprob_scale", "entropies")
+"""Columns of TokenSequence that networks and credit fill."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -244,7 +200,7 @@ class ToolCall:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Verdict:
+class JudgeResult:
     """What a judge said of an episode: its prompts let it answer nothing but a number."""
 
     judge: str
@@ -256,7 +212,7 @@ class Verdict:
     """Index into Rollout.turns of the one that it is about; None: of the whole."""
     wall_s: float = field(default=0.0, compare=False)
     """Seconds from the question to the answer: waits, and tries that failed, included."""
-    words: str = field(default="", compare=False)
+    reasoning: str = field(default="", compare=False)
     """What it thought before it answered, where its server gives that beside the answer: the beginning. Empty where the verdict is an older
     one's of task.judge.cache."""
 
@@ -265,27 +221,27 @@ class Verdict:
 class Turn:
     """One reply of the policy and what came of it."""
 
-    context: int
-    """Index into Rollout.contexts."""
-    span: tuple[int, int]
+    sequence: int
+    """Index into Rollout.sequences."""
+    token_span: tuple[int, int]
     """First and one-past-last sampled token in that context."""
     text: str
-    action: int | None = None
+    action_start: int | None = None
     """The token of that context in which the action begins, behind the thoughts, where the environment says (tasks.Step.action_at)."""
     reward: float = 0.0
     """What the environment gave."""
-    score: float | None = None
+    step_score: float | None = None
     """What this turn is worth as a step, by the rubric's turn parts, weighted; None where it is no step of any of them."""
-    gain: float = 0.0
+    reward_delta: float = 0.0
     """What this turn changed in the episode's reward: the gains and Rollout.outcome sum to the reward."""
-    call: ToolCall | None = None
+    tool_call: ToolCall | None = None
     images: list[Image] = field(default_factory=list)
     """Pictures of the observation that followed, as the policy saw them."""
     state: str = ""
     """What the environment calls the state that the reply answers (Env.state); empty where it does not say."""
-    reply_s: float = field(default=0.0, compare=False)
+    generation_s: float = field(default=0.0, compare=False)
     """Seconds until the policy had replied."""
-    environment_s: float = field(default=0.0, compare=False)
+    env_s: float = field(default=0.0, compare=False)
     """Seconds of the environment's step that answered it: its tool, with the wait for a free one."""
 
 
@@ -297,7 +253,7 @@ class Rollout:
     example_id: str
     group: int
     """Rollouts of one group start from the same example and share a baseline."""
-    sample: int
+    sample_index: int
     source: str = ""
     """Example.source."""
     question: str = ""
@@ -306,25 +262,25 @@ class Rollout:
     """The reference answer; empty if the task has none."""
     extra: str = ""
     """Other fields of the example as one JSON object, without pictures (rollout/example_fields.py); empty if there are none."""
-    contexts: list[Context] = field(default_factory=list)
+    sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = Status.COMPLETED
-    end: End = End.DONE
+    stop_reason: StopReason = StopReason.DONE
     reason: str = ""
     """In words: 'goal', or the message of the error that failed it."""
     reward: float | None = None
     """None until scored; stays None when failed."""
-    outcome: float = 0.0
+    outcome_reward: float = 0.0
     """The reward without what its turns contributed."""
-    dropped: str = ""
+    filter_reason: str = ""
     """Why a rollout that was scored is not trained on (algo/filtering.py); empty when it is."""
-    rewards: dict[str, float] = field(default_factory=dict)
+    reward_terms: dict[str, float] = field(default_factory=dict)
     """The reward by named part, unweighted."""
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[JudgeResult] = field(default_factory=list)
     """What judges were asked for the reward and said: the turns' first, in their order."""
     wall_s: float = 0.0
     """Seconds of the episode, from its prompt to the end of its environment, with those of the tries before it that failed."""
-    environment_s: float = 0.0
+    env_s: float = 0.0
     """Seconds of wall_s in the steps of its environment: tools, with the wait for a free one."""
     scoring_s: float = 0.0
     """Seconds of wall_s in its rubric: judges."""
@@ -332,21 +288,21 @@ class Rollout:
     @property
     def images(self) -> list[Image]:
         """Of its contexts and of its turns' observations; most are met several times."""
-        return [image for each in (*self.contexts, *self.turns) for image in each.images]
+        return [image for each in (*self.sequences, *self.turns) for image in each.images]
 
     def drop_patches(self) -> None:
         """What is left of a picture is the picture."""
-        for each in (*self.contexts, *self.turns):
+        for each in (*self.sequences, *self.turns):
             each.images = [image.without_patches() for image in each.images]
 
     @property
     def num_sampled(self) -> int:
-        return sum(sum(context.loss_mask) for context in self.contexts)
+        return sum(sum(context.loss_mask) for context in self.sequences)
 
     @property
     def used_tool(self) -> bool:
         """A tool was called and did what it was asked."""
-        return any(turn.call is not None and turn.call.ran and not turn.call.error for turn in self.turns)
+        return any(turn.tool_call is not None and turn.tool_call.ran and not turn.tool_call.error for turn in self.turns)
 
     @property
     def is_scored(self) -> bool:
@@ -354,28 +310,28 @@ class Rollout:
 
     @property
     def is_trained_on(self) -> bool:
-        return self.is_scored and not self.dropped
+        return self.is_scored and not self.filter_reason
 
     @property
     def oldest_version(self) -> int:
         """Version of the oldest weights that sampled any of its tokens; -1 without one."""
-        return min((version for context in self.contexts for version in context.versions if version >= 0), default=-1)
+        return min((version for context in self.sequences for version in context.weight_versions if version >= 0), default=-1)
 
 
 @dataclass(slots=True, frozen=True)
-class Origin:
+class SegmentSource:
     """Whose tokens a segment holds."""
 
     rollout: int
     """Index into the rollouts that were packed."""
-    context: int
+    sequence: int
     """Index into that rollout's contexts."""
     start: int
     """Where in the context the segment begins."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class MicroBatch:
     """One packed micro-batch: flat tensors, no padding between segments; knows no prompts, tasks, groups or algorithms.
 
     Entry t predicts token t + 1: target_T, mask_T, weight_T and every *_T quantity of the loss are already shifted by `pack`.
@@ -391,7 +347,7 @@ class Batch:
     """float32: what the loss of entry t counts, before the division by the global denominator; 0 where mask_T is False."""
     position_3T: torch.Tensor
     """Rotary positions: frame, row, column."""
-    context_T: torch.Tensor
+    sequence_T: torch.Tensor
     """Which context of the micro-batch entry t is of, from 0; the first of those that share it. The entries of one are neighbors."""
     cu_seqlens_S1: torch.Tensor
     """int32 offsets; the last equals T."""
@@ -400,7 +356,7 @@ class Batch:
     prefix_S: list[int]
     """For each segment the earlier one that it continues, or -1. What several contexts begin with is one segment, and each continues it
     with its own: a tree."""
-    origin_S: list[Origin | None]
+    origin_S: list[SegmentSource | None]
     """The way back: whose tokens each segment holds, the first's of those that share it. None for padding, and outside of rollouts."""
     images: list[Image]
     """The distinct ones of the micro-batch: each is encoded once however many contexts show it."""
@@ -416,11 +372,11 @@ class Batch:
     denominator: int
     """This micro-batch's share of the global denominator: shares are summed over micro-batches and data-parallel ranks."""
     advantage_T: torch.Tensor
-    engine_logprob_T: torch.Tensor
+    rollout_logprob_T: torch.Tensor
     old_logprob_T: torch.Tensor | None = None
-    reference_logprob_T: torch.Tensor | None = None
-    coefficient_T: torch.Tensor | None = None
-    current_T: torch.Tensor | None = None
+    ref_logprob_T: torch.Tensor | None = None
+    logprob_scale_T: torch.Tensor | None = None
+    on_policy_T: torch.Tensor | None = None
     """bool: the target was sampled by the weights that the step begins with. None: all were."""
     old_value_T: torch.Tensor | None = None
     """A critic's values at the start of the step, and its targets."""
@@ -432,61 +388,61 @@ class Batch:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class ValueRows:
+class ValueLossInputs:
     """What a critic's loss sees of the R sampled tokens: numbers about the state before each. In the head's units (ValueHead)."""
 
     value_R: torch.Tensor
     """The critic's value, with gradient."""
-    old_R: torch.Tensor
+    old_value_R: torch.Tensor
     """Its value at the start of the step."""
     return_R: torch.Tensor
     """Its target."""
     weight_R: torch.Tensor
-    """Rows.weight_R."""
+    """LossInputs.weight_R."""
     turn_R: torch.Tensor
-    """Rows.turn_R."""
+    """LossInputs.turn_R."""
 
     def are_finite(self) -> dict[str, torch.Tensor]:
-        """As Rows.are_finite."""
+        """As LossInputs.are_finite."""
         columns = {"the return": self.return_R, "the value": self.value_R}
         return {name: column.isfinite().all() for name, column in columns.items()}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Rows:
+class LossInputs:
     """What a loss sees of a micro-batch: its R sampled tokens, in order. All float32 but context_R, turn_R and current_R."""
 
     logprob_R: torch.Tensor
     """Logprob of each token under the weights that are trained, with gradient."""
     entropy_R: torch.Tensor
     """Entropy of the distribution that each token is from, with gradient."""
-    old_R: torch.Tensor
+    old_logprob_R: torch.Tensor
     """Logprob at the start of the step: logprob_R itself, detached, where the step makes one update or asks for none (bypass)."""
-    engine_R: torch.Tensor
+    rollout_logprob_R: torch.Tensor
     """Logprob under the engine that sampled."""
-    reference_R: torch.Tensor | None
+    ref_logprob_R: torch.Tensor | None
     advantage_R: torch.Tensor
     weight_R: torch.Tensor
     """What a token's loss counts, before the division by the global denominator."""
-    context_R: torch.Tensor
+    sequence_R: torch.Tensor
     """Which context of the batch a token is of."""
     turn_R: torch.Tensor
     """Which turn of the batch a token is in, from 0: the sampled tokens between two observations."""
-    coefficient_R: torch.Tensor | None = None
+    logprob_scale_R: torch.Tensor | None = None
     """Factor on the token's logprob in the surrogate; None: 1."""
-    current_R: torch.Tensor | None = None
+    on_policy_R: torch.Tensor | None = None
     """bool: a token was sampled by the weights that the step begins with, so that engine_R is old_R; None: all were."""
-    values: ValueRows | None = None
+    values: ValueLossInputs | None = None
     """Of a critic that shares the policy's trunk."""
 
     def are_finite(self) -> dict[str, torch.Tensor]:
         """Whether each column holds finite numbers only, by its name in words; what others computed comes first."""
         columns = {
-            "the engine's logprob": self.engine_R,
-            "the reference's logprob": self.reference_R,
+            "the engine's logprob": self.rollout_logprob_R,
+            "the reference's logprob": self.ref_logprob_R,
             "the advantage": self.advantage_R,
             "the trainer's logprob": self.logprob_R,
-            "the old logprob": self.old_R,
+            "the old logprob": self.old_logprob_R,
             "the entropy": self.entropy_R,
         }
         found = {name: column.isfinite().all() for name, column in columns.items() if column is not None}
@@ -509,7 +465,7 @@ class LossMetrics:
     """Counts by size [bins] (io/histogram.py): add, then read NAME_p99 off the sum. NAME_max is among the maxima."""
 
 
-Loss = Callable[[Rows], tuple["torch.Tensor", LossMetrics]]
+Loss = Callable[[LossInputs], tuple["torch.Tensor", LossMetrics]]
 """The loss of a micro-batch, summed over its rows and not divided, and its metrics."""
-ValueLoss = Callable[[ValueRows], tuple["torch.Tensor", LossMetrics]]
+ValueLoss = Callable[[ValueLossInputs], tuple["torch.Tensor", LossMetrics]]
 """The same of a critic."""

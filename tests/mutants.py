@@ -302,7 +302,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a damaged older checkpoint keeps newer ones from being published",
         "megatron_rl/run/checkpoints.py",
-        "_try_recall(path)[0] for path",
+        "_try_load(path)[0] for path",
         "recall(path) for path",
         "tests/run/test_checkpoints.py -k beside_a_damaged",
     ),
@@ -666,7 +666,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a second Ctrl-C counts more than the checkpoint that there is",
         "megatron_rl/run/directory.py",
-        "return max(map(step_of, published(folder / CHECKPOINTS)), default=0)",
+        "return max(map(step_of, list_checkpoints(folder / CHECKPOINTS)), default=0)",
         "return 1 << 30",
         "tests/run/test_directory.py -k after_a_crash",
     ),
@@ -708,7 +708,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens of older weights dilute the logprob difference",
         "megatron_rl/observe/step_metrics.py",
-        ' / (update.get("engine/current_fraction", 1.0) or 1.0)',
+        ' / (update.get("rollout/on_policy_fraction", 1.0) or 1.0)',
         "",
         "tests/run/test_failure_checks.py -k older_weights",
     ),
@@ -757,7 +757,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a video is shown in a task that has no code",
         "megatron_rl/tasks/visual_python/task.py",
-        'videos=self.settings.protocol == "pyvision"',
+        'videos=self.settings.tool_format == "pyvision"',
         "videos=True",
         "tests/e2e/test_video_task.py -k only_code",
     ),
@@ -1220,7 +1220,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a refused command speaks for the run that it met",
         "megatron_rl/run/directory.py",
         "    if standing.refusal:\n",
-        "    locks.push(partial(_leave_word, folder))\n    if standing.refusal:\n",
+        "    locks.push(partial(_write_ended, folder))\n    if standing.refusal:\n",
         "tests/run/test_status.py -k word",
     ),
     Mutant(
@@ -1332,7 +1332,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "members of a group meet different worlds",
         "megatron_rl/rollout/episode.py",
         "env.reset(seed_of(settings.seed, group))",
-        "env.reset(seed_of(settings.seed, group, sample))",
+        "env.reset(seed_of(settings.seed, group, sample_index))",
         "tests/rollout/test_manager.py tests/rollout/test_episode.py",
     ),
     Mutant(
@@ -1352,8 +1352,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "another lora.alpha is accepted",
         "megatron_rl/run/directory.py",
-        '"run.max_failed", "run.max_logprob_abs_diff"',
-        '"run.max_failed", "lora.alpha", "run.max_logprob_abs_diff"',
+        '"run.max_failed_fraction", "run.max_logprob_abs_diff"',
+        '"run.max_failed_fraction", "lora.alpha", "run.max_logprob_abs_diff"',
         "tests/run/test_directory.py",
     ),
     Mutant(
@@ -1401,8 +1401,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what was sampled is shared",
         "megatron_rl/batching/minibatches.py",
-        "min(common(before, after), each.prompt_length)",
-        "min(common(before, after), each.prompt_length + 1)",
+        "min(common_prefix(before, after), each.prompt_length)",
+        "min(common_prefix(before, after), each.prompt_length + 1)",
         "tests/batching/test_packing.py -k tree",
     ),
     Mutant(
@@ -1422,8 +1422,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "clips swapped",
         "megatron_rl/algo/policy_losses.py",
-        "    bounded_R = ratio_R.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high)\n    loss_R",
-        "    bounded_R = ratio_R.clamp(1.0 - algo.clip_high, 1.0 + algo.clip_low)\n    loss_R",
+        "    bounded_R = ratio_R.clamp(1.0 - algo.clip_ratio_low, 1.0 + algo.clip_ratio_high)\n    loss_R",
+        "    bounded_R = ratio_R.clamp(1.0 - algo.clip_ratio_high, 1.0 + algo.clip_ratio_low)\n    loss_R",
         "tests/algo/test_policy_losses.py tests/algo/test_objective.py",
     ),
     Mutant(
@@ -1478,8 +1478,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "NaN in a micro-batch is trained on",
         "megatron_rl/policy/loss_metrics.py",
-        "        if theirs:\n            raise NotFinite",
-        "        if False:\n            raise NotFinite",
+        "        if theirs:\n            raise NonFiniteValue",
+        "        if False:\n            raise NonFiniteValue",
         "tests/policy/test_not_finite.py",
     ),
     Mutant(
@@ -1506,8 +1506,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the sum's deviation of the group",
         "megatron_rl/algo/advantages.py",
-        "_divided(turns, scale, algo)",
-        "_divided(turns, 1.0, algo)",
+        "_scaled_by(turns, scale, algo)",
+        "_scaled_by(turns, 1.0, algo)",
         "tests/algo/test_credit_turns.py tests/algo/test_advantages.py",
     ),
     Mutant(
@@ -1562,8 +1562,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "None is a step worth 0",
         "megatron_rl/algo/advantages.py",
-        "            if turn.score is not None:\n                steps[number].append((index, turn.score))",
-        "            steps[number].append((index, turn.score or 0.0))",
+        "            if turn.step_score is not None:\n                steps[number].append((index, turn.step_score))",
+        "            steps[number].append((index, turn.step_score or 0.0))",
         "tests/algo/test_credit_turns.py tests/algo/test_credit_gradients.py",
     ),
     Mutant(
@@ -1576,7 +1576,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "selection looks at rewards alone",
         "megatron_rl/algo/advantages.py",
-        '        if algo.turns == "broadcast":\n            values',
+        '        if algo.turn_credit == "broadcast":\n            values',
         "        if True:\n            values",
         "tests/algo/test_filtering.py tests/algo/test_credit_turns.py",
     ),
@@ -1597,7 +1597,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the correction has no cap",
         "megatron_rl/algo/rollout_correction.py",
-        "_log_r(rows).exp().clamp(max=algo.correction_cap)",
+        "_log_r(rows).exp().clamp(max=algo.is_weight_cap)",
         "_log_r(rows).exp()",
         "tests/algo/test_rollout_correction.py",
     ),
@@ -1618,8 +1618,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a correction's sequence is always a context",
         "megatron_rl/algo/rollout_correction.py",
-        'rows.turn_R if algo.correction_over == "turns" else rows.context_R',
-        "rows.context_R",
+        'rows.turn_R if algo.rollout_correction_level == "turns" else rows.sequence_R',
+        "rows.sequence_R",
         "tests/algo/test_rollout_correction.py -k turn",
     ),
     Mutant(
@@ -1632,8 +1632,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "opsm looks at the old logprobs",
         "megatron_rl/algo/rollout_correction.py",
-        "_held(rows.engine_R - rows.logprob_R)",
-        "_held(rows.engine_R - rows.old_R)",
+        "_clamp_log_ratio(rows.rollout_logprob_R - rows.logprob_R)",
+        "_clamp_log_ratio(rows.rollout_logprob_R - rows.old_logprob_R)",
         "tests/algo/test_rollout_correction.py -k opsm",
     ),
     Mutant(
@@ -1646,8 +1646,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "weights have a gradient",
         "megatron_rl/algo/rollout_correction.py",
-        "@torch.no_grad()\ndef correct(",
-        "def correct(",
+        "@torch.no_grad()\ndef compute_is_weights(",
+        "def compute_is_weights(",
         "tests/algo/test_rollout_correction.py",
     ),
     Mutant(
@@ -1660,15 +1660,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "with bypass the surrogate compares with the old logprobs",
         "megatron_rl/algo/objective.py",
-        "replace(rows, old_R=rows.engine_R) if is_bypass else rows",
+        "replace(rows, old_logprob_R=rows.rollout_logprob_R) if is_bypass else rows",
         "rows",
         "tests/algo/test_rollout_correction.py tests/test_corrected_step.py",
     ),
     Mutant(
         "with bypass the engine is compared with itself",
         "megatron_rl/algo/objective.py",
-        "gap_R = (rows.old_R - rows.engine_R).abs()",
-        "gap_R = (compared.old_R - rows.engine_R).abs()",
+        "gap_R = (rows.old_logprob_R - rows.rollout_logprob_R).abs()",
+        "gap_R = (compared.old_logprob_R - rows.rollout_logprob_R).abs()",
         "tests/algo/test_rollout_correction.py -k metrics",
     ),
     Mutant(
@@ -1695,8 +1695,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "CISPO's clipped tokens lose their gradient",
         "megatron_rl/algo/policy_losses.py",
-        "1.0 + algo.clip_high).detach()\n    return -weight_R * rows.advantage_R * _scaled(rows.logprob_R, rows)",
-        "1.0 + algo.clip_high)\n    return -weight_R * rows.advantage_R",
+        "1.0 + algo.clip_ratio_high).detach()\n    return -weight_R * rows.advantage_R * _scaled(rows.logprob_R, rows)",
+        "1.0 + algo.clip_ratio_high)\n    return -weight_R * rows.advantage_R",
         "tests/algo/test_policy_losses.py",
     ),
     Mutant(
@@ -1737,8 +1737,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a context that others leave is several",
         "megatron_rl/batching/packing.py",
-        "context_R=batch.context_T[rows_R]",
-        "context_R=torch.searchsorted(batch.cu_seqlens_S1[1:], rows_R.int(), right=True)",
+        "sequence_R=batch.sequence_T[rows_R]",
+        "sequence_R=torch.searchsorted(batch.cu_seqlens_S1[1:], rows_R.int(), right=True)",
         "tests/batching/test_packing.py -k tree",
     ),
     Mutant(
@@ -1758,8 +1758,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the KL penalty is added",
         "megatron_rl/algo/advantages.py",
-        "return rollout.reward - penalty(rollout, algo)",
-        "return rollout.reward + penalty(rollout, algo)",
+        "return rollout.reward - kl_penalty(rollout, algo)",
+        "return rollout.reward + kl_penalty(rollout, algo)",
         "tests/algo/test_advantages.py tests/test_training_loop.py",
     ),
     Mutant(
@@ -1828,8 +1828,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "thoughts count in full",
         "megatron_rl/algo/thoughts.py",
-        "= [coef] * (turn.action - start)",
-        "= [1.0] * (turn.action - start)",
+        "= [coef] * (turn.action_start - start)",
+        "= [1.0] * (turn.action_start - start)",
         "tests/algo/test_value.py",
     ),
     Mutant(
@@ -1842,15 +1842,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the loss keeps the first weight of the KL",
         "megatron_rl/training_loop.py",
-        "updates_of(now, policy",
-        "updates_of(settings, policy",
+        "make_updaters(now, policy",
+        "make_updaters(settings, policy",
         "tests/test_training_loop_scripted.py",
     ),
     Mutant(
         "the reward keeps the first weight of the KL",
         "megatron_rl/training_loop.py",
-        "credited(rollouts, now, policy",
-        "credited(rollouts, settings, policy",
+        "prepare_training_batch(rollouts, now, policy",
+        "prepare_training_batch(rollouts, settings, policy",
         "tests/test_training_loop_scripted.py",
     ),
     Mutant(
@@ -1947,7 +1947,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what was dealt is lost with its run",
         "megatron_rl/training_loop.py",
-        ", dealt=fleet.admission.not_trained_on)",
+        ", dealt=fleet.admission.unused_groups)",
         ")",
         "tests/test_stale_run.py",
     ),
@@ -1961,7 +1961,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the gap is that of older weights' tokens too",
         "megatron_rl/training_loop.py",
-        '(take(rollouts, each, "versions") == step) & each.mask_T',
+        '(gather_column(rollouts, each, "weight_versions") == step) & each.mask_T',
         "each.mask_T",
         "tests/test_training_loop.py",
     ),
@@ -2084,7 +2084,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what was done is lost where a key is refused",
         "megatron_rl/entrypoints/train.py",
-        "    except RunDenied:\n        parts.save_what_is_done()\n",
+        "    except RunDenied:\n        parts.save_progress()\n",
         "    except RunDenied:\n",
         "tests/rollout/test_manager.py -k key_was_refused",
     ),
@@ -2092,7 +2092,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a judge's refused key is tried again",
         "megatron_rl/clients/endpoint_pool.py",
         'raise AccessDenied(f"{self.name}',
-        'raise HostFault(f"{self.name}',
+        'raise InfraError(f"{self.name}',
         "tests/rewards/test_judge.py -k key_that",
     ),
     Mutant(
@@ -2112,7 +2112,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a stranger at a port ends the wait for a service elsewhere",
         "megatron_rl/services/service_launcher.py",
-        "if refusal and not self._settings.elsewhere:",
+        "if refusal and not self._settings.external:",
         "if refusal:",
         "tests/services/test_services.py -k another_job",
     ),
@@ -2126,8 +2126,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a rank is given up at its first silence",
         "megatron_rl/distributed/hang_watchdog.py",
-        "SILENT = 3\n",
-        "SILENT = 1\n",
+        "MAX_MISSED_REPLIES = 3\n",
+        "MAX_MISSED_REPLIES = 1\n",
         "tests/distributed/test_hang_watchdog.py -k silent",
     ),
     Mutant(
@@ -2140,7 +2140,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a busy server is taken for one that hangs",
         "megatron_rl/rollout/health.py",
-        "return before != await self._moved(server)",
+        "return before != await self._has_stalled(server)",
         "return False",
         "tests/rollout/test_health.py -k busy",
     ),
@@ -2203,7 +2203,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a process that hangs has all its time",
         "megatron_rl/run/shutdown.py",
-        "at = min(at, max(first + self._grace_s, self._last_move()) + CLOSING_S)",
+        "at = min(at, max(first + self._grace_s, self._last_move()) + CLOSE_TIMEOUT_S)",
         "pass",
         "tests/run/test_signals.py -k collective",
     ),
@@ -2330,13 +2330,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "what had failed is scored",
         "megatron_rl/entrypoints/rescore.py",
         "if not rollout.is_scored:",
-        "if rollout.dropped:",
+        "if rollout.filter_reason:",
         "tests/entrypoints/test_rescore.py -k rule",
     ),
     Mutant(
         "a token's reward on the board leaves the outcome out",
         "megatron_rl/export/rl_logging_board.py",
-        "rewards[-1] += rollout.outcome",
+        "rewards[-1] += rollout.outcome_reward",
         "rewards[-1] += 0.0",
         "tests/export/test_rl_logging_board.py",
     ),
@@ -2770,7 +2770,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a launcher kills ranks while they save",
         "megatron_rl/launcher/spawn.py",
-        "grace_s(given.training_script_args) + CLOSING_S",
+        "grace_s(given.training_script_args) + CLOSE_TIMEOUT_S",
         "grace_s(given.training_script_args)",
         "tests/launcher/test_spawn.py -k time_to_close",
     ),
@@ -2847,7 +2847,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the sum of log ratios over a sequence has no bound",
         "megatron_rl/algo/rollout_correction.py",
-        "return _held(segment_sum(_log_r(rows), _sequence(rows, algo))).exp()",
+        "return _clamp_log_ratio(segment_sum(_log_r(rows), _sequence(rows, algo))).exp()",
         "return segment_sum(_log_r(rows), _sequence(rows, algo)).exp()",
         "tests/algo/test_rollout_correction.py -k long_sequences",
     ),

@@ -16,12 +16,12 @@ from megatron_rl.config import (
     BatchSettings,
     CriticSettings,
     EngineSettings,
+    FilterSettings,
     LoraSettings,
     ModelSettings,
     OptimSettings,
     ParallelSettings,
     RunSettings,
-    SelectSettings,
     Settings,
     SftSettings,
     TaskSettings,
@@ -29,18 +29,18 @@ from megatron_rl.config import (
 from megatron_rl.distributed.world import World
 from megatron_rl.entrypoints import train
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.load_balancer import Seat
-from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.rollout.load_balancer import EngineRank
+from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.run.directory import STEPS
 
 SETTINGS = Settings(
     model=ModelSettings(path="folder"),
     task=TaskSettings(
-        name="mine", max_turns=3, max_tokens_per_turn=40, max_pixels=5000, max_seconds=6.5, environment_s=8.5, errors_end=True
+        name="mine", max_turns=3, max_new_tokens=40, max_pixels=5000, max_seconds=6.5, env_timeout_s=8.5, stop_on_tool_error=True
     ),
     engine=EngineSettings(max_model_len=700, max_images=2, max_num_seqs=77),
     batch=BatchSettings(prompts_per_step=8, group_size=9),
-    select=SelectSettings(max_generations=10),
+    filter=FilterSettings(max_num_gen_batches=10),
     algo=AlgoSettings(temperature=0.7),
     run=RunSettings(seed=11, steps=60, max_staleness=2),
 )
@@ -51,21 +51,21 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     """Rank 5 of 6, with an engine on every rank and with one over two neighbors each."""
     groups: list[list[int]] = []
     monkeypatch.setattr(build.dist, "new_group", lambda ranks, backend, timeout: groups.append(ranks) or ranks)
-    monkeypatch.setattr(build, "LocalEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
-    monkeypatch.setattr(build, "meeting_store", lambda: "store")
+    monkeypatch.setattr(build, "ColocatedEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
+    monkeypatch.setattr(build, "default_store", lambda: "store")
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], final_pixels=(111, 222))
     policy = object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather="gather", share="share")
+    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather_rollouts="gather", broadcast_rollouts="share")
     given = {"trainer": policy, "renderer": renderer, "world": world, "gallery": gallery, "stop": stop, "tell": print}
-    fleet = build.build_fleet(SETTINGS, "task", **given)
+    fleet = build.build_rollout_manager(SETTINGS, "task", **given)
     assert (fleet.grace, fleet.gather, fleet.share) == ("grace", "gather", "share")
     assert (fleet.task, fleet.renderer, fleet.trainer) == ("task", renderer, policy)
-    assert fleet.seat == Seat(index=index, num_engines=num_engines, max_episodes=77, counter="store")
-    assert fleet.round_settings == RoundSettings(num_prompts=8, group_size=9, max_rounds=10, max_staleness=2, num_steps=60)
+    assert fleet.seat == EngineRank(index=index, num_engines=num_engines, max_episodes=77, counter="store")
+    assert fleet.round_settings == GenerationSettings(num_prompts=8, group_size=9, max_rounds=10, max_staleness=2, num_steps=60)
     assert fleet.episode == EpisodeSettings(
-        temperature=0.7, max_turns=3, max_tokens_per_turn=40, max_context=700, max_images=2, max_pixels=5000, max_seconds=6.5,
+        temperature=0.7, max_turns=3, max_new_tokens=40, max_context=700, max_images=2, max_pixels=5000, max_seconds=6.5,
         environment_s=8.5, errors_end=True, seed=11,
     )  # fmt: skip
     assert groups == ([] if tp == 1 else [[0, 1], [2, 3], [4, 5]])
@@ -87,25 +87,25 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
 def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int, device: str, kind: str | None, is_own: bool) -> None:
     """Every rank asks all of them, another one first; the main one has them, and gives them their weights. Those that the run has started
     need not be claimed: one that is down when the engines are opened is one that has fallen."""
-    monkeypatch.setattr(build, "meeting_store", lambda: "store")
-    monkeypatch.setattr(build, "on_main_rank", lambda act: act() if rank == 0 else "0123abcd")
-    monkeypatch.setattr(build, "wanted_of", lambda settings, renderer: "wanted")
+    monkeypatch.setattr(build, "default_store", lambda: "store")
+    monkeypatch.setattr(build, "run_on_rank_zero", lambda act: act() if rank == 0 else "0123abcd")
+    monkeypatch.setattr(build, "expected_label", lambda settings, renderer: "wanted")
     claims: list[bool] = []
     monkeypatch.setattr(
-        build, "Sender", lambda servers, **given: SimpleNamespace(servers=servers, claim=lambda: claims.append(True), **given)
+        build, "WeightSender", lambda servers, **given: SimpleNamespace(servers=servers, lock_servers=lambda: claims.append(True), **given)
     )
-    monkeypatch.setattr(build, "RemoteEngine", lambda servers, settings, **given: SimpleNamespace(urls=servers, settings=settings, **given))
-    given = EngineSettings(kind="remote", urls=["http://a:1", "http://b:1", "http://c:1"], max_num_seqs=10, bucket_mib=0.5)
+    monkeypatch.setattr(build, "ServerEngine", lambda servers, settings, **given: SimpleNamespace(urls=servers, settings=settings, **given))
+    given = EngineSettings(mode="server", urls=["http://a:1", "http://b:1", "http://c:1"], max_num_seqs=10, bucket_mib=0.5)
     settings = replace(SETTINGS, engine=given)
     decode = object()
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], tokenizer=SimpleNamespace(decode=decode))
     world = World(rank=rank, size=6, local_rank=rank, device=torch.device(device))
-    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather="gather", share="share")
-    trainer, household = build.Staying(), object() if is_own and rank == 0 else None
-    fleet = build.build_fleet(
+    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather_rollouts="gather", broadcast_rollouts="share")
+    trainer, household = build.NoOffload(), object() if is_own and rank == 0 else None
+    fleet = build.build_rollout_manager(
         settings, "task", trainer=trainer, renderer=renderer, world=world, gallery=gallery, stop=stop, tell=print, household=household
     )  # fmt: skip
-    assert fleet.seat == Seat(index=rank, num_engines=6, max_episodes=5, counter="store"), "3 servers of 10 replies, 6 ranks"
+    assert fleet.seat == EngineRank(index=rank, num_engines=6, max_episodes=5, counter="store"), "3 servers of 10 replies, 6 ranks"
     engine = fleet.engine
     assert [server.url for server in engine.urls] == given.urls and engine.settings is given
     assert (engine.image_token_id, engine.stop_ids, engine.decode, engine.meet, engine.place) == (1, [3], decode, "share", rank)
@@ -138,7 +138,8 @@ def test_a_policy_is_built_of_its_settings(
     monkeypatch.setattr(build, "Policy", lambda model, layout, **given: {"model": model, "layout": layout, **given})
     settings = replace(
         SETTINGS, algo=AlgoSettings(temperature=0.7, kl_coef=kl_coef), optim=OptimSettings(lr=0.25), lora=LoraSettings(rank=3),
-        parallel=ParallelSettings(logprob_rows=77), engine=EngineSettings(bucket_mib=0.5), critic=CriticSettings(trunk=trunk, clip=0.4),
+        parallel=ParallelSettings(log_probs_chunk_size=77), engine=EngineSettings(bucket_mib=0.5), critic=CriticSettings(backbone=trunk,
+        cliprange_value=0.4),
     )  # fmt: skip
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3])
     built = build.build_policy(settings, "layout", renderer, patches="patches", num_steps=123, is_rl=is_rl, has_values=has_values)
@@ -152,8 +153,8 @@ def test_a_policy_is_built_of_its_settings(
 def test_a_critic_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its optimizer is the policy's but for the learning rate."""
     monkeypatch.setattr(build, "Critic", lambda critic, layout, **given: {"critic": critic, "layout": layout, **given})
-    optim = OptimSettings(lr=0.25, part_lr={"vision": 0.5}, eps=1e-3, clip_grad=0.1)
-    settings = replace(SETTINGS, optim=optim, critic=CriticSettings(trunk="own", lr=0.125))
+    optim = OptimSettings(lr=0.25, lr_by_module={"vision": 0.5}, eps=1e-3, clip_grad=0.1)
+    settings = replace(SETTINGS, optim=optim, critic=CriticSettings(backbone="own", lr=0.125))
     assert build.build_critic(settings, "layout", patches="patches", num_steps=123) == {
         "critic": settings.critic, "layout": "layout", "model": settings.model, "parallel": settings.parallel,
         "optim": OptimSettings(lr=0.125, eps=1e-3, clip_grad=0.1), "num_steps": 123, "seed": 11, "patches": "patches",
@@ -167,7 +168,7 @@ def test_policy_and_critic_leave_and_come_back_together() -> None:
         SimpleNamespace(sleep=partial(said.append, f"{name} sleeps"), wake=partial(said.append, f"{name} wakes"))
         for name in ("policy", "critic")
     )
-    both = build.Trained(policy, critic)
+    both = build.PolicyAndCritic(policy, critic)
     both.sleep()
     both.wake()
     assert said == ["critic sleeps", "policy sleeps", "policy wakes", "critic wakes"]

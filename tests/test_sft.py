@@ -40,9 +40,9 @@ def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytes
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
     positions = read_spec(random_model).positions
     whole = [renderer.transcript(Counted()[index].messages) for index in range(3)]
-    monkeypatch.setattr(sft, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(sft, "CACHE_BYTES", kept_bytes)
     demonstrations = Counted()
-    shown = sft.Rendered(renderer, demonstrations)
+    shown = sft.RenderedDemonstrations(renderer, demonstrations)
     assert demonstrations.asked == [0, 0, 0], "nothing before it is needed"
     for number in range(9):
         weighted, expected = shown[number], whole[number % 3]
@@ -50,7 +50,7 @@ def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytes
         assert weighted.denominator == sum(expected.loss_mask)
         assert [image.patch_PC for image in weighted.context.images] == [None], "patches are made for what a rank trains on"
         batch = pack([weighted], image_token_id=renderer.image_token_id, positions=positions)
-        assert renderer.patches(batch.images[0], attrgetter("picture")).equal(expected.images[0].patch_PC)
+        assert renderer.patches(batch.images[0], attrgetter("pil")).equal(expected.images[0].patch_PC)
     assert demonstrations.asked == asked
 
 
@@ -64,14 +64,14 @@ def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: P
         batch=SimpleNamespace(micro_batch_tokens=999), engine=SimpleNamespace(max_model_len=999),
     )  # fmt: skip
     task = SimpleNamespace(settings=SimpleNamespace(data=DataSettings(demonstrations=[str(path)])))
-    policy = SimpleNamespace(pack=lambda *_, **__: [], update=lambda *_, **__: {}, complete=None)
+    policy = SimpleNamespace(pack=lambda *_, **__: [], update=lambda *_, **__: {}, load_image_patches=None)
     run = SimpleNamespace(
-        spans=lambda _: nullcontext(), keeping=lambda *_, **__: nullcontext(), record=lambda *_: None, first_step=0, history=[],
-        tell=lines.append,
+        spans=lambda _: nullcontext(), dump_batches_on_error=lambda *_, **__: nullcontext(), record=lambda *_: None, first_step=0,
+        history=[], log=lines.append,
     )  # fmt: skip
-    checkpoints = SimpleNamespace(restore=lambda: None, begin=lambda *_, **__: None, step_done=lambda *_, **__: None)
+    checkpoints = SimpleNamespace(restore=lambda: None, begin_step=lambda *_, **__: None, finish_step=lambda *_, **__: None)
     stop = SimpleNamespace(check=lambda: None)
-    sft.warm_start(settings, task=task, policy=policy, renderer=renderer, run=run, checkpoints=checkpoints, stop=stop)
+    sft.train_sft(settings, task=task, policy=policy, renderer=renderer, run=run, checkpoints=checkpoints, stop=stop)
     assert [line.partition(": what")[0] for line in lines] == [
         "warning: task.data.demonstrations: t.jsonl row 0: column no_loss is not read"
     ]

@@ -19,15 +19,15 @@ import torch.distributed as dist
 
 from megatron_rl import training_loop
 from megatron_rl.config import AlgoSettings, BatchSettings, CheckpointSettings, ModelSettings, RunSettings, Settings
-from megatron_rl.distributed.image_exchange import Gallery
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.image_exchange import ImageExchange
+from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.errors import GracefulStop
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import choose_prompts
 from megatron_rl.run.checkpoint_state import InputDigests
-from megatron_rl.run.checkpoints import Checkpoints, find
+from megatron_rl.run.checkpoints import Checkpoints, find_checkpoint
 from megatron_rl.run.record import Run
-from megatron_rl.types import Stopped
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.lasting_fleet import HeldTask, lasting_fleet
@@ -40,7 +40,7 @@ DEALT = Counter(example.id for number in range(STEPS) for example in choose_prom
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     yield
     dist.destroy_process_group()
 
@@ -73,8 +73,8 @@ def live(
 ) -> Run:  # fmt: skip
     """A life of the run: to its end, stopped after a step, stopped in the middle of one whose rollouts were given up, or ended by SIGKILL
     in the rollouts, the update, the checkpoint (begun and not complete) or the sync of one."""
-    policy, (checkpoint, state) = Slept(), find(settings)
-    run = Run(settings, place(), num_steps=STEPS, first_step=state.step, history=state.history)
+    policy, (checkpoint, state) = Slept(), find_checkpoint(settings)
+    run = Run(settings, read_world(), num_steps=STEPS, first_step=state.step, history=state.history)
     checkpoints = Checkpoints(settings, policy, start=checkpoint, inputs=InputDigests())
     renderer = Renderer(settings.model)
     fleet = lasting_fleet(renderer, max_staleness=settings.run.max_staleness, num_steps=STEPS)
@@ -82,7 +82,7 @@ def live(
 
     def check() -> None:
         if run.num_done == stopped_after:
-            raise Stopped
+            raise GracefulStop
 
     where, policy.killed_in = killed_in[0], killed_in[1] if killed_in[0] == "update" else -1
 
@@ -108,20 +108,20 @@ def live(
         return begun
 
     save, policy.save = policy.save, saved
-    fleet.grace, serve = within_grace, fleet.serve
+    fleet.grace, serve = within_grace, fleet.update_weights
 
     def served(tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         if (where, version) == ("sync", killed_in[1] + 1):
             os.kill(os.getpid(), signal.SIGKILL)
         serve(tensors, version=version)
 
-    fleet.serve = served
+    fleet.update_weights = served
     try:
         training_loop.train(
-            settings, policy=policy, fleet=fleet, gallery=Gallery(patch=14), run=run, checkpoints=checkpoints,
+            settings, policy=policy, fleet=fleet, gallery=ImageExchange(patch=14), run=run, checkpoints=checkpoints,
             stop=SimpleNamespace(check=check),
         )  # fmt: skip
-    except Stopped:
+    except GracefulStop:
         checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
     finally:
         run.close()
@@ -147,9 +147,9 @@ def test_every_prompt_is_trained_on_once_in_whichever_life(
     settings = settings_of(tmp_path, random_model, max_staleness=max_staleness)
     if ends:
         first = live(settings, **ends)
-        assert not first.is_finished and len(first.history.dealt) == 2 * min(max_staleness, STEPS - first.num_done)
+        assert not first.is_finished and len(first.history.in_flight_prompts) == 2 * min(max_staleness, STEPS - first.num_done)
     run = live(settings)
-    assert (run.num_done, run.history.rounds, run.history.dealt) == (STEPS, STEPS, [])
+    assert (run.num_done, run.history.num_generation_batches, run.history.in_flight_prompts) == (STEPS, STEPS, [])
     counted = {name: (episodes, rewards) for name, (episodes, rewards, _) in run.history.prompts.items()}
     assert counted == {name: (3 * num, 3.0 * num) for name, num in DEALT.items()}
     lines = read_metrics(tmp_path / "metrics.jsonl")
@@ -157,8 +157,8 @@ def test_every_prompt_is_trained_on_once_in_whichever_life(
     assert max(line["rollout/staleness_max"] for line in lines) <= max_staleness
     assert lines[0]["rollout/staleness"] == 0 and (ends or sum(line["rollout/staleness"] for line in lines) > 0)
     for line in lines:
-        assert line["rollout/stale_fraction"] == line["rollout/dropped_stale"] == 0, "whatever is due is waited for"
-        assert 0 <= line["engine/idle_fraction"] <= 1 and 0 <= line["trainer/idle_fraction"] <= 1
+        assert line["rollout/stale_fraction"] == line["rollout/filtered_stale"] == 0, "whatever is due is waited for"
+        assert 0 <= line["rollout/engine_idle_fraction"] <= 1 and 0 <= line["trainer/idle_fraction"] <= 1
 
 
 @pytest.mark.parametrize(("where", "step"), [("rollouts", 2), ("update", 3), ("checkpoint", 2), ("sync", 2)])
@@ -169,9 +169,9 @@ def test_a_killed_run_counts_nothing_twice(where: str, step: int, random_model: 
     partial = [path.name for path in (tmp_path / "checkpoints").glob(".step_*")]
     assert partial == [".step_00000003.partial"] or where != "checkpoint"
     settings = settings_of(tmp_path, random_model, max_staleness=1)
-    assert 0 < find(settings)[1].step <= step
+    assert 0 < find_checkpoint(settings)[1].step <= step
     run = live(settings)
-    assert (run.num_done, run.history.rounds, run.history.dealt) == (STEPS, STEPS, [])
+    assert (run.num_done, run.history.num_generation_batches, run.history.in_flight_prompts) == (STEPS, STEPS, [])
     counted = {name: (episodes, rewards) for name, (episodes, rewards, _) in run.history.prompts.items()}
     assert counted == {name: (3 * num, 3.0 * num) for name, num in DEALT.items()}
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(STEPS))
@@ -179,6 +179,6 @@ def test_a_killed_run_counts_nothing_twice(where: str, step: int, random_model: 
 
 def test_a_synchronous_run_has_none_of_these_metrics(random_model: Path, tmp_path: Path) -> None:
     run = live(settings_of(tmp_path, random_model, max_staleness=0))
-    assert run.num_done == STEPS and run.history.dealt == []
+    assert run.num_done == STEPS and run.history.in_flight_prompts == []
     names = {name for line in read_metrics(tmp_path / "metrics.jsonl") for name in line}
-    assert not [name for name in names if "stale" in name or "idle" in name or name in ("rollout/versions", "engine/current_fraction")]
+    assert not [name for name in names if "stale" in name or "idle" in name or name in ("rollout/versions", "rollout/on_policy_fraction")]

@@ -12,10 +12,10 @@ import torch
 from megatron_rl import training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batching import token_stats
-from megatron_rl.batching.minibatches import Shares, WeightedContext, balance, cut, loads_of
+from megatron_rl.batching.minibatches import PackItem, RankShares, balance, pack_costs, split_by_cost
 from megatron_rl.batching.packing import pack
-from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, RunSettings, SelectSettings, Settings
-from megatron_rl.types import Batch, Context, Image, Rollout, Status, Turn
+from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, FilterSettings, RunSettings, Settings
+from megatron_rl.types import Image, MicroBatch, Rollout, Status, TokenSequence, Turn
 from tests.support.episodes import episode
 
 COEF = 0.25
@@ -45,42 +45,42 @@ class Scripted:
     seen: list[float] = field(default_factory=list)
     updates: list[tuple] = field(default_factory=list)
     critic: "Scripted | None" = None
-    seen_packed: list[Context] = field(default_factory=list)
+    seen_packed: list[TokenSequence] = field(default_factory=list)
 
-    def deal(self, minibatch: Sequence[WeightedContext], *, max_tokens: int) -> Shares:
-        return [cut(mine, max_tokens) for mine in balance(loads_of(minibatch, NO_IMAGE, share_prompts=self.share), self.ranks)]
+    def shard_across_dp(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> RankShares:
+        return [split_by_cost(mine, max_tokens) for mine in balance(pack_costs(minibatch, NO_IMAGE, share_prompts=self.share), self.ranks)]
 
-    def pictures(self, dealt: Shares) -> dict[int, list[Image]]:
+    def images(self, dealt: RankShares) -> dict[int, list[Image]]:
         """One for each update, which names the rank."""
         return {rank: [Image(None, None, (1, 2, 2), f"{rank}, {len(parts)}", 2)] for rank, parts in enumerate(dealt)}
 
-    def complete(self, batch: Batch) -> Batch:
+    def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
         return batch
 
-    def packed(self, dealt: Shares) -> list[Batch]:
+    def pack_local(self, dealt: RankShares) -> list[MicroBatch]:
         self.seen_packed += [weighted.context for part in dealt[self.rank] for weighted in part]
         return [
             pack(part, image_token_id=NO_IMAGE, positions=straight, multiple_of=4, share_prompts=self.share) for part in dealt[self.rank]
         ]
 
-    def logprobs(self, batches: list[Batch], *, weights: str = "current") -> list[torch.Tensor]:
+    def logprobs(self, batches: list[MicroBatch], *, weights: str = "current") -> list[torch.Tensor]:
         self.asked.append(weights)
         return [torch.where(batch.mask_T, SAYS[weights](batch.target_T), 77.0) for batch in batches]
 
-    def values(self, batches: list[Batch]) -> list[torch.Tensor]:
+    def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         self.asked.append("values")
         return [torch.where(batch.mask_T, VALUE(batch.target_T), 77.0) for batch in batches]
 
-    def logprobs_and_values(self, batches: list[Batch]) -> list[torch.Tensor]:
+    def logprobs_and_values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         pairs = zip(self.logprobs(batches), self.values(batches), strict=True)
         self.asked[-2:] = ["both"]
         return [torch.stack(pair) for pair in pairs]
 
-    def see(self, returns: Sequence[float]) -> None:
+    def update_return_stats(self, returns: Sequence[float]) -> None:
         self.seen += returns
 
     def update(
-        self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
+        self, batches: list[MicroBatch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
     ) -> dict[str, float]:
         self.updates.append((batches, loss.__qualname__.split(".")[0], step, head_alone))
         return {"loss": 1.0}
@@ -107,19 +107,19 @@ def step() -> list[Rollout]:
     """
     ids, rollouts = iter(range(100, 1000)), []
     for number, reward in enumerate((1.0, None, 3.0, None, 4.0, None, 1.5, 2.0, -1.0, 6.0, 1.0, 1.0)):
-        rollout = Rollout(task="t", example_id="e", group=number // 3, sample=number % 3, reward=reward)
+        rollout = Rollout(task="t", example_id="e", group=number // 3, sample_index=number % 3, reward=reward)
         rollout.status = Status.FAILED if reward is None else Status.COMPLETED
         for place in range(1 + number % 2):
-            context = Context()
+            context = TokenSequence()
             context.extend([5, 6, number // 3, 7])
             for _ in range(1 + (number + place) % 2):
                 start, length = len(context.token_ids), 1 + number % 3
                 context.extend([next(ids) for _ in range(length)], logprobs=[-1.0] * length)
                 context.extend([8])
-                rollout.turns.append(Turn(context=place, span=(start, start + length), text=""))
-            rollout.contexts.append(context)
+                rollout.turns.append(Turn(sequence=place, token_span=(start, start + length), text=""))
+            rollout.sequences.append(context)
         rollouts.append(rollout)
-    rollouts[4].dropped, rollouts[8].dropped = "alone", "end"
+    rollouts[4].filter_reason, rollouts[8].filter_reason = "no_peer", "stop_reason"
     return rollouts
 
 
@@ -128,10 +128,10 @@ def settings_of(algo: AlgoSettings, **batch: int) -> Settings:
 
 
 def sampled(rollout: Rollout) -> list[int]:
-    return [token for context in rollout.contexts for token, mask in zip(context.token_ids, context.loss_mask, strict=True) if mask]
+    return [token for context in rollout.sequences for token, mask in zip(context.token_ids, context.loss_mask, strict=True) if mask]
 
 
-def by_token(batch: Batch, column_T: torch.Tensor) -> dict[int, float]:
+def by_token(batch: MicroBatch, column_T: torch.Tensor) -> dict[int, float]:
     rows_R = batch.mask_T.nonzero().flatten()
     return dict(zip(batch.target_T[rows_R].tolist(), column_T[rows_R].tolist(), strict=True))
 
@@ -142,7 +142,9 @@ def kl(token: int) -> float:
 
 def leave_one_out(rollouts: list[Rollout]) -> dict[int, float]:
     """By sampled token, in plain loops: what an episode earned less its KL against the others of its group."""
-    worth = {id(each): each.reward - (0 if each.dropped else sum(map(kl, sampled(each)))) for each in rollouts if each.reward is not None}
+    worth = {
+        id(each): each.reward - (0 if each.filter_reason else sum(map(kl, sampled(each)))) for each in rollouts if each.reward is not None
+    }
     credits = {}
     for rollout in rollouts:
         others = [worth[id(each)] for each in rollouts if each.group == rollout.group and each is not rollout and id(each) in worth]
@@ -169,12 +171,12 @@ def credited_on(
     peers = Peers(ranks)
     monkeypatch.setattr(token_stats, "gather_exact", peers.gather)
 
-    def one(rank: int) -> tuple[list[Rollout], Scripted, list[list[Batch]]]:
+    def one(rank: int) -> tuple[list[Rollout], Scripted, list[list[MicroBatch]]]:
         peers.mine.rank = rank
         rollouts, policy = step(), Scripted(rank=rank, ranks=ranks, share=share)
         policy.critic = Scripted() if own_critic else None
         algorithm = ALGORITHMS[settings.algo.name]
-        minibatches = training_loop.credited(
+        minibatches = training_loop.prepare_training_batch(
             rollouts, settings, policy, policy.critic, algorithm=algorithm, show=lambda needed: None, step=0
         )
         return rollouts, policy, minibatches
@@ -189,12 +191,12 @@ def credited_on(
 def test_the_kl_that_is_read_goes_back_to_the_contexts_and_into_the_advantages(
     name: str, textbook: Callable, ranks: int, share: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_of(AlgoSettings(name=name, kl_coef=COEF, kl_in_reward=True), minibatches=2)
+    settings = settings_of(AlgoSettings(name=name, kl_coef=COEF, use_kl_in_reward=True), minibatches=2)
     done, trained, expected = credited_on(ranks, settings, monkeypatch, share=share), [], textbook(step())
     for rollouts, policy, minibatches in done:
         assert policy.asked == ["current", "current", "reference", "reference"] and len(minibatches) == 2
         for rollout in rollouts:
-            for context in rollout.contexts:
+            for context in rollout.sequences:
                 for column, weights in (("old_logprobs", "current"), ("reference_logprobs", "reference")):
                     said = [SAYS[weights](token) * mask for token, mask in zip(context.token_ids, context.loss_mask, strict=True)]
                     assert getattr(context, column) == (said if rollout.is_trained_on else []), "of every rank's tokens, on every rank"
@@ -204,10 +206,10 @@ def test_the_kl_that_is_read_goes_back_to_the_contexts_and_into_the_advantages(
             assert given == {token: pytest.approx(expected[token], rel=1e-6) for token in given}
             assert not batch.advantage_T[~batch.mask_T].any()
             assert by_token(batch, batch.old_logprob_T) == {token: SAYS["current"](token) for token in given}
-            assert by_token(batch, batch.reference_logprob_T) == {token: SAYS["reference"](token) for token in given}
+            assert by_token(batch, batch.ref_logprob_T) == {token: SAYS["reference"](token) for token in given}
         assert any(place >= 0 for batches in minibatches for batch in batches for place in batch.prefix_S) == share
     assert sorted(trained) == sorted(token for rollout in step() if rollout.is_trained_on for token in sampled(rollout)), "each once"
-    first = [[context.advantages for rollout in rollouts for context in rollout.contexts] for rollouts, *_ in done]
+    first = [[context.advantages for rollout in rollouts for context in rollout.sequences] for rollouts, *_ in done]
     assert all(other == first[0] for other in first), "bit for bit the same on every rank"
 
 
@@ -217,13 +219,13 @@ def generalized(rollouts: list[Rollout], over: str) -> tuple[dict[int, float], d
     for rollout in rollouts:
         if not rollout.is_trained_on:
             continue
-        turns = [rollout.contexts[turn.context].token_ids[slice(*turn.span)] for turn in rollout.turns]
+        turns = [rollout.sequences[turn.sequence].token_ids[slice(*turn.token_span)] for turn in rollout.turns]
         actions = turns if over == "turns" else [[token] for turn in turns for token in turn]
         values = [VALUE(action[0]) for action in actions] + [0.0]
         later = 0.0
         for number in reversed(range(len(actions))):
-            earned = (rollout.outcome if number + 1 == len(actions) else 0.0) + sum(
-                turn.gain for turn, tokens in zip(rollout.turns, turns, strict=True) if tokens[-1] == actions[number][-1]
+            earned = (rollout.outcome_reward if number + 1 == len(actions) else 0.0) + sum(
+                turn.reward_delta for turn, tokens in zip(rollout.turns, turns, strict=True) if tokens[-1] == actions[number][-1]
             )
             later = earned + 0.5 * values[number + 1] - values[number] + 0.125 * later
             advantages |= dict.fromkeys(actions[number], later)
@@ -237,7 +239,7 @@ def generalized(rollouts: list[Rollout], over: str) -> tuple[dict[int, float], d
 def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_returns(
     over: str, ranks: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algo = AlgoSettings(name="ppo", gae_over=over, discount=0.5, gae_lambda=0.25, whiten=False)
+    algo = AlgoSettings(name="ppo", gae_level=over, gamma=0.5, lam=0.25, whiten_advantages=False)
     done = credited_on(ranks, settings_of(algo, minibatches=2), monkeypatch, own_critic=own)
     advantages, returns = generalized(step(), over)
     trained: list[int] = []
@@ -245,7 +247,7 @@ def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_ret
         assert policy.asked == ["current" if own else "both"] * 2, "a trunk is gone through once"
         reader = policy.critic if own else policy
         assert not own or reader.asked == ["values"] * 2
-        firsts = {each.contexts[turn.context].token_ids[turn.span[0]] for each in rollouts for turn in each.turns}
+        firsts = {each.sequences[turn.sequence].token_ids[turn.token_span[0]] for each in rollouts for turn in each.turns}
         actions = [t for each in rollouts if each.is_trained_on for t in sampled(each) if over == "tokens" or t in firsts]
         assert reader.seen == pytest.approx([returns[token] for token in actions])
         for batch in (each for batches in minibatches for each in batches):
@@ -255,7 +257,7 @@ def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_ret
             assert by_token(batch, batch.return_T) == {token: pytest.approx(returns[token], rel=1e-6) for token in given}
             assert by_token(batch, batch.old_value_T) == {token: VALUE(token) for token in given}
             assert by_token(batch, batch.old_logprob_T) == {token: SAYS["current"](token) for token in given}
-            assert batch.coefficient_T is None
+            assert batch.logprob_scale_T is None
     assert sorted(trained) == sorted(advantages), "each once"
 
 
@@ -264,29 +266,31 @@ def test_thoughts_count_less_where_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     made = step()
     for rollout in made:
         for turn in rollout.turns:
-            turn.action = turn.span[1] - 1
+            turn.action_start = turn.token_span[1] - 1
     monkeypatch.setattr("tests.test_training_loop.step", lambda: made)
-    ((rollouts, _, minibatches),) = credited_on(1, settings_of(AlgoSettings(thought_coef=0.5)), monkeypatch)
-    actions = {rollout.contexts[turn.context].token_ids[turn.action] for rollout in rollouts for turn in rollout.turns}
-    found = {token: value for batches in minibatches for batch in batches for token, value in by_token(batch, batch.coefficient_T).items()}
+    ((rollouts, _, minibatches),) = credited_on(1, settings_of(AlgoSettings(thought_logprob_scale=0.5)), monkeypatch)
+    actions = {rollout.sequences[turn.sequence].token_ids[turn.action_start] for rollout in rollouts for turn in rollout.turns}
+    found = {
+        token: value for batches in minibatches for batch in batches for token, value in by_token(batch, batch.logprob_scale_T).items()
+    }
     assert found == {token: 1.0 if token in actions else 0.5 for token in found} and set(found.values()) == {0.5, 1.0}
 
 
 @pytest.mark.parametrize(
     ("name", "trunk", "step", "policy", "critic"),
     [
-        ("grpo", "shared", 0, [("objective", False)], []),  # without values there is no warm-up
-        ("ppo", "shared", 1, [("head_alone", True)], []),
-        ("ppo", "shared", 2, [("joint", False)], []),
-        ("ppo", "own", 1, [], ["value_objective"]),
-        ("ppo", "own", 2, [("objective", False)], ["value_objective"]),
+        ("grpo", "shared", 0, [("make_policy_objective", False)], []),  # without values there is no warm-up
+        ("ppo", "shared", 1, [("warmup_value_loss", True)], []),
+        ("ppo", "shared", 2, [("shared_value_loss", False)], []),
+        ("ppo", "own", 1, [], ["make_value_objective"]),
+        ("ppo", "own", 2, [("make_policy_objective", False)], ["make_value_objective"]),
     ],
 )
 def test_what_learns_in_a_step(name: str, trunk: str, step: int, policy: list, critic: list) -> None:
     """Two steps of warm-up."""
-    settings = Settings(algo=AlgoSettings(name=name), critic=CriticSettings(trunk=trunk, warmup_steps=2))
+    settings = Settings(algo=AlgoSettings(name=name), critic=CriticSettings(backbone=trunk, warmup_steps=2))
     ours, theirs = Scripted(), Scripted() if trunk == "own" else None
-    training_loop.updates_of(settings, ours, theirs, ALGORITHMS)(["batch"], step)
+    training_loop.make_updaters(settings, ours, theirs, ALGORITHMS)(["batch"], step)
     assert ours.updates == [(["batch"], loss, step, alone) for loss, alone in policy]
     assert (theirs.updates if theirs else []) == [(["batch"], loss, step, False) for loss in critic]
 
@@ -296,33 +300,33 @@ def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_stats, "gather_exact", lambda _: pytest.fail("ranks talked"))
     rollouts, policy = step(), Scripted()
     rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
-    ((*batches,),) = training_loop.credited(
+    ((*batches,),) = training_loop.prepare_training_batch(
         rollouts, settings_of(AlgoSettings(name="rloo")), policy, algorithm=ALGORITHMS["rloo"], show=lambda needed: None, step=0
     )
     assert policy.asked == []
-    assert {(batch.old_logprob_T, batch.reference_logprob_T) for batch in batches} == {(None, None)}
+    assert {(batch.old_logprob_T, batch.ref_logprob_T) for batch in batches} == {(None, None)}
     left = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # 1 against 3; 1.5 against 2 and the dropped -1, 2 against 1.5 and -1
     found = {token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
     assert found == {token: value for index, value in left.items() for token in sampled(rollouts[index])}
-    assert [id(context) for context in policy.seen_packed] == [id(context) for index in left for context in rollouts[index].contexts]
+    assert [id(context) for context in policy.seen_packed] == [id(context) for index in left for context in rollouts[index].sequences]
     assert sum(batch.denominator for batch in batches) == sum(each.num_sampled for each in rollouts if each.is_trained_on)
 
 
 @pytest.mark.parametrize(
     ("algo", "batch", "asked"),
     [
-        ({"correction": "token_tis"}, {}, []),
+        ({"rollout_correction": "token_tis"}, {}, []),
         ({"entropy_coef": 0.1}, {}, []),
         ({}, {"epochs": 2}, ["current"]),
         ({}, {"minibatches": 2}, ["current"] * 2),
         ({"kl_coef": 0.1}, {}, ["reference"]),
         ({"kl_coef": 0.1}, {"epochs": 3, "minibatches": 2}, ["current"] * 2 + ["reference"] * 2),
-        ({"kl_coef": 0.1, "kl_in_reward": True}, {}, ["current", "reference"]),
-        ({"correction": "bypass"}, {"minibatches": 2}, []),
-        ({"correction": "bypass+opsm"}, {"epochs": 2}, []),
-        ({"correction": "sequence_mask"}, {"epochs": 2}, ["current"]),
-        ({"correction": "bypass", "kl_coef": 0.1, "kl_in_reward": True}, {"minibatches": 2}, ["reference"] * 2),
-        ({"correction": "bypass", "name": "ppo"}, {"minibatches": 2}, ["values"] * 2),
+        ({"kl_coef": 0.1, "use_kl_in_reward": True}, {}, ["current", "reference"]),
+        ({"rollout_correction": "bypass"}, {"minibatches": 2}, []),
+        ({"rollout_correction": "bypass+opsm"}, {"epochs": 2}, []),
+        ({"rollout_correction": "sequence_mask"}, {"epochs": 2}, ["current"]),
+        ({"rollout_correction": "bypass", "kl_coef": 0.1, "use_kl_in_reward": True}, {"minibatches": 2}, ["reference"] * 2),
+        ({"rollout_correction": "bypass", "name": "ppo"}, {"minibatches": 2}, ["values"] * 2),
         ({"name": "ppo"}, {}, ["values"]),
         ({"name": "ppo", "kl_coef": 0.1}, {"minibatches": 2}, ["both"] * 2 + ["reference"] * 2),
     ],
@@ -334,7 +338,7 @@ def test_every_minibatch_is_read_once_by_each_network_that_is_needed(
     assert policy.asked == asked
     batches = [each for batches in minibatches for each in batches]
     assert {each.old_logprob_T is not None for each in batches} == {"current" in asked or "both" in asked}
-    assert {each.reference_logprob_T is not None for each in batches} == {"reference" in asked}
+    assert {each.ref_logprob_T is not None for each in batches} == {"reference" in asked}
     assert sum(int(each.mask_T.sum()) for each in batches) == sum(each.num_sampled for each in step() if each.is_trained_on)
 
 
@@ -346,7 +350,7 @@ def test_the_pictures_of_a_whole_step_are_shown_before_any_of_it_is_packed() -> 
         assert not policy.seen_packed
         shown.append({rank: [image.key for image in images] for rank, images in needed.items()})
 
-    minibatches = training_loop.credited(step(), settings, policy, algorithm=ALGORITHMS["rloo"], show=show, step=0)
+    minibatches = training_loop.prepare_training_batch(step(), settings, policy, algorithm=ALGORITHMS["rloo"], show=show, step=0)
     assert len(minibatches) == 2 and policy.seen_packed
     (needed,) = shown
     assert {rank: [key[:3] for key in keys] for rank, keys in needed.items()} == {0: ["0, "] * 2, 1: ["1, "] * 2}
@@ -356,20 +360,22 @@ def test_a_batch_knows_which_tokens_the_steps_own_weights_sampled() -> None:
     """Every third sampled token is of the version before; in a synchronous run nobody asks."""
     rollouts, current = step(), {}
     for rollout in rollouts:
-        for context in rollout.contexts:
+        for context in rollout.sequences:
             for place, token in enumerate(context.token_ids):
                 if context.loss_mask[place]:
-                    context.versions[place] = 5 - (token % 3 == 0)
+                    context.weight_versions[place] = 5 - (token % 3 == 0)
                     current[token] = float(token % 3 != 0)
     settings = settings_of(AlgoSettings(name="rloo"))
     given = {"algorithm": ALGORITHMS["rloo"], "show": lambda needed: None, "step": 5}
-    assert {batch.current_T for batches in training_loop.credited(rollouts, settings, Scripted(), **given) for batch in batches} == {None}
+    assert {
+        batch.on_policy_T for batches in training_loop.prepare_training_batch(rollouts, settings, Scripted(), **given) for batch in batches
+    } == {None}
     settings = replace(settings, run=RunSettings(dir="none", max_staleness=1))
     found = {}
-    for batches in training_loop.credited(rollouts, settings, Scripted(), **given):
+    for batches in training_loop.prepare_training_batch(rollouts, settings, Scripted(), **given):
         for batch in batches:
-            assert not batch.current_T[~batch.mask_T].any()
-            found |= by_token(batch, batch.current_T.float())
+            assert not batch.on_policy_T[~batch.mask_T].any()
+            found |= by_token(batch, batch.on_policy_T.float())
     assert len(found) > 20 and found == {token: current[token] for token in found} and set(found.values()) == {0.0, 1.0}
 
 
@@ -378,13 +384,16 @@ def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, 
     monkeypatch.setattr(token_stats, "gather_exact", lambda mine: [mine])
     rollouts, policy = step(), Scripted()
     for rollout in rollouts:
-        rollout.dropped = "end" if rollout.is_scored else ""
-    settings = settings_of(AlgoSettings(kl_coef=0.1, kl_in_reward=in_reward))
+        rollout.filter_reason = "stop_reason" if rollout.is_scored else ""
+    settings = settings_of(AlgoSettings(kl_coef=0.1, use_kl_in_reward=in_reward))
     assert (
-        training_loop.credited(rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], show=lambda needed: None, step=0) == []
+        training_loop.prepare_training_batch(
+            rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], show=lambda needed: None, step=0
+        )
+        == []
     )
     assert (policy.asked, policy.seen_packed) == ([], [])
-    assert all(any(context.advantages) for context in rollouts[0].contexts), "the recorder shows what it would have been credited with"
+    assert all(any(context.advantages) for context in rollouts[0].sequences), "the recorder shows what it would have been credited with"
 
 
 def test_enough_is_as_many_groups_as_a_step_wants_by_the_credit_it_uses() -> None:
@@ -397,7 +406,7 @@ def test_enough_is_as_many_groups_as_a_step_wants_by_the_credit_it_uses() -> Non
     for turns, drop, kept in (("broadcast", [], 3), ("broadcast", ["zero_std"], 1), ("return_to_go", ["zero_std"], 2)):
         for wanted in (1, 2, 3, 4):
             batch = BatchSettings(prompts_per_step=wanted)
-            settings = Settings(algo=AlgoSettings(turns=turns), select=SelectSettings(drop=drop), batch=batch)
+            settings = Settings(algo=AlgoSettings(turn_credit=turns), filter=FilterSettings(drop=drop), batch=batch)
             rollouts = made()
-            assert training_loop.is_enough(rollouts, settings, ALGORITHMS[settings.algo.name]) == (kept >= wanted)
-            assert rollouts[6].dropped == "alone"
+            assert training_loop.fills_batch(rollouts, settings, ALGORITHMS[settings.algo.name]) == (kept >= wanted)
+            assert rollouts[6].filter_reason == "no_peer"

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from megatron_rl import training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, ModelSettings, RunSettings, Settings
-from megatron_rl.distributed.image_exchange import Gallery
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.image_exchange import ImageExchange
+from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.errors import GracefulStop
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run.checkpoint_state import InputDigests
-from megatron_rl.run.checkpoints import Checkpoints, find
+from megatron_rl.run.checkpoints import Checkpoints, find_checkpoint
 from megatron_rl.run.record import Run
-from megatron_rl.types import Batch, Context, Rollout, Stopped
+from megatron_rl.types import MicroBatch, Rollout, TokenSequence
 from tests.run.test_checkpoints import SlowPolicy
 from tests.support.rows import make_rows
 from tests.support.untimed import untimed
@@ -38,7 +39,7 @@ KLS = [0.3, 0.0, None, 0.11, 0.0, 0.1]
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     yield
     dist.destroy_process_group()
 
@@ -47,25 +48,25 @@ class Played:
     """A fleet that plays the same rollouts in every step."""
 
     def __init__(self) -> None:
-        self.admission = SimpleNamespace(rounds=0, owed=[], not_trained_on=[])
+        self.admission = SimpleNamespace(rounds=0, owed=[], unused_groups=[])
 
     def busy_s(self) -> float:
         return 0.0
 
-    def figures(self) -> dict[str, float]:
-        return {"engine/pause_s": 0.25}
+    def metrics(self) -> dict[str, float]:
+        return {"weight_sync/pause_s": 0.25}
 
-    def away(self) -> AbstractContextManager[None]:
+    def offloaded(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def serve(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None: ...
+    def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None: ...
 
-    def take(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+    def generate(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         rollouts = step()
         enough(rollouts)
         self.admission.rounds += 1
         for rollout in rollouts:
-            rollout.dropped = "end" if number == NO_UPDATE and rollout.is_scored else rollout.dropped
+            rollout.filter_reason = "stop_reason" if number == NO_UPDATE and rollout.is_scored else rollout.filter_reason
         return rollouts
 
 
@@ -81,15 +82,15 @@ class Learner(Scripted, SlowPolicy):
     """Advantages of each update, by token."""
 
     def update(
-        self, batches: list[Batch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
+        self, batches: list[MicroBatch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
     ) -> dict[str, float]:
         self.told.append(f"update {step}")
         self.seen_packed.clear()
         self.trained.append({token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()})
-        if loss.__qualname__.startswith("objective"):
-            one_off = make_rows([0.0], [0.0], old=[-1.0], reference=[-2.0])  # k1 is 1, and nothing else is lost
+        if loss.__qualname__.startswith("make_policy_objective"):
+            one_off = make_rows([0.0], [0.0], old=[-1.0], ref_logprob=[-2.0])  # k1 is 1, and nothing else is lost
             self.weights.append(loss(one_off)[0].item())
-        return {"policy/ratio": 1.0, "engine/logprob_gap_max": 0.0, "policy/kl_reference": KLS[step], "value/loss": 1.0}
+        return {"policy/ratio": 1.0, "rollout_mismatch/logprob_abs_diff_max": 0.0, "policy/kl_ref": KLS[step], "value/loss": 1.0}
 
     def restart_optimizer(self) -> None:
         self.told.append("restart")
@@ -108,10 +109,12 @@ class Watching(Played):
         super().__init__()
         self.left: list[Counter[str]] = []
 
-    def take(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+    def generate(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         gc.collect()
-        self.left.append(Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Rollout | Context | Batch)))
-        return super().take(number, enough=enough)
+        self.left.append(
+            Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Rollout | TokenSequence | MicroBatch))
+        )
+        return super().generate(number, enough=enough)
 
 
 def live(
@@ -120,13 +123,13 @@ def live(
 ) -> Learner:  # fmt: skip
     """A life of the run, from where the last one stopped. With a final evaluation it finishes, as start.finish does it."""
     policy = Learner()
-    checkpoint, state = find(settings)
-    run = Run(settings, place(), num_steps=settings.run.steps, first_step=state.step, history=state.history)
+    checkpoint, state = find_checkpoint(settings)
+    run = Run(settings, read_world(), num_steps=settings.run.steps, first_step=state.step, history=state.history)
     checkpoints = Checkpoints(settings, policy, start=checkpoint, inputs=InputDigests())
 
     def check() -> None:
         if run.num_done == stopped_after:
-            raise Stopped
+            raise GracefulStop
 
     try:
         stop = SimpleNamespace(check=check)
@@ -135,19 +138,19 @@ def live(
             policy=policy,
             critic=critic,
             fleet=fleet or Played(),
-            gallery=Gallery(patch=14),
+            gallery=ImageExchange(patch=14),
             run=run,
             checkpoints=checkpoints,
             stop=stop,
         )
         if evaluation is not None:
-            checkpoints.step_done(run.num_steps, history=run.history, metrics=evaluation)
-            checkpoints.settle()
+            checkpoints.finish_step(run.num_steps, history=run.history, metrics=evaluation)
+            checkpoints.wait_for_save()
             run.final.mkdir(exist_ok=True)
             (run.final / "config.json").write_text(str(run.num_steps))
             (run.final / "model.safetensors").touch()
             run.finish(evaluation)
-    except Stopped:
+    except GracefulStop:
         checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
     finally:
         run.close()
@@ -157,7 +160,7 @@ def live(
 def settings_of(folder: Path, model: Path, algo: AlgoSettings, **critic: object) -> Settings:
     return Settings(
         model=ModelSettings(path=str(model)), algo=algo, critic=CriticSettings(**critic),
-        batch=BatchSettings(prompts_per_step=4, micro_batch_tokens=24), run=RunSettings(dir=str(folder), steps=6, max_failed=0.5),
+        batch=BatchSettings(prompts_per_step=4, micro_batch_tokens=24), run=RunSettings(dir=str(folder), steps=6, max_failed_fraction=0.5),
     )  # fmt: skip
 
 
@@ -167,7 +170,7 @@ def test_adamw_starts_anew_when_a_shared_trunk_begins_to_learn(
 ) -> None:
     """After the last step of the head alone, before the first of both, and never again; an own critic goes on with what it has."""
     critic = Learner() if trunk == "own" else None
-    policy = live(settings_of(tmp_path, random_model, AlgoSettings(name="ppo"), trunk=trunk, warmup_steps=warmup), critic=critic)
+    policy = live(settings_of(tmp_path, random_model, AlgoSettings(name="ppo"), backbone=trunk, warmup_steps=warmup), critic=critic)
     steps = [f"update {number}" for number in range(6) if number != NO_UPDATE]
     if trunk == "own":
         assert critic.told == steps and policy.told == steps[warmup:]
@@ -190,7 +193,7 @@ def expected_weights() -> list[float]:
 
 
 def adapting(folder: Path, model: Path, *, in_reward: bool) -> Settings:
-    kl = {"kl_coef": 0.5, "kl_estimator": "k1", "kl_in_reward": in_reward, "kl_target": 0.1, "kl_horizon": 32}
+    kl = {"kl_coef": 0.5, "kl_estimator": "k1", "use_kl_in_reward": in_reward, "kl_target": 0.1, "kl_horizon": 32}
     return settings_of(folder, model, AlgoSettings(name="rloo", **kl))
 
 
@@ -214,8 +217,10 @@ def test_the_weight_of_the_kl_follows_its_target(in_reward: bool, random_model: 
 def credited_with(weight: float, settings: Settings) -> dict[int, float]:
     rollouts = step()
     fixed = replace(settings, algo=replace(settings.algo, kl_coef=weight))
-    training_loop.is_enough(rollouts, fixed, ALGORITHMS["rloo"])
-    minibatches = training_loop.credited(rollouts, fixed, Scripted(), algorithm=ALGORITHMS["rloo"], show=lambda needed: None, step=0)
+    training_loop.fills_batch(rollouts, fixed, ALGORITHMS["rloo"])
+    minibatches = training_loop.prepare_training_batch(
+        rollouts, fixed, Scripted(), algorithm=ALGORITHMS["rloo"], show=lambda needed: None, step=0
+    )
     return {token: value for batches in minibatches for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
 
 

@@ -26,9 +26,9 @@ import torch
 from gauges import machine, print_head, print_row, timed
 from PIL import Image as Pillow
 
-from megatron_rl.algo.objective import objective
-from megatron_rl.batching.minibatches import WeightedContext
-from megatron_rl.build import build_engine, build_policy
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.batching.minibatches import PackItem
+from megatron_rl.build import build_colocated_engine, build_policy
 from megatron_rl.config import (
     BatchSettings,
     EngineSettings,
@@ -40,17 +40,17 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )  # fmt: skip
-from megatron_rl.distributed.world import connect, expand_segments, place, return_freed_blocks
+from megatron_rl.distributed.world import connect, expand_segments, read_world, trim_malloc
 from megatron_rl.memory_plan.gpu_memory import SharePlan, plan
 from megatron_rl.memory_plan.gpu_specs import GB, GPUS
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm import engine_core
-from megatron_rl.types import Context
+from megatron_rl.types import TokenSequence
 
 T = TypeVar("T")
 PLANNED = ("rollout", "sync", "update")
@@ -102,7 +102,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
     return Settings(
         model=ModelSettings(path=str(given.model), dtype=given.dtype, min_pixels=pixels, max_pixels=pixels + 400),
         lora=LoraSettings(rank=given.lora_rank),
-        parallel=ParallelSettings(recompute=given.recompute, offload_parameters=True),
+        parallel=ParallelSettings(recompute=given.recompute, offload_params=True),
         engine=EngineSettings(
             dtype=given.dtype, gpu_memory_utilization=given.utilization, max_model_len=given.max_model_len, max_num_seqs=256, max_images=1
         ),
@@ -119,7 +119,7 @@ def gpu_here() -> str:
     return next((gpu for gpu in GPUS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE)), "")
 
 
-def prompts(renderer: Renderer, *, num: int, side: int) -> list[Context]:
+def prompts(renderer: Renderer, *, num: int, side: int) -> list[TokenSequence]:
     """A picture of colored noise and a question, each."""
     made = []
     for number in range(num):
@@ -129,47 +129,49 @@ def prompts(renderer: Renderer, *, num: int, side: int) -> list[Context]:
     return made
 
 
-async def replies(engine: LocalEngine, asked: list[Context], *, group: int, tokens: int, turn: int) -> list[tuple[Context, Completion]]:
+async def replies(
+    engine: ColocatedEngine, asked: list[TokenSequence], *, group: int, tokens: int, turn: int
+) -> list[tuple[TokenSequence, Completion]]:
     """`group` samples of each prompt, all at once."""
     pairs = [(context, turn << 32 | number) for number, context in enumerate(context for context in asked for _ in range(group))]
-    how = [engine.generate(context.token_ids, context.images, Sampling(tokens, 1.0, seed)) for context, seed in pairs]
+    how = [engine.generate(context.token_ids, context.images, SamplingSettings(tokens, 1.0, seed)) for context, seed in pairs]
     return [(context, said) for (context, _), said in zip(pairs, await asyncio.gather(*how), strict=True)]
 
 
-def credited(said: list[tuple[Context, Completion]]) -> list[WeightedContext]:
+def credited(said: list[tuple[TokenSequence, Completion]]) -> list[PackItem]:
     """Advantages 1 and -1 in turn."""
     made = []
     for number, (prompt, reply) in enumerate(said):
-        context = Context()
+        context = TokenSequence()
         context.extend(list(prompt.token_ids), images=tuple(prompt.images))
         context.extend(list(reply.token_ids), logprobs=list(reply.logprobs))
-        context.attach("advantages", [(-1.0) ** number * sampled for sampled in context.loss_mask])
-        made.append(WeightedContext(context, denominator=len(reply.token_ids)))
+        context.set_column("advantages", [(-1.0) ** number * sampled for sampled in context.loss_mask])
+        made.append(PackItem(context, denominator=len(reply.token_ids)))
     return made
 
 
-def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, LocalEngine, Renderer]:
+def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, ColocatedEngine, Renderer]:
     """In the order of entrypoints/train.py, with the memory of a run: the engine finds the device free."""
-    world = place()
-    return_freed_blocks()
+    world = read_world()
+    trim_malloc()
     if world.device.type == "cuda":
         expand_segments()
     ledger.phase("-", "connect", lambda: connect(world, timeout_s=600))
     renderer = Renderer(settings.model)
-    patches = partial(renderer.patches, picture_of=lambda image: image.picture)
+    patches = partial(renderer.patches, picture_of=lambda image: image.pil)
     layout = build_layout(settings.parallel, seed=0)
     policy = ledger.phase(
         "-", "build policy", lambda: build_policy(settings, layout, renderer, patches=patches, num_steps=turns, is_rl=True)
     )
     ledger.phase("-", "policy leaves", policy.sleep)
-    return policy, ledger.phase("-", "build engine", lambda: build_engine(settings, renderer, world)), renderer
+    return policy, ledger.phase("-", "build engine", lambda: build_colocated_engine(settings, renderer, world)), renderer
 
 
 def cycle(settings: Settings, given: argparse.Namespace, ledger: Ledger) -> None:
     policy, engine, renderer = build(settings, ledger, turns=given.turns)
     ledger.phase("-", "engine sleeps", engine.sleep)
     ledger.phase("-", "policy returns", policy.wake)
-    asked, loss = prompts(renderer, num=given.prompts, side=given.image), objective(settings.algo)
+    asked, loss = prompts(renderer, num=given.prompts, side=given.image), make_policy_objective(settings.algo)
     sent = sum(tensor.numel() * tensor.element_size() for _, tensor in policy.hf_weights())
     sampled, seen = [], {}
     for turn in range(given.turns):
@@ -182,7 +184,7 @@ def cycle(settings: Settings, given: argparse.Namespace, ledger: Ledger) -> None
         ledger.phase(turn, "policy returns", policy.wake)
         work = credited(said)
 
-        def update(work: list[WeightedContext] = work, turn: int = turn) -> dict[str, float]:
+        def update(work: list[PackItem] = work, turn: int = turn) -> dict[str, float]:
             return policy.update(policy.pack(work, max_tokens=settings.batch.micro_batch_tokens), loss, step=turn)
 
         seen = ledger.phase(turn, "update", update)
@@ -206,7 +208,7 @@ def report(ledger: Ledger, *, sent: int, sampled: list[int], seen: dict[str, flo
     print_row("policy leaves and returns s", f"{median('policy leaves') + median('policy returns'):.3f}")
     print_row("sampled tokens / s", f"{statistics.median(rates):.0f}")
     for name, value in sorted(seen.items()):
-        if name.startswith("engine/logprob_gap"):
+        if name.startswith("rollout_mismatch/logprob_abs_diff"):
             print_row(f"{name}, last turn", f"{value:.3g}")
 
 

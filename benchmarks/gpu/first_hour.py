@@ -118,10 +118,10 @@ def third(kit: Path, *, tiny: bool) -> list[Step]:
 
 def fourth(kit: Path, *, tiny: bool) -> list[Step]:
     sft, grpo, dtype = kit / "sft", kit / "grpo", "float32" if tiny else "bfloat16"
-    train = (*RUN, "launch/train.py", f"model.dtype={dtype}", f"engine.dtype={dtype}", "parallel.offload_parameters=true")
+    train = (*RUN, "launch/train.py", f"model.dtype={dtype}", f"engine.dtype={dtype}", "parallel.offload_params=true")
     warm = (*train, "experiment=numberline_sft_cpu", f"model.path={kit / 'nano'}", f"run.dir={sft}")
     learn = (*train, "experiment=numberline_grpo_cpu", f"model.path={sft / 'final'}", f"run.dir={grpo}", "checkpoint.every=4",
-             "parallel.offload_optimizer=true", "algo.correction=token_tis", *(TINY_RUNS["grpo"] if tiny else ()))  # fmt: skip
+             "parallel.offload_optimizer=true", "algo.rollout_correction=token_tis", *(TINY_RUNS["grpo"] if tiny else ()))  # fmt: skip
     return [
         *models(kit),
         Step("warm start", 160, (*warm, *(TINY_RUNS["sft"] if tiny else ())), makes=sft / "final"),

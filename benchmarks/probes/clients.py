@@ -17,7 +17,7 @@ import httpx
 from benchmarks.probes.hostile import Answer, Trap, brotlied, deflated, drips, gzipped_twice, packed, says, trap
 from benchmarks.probes.probe import Probe
 from benchmarks.probes.sites import TOKEN, SandboxServer
-from megatron_rl.rollout.vllm.server_api import Server
+from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.services import address
 from sandbox import access
 from sandbox.access import CHALLENGE, PROOF, proof_of
@@ -59,7 +59,7 @@ def plain_twice(url: str) -> None:
 
 
 def num_workers(url: str) -> object:
-    return Server(url, token=TOKEN, longest_s=LIMIT_S).num_workers()
+    return VllmServer(url, token=TOKEN, longest_s=LIMIT_S).num_workers()
 
 
 def num_workers_unchecked(url: str) -> object:

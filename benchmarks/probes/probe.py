@@ -21,8 +21,8 @@ import psutil
 import pyarrow as pa
 from jinja2 import TemplateError
 
-from megatron_rl.clients.endpoint_pool import ServerFault
-from megatron_rl.types import HostFault
+from megatron_rl.clients.endpoint_pool import EndpointError
+from megatron_rl.errors import InfraError
 from sandbox.bounded_http import NoAnswer
 from sandbox.types import BoxClosed, PoolFull, SandboxFault
 
@@ -33,7 +33,7 @@ LIMIT_MB = 400.0
 SPARE_BYTES = 1 << 30
 """Growth after which the kernel gives no more."""
 EXPECTED = (
-    ValueError, OSError, NoAnswer, ServerFault, HostFault, SandboxFault, PoolFull, BoxClosed, TemplateError, httpx.HTTPError,
+    ValueError, OSError, NoAnswer, EndpointError, InfraError, SandboxFault, PoolFull, BoxClosed, TemplateError, httpx.HTTPError,
 )  # fmt: skip
 """Exceptions that callers expect of what is attacked."""
 OUT_OF_MEMORY = (MemoryError, pa.ArrowMemoryError)

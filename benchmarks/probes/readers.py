@@ -21,7 +21,7 @@ from megatron_rl.observe.rollout_store import read_rollouts
 from megatron_rl.observe.viewer.store import Folder
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.rollout import processor
-from megatron_rl.run.checkpoints import RunState, recall
+from megatron_rl.run.checkpoints import CheckpointState, read_state
 from megatron_rl.weights.formats.digests import digest, find_difference
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.torch_dist_metadata import read_metadata
@@ -89,7 +89,7 @@ def metadata(path: Path) -> object:
 
 
 def by_digest(folder: Path) -> str:
-    state = recall(folder)
+    state = read_state(folder)
     return find_difference(folder, state.files, state.files)
 
 
@@ -100,11 +100,11 @@ def by_size(folder: Path) -> str:
 
 
 def by_state(folder: Path) -> int:
-    return recall(folder).step
+    return read_state(folder).step
 
 
 def by_plain_state(folder: Path) -> int:
-    return RunState(
+    return CheckpointState(
         **json.loads((folder / "run" / "state.json").read_text(), object_hook=lambda read: {k: v for k, v in read.items() if k != "sha256"})
     ).step
 

@@ -1,8 +1,8 @@
 """Credit: what every sampled token is worth, written to Context.advantages of all rollouts that were scored.
 
 Plain floats, no tensors. Sums are exact (`statistics`), so a result depends neither on the order of the rollouts nor on the rank. A rollout
-that is dropped (Rollout.dropped) still counts in its group's baseline. A group needs two scored members: without one to compare with, a
-rollout's credit is 0.
+that is dropped (Rollout.filter_reason) still counts in its group's baseline. A group needs two scored members: without one to compare
+with, a rollout's credit is 0.
 """
 
 import math
@@ -12,62 +12,62 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Context, Rollout
+from megatron_rl.types import Rollout, TokenSequence
 
-Credit = Callable[[Sequence[Rollout], AlgoSettings], None]
+AdvantageFn = Callable[[Sequence[Rollout], AlgoSettings], None]
 RELATIVE_ROUNDING, ABSOLUTE_ROUNDING = 1e-9, 1e-12
 """See `are_equal`."""
 
 
-def group_relative(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """GRPO (arXiv 2402.03300, section 4.1.2): A_i = (R_i - mean(R)) / (std(R) + std_eps) over the group.
 
-    Without algo.normalize_std A_i = R_i - mean(R), Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor
-    G - 1): the paper leaves it open, and the common implementations take torch.std's default. algo.turns (TURN_SCHEMES) says what R_i is
-    for a turn.
+    Without algo.norm_adv_by_std A_i = R_i - mean(R), Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor
+    G - 1): the paper leaves it open, and the common implementations take torch.std's default. algo.turn_credit (TURN_SCHEMES) says what
+    R_i is for a turn.
     """
-    for members in groups_of(rollouts).values():
-        for rollout, turns in zip(members, TURN_SCHEMES[algo.turns](members, algo), strict=True):
-            write(rollout, turns)
+    for members in split_into_groups(rollouts).values():
+        for rollout, turns in zip(members, TURN_SCHEMES[algo.turn_credit](members, algo), strict=True):
+            write_turn_advantages(rollout, turns)
 
 
-def leave_one_out(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+def rloo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """RLOO (arXiv 2402.14740, eq. 4): A_i = R_i - mean of the others' = G / (G - 1) * (R_i - mean(R))."""
-    for members in groups_of(rollouts).values():
-        centered = _centered([reward_of(rollout, algo) for rollout in members])
+    for members in split_into_groups(rollouts).values():
+        centered = _centered([penalized_reward(rollout, algo) for rollout in members])
         for rollout, value in zip(members, centered, strict=True):
-            write(rollout, [value * len(members) / max(len(members) - 1, 1)] * len(rollout.turns))
+            write_turn_advantages(rollout, [value * len(members) / max(len(members) - 1, 1)] * len(rollout.turns))
 
 
-def length_weighted(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+def opo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """OPO (arXiv 2505.23585): A_i = R_i - sum(n_j R_j) / sum(n_j), the baseline of least variance; n counts an episode's sampled tokens."""
-    for members in groups_of(rollouts).values():
-        rewards, lengths = [reward_of(rollout, algo) for rollout in members], [rollout.num_sampled for rollout in members]
+    for members in split_into_groups(rollouts).values():
+        rewards, lengths = [penalized_reward(rollout, algo) for rollout in members], [rollout.num_sampled for rollout in members]
         baseline = math.fsum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(sum(lengths), 1)
         is_flat = are_equal(rewards)
         for rollout, reward in zip(members, rewards, strict=True):
-            write(rollout, [0.0 if is_flat else reward - baseline] * len(rollout.turns))
+            write_turn_advantages(rollout, [0.0 if is_flat else reward - baseline] * len(rollout.turns))
 
 
-def whitened_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
+def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """REINFORCE++ (arXiv 2501.03262): the return from each token on, whitened over all tokens of the step that are trained on.
 
-    The episode's reward is earned by its last token, a KL penalty (algo.kl_in_reward) by each.
+    The episode's reward is earned by its last token, a KL penalty (algo.use_kl_in_reward) by each.
     """
-    scored = [rollout for members in groups_of(rollouts).values() for rollout in members]
+    scored = [rollout for members in split_into_groups(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
     for rollout in scored:
-        write(rollout, [0.0] * len(rollout.turns))
-    contexts = [context for rollout in trained for context in rollout.contexts]
+        write_turn_advantages(rollout, [0.0] * len(rollout.turns))
+    contexts = [context for rollout in trained for context in rollout.sequences]
     returns = [values for rollout in trained for values in _token_returns(rollout, algo)]
     for context, values in zip(contexts, whitened(returns), strict=True):
         credits = iter(values)
-        context.attach("advantages", [next(credits) if sampled else 0.0 for sampled in context.loss_mask])
+        context.set_column("advantages", [next(credits) if sampled else 0.0 for sampled in context.loss_mask])
 
 
 def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
     """Every turn has what its episode has: R_i - mean(R), over the deviation of the rewards."""
-    relative = _relative([reward_of(rollout, algo) for rollout in members], algo)
+    relative = _group_relative([penalized_reward(rollout, algo) for rollout in members], algo)
     return [[value] * len(rollout.turns) for rollout, value in zip(members, relative, strict=True)]
 
 
@@ -78,17 +78,17 @@ def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[lis
     authors' code) adds a turn's advantage to the outcome's; there both are normalized by themselves, which loses their weights, and a turn
     is also credited with those after it.
     """
-    outcomes = _centered([rollout.outcome - penalty(rollout, algo) for rollout in members])
+    outcomes = _centered([rollout.outcome_reward - kl_penalty(rollout, algo) for rollout in members])
     credits = [[value] * len(rollout.turns) for rollout, value in zip(members, outcomes, strict=True)]
     steps: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for index, rollout in enumerate(members):
         for number, turn in enumerate(rollout.turns):
-            if turn.score is not None:
-                steps[number].append((index, turn.score))
+            if turn.step_score is not None:
+                steps[number].append((index, turn.step_score))
     for number, scored in steps.items():
-        for (index, _), value in zip(scored, _against_others([score for _, score in scored], len(members)), strict=True):
+        for (index, _), value in zip(scored, _leave_one_out_mean([score for _, score in scored], len(members)), strict=True):
             credits[index][number] += value
-    return by_one_number(credits, algo)
+    return normalize_group(credits, algo)
 
 
 def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
@@ -100,17 +100,17 @@ def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[fl
     of the outcome: the whole episode's is taken off every turn.
     """
     returns = [_returns(rollout, algo) for rollout in members]
-    credits = broadcast(members, replace(algo, normalize_std=False))
+    credits = broadcast(members, replace(algo, norm_adv_by_std=False))
     for number in range(max(map(len, returns))):
         reached = [index for index, values in enumerate(returns) if len(values) > number]
         if len(reached) == 1:
             continue
-        for index, value in zip(reached, _against_others([returns[index][number] for index in reached], len(members)), strict=True):
+        for index, value in zip(reached, _leave_one_out_mean([returns[index][number] for index in reached], len(members)), strict=True):
             credits[index][number] = value
-    return by_one_number(credits, algo)
+    return normalize_group(credits, algo)
 
 
-def same_state(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
+def gigpo(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
     """GiGPO (arXiv 2505.10978, section 4): A_episode + omega * A_state.
 
     A_state compares the return from a turn on, sum over s >= t of discount^(s - t) r_s, with those of all turns of the group, of
@@ -125,8 +125,8 @@ def same_state(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[floa
             if turn.state:
                 begun[turn.state].append((index, number, value))
     for turns in begun.values():
-        for (index, number, _), value in zip(turns, _relative([value for _, _, value in turns], algo), strict=True):
-            credits[index][number] += algo.omega * value
+        for (index, number, _), value in zip(turns, _group_relative([value for _, _, value in turns], algo), strict=True):
+            credits[index][number] += algo.gigpo_step_weight * value
     return credits
 
 
@@ -134,59 +134,59 @@ TURN_SCHEMES: Mapping[str, Callable[[Sequence[Rollout], AlgoSettings], list[list
     "broadcast": broadcast,
     "outcome_and_turn": outcome_and_turn,
     "return_to_go": return_to_go,
-    "same_state": same_state,
+    "gigpo": gigpo,
 }
-"""Credit of each turn of each member of a group, normalized where algo.normalize_std says so. Where each episode is one turn, and that
+"""Credit of each turn of each member of a group, normalized where algo.norm_adv_by_std says so. Where each episode is one turn, and that
 is a step for all of them or for none, the first three are R_i - mean(R)."""
 
 
-def spreads(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]:
+def group_std(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]:
     """How far each group's credits lie from 0: their root mean square, not normalized. 0: the group teaches nothing.
 
     For one turn an episode that is the deviation of its rewards. KL penalties are left out: they are known only after the selection.
     """
-    algo, spread = replace(algo, kl_in_reward=False, normalize_std=False), {}
-    for group, members in groups_of(rollouts).items():
-        values = [value for turns in TURN_SCHEMES[algo.turns](members, algo) for value in turns]
-        if algo.turns == "broadcast":
-            values = _centered([reward_of(rollout, algo) for rollout in members])
+    algo, spread = replace(algo, use_kl_in_reward=False, norm_adv_by_std=False), {}
+    for group, members in split_into_groups(rollouts).items():
+        values = [value for turns in TURN_SCHEMES[algo.turn_credit](members, algo) for value in turns]
+        if algo.turn_credit == "broadcast":
+            values = _centered([penalized_reward(rollout, algo) for rollout in members])
         spread[group] = math.sqrt(math.fsum(value * value for value in values) / max(len(values), 1))
     return spread
 
 
-def groups_of(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
+def split_into_groups(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
     """The scored members of each group, in order."""
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         if not rollout.is_scored:
             continue
-        assert rollout.reward is not None, f"rollout {rollout.example_id}#{rollout.sample} is {rollout.status} but was never scored"
+        assert rollout.reward is not None, f"rollout {rollout.example_id}#{rollout.sample_index} is {rollout.status} but was never scored"
         groups[rollout.group].append(rollout)
     return groups
 
 
-def reward_of(rollout: Rollout, algo: AlgoSettings) -> float:
+def penalized_reward(rollout: Rollout, algo: AlgoSettings) -> float:
     """The episode's reward, less its KL penalty."""
-    return rollout.reward - penalty(rollout, algo)
+    return rollout.reward - kl_penalty(rollout, algo)
 
 
-def penalty(rollout: Rollout, algo: AlgoSettings) -> float:
+def kl_penalty(rollout: Rollout, algo: AlgoSettings) -> float:
     """The sum of its tokens' KL costs; 0 where the rollout is not trained on: its tokens were not read, and its bare reward stands in its
     group's baseline."""
-    return math.fsum(cost for context in rollout.contexts for cost in kl_costs(context, algo)) if rollout.is_trained_on else 0.0
+    return math.fsum(cost for context in rollout.sequences for cost in kl_costs(context, algo)) if rollout.is_trained_on else 0.0
 
 
-def kl_costs(context: Context, algo: AlgoSettings) -> list[float]:
-    """kl_coef * (old - reference logprob) of each sampled token, where algo.kl_in_reward takes that off its reward; 0 otherwise."""
-    if not (algo.kl_in_reward and any(context.loss_mask)):
+def kl_costs(context: TokenSequence, algo: AlgoSettings) -> list[float]:
+    """kl_coef * (old - reference logprob) of each sampled token, where algo.use_kl_in_reward takes that off its reward; 0 otherwise."""
+    if not (algo.use_kl_in_reward and any(context.loss_mask)):
         return [0.0] * len(context.token_ids)
     columns = zip(context.old_logprobs, context.reference_logprobs, context.loss_mask, strict=True)
     return [algo.kl_coef * (old - reference) if sampled else 0.0 for old, reference, sampled in columns]
 
 
-def earnings(rollout: Rollout, outcome: float) -> list[float]:
+def turn_rewards(rollout: Rollout, outcome: float) -> list[float]:
     """What each turn earned, the outcome as the last one's."""
-    return [turn.gain + (outcome if number == len(rollout.turns) else 0.0) for number, turn in enumerate(rollout.turns, start=1)]
+    return [turn.reward_delta + (outcome if number == len(rollout.turns) else 0.0) for number, turn in enumerate(rollout.turns, start=1)]
 
 
 def whitened(credits: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -198,26 +198,26 @@ def whitened(credits: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[(value - mean) / scale for value in values] for values in credits]
 
 
-def by_one_number(credits: list[list[float]], algo: AlgoSettings) -> list[list[float]]:
-    """Divided by one deviation a group, so that weights of turn parts count, where algo.normalize_std says so."""
-    scale = deviation(credits)
-    return [_divided(turns, scale, algo) for turns in credits]
+def normalize_group(credits: list[list[float]], algo: AlgoSettings) -> list[list[float]]:
+    """Divided by one deviation a group, so that weights of turn parts count, where algo.norm_adv_by_std says so."""
+    scale = std_over_scored(credits)
+    return [_scaled_by(turns, scale, algo) for turns in credits]
 
 
-def deviation(credits: Sequence[Sequence[float]]) -> float:
+def std_over_scored(credits: Sequence[Sequence[float]]) -> float:
     """Root of the credits' mean square, with the divisor N - 1 of a sample deviation."""
     values = [value for turns in credits for value in turns]
     return math.sqrt(math.fsum(value * value for value in values) / max(len(values) - 1, 1))
 
 
-def write(rollout: Rollout, turns: Sequence[float]) -> None:
+def write_turn_advantages(rollout: Rollout, turns: Sequence[float]) -> None:
     """Give every sampled token its turn's credit."""
-    columns = [[0.0] * len(context.token_ids) for context in rollout.contexts]
+    columns = [[0.0] * len(context.token_ids) for context in rollout.sequences]
     for turn, value in zip(rollout.turns, turns, strict=True):
-        start, stop = turn.span
-        columns[turn.context][start:stop] = [value] * (stop - start)
-    for context, column in zip(rollout.contexts, columns, strict=True):
-        context.attach("advantages", column)
+        start, stop = turn.token_span
+        columns[turn.sequence][start:stop] = [value] * (stop - start)
+    for context, column in zip(rollout.sequences, columns, strict=True):
+        context.set_column("advantages", column)
 
 
 def are_equal(values: Sequence[float]) -> bool:
@@ -241,18 +241,18 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values or [0.0])
 
 
-def _relative(values: Sequence[float], algo: AlgoSettings) -> list[float]:
-    """(value - mean) / (std + std_eps), the division where algo.normalize_std says so."""
-    return _divided(_centered(values), _stdev(values), algo)
+def _group_relative(values: Sequence[float], algo: AlgoSettings) -> list[float]:
+    """(value - mean) / (std + std_eps), the division where algo.norm_adv_by_std says so."""
+    return _scaled_by(_centered(values), _stdev(values), algo)
 
 
-def _divided(values: Sequence[float], scale: float, algo: AlgoSettings) -> list[float]:
-    if not algo.normalize_std:
+def _scaled_by(values: Sequence[float], scale: float, algo: AlgoSettings) -> list[float]:
+    if not algo.norm_adv_by_std:
         return list(values)
     return [value / (scale + algo.std_eps) if value else 0.0 for value in values]
 
 
-def _against_others(values: Sequence[float], num_members: int) -> list[float]:
+def _leave_one_out_mean(values: Sequence[float], num_members: int) -> list[float]:
     """Each less the mean of the others, times (G - 1) / G: the scale of R_i - mean(R), however few of the G members have a value."""
     scale = len(values) / max(len(values) - 1, 1) * (num_members - 1) / num_members
     return [value * scale for value in _centered(values)]
@@ -264,16 +264,16 @@ def _stdev(values: Sequence[float]) -> float:
 
 def _returns(rollout: Rollout, algo: AlgoSettings) -> list[float]:
     """From each turn on, and with each the whole outcome."""
-    outcome = rollout.outcome - penalty(rollout, algo)
-    return [outcome + later for later in _to_go([turn.gain for turn in rollout.turns], algo.discount)]
+    outcome = rollout.outcome_reward - kl_penalty(rollout, algo)
+    return [outcome + later for later in _rewards_to_go([turn.reward_delta for turn in rollout.turns], algo.gamma)]
 
 
 def _discounted(rollout: Rollout, algo: AlgoSettings) -> list[float]:
     """From each turn on; the outcome is discounted too, as a reward of the last turn."""
-    return _to_go(earnings(rollout, rollout.outcome - penalty(rollout, algo)), algo.discount)
+    return _rewards_to_go(turn_rewards(rollout, rollout.outcome_reward - kl_penalty(rollout, algo)), algo.gamma)
 
 
-def _to_go(rewards: Sequence[float], discount: float) -> list[float]:
+def _rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
     """From each on, the sum over s >= t of discount^(s - t) r_s."""
     values, later = [], 0.0
     for reward in reversed(rewards):
@@ -285,7 +285,7 @@ def _to_go(rewards: Sequence[float], discount: float) -> list[float]:
 def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float]]:
     """For each context the return from each sampled token on."""
     later, contexts = rollout.reward, []
-    for context in reversed(rollout.contexts):
+    for context in reversed(rollout.sequences):
         values: list[float] = []
         for cost, sampled in zip(reversed(kl_costs(context, algo)), reversed(context.loss_mask), strict=True):
             later -= cost

@@ -1,42 +1,42 @@
-"""Which of a step's rollouts are trained on: what is left out says why in Rollout.dropped."""
+"""Which of a step's rollouts are trained on: what is left out says why in Rollout.filter_reason."""
 
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.config import SelectSettings
+from megatron_rl.config import FilterSettings
 from megatron_rl.types import Rollout
 
-REASONS = ("alone", "zero_std", "no_image", "end", "surplus")
+FILTERS = ("no_peer", "zero_std", "no_image", "stop_reason", "surplus")
 """Why a scored rollout is left out, in the order they are looked at: its group has no other that was scored, config.DROPS, or its group is
 one more than are needed and teaches less."""
 
 
-def select(
-    rollouts: Sequence[Rollout], settings: SelectSettings, *, num_groups: int, spread: Mapping[int, float], needs_peers: bool
+def apply_filters(
+    rollouts: Sequence[Rollout], settings: FilterSettings, *, num_groups: int, spread: Mapping[int, float], needs_peers: bool
 ) -> None:
-    """Write Rollout.dropped of every scored rollout: what settings.drop names and, with rank_by_std, all but the num_groups groups that
-    spread most.
+    """Write Rollout.filter_reason of every scored rollout: what settings.drop names and, with rank_by_std, all but the num_groups groups
+    that spread most.
 
     `spread` is that of each group's credits (credit.spreads). A rollout is left out for the first reason that holds. Without rank_by_std
     surplus groups are trained on too. Ties between groups go to the earlier one. needs_peers: credit compares the members of a group.
     """
     sizes = {group: sum(rollout.is_scored and rollout.group == group for rollout in rollouts) for group in spread}
     holds = {
-        "alone": lambda rollout: needs_peers and sizes[rollout.group] < 2,
+        "no_peer": lambda rollout: needs_peers and sizes[rollout.group] < 2,
         "zero_std": lambda rollout: "zero_std" in settings.drop and spread[rollout.group] == 0,
-        "no_image": lambda rollout: "no_image" in settings.drop and not any(context.images for context in rollout.contexts),
-        "end": lambda rollout: "end" in settings.drop and rollout.end not in settings.keep_ends,
+        "no_image": lambda rollout: "no_image" in settings.drop and not any(context.images for context in rollout.sequences),
+        "stop_reason": lambda rollout: "stop_reason" in settings.drop and rollout.stop_reason not in settings.keep_stop_reasons,
     }
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     for rollout in scored:
-        rollout.dropped = next((reason for reason, test in holds.items() if test(rollout)), "")
-    kept = kept_groups(rollouts)
-    if settings.rank_by_std and len(kept) > num_groups:
+        rollout.filter_reason = next((reason for reason, test in holds.items() if test(rollout)), "")
+    kept = count_used_groups(rollouts)
+    if settings.prefer_high_std and len(kept) > num_groups:
         surplus = set(sorted(kept, key=lambda group: (-spread[group], group))[num_groups:])
         for rollout in scored:
-            if rollout.group in surplus and not rollout.dropped:
-                rollout.dropped = "surplus"
+            if rollout.group in surplus and not rollout.filter_reason:
+                rollout.filter_reason = "surplus"
 
 
-def kept_groups(rollouts: Sequence[Rollout]) -> set[int]:
+def count_used_groups(rollouts: Sequence[Rollout]) -> set[int]:
     """Groups of which anything is trained on."""
     return {rollout.group for rollout in rollouts if rollout.is_trained_on}

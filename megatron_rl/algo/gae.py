@@ -4,16 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.algo.advantages import earnings, groups_of, kl_costs, whitened, write
+from megatron_rl.algo.advantages import kl_costs, split_into_groups, turn_rewards, whitened, write_turn_advantages
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Context, Rollout
+from megatron_rl.types import Rollout, TokenSequence
 
 
 @dataclass(slots=True, frozen=True)
-class Action:
-    """One step of an episode as the critic sees it: a turn or a token (algo.gae_over)."""
+class ActionSpan:
+    """One step of an episode as the critic sees it: a turn or a token (algo.gae_level)."""
 
-    context: Context
+    context: TokenSequence
     first: int
     """Its first token, and one past its last."""
     stop: int
@@ -26,29 +26,30 @@ class Action:
 
 
 def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """PPO's credit (arXiv 1506.02438, eq. 16): A_t = d_t + g * gae_lambda * A_(t+1), d_t = r_t + g * V_(t+1) - V_t, with g = algo.discount.
-    V is 0 after the episode's end, whether it was completed or its budget ran out. The critic's target is A_t + V_t, before algo.whiten.
+    """PPO's credit (arXiv 1506.02438, eq. 16): A_t = d_t + g * gae_lambda * A_(t+1), d_t = r_t + g * V_(t+1) - V_t, with g = algo.gamma.
+    V is 0 after the episode's end, whether it was completed or its budget ran out. The critic's target is A_t + V_t, before
+    algo.whiten_advantages.
 
     Every token of a turn that is one action has its advantage; its return stands on the first.
     """
-    scored = [rollout for members in groups_of(rollouts).values() for rollout in members]
+    scored = [rollout for members in split_into_groups(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
-    episodes = [actions_of(rollout, algo) for rollout in trained]
-    gained = [gae([a.reward for a in actions], [a.value for a in actions], algo.discount, algo.gae_lambda) for actions in episodes]
-    credits = whitened(gained) if algo.whiten else gained
+    episodes = [split_into_actions(rollout, algo) for rollout in trained]
+    gained = [gae([a.reward for a in actions], [a.value for a in actions], algo.gamma, algo.lam) for actions in episodes]
+    credits = whitened(gained) if algo.whiten_advantages else gained
     for rollout in scored:
-        for context in rollout.contexts:
-            context.attach("returns", [0.0] * len(context.token_ids))
-        write(rollout, [0.0] * len(rollout.turns))
+        for context in rollout.sequences:
+            context.set_column("returns", [0.0] * len(context.token_ids))
+        write_turn_advantages(rollout, [0.0] * len(rollout.turns))
     for actions, advantages, worth in zip(episodes, gained, credits, strict=True):
         for action, advantage, credit in zip(actions, advantages, worth, strict=True):
             action.context.returns[action.first] = advantage + action.value
             action.context.advantages[action.first : action.stop] = [credit] * (action.stop - action.first)
 
 
-def expected_and_earned(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple[list[float], list[float]]:
+def values_and_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple[list[float], list[float]]:
     """The critic's values and its targets, of all actions that are trained on."""
-    actions = [action for rollout in rollouts if rollout.is_trained_on for action in actions_of(rollout, algo)]
+    actions = [action for rollout in rollouts if rollout.is_trained_on for action in split_into_actions(rollout, algo)]
     return [action.value for action in actions], [action.context.returns[action.first] for action in actions]
 
 
@@ -62,16 +63,16 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lam
     return advantages[::-1]
 
 
-def actions_of(rollout: Rollout, algo: AlgoSettings) -> list[Action]:
+def split_into_actions(rollout: Rollout, algo: AlgoSettings) -> list[ActionSpan]:
     """An episode's actions with what each earned: a turn's gain on its last token, the outcome on the episode's last, and each token's KL
-    penalty (algo.kl_in_reward) on itself."""
-    actions, costs = [], [kl_costs(context, algo) for context in rollout.contexts]
-    for turn, earned in zip(rollout.turns, earnings(rollout, rollout.outcome), strict=True):
-        context, (first, stop) = rollout.contexts[turn.context], turn.span
-        paid = costs[turn.context][first:stop]
-        if algo.gae_over == "turns":
-            actions.append(Action(context, first, stop, earned - math.fsum(paid)))
+    penalty (algo.use_kl_in_reward) on itself."""
+    actions, costs = [], [kl_costs(context, algo) for context in rollout.sequences]
+    for turn, earned in zip(rollout.turns, turn_rewards(rollout, rollout.outcome_reward), strict=True):
+        context, (first, stop) = rollout.sequences[turn.sequence], turn.token_span
+        paid = costs[turn.sequence][first:stop]
+        if algo.gae_level == "turns":
+            actions.append(ActionSpan(context, first, stop, earned - math.fsum(paid)))
         else:
             rewards = [-cost for cost in paid[:-1]] + [earned - paid[-1]]
-            actions += [Action(context, place, place + 1, reward) for place, reward in enumerate(rewards, first)]
+            actions += [ActionSpan(context, place, place + 1, reward) for place, reward in enumerate(rewards, first)]
     return actions

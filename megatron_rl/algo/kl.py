@@ -33,7 +33,7 @@ MAX_ERROR = 0.2
 """Of a KL divergence from its target, relative: a larger one changes the weight no more."""
 
 
-def adapted(coef: float, kl: float, *, target: float, num_episodes: int, horizon: int) -> float:
+def adaptive_kl_coef(coef: float, kl: float, *, target: float, num_episodes: int, horizon: int) -> float:
     """The weight of the KL in the next step, after one of so many episodes (D. Ziegler et al., arXiv 1909.08593, section 2.2):
     coef * (1 + e * num_episodes / horizon), e = kl / target - 1, at most MAX_ERROR either way."""
     error = min(max(kl / target - 1.0, -MAX_ERROR), MAX_ERROR)

@@ -10,77 +10,81 @@ import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.algo.kl import ESTIMATORS, k3
-from megatron_rl.algo.policy_losses import Bounds, log_ratio
-from megatron_rl.algo.rollout_correction import bypasses, correct, measure_correction, measure_importance
+from megatron_rl.algo.policy_losses import ClipBounds, log_ratio
+from megatron_rl.algo.rollout_correction import bypasses, compute_is_weights, correction_metrics, importance_metrics
 from megatron_rl.config import AlgoSettings
 from megatron_rl.io.histogram import counts_of
-from megatron_rl.types import Loss, LossMetrics, Rows
+from megatron_rl.types import Loss, LossInputs, LossMetrics
 
 
-def objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> Loss:
+def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> Loss:
     """Sum over sampled tokens of weight * (correction * surrogate + kl_coef * KL - entropy_coef * entropy); GRPO, arXiv 2402.03300, eq. 3.
 
-    A KL term that is taken off the reward (algo.kl_in_reward) is only measured here.
+    A KL term that is taken off the reward (algo.use_kl_in_reward) is only measured here.
     """
     algorithm, is_bypass = algorithms[algo.name], bypasses(algo)
     estimate = ESTIMATORS[algo.kl_estimator]
-    has_kl_term = algo.kl_coef > 0 and not algo.kl_in_reward
+    has_kl_term = algo.kl_coef > 0 and not algo.use_kl_in_reward
 
-    def loss(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
-        correction_R = correct(rows, algo)
-        compared = replace(rows, old_R=rows.engine_R) if is_bypass else rows
-        loss_R = correction_R * algorithm.surrogate(compared, algo)
+    def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
+        correction_R = compute_is_weights(rows, algo)
+        compared = replace(rows, old_logprob_R=rows.rollout_logprob_R) if is_bypass else rows
+        loss_R = correction_R * algorithm.policy_loss(compared, algo)
         if has_kl_term:
-            loss_R = loss_R + algo.kl_coef * estimate(rows.logprob_R, rows.reference_R)
+            loss_R = loss_R + algo.kl_coef * estimate(rows.logprob_R, rows.ref_logprob_R)
         if algo.entropy_coef > 0:
             loss_R = loss_R - algo.entropy_coef * rows.entropy_R
-        bounds = algorithm.bounds(compared, algo)
-        return (rows.weight_R * loss_R).sum(), measure(rows, correction_R, algo, compared=compared, bounds=bounds)
+        bounds = algorithm.clip_bounds(compared, algo)
+        return (rows.weight_R * loss_R).sum(), policy_metrics(rows, correction_R, algo, compared=compared, bounds=bounds)
 
     return loss
 
 
-def likelihood(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+def sft_loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
     """The warm start's: negative log-likelihood of the demonstrated tokens."""
     loss = -(rows.weight_R * rows.logprob_R).sum()
     return loss, LossMetrics(sums={"policy/entropy": rows.entropy_R.detach().sum()}, maxima={})
 
 
 @torch.no_grad()
-def measure(rows: Rows, correction_R: torch.Tensor, algo: AlgoSettings, *, compared: Rows, bounds: Bounds) -> LossMetrics:
+def policy_metrics(
+    rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings, *, compared: LossInputs, bounds: ClipBounds
+) -> LossMetrics:
     """How far the policy went from the one that sampled, as the surrogate saw it in `compared`, and engine from trainer.
 
     clip_low and clip_high fractions count the tokens past the algorithm's bound on the side that their advantage pushes to; kl_old
-    estimates KL(old || pi) by k3, since the tokens are the old policy's. engine/logprob_gap is of tokens that the step's own weights
-    sampled.
+    estimates KL(old || pi) by k3, since the tokens are the old policy's. rollout_mismatch/logprob_abs_diff is of tokens that the step's
+    own weights sampled.
     """
     ratio_R, advantage_R = log_ratio(compared).exp(), rows.advantage_R
     below_R, above_R = bounds
-    gap_R = (rows.old_R - rows.engine_R).abs()
-    if rows.current_R is not None:  # older weights said otherwise, and rightly so
-        gap_R = gap_R.where(rows.current_R, 0.0)
+    gap_R = (rows.old_logprob_R - rows.rollout_logprob_R).abs()
+    if rows.on_policy_R is not None:  # older weights said otherwise, and rightly so
+        gap_R = gap_R.where(rows.on_policy_R, 0.0)
     counts = {
         "policy/clip_low_fraction": (advantage_R < 0) & below_R,
         "policy/clip_high_fraction": (advantage_R > 0) & above_R,
-        "policy/dual_clip_fraction": (advantage_R < 0) & (ratio_R > algo.dual_clip) & (algo.dual_clip > 0),
+        "policy/dual_clip_fraction": (advantage_R < 0) & (ratio_R > algo.clip_ratio_c) & (algo.clip_ratio_c > 0),
     }
     sums = {
         "policy/ratio": ratio_R.sum(),
         **{name: chosen_R.to(ratio_R.dtype).sum() for name, chosen_R in counts.items()},
-        "policy/kl_old": k3(compared.old_R, rows.logprob_R).sum(),
+        "policy/ppo_kl": k3(compared.old_logprob_R, rows.logprob_R).sum(),
         "policy/entropy": rows.entropy_R.sum(),
-        "engine/logprob_gap": gap_R.sum(),
+        "rollout_mismatch/logprob_abs_diff": gap_R.sum(),
     }
-    if rows.reference_R is not None:
-        sums["policy/kl_reference"] = k3(rows.logprob_R, rows.reference_R).sum()
-    if rows.current_R is not None:
-        sums["engine/current_fraction"] = rows.current_R.to(gap_R.dtype).sum()
-    if algo.correction != "none":
-        sums |= measure_correction(rows, correction_R, algo)
-    elif rows.current_R is not None:
-        sums |= measure_importance(rows)
-    maxima = {"policy/ratio_gap_max": _max((ratio_R - 1.0).abs()), "engine/logprob_gap_max": _max(gap_R)}
-    return LossMetrics(sums=sums, maxima=maxima, histograms={"engine/logprob_gap": counts_of(gap_R, among_R=rows.current_R)})
+    if rows.ref_logprob_R is not None:
+        sums["policy/kl_ref"] = k3(rows.logprob_R, rows.ref_logprob_R).sum()
+    if rows.on_policy_R is not None:
+        sums["rollout/on_policy_fraction"] = rows.on_policy_R.to(gap_R.dtype).sum()
+    if algo.rollout_correction != "none":
+        sums |= correction_metrics(rows, correction_R, algo)
+    elif rows.on_policy_R is not None:
+        sums |= importance_metrics(rows)
+    maxima = {"policy/ratio_abs_dev_max": _max((ratio_R - 1.0).abs()), "rollout_mismatch/logprob_abs_diff_max": _max(gap_R)}
+    return LossMetrics(
+        sums=sums, maxima=maxima, histograms={"rollout_mismatch/logprob_abs_diff": counts_of(gap_R, among_R=rows.on_policy_R)}
+    )
 
 
 def _max(x_R: torch.Tensor) -> torch.Tensor:

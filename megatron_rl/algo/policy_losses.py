@@ -1,8 +1,8 @@
 """Surrogates: what is minimized in place of the negative reward, for each sampled token; pure torch, one equation one function.
 
 In all of them r = exp(logprob - old) is a token's importance ratio, A its advantage, sg() stops gradients. Nothing here divides or weights:
-the objective multiplies by Rows.weight_R, and the trainer divides once. On-policy (r = 1) the gradient of each is -A * grad(logprob), over
-a context's tokens together for gspo and gmpo.
+the objective multiplies by LossInputs.weight_R, and the trainer divides once. On-policy (r = 1) the gradient of each is -A *
+grad(logprob), over a context's tokens together for gspo and gmpo.
 """
 
 from collections.abc import Callable
@@ -11,24 +11,24 @@ import torch
 
 from megatron_rl.algo.kl import MAX_LOG_RATIO
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Rows
+from megatron_rl.types import LossInputs
 
-Surrogate = Callable[[Rows, AlgoSettings], torch.Tensor]
-Bounds = tuple[torch.Tensor, torch.Tensor]
+PolicyLossFn = Callable[[LossInputs, AlgoSettings], torch.Tensor]
+ClipBounds = tuple[torch.Tensor, torch.Tensor]
 """Which tokens lie below and above an algorithm's bounds (bool, bool): metrics count those whose advantage pushes them farther out."""
 MAX_DPPO_RATIO = 20.0
 
 
-def log_ratio(rows: Rows) -> torch.Tensor:
+def log_ratio(rows: LossInputs) -> torch.Tensor:
     """Logprob now less logprob at the start of the step, times the token's coefficient; at most MAX_LOG_RATIO, where its gradient ends."""
-    return _scaled(rows.logprob_R - rows.old_R, rows).clamp(max=MAX_LOG_RATIO)
+    return _scaled(rows.logprob_R - rows.old_logprob_R, rows).clamp(max=MAX_LOG_RATIO)
 
 
-def _scaled(x_R: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return x_R if rows.coefficient_R is None else rows.coefficient_R * x_R
+def _scaled(x_R: torch.Tensor, rows: LossInputs) -> torch.Tensor:
+    return x_R if rows.logprob_scale_R is None else rows.logprob_scale_R * x_R
 
 
-def clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+def ppo_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (arXiv 1707.06347, eq. 7), with DAPO's own upper bound (2503.14476, eq. 8).
 
     dual_clip bounds the loss of a negative advantage by dual_clip * |A| (arXiv 1912.09729, eq. 5). The gradient is 0 where a bound holds.
@@ -36,85 +36,85 @@ def clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
     return _clip(log_ratio(rows).exp(), rows.advantage_R, algo)
 
 
-def sequence_clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+def gspo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """GSPO (arXiv 2507.18071, eq. 5 and 14): as `clipped`, with s = exp(mean of log r over the context) as every token's ratio.
 
     s_t = sg(s) * exp(logprob - sg(logprob)): with aggregation=sequence_mean value and gradient are those of one ratio for the context.
     """
-    mean_R = segment_mean(log_ratio(rows).detach(), rows.context_R)
+    mean_R = segment_mean(log_ratio(rows).detach(), rows.sequence_R)
     return _clip((mean_R + _scaled(rows.logprob_R - rows.logprob_R.detach(), rows)).exp(), rows.advantage_R, algo)
 
 
-def turn_clipped(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+def ppo_turn_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """PPO's with one ratio for a turn, that of the whole reply: s = exp(sum of coefficient * (logprob - old) over the turn), as RL4VLM's
     (arXiv 2405.10292, section 4.3). Every token has its turn's value, which aggregation=turn_mean counts once."""
     return _clip(turn_log_ratio(rows).exp(), rows.advantage_R, algo)
 
 
-def turn_log_ratio(rows: Rows) -> torch.Tensor:
-    return segment_sum(_scaled(rows.logprob_R - rows.old_R, rows), rows.turn_R).clamp(max=MAX_LOG_RATIO)
+def turn_log_ratio(rows: LossInputs) -> torch.Tensor:
+    return segment_sum(_scaled(rows.logprob_R - rows.old_logprob_R, rows), rows.turn_R).clamp(max=MAX_LOG_RATIO)
 
 
-def stopped_ratio(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+def cispo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """CISPO (arXiv 2506.13585, eq. 4 and 5): -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob. Clipped tokens keep a gradient."""
-    weight_R = log_ratio(rows).exp().clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high).detach()
+    weight_R = log_ratio(rows).exp().clamp(1.0 - algo.clip_ratio_low, 1.0 + algo.clip_ratio_high).detach()
     return -weight_R * rows.advantage_R * _scaled(rows.logprob_R, rows)
 
 
-def geometric(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+def gmpo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """GMPO (arXiv 2507.20673, eq. 4): -A exp(mean over the context of k_t), k_t = min(sign(A) log r, sign(A) clip(log r)) sign(A).
 
     Bounds are in log space: -clip_low and clip_high. Every token has its context's value, which aggregation=sequence_mean counts once.
     """
     sign_R, log_ratio_R = rows.advantage_R.sign(), log_ratio(rows)
-    bounded_R = torch.minimum(sign_R * log_ratio_R, sign_R * log_ratio_R.clamp(-algo.clip_low, algo.clip_high))
-    return -segment_mean(rows.advantage_R, rows.context_R) * segment_mean(sign_R * bounded_R, rows.context_R).exp()
+    bounded_R = torch.minimum(sign_R * log_ratio_R, sign_R * log_ratio_R.clamp(-algo.clip_ratio_low, algo.clip_ratio_high))
+    return -segment_mean(rows.advantage_R, rows.sequence_R) * segment_mean(sign_R * bounded_R, rows.sequence_R).exp()
 
 
-def sigmoid_gated(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+def sapo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """SAPO (arXiv 2511.20347): -(4 / tau) sigmoid(tau (r - 1)) A, a soft gate in place of clipping; tau by the sign of A."""
     tau_R = torch.full_like(rows.advantage_R, algo.sapo_tau_negative).masked_fill(rows.advantage_R > 0, algo.sapo_tau_positive)
     return -4.0 / tau_R * torch.sigmoid(tau_R * (log_ratio(rows).exp() - 1.0)) * rows.advantage_R
 
 
-def divergence_bounded(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
+def dppo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """DPPO with total variation (arXiv 2602.04879): -sg(min(r, 20)) A logprob, where the probability has not gone too far already.
 
     Kept are A > 0 with p - q <= clip_high and A <= 0 with p - q >= -clip_low, p and q the probabilities now and at the step's start.
     """
-    below_R, above_R = divergence_bounds(rows, algo)
+    below_R, above_R = dppo_bounds(rows, algo)
     kept_R = torch.where(rows.advantage_R > 0, ~above_R, ~below_R)
     ratio_R = log_ratio(rows).exp().clamp(max=MAX_DPPO_RATIO).detach()
     return -ratio_R * rows.advantage_R * _scaled(rows.logprob_R, rows) * kept_R
 
 
-def ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+def ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
     ratio_R = log_ratio(rows).exp()
-    return ratio_R < 1.0 - algo.clip_low, ratio_R > 1.0 + algo.clip_high
+    return ratio_R < 1.0 - algo.clip_ratio_low, ratio_R > 1.0 + algo.clip_ratio_high
 
 
-def sequence_ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
-    ratio_R = segment_mean(log_ratio(rows), rows.context_R).exp()
-    return ratio_R < 1.0 - algo.clip_low, ratio_R > 1.0 + algo.clip_high
+def sequence_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
+    ratio_R = segment_mean(log_ratio(rows), rows.sequence_R).exp()
+    return ratio_R < 1.0 - algo.clip_ratio_low, ratio_R > 1.0 + algo.clip_ratio_high
 
 
-def turn_ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+def turn_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
     ratio_R = turn_log_ratio(rows).exp()
-    return ratio_R < 1.0 - algo.clip_low, ratio_R > 1.0 + algo.clip_high
+    return ratio_R < 1.0 - algo.clip_ratio_low, ratio_R > 1.0 + algo.clip_ratio_high
 
 
-def log_ratio_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
+def log_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
     log_ratio_R = log_ratio(rows)
-    return log_ratio_R < -algo.clip_low, log_ratio_R > algo.clip_high
+    return log_ratio_R < -algo.clip_ratio_low, log_ratio_R > algo.clip_ratio_high
 
 
-def divergence_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
-    moved_R = rows.logprob_R.exp() - rows.old_R.exp()
-    return moved_R < -algo.clip_low, moved_R > algo.clip_high
+def dppo_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
+    moved_R = rows.logprob_R.exp() - rows.old_logprob_R.exp()
+    return moved_R < -algo.clip_ratio_low, moved_R > algo.clip_ratio_high
 
 
-def no_bounds(rows: Rows, algo: AlgoSettings) -> Bounds:
-    inside_R = torch.zeros_like(rows.context_R, dtype=torch.bool)
+def no_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
+    inside_R = torch.zeros_like(rows.sequence_R, dtype=torch.bool)
     return inside_R, inside_R
 
 
@@ -131,8 +131,8 @@ def segment_sum(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
 
 
 def _clip(ratio_R: torch.Tensor, advantage_R: torch.Tensor, algo: AlgoSettings) -> torch.Tensor:
-    bounded_R = ratio_R.clamp(1.0 - algo.clip_low, 1.0 + algo.clip_high)
+    bounded_R = ratio_R.clamp(1.0 - algo.clip_ratio_low, 1.0 + algo.clip_ratio_high)
     loss_R = -torch.minimum(ratio_R * advantage_R, bounded_R * advantage_R)
-    if algo.dual_clip == 0:
+    if algo.clip_ratio_c == 0:
         return loss_R
-    return torch.where(advantage_R < 0, torch.minimum(loss_R, -algo.dual_clip * advantage_R), loss_R)
+    return torch.where(advantage_R < 0, torch.minimum(loss_R, -algo.clip_ratio_c * advantage_R), loss_R)

@@ -4,40 +4,40 @@ import torch
 
 from megatron_rl.algo.policy_losses import segment_sum
 from megatron_rl.config import CriticSettings
-from megatron_rl.types import Loss, LossMetrics, Rows, ValueLoss, ValueRows
+from megatron_rl.types import Loss, LossInputs, LossMetrics, ValueLoss, ValueLossInputs
 
 
-def value_objective(critic: CriticSettings, *, over: str) -> ValueLoss:
-    """Sum of weight * error over the actions: a token counts its weight, a turn (algo.gae_over=turns) that of its tokens together."""
+def make_value_objective(critic: CriticSettings, *, over: str) -> ValueLoss:
+    """Sum of weight * error over the actions: a token counts its weight, a turn (algo.gae_level=turns) that of its tokens together."""
 
-    def loss(rows: ValueRows) -> tuple[torch.Tensor, LossMetrics]:
+    def loss(rows: ValueLossInputs) -> tuple[torch.Tensor, LossMetrics]:
         weight_R = rows.weight_R if over == "tokens" else turn_weight(rows)
-        value = (weight_R * squared_error(rows, critic.clip)).sum()
+        value = (weight_R * squared_error(rows, critic.cliprange_value)).sum()
         return value, LossMetrics(sums={}, maxima={}, losses={"value/loss": value.detach()})
 
     return loss
 
 
-def squared_error(rows: ValueRows, clip: float) -> torch.Tensor:
+def squared_error(rows: ValueLossInputs, clip: float) -> torch.Tensor:
     """max((V - R)^2, (V' - R)^2) / 2 with V' = V kept within `clip` of the value before the step, 0 for no limit (PPO's reference code,
     github.com/openai/baselines, ppo2/model.py; verl's value_loss)."""
     error_R = (rows.value_R - rows.return_R).square()
     if clip > 0:
-        kept_R = rows.old_R + (rows.value_R - rows.old_R).clamp(-clip, clip)
+        kept_R = rows.old_value_R + (rows.value_R - rows.old_value_R).clamp(-clip, clip)
         error_R = torch.maximum(error_R, (kept_R - rows.return_R).square())
     return error_R / 2
 
 
-def turn_weight(rows: ValueRows) -> torch.Tensor:
+def turn_weight(rows: ValueLossInputs) -> torch.Tensor:
     """On the first row of each turn the weight of its rows together, 0 on the others."""
     is_first_R = rows.turn_R.diff(prepend=rows.turn_R.new_full((1,), -1)) != 0
     return segment_sum(rows.weight_R, rows.turn_R) * is_first_R
 
 
-def joint(policy: Loss, value: ValueLoss, coef: float) -> Loss:
+def shared_value_loss(policy: Loss, value: ValueLoss, coef: float) -> Loss:
     """Policy and value loss of one trunk as one sum."""
 
-    def loss(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+    def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
         total, metrics = policy(rows)
         more, of_values = value(rows.values)
         metrics.losses.update(of_values.losses)
@@ -46,10 +46,10 @@ def joint(policy: Loss, value: ValueLoss, coef: float) -> Loss:
     return loss
 
 
-def head_alone(policy: Loss, value: ValueLoss) -> Loss:
+def warmup_value_loss(policy: Loss, value: ValueLoss) -> Loss:
     """What the warm-up of a head on a shared trunk minimizes; the policy is only measured."""
 
-    def loss(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+    def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
         _, metrics = policy(rows)
         total, of_values = value(rows.values)
         metrics.losses.update(of_values.losses)

@@ -8,17 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_rl.config import BatchSettings
-from megatron_rl.types import Context, Rollout
+from megatron_rl.types import Rollout, TokenSequence
 
 Text = NDArray[np.int64]
 """What a context says and shows, as `spelled` writes it."""
 
 
 @dataclass(slots=True, frozen=True)
-class WeightedContext:
+class PackItem:
     """A context to be packed, with what its sampled tokens count."""
 
-    context: Context
+    context: TokenSequence
     weight: float = 1.0
     """What each sampled token counts, or each turn."""
     by_turn: bool = False
@@ -47,7 +47,7 @@ class WeightedContext:
         return weights
 
 
-def turns_in(context: Context) -> list[tuple[int, int]]:
+def turns_in(context: TokenSequence) -> list[tuple[int, int]]:
     """First and one-past-last token of each run of sampled tokens."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place in range(len(mask) - 1) if mask[place] != mask[place + 1]]
@@ -63,30 +63,30 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
     num_sampled counts all turns of the episode, over all its contexts.
     """
     assert num_sampled >= 1, "an episode without sampled tokens has no loss and must not be packed"
-    match settings.aggregation:
+    match settings.loss_agg_mode:
         case "token_mean" | "turn_mean":
             return 1.0, num_sampled
         case "sequence_mean":
             return 1.0 / num_sampled, 1
         case "fixed_length":
-            return 1.0, settings.fixed_length
-    raise AssertionError(f"{settings.aggregation} is none of config.AGGREGATIONS")
+            return 1.0, settings.loss_scale_factor
+    raise AssertionError(f"{settings.loss_agg_mode} is none of config.AGGREGATIONS")
 
 
-def weighted_contexts(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[WeightedContext]:
+def weighted_contexts(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
     """The contexts of rollout number `index` that have sampled tokens, weighted so that the loss is the stated mean."""
-    by_turn = settings.aggregation == "turn_mean"
-    num = sum(len(turns_in(context)) for context in rollout.contexts) if by_turn else rollout.num_sampled
+    by_turn = settings.loss_agg_mode == "turn_mean"
+    num = sum(len(turns_in(context)) for context in rollout.sequences) if by_turn else rollout.num_sampled
     weight, denominator = episode_weight(num, settings)
     weighted = [
-        WeightedContext(context, weight=weight, by_turn=by_turn, denominator=0, origin=(index, number))
-        for number, context in enumerate(rollout.contexts)
+        PackItem(context, weight=weight, by_turn=by_turn, denominator=0, origin=(index, number))
+        for number, context in enumerate(rollout.sequences)
         if any(context.loss_mask)
     ]
     return [replace(weighted[0], denominator=denominator), *weighted[1:]]
 
 
-def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, with_idle: bool) -> list[list[WeightedContext]]:
+def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, with_idle: bool) -> list[list[PackItem]]:
     """The contexts of each optimizer update: whole groups, in order, as equal in number as can be; none where nothing is trained on.
 
     Without `with_idle` those without any advantage are left out: they count in the denominator alone. A minibatch of nothing else keeps
@@ -94,14 +94,14 @@ def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, wit
     """
     trained = [(index, rollout) for index, rollout in enumerate(rollouts) if rollout.is_trained_on and rollout.num_sampled]
     places = {group: place for place, group in enumerate(dict.fromkeys(rollout.group for _, rollout in trained))}
-    minibatches: list[list[WeightedContext]] = [[] for _ in range(settings.minibatches)]
+    minibatches: list[list[PackItem]] = [[] for _ in range(settings.minibatches)]
     for index, rollout in trained:
         place = places[rollout.group] * settings.minibatches // len(places)
         minibatches[place] += weighted_contexts(rollout, settings, index=index)
     return [each if with_idle else _without_idle(each) for each in minibatches if each]
 
 
-def _without_idle(minibatch: list[WeightedContext]) -> list[WeightedContext]:
+def _without_idle(minibatch: list[PackItem]) -> list[PackItem]:
     """Leave out contexts whose advantages are all zero; their share of the denominator goes to the first that stays."""
     moving = [weighted for weighted in minibatch if any(weighted.context.advantages)]
     if not moving:
@@ -110,7 +110,7 @@ def _without_idle(minibatch: list[WeightedContext]) -> list[WeightedContext]:
     return [replace(moving[0], denominator=moving[0].denominator + spare), *moving[1:]]
 
 
-KEYS = 8
+MAX_KV_RATIO = 8
 """Keys of a micro-batch at most, for each of batch.micro_batch_tokens. Attention on a GPU keeps the keys and values of a segment again for
 each segment that continues it (policy/attention.py), so contexts that grow turn by turn have the square of their number. In Qwen2.5-VL one
 more key and value is 1 to 2% of what a layer keeps of a token, in Qwen3-VL 2 to 5%. And no group of seven is cut by it, however long its
@@ -118,10 +118,10 @@ prompt is: G members behind a prompt of P tokens have at most (G + 1) * P keys b
 
 
 @dataclass(slots=True, frozen=True)
-class Load:
+class PackCost:
     """A context and the tokens it adds to a micro-batch (those of its images among them, as placeholders)."""
 
-    weighted: WeightedContext
+    weighted: PackItem
     first: int
     """Tokens it adds as the first of a micro-batch: all. So many keys its last segment has anywhere: its own and all before."""
     next: int
@@ -132,20 +132,20 @@ class Load:
         return self.first - self.next
 
 
-Shares = list[list[list[WeightedContext]]]
+RankShares = list[list[list[PackItem]]]
 """An update's contexts: the micro-batches of each data-parallel rank."""
 
 
-def loads_of(minibatch: Sequence[WeightedContext], image_token_id: int, *, share_prompts: bool) -> list[Load]:
+def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prompts: bool) -> list[PackCost]:
     """Order contexts so that what begins alike is together, and its images with it; otherwise in the order given."""
-    texts = spelled(minibatch, image_token_id)
-    order = walk(texts)
+    texts = token_key(minibatch, image_token_id)
+    order = prefix_order(texts)
     ordered = [minibatch[place] for place in order]
     shared = shared_lengths(ordered, [texts[place] for place in order]) if share_prompts else [0] * len(ordered)
-    return [Load(each, first=each.num_tokens, next=each.num_tokens - length) for each, length in zip(ordered, shared, strict=True)]
+    return [PackCost(each, first=each.num_tokens, next=each.num_tokens - length) for each, length in zip(ordered, shared, strict=True)]
 
 
-def spelled(weighted: Sequence[WeightedContext], image_token_id: int) -> list[Text]:
+def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[Text]:
     """The tokens of each context, and in a placeholder's place a number below 0 that is its image's own: what begins alike is alike to a
     model, positions included."""
     numbers: dict[str, int] = {}
@@ -158,14 +158,14 @@ def spelled(weighted: Sequence[WeightedContext], image_token_id: int) -> list[Te
     return texts
 
 
-def walk(texts: Sequence[Text]) -> list[int]:
+def prefix_order(texts: Sequence[Text]) -> list[int]:
     """The order in which a walk through the tree of their beginnings meets them, branches in the order given: none has a longer beginning
     in common with any before it than with the one just before it."""
     order: list[int] = []
     todo = [(list(range(len(texts))), 0)]
     while todo:
         places, depth = todo.pop()
-        depth += min((common(texts[places[0]][depth:], texts[place][depth:]) for place in places), default=0)
+        depth += min((common_prefix(texts[places[0]][depth:], texts[place][depth:]) for place in places), default=0)
         branches: dict[bytes, list[int]] = {}
         for place in places:
             branches.setdefault(texts[place][depth : depth + 1].tobytes(), []).append(place)
@@ -174,24 +174,24 @@ def walk(texts: Sequence[Text]) -> list[int]:
     return order
 
 
-def shared_lengths(weighted: Sequence[WeightedContext], texts: Sequence[Text]) -> list[int]:
+def shared_lengths(weighted: Sequence[PackItem], texts: Sequence[Text]) -> list[int]:
     """For each context the tokens that it and the one before it begin with, as far as none of them predicts a token that it sampled.
     Example: [1 2 3 4], [1 2 3 5] and [1 2 3 5 6], each with its last token sampled, give [0, 2, 4]."""
     neighbors = zip(weighted[1:], pairwise(texts), strict=True)
-    return [0] * bool(weighted) + [min(common(before, after), each.prompt_length) for each, (before, after) in neighbors]
+    return [0] * bool(weighted) + [min(common_prefix(before, after), each.prompt_length) for each, (before, after) in neighbors]
 
 
-def common(before: Text, after: Text) -> int:
+def common_prefix(before: Text, after: Text) -> int:
     """How many numbers both begin with."""
     length = min(len(before), len(after))
     different = before[:length] != after[:length]
     return int(different.argmax()) if different.any() else length
 
 
-def balance(loads: list[Load], ranks: int) -> list[list[Load]]:
+def balance(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
     """Deal a run of neighbors to each data-parallel rank, as near to an equal number of tokens as the borders between contexts allow."""
     total = sum(load.next for load in loads)
-    dealt: list[list[Load]] = [[] for _ in range(ranks)]
+    dealt: list[list[PackCost]] = [[] for _ in range(ranks)]
     done = 0
     for load in loads:
         middle = done + load.next / 2
@@ -200,20 +200,20 @@ def balance(loads: list[Load], ranks: int) -> list[list[Load]]:
     return dealt
 
 
-def cut(loads: list[Load], max_tokens: int) -> list[list[WeightedContext]]:
+def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]]:
     """Cut one rank's contexts into micro-batches of at most max_tokens and KEYS * max_tokens keys (a longer single context stands alone);
     always at least one.
 
     Keys are those of the segments that `pack` makes: one that stops at place p of its context has p. A context parts from the one before it
     within a segment, which becomes two, or at the end of one. Example: after [1 2 3 4], of 4 keys, [1 2 5] adds 2 + 3 and [1 2 6] then 3.
     """
-    micro: list[list[WeightedContext]] = []
+    micro: list[list[PackItem]] = []
     tokens = keys = 0
     stops: set[int] = set()  # of the segments of the context before
     for load in loads:
         kept = {stop for stop in stops if stop <= load.shared}
         added = {load.shared, load.first} - kept
-        if not micro or tokens + load.next > max_tokens or keys + sum(added) > KEYS * max_tokens:
+        if not micro or tokens + load.next > max_tokens or keys + sum(added) > MAX_KV_RATIO * max_tokens:
             micro.append([])
             tokens, keys, stops = load.first, load.first, {load.first}
         else:

@@ -10,17 +10,17 @@ from itertools import accumulate, pairwise, takewhile
 
 import torch
 
-from megatron_rl.batching.minibatches import WeightedContext, shared_lengths, spelled
-from megatron_rl.types import ATTACHED, Batch, Context, Image, Origin, Rollout, Rows, ValueRows
+from megatron_rl.batching.minibatches import PackItem, shared_lengths, token_key
+from megatron_rl.types import TOKEN_COLUMNS, Image, LossInputs, MicroBatch, Rollout, SegmentSource, TokenSequence, ValueLossInputs
 
 Positions = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
 """(token_ids, images) -> rotary positions [3, L] of a context: ModelSpec.positions."""
 
 
 def pack(
-    weighted: Sequence[WeightedContext], *, image_token_id: int, positions: Positions, multiple_of: int = 1,
+    weighted: Sequence[PackItem], *, image_token_id: int, positions: Positions, multiple_of: int = 1,
     share_prompts: bool = False, device: torch.device | None = None,
-) -> Batch:  # fmt: skip
+) -> MicroBatch:  # fmt: skip
     """Pack contexts into one micro-batch. Equal images (by key) are stored and encoded once.
 
     With share_prompts what a context and the one before it begin with is stored and computed once, up to the token that predicts the first
@@ -31,14 +31,14 @@ def pack(
     The length is padded to a multiple of `multiple_of` (tensor parallel size under sequence parallelism) by a segment of zeros without
     weight; no contexts at all give one such segment, the micro-batch of a data-parallel rank without work.
     """
-    shared = shared_lengths(weighted, spelled(weighted, image_token_id)) if share_prompts else [0] * len(weighted)
+    shared = shared_lengths(weighted, token_key(weighted, image_token_id)) if share_prompts else [0] * len(weighted)
     segments: list[Segment] = []
     path: list[tuple[int, int]] = []  # the segments of the context before: where each stops in it, and its number in the batch
     for number, each in enumerate(weighted):
         whole = Segment.whole(each, image_token_id, positions, number=number)
         while path and path[-1][0] > shared[number]:
             path.pop()
-        for start, stop in pairwise(borders(shared[number:], each.num_tokens)):
+        for start, stop in pairwise(split_points(shared[number:], each.num_tokens)):
             segments.append(whole.cut(start, stop, prefix=path[-1][1] if path else -1))
             path.append((stop, len(segments) - 1))
     num_tokens = sum(len(segment.token_ids) for segment in segments)
@@ -48,7 +48,7 @@ def pack(
     return _join(segments, denominator=sum(each.denominator for each in weighted), device=device)
 
 
-def borders(shared: Sequence[int], length: int) -> list[int]:
+def split_points(shared: Sequence[int], length: int) -> list[int]:
     """Where the first of these contexts, of this length, is cut: where it parts from the one before it, and where later ones part from it.
     `shared` is what shared_lengths says of them. Example: [2, 7, 9, 4, 2, 8] and 10 give [2, 4, 7, 10]; the third parts from the second,
     the last from the fifth."""
@@ -56,12 +56,12 @@ def borders(shared: Sequence[int], length: int) -> list[int]:
     return sorted({own, *takewhile(lambda lowest: lowest > own, accumulate(later, min)), length})
 
 
-def distinct_images(contexts: Iterable[Context]) -> list[Image]:
+def distinct_images(contexts: Iterable[TokenSequence]) -> list[Image]:
     """The images of a micro-batch of these contexts, each once, in the order of Batch.images."""
     return list({image.key: image for context in contexts for image in context.images}.values())
 
 
-def empty_batch(length: int, *, device: torch.device | None = None) -> Batch:
+def empty_batch(length: int, *, device: torch.device | None = None) -> MicroBatch:
     """The micro-batch of a rank without work: zeros without weight."""
     batch = _join([Segment.zeros(length, number=0)], denominator=0, device=device)
     return replace(batch, old_value_T=torch.zeros_like(batch.weight_T), return_T=torch.zeros_like(batch.weight_T))
@@ -74,7 +74,7 @@ class Segment:
     token_ids: list[int]
     targets: list[int]
     mask: list[int]
-    engine_logprobs: list[float]
+    rollout_logprobs: list[float]
     advantages: list[float]
     position_3L: torch.Tensor
     vision: list[tuple[Image, int] | None]
@@ -83,30 +83,30 @@ class Segment:
     number: int
     """Of its context in the micro-batch."""
     prefix: int = -1
-    origin: Origin | None = None
+    origin: SegmentSource | None = None
 
     @classmethod
-    def whole(cls, weighted: WeightedContext, image_token_id: int, positions: Positions, *, number: int) -> "Segment":
+    def whole(cls, weighted: PackItem, image_token_id: int, positions: Positions, *, number: int) -> "Segment":
         context, origin = weighted.context, weighted.origin
         shown = iter([(image, row) for image in context.images for row in range(image.num_tokens)])
         return cls(
             token_ids=context.token_ids,
             targets=[*context.token_ids[1:], 0],
             mask=[*context.loss_mask[1:], 0],
-            engine_logprobs=[*context.engine_logprobs[1:], 0.0],
+            rollout_logprobs=[*context.rollout_logprobs[1:], 0.0],
             advantages=[*context.advantages[1:], 0.0] if context.advantages else [0.0] * len(context.token_ids),
             position_3L=positions(context.token_ids, context.images),
             vision=[next(shown) if token == image_token_id else None for token in context.token_ids],
             weights=[*weighted.token_weights()[1:], 0.0],
             number=number,
-            origin=None if origin is None else Origin(*origin, start=0),
+            origin=None if origin is None else SegmentSource(*origin, start=0),
         )
 
     @classmethod
     def zeros(cls, length: int, *, number: int) -> "Segment":
         zeros, nothing = [0] * length, [0.0] * length
         return cls(
-            token_ids=zeros, targets=zeros, mask=zeros, engine_logprobs=nothing, advantages=nothing,
+            token_ids=zeros, targets=zeros, mask=zeros, rollout_logprobs=nothing, advantages=nothing,
             position_3L=torch.zeros(3, length, dtype=torch.long), vision=[None] * length, weights=nothing, number=number,
         )  # fmt: skip
 
@@ -114,13 +114,13 @@ class Segment:
         part = slice(start, stop)
         return Segment(
             token_ids=self.token_ids[part], targets=self.targets[part], mask=self.mask[part],
-            engine_logprobs=self.engine_logprobs[part], advantages=self.advantages[part],
+            rollout_logprobs=self.rollout_logprobs[part], advantages=self.advantages[part],
             position_3L=self.position_3L[:, part], vision=self.vision[part], weights=self.weights[part], number=self.number, prefix=prefix,
             origin=None if self.origin is None else replace(self.origin, start=start),
         )  # fmt: skip
 
 
-def _join(segments: list[Segment], *, denominator: int, device: torch.device | None) -> Batch:
+def _join(segments: list[Segment], *, denominator: int, device: torch.device | None) -> MicroBatch:
     images: dict[str, tuple[int, Image]] = {}
     position_M, row_M, next_row, offsets = [], [], 0, [0]
     for segment in segments:
@@ -139,13 +139,13 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
     def column(values: Callable[[Segment], list], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([value for segment in segments for value in values(segment)], dtype=dtype, device=device)
 
-    return Batch(
+    return MicroBatch(
         token_T=column(lambda s: s.token_ids, torch.long),
         target_T=column(lambda s: s.targets, torch.long),
         mask_T=column(lambda s: s.mask, torch.bool),
         weight_T=column(lambda s: s.weights, torch.float32),
         position_3T=torch.cat([segment.position_3L for segment in segments], 1).to(device),
-        context_T=column(lambda s: [s.number] * len(s.token_ids), torch.long),
+        sequence_T=column(lambda s: [s.number] * len(s.token_ids), torch.long),
         cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32, device=device),
         offset_S1=offsets,
         prefix_S=[segment.prefix for segment in segments],
@@ -156,68 +156,68 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
         vision_row_M=torch.tensor(row_M, dtype=torch.long, device=device),
         denominator=denominator,
         advantage_T=column(lambda s: [a * m for a, m in zip(s.advantages, s.mask, strict=True)], torch.float32),
-        engine_logprob_T=column(lambda s: s.engine_logprobs, torch.float32),
+        rollout_logprob_T=column(lambda s: s.rollout_logprobs, torch.float32),
     )
 
 
 def loss_rows(
-    batch: Batch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *, values: ValueRows | None = None
-) -> Rows:
+    batch: MicroBatch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *, values: ValueLossInputs | None = None
+) -> LossInputs:
     """What a loss sees of a batch; rows_R are the entries whose target was sampled. Without old logprobs the current ones are the old."""
-    reference_T, old_T, coefficient_T, current_T = batch.reference_logprob_T, batch.old_logprob_T, batch.coefficient_T, batch.current_T
-    return Rows(
+    reference_T, old_T, coefficient_T, current_T = batch.ref_logprob_T, batch.old_logprob_T, batch.logprob_scale_T, batch.on_policy_T
+    return LossInputs(
         logprob_R=logprob_R,
         entropy_R=entropy_R,
-        old_R=logprob_R.detach() if old_T is None else old_T[rows_R],
-        engine_R=batch.engine_logprob_T[rows_R],
-        reference_R=None if reference_T is None else reference_T[rows_R],
+        old_logprob_R=logprob_R.detach() if old_T is None else old_T[rows_R],
+        rollout_logprob_R=batch.rollout_logprob_T[rows_R],
+        ref_logprob_R=None if reference_T is None else reference_T[rows_R],
         advantage_R=batch.advantage_T[rows_R],
         weight_R=batch.weight_T[rows_R],
-        context_R=batch.context_T[rows_R],
-        turn_R=turns_of(rows_R),
-        coefficient_R=None if coefficient_T is None else coefficient_T[rows_R],
-        current_R=None if current_T is None else current_T[rows_R],
+        sequence_R=batch.sequence_T[rows_R],
+        turn_R=turn_ids(rows_R),
+        logprob_scale_R=None if coefficient_T is None else coefficient_T[rows_R],
+        on_policy_R=None if current_T is None else current_T[rows_R],
         values=values,
     )
 
 
-def turns_of(rows_R: torch.Tensor) -> torch.Tensor:
+def turn_ids(rows_R: torch.Tensor) -> torch.Tensor:
     """Which turn each row is in, from 0. What was observed lies between two turns, and the last entry of a context predicts nothing: the
     rows of a turn are neighbors, those of two turns are not."""
     return (rows_R.diff(prepend=rows_R.new_full((1,), -2)) != 1).cumsum(0) - 1
 
 
-Columns = dict[tuple[int, int], list[float]]
+TokenColumns = dict[tuple[int, int], list[float]]
 """A number for each token of a context, by (rollout, context)."""
 
 
-def read_back(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor]) -> Columns:
+def scatter_to_rollouts(rollouts: Sequence[Rollout], batches: Sequence[MicroBatch], numbers: Sequence[torch.Tensor]) -> TokenColumns:
     """What a network said of every entry of these batches ([T] each), for the contexts they hold; 0.0 where the mask is 0.
 
     Entry t of a segment is about the token after it; the last of a context is about none.
     """
-    columns: Columns = {}
+    columns: TokenColumns = {}
     for batch, number_T in zip(batches, numbers, strict=True):
         values, borders = number_T.tolist(), batch.offset_S1
         for origin, first, last in zip(batch.origin_S, borders[:-1], borders[1:], strict=True):
             if origin is None:
                 continue
-            context = rollouts[origin.rollout].contexts[origin.context]
-            column = columns.setdefault((origin.rollout, origin.context), [0.0] * len(context.token_ids))
+            context = rollouts[origin.rollout].sequences[origin.sequence]
+            column = columns.setdefault((origin.rollout, origin.sequence), [0.0] * len(context.token_ids))
             for place, value in enumerate(values[first:last], origin.start + 1):
                 if place < len(column) and context.loss_mask[place]:
                     column[place] = value
     return columns
 
 
-def take(rollouts: Sequence[Rollout], batch: Batch, column: str) -> torch.Tensor:
+def gather_column(rollouts: Sequence[Rollout], batch: MicroBatch, column: str) -> torch.Tensor:
     """A column of the contexts (one of ATTACHED, or versions) that is asked for after they were packed, as [T]; 0 where the mask is 0."""
-    assert column in (*ATTACHED, "versions"), column
+    assert column in (*TOKEN_COLUMNS, "weight_versions"), column
     borders = batch.offset_S1
     numbers = [0.0] * batch.num_tokens
     for origin, first, last in zip(batch.origin_S, borders[:-1], borders[1:], strict=True):
         if origin is not None:
             about = slice(origin.start + 1, origin.start + 1 + last - first)
-            known = getattr(rollouts[origin.rollout].contexts[origin.context], column)[about]
+            known = getattr(rollouts[origin.rollout].sequences[origin.sequence], column)[about]
             numbers[first : first + len(known)] = known
     return torch.tensor(numbers, dtype=torch.float32, device=batch.mask_T.device) * batch.mask_T

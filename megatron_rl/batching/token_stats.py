@@ -8,43 +8,44 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.algo.algorithms import needs_old
-from megatron_rl.batching.packing import read_back
+from megatron_rl.batching.packing import scatter_to_rollouts
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import gather_exact
-from megatron_rl.types import Batch, Origin, Rollout, Rows
+from megatron_rl.types import LossInputs, MicroBatch, Rollout, SegmentSource
 
 
-class Notes:
+class TokenStats:
     """Of one step, on one rank. `see` is Policy.update's."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[Origin | None, ...], tuple[Batch, torch.Tensor, torch.Tensor]] = {}
+        self._seen: dict[tuple[SegmentSource | None, ...], tuple[MicroBatch, torch.Tensor, torch.Tensor]] = {}
         """By whose tokens a batch holds: [T] logprobs at the start of the step, and entropies. Each update is given a batch of its own."""
 
-    def see(self, batch: Batch, rows_R: torch.Tensor, rows: Rows) -> None:
+    def record(self, batch: MicroBatch, rows_R: torch.Tensor, rows: LossInputs) -> None:
         whose = tuple(batch.origin_S)
         if whose not in self._seen:
             old_T, entropy_T = (
-                torch.zeros_like(batch.weight_T).index_copy(0, rows_R, number_R.detach()) for number_R in (rows.old_R, rows.entropy_R)
+                torch.zeros_like(batch.weight_T).index_copy(0, rows_R, number_R.detach())
+                for number_R in (rows.old_logprob_R, rows.entropy_R)
             )
             self._seen[whose] = (batch, old_T, entropy_T)
 
-    def attach(self, rollouts: Sequence[Rollout]) -> None:
+    def write_to(self, rollouts: Sequence[Rollout]) -> None:
         """Every rank calls this together."""
         batches, old, entropies = zip(*self._seen.values(), strict=True) if self._seen else ((), (), ())
-        attach(rollouts, batches, old, column="old_logprobs")
-        attach(rollouts, batches, entropies, column="entropies")
+        write_column(rollouts, batches, old, column="old_logprobs")
+        write_column(rollouts, batches, entropies, column="entropies")
 
 
-def notes_of(settings: Settings) -> Notes | None:
+def build_token_stats(settings: Settings) -> TokenStats | None:
     """None where nothing is to be noted, and where later updates of a step would say what the step's first weights did not (bypass)."""
     num_updates = settings.batch.minibatches * settings.batch.epochs
     is_of_step = num_updates == 1 or needs_old(settings.algo, num_updates=num_updates)
-    return Notes() if settings.run.record == "all" and is_of_step else None
+    return TokenStats() if settings.run.record == "all" and is_of_step else None
 
 
-def attach(rollouts: Sequence[Rollout], batches: Sequence[Batch], numbers: Sequence[torch.Tensor], *, column: str) -> None:
+def write_column(rollouts: Sequence[Rollout], batches: Sequence[MicroBatch], numbers: Sequence[torch.Tensor], *, column: str) -> None:
     """Write what a network said of this rank's tokens, and of all others', to the contexts they are of."""
-    for columns in gather_exact(read_back(rollouts, batches, numbers)):
+    for columns in gather_exact(scatter_to_rollouts(rollouts, batches, numbers)):
         for (rollout, context), values in columns.items():
-            rollouts[rollout].contexts[context].attach(column, values)
+            rollouts[rollout].sequences[context].set_column(column, values)

@@ -28,13 +28,13 @@ from yaml import YAMLError
 from megatron_rl.cli.config_errors import ELSEWHERE, keys_of, refuse_strangers, retold
 from megatron_rl.cli.help import text_of_help
 from megatron_rl.config import Settings, require
-from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, place
+from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, read_world
+from megatron_rl.errors import InfraError, PeerLost, RunFailed
 from megatron_rl.io.bounded_files import printable
 from megatron_rl.preflight.gpus import SHARED_MEMORY
 from megatron_rl.rollout.task import require_task
 from megatron_rl.run.shutdown import INTERRUPTED, die_with_parent
 from megatron_rl.tasks.task_options import OPTIONS
-from megatron_rl.types import HostFault, Parted, RunFailed
 
 CONFIGS = "pkg://megatron_rl.configs"
 QUIET_S = 20.0
@@ -81,14 +81,14 @@ def cli(
 
     def act(settings: Settings) -> None:
         try:
-            from megatron_rl.registry import Own  # brings torch and Megatron
+            from megatron_rl.registry import Plugins  # brings torch and Megatron
         except ImportError as error:
             raise ValueError(of_transformer_engine(error)) from error
         from megatron_rl.entrypoints.train import run
         from megatron_rl.run.status import is_finished
         from megatron_rl.services.service_job import serve
 
-        own = Own(tasks=tasks or {}, rewards=rewards or {}, algorithms=algorithms or {})
+        own = Plugins(tasks=tasks or {}, rewards=rewards or {}, algorithms=algorithms or {})
         if word == "doctor":
             from megatron_rl.preflight.doctor import examine_and_show
 
@@ -121,7 +121,7 @@ def cli(
 def end_with(is_finished: bool) -> None:
     """Where it was stopped, exit with the code that says so: every rank, the main one first."""
     if not is_finished:
-        if not place().is_main:
+        if not read_world().is_main:
             time.sleep(QUIET_S)
         sys.exit(STOPPED)
 
@@ -146,7 +146,7 @@ def offer(tasks: Mapping[str, type]) -> None:
 
 def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, examines: bool) -> None:
     """Let hydra read the command line, and act on the settings; a user's mistake ends as one line, never as a traceback."""
-    world = place()
+    world = read_world()
 
     @hydra.main(version_base="1.3", config_path=CONFIGS, config_name="train")
     def main(chosen: DictConfig) -> None:
@@ -159,9 +159,9 @@ def read_and(act: Callable[[Settings], None], tasks: Mapping[str, type], *, exam
         try:
             leave_out_wandb(settings.wandb.mode == "disabled")
             act(settings)
-        except Parted:
+        except PeerLost:
             sys.exit(1)
-        except (ValueError, OSError, RunFailed, HostFault) as error:
+        except (ValueError, OSError, RunFailed, InfraError) as error:
             end_with_error(error, world, is_dry=settings.run.dry)
         except KeyboardInterrupt:
             print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)

@@ -48,13 +48,13 @@ def main(arguments: Sequence[str]) -> int:
     for name, least, number in (*given, *((each, 1, num) for each, num in sizes)):
         if number < least:
             parser.error(f"--{name}={number}: give {least} or more")
-    from megatron_rl.distributed.world import connect, disconnect, place
+    from megatron_rl.distributed.world import connect, disconnect, read_world
+    from megatron_rl.errors import RunFailed
     from megatron_rl.explain.findings_page import text_of
     from megatron_rl.explain.step_explanation import Asked, explain  # brings torch and Megatron
     from megatron_rl.io.bounded_files import printable
-    from megatron_rl.types import RunFailed
 
-    world = place()
+    world = read_world()
     asked = Asked(
         run=options.run, step=options.step, weights=options.weights, older=options.older, model=options.model, rollouts=options.rollouts,
         with_model=not options.no_model, with_engine=options.engine, whole_gb=options.whole_gb,

@@ -26,7 +26,7 @@ def recorded_with(run: Path, model: str) -> tuple[Renderer, int]:
     """How the run rendered, and the longest reply that it allowed. ValueError: its settings are not there."""
     try:
         found = read_settings(run / CONFIG)
-        given, limit = found["model"], int(found["task"]["max_tokens_per_turn"])
+        given, limit = found["model"], int(found["task"]["max_new_tokens"])
         path, least, most = model or str(given["path"]), int(given["min_pixels"]), int(given["max_pixels"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{run / CONFIG}: cannot be read ({' '.join(str(error).split())[:200]}); give the folder of a run") from error

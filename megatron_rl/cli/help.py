@@ -43,7 +43,7 @@ Exit code 0: a run can start; 1: it cannot.
 """
 USED_MOST = (
     "model.path", "run.dir", "run.steps", "run.eval_every", "checkpoint.every", "optim.lr", "batch.prompts_per_step", "batch.group_size",
-    "batch.micro_batch_tokens", "task.max_turns", "task.max_tokens_per_turn", "engine.max_model_len", "parallel.tp", "lora.rank",
+    "batch.micro_batch_tokens", "task.max_turns", "task.max_new_tokens", "engine.max_model_len", "parallel.tp", "lora.rank",
     "wandb.mode",
 )  # fmt: skip
 

@@ -18,14 +18,14 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
-from megatron_rl.types import AccessDenied, HostFault, LastingFault
+from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 
-LONGEST_REST_S = 30.0
+MAX_BACKOFF_S = 30.0
 """Or the patience of those who wait, where that is less."""
 T = TypeVar("T")
 
 
-class ServerFault(Exception):
+class EndpointError(Exception):
     """A server is in trouble; it asks for a rest of at least `rest_s`."""
 
     def __init__(self, reason: str, *, rest_s: float = 0.0) -> None:
@@ -33,15 +33,15 @@ class ServerFault(Exception):
         self.rest_s = rest_s
 
 
-class KeyRefused(ServerFault):
+class KeyRefused(EndpointError):
     """A server does not accept the key or token that it was asked with: it is no outage, and asking again is of no use."""
 
 
-class BadReply(ValueError):
+class InvalidReply(ValueError):
     """A server that is well said something of no use."""
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """A request is at fault, not the server that refused it."""
 
 
@@ -52,7 +52,7 @@ class Endpoint:
     url: str
     rest_s: float
     """The first rest."""
-    longest_s: float = LONGEST_REST_S
+    longest_s: float = MAX_BACKOFF_S
     """The longest that it is given; it may ask for more itself."""
     in_flight: int = 0
     failures: int = 0
@@ -77,18 +77,27 @@ class Endpoint:
         self.failures = 0
 
 
-class Servers:
+class EndpointPool:
     """Servers behind one `ask`. Counts of their work stand in requests, failures and seconds (in requests)."""
 
     def __init__(
-        self, urls: Sequence[str], *, name: str, tries: int, timeout_s: float, patience_s: float, concurrency: int, rest_s: float = 0.5
+        self,
+        urls: Sequence[str],
+        *,
+        name: str,
+        max_attempts: int,
+        timeout_s: float,
+        outage_timeout_s: float,
+        concurrency: int,
+        rest_s: float = 0.5,
     ) -> None:
         """`name` begins every error; at most `concurrency` requests are under way at once, each of them for timeout_s at most.
 
-        Where all servers rest, a request waits for the first of them up to patience_s.
+        Where all servers rest, a request waits for the first of them up to outage_timeout_s.
         """
-        self.name, self.tries, self.timeout_s, self.patience_s, self.concurrency = name, tries, timeout_s, patience_s, concurrency
-        self.endpoints = [Endpoint(url, rest_s, min(LONGEST_REST_S, patience_s)) for url in urls]
+        self.name, self.max_attempts, self.concurrency = name, max_attempts, concurrency
+        self.timeout_s, self.outage_timeout_s = timeout_s, outage_timeout_s
+        self.endpoints = [Endpoint(url, rest_s, min(MAX_BACKOFF_S, outage_timeout_s)) for url in urls]
         self.requests = self.failures = 0
         self.seconds = 0.0
 
@@ -97,14 +106,14 @@ class Servers:
         self._slots = asyncio.Semaphore(self.concurrency)
 
     async def ask(self, call: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """What `call` returns, of one server or another. Raises HostFault, naming server and reason, after the last try.
+        """What `call` returns, of one server or another. Raises InfraError, naming server and reason, after the last try.
 
-        LastingFault where no server was in trouble: what was said to it, or by it, is at fault. AccessDenied where one does not accept the
-        key.
+        PermanentInfraError where no server was in trouble: what was said to it, or by it, is at fault. AccessDenied where one does not
+        accept the key.
         """
         reasons: list[str] = []
-        fault = LastingFault
-        while len(reasons) < self.tries:
+        fault = PermanentInfraError
+        while len(reasons) < self.max_attempts:
             endpoint = await self._slot()
             began = time.monotonic()
             self.requests += 1
@@ -115,31 +124,31 @@ class Servers:
                 return reply
             except KeyRefused as error:
                 raise AccessDenied(f"{self.name}: {endpoint.url}: {error}") from error
-            except (BadReply, Refused, ServerFault) as error:
+            except (InvalidReply, RequestRejected, EndpointError) as error:
                 self.failures += 1
                 reasons.append(f"{endpoint.url}: {error}")
-                if isinstance(error, Refused):
+                if isinstance(error, RequestRejected):
                     break
-                if isinstance(error, ServerFault):
-                    fault, endpoint.last_failure = HostFault, str(error)
+                if isinstance(error, EndpointError):
+                    fault, endpoint.last_failure = InfraError, str(error)
                     endpoint.failed(began=began, rest_s=error.rest_s)
             finally:
                 self.seconds += time.monotonic() - began
                 endpoint.in_flight -= 1
                 self._slots.release()
-        raise fault(f"{self.name}: nothing after {len(reasons)} of {self.tries} tries; the last: {reasons[-1]}")
+        raise fault(f"{self.name}: nothing after {len(reasons)} of {self.max_attempts} tries; the last: {reasons[-1]}")
 
     async def _in_time(self, call: Callable[[Endpoint], Awaitable[T]], endpoint: Endpoint) -> T:
         try:
             async with asyncio.timeout(self.timeout_s):
                 return await call(endpoint)
         except TimeoutError as error:
-            raise ServerFault(told(error)) from error
+            raise EndpointError(describe_error(error)) from error
 
     async def _slot(self) -> Endpoint:
         """The least busy server that does not rest, with leave to send it a request.
 
-        Rests, all together, are waited for up to patience_s; the time in the queue for a slot is none of it.
+        Rests, all together, are waited for up to outage_timeout_s; the time in the queue for a slot is none of it.
         """
         waited = 0.0
         while True:
@@ -151,8 +160,8 @@ class Servers:
             self._slots.release()
             earliest = min(self.endpoints, key=lambda endpoint: endpoint.rest_until)
             rest = earliest.rest_until - now
-            if waited + rest > self.patience_s:
-                raise HostFault(
+            if waited + rest > self.outage_timeout_s:
+                raise InfraError(
                     f"{self.name}: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others; "
                     f"the last failure: {earliest.url}: {earliest.last_failure}"
                 )
@@ -160,18 +169,18 @@ class Servers:
             waited += rest
 
 
-def told(error: Exception, *, secret: str = "") -> str:
+def describe_error(error: Exception, *, secret: str = "") -> str:
     """An error of whatever library in one short line, without the secret that a server may have repeated in it."""
     text = str(error)
-    return f"{type(error).__name__}: {one_line(text.replace(secret, '***') if secret else text)}"
+    return f"{type(error).__name__}: {to_one_line(text.replace(secret, '***') if secret else text)}"
 
 
-def one_line(text: str) -> str:
+def to_one_line(text: str) -> str:
     """What others said, short, and without what moves a terminal's cursor or turns letters around."""
     return "".join(character if character.isprintable() else "?" for character in " ".join(text[:3000].split())[:300])
 
 
-def retry_after(header: str) -> float:
+def parse_retry_after(header: str) -> float:
     """Seconds, from a number of them or a date (RFC 9110, 10.2.3); 0 for anything else."""
     text = header.strip()
     if text.isascii() and text.isdigit() and len(text) < 9:

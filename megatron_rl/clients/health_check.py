@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import openai
 from pydantic import BaseModel, Field, ValidationError
 
-from megatron_rl.clients.endpoint_pool import one_line, told
-from megatron_rl.clients.openai import key_words
+from megatron_rl.clients.endpoint_pool import describe_error, to_one_line
+from megatron_rl.clients.openai import describe_key_error
 from megatron_rl.clients.proxies import proxy_words
-from megatron_rl.types import HostFault
+from megatron_rl.errors import InfraError
 
-GREETING_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
 """What a server has for its first answer."""
 
 
@@ -25,7 +25,7 @@ class _Models(BaseModel):
 
 
 @dataclass(slots=True, frozen=True)
-class Greeting:
+class HealthCheck:
     """What a server said when it was greeted."""
 
     served: Sequence[str] = ()
@@ -36,40 +36,42 @@ class Greeting:
     """The server does not accept the key."""
 
 
-async def served_by(client: openai.AsyncOpenAI) -> list[str]:
+async def list_models(client: openai.AsyncOpenAI) -> list[str]:
     """Raises openai's errors, and pydantic's for a body that is no list of models."""
     raw = await client.models.with_raw_response.list()
     return [model.id for model in _Models.model_validate_json(raw.content).data]
 
 
-async def greet(clients: Mapping[str, openai.AsyncOpenAI], *, model: str, secret: str, token_file: str) -> dict[str, Greeting]:
+async def check_endpoints(clients: Mapping[str, openai.AsyncOpenAI], *, model: str, secret: str, token_file: str) -> dict[str, HealthCheck]:
     """Ask each server once, all together and briefly. By address.
 
     `model` is what one of them must serve, empty where any will do; `secret` and `token_file` are those of `api_key`.
     """
-    greetings = await asyncio.gather(*(_greeting(client, model=model, secret=secret, token_file=token_file) for client in clients.values()))
+    greetings = await asyncio.gather(
+        *(_check_endpoint(client, model=model, secret=secret, token_file=token_file) for client in clients.values())
+    )
     return dict(zip(clients, greetings, strict=True))
 
 
-async def _greeting(client: openai.AsyncOpenAI, *, model: str, secret: str, token_file: str) -> Greeting:
+async def _check_endpoint(client: openai.AsyncOpenAI, *, model: str, secret: str, token_file: str) -> HealthCheck:
     proxy = proxy_words(str(client.base_url))
     try:
-        async with asyncio.timeout(GREETING_S):
-            served = await served_by(client)
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            served = await list_models(client)
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        return Greeting(trouble=key_words(error, secret=secret, token_file=token_file), is_denied=True)
+        return HealthCheck(trouble=describe_key_error(error, secret=secret, token_file=token_file), is_denied=True)
     except (openai.APIStatusError, ValidationError):
-        return Greeting()
+        return HealthCheck()
     except TimeoutError:
-        return Greeting(trouble=f"no answer within {GREETING_S:.0f} s{proxy}")
+        return HealthCheck(trouble=f"no answer within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
     except openai.OpenAIError as error:
-        return Greeting(trouble=told(error.__cause__ or error, secret=secret) + proxy)
-    named = f"serves {one_line(', '.join(served))}, not task.judge.model={model}: choose one of these"
-    return Greeting(served, named if model and model not in served else "")
+        return HealthCheck(trouble=describe_error(error.__cause__ or error, secret=secret) + proxy)
+    named = f"serves {to_one_line(', '.join(served))}, not task.judge.model={model}: choose one of these"
+    return HealthCheck(served, named if model and model not in served else "")
 
 
-def warning_of(greetings: Mapping[str, Greeting], *, of: str = "judge", key: str = "") -> str:
-    """Return a warning about servers that fail while others work; empty if all work. HostFault: there is no other, or one of
+def health_warning(greetings: Mapping[str, HealthCheck], *, of: str = "judge", key: str = "") -> str:
+    """Return a warning about servers that fail while others work; empty if all work. InfraError: there is no other, or one of
     them does not accept the key.
     `key` is the setting of their addresses where it is not task.<of>.urls."""
     troubles = [f"{url}: {greeting.trouble}" for url, greeting in greetings.items() if greeting.trouble]
@@ -77,7 +79,7 @@ def warning_of(greetings: Mapping[str, Greeting], *, of: str = "judge", key: str
         return ""
     key, urls, why = key or f"task.{of}.urls", list(greetings), "; ".join(troubles)
     if len(troubles) == len(greetings):
-        raise HostFault(f"{key}={urls}: no {of} can be asked ({why}); start one, or correct the addresses")
+        raise InfraError(f"{key}={urls}: no {of} can be asked ({why}); start one, or correct the addresses")
     if denied := [f"{url}: {greeting.trouble}" for url, greeting in greetings.items() if greeting.is_denied]:
-        raise HostFault(f"{key}={urls}: {'; '.join(denied)}")
+        raise InfraError(f"{key}={urls}: {'; '.join(denied)}")
     return f"{key}={urls}: not all can be asked, the others are ({why})"

@@ -15,16 +15,16 @@ import httpx2
 import openai
 from pydantic import BaseModel, Field, ValidationError
 
-from megatron_rl.clients.endpoint_pool import KeyRefused, Refused, ServerFault, one_line, retry_after, told
+from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, RequestRejected, describe_error, parse_retry_after, to_one_line
 from megatron_rl.clients.proxies import Proxy, proxy_of, proxy_words
-from megatron_rl.types import HostFault
+from megatron_rl.errors import InfraError
 from sandbox.token import read_token
 
-LONGEST_BODY = 1 << 20
+MAX_BODY_BYTES = 1 << 20
 """Bytes."""
 
 
-class Unread(openai.OpenAIError):
+class UnreadBody(openai.OpenAIError):
     """A body that is not read to its end. The openai package lets its own kind of error pass as it is (_base_client.py, request)."""
 
 
@@ -37,8 +37,8 @@ class _Bounded(httpx2.AsyncByteStream):
         num_bytes = 0
         async for chunk in self._stream:
             num_bytes += len(chunk)
-            if num_bytes > LONGEST_BODY:
-                raise Unread(f"the reply is longer than {LONGEST_BODY} bytes")
+            if num_bytes > MAX_BODY_BYTES:
+                raise UnreadBody(f"the reply is longer than {MAX_BODY_BYTES} bytes")
             yield chunk
 
     async def aclose(self) -> None:
@@ -49,9 +49,9 @@ async def _bound(response: httpx2.Response) -> None:
     """Called before a byte of the body is read (httpx2/_client.py, _send_handling_redirects). Raises Unread."""
     length, encoding = response.headers.get("content-length", ""), response.headers.get("content-encoding", "")
     if encoding.strip().casefold() not in ("", "identity"):
-        raise Unread(f"the reply is compressed ({encoding[:20]!r}), which was not asked for")
-    if length.isascii() and length.isdigit() and (len(length) > 19 or int(length) > LONGEST_BODY):
-        raise Unread(f"the reply has {length[:20]} bytes, more than {LONGEST_BODY}")
+        raise UnreadBody(f"the reply is compressed ({encoding[:20]!r}), which was not asked for")
+    if length.isascii() and length.isdigit() and (len(length) > 19 or int(length) > MAX_BODY_BYTES):
+        raise UnreadBody(f"the reply has {length[:20]} bytes, more than {MAX_BODY_BYTES}")
     response.stream = _Bounded(response.stream)
 
 
@@ -59,13 +59,13 @@ BOUNDED: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event
 """Arguments of an httpx2 client whose replies are bounded: reading a longer one raises Unread."""
 
 
-def client_of(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
-    """Without a time-out and tries of its own; `secret` is the servers' key. HostFault, which names the setting `key`: it is no address,
+def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
+    """Without a time-out and tries of its own; `secret` is the servers' key. InfraError, which names the setting `key`: it is no address,
     or its proxy is none."""
     try:
         _ = urlsplit(url).port
     except ValueError as error:
-        raise HostFault(f"{key}={url}: {error}; correct the address") from error
+        raise InfraError(f"{key}={url}: {error}; correct the address") from error
     http = openai.DefaultAsyncHttpx2Client(**BOUNDED, **proxies_of([url]), follow_redirects=False)
     return openai.AsyncOpenAI(base_url=url, api_key=secret or "none", timeout=None, max_retries=0, http_client=http)
 
@@ -73,7 +73,7 @@ def client_of(url: str, *, key: str = "task.judge.urls", secret: str = "") -> op
 def proxies_of(urls: Iterable[str]) -> dict[str, Any]:
     """Return arguments of an httpx2 client: the environment's proxies of these addresses, by clients/proxies.py, and its certificates.
 
-    HostFault, which names the variable: a proxy's address is none that can be used.
+    InfraError, which names the variable: a proxy's address is none that can be used.
     """
     tls = httpx2.create_ssl_context()  # with SSL_CERT_FILE, which trust_env=False leaves out
     found = {urlsplit(url).netloc: proxy for url in urls if (proxy := proxy_of(url))}
@@ -85,25 +85,25 @@ def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
         return httpx2.AsyncHTTPTransport(verify=tls, proxy=proxy.address, limits=openai.DEFAULT_CONNECTION_LIMITS)
     except (ValueError, httpx2.InvalidURL, ImportError) as error:
         remedy = f"give http://HOST:PORT, unset it, or set NO_PROXY={proxy.host}"
-        raise HostFault(f"{proxy.variable}={one_line(proxy.address)}: is no proxy that can be used; {remedy}") from error
+        raise InfraError(f"{proxy.variable}={to_one_line(proxy.address)}: is no proxy that can be used; {remedy}") from error
 
 
 def api_key(token_file: str = "") -> str:
     """The servers', which those that do not know it repeat in their errors: the word in the file, without one OPENAI_API_KEY.
-    HostFault: the file of task.judge.token_file cannot be read."""
+    InfraError: the file of task.judge.token_file cannot be read."""
     try:
         return read_token(token_file) if token_file else os.environ.get("OPENAI_API_KEY", "")
     except ValueError as error:
-        raise HostFault(f"task.judge.token_file={error}") from error
+        raise InfraError(f"task.judge.token_file={error}") from error
 
 
-def key_words(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
+def describe_key_error(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
     """Return a line about a server that does not accept the key of `api_key`: its answer, and what to do."""
     remedy = f"put its key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
-    return f"{told(error, secret=secret)}: {remedy}{proxy_words(str(error.request.url))}"
+    return f"{describe_error(error, secret=secret)}: {remedy}{proxy_words(str(error.request.url))}"
 
 
-class SaidMessage(BaseModel):
+class ChatMessage(BaseModel):
     content: str
     reasoning: object = None
     reasoning_content: object = None
@@ -115,7 +115,7 @@ class SaidMessage(BaseModel):
 
 
 class Choice(BaseModel):
-    message: SaidMessage
+    message: ChatMessage
 
 
 class Completion(BaseModel):
@@ -125,19 +125,19 @@ class Completion(BaseModel):
 
 
 @contextmanager
-def as_servers_say(secret: str, *, token_file: str = "") -> Iterator[None]:
+def read_completion_errors(secret: str, *, token_file: str = "") -> Iterator[None]:
     """Trouble of the openai package, and a body that is none, in the terms of clients/endpoint_pool.py, without the servers' key.
     `token_file`: of `api_key`."""
     try:
         yield
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        raise KeyRefused(key_words(error, secret=secret, token_file=token_file)) from error
+        raise KeyRefused(describe_key_error(error, secret=secret, token_file=token_file)) from error
     except openai.BadRequestError as error:
-        raise Refused(told(error, secret=secret)) from error
+        raise RequestRejected(describe_error(error, secret=secret)) from error
     except openai.APIStatusError as error:
-        words = told(error, secret=secret) + proxy_words(str(error.request.url))
-        raise ServerFault(words, rest_s=retry_after(error.response.headers.get("retry-after", ""))) from error
+        words = describe_error(error, secret=secret) + proxy_words(str(error.request.url))
+        raise EndpointError(words, rest_s=parse_retry_after(error.response.headers.get("retry-after", ""))) from error
     except openai.APIError as error:
-        raise ServerFault(told(error, secret=secret) + proxy_words(str(error.request.url))) from error
-    except (Unread, ValidationError) as error:
-        raise ServerFault(told(error, secret=secret)) from error
+        raise EndpointError(describe_error(error, secret=secret) + proxy_words(str(error.request.url))) from error
+    except (UnreadBody, ValidationError) as error:
+        raise EndpointError(describe_error(error, secret=secret)) from error

@@ -10,8 +10,8 @@ from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.config.critic import CriticSettings
 from megatron_rl.config.evaluation import EvaluationSettings
-from megatron_rl.config.filter import DROPS, ENDS, SelectSettings
-from megatron_rl.config.lewis import AudienceSettings, ListenerSettings, SpeakerSettings
+from megatron_rl.config.filter import DROPS, ENDS, FilterSettings
+from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings, WeightPublishSettings
 from megatron_rl.config.model import PARTS, LoraSettings, ModelSettings, ParallelSettings
 from megatron_rl.config.optim import OptimSettings
 from megatron_rl.config.rollout import (
@@ -28,11 +28,40 @@ from megatron_rl.config.sft import SftSettings
 from megatron_rl.config.slurm import SlurmSettings
 
 __all__ = [
-    "AGGREGATIONS", "DROPS", "ENDS", "PARTS", "AlgoSettings", "AudienceSettings", "BatchSettings", "CheckpointSettings", "ColumnSettings",
-    "CriticSettings", "DataSettings", "EngineSettings", "EvaluationSettings", "JudgeSettings", "ListenerSettings", "LoraSettings",
-    "ModelSettings", "OptimSettings", "ParallelSettings", "RunSettings", "SandboxSettings", "SelectSettings", "ServiceSettings",
-    "ServicesSettings", "Settings", "SftSettings", "SlurmSettings", "SpeakerSettings", "TaskSettings", "TrackioSettings", "WandbSettings",
-    "require", "require_choice", "service_of",
+    "AGGREGATIONS",
+    "DROPS",
+    "ENDS",
+    "PARTS",
+    "AlgoSettings",
+    "BatchSettings",
+    "CheckpointSettings",
+    "ColumnSettings",
+    "CriticSettings",
+    "DataSettings",
+    "EngineSettings",
+    "EvaluationSettings",
+    "FilterSettings",
+    "JudgeSettings",
+    "ListenerSettings",
+    "LoraSettings",
+    "ModelSettings",
+    "OptimSettings",
+    "ParallelSettings",
+    "RunSettings",
+    "SandboxSettings",
+    "ServiceSettings",
+    "ServicesSettings",
+    "Settings",
+    "SftSettings",
+    "SlurmSettings",
+    "SpeakerSettings",
+    "TaskSettings",
+    "TrackioSettings",
+    "WandbSettings",
+    "WeightPublishSettings",
+    "require",
+    "require_choice",
+    "service_of",
 ]  # fmt: skip
 
 
@@ -46,7 +75,7 @@ class Settings:
     engine: EngineSettings = field(default_factory=EngineSettings)
     optim: OptimSettings = field(default_factory=OptimSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
-    select: SelectSettings = field(default_factory=SelectSettings)
+    filter: FilterSettings = field(default_factory=FilterSettings)
     algo: AlgoSettings = field(default_factory=AlgoSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
     sft: SftSettings = field(default_factory=SftSettings)
@@ -57,7 +86,7 @@ class Settings:
     wandb: WandbSettings = field(default_factory=WandbSettings)
     trackio: TrackioSettings = field(default_factory=TrackioSettings)
     services: ServicesSettings = field(default_factory=ServicesSettings)
-    audience: AudienceSettings = field(default_factory=AudienceSettings)
+    weight_publish: WeightPublishSettings = field(default_factory=WeightPublishSettings)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
 
     def __post_init__(self) -> None:
@@ -65,4 +94,9 @@ class Settings:
         is_rl, dropout = self.stage == "rl", self.lora.dropout
         require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the policy that sampled had none")
         self.services.require_asked(self.task)
-        require(is_rl or not self.audience.urls, "audience.urls", self.audience.urls, "are sent weights in stage=rl alone; leave them out")
+        require(
+            is_rl or not self.weight_publish.urls,
+            "weight_publish.urls",
+            self.weight_publish.urls,
+            "are sent weights in stage=rl alone; leave them out",
+        )

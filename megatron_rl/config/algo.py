@@ -12,30 +12,30 @@ class AlgoSettings:
 
     name: str = "grpo"
     """A row of algo/algorithms.py: how rollouts are credited and which surrogate is minimized."""
-    normalize_std: bool = True
+    norm_adv_by_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO); Dr. GRPO does not."""
     std_eps: float = 1e-6
     """Added to the standard deviation that advantages are divided by."""
-    turns: str = "broadcast"
+    turn_credit: str = "broadcast"
     """What a turn's tokens are credited with (algo/advantages.py): the episode's advantage (broadcast), that of the outcome plus the
     turn's own (outcome_and_turn), that of what was still to be earned from the turn on (return_to_go), or the episode's plus how the
-    return from the turn on compares with others from the same state (same_state, GiGPO)."""
-    discount: float = 1.0
-    """Factor on what comes one step later: on a turn's gain in return_to_go and same_state (GiGPO's gamma), on a turn or a token as
-    algo.gae_over says with a critic (PPO's gamma)."""
-    omega: float = 1.0
-    """Weight of the comparison with others from the same state beside the episode's advantage in same_state."""
-    gae_over: str = "tokens"
+    return from the turn on compares with others from the same state (gigpo, GiGPO)."""
+    gamma: float = 1.0
+    """Factor on what comes one step later: on a turn's gain in return_to_go and gigpo (GiGPO's gamma), on a turn or a token as
+    algo.gae_level says with a critic (PPO's gamma)."""
+    gigpo_step_weight: float = 1.0
+    """Weight of the comparison with others from the same state beside the episode's advantage in gigpo."""
+    gae_level: str = "tokens"
     """What is a step to a critic: each sampled token (tokens), or a whole turn, valued at its prompt's last token (turns)."""
-    gae_lambda: float = 1.0
+    lam: float = 1.0
     """How far a step's advantage looks ahead (arXiv 1506.02438): 0 trusts the critic after one step, 1 never."""
-    whiten: bool = True
+    whiten_advantages: bool = True
     """Shift and scale a critic's advantages to mean 0 and deviation 1 over the steps of all rollouts that are trained on."""
-    clip_low: float = 0.2
+    clip_ratio_low: float = 0.2
     """Ratios below 1 - clip_low teach no further down; for gmpo in log space, for dppo a difference of probabilities."""
-    clip_high: float = 0.2
+    clip_ratio_high: float = 0.2
     """Ratios above 1 + clip_high teach no further up; DAPO's clip-higher is a value above clip_low."""
-    dual_clip: float = 0.0
+    clip_ratio_c: float = 0.0
     """Bound on ratio * |advantage| for negative advantages (arXiv 1912.09729), e.g. 3; 0 is off."""
     sapo_tau_positive: float = 1.0
     """Steepness of SAPO's gate for positive advantages."""
@@ -45,23 +45,23 @@ class AlgoSettings:
     """Weight of the KL divergence from the reference policy, in the loss or in the reward."""
     kl_estimator: str = "k3"
     """Estimate of the KL term of the loss (algo/kl.py): k1, k2 or k3."""
-    kl_in_reward: bool = False
+    use_kl_in_reward: bool = False
     """Take kl_coef * (old - reference logprob) off every token's reward instead of adding a KL term to the loss."""
     kl_target: float = 0.0
-    """KL divergence a token, as policy/kl_reference has it, that kl_coef is moved towards after every step, e.g. 0.02; 0 leaves kl_coef."""
+    """KL divergence a token, as policy/kl_ref has it, that kl_coef is moved towards after every step, e.g. 0.02; 0 leaves kl_coef."""
     kl_horizon: int = 10_000
     """Episodes in which kl_coef is changed by a fifth where the KL divergence is a fifth or more off kl_target; less for less."""
-    thought_coef: float = 1.0
+    thought_logprob_scale: float = 1.0
     """Factor on the log-probability of the tokens before a turn's action, in what the surrogate compares; RL4VLM has 0.5 and 0.2. The ratio
     is then no longer that of what was sampled (docs/algorithm.md)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    correction: str = "none"
+    rollout_correction: str = "none"
     """What is done about engine and trainer disagreeing on a token's probability: rows of algo/rollout_correction.py, joined by +, e.g.
     bypass+geo_mask. Below, r is the trainer's probability of a token over the engine's."""
-    correction_over: str = "contexts"
+    rollout_correction_level: str = "sequences"
     """What a correction takes for a sequence: a whole context (contexts), or each turn in it (turns)."""
-    correction_cap: float = 2.0
+    is_weight_cap: float = 2.0
     """Largest weight that token_tis and sequence_tis give."""
     token_mask_low: float = 0.5
     """Tokens whose r is below are masked by token_mask."""
@@ -90,21 +90,31 @@ class AlgoSettings:
         require(self.kl_horizon >= 1, "algo.kl_horizon", self.kl_horizon, "must be at least 1")
         remedy = "must lie in [0.01, 2]: vLLM changes or refuses others"
         require(0.01 <= self.temperature <= 2, "algo.temperature", self.temperature, remedy)
-        require_choice("algo.gae_over", self.gae_over, ("tokens", "turns"))
-        require(0 <= self.omega < math.inf, "algo.omega", self.omega, "must be a finite number that is not negative")
-        for key, value in (("discount", self.discount), ("gae_lambda", self.gae_lambda), ("thought_coef", self.thought_coef)):
+        require_choice("algo.gae_level", self.gae_level, ("tokens", "turns"))
+        require(
+            0 <= self.gigpo_step_weight < math.inf,
+            "algo.gigpo_step_weight",
+            self.gigpo_step_weight,
+            "must be a finite number that is not negative",
+        )
+        for key, value in (("gamma", self.gamma), ("lam", self.lam), ("thought_logprob_scale", self.thought_logprob_scale)):
             require(0 <= value <= 1, f"algo.{key}", value, "must lie in [0, 1]")
-        require(self.dual_clip == 0 or self.dual_clip > 1, "algo.dual_clip", self.dual_clip, "must be above 1, or 0 to switch it off")
-        require(0 <= self.clip_low <= 1, "algo.clip_low", self.clip_low, "must lie in [0, 1]")
-        require(self.clip_high >= 0, "algo.clip_high", self.clip_high, "must not be negative")
+        require(
+            self.clip_ratio_c == 0 or self.clip_ratio_c > 1,
+            "algo.clip_ratio_c",
+            self.clip_ratio_c,
+            "must be above 1, or 0 to switch it off",
+        )
+        require(0 <= self.clip_ratio_low <= 1, "algo.clip_ratio_low", self.clip_ratio_low, "must lie in [0, 1]")
+        require(self.clip_ratio_high >= 0, "algo.clip_ratio_high", self.clip_ratio_high, "must not be negative")
         for key, value in (("sapo_tau_positive", self.sapo_tau_positive), ("sapo_tau_negative", self.sapo_tau_negative)):
             require(value > 0, f"algo.{key}", value, "must be positive")
         self._check_corrections()
-        require(self.kl_coef > 0 or not self.kl_in_reward, "algo.kl_in_reward", True, "needs algo.kl_coef, the weight of that KL")
+        require(self.kl_coef > 0 or not self.use_kl_in_reward, "algo.use_kl_in_reward", True, "needs algo.kl_coef, the weight of that KL")
 
     def _check_corrections(self) -> None:
-        require_choice("algo.correction_over", self.correction_over, ("contexts", "turns"))
-        require(self.correction_cap > 0, "algo.correction_cap", self.correction_cap, "must be positive")
+        require_choice("algo.rollout_correction_level", self.rollout_correction_level, ("sequences", "turns"))
+        require(self.is_weight_cap > 0, "algo.is_weight_cap", self.is_weight_cap, "must be positive")
         remedy = "must lie in [0, 1]: at r = 1 nothing is masked"
         for key, low in (("token", self.token_mask_low), ("sequence", self.sequence_mask_low), ("geo", self.geo_mask_low)):
             require(0 <= low <= 1, f"algo.{key}_mask_low", low, remedy)

@@ -21,11 +21,11 @@ class BatchSettings:
     """Times that a step's minibatches are gone through."""
     micro_batch_tokens: int = 8192
     """Tokens of one packed micro-batch at most (a longer single context is a micro-batch of its own); the warm start's too."""
-    aggregation: str = "token_mean"
+    loss_agg_mode: str = "token_mean"
     """Mean over all tokens (token_mean, DAPO), over turns of their token means (turn_mean), over episodes of their token means
     (sequence_mean, GRPO), or the sum over tokens divided by episodes * fixed_length (fixed_length, Dr. GRPO)."""
-    fixed_length: int = 0
-    """Tokens that an episode counts as where batch.aggregation=fixed_length; 0 otherwise."""
+    loss_scale_factor: int = 0
+    """Tokens that an episode counts as where batch.loss_agg_mode=fixed_length; 0 otherwise."""
 
     def __post_init__(self) -> None:
         for key, value in (("prompts_per_step", self.prompts_per_step), ("minibatches", self.minibatches), ("epochs", self.epochs)):
@@ -34,6 +34,6 @@ class BatchSettings:
         require(self.group_size >= 1, "batch.group_size", self.group_size, "must be at least 1")
         remedy = f"must be divisible by batch.minibatches={self.minibatches}: minibatches are cut by groups"
         require(self.prompts_per_step % self.minibatches == 0, "batch.prompts_per_step", self.prompts_per_step, remedy)
-        require_choice("batch.aggregation", self.aggregation, AGGREGATIONS)
-        is_fixed, remedy = self.aggregation == "fixed_length", "goes with batch.aggregation=fixed_length, and only with it"
-        require(is_fixed == (self.fixed_length > 0), "batch.fixed_length", self.fixed_length, remedy)
+        require_choice("batch.loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
+        is_fixed, remedy = self.loss_agg_mode == "fixed_length", "goes with batch.loss_agg_mode=fixed_length, and only with it"
+        require(is_fixed == (self.loss_scale_factor > 0), "batch.loss_scale_factor", self.loss_scale_factor, remedy)

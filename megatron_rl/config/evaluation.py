@@ -26,9 +26,9 @@ class EvaluationSettings:
     their key is read from OPENAI_API_KEY."""
     timeout_s: float = 600.0
     """Seconds after which a request to one is given up."""
-    patience_s: float = 120.0
+    outage_timeout_s: float = 120.0
     """Seconds that a request waits at most while all endpoints rest after a failure."""
-    tries: int = 5
+    max_attempts: int = 5
     """Requests that one reply makes at most; after the last its episode is failed, never wrong."""
     concurrency: int = 32
     """Requests under way at the same time, over all endpoints."""
@@ -45,7 +45,7 @@ class EvaluationSettings:
         require(not (self.urls and self.weights), "evaluation.weights", self.weights, remedy)
         require(self.timeout_s > 0, "evaluation.timeout_s", self.timeout_s, "must be positive")
         remedy = "must be a number of seconds; 0 waits for none"
-        require(0 <= self.patience_s < math.inf, "evaluation.patience_s", self.patience_s, remedy)
-        for key in ("tries", "concurrency"):
+        require(0 <= self.outage_timeout_s < math.inf, "evaluation.outage_timeout_s", self.outage_timeout_s, remedy)
+        for key in ("max_attempts", "concurrency"):
             require(getattr(self, key) >= 1, f"evaluation.{key}", getattr(self, key), "must be at least 1")
         require(self.chunk >= 1, "evaluation.chunk", self.chunk, "must be at least 1")

@@ -22,9 +22,9 @@ class ListenerSettings:
     """Seconds that a request waits for further descriptions while it is not full."""
     timeout_s: float = 60.0
     """Seconds after which a request is given up."""
-    patience_s: float = 60.0
+    outage_timeout_s: float = 60.0
     """Seconds that a request waits at most while all listeners rest after a failure."""
-    tries: int = 5
+    max_attempts: int = 5
     """Requests that one description makes at most; after the last the rollout is failed, never 0."""
     backoff_s: float = 0.5
     """A listener's first rest after a failure; each further one in a row is twice as long."""
@@ -36,7 +36,7 @@ class ListenerSettings:
     """Pictures with words whose p(yes) is kept in memory; those used longest ago are forgotten."""
     proxy: bool = False
     """Whether the environment's proxies (HTTP_PROXY, NO_PROXY) are used on the way to those that are not on this machine."""
-    follows: bool = False
+    partner_is_training: bool = False
     """Whether the listener may become another while the run lasts, one that another run trains: each answer is then by the weights that it
     has when it is asked, and nothing is kept."""
 
@@ -46,14 +46,18 @@ class ListenerSettings:
         require_choice("task.listener.send", self.send, ("files", "paths"))
         for key in ("timeout_s", "backoff_s"):
             require(0 < getattr(self, key) < math.inf, f"task.listener.{key}", getattr(self, key), "must be positive")
-        for key in ("patience_s", "chunk_delay_s"):
+        for key in ("outage_timeout_s", "chunk_delay_s"):
             require(0 <= getattr(self, key) < math.inf, f"task.listener.{key}", getattr(self, key), "must be a number of seconds")
-        for key in ("tries", "concurrency", "chunk_size", "cache_entries"):
+        for key in ("max_attempts", "concurrency", "chunk_size", "cache_entries"):
             require(getattr(self, key) >= 1, f"task.listener.{key}", getattr(self, key), "must be at least 1")
-        remedy = "keeps what a listener said, and one in training says something else soon (task.listener.follows); leave it out"
-        require(not (self.follows and self.cache), "task.listener.cache", self.cache, remedy)
-        remedy = "are copies that take new weights one after the other; one that is in training (task.listener.follows) is alone"
-        require(not self.follows or len(self.urls) <= 1, "task.listener.urls", self.urls, remedy)
+        remedy = (
+            "keeps what a listener said, and one in training says something else soon (task.listener.partner_is_training); leave it out"
+        )
+        require(not (self.partner_is_training and self.cache), "task.listener.cache", self.cache, remedy)
+        remedy = (
+            "are copies that take new weights one after the other; one that is in training (task.listener.partner_is_training) is alone"
+        )
+        require(not self.partner_is_training or len(self.urls) <= 1, "task.listener.urls", self.urls, remedy)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,9 +70,9 @@ class SpeakerSettings:
     """File with the token that they ask for; that of a service of the run is known."""
     timeout_s: float = 60.0
     """Seconds after which a request is given up."""
-    patience_s: float = 60.0
+    outage_timeout_s: float = 60.0
     """Seconds that a request waits at most while all speakers rest after a failure."""
-    tries: int = 5
+    max_attempts: int = 5
     """Requests that one description makes at most; after the last the rollout is failed."""
     concurrency: int = 32
     """Requests under way at the same time, over all speakers."""
@@ -77,13 +81,15 @@ class SpeakerSettings:
         for url in self.urls:
             require_address("task.speaker.urls", url)
         require(0 < self.timeout_s < math.inf, "task.speaker.timeout_s", self.timeout_s, "must be positive")
-        require(0 <= self.patience_s < math.inf, "task.speaker.patience_s", self.patience_s, "must be a number of seconds")
-        for key in ("tries", "concurrency"):
+        require(
+            0 <= self.outage_timeout_s < math.inf, "task.speaker.outage_timeout_s", self.outage_timeout_s, "must be a number of seconds"
+        )
+        for key in ("max_attempts", "concurrency"):
             require(getattr(self, key) >= 1, f"task.speaker.{key}", getattr(self, key), "must be at least 1")
 
 
 @dataclass(kw_only=True, slots=True)
-class AudienceSettings:
+class WeightPublishSettings:
     """Services that answer with the policy in training, for a partner's run (python -m megatron_rl.tasks.lewis.server.speaker_app
     --trained)."""
 
@@ -93,18 +99,23 @@ class AudienceSettings:
     """Steps from one sending to the next; the weights that the run begins with are sent, too."""
     token_file: str = ""
     """File with the token that they ask for."""
-    part_mib: float = 16.0
+    chunk_mib: float = 16.0
     """Size of the parts, in MiB, in which the weights travel; base64 takes a third more, within the service's --body-mib."""
     timeout_s: float = 120.0
     """Seconds that a service may take for a part; for the last one it first ends what is under way."""
-    tries: int = 3
+    max_attempts: int = 3
     """Sendings of one update at most; a service that does not take it goes on with what it has."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
-            require_address("audience.urls", url)
-        require(self.every >= 1, "audience.every", self.every, "must be at least 1")
-        require(self.tries >= 1, "audience.tries", self.tries, "must be at least 1")
-        for key in ("part_mib", "timeout_s"):
+            require_address("weight_publish.urls", url)
+        require(self.every >= 1, "weight_publish.every", self.every, "must be at least 1")
+        require(self.max_attempts >= 1, "weight_publish.max_attempts", self.max_attempts, "must be at least 1")
+        for key in ("chunk_mib", "timeout_s"):
             require(0 < getattr(self, key) < math.inf, f"audience.{key}", getattr(self, key), "must be a positive number")
-        require(bool(self.urls) or not self.token_file, "audience.token_file", self.token_file, "is for services: name them, audience.urls")
+        require(
+            bool(self.urls) or not self.token_file,
+            "weight_publish.token_file",
+            self.token_file,
+            "is for services: name them, weight_publish.urls",
+        )

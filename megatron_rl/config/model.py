@@ -75,19 +75,19 @@ class ParallelSettings:
     """Cut activations between the tensor-parallel layers along the tokens, too; saves memory where parallel.tp is above 1."""
     recompute: str = "none"
     """Activations computed again in the backward pass: none, selective (attention), vision (the tower's blocks), full (every layer too)."""
-    logprob_rows: int = 2048
+    log_probs_chunk_size: int = 2048
     """Rows whose logits exist at a time; a row is one sampled token."""
     offload_optimizer: bool = False
     """Keep the optimizer's state and fp32 weights on the host, where its step takes this rank's share of the node's cores (a GPU only; on a
     CPU they are there)."""
-    offload_parameters: bool = False
+    offload_params: bool = False
     """Move parameters and gradient buffers to the host while the engine rolls out."""
-    overlap_reductions: bool = False
+    overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks while the backward pass goes on. Off until a profile of several GPUs shows more than 3% of
     an update in reductions: a 7B model's 18 GB over 16 links of 400 Gb/s are estimated at 0.4 s an update."""
     timeout_s: float = 600.0
     """A collective that waits longer ends the run instead of hanging it."""
-    skew_s: float = 14400.0
+    straggler_timeout_s: float = 14400.0
     """How much longer one rank may roll out, or write its part of a checkpoint, than another; a longer wait ends the run."""
 
     def __post_init__(self) -> None:
@@ -96,7 +96,9 @@ class ParallelSettings:
         require(self.vpp >= 1, "parallel.vpp", self.vpp, "must be at least 1")
         require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "needs parallel.pp of at least 2")
         require_choice("parallel.recompute", self.recompute, ("none", "selective", "vision", "full"))
-        require(self.logprob_rows >= 1, "parallel.logprob_rows", self.logprob_rows, "must be at least 1")
-        require(0 < self.skew_s < math.inf, "parallel.skew_s", self.skew_s, "must be a number of seconds")
-        require(not self.overlap_reductions or self.pp == 1, "parallel.overlap_reductions", True, "needs parallel.pp=1")
+        require(self.log_probs_chunk_size >= 1, "parallel.log_probs_chunk_size", self.log_probs_chunk_size, "must be at least 1")
+        require(
+            0 < self.straggler_timeout_s < math.inf, "parallel.straggler_timeout_s", self.straggler_timeout_s, "must be a number of seconds"
+        )
+        require(not self.overlap_grad_reduce or self.pp == 1, "parallel.overlap_grad_reduce", True, "needs parallel.pp=1")
         require(not self.sequence_parallel or self.tp > 1, "parallel.sequence_parallel", True, "needs parallel.tp of at least 2")

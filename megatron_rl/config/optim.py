@@ -13,7 +13,7 @@ class OptimSettings:
 
     lr: float = 1e-6
     """Peak learning rate of the schedule."""
-    part_lr: dict[str, float] = field(default_factory=dict)
+    lr_by_module: dict[str, float] = field(default_factory=dict)
     """Peak learning rates of single parts in place of lr, e.g. {vision: 1e-7}; the schedule's shape is the same."""
     schedule: str = "constant"
     """Shape after the warm-up: constant, linear or cosine; the last two fall towards min_lr, which the step after the last would have."""
@@ -35,10 +35,10 @@ class OptimSettings:
     def __post_init__(self) -> None:
         require_choice("optim.schedule", self.schedule, ("constant", "linear", "cosine"))
         require(0 <= self.lr < math.inf, "optim.lr", self.lr, "must be a finite number that is not negative")
-        for part, lr in self.part_lr.items():
-            require_choice("optim.part_lr", part, PARTS)
+        for part, lr in self.lr_by_module.items():
+            require_choice("optim.lr_by_module", part, PARTS)
             remedy = f"must be a finite number, at least optim.min_lr={self.min_lr}"
-            require(self.min_lr <= lr < math.inf, f"optim.part_lr.{part}", lr, remedy)
+            require(self.min_lr <= lr < math.inf, f"optim.lr_by_module.{part}", lr, remedy)
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must not be negative")
         require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must lie between 0 and optim.lr={self.lr}")
         remedy = "must be a finite number that is not negative"

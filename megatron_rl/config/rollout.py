@@ -14,16 +14,16 @@ from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings
 class EngineSettings:
     """The vLLM engine that samples the policy's replies."""
 
-    kind: str = "local"
+    mode: str = "colocated"
     """Where it computes: local in the trainer's processes, on their devices in turn; remote on servers of vLLM, while the trainer works."""
     urls: list[str] = field(default_factory=list)
     """Addresses of the servers of kind=remote, e.g. http://node2:8000; started with the command that launch/engine.py prints."""
     token_file: str = ""
     """File with the token of the servers at `urls`, which the command of launch/engine.py has them read, too; that of servers that the run
     starts is known."""
-    servers: int = 0
+    num_local_servers: int = 0
     """Servers of kind=remote that the run starts itself, beside rank 0, on the GPUs behind those of its node's ranks; 0 starts none."""
-    start_s: float = 900.0
+    startup_timeout_s: float = 900.0
     """Seconds until a server that the run starts must answer."""
     tp: int = 1
     """Ranks an engine spans; world / tp engines roll out side by side."""
@@ -43,50 +43,50 @@ class EngineSettings:
     """Images in one context at most; an episode that would show more ends."""
     bucket_mib: float = 256.0
     """Size of the buckets, in MiB, in which the trainer's weights travel to the engine; 0.5 is half a MiB."""
-    probe_s: float = 10.0
+    health_timeout_s: float = 10.0
     """Seconds in which a remote engine must say that it lives, and give up what it has when it is told to; else others have its work."""
-    turn_s: float = 600.0
+    request_timeout_s: float = 600.0
     """Seconds that a remote engine may take for one reply; then another one is asked."""
-    patience_s: float = 600.0
+    outage_timeout_s: float = 600.0
     """Seconds for which a run waits while no remote engine is well; then it keeps what is done and ends, and the same command goes on."""
 
     def __post_init__(self) -> None:
-        require_choice("engine.kind", self.kind, ("local", "remote"))
+        require_choice("engine.mode", self.mode, ("colocated", "server"))
         for url in self.urls:
             require_address("engine.urls", url)
             require(url.startswith(("http://", "https://")), "engine.urls", url, "is no address; give http://HOST:PORT")
         remedy = "names an engine twice; name each once"
         require(len({url.rstrip("/") for url in self.urls}) == len(self.urls), "engine.urls", self.urls, remedy)
-        remedy = "is needed by engine.kind=remote; name its servers, or have the run start some: engine.servers=2"
-        require(self.kind == "local" or self.num_servers > 0, "engine.urls", self.urls, remedy)
-        remedy = "are asked by engine.kind=remote alone; choose it, or leave them out"
-        require(not self.urls or self.kind == "remote", "engine.urls", self.urls, remedy)
-        require(self.servers == 0 or self.kind == "remote", "engine.servers", self.servers, remedy)
-        require(self.servers >= 0, "engine.servers", self.servers, "must not be negative; 0 starts none")
+        remedy = "is needed by engine.mode=server; name its servers, or have the run start some: engine.num_local_servers=2"
+        require(self.mode == "colocated" or self.num_endpoints > 0, "engine.urls", self.urls, remedy)
+        remedy = "are asked by engine.mode=server alone; choose it, or leave them out"
+        require(not self.urls or self.mode == "server", "engine.urls", self.urls, remedy)
+        require(self.num_local_servers == 0 or self.mode == "server", "engine.num_local_servers", self.num_local_servers, remedy)
+        require(self.num_local_servers >= 0, "engine.num_local_servers", self.num_local_servers, "must not be negative; 0 starts none")
         remedy = "are started by the run, and engine.urls names others; give one of both"
-        require(not (self.servers and self.urls), "engine.servers", self.servers, remedy)
+        require(not (self.num_local_servers and self.urls), "engine.num_local_servers", self.num_local_servers, remedy)
         remedy = "the run makes the token of its own servers; leave it out"
-        require(not (self.servers and self.token_file), "engine.token_file", self.token_file, remedy)
+        require(not (self.num_local_servers and self.token_file), "engine.token_file", self.token_file, remedy)
         require(self.tp >= 1, "engine.tp", self.tp, "must be at least 1")
         require_choice("engine.dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
         require(0 < share < 1, "engine.gpu_memory_utilization", share, "must lie between 0 and 1")
         require(0 < self.bucket_mib < math.inf, "engine.bucket_mib", self.bucket_mib, "must be a positive number")
-        for key in ("start_s", "probe_s", "turn_s", "patience_s"):
+        for key in ("startup_timeout_s", "health_timeout_s", "request_timeout_s", "outage_timeout_s"):
             value = getattr(self, key)
             require(0 < value < math.inf, f"engine.{key}", value, "must be a number of seconds")
         for key in ("kv_cache_mib", "max_model_len", "max_num_seqs", "max_images"):
             require(getattr(self, key) >= 1, f"engine.{key}", getattr(self, key), "must be at least 1")
 
     @property
-    def num_servers(self) -> int:
+    def num_endpoints(self) -> int:
         """Of kind=remote, whoever starts them."""
-        return len(self.urls) or self.servers
+        return len(self.urls) or self.num_local_servers
 
     def places(self, *, num_ranks: int) -> list[list[int]]:
         """Of each server that the run starts, beside so many ranks of its node: its devices, in their order."""
-        firsts = [num_ranks + number * self.tp for number in range(self.servers)]
+        firsts = [num_ranks + number * self.tp for number in range(self.num_local_servers)]
         return [list(range(first, first + self.tp)) for first in firsts]
 
 
@@ -100,13 +100,13 @@ class SandboxSettings:
     """File with the token of the server at `url`, which asks for one beyond its own machine; that of a service of the run is known."""
     size: int = 8
     """Boxes of a pool at once, one an episode that runs code; further episodes wait for one."""
-    call_s: float = 10.0
+    call_timeout_s: float = 10.0
     """Wall time of one call in seconds; past it the box's state is lost."""
     memory_mib: int = 1024
     """Memory of one box in MiB, above what all boxes share."""
     isolation: str = "auto"
     """Walls around a box: auto takes all that the host offers, none runs the policy's code without any (tests of trusted code only)."""
-    accept: list[str] = field(default_factory=list)
+    allow_missing: list[str] = field(default_factory=list)
     """Walls that this host leaves open, by their names in python -m sandbox doctor, for a pool to start there all the same."""
 
     def __post_init__(self) -> None:
@@ -114,11 +114,13 @@ class SandboxSettings:
         require(bool(self.url) or not self.token_file, "task.sandbox.token_file", self.token_file, remedy)
         require_address("task.sandbox.url", self.url)
         require(self.size >= 1, "task.sandbox.size", self.size, "must be at least 1")
-        require(self.call_s > 0, "task.sandbox.call_s", self.call_s, "must be positive")
+        require(self.call_timeout_s > 0, "task.sandbox.call_timeout_s", self.call_timeout_s, "must be positive")
         require(self.memory_mib >= 64, "task.sandbox.memory_mib", self.memory_mib, "must be at least 64")
         require_choice("task.sandbox.isolation", self.isolation, ("auto", "none"))
-        for name in self.accept:
-            require_choice("task.sandbox.accept", name, ("kernel_memory", "cores", "queues", "crosstalk", "information", "kernel_calls"))
+        for name in self.allow_missing:
+            require_choice(
+                "task.sandbox.allow_missing", name, ("kernel_memory", "cores", "queues", "crosstalk", "information", "kernel_calls")
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,9 +139,9 @@ class JudgeSettings:
     """Tokens of one reply of the judge at most."""
     timeout_s: float = 60.0
     """Seconds after which a request is given up."""
-    patience_s: float = 60.0
+    outage_timeout_s: float = 60.0
     """Seconds that a request waits at most while all servers rest after a failure; no rest is longer unless the server asks for it."""
-    tries: int = 5
+    max_attempts: int = 5
     """Requests that one judgement makes at most; after the last the rollout is failed, never 0."""
     concurrency: int = 32
     """Requests of one judge under way at the same time, over all its servers."""
@@ -154,8 +156,13 @@ class JudgeSettings:
         has_judge = bool(self.urls or self.cache or self.model)
         require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, "there is no judge; give task.judge.urls")
         require(self.timeout_s > 0, "task.judge.timeout_s", self.timeout_s, "must be positive")
-        require(0 <= self.patience_s < math.inf, "task.judge.patience_s", self.patience_s, "must be a number of seconds; 0 waits for none")
-        for key in ("tries", "concurrency", "max_tokens"):
+        require(
+            0 <= self.outage_timeout_s < math.inf,
+            "task.judge.outage_timeout_s",
+            self.outage_timeout_s,
+            "must be a number of seconds; 0 waits for none",
+        )
+        for key in ("max_attempts", "concurrency", "max_tokens"):
             require(getattr(self, key) >= 1, f"task.judge.{key}", getattr(self, key), "must be at least 1")
 
 
@@ -228,7 +235,7 @@ class TaskSettings:
     name: str = MISSING
     """Which task is played: number_line, ez_points, points24, blackjack, alfworld, lewis_speaker, lewis_listener, visual_python,
     visual_search, vqa, or your own."""
-    protocol: str = "pyvision"
+    tool_format: str = "pyvision"
     """How a task with tools is spoken: pyvision, codev, deepeyes or functions."""
     reward: str = ""
     """What is rewarded: of a task with questions accuracy, pyvision, deepeyes, codev or tapo; a function of your own; or one and the other,
@@ -243,16 +250,16 @@ class TaskSettings:
     """Replies of the policy in one episode at most."""
     eval_max_turns: int = 0
     """Replies in one episode of an evaluation at most; 0 takes task.max_turns."""
-    max_tokens_per_turn: int = 64
+    max_new_tokens: int = 64
     """Tokens that the policy samples in one reply at most."""
     max_pixels: int = 0
     """Pixels of all images of one context together, at their final sizes; 0 sets no limit. Their number is bounded by engine.max_images."""
     max_seconds: float = 0.0
     """Wall time of an episode in seconds, looked at between turns; 0 sets no limit."""
-    environment_s: float = 1800.0
+    env_timeout_s: float = 1800.0
     """Seconds that an environment may take to begin, or to answer one reply, waits for tools included; one that takes longer hangs, and
     its episode fails. 0 sets no limit."""
-    errors_end: bool = False
+    stop_on_tool_error: bool = False
     """Whether a call that goes wrong ends the episode; otherwise the policy reads the error and may mend it."""
     eval_samples: int = 8
     """Samples of each evaluation example at the training temperature, beside the greedy one."""
@@ -263,11 +270,11 @@ class TaskSettings:
     data: DataSettings = field(default_factory=DataSettings)
 
     def __post_init__(self) -> None:
-        require_choice("task.protocol", self.protocol, ("pyvision", "codev", "deepeyes", "functions"))
+        require_choice("task.tool_format", self.tool_format, ("pyvision", "codev", "deepeyes", "functions"))
         require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must hold {question} once")
-        for key in ("max_turns", "max_tokens_per_turn", "eval_samples"):
+        for key in ("max_turns", "max_new_tokens", "eval_samples"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
-        for key in ("eval_max_turns", "max_pixels", "max_seconds", "environment_s"):
+        for key in ("eval_max_turns", "max_pixels", "max_seconds", "env_timeout_s"):
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
 
     def require_no_words(self) -> None:

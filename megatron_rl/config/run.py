@@ -23,12 +23,12 @@ class RunSettings:
     max_staleness: int = 0
     """Updates that the weights may have made since a rollout's oldest token when it is trained on; 0 waits for every episode of a step.
     From 1 on a step ends when enough groups are played, and what is under way goes on with the next weights."""
-    max_failed: float = 0.1
+    max_failed_fraction: float = 0.1
     """Fraction of a step's rollouts, or of an evaluation's, that may fail through our own fault; when more do, the run stops."""
     max_logprob_abs_diff: float = 0.0
     """Mean absolute difference of engine and trainer logprobs, over the tokens that the current weights sampled, above which a run ends
     before its first update; 0 takes 0.001 in float32 and 0.05 in bfloat16. Every attempt compares once; a replay does not."""
-    patience_s: float = 600.0
+    outage_timeout_s: float = 600.0
     """Seconds for which rollouts that failed because something of ours was down (sandbox, judge) are played again before they count."""
     dry: bool = False
     """Build every rank's share without memory, print the plan of memory for a GPU, and stop."""
@@ -75,10 +75,20 @@ class RunSettings:
         require(not self.replay or self.eval_every == 0, "run.eval_every", self.eval_every, remedy)
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
         require(self.grace_s >= 0, "run.grace_s", self.grace_s, "must not be negative")
-        require(0 <= self.max_failed < 1, "run.max_failed", self.max_failed, "must lie in [0, 1): a step needs rollouts that were scored")
+        require(
+            0 <= self.max_failed_fraction < 1,
+            "run.max_failed_fraction",
+            self.max_failed_fraction,
+            "must lie in [0, 1): a step needs rollouts that were scored",
+        )
         remedy = "must not be negative; 0 takes the bound of the precision"
         require(self.max_logprob_abs_diff >= 0, "run.max_logprob_abs_diff", self.max_logprob_abs_diff, remedy)
-        require(0 <= self.patience_s < math.inf, "run.patience_s", self.patience_s, "must be a number of seconds; 0 waits for nothing")
+        require(
+            0 <= self.outage_timeout_s < math.inf,
+            "run.outage_timeout_s",
+            self.outage_timeout_s,
+            "must be a number of seconds; 0 waits for nothing",
+        )
         for key in ("eval_every", "record_best", "record_worst", "trace"):
             require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
         remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"

@@ -34,9 +34,9 @@ class ServiceSettings:
     """Address that it listens at; empty: 127.0.0.1, and with several nodes the address by which they meet."""
     port: int = 0
     """Port that it listens at; 0 takes a free one."""
-    start_s: float = 900.0
+    startup_timeout_s: float = 900.0
     """Seconds until it must answer."""
-    elsewhere: bool = False
+    external: bool = False
     """Another job starts it (launch/serve.py, with the same run.dir): the run waits for its address."""
 
     def require_sound(self, name: str) -> None:
@@ -57,7 +57,7 @@ class ServiceSettings:
         remedy = f"is needed by kinds {', '.join(WITH_MODEL)}, and by no other: the model that it serves"
         require(bool(self.model) == (self.kind in WITH_MODEL), f"{key}.model", self.model, remedy)
         require(0 <= self.port <= HIGHEST_PORT, f"{key}.port", self.port, "is no port; 0 takes a free one")
-        require(0 < self.start_s < math.inf, f"{key}.start_s", self.start_s, "must be a number of seconds")
+        require(0 < self.startup_timeout_s < math.inf, f"{key}.start_s", self.startup_timeout_s, "must be a number of seconds")
         require(all(gpu >= 0 for gpu in self.gpus), f"{key}.gpus", self.gpus, "are numbers of GPUs, from 0 on")
 
 

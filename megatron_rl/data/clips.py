@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.data.images import at_home, shortened
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
-from megatron_rl.types import HostFault, LastingFault
 
 MAX_CLIP_BYTES = 256 << 20
 """Of a video as it is stored: each episode's box gets a copy."""
@@ -32,14 +32,14 @@ class StoredClip:
             raise ValueError(f"{self.where}: {shortened(str(self.source))} begins like no MP4, Matroska, WebM or AVI file")
 
     def read(self) -> bytes:
-        """HostFault: the disk is in trouble. LastingFault: the file is gone since the start, or another."""
+        """InfraError: the disk is in trouble. PermanentInfraError: the file is gone since the start, or another."""
         try:
             self.require_sound()
             return read_bytes(self.source, at_most=MAX_CLIP_BYTES)
         except (FileNotFoundError, ValueError) as error:
-            raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
+            raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
         except OSError as error:
-            raise HostFault(f"{self.where}: cannot be read ({error})") from error
+            raise InfraError(f"{self.where}: cannot be read ({error})") from error
 
 
 def stored_clips(hint: Mapping[str, object], *, folder: Path, where: str, roots: Sequence[Path]) -> tuple[StoredClip, ...]:

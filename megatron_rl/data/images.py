@@ -16,8 +16,8 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.data.image_bytes import FORMATS, HEAD_BYTES, decode_base64, decode_data_url, describe, picture_format, picture_in_base64
 from megatron_rl.data.image_modes import flatten, require_known_kind, upright_size
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
-from megatron_rl.types import HostFault, LastingFault
 
 MAX_PIXELS = 89_478_485
 """Of a picture as it is stored; Pillow warns of a decompression bomb above it."""
@@ -60,17 +60,17 @@ class StoredImage:
     def read(self) -> bytes:
         """The bytes as they are stored. The rollout fails where they cannot be had:
 
-        HostFault: the disk is in trouble. LastingFault: the file is gone, or another, since the start.
+        InfraError: the disk is in trouble. PermanentInfraError: the file is gone, or another, since the start.
         """
         try:
             return self.content()
         except (FileNotFoundError, ValueError) as error:
-            raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
+            raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
         except OSError as error:
-            raise HostFault(f"{self.where}: cannot be read ({error})") from error
+            raise InfraError(f"{self.where}: cannot be read ({error})") from error
 
     def open(self) -> Picture:
-        """The picture as RGB, upright, what is transparent on white. As `read`; LastingFault, too: it is broken since the start."""
+        """The picture as RGB, upright, what is transparent on white. As `read`; PermanentInfraError, too: it is broken since the start."""
         content = self.read()
         try:
             num_scans = content.count(_SCAN) if content.startswith(_JPEG) else 0
@@ -79,7 +79,7 @@ class StoredImage:
             with _checked(BytesIO(content)) as picture:
                 return flatten(picture)
         except UNREADABLE as error:
-            raise LastingFault(f"{self.where}: cannot be opened ({error})") from error
+            raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
 
     def size(self) -> tuple[int, int]:
         """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
@@ -105,7 +105,7 @@ class StoredImage:
         if must_be_decoded(first) or not ends_well(first, last, length):
             try:
                 self.open()
-            except HostFault as fault:
+            except InfraError as fault:
                 raise ValueError(str(fault)) from fault
 
     def content(self) -> bytes:

@@ -5,7 +5,7 @@ from typing import Protocol
 from megatron_rl.config import Settings, require
 from megatron_rl.data.records import PLACE
 from megatron_rl.data.survey import Size
-from megatron_rl.types import Context, Example
+from megatron_rl.types import Example, TokenSequence
 
 HIDDEN = "pyvision_gym_wo_image_hint"
 """The `env_name` of examples whose pictures only the code sees."""
@@ -54,10 +54,10 @@ class Prompts:
         return wrong
 
     def require_played(self, split: str, *, num: int, told: str) -> None:
-        """ValueError: of the first `num` questions of a split more do not fit than run.max_failed allows. `told`: one of them."""
-        data, allowed, misfits = self._settings.task.data, self._settings.run.max_failed, sum(self.misfits[:num])
+        """ValueError: of the first `num` questions of a split more do not fit than run.max_failed_fraction allows. `told`: one of them."""
+        data, allowed, misfits = self._settings.task.data, self._settings.run.max_failed_fraction, sum(self.misfits[:num])
         files = {"train": data.train, "eval": data.eval}[split]
-        remedy = f"{misfits} of {num} prompts do not fit, run.max_failed={allowed}; {told}"
+        remedy = f"{misfits} of {num} prompts do not fit, run.max_failed_fraction={allowed}; {told}"
         require(misfits <= allowed * num, f"task.data.{split}", files, remedy)
 
     def _vision_tokens(self, size: Size) -> int:
@@ -65,7 +65,7 @@ class Prompts:
         return width * height // self._measures.vision_pixels**2
 
 
-def around(example: Example, prompt: Context, settings: Settings, measures: Measures) -> int:
+def around(example: Example, prompt: TokenSequence, settings: Settings, measures: Measures) -> int:
     """Tokens that the task and the chat template write around a question, told by the prompt that they made of this one."""
     alone = Prompts(settings, measures)
     alone.look(example, [image.size() for image in example.payload["images"]])

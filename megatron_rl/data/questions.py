@@ -33,7 +33,7 @@ READ = {
     *QUESTION_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS,
 }  # fmt: skip
 READ_EXTRA = {"question", "answer", "index"}
-SEES_VIDEOS = "only the code of task=visual_python task.protocol=pyvision sees"
+SEES_VIDEOS = "only the code of task=visual_python task.tool_format=pyvision sees"
 
 
 class Questions(Sequence[Example]):

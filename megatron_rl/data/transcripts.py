@@ -17,7 +17,8 @@ from megatron_rl.data.transcript_messages import check_turns
 from megatron_rl.data.transcript_parts import read_parts
 from megatron_rl.data.transcript_survey import CheckLength, ReadTranscript, TranscriptSurvey
 from megatron_rl.data.unread_names import UnreadNames
-from megatron_rl.types import Demonstration, HostFault, Message
+from megatron_rl.errors import InfraError
+from megatron_rl.types import Demonstration, Message
 
 TRANSCRIPTS = "transcripts"
 """The one split of demonstrations (sft.splits) that the user's data has."""
@@ -50,7 +51,7 @@ class Transcripts(Sequence[list[Message]]):
         record = self.records[self._places[index]]
         try:
             return Demonstration([_opened(message) for message in read_transcript(record).messages], where=record.where)
-        except HostFault as fault:
+        except InfraError as fault:
             raise ValueError(str(fault)) from fault
 
     def stored(self, index: int) -> ReadTranscript:

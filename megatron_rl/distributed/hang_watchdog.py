@@ -33,23 +33,24 @@ from typing import NoReturn, Self
 
 import torch.distributed as dist
 
-from megatron_rl.distributed.world import World, first_line, of_collective, whole_minutes
-from megatron_rl.types import Parted
+from megatron_rl.distributed.world import World, first_line, is_collective_error, round_up_to_minutes
+from megatron_rl.errors import PeerLost
 
 FOLDER = "hang"
-NEARLY = 0.9
+NEAR_TIMEOUT = 0.9
 """Of the time limit: when NCCL ends a process, that has nothing more to say."""
 LOOKS, LOOK_S = 20, 0.5
 """Between two looks: a part of the time limit, and no more than half a second."""
-ANSWER_S = 5.0
+REPLY_TIMEOUT_S = 5.0
 """What the others have for their answers; who gives none is gone."""
 WRITE_S = 1.0
 """Seconds that a report waits for its stacks to be written."""
-LEAVE_S = 6 * ANSWER_S
+EXIT_TIMEOUT_S = 6 * REPLY_TIMEOUT_S
 """What the last word may take. A store whose process hangs, and has not ended, keeps a request for ever, whatever its time limit: torch
 2.13's TCPStore waits for the answer to its own cancellation."""
-SILENT = 3
-"""Questions in a row without an answer, after which a rank is given up, however long the others might wait for it (parallel.skew_s)."""
+MAX_MISSED_REPLIES = 3
+"""Questions in a row without an answer, after which a rank is given up, however long the others might wait for it
+(parallel.straggler_timeout_s)."""
 _NOBODY, _OVER = "0 nobody", "over"
 """Values in place of a question, which is a number and who asks: before the first one, and when every rank is to end."""
 _PACKAGE = Path(__file__).parents[1]
@@ -57,7 +58,7 @@ _HELPERS = (Path(__file__), _PACKAGE / "distributed/world.py")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Answer:
+class RankReport:
     """What a rank says when it is asked, or of itself when it ends."""
 
     node: str
@@ -69,7 +70,7 @@ class Answer:
     """Why it has ended, where that was no collective's failure."""
 
 
-class Watch:
+class HangWatchdog:
     """As a context around what the ranks do together, on every rank; made before they meet. In a world of one it does nothing."""
 
     def __init__(self, world: World, *, folder: Path, timeout_s: float) -> None:
@@ -77,7 +78,7 @@ class Watch:
         self._node = f"node {world.node}, {socket.gethostname()}"
         self._over, self._given_up = threading.Event(), threading.Event()
         self._writer: threading.Thread | None = None
-        self._thread = threading.Thread(target=self._look_and_leave, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch_and_exit, name="watch", daemon=True)
         if world.device.type == "cuda":
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(self._folder.absolute() / "nccl_"))
@@ -86,47 +87,47 @@ class Watch:
         self._watched = threading.get_ident()
         if self._world.size > 1:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            patience = timedelta(seconds=ANSWER_S)
+            patience = timedelta(seconds=REPLY_TIMEOUT_S)
             self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
             self._heard = self._store.compare_set("watch/asked", "", _NOBODY)
-            self._say("here", Answer(node=self._node))
-            self._store.set(f"watch/heard/{self._world.rank}", str(_number(self._heard)))
+            self._write_report("here", RankReport(node=self._node))
+            self._store.set(f"watch/heard/{self._world.rank}", str(_request_number(self._heard)))
             self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Parted instead of a collective's failure."""
+        """PeerLost instead of a collective's failure."""
         if self._world.size == 1:
             return
-        parts = error is not None and of_collective(error)
-        self._last_word = partial(self._leave, error, trace, parts)
+        parts = error is not None and is_collective_error(error)
+        self._last_word = partial(self._exit_with_reason, error, trace, parts)
         self._over.set()
-        self._thread.join(LEAVE_S)
+        self._thread.join(EXIT_TIMEOUT_S)
         if self._thread.is_alive() and parts:
             self._given_up.set()
-            _tell(f"error: {self._waited(error)}the first node, where all ranks meet, does not answer")
+            _print_to_stderr(f"error: {self._raise_as_timeout(error)}the first node, where all ranks meet, does not answer")
         if parts:
-            raise Parted from error
+            raise PeerLost from error
 
-    def _look_and_leave(self) -> None:
+    def _watch_and_exit(self) -> None:
         """In the thread, which has the last word, too: where memory is short no other one could be started."""
-        self._look()
+        self._watch()
         self._over.wait()
         self._last_word()
 
-    def _leave(self, error: BaseException | None, trace: TracebackType | None, parts: bool) -> None:
+    def _exit_with_reason(self, error: BaseException | None, trace: TracebackType | None, parts: bool) -> None:
         """The last word of this rank, and why it parts, if it does."""
         try:
             if parts:
-                self._say("last", Answer(node=self._node, at=place(list(traceback.walk_tb(trace))), waits=True))
-                self._part(error)
+                self._write_report("last", RankReport(node=self._node, at=innermost_place(list(traceback.walk_tb(trace))), waits=True))
+                self._record_exit(error)
             else:
-                self._say("last", Answer(node=self._node, ended=reason_of(error)))
+                self._write_report("last", RankReport(node=self._node, ended=exit_reason(error)))
         except dist.DistError as lost:
             if parts and not self._given_up.is_set():
-                _tell(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
+                _print_to_stderr(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         """Answer who asks, and ask where nothing moves."""
         before, since = None, time.monotonic()
         while not self._over.wait(min(LOOK_S, self._timeout_s / LOOKS)):
@@ -135,14 +136,14 @@ class Watch:
                 before, since = now, time.monotonic()
             still_s = time.monotonic() - since
             try:
-                asks = still_s > NEARLY * self._timeout_s and self._ask()
-                if self._hear():
+                asks = still_s > NEAR_TIMEOUT * self._timeout_s and self._request_reports()
+                if self._answer_request():
                     since = time.monotonic()
                 if asks:
-                    answers, gone = self._answers()
-                    line = verdict(answers, gone, stacks=self._folder)
-                    _tell(f"warning: rank {self._world.rank} has not moved for {still_s:.0f} s: {line}")
-                    self._give_up(gone)
+                    answers, gone = self._read_reports()
+                    line = diagnose(answers, gone, stacks=self._folder)
+                    _print_to_stderr(f"warning: rank {self._world.rank} has not moved for {still_s:.0f} s: {line}")
+                    self._exit_for_lost_ranks(gone)
             except dist.DistError:  # the first node is gone: the next collective will say so
                 return
             except MemoryError:  # who trains will meet it, too, and say so
@@ -152,103 +153,103 @@ class Watch:
         """Of the one that trains, the outermost first."""
         return list(traceback.walk_stack(sys._current_frames()[self._watched]))[::-1]
 
-    def _ask(self) -> bool:
+    def _request_reports(self) -> bool:
         """Ask all ranks anew; False where another one did so at the same time."""
-        mine = f"{_number(self._heard) + 1} rank {self._world.rank}"
+        mine = f"{_request_number(self._heard) + 1} rank {self._world.rank}"
         return self._store.compare_set("watch/asked", self._heard.decode(), mine).decode() == mine
 
-    def _hear(self) -> bool:
+    def _answer_request(self) -> bool:
         """Answer, with the stacks in a file, where somebody has asked anew. Who is leaving has its last word instead."""
         asked = self._store.get("watch/asked")
         if asked == self._heard or self._over.is_set():
             return False
         if asked.decode() == _OVER:
-            self._end()
+            self._end_all_ranks()
         self._heard = asked
         frames = self._frames()
-        answer = Answer(node=self._node, at=place(frames), waits=waits(frames))
+        answer = RankReport(node=self._node, at=innermost_place(frames), waits=is_waiting(frames))
         self._keep(answer)
-        self._say(asked.decode(), answer)
-        self._store.set(f"watch/heard/{self._world.rank}", str(_number(asked)))
+        self._write_report(asked.decode(), answer)
+        self._store.set(f"watch/heard/{self._world.rank}", str(_request_number(asked)))
         return True
 
-    def _give_up(self, gone: Mapping[int, Answer]) -> None:
+    def _exit_for_lost_ranks(self, gone: Mapping[int, RankReport]) -> None:
         """End the job where one of these has left too many questions in a row without an answer."""
-        number = _number(self._heard)
-        silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= SILENT}
+        number = _request_number(self._heard)
+        silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= MAX_MISSED_REPLIES}
         if silent:
-            line = f"no answer from {_named(silent)} to {SILENT} questions in a row; was it stopped, or does its node hang?"
-            self._store.compare_set("watch/verdict", "", line)
+            missed = f"to {MAX_MISSED_REPLIES} questions in a row; was it stopped, or does its node hang?"
+            self._store.compare_set("watch/verdict", "", f"no answer from {_group_by_place(silent)} {missed}")
             self._store.set("watch/asked", _OVER)
-            self._end()
+            self._end_all_ranks()
 
-    def _end(self) -> NoReturn:
+    def _end_all_ranks(self) -> NoReturn:
         """End this process, whatever it waits for: no exception reaches a thread that is inside a collective."""
-        self._tell_once(self._store.get("watch/verdict").decode())
+        self._print_once(self._store.get("watch/verdict").decode())
         time.sleep(2 * LOOK_S)  # the others read the same, and do not take the end of this process for the reason
         os._exit(1)
 
-    def _keep(self, answer: Answer) -> None:
+    def _keep(self, answer: RankReport) -> None:
         """Write the stacks. A disk that hangs keeps the thread that writes, and not the answer, and is not asked again."""
         if self._writer is not None and self._writer.is_alive():
             return
-        self._writer = threading.Thread(target=self._write, args=(answer,), name="stacks", daemon=True)
+        self._writer = threading.Thread(target=self._publish_report, args=(answer,), name="stacks", daemon=True)
         with suppress(RuntimeError):  # where memory is short there is no thread, and what is said counts, too
             self._writer.start()
             self._writer.join(WRITE_S)
 
-    def _write(self, answer: Answer) -> None:
+    def _publish_report(self, answer: RankReport) -> None:
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write_to(self._folder / f"rank_{self._world.rank}.txt", answer)
 
-    def _write_to(self, path: Path, answer: Answer) -> None:
+    def _write_to(self, path: Path, answer: RankReport) -> None:
         with path.open("w") as file:
             file.write(f"rank {self._world.rank} ({self._node}), {time.strftime('%Y-%m-%d %H:%M:%S')}, at {answer.at}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
 
-    def _part(self, error: BaseException) -> None:
+    def _record_exit(self, error: BaseException) -> None:
         """Say why, once a node, and everywhere the same."""
-        self._ask()
-        line = self._waited(error) + verdict(*self._answers(), stacks=self._folder)
-        self._tell_once(self._store.compare_set("watch/verdict", "", line).decode())
+        self._request_reports()
+        line = self._raise_as_timeout(error) + diagnose(*self._read_reports(), stacks=self._folder)
+        self._print_once(self._store.compare_set("watch/verdict", "", line).decode())
 
-    def _tell_once(self, line: str) -> None:
+    def _print_once(self, line: str) -> None:
         """Once a node."""
         if self._store.add(f"watch/told/{self._world.node}", 1) == 1:
-            _tell(f"error: {line}")
+            _print_to_stderr(f"error: {line}")
 
-    def _waited(self, error: BaseException) -> str:
+    def _raise_as_timeout(self, error: BaseException) -> str:
         """Which time limit was passed, if one was: that of world.patient is another than that of all other groups."""
         found = re.search(r"Timed out waiting (\d+)ms", str(error))
         if found is None:
             return ""
         limit_s, own_s = int(found[1]) / 1000, self._timeout_s
-        is_own = limit_s in (own_s, ceil(own_s), whole_minutes(own_s) * 60)  # of torch's, vLLM's and Megatron's groups
+        is_own = limit_s in (own_s, ceil(own_s), round_up_to_minutes(own_s) * 60)  # of torch's, vLLM's and Megatron's groups
         return f"parallel.{'timeout_s' if is_own else 'skew_s'}={limit_s:g}: a collective waited longer; "
 
-    def _say(self, when: str, answer: Answer) -> None:
+    def _write_report(self, when: str, answer: RankReport) -> None:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))
 
-    def _answers(self) -> tuple[dict[int, Answer], dict[int, Answer]]:
+    def _read_reports(self) -> tuple[dict[int, RankReport], dict[int, RankReport]]:
         """Return those of all ranks, which are waited for, and of each that gives none what it said at the beginning."""
         asked = self._store.get("watch/asked").decode()
-        answers: dict[int, Answer] = {}
-        deadline = time.monotonic() + ANSWER_S
+        answers: dict[int, RankReport] = {}
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
         while len(answers) < self._world.size and time.monotonic() < deadline:
             time.sleep(LOOK_S / 10)
             for rank, when in product(range(self._world.size), ("last", asked)):
                 if rank not in answers and self._store.check([f"watch/{when}/{rank}"]):
-                    answers[rank] = self._read(when, rank)
-        gone = {rank: self._read("here", rank) for rank in range(self._world.size) if rank not in answers}
+                    answers[rank] = self._read_report(when, rank)
+        gone = {rank: self._read_report("here", rank) for rank in range(self._world.size) if rank not in answers}
         return answers, gone
 
-    def _read(self, when: str, rank: int) -> Answer:
-        return Answer(**json.loads(self._store.get(f"watch/{when}/{rank}")))
+    def _read_report(self, when: str, rank: int) -> RankReport:
+        return RankReport(**json.loads(self._store.get(f"watch/{when}/{rank}")))
 
 
-def reason_of(error: BaseException | None) -> str:
+def exit_reason(error: BaseException | None) -> str:
     """Return why a rank has ended: the line that the others end with."""
     if error is None:
         return "it is done, and others are not"
@@ -257,12 +258,12 @@ def reason_of(error: BaseException | None) -> str:
     return first_line(error) or type(error).__name__
 
 
-def _number(asked: bytes) -> int:
+def _request_number(asked: bytes) -> int:
     """Return the number of a question. Example: b"3 rank 1" -> 3"""
     return int(asked.split()[0])
 
 
-def verdict(answers: Mapping[int, Answer], gone: Mapping[int, Answer], *, stacks: Path) -> str:
+def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], *, stacks: Path) -> str:
     """Who keeps the others waiting. A rank that has ended knows why; one that is gone has said nothing; the others are at work."""
     ended = {rank: answer for rank, answer in answers.items() if answer.ended}
     waiting = {rank: answer for rank, answer in answers.items() if answer.waits}
@@ -271,41 +272,41 @@ def verdict(answers: Mapping[int, Answer], gone: Mapping[int, Answer], *, stacks
         rank, answer = next(iter(ended.items()))
         return f"{answer.ended} (rank {rank}, {answer.node})"
     if gone:
-        return f"no answer from {_named(gone)}; was a node lost, memory short, or did someone end them?"
+        return f"no answer from {_group_by_place(gone)}; was a node lost, memory short, or did someone end them?"
     if not lagging:
-        return f"all ranks wait, each for another, at {_told(waiting)}; stacks: {stacks}"
+        return f"all ranks wait, each for another, at {_describe_reports(waiting)}; stacks: {stacks}"
     verb = "is" if len(lagging) == 1 else "are"
-    others = f"the others wait at {_told(waiting)}" if waiting else "nobody waits for them"
-    return f"{_named(lagging)} {verb} behind, at {_told(lagging)}; {others}; stacks: {stacks}"
+    others = f"the others wait at {_describe_reports(waiting)}" if waiting else "nobody waits for them"
+    return f"{_group_by_place(lagging)} {verb} behind, at {_describe_reports(lagging)}; {others}; stacks: {stacks}"
 
 
-def _named(answers: Mapping[int, Answer]) -> str:
+def _group_by_place(answers: Mapping[int, RankReport]) -> str:
     """Example: `ranks 2 and 3 (node 1, n2)`."""
     nodes = "; ".join(dict.fromkeys(answer.node for answer in answers.values()))
     ranks = " and ".join(map(str, answers))
     return f"rank{'s' if len(answers) > 1 else ''} {ranks} ({nodes})"
 
 
-def _told(answers: Mapping[int, Answer]) -> str:
+def _describe_reports(answers: Mapping[int, RankReport]) -> str:
     """Where they are: each place once."""
     return ", ".join(dict.fromkeys(answer.at for answer in answers.values()))
 
 
-def place(frames: Sequence[tuple[FrameType, int]]) -> str:
+def innermost_place(frames: Sequence[tuple[FrameType, int]]) -> str:
     """Return the innermost line of this package, and the innermost line of all behind it in parentheses.
 
     Example: `training_loop.py:188 in attach (threading.py:320 in wait)`.
     """
     told = [f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}" for frame, line in frames]
-    own = [number for number, (frame, _) in enumerate(frames) if _is_own(Path(frame.f_code.co_filename))]
+    own = [number for number, (frame, _) in enumerate(frames) if _is_package_file(Path(frame.f_code.co_filename))]
     return told[-1] if not own or told[own[-1]] == told[-1] else f"{told[own[-1]]} ({told[-1]})"
 
 
-def _is_own(path: Path) -> bool:
+def _is_package_file(path: Path) -> bool:
     return path.is_relative_to(_PACKAGE) and path not in _HELPERS
 
 
-def waits(frames: Sequence[tuple[FrameType, int]]) -> bool:
+def is_waiting(frames: Sequence[tuple[FrameType, int]]) -> bool:
     """Return whether the innermost frame is a collective of torch, or waits for one (Megatron's, by .wait()).
 
     Code of torch.distributed.checkpoint waits for a disk and does not count.
@@ -316,5 +317,5 @@ def waits(frames: Sequence[tuple[FrameType, int]]) -> bool:
     return is_collective or ".wait(" in linecache.getline(file, line)
 
 
-def _tell(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

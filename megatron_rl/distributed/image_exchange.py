@@ -18,15 +18,15 @@ from PIL import Image as pil
 from PIL.Image import Image as Picture
 
 from megatron_rl.distributed.world import gather, gather_exact
-from megatron_rl.types import ATTACHED, Context, Image, Rollout
+from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 
 T = TypeVar("T")
-KINSHIP = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid")
+SIBLING_MEMORY = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid")
 """Processes to which these say the same can open each other's memory."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Route:
+class Transfer:
     """A picture's way from the rank that rolled it out to the first rank of another node that encodes it."""
 
     key: str
@@ -35,24 +35,24 @@ class Route:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Hanging:
+class TransferPlan:
     """Where the pictures of a step are shown: the same on every rank."""
 
     shelves: dict[int, dict[str, int]]
     """By rank, the keys and offsets of what it shows to its node, or sends."""
-    routes: list[Route]
+    routes: list[Transfer]
     places: dict[int, dict[str, int]]
     """By rank, the keys that it needs of others, and the rank of its node that shows each."""
 
 
-class Gallery:
+class ImageExchange:
     """Of one process. Every rank calls `gather` and `show` together with the others."""
 
     def __init__(self, *, patch: int, group: dist.ProcessGroup | None = None) -> None:
         """`patch` is the side of a patch in pixels; rollouts come together in `group` (world.patient), some much later than others."""
         self._patch, self._group = patch, group
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._nodes = gather(_node(), group=group)
+        self._nodes = gather(_node_name(), group=group)
         self._leaders: dict[tuple[int, int], int] = {}
         """By group and sample, the rank that rolled it out last."""
         self._held: dict[str, Picture] = {}
@@ -60,40 +60,40 @@ class Gallery:
         self._own = -1
         """The file descriptor of the memory that others read."""
 
-    def share(self, mine: T) -> list[T]:
+    def broadcast_rollouts(self, mine: T) -> list[T]:
         """What every rank says of its rollouts, before they come together."""
         return gather_exact(mine, group=self._group)
 
-    def gather(self, mine: list[Rollout] | None) -> list[Rollout]:
+    def gather_rollouts(self, mine: list[Rollout] | None) -> list[Rollout]:
         """The rollouts of all ranks on every rank (None: this one leads no engine). Those of others come without their pictures."""
         if self._size == 1:
             return list(mine or [])
-        parts = gather_exact(None if mine is None else _words_of(mine), group=self._group)
+        parts = gather_exact(None if mine is None else _encode_rollouts(mine), group=self._group)
         rollouts: list[Rollout] = []
         for rank, words in enumerate(parts):
             if words is None:
                 continue
-            part = mine if rank == self._rank else _rollouts_of(words)
-            self._leaders.update(((rollout.group, rollout.sample), rank) for rollout in part)
+            part = mine if rank == self._rank else _decode_rollouts(words)
+            self._leaders.update(((rollout.group, rollout.sample_index), rank) for rollout in part)
             rollouts += part
         return rollouts
 
-    def show(self, needed: Mapping[int, Sequence[Image]], rollouts: Sequence[Rollout]) -> None:
+    def fetch(self, needed: Mapping[int, Sequence[Image]], rollouts: Sequence[Rollout]) -> None:
         """Bring what each rank needs of these rollouts to its node, until `forget`. `picture` has it then."""
         if self._size == 1:
             return
         holders: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for rollout in rollouts:
-            leader = self._leaders[rollout.group, rollout.sample]
+            leader = self._leaders[rollout.group, rollout.sample_index]
             for image in rollout.images:
                 sizes[image.key] = 3 * image.num_patches * self._patch**2
-                if holders.setdefault(image.key, leader) == self._rank and image.picture is not None:
-                    self._held[image.key] = image.picture
-        hanging = hang({rank: [image.key for image in images] for rank, images in needed.items()}, holders, self._nodes, sizes)
-        self._fill(hanging, sizes)
+                if holders.setdefault(image.key, leader) == self._rank and image.pil is not None:
+                    self._held[image.key] = image.pil
+        hanging = plan_transfers({rank: [image.key for image in images] for rank, images in needed.items()}, holders, self._nodes, sizes)
+        self._fill_local(hanging, sizes)
 
-    def _fill(self, hanging: Hanging, sizes: Mapping[str, int]) -> None:
+    def _fill_local(self, hanging: TransferPlan, sizes: Mapping[str, int]) -> None:
         shelf = hanging.shelves.get(self._rank, {})
         own = memoryview(b"")
         if shelf:
@@ -103,15 +103,15 @@ class Gallery:
         mine = [route for route in hanging.routes if self._rank in (route.sender, route.receiver)]
         for key in shelf.keys() - {route.key for route in mine if route.receiver == self._rank}:
             own[shelf[key] : shelf[key] + sizes[key]] = self._held[key].tobytes()
-        self._carry(mine, shelf, own, sizes)
+        self._transfer(mine, shelf, own, sizes)
         addresses = gather((os.getpid(), self._own))  # all of them are filled
         needs = hanging.places.get(self._rank, {})
-        seen = {rank: own if rank == self._rank else _map(*addresses[rank]) for rank in set(needs.values())}
+        seen = {rank: own if rank == self._rank else _map_sibling_memory(*addresses[rank]) for rank in set(needs.values())}
         for key, rank in needs.items():
             offset = hanging.shelves[rank][key]
             self._shown[key] = seen[rank][offset : offset + sizes[key]]
 
-    def _carry(self, routes: Sequence[Route], shelf: Mapping[str, int], own: memoryview, sizes: Mapping[str, int]) -> None:
+    def _transfer(self, routes: Sequence[Transfer], shelf: Mapping[str, int], own: memoryview, sizes: Mapping[str, int]) -> None:
         works = []
         for route in routes:
             part = torch.frombuffer(own[shelf[route.key] : shelf[route.key] + sizes[route.key]], dtype=torch.uint8)
@@ -122,16 +122,16 @@ class Gallery:
         for work in works:
             work.wait()
 
-    def picture(self, image: Image) -> Picture:
+    def image(self, image: Image) -> Picture:
         """Of an image of this rank's rollouts, or of one that it was shown."""
-        if image.picture is not None:
-            return image.picture
+        if image.pil is not None:
+            return image.pil
         if image.key in self._held:
             return self._held[image.key]
         _, rows, columns = image.grid
         return pil.frombytes("RGB", (columns * self._patch, rows * self._patch), self._shown[image.key])
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """The step is over: nothing of it is needed."""
         self._held.clear()
         self._shown.clear()
@@ -141,14 +141,16 @@ class Gallery:
             self._own = -1
 
 
-def hang(needed: Mapping[int, Sequence[str]], holders: Mapping[str, int], nodes: Sequence[object], sizes: Mapping[str, int]) -> Hanging:
+def plan_transfers(
+    needed: Mapping[int, Sequence[str]], holders: Mapping[str, int], nodes: Sequence[object], sizes: Mapping[str, int]
+) -> TransferPlan:
     """Who shows what to whom. `needed` and `holders` are by rank and by key, and nodes[r] is where rank r is.
 
     Example: rank 0 holds "a"; ranks 1, 2 and 3 need it, of which 2 and 3 are on another node. 0 shows it to 1 and sends it to 2, which
     shows it to 3.
     """
     keys: dict[int, dict[str, None]] = {}
-    routes: list[Route] = []
+    routes: list[Transfer] = []
     shown: dict[tuple[object, str], int] = {}
     places: dict[int, dict[str, int]] = {}
     for rank in sorted(needed):
@@ -160,14 +162,14 @@ def hang(needed: Mapping[int, Sequence[str]], holders: Mapping[str, int], nodes:
                 shown[place] = holder
             elif place not in shown:
                 shown[place] = rank
-                routes.append(Route(key=key, sender=holder, receiver=rank))
+                routes.append(Transfer(key=key, sender=holder, receiver=rank))
                 keys.setdefault(rank, {})[key] = None
             keys.setdefault(holder, {})[key] = None
             places.setdefault(rank, {})[key] = shown[place]
-    return Hanging(shelves={rank: _offsets(mine, sizes) for rank, mine in keys.items()}, routes=routes, places=places)
+    return TransferPlan(shelves={rank: _image_offsets(mine, sizes) for rank, mine in keys.items()}, routes=routes, places=places)
 
 
-def _offsets(keys: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
+def _image_offsets(keys: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
     offsets, end = {}, 0
     for key in keys:
         offsets[key] = end
@@ -175,24 +177,24 @@ def _offsets(keys: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
     return offsets
 
 
-def _map(pid: int, descriptor: int) -> memoryview:
+def _map_sibling_memory(pid: int, descriptor: int) -> memoryview:
     """Another process's memory. It lives for as long as one of them looks at it."""
     with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
 
-def _node() -> tuple[str, int]:
-    boot, namespace = map(Path, KINSHIP)
+def _node_name() -> tuple[str, int]:
+    boot, namespace = map(Path, SIBLING_MEMORY)
     return boot.read_text(), namespace.stat().st_ino
 
 
-Words = tuple[Rollout, list[tuple]]
+TokenData = tuple[Rollout, list[tuple]]
 """A rollout without contexts, and what _flat makes of each of these."""
 
 
-def _words_of(rollouts: Sequence[Rollout]) -> list[Words]:
+def _encode_rollouts(rollouts: Sequence[Rollout]) -> list[TokenData]:
     """The rollouts as they travel: 5 bytes for each token that was observed, 17 for each that was sampled, and no pictures."""
-    bare = {image.key: replace(image, picture=None, patch_PC=None) for rollout in rollouts for image in rollout.images}
+    bare = {image.key: replace(image, pil=None, patch_PC=None) for rollout in rollouts for image in rollout.images}
 
     def without(images: Sequence[Image]) -> list[Image]:
         return [bare[image.key] for image in images]
@@ -200,33 +202,35 @@ def _words_of(rollouts: Sequence[Rollout]) -> list[Words]:
     words = []
     for rollout in rollouts:
         turns = [replace(turn, images=without(turn.images)) for turn in rollout.turns]
-        flat = [_flat(context, without(context.images)) for context in rollout.contexts]
-        words.append((replace(rollout, contexts=[], turns=turns), flat))
+        flat = [_pack_context(context, without(context.images)) for context in rollout.sequences]
+        words.append((replace(rollout, sequences=[], turns=turns), flat))
     return words
 
 
-def _rollouts_of(words: Sequence[Words]) -> list[Rollout]:
-    return [replace(rollout, contexts=[_unflat(*flat) for flat in contexts]) for rollout, contexts in words]
+def _decode_rollouts(words: Sequence[TokenData]) -> list[Rollout]:
+    return [replace(rollout, sequences=[_unpack_context(*flat) for flat in contexts]) for rollout, contexts in words]
 
 
-def _flat(context: Context, images: list[Image]) -> tuple:
+def _pack_context(context: TokenSequence, images: list[Image]) -> tuple:
     """What was observed has no logprob and no version (Context.extend)."""
     sampled = [place for place, is_sampled in enumerate(context.loss_mask) if is_sampled]
     return (
         array("i", context.token_ids),
         bytes(context.loss_mask),
-        array("d", [context.engine_logprobs[place] for place in sampled]),
-        array("i", [context.versions[place] for place in sampled]),
+        array("d", [context.rollout_logprobs[place] for place in sampled]),
+        array("i", [context.weight_versions[place] for place in sampled]),
         images,
-        {name: array("d", getattr(context, name)) for name in ATTACHED},
+        {name: array("d", getattr(context, name)) for name in TOKEN_COLUMNS},
     )
 
 
-def _unflat(token_ids: array, mask: bytes, logprobs: array, versions: array, images: list[Image], attached: dict[str, array]) -> Context:
-    context = Context(token_ids.tolist(), list(mask), [0.0] * len(mask), [-1] * len(mask), images)
+def _unpack_context(
+    token_ids: array, mask: bytes, logprobs: array, versions: array, images: list[Image], attached: dict[str, array]
+) -> TokenSequence:
+    context = TokenSequence(token_ids.tolist(), list(mask), [0.0] * len(mask), [-1] * len(mask), images)
     places = (place for place, is_sampled in enumerate(mask) if is_sampled)
     for place, logprob, version in zip(places, logprobs, versions, strict=True):
-        context.engine_logprobs[place], context.versions[place] = logprob, version
+        context.rollout_logprobs[place], context.weight_versions[place] = logprob, version
     for name, column in attached.items():
         setattr(context, name, column.tolist())
     return context

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.types import HostFault, RunFailed
+from megatron_rl.errors import InfraError, RunFailed
 
 T = TypeVar("T")
 LEAST_FILES, WANTED_FILES = 256, 65536
@@ -48,7 +48,7 @@ class World:
         return self.local_rank == 0
 
 
-def place() -> World:
+def read_world() -> World:
     """Read torchrun's variables; without torchrun this process is a world of one. A node is what one torchrun has started."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -68,7 +68,7 @@ def connect(world: World, *, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     if world.device.type == "cuda":
-        require_one_each(world)
+        require_gpu_per_rank(world)
         torch.cuda.set_device(world.device)
     if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher, or this process was such a world before
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
@@ -87,7 +87,7 @@ def connect(world: World, *, timeout_s: float) -> None:
 def raise_file_limit() -> None:
     """Raise the soft limit of open files to the hard one. ValueError: that allows fewer than a run needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = most_files()
+    most = max_open_files()
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < LEAST_FILES:
@@ -95,7 +95,7 @@ def raise_file_limit() -> None:
         raise ValueError(f"ulimit -n {most}: a run needs {LEAST_FILES} open files at least; {remedy}")
 
 
-def most_files() -> int:
+def max_open_files() -> int:
     """Return how many files this process may have open once its soft limit is raised."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
@@ -112,7 +112,7 @@ def expand_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def return_freed_blocks() -> None:
+def trim_malloc() -> None:
     """Have the C library give large blocks back when they are freed. By itself it comes to keep those of up to 32 MB, as pictures and
     activations are, in heaps with holes that the next ones do not fit (glibc 2.36, malloc/malloc.c, M_MMAP_THRESHOLD)."""
     heap = ctypes.CDLL(None)
@@ -120,13 +120,13 @@ def return_freed_blocks() -> None:
         assert heap.mallopt(option, size), f"mallopt({option}, {size})"
 
 
-def require_one_each(world: World) -> None:
+def require_gpu_per_rank(world: World) -> None:
     """ValueError on every process of this node: it has fewer GPUs than processes."""
     found, host, visible = torch.cuda.device_count(), socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if found >= world.local_size:
         return
     name = torch.cuda.get_device_properties(0).name if found else ""
-    if is_slice(name):
+    if is_mig_slice(name):
         told = f"a process sees one slice of a GPU at most, here {name}; switch MIG off (nvidia-smi -mig 0), or start one process"
         raise ValueError(f"--nproc_per_node={world.local_size}: on {host} {told}")
     if visible is not None:
@@ -135,7 +135,7 @@ def require_one_each(world: World) -> None:
     raise ValueError(f"--nproc_per_node={world.local_size}: {host} has {found} GPUs; start one process a GPU")
 
 
-def is_slice(name: str) -> bool:
+def is_mig_slice(name: str) -> bool:
     """Whether torch's name of a device is that of a part of a GPU (MIG). Example: NVIDIA A100-SXM4-40GB MIG 1g.5gb"""
     return " MIG " in name
 
@@ -146,25 +146,25 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def patient(*, timeout_s: float) -> dist.ProcessGroup | None:
+def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
     """A group of all ranks for collectives that some of them come to much later; None, which is the default group, in a world of one.
     A rank that dies is noticed in it at once. All ranks together."""
     return None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
-def whole_minutes(timeout_s: float) -> int:
+def round_up_to_minutes(timeout_s: float) -> int:
     """What groups wait whose maker takes minutes alone."""
     return max(1, round(timeout_s / 60))
 
 
-def of_collective(error: BaseException) -> bool:
+def is_collective_error(error: BaseException) -> bool:
     """Whether it tells of peers: torch 2.13's own errors, and gloo's, which have no class but name their source."""
-    if isinstance(error, HostFault | RunFailed):
+    if isinstance(error, InfraError | RunFailed):
         return False
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def meeting_store() -> dist.Store:
+def default_store() -> dist.Store:
     """What the default process group's ranks met in, for numbers that they share without a collective."""
     return dist.group.WORLD.get_group_store()
 
@@ -200,7 +200,7 @@ class SharedOSError(OSError):
     """The same of the system."""
 
 
-def together(act: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+def raise_on_all_ranks(act: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """What every rank does for itself; where one of them meets an OSError or a ValueError, every rank raises it (the first of several).
 
     It is told of whom it is, unless all have met it.
@@ -224,7 +224,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def on_main_rank(act: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+def run_on_rank_zero(act: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Let rank 0 do something while the others wait: its result, or the OSError or ValueError that it met, on every rank."""
     told: list = [None, None]
     if dist.get_rank() == 0:

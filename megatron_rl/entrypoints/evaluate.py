@@ -13,13 +13,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_rl.build import Staying, build_fleet, episode_settings
+from megatron_rl.build import NoOffload, build_rollout_manager, episode_settings
 from megatron_rl.config import ParallelSettings, Settings, require
 from megatron_rl.data.benchmarks.catalog import official_interval
-from megatron_rl.distributed.hang_watchdog import Watch
-from megatron_rl.distributed.image_exchange import Gallery
-from megatron_rl.distributed.world import World, connect, disconnect, on_main_rank, patient, place, return_freed_blocks, together
-from megatron_rl.entrypoints.train import outside_of_loops, prepared
+from megatron_rl.distributed.hang_watchdog import HangWatchdog
+from megatron_rl.distributed.image_exchange import ImageExchange
+from megatron_rl.distributed.world import (
+    World,
+    connect,
+    disconnect,
+    long_timeout_group,
+    raise_on_all_ranks,
+    read_world,
+    run_on_rank_zero,
+    trim_malloc,
+)
+from megatron_rl.entrypoints.train import preflight, run_in_own_thread
+from megatron_rl.errors import GracefulStop
 from megatron_rl.evaluation.endpoint_policy import Player
 from megatron_rl.evaluation.evaluation_report import by_example, intervals, show, stated
 from megatron_rl.evaluation.in_run import summarize
@@ -28,17 +38,17 @@ from megatron_rl.io.bounded_files import read_text
 from megatron_rl.io.jsonl import MAX_LINE_BYTES, replace_bytes, replace_lines
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.progress import Progress
-from megatron_rl.preflight.prompts import tell_column_warnings
-from megatron_rl.registry import Own, build_task, check_examples
-from megatron_rl.rollout.manager import Fleet
+from megatron_rl.preflight.prompts import report_column_warnings
+from megatron_rl.registry import Plugins, build_task, check_examples
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.record import writing
-from megatron_rl.run.shutdown import CLOSING_S, Stop
+from megatron_rl.run.record import atomic_file
+from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.service_launcher import addressed, chosen, serving
-from megatron_rl.types import Context, Example, Rollout, Stopped
-from megatron_rl.weights.formats.checkpoint_source import Source, tensors_of
-from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.types import Example, Rollout, TokenSequence
+from megatron_rl.weights.formats.checkpoint_source import TensorSource, tensors_of
+from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 
@@ -54,62 +64,66 @@ class Playing:
     """What the policy read before the first reply of the first of these, in words."""
 
 
-def evaluate_alone(settings: Settings, own: Own = Own()) -> dict[str, float] | None:
+def evaluate_alone(settings: Settings, own: Plugins = Plugins()) -> dict[str, float] | None:
     """Play what evaluation.* says into run.dir. The figures, on every rank; None where it was asked to stop: the same command goes on."""
-    remedy = "are for a run; name servers that you started in engine.urls, or evaluate with engine.kind=local"
-    require(not settings.engine.servers, "engine.servers", settings.engine.servers, remedy)
-    world = place()
+    remedy = "are for a run; name servers that you started in engine.urls, or evaluate with engine.mode=colocated"
+    require(not settings.engine.num_local_servers, "engine.num_local_servers", settings.engine.num_local_servers, remedy)
+    world = read_world()
     waits = settings.parallel
-    settings = replace(settings, parallel=ParallelSettings(timeout_s=waits.timeout_s, skew_s=waits.skew_s))  # no network is cut up here
-    with Stop(grace_s=settings.run.grace_s, closing_s=max(CLOSING_S, settings.parallel.timeout_s)) as stop:
-        return outside_of_loops(lambda: _live(settings, own, world=world, stop=stop))
+    settings = replace(
+        settings, parallel=ParallelSettings(timeout_s=waits.timeout_s, straggler_timeout_s=waits.straggler_timeout_s)
+    )  # no network is cut up here
+    with StopSignal(grace_s=settings.run.grace_s, closing_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
+        return run_in_own_thread(lambda: _live(settings, own, world=world, stop=stop))
 
 
-def _live(settings: Settings, own: Own, *, world: World, stop: Stop) -> dict[str, float] | None:
+def _live(settings: Settings, own: Plugins, *, world: World, stop: StopSignal) -> dict[str, float] | None:
     folder, timeout_s = Path(settings.run.dir), settings.parallel.timeout_s
-    return_freed_blocks()
-    watch = Watch(world, folder=folder, timeout_s=timeout_s)
+    trim_malloc()
+    watch = HangWatchdog(world, folder=folder, timeout_s=timeout_s)
     with ExitStack() as closing:
         connect(world, timeout_s=timeout_s)
         closing.callback(disconnect)
         with watch:
-            task, source = together(lambda: _prepared(settings, own, world=world))
+            task, source = raise_on_all_ranks(lambda: _prepared(settings, own, world=world))
             closing.enter_context(evaluation_folder(settings))
             try:
                 if chosen(settings.services):
                     urls = closing.enter_context(serving(settings, world, go_on=stop.check_start))
                     task = build_task(addressed(settings.task, urls, run=folder), own)
                 examples = task.examples(settings.evaluation.split)
-                on_main_rank(lambda: tell_column_warnings({settings.evaluation.split: examples}, tell=partial(print, file=sys.stderr)))
+                run_on_rank_zero(
+                    lambda: report_column_warnings({settings.evaluation.split: examples}, tell=partial(print, file=sys.stderr))
+                )
                 player = cache(lambda: _player(settings, task, source, world=world, stop=stop, closing=closing))
                 rollouts = list(_played(settings, examples, player, world=world, stop=stop))
-            except Stopped:
+            except GracefulStop:
                 return None
-            scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed)
-            return on_main_rank(lambda: _published(settings, task, examples, rollouts, scores))
+            scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed_fraction)
+            return run_on_rank_zero(lambda: _published(settings, task, examples, rollouts, scores))
 
 
-def _prepared(settings: Settings, own: Own, *, world: World) -> tuple[Task, Source | None]:
+def _prepared(settings: Settings, own: Plugins, *, world: World) -> tuple[Task, TensorSource | None]:
     """The task and the weights, None of an endpoint's, looked at before anything is started."""
     splits = (settings.evaluation.split,)
     if not settings.evaluation.urls:
-        return prepared(settings, own, world=world, needed=0, splits=splits), source_of(settings)
+        return preflight(settings, own, world=world, needed=0, splits=splits), source_of(settings)
     require(world.size == 1, "evaluation.urls", settings.evaluation.urls, f"one process is enough; torchrun started {world.size}")
     task = build_task(settings.task, own)
     check_examples(task, splits)
     return task, None
 
 
-def source_of(settings: Settings) -> Source:
+def source_of(settings: Settings) -> TensorSource:
     """The weights, proven to be exactly the model's. ValueError: they are not."""
     path, given = Path(settings.model.path), settings.evaluation.weights
     spec = read_spec(settings.model.path)
     if given and (Path(given) / ADAPTER).is_file():
-        return Merged(open_source(path, spec, key="model.path"), Path(given), key="evaluation.weights")
+        return MergedTensors(open_source(path, spec, key="model.path"), Path(given), key="evaluation.weights")
     return open_source(Path(given or path), spec, key="evaluation.weights" if given else "model.path")
 
 
-def _player(settings: Settings, task: Task, source: Source | None, *, world: World, stop: Stop, closing: ExitStack) -> Playing:
+def _player(settings: Settings, task: Task, source: TensorSource | None, *, world: World, stop: StopSignal, closing: ExitStack) -> Playing:
     given = settings.evaluation
     episode = replace(episode_settings(settings), temperature=given.temperature).at_step(-1)
     episode = replace(episode, max_turns=settings.task.eval_max_turns or settings.task.max_turns)
@@ -120,52 +134,54 @@ def _player(settings: Settings, task: Task, source: Source | None, *, world: Wor
     fleet = _open(settings, task, source, world=world, stop=stop, closing=closing)
 
     def prompt(rollout: Rollout) -> str:
-        if not rollout.contexts:
+        if not rollout.sequences:
             return ""
-        stop = rollout.turns[0].span[0] if rollout.turns else None
-        first = rollout.contexts[0]
-        return fleet.renderer.shown(Context(token_ids=first.token_ids[:stop], images=first.images))
+        stop = rollout.turns[0].token_span[0] if rollout.turns else None
+        first = rollout.sequences[0]
+        return fleet.renderer.shown(TokenSequence(token_ids=first.token_ids[:stop], images=first.images))
 
     return Playing(
-        lambda examples, first: fleet.play(examples, samples=given.samples, settings=episode, first_group=first), prompt
+        lambda examples, first: fleet.run_examples(examples, samples=given.samples, settings=episode, first_group=first), prompt
     )  # fmt: skip
 
 
-def _open(settings: Settings, task: Task, source: Source, *, world: World, stop: Stop, closing: ExitStack) -> Fleet:
+def _open(settings: Settings, task: Task, source: TensorSource, *, world: World, stop: StopSignal, closing: ExitStack) -> RolloutManager:
     allowed = settings.task.data.allow_grounding_tokens
     renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
-    gallery = Gallery(patch=renderer.patch, group=patient(timeout_s=settings.parallel.skew_s))
+    gallery = ImageExchange(patch=renderer.patch, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s))
 
     def tell(line: str) -> None:
         if world.is_main:
             print(line, flush=True)
 
-    fleet = build_fleet(settings, task, trainer=Staying(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=tell)
+    fleet = build_rollout_manager(
+        settings, task, trainer=NoOffload(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=tell
+    )
     closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
     fleet.start()
-    fleet.serve(tensors_of(source), version=0)
+    fleet.update_weights(tensors_of(source), version=0)
     return fleet
 
 
 def _played(
-    settings: Settings, examples: Sequence[Example], player: Callable[[], Playing], *, world: World, stop: Stop
+    settings: Settings, examples: Sequence[Example], player: Callable[[], Playing], *, world: World, stop: StopSignal
 ) -> Iterator[Rollout]:  # fmt: skip
     """The episodes of all examples, lightened, chunk after chunk: read where they were played before. All ranks together.
 
-    Stopped: this was asked for. A chunk that failed on our side is kept as it is, and played again by the next life.
+    GracefulStop: this was asked for. A chunk that failed on our side is kept as it is, and played again by the next life.
     """
     given, folder = settings.evaluation, Path(settings.run.dir)
     firsts = range(0, len(examples), given.chunk)
     progress = Progress(len(firsts), title="evaluate") if world.is_main else None
     for number, first in enumerate(firsts):
         part, path = examples[first : first + given.chunk], chunk_path(folder, number)
-        found = on_main_rank(lambda: kept(path, part, samples=given.samples))  # noqa: B023 - it is called here
+        found = run_on_rank_zero(lambda: kept(path, part, samples=given.samples))  # noqa: B023 - it is called here
         if found is None:
             stop.check()
             playing = player()
             rollouts = playing.play(part, first)
             if number == 0:
-                on_main_rank(lambda: _keep_prompt(folder, playing.prompt(rollouts[0])))  # noqa: B023 - it is called here
+                run_on_rank_zero(lambda: _keep_prompt(folder, playing.prompt(rollouts[0])))  # noqa: B023 - it is called here
             keep(path, rollouts, number=number)
             found = [lightened(rollout) for rollout in rollouts]
         scores = [rollout.reward for rollout in found if rollout.reward is not None]
@@ -177,7 +193,7 @@ def _played(
 
 
 def _keep_prompt(folder: Path, words: str) -> None:
-    with writing(folder):
+    with atomic_file(folder):
         replace_bytes(folder / PROMPT, words.encode(errors="replace"))
 
 
@@ -190,7 +206,7 @@ def _published(
         scores = scores | intervals(lines, samples=settings.evaluation.samples)
     scores = scores | official_interval(settings.task.data.benchmark, examples, [rollout for rollout in rollouts if rollout.is_scored])
     conditions = stated(settings, num_examples=len(examples), prompt=read_text(folder / PROMPT, at_most=MAX_LINE_BYTES))
-    with writing(folder):
+    with atomic_file(folder):
         replace_lines(folder / EXAMPLES, lines)
         replace_bytes(folder / EVALUATION, (json.dumps({"scores": scores, "stated": conditions}, indent=1) + "\n").encode())
     show(scores, conditions, Console(width=None if sys.stdout.isatty() else WIDTH))

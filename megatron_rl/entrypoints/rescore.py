@@ -17,22 +17,23 @@ import yaml
 from scipy.stats import spearmanr
 
 from megatron_rl.config import Settings, require
-from megatron_rl.distributed.world import connect, disconnect, place
+from megatron_rl.distributed.world import connect, disconnect, read_world
+from megatron_rl.errors import AccessDenied, GracefulStop, InfraError
 from megatron_rl.export.sft_transcripts import link_pictures
 from megatron_rl.io.jsonl import replace_bytes
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.observe.rollout_store import as_played, path_of, read_columns, read_rollouts, rounds_of, step_of, steps, write
-from megatron_rl.registry import Own, build_task
+from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.directory import changed, lock, may_change, read_settings, told
-from megatron_rl.run.record import CONFIG, writing
-from megatron_rl.run.shutdown import CLOSING_S, Stop
+from megatron_rl.run.directory import changed_keys, describe_changes, lock, may_change, read_settings
+from megatron_rl.run.record import CONFIG, atomic_file
+from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.service_launcher import addressed, chosen, serving
-from megatron_rl.types import AccessDenied, Example, HostFault, Image, Rollout, Status, Stopped
+from megatron_rl.types import Example, Image, Rollout, Status
 
 SCORES = "scores.json"
 DECIDING = ("task.", "model.path", "run.replay")
@@ -41,7 +42,7 @@ TRIES = 3
 """Of a rollout whose judge was down."""
 
 
-def rescore(settings: Settings, own: Own = Own()) -> dict[str, float] | None:
+def rescore(settings: Settings, own: Plugins = Plugins()) -> dict[str, float] | None:
     """Score run.replay's rollouts by the task into run.dir. What changed, which is kept and told; None where it was asked to stop.
 
     ValueError: nothing is recorded there, run.dir is that run's own, or an example is none of the task's.
@@ -51,16 +52,16 @@ def rescore(settings: Settings, own: Own = Own()) -> dict[str, float] | None:
     require(bool(paths), "run.replay", settings.run.replay, "holds no step that run.record=all wrote; give RUN/rollouts")
     remedy = "the recorded run stays as it is; choose another folder for the new scores"
     require(folder.resolve().parent != out.resolve(), "run.dir", settings.run.dir, remedy)
-    world = place()
+    world = read_world()
     require(world.size == 1, "processes", world.size, "one is enough: scoring waits for judges, not for cores")
-    with Stop(grace_s=settings.run.grace_s, closing_s=max(CLOSING_S, settings.parallel.timeout_s)) as stop, lock(out):
+    with StopSignal(grace_s=settings.run.grace_s, closing_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop, lock(out):
         _enter(out, settings)
         connect(world, timeout_s=settings.parallel.timeout_s)
         try:
             with serving(settings, world, go_on=stop.check_start) as urls:
                 task = settings.task if not chosen(settings.services) else addressed(settings.task, urls, run=out)
                 asyncio.run(_all(build_task(task, own), paths, settings, stop))
-        except Stopped:
+        except GracefulStop:
             return None
         finally:
             disconnect()
@@ -72,16 +73,16 @@ def _enter(out: Path, settings: Settings) -> None:
     new = yaml.safe_load(yaml.safe_dump(asdict(settings)))
     if (out / CONFIG).exists():
         try:
-            changes = changed(read_settings(out / CONFIG), new)
+            changes = changed_keys(read_settings(out / CONFIG), new)
         except ValueError as error:
             raise ValueError(f"{out / CONFIG}: {error}; choose another folder") from error
         others = {key: values for key, values in changes.items() if key.startswith(DECIDING) and not may_change(key, *values)}
-        require(not others, "run.dir", str(out), f"holds other scores: {told(others)}; choose another folder")
-    with writing(out):
+        require(not others, "run.dir", str(out), f"holds other scores: {describe_changes(others)}; choose another folder")
+    with atomic_file(out):
         replace_bytes(out / CONFIG, yaml.safe_dump(new, sort_keys=False).encode())
 
 
-async def _all(task: Task, paths: Sequence[Path], settings: Settings, stop: Stop) -> None:
+async def _all(task: Task, paths: Sequence[Path], settings: Settings, stop: StopSignal) -> None:
     out, progress = Path(settings.run.dir), Progress(len(paths), title="rescore")
     examples = {example.id: example for split in ("train", "eval") for example in task.examples(split)}
     token = read_spec(settings.model.path).image_token_id
@@ -93,7 +94,7 @@ async def _all(task: Task, paths: Sequence[Path], settings: Settings, stop: Stop
             if not target.exists():
                 rollouts = read_rollouts(path)
                 scored = await asyncio.gather(*(scored_anew(task, example_of(examples, each), each, token) for each in rollouts))
-                with writing(out):
+                with atomic_file(out):
                     link_pictures(path.parent, target.parent, (image.key for each in rollouts for image in each.images))
                     write(target, scored, step=step_of(path), rounds=rounds_of(path))
             progress.step(number, {})
@@ -113,7 +114,7 @@ async def scored_anew(task: Task, example: Example, rollout: Rollout, image_toke
     """What the task's rubric says of it; what the environment gave stays."""
     if not rollout.is_scored:
         return rollout
-    turns = [replace(turn, score=None, gain=0.0) for turn in rollout.turns]
+    turns = [replace(turn, step_score=None, reward_delta=0.0) for turn in rollout.turns]
     bare = replace(as_played(rollout), turns=turns, reward=None, outcome=0.0, rewards={}, verdicts=[], scoring_s=0.0)
     bare = replace(bare, **example_fields(example.payload))  # those that it is scored by now
     clock = asyncio.get_running_loop().time
@@ -123,20 +124,20 @@ async def scored_anew(task: Task, example: Example, rollout: Rollout, image_toke
             score = await task.rubric.score(Outcome(payload=example.payload, rollout=bare, images=first_shown(bare, image_token_id)))
         except AccessDenied:
             raise
-        except HostFault as fault:
+        except InfraError as fault:
             if tried == TRIES:
                 return replace(bare, status=Status.FAILED, reason=str(fault))
             continue
         for turn, worth, gain in zip(turns, score.turns, score.gains, strict=True):
-            turn.score, turn.gain = worth, gain
+            turn.step_score, turn.reward_delta = worth, gain
         return replace(bare, reward=score.reward, outcome=score.outcome, rewards=score.rewards, scoring_s=clock() - started)
 
 
 def first_shown(rollout: Rollout, image_token_id: int) -> list[Image]:
     """The pictures of the first prompt: those whose tokens stand before the first sampled one."""
-    if not rollout.contexts:
+    if not rollout.sequences:
         return []
-    first = rollout.contexts[0]
+    first = rollout.sequences[0]
     before = first.loss_mask.index(1) if 1 in first.loss_mask else len(first.token_ids)
     num, shown = sum(token == image_token_id for token in first.token_ids[:before]), []
     for image in first.images:
@@ -165,7 +166,7 @@ def _told(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
         }
     if len(set(before)) > 1 and len(set(after)) > 1:
         found["rank_correlation"] = float(spearmanr(before, after).statistic)
-    with writing(out):
+    with atomic_file(out):
         replace_bytes(out / SCORES, (json.dumps(found, indent=1) + "\n").encode())
     print("\n".join(f"{name:<18}{value:.4g}" for name, value in found.items()))
     print(out / SCORES, flush=True)

@@ -8,34 +8,42 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.algo.algorithms import Algorithm
-from megatron_rl.build import Staying, build_fleet
+from megatron_rl.build import NoOffload, build_rollout_manager
 from megatron_rl.config import Settings
-from megatron_rl.distributed.image_exchange import Gallery
-from megatron_rl.distributed.world import World, gather, on_main_rank, patient, together
+from megatron_rl.distributed.image_exchange import ImageExchange
+from megatron_rl.distributed.world import World, gather, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.errors import GracefulStop, InfraOutage
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.observe.recorder import FOLDER
 from megatron_rl.observe.rollout_store import read_rollouts, step_of, steps
 from megatron_rl.observe.step_metrics import rollout_metrics
-from megatron_rl.preflight.prompts import tell_prompts
-from megatron_rl.rollout.health import Household
+from megatron_rl.preflight.prompts import report_prompts
+from megatron_rl.rollout.health import ServerSupervisor
 from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.record import History, Result, Run
-from megatron_rl.run.shutdown import Stop
-from megatron_rl.training_loop import played_enough
-from megatron_rl.types import Outage, Rollout, Stopped
+from megatron_rl.run.shutdown import StopSignal
+from megatron_rl.training_loop import has_enough_rollouts
+from megatron_rl.types import Rollout
 from megatron_rl.weights.formats.checkpoint_source import tensors_of
 from megatron_rl.weights.formats.open_checkpoint import open_source
 
 
 def collect(
-    settings: Settings, *, task: Task, algorithm: Algorithm, world: World, stop: Stop, household: Household | None, closing: ExitStack
+    settings: Settings,
+    *,
+    task: Task,
+    algorithm: Algorithm,
+    world: World,
+    stop: StopSignal,
+    household: ServerSupervisor | None,
+    closing: ExitStack,
 ) -> Result:
     """Play and record the run's steps with the weights in model.path. All ranks together."""
-    source = together(lambda: open_source(Path(settings.model.path), read_spec(settings.model.path), key="model.path"))
-    first, history = on_main_rank(lambda: done_before(Path(settings.run.dir)))
+    source = raise_on_all_ranks(lambda: open_source(Path(settings.model.path), read_spec(settings.model.path), key="model.path"))
+    first, history = run_on_rank_zero(lambda: done_before(Path(settings.run.dir)))
     run = Run(settings, world, num_steps=settings.run.steps, first_step=first, history=history)
     closing.callback(run.close)
     if task.judge is not None:
@@ -45,33 +53,33 @@ def collect(
         with run.spans("start"):
             allowed = settings.task.data.allow_grounding_tokens
             renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
-            gallery = Gallery(patch=renderer.patch, group=patient(timeout_s=settings.parallel.skew_s))
-            fleet = build_fleet(
-                settings, task, trainer=Staying(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=run.tell,
+            gallery = ImageExchange(patch=renderer.patch, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s))
+            fleet = build_rollout_manager(
+                settings, task, trainer=NoOffload(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=run.log,
                 household=household,
             )  # fmt: skip
             closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
-            tell_prompts(settings, fleet=fleet, tell=run.tell)
-            fleet.admission.rounds = history.rounds
+            report_prompts(settings, fleet=fleet, tell=run.log)
+            fleet.admission.rounds = history.num_generation_batches
         with run.spans("sync"):
-            fleet.serve(tensors_of(source), version=0)
+            fleet.update_weights(tensors_of(source), version=0)
         for step in range(first, settings.run.steps):
             stop.check()
-            enough = partial(played_enough, settings=settings, algorithm=algorithm, run=run, step=step)
-            with run.rolling_out(fleet.busy_s):
-                rollouts = fleet.take(step, enough=enough)
-            rounds = fleet.admission.rounds - run.history.rounds
+            enough = partial(has_enough_rollouts, settings=settings, algorithm=algorithm, run=run, step=step)
+            with run.timed_rollout(fleet.busy_s):
+                rollouts = fleet.generate(step, enough=enough)
+            rounds = fleet.admission.rounds - run.history.num_generation_batches
             run.history.add(step, rollouts, rounds=rounds)
             with run.spans("record"):
                 metrics = credited(rollouts, settings, algorithm, rounds=rounds)
-                run.history.learned += "rollout/nothing_learned" not in metrics
-                run.trained(step, rollouts, metrics)
+                run.history.has_learned += "rollout/all_groups_zero_std" not in metrics
+                run.log_step(step, rollouts, metrics)
             run.record(step, metrics)
         run.finish({})
-    except Stopped:
+    except GracefulStop:
         pass
-    except Outage as outage:
+    except InfraOutage as outage:
         if run.num_done == first:
             raise
         reason = str(outage)
@@ -83,10 +91,10 @@ def collect(
 def credited(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, rounds: int) -> dict[str, float]:
     """What happened in a step, with the credit that training would give; nobody can say whether anything would be learned where that waits
     for what networks say."""
-    if not algorithm.reads(settings.algo):
-        algorithm.credit(rollouts, settings.algo)
+    if not algorithm.required_columns(settings.algo):
+        algorithm.advantage_fn(rollouts, settings.algo)
         return rollout_metrics(rollouts, rounds=rounds)
-    silent = ("rollout/nothing_learned", "rollout/degenerate_groups")
+    silent = ("rollout/all_groups_zero_std", "rollout/zero_std_fraction")
     return {name: value for name, value in rollout_metrics(rollouts, rounds=rounds).items() if name not in silent}
 
 
@@ -100,5 +108,5 @@ def done_before(folder: Path) -> tuple[int, History]:
     for path in paths:
         if step_of(path) < done:
             history.add(step_of(path), read_rollouts(path, pictures=False), rounds=0)
-    history.rounds = int(sum(line["rollout/rounds"] for line in lines))
+    history.num_generation_batches = int(sum(line["rollout/num_gen_batches"] for line in lines))
     return done, history

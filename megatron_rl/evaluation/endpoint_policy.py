@@ -1,7 +1,7 @@
 """A model behind an OpenAI-compatible endpoint as the policy of an evaluation: the same episodes, tools and rewards, in messages.
 
 Nothing is known of its tokens: a rollout has its words alone. A reply is cut behind a word at which the task has replies end (Task.stop) by
-us, because servers leave that word out. Trouble of the endpoint fails an episode (HostFault) and is never a score.
+us, because servers leave that word out. Trouble of the endpoint fails an episode (InfraError) and is never a score.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from PIL.Image import Image as Picture
 from pydantic import BaseModel, Field
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from megatron_rl.clients.endpoint_pool import Endpoint, Servers
-from megatron_rl.clients.openai import api_key, as_servers_say, client_of
+from megatron_rl.clients.endpoint_pool import Endpoint, EndpointPool
+from megatron_rl.clients.openai import api_key, make_client, read_completion_errors
 from megatron_rl.config import EvaluationSettings, ModelSettings
-from megatron_rl.rollout.conversation import ContextLimits
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.conversation import SequenceLimits
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, require_access, run_episode
 from megatron_rl.rollout.renderer import key_of
 from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.transcript_segments import pictures_of
-from megatron_rl.types import Context, End, Example, Image, Message, Rollout, Turn
+from megatron_rl.types import Example, Image, Message, Rollout, StopReason, TokenSequence, Turn
 
 PICTURE = "[picture]"
 """In the place of one, where a prompt is told in words."""
@@ -53,22 +53,23 @@ class Speaker:
     def __init__(self, given: EvaluationSettings, model: ModelSettings) -> None:
         self.model = model
         self._secret = api_key()
-        self._clients = {url: client_of(url, key="evaluation.urls", secret=self._secret) for url in given.urls}
-        self._servers = Servers(
-            given.urls, name="evaluation", tries=given.tries, timeout_s=given.timeout_s, patience_s=given.patience_s,
+        self._clients = {url: make_client(url, key="evaluation.urls", secret=self._secret) for url in given.urls}
+        self._servers = EndpointPool(
+            given.urls, name="evaluation", max_attempts=given.max_attempts, timeout_s=given.timeout_s,
+            outage_timeout_s=given.outage_timeout_s,
             concurrency=given.concurrency,
         )  # fmt: skip
         self._servers.start()
         self.num_cut = 0
         """Replies that ended because they were as long as is allowed."""
 
-    async def reply(self, messages: Sequence[dict[str, object]], sampling: Sampling) -> str:
-        """HostFault: no server answers, or each refuses."""
+    async def reply(self, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
+        """InfraError: no server answers, or each refuses."""
         return await self._servers.ask(lambda endpoint: self._ask(endpoint, messages, sampling))
 
-    async def _ask(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: Sampling) -> str:
+    async def _ask(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
         client: openai.AsyncOpenAI = self._clients[endpoint.url]
-        with as_servers_say(self._secret):
+        with read_completion_errors(self._secret):
             raw = await client.chat.completions.with_raw_response.create(
                 model=self.model.path,
                 messages=list(messages),
@@ -87,41 +88,41 @@ class Speaker:
 class ChatConversation:
     """One episode's, in messages (rollout/conversation.py: Conversation)."""
 
-    def __init__(self, speaker: Speaker, limits: ContextLimits) -> None:
+    def __init__(self, speaker: Speaker, limits: SequenceLimits) -> None:
         self._speaker, self._limits = speaker, limits
-        self.contexts: list[Context] = []
+        self.sequences: list[TokenSequence] = []
         self.turns: list[Turn] = []
         self._messages: list[dict[str, object]] = []
         self.opening = ""
         """What it was shown first, in words."""
 
-    async def open(self, messages: Sequence[Message]) -> End | None:
+    async def open(self, messages: Sequence[Message]) -> StopReason | None:
         self.opening = "\n".join(map(in_words, messages))
         return await self._show(messages, anew=True)
 
-    async def say(self, sampling: Sampling) -> str:
+    async def generate(self, sampling: SamplingSettings) -> str:
         text = await self._speaker.reply(self._messages, sampling)
         self._messages.append({"role": "assistant", "content": text})
-        self.turns.append(Turn(context=len(self.contexts) - 1, span=(0, 0), text=text))
+        self.turns.append(Turn(sequence=len(self.sequences) - 1, token_span=(0, 0), text=text))
         return text
 
     def place_of(self, char: int) -> None:
         """It has no tokens."""
 
-    async def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+    async def observe(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
         end = await self._show(messages, anew=anew)
         if end is None and not anew:
-            self.turns[-1].images = self.contexts[-1].images[-len(pictures_of(messages)) :] if pictures_of(messages) else []
+            self.turns[-1].images = self.sequences[-1].images[-len(pictures_of(messages)) :] if pictures_of(messages) else []
         return end
 
-    async def _show(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+    async def _show(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
         images = await asyncio.to_thread(lambda: [image_of(picture, self._speaker.model) for picture in pictures_of(messages)])
-        context = Context() if anew else self.contexts[-1]
-        more = Context(images=images)
+        context = TokenSequence() if anew else self.sequences[-1]
+        more = TokenSequence(images=images)
         if anew:
-            self.contexts.append(context)
+            self.sequences.append(context)
             self._messages = []
-        end = replace(self._limits, max_context=1 << 62).overrun(context, more)
+        end = replace(self._limits, max_context=1 << 62).exceeds(context, more)
         if end is None or anew:
             context.images += images
             self._messages += await asyncio.to_thread(lambda: [as_openai(message, iter(images)) for message in messages])
@@ -134,7 +135,7 @@ def image_of(picture: Picture, model: ModelSettings) -> Image:
     height, width = smart_resize(picture.height, picture.width, factor=PATCH * MERGE, **limits)
     resized = picture.convert("RGB").resize((width, height), Pictures.Resampling.BICUBIC)
     grid = (1, height // PATCH, width // PATCH)
-    return Image(picture=resized, patch_PC=None, grid=grid, key=key_of(resized), merge=MERGE)
+    return Image(pil=resized, patch_PC=None, grid=grid, key=key_of(resized), merge=MERGE)
 
 
 def in_words(message: Message) -> str:
@@ -160,7 +161,7 @@ def _part(part: Mapping[str, object], images: Iterator[Image]) -> dict[str, obje
 
 def png_url(image: Image) -> str:
     encoded = io.BytesIO()
-    image.picture.save(encoded, "PNG")
+    image.pil.save(encoded, "PNG")
     return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
 
 
@@ -204,7 +205,7 @@ class Player:
 
     def close(self) -> None:
         if self.speaker.num_cut:
-            print(f"{self.speaker.num_cut} replies were cut off by task.max_tokens_per_turn", flush=True)
+            print(f"{self.speaker.num_cut} replies were cut off by task.max_new_tokens", flush=True)
         try:
             self._runner.run(self._task.close())
             self._runner.run(self.speaker.close())

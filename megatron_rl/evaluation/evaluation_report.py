@@ -29,9 +29,9 @@ def by_example(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollo
         line = lines.setdefault(rollout.group, {"id": examples[rollout.group].id, **{name: [] for name in COLUMNS}})
         solved = float(task.success(rollout))
         line["solved"].append(solved)
-        line["credit"].append(rollout.rewards.get(PART, solved))
+        line["credit"].append(rollout.reward_terms.get(PART, solved))
         line["rewards"].append(rollout.reward)
-        line["ends"].append(str(rollout.end))
+        line["ends"].append(str(rollout.stop_reason))
         line["said"].append([turn.text for turn in rollout.turns])
     return [lines[group] for group in sorted(lines)]
 
@@ -78,9 +78,9 @@ def stated(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, s
         "weights": f"of {', '.join(given.urls)}" if given.urls else given.weights or "the model's own",
         "pixels": f"{settings.model.min_pixels} to {settings.model.max_pixels}",
         "sampling": "greedy" if given.temperature == 0 else f"temperature {given.temperature}",
-        "limits": f"{turns} turns of {task.max_tokens_per_turn} tokens, {length} in a context",
+        "limits": f"{turns} turns of {task.max_new_tokens} tokens, {length} in a context",
         "prompt": f"{len(prompt)} characters, sha256 {digest} ({PROMPT})",
-        "protocol": task.protocol,
+        "tool_format": task.tool_format,
         "reward": task.reward or "the task's own",
         "judge": asked if judge.urls or judge.model else "none",
         "harness": "megatron_rl, an OpenAI-compatible endpoint" if given.urls else f"megatron_rl, vllm {VLLM}, {settings.engine.dtype}",

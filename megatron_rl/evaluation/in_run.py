@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from megatron_rl.config import Settings
 from megatron_rl.observe.step_metrics import by_source
-from megatron_rl.rollout.manager import Fleet
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.failure_checks import failure_of, require_finite
 from megatron_rl.types import Example, Rollout, Status
 
 
-def evaluate(task: Task, settings: Settings, *, fleet: Fleet) -> dict[str, float]:
+def evaluate(task: Task, settings: Settings, *, fleet: RolloutManager) -> dict[str, float]:
     """Mean return and success over the evaluation examples, weighted as the task deals them where it says so.
 
     greedy: one episode an example, the most likely token each time. sampled: task.eval_samples episodes each, at algo.temperature.
@@ -21,8 +21,8 @@ def evaluate(task: Task, settings: Settings, *, fleet: Fleet) -> dict[str, float
     metrics: dict[str, float] = {}
     for kind, temperature, samples in (("greedy", 0.0, 1), ("sampled", settings.algo.temperature, settings.task.eval_samples)):
         episode = replace(fleet.episode.at_step(-1), temperature=temperature, max_turns=max_turns)
-        rollouts = fleet.play(examples, samples=samples, settings=episode)
-        scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed)
+        rollouts = fleet.run_examples(examples, samples=samples, settings=episode)
+        scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed_fraction)
         metrics |= {f"eval/{kind}_{name}": value for name, value in scores.items()}
     return metrics
 
@@ -39,7 +39,7 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     """
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):
-        line = f"evaluation: {len(failed)} of {len(rollouts)} episodes failed, run.max_failed={max_failed}"
+        line = f"evaluation: {len(failed)} of {len(rollouts)} episodes failed, run.max_failed_fraction={max_failed}"
         raise failure_of(failed, line, num=len(rollouts), limit=max_failed)
     require_finite(rollouts)
     scored = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
@@ -49,8 +49,8 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     returns = sum(weights[rollout.group] * rollout.reward for rollout in scored)
     users = sum(weights[rollout.group] * rollout.used_tool for rollout in scored)
     shares = {"success": success / total, "return": returns / total, "tool_use": users / total}
-    for name in dict.fromkeys(name for rollout in scored for name in rollout.rewards):
-        judged = [(weights[rollout.group], rollout.rewards[name]) for rollout in scored if name in rollout.rewards]
+    for name in dict.fromkeys(name for rollout in scored for name in rollout.reward_terms):
+        judged = [(weights[rollout.group], rollout.reward_terms[name]) for rollout in scored if name in rollout.reward_terms]
         shares.setdefault(name, sum(weight * value for weight, value in judged) / sum(weight for weight, _ in judged))
     for name, of_source in by_source(scored).items():
         dealt = sum(weights[rollout.group] for rollout in of_source)

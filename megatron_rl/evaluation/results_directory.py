@@ -17,13 +17,13 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import on_main_rank, together
+from megatron_rl.distributed.world import raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.io.jsonl import read_json, replace_bytes
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
 from megatron_rl.observe.recorder import read, store_pictures, write
-from megatron_rl.run.directory import aside, changed, lock, may_change, read_settings, told
-from megatron_rl.run.record import CONFIG, writing
+from megatron_rl.run.directory import backup_path, changed_keys, describe_changes, lock, may_change, read_settings
+from megatron_rl.run.record import CONFIG, atomic_file
 from megatron_rl.types import Example, Rollout
 
 WEIGHTS, EXAMPLES, EVALUATION, PROMPT = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
@@ -39,17 +39,17 @@ OF_WEIGHTS = (".safetensors", ".distcp", ".pt")
 def evaluation_folder(settings: Settings) -> Iterator[None]:
     """Hold run.dir inside the block. All ranks together. ValueError: somebody else holds it, or it holds something else."""
     with ExitStack() as locks:
-        on_main_rank(lambda: _enter(settings, locks))
+        run_on_rank_zero(lambda: _enter(settings, locks))
         yield
 
 
 def _enter(settings: Settings, locks: ExitStack) -> None:
     folder = Path(settings.run.dir)
-    with writing(folder):
+    with atomic_file(folder):
         locks.enter_context(lock(folder))
         refusal = _refusal(folder, settings)
         if refusal and settings.run.overwrite:
-            moved = aside(folder)
+            moved = backup_path(folder)
             folder.absolute().rename(moved)
             locks.enter_context(lock(folder))
             print(f"run.overwrite=true: what was in {folder} is now in {moved}", flush=True)
@@ -65,13 +65,13 @@ def _refusal(folder: Path, settings: Settings) -> str:
     if not (folder / CONFIG).exists():
         return ""
     try:
-        changes = changed(read_settings(folder / CONFIG), yaml.safe_load(yaml.safe_dump(asdict(settings))))
+        changes = changed_keys(read_settings(folder / CONFIG), yaml.safe_load(yaml.safe_dump(asdict(settings))))
         weights = read_json(folder / WEIGHTS) if (folder / WEIGHTS).exists() else []
     except (OSError, ValueError) as error:
         return f"holds an evaluation whose {CONFIG} or {WEIGHTS} cannot be read ({' '.join(str(error).split())[:200]})"
     others = {key: values for key, values in changes.items() if key.startswith(DECIDING) and not may_change(key, *values)}
     if others:
-        return f"holds an evaluation with other settings: {told(others)}"
+        return f"holds an evaluation with other settings: {describe_changes(others)}"
     return "" if weights == fingerprint(settings) else "holds an evaluation of other weights: their files have changed since"
 
 
@@ -86,7 +86,7 @@ def fingerprint(settings: Settings) -> list[list[str | int]]:
 
 def lightened(rollout: Rollout) -> Rollout:
     """Without its tokens and pictures, which are in its file."""
-    return replace(rollout, contexts=[], turns=[replace(turn, images=[]) for turn in rollout.turns])
+    return replace(rollout, sequences=[], turns=[replace(turn, images=[]) for turn in rollout.turns])
 
 
 def chunk_path(folder: Path, number: int) -> Path:
@@ -95,9 +95,9 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 def keep(path: Path, rollouts: Sequence[Rollout], *, number: int) -> None:
     """Write a chunk's episodes, and the pictures that each rank has. All ranks together."""
-    with writing(path.parent.parent):
-        together(lambda: store_pictures(path.parent, rollouts))
-        on_main_rank(lambda: write(path, {"kept": rollouts}, step=number, among=rollouts))
+    with atomic_file(path.parent.parent):
+        raise_on_all_ranks(lambda: store_pictures(path.parent, rollouts))
+        run_on_rank_zero(lambda: write(path, {"kept": rollouts}, step=number, among=rollouts))
 
 
 def kept(path: Path, examples: Sequence[Example], *, samples: int) -> list[Rollout] | None:

@@ -11,14 +11,14 @@ from megatron_rl.explain.sequence_checks import Patches
 from megatron_rl.explain.streamed_weights import Streamed
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.types import Image
-from megatron_rl.weights.formats.checkpoint_source import Source
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
 class Reference:
     """In float32, a context at a time, with the weights of a source, of which up to `held_bytes` stay in memory."""
 
     def __init__(
-        self, spec: ModelSpec, source: Source, *,
+        self, spec: ModelSpec, source: TensorSource, *,
         banned_ids: Sequence[int], patches: Patches, device: torch.device, held_bytes: int,
     ) -> None:  # fmt: skip
         self.spec, self._patches, self._device = spec, patches, device

@@ -20,7 +20,7 @@ from megatron_rl.explain.recorded_step import Looked
 from megatron_rl.explain.streamed_weights import Streamed
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image
-from megatron_rl.weights.formats.checkpoint_source import Source
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 OTHERS = 24
 """Pictures of the step, beside those of the context, that are tried in one's place."""
@@ -60,7 +60,7 @@ class Suspicion:
     renderer: Renderer
     gallery: Mapping[str, Image]
     """The pictures of the step, by key."""
-    older: Source | None = None
+    older: TensorSource | None = None
     """Other weights, of which one tensor, or all, may have stayed."""
 
 
@@ -161,26 +161,26 @@ def _others(number: int, images: Sequence[Image], gallery: Mapping[str, Image]) 
             swapped = list(images)
             swapped[place], swapped[number] = shown, other
             yield f"picture {place} ({other.key[:8]}), and this one in that one's,", swapped
-    fitting = [other for other in gallery.values() if other.key != shown.key and other.num_tokens == shown.num_tokens and other.picture]
+    fitting = [other for other in gallery.values() if other.key != shown.key and other.num_tokens == shown.num_tokens and other.pil]
     for other in fitting[:OTHERS]:
         yield f"{other.key[:8]}", [*images[:number], other, *images[number + 1 :]]
 
 
 def _sizes(image: Image, renderer: Renderer) -> list[tuple[int, int]]:
     """What a picture of its size is made by a second resize: by the run's limits, by the checkpoint's own, to halves."""
-    width, height = image.picture.size
+    width, height = image.pil.size
     processor = renderer.processor.image_processor
-    again = processor(images=[image.picture], do_resize=True, return_tensors="pt")["image_grid_thw"][0].tolist()
+    again = processor(images=[image.pil], do_resize=True, return_tensors="pt")["image_grid_thw"][0].tolist()
     sizes = [renderer.final_size(width, height), (again[2] * renderer.patch, again[1] * renderer.patch), (width // 2, height // 2)]
     return [size for size in dict.fromkeys(sizes) if size != (width, height) and min(size) > 0]
 
 
 def _resized(image: Image, size: tuple[int, int], *, scale_of: Image) -> Image:
     """Through a size and back; of another picture through one that is as much smaller or larger."""
-    (width, height), (own_width, own_height) = scale_of.picture.size, image.picture.size
+    (width, height), (own_width, own_height) = scale_of.pil.size, image.pil.size
     there = (max(1, round(size[0] * own_width / width)), max(1, round(size[1] * own_height / height)))
-    picture = image.picture.resize(there, Resampling.BICUBIC).resize(image.picture.size, Resampling.BICUBIC)
-    return replace(image, picture=picture, patch_PC=None, key=f"{image.key}x{size[0]}x{size[1]}")
+    picture = image.pil.resize(there, Resampling.BICUBIC).resize(image.pil.size, Resampling.BICUBIC)
+    return replace(image, pil=picture, patch_PC=None, key=f"{image.key}x{size[0]}x{size[1]}")
 
 
 def _of_positions(case: Case, suspicion: Suspicion, say: Say) -> Iterator[tuple[str, Logprobs]]:
@@ -215,7 +215,7 @@ def other_sections(sections: Sequence[int]) -> list[tuple[int, ...]]:
     return sorted({each for each in found if each != right and min(each) >= 0})
 
 
-def _of_weights(case: Case, reference: Reference, older: Source, say: Say) -> Iterator[tuple[str, Logprobs]]:
+def _of_weights(case: Case, reference: Reference, older: TensorSource, say: Say) -> Iterator[tuple[str, Logprobs]]:
     moved = moved_tensors(reference.weights, older)
 
     def with_older(names: Sequence[str]) -> torch.Tensor:
@@ -228,7 +228,7 @@ def _of_weights(case: Case, reference: Reference, older: Source, say: Say) -> It
         yield f"{name} is stale: it is as in the older weights", partial(with_older, [name])
 
 
-def moved_tensors(weights: Streamed, older: Source) -> list[str]:
+def moved_tensors(weights: Streamed, older: TensorSource) -> list[str]:
     """Those that the older weights have otherwise."""
     return [name for name in weights.names if not _are_equal(older.read(name), weights.tensor(name))]
 

@@ -15,18 +15,18 @@ from megatron_rl.config import EngineSettings
 from megatron_rl.distributed.world import World
 from megatron_rl.explain.recorded_step import Looked
 from megatron_rl.explain.sequence_checks import Patches
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image
-from megatron_rl.weights.formats.checkpoint_source import Source, tensors_of
+from megatron_rl.weights.formats.checkpoint_source import TensorSource, tensors_of
 
 
 class LiveEngine:
     """This process's engine, or its part of one, with the weights of a source. All ranks together."""
 
     def __init__(
-        self, model_path: str, settings: EngineSettings, renderer: Renderer, source: Source, *, patches: Patches, world: World
+        self, model_path: str, settings: EngineSettings, renderer: Renderer, source: TensorSource, *, patches: Patches, world: World
     ) -> None:  # fmt: skip
         self._patches, self._image_token_id = patches, renderer.image_token_id
         self._is_first, group = world.rank < settings.tp, None
@@ -34,7 +34,7 @@ class LiveEngine:
             firsts = range(0, world.size, settings.tp)
             groups = [dist.new_group(list(range(first, first + settings.tp)), backend="gloo") for first in firsts]
             group = groups[world.rank // settings.tp]
-        self._engine = LocalEngine(
+        self._engine = ColocatedEngine(
             model_path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
             group=group, pixels=renderer.final_pixels, reads_weights=False,
         )  # fmt: skip
@@ -57,7 +57,7 @@ class LiveEngine:
     async def _one(self, token_ids: list[int], images: list[Image], temperature: float) -> float:
         """Of the last of these tokens, behind the others."""
         *before, token = token_ids
-        sampling = Sampling(max_tokens=1, temperature=temperature, seed=0, asked=(token,))
+        sampling = SamplingSettings(max_tokens=1, temperature=temperature, seed=0, asked=(token,))
         return (await self._engine.generate(before, images, sampling)).asked[0][0]
 
     def _places(self, looked: Looked) -> Iterator[tuple[list[int], list[Image]]]:

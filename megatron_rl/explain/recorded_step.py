@@ -14,7 +14,7 @@ from megatron_rl.observe.recorder import FOLDER, picture_loader
 from megatron_rl.observe.rollout_store import num_rows, path_of, read_rollouts
 from megatron_rl.run.directory import read_settings
 from megatron_rl.run.record import CHECKPOINTS, CONFIG, FINAL
-from megatron_rl.types import Context, Rollout
+from megatron_rl.types import Rollout, TokenSequence
 
 SHOWN = 160
 """Characters of an error that stand in a page."""
@@ -27,7 +27,7 @@ class Looked:
     rollout: int
     """Its row or line, from 0."""
     number: int
-    context: Context
+    context: TokenSequence
 
     def __str__(self) -> str:
         return f"rollout {self.rollout} context {self.number}"
@@ -40,7 +40,7 @@ class Looked:
     @property
     def recorded(self) -> list[float]:
         """What the engine said of each of them."""
-        return [self.context.engine_logprobs[row + 1] for row in self.rows]
+        return [self.context.rollout_logprobs[row + 1] for row in self.rows]
 
 
 @dataclass(slots=True)
@@ -56,14 +56,14 @@ class Step:
         return [
             Looked(place, number, context)
             for place, rollout in self.rollouts.items()
-            for number, context in enumerate(rollout.contexts)
+            for number, context in enumerate(rollout.sequences)
             if any(context.loss_mask)
         ]
 
     @property
     def versions(self) -> list[int]:
         """Of the weights that sampled any of it, the newest first."""
-        return sorted({version for each in self.contexts for version in each.context.versions if version >= 0}, reverse=True)
+        return sorted({version for each in self.contexts for version in each.context.weight_versions if version >= 0}, reverse=True)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from megatron_rl.distributed.world import World, on_main_rank
+from megatron_rl.distributed.world import World, run_on_rank_zero
 from megatron_rl.explain.findings import BOUNDS, Bound, Checked, Compared
 from megatron_rl.explain.hf_reference import Reference
 from megatron_rl.explain.hypotheses import Case, Suspicion, explanation, moved_tensors
@@ -20,7 +20,7 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image
-from megatron_rl.weights.formats.checkpoint_source import Source
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 EXPLAINED = 3
 """Contexts of one party, the first that differ, for which suspects are looked for."""
@@ -47,8 +47,8 @@ class Playback:
 
     spec: ModelSpec
     renderer: Renderer
-    source: Source
-    older: Source | None
+    source: TensorSource
+    older: TensorSource | None
     version: int
     step: int
     settings: Conditions
@@ -103,7 +103,7 @@ class Playback:
             self._compare(played, looked, "engine, asked now", said, bound=BOUNDS[given.engine.dtype])
             return played
 
-        return on_main_rank(compare, group=waiting)
+        return run_on_rank_zero(compare, group=waiting)
 
     def close(self) -> None:
         if self.engine is not None:
@@ -121,10 +121,10 @@ class Playback:
             played.checks.append(tensors)
             return played, self._compare(played, looked, name, said, bound=BOUNDS["float32"])
 
-        played, number = on_main_rank(compare, group=waiting)
+        played, number = run_on_rank_zero(compare, group=waiting)
         if number is not None:
             passed = trainer.passed(looked[number])
-            lines = on_main_rank(lambda: self._layers(name, looked[number], passed), group=waiting)
+            lines = run_on_rank_zero(lambda: self._layers(name, looked[number], passed), group=waiting)
             played.layers += lines
         return played
 
@@ -156,7 +156,7 @@ class Playback:
 
     def _cases(self, looked: Sequence[Looked], said: Said, bound: Bound, is_engine: bool) -> Iterator[Case]:
         for each, said_R in zip(looked, said, strict=True):
-            versions = [each.context.versions[row + 1] == self.version or not is_engine for row in each.rows]
+            versions = [each.context.weight_versions[row + 1] == self.version or not is_engine for row in each.rows]
             compared_R = torch.tensor(versions, dtype=torch.bool)
             yield Case(looked=each, said_R=said_R.double(), compared_R=compared_R, temperature=self.settings.temperature, bound=bound)
 

@@ -37,24 +37,24 @@ def masks(step: Step) -> Checked:
         result.num += 1
         context, spans = each.context, _spans(step.rollouts[each.rollout], each.number)
         sampled = [bool(mask) for mask in context.loss_mask]
-        numbers = zip(context.engine_logprobs, context.versions, strict=True)
+        numbers = zip(context.rollout_logprobs, context.weight_versions, strict=True)
         for what, said in (
             ("the spans of its turns", [place in spans for place in range(len(sampled))]),
-            ("versions", [version >= 0 for version in context.versions]),
+            ("weight_versions", [version >= 0 for version in context.weight_versions]),
             ("logprobs", [mask if -1e4 < logprob <= 1e-6 else not mask for mask, (logprob, _) in zip(sampled, numbers, strict=True)]),
         ):
             wrong = next((place for place, pair in enumerate(zip(sampled, said, strict=True)) if pair[0] != pair[1]), None)
             if wrong is not None:
                 is_sampled = "sampled" if sampled[wrong] else "observed"
                 result.found.append(f"{each} token {wrong}: the mask says {is_sampled}, {what} say something else")
-        silent = next((place for place, mask in enumerate(sampled) if not mask and context.engine_logprobs[place] != 0.0), None)
+        silent = next((place for place, mask in enumerate(sampled) if not mask and context.rollout_logprobs[place] != 0.0), None)
         if silent is not None:
-            result.found.append(f"{each} token {silent}: was observed, but has a logprob of {context.engine_logprobs[silent]:.4g}")
+            result.found.append(f"{each} token {silent}: was observed, but has a logprob of {context.rollout_logprobs[silent]:.4g}")
     return result
 
 
 def _spans(rollout: Rollout, number: int) -> set[int]:
-    return {place for turn in rollout.turns if turn.context == number for place in range(*turn.span)}
+    return {place for turn in rollout.turns if turn.sequence == number for place in range(*turn.token_span)}
 
 
 def placeholders(step: Step, spec: ModelSpec) -> Checked:
@@ -93,7 +93,7 @@ def versions(step: Step, *, sampled_at: int, max_staleness: int) -> Checked:
     result = Checked("weight versions")
     for each in step.contexts:
         result.num += 1
-        known = [(place, version) for place, version in enumerate(each.context.versions) if version >= 0]
+        known = [(place, version) for place, version in enumerate(each.context.weight_versions) if version >= 0]
         if not known:  # where it sampled, `masks` tells so
             continue
         for (_, before), (place, now) in pairwise(known):
@@ -113,13 +113,13 @@ def pictures(keys: Mapping[str, Image], renderer: Renderer) -> Checked:
     """A picture's file holds the pixels that its key is of, at the size that its grid is of."""
     result = Checked("pictures' pixels", unit="pictures")
     for key, image in keys.items():
-        if image.picture is None:
+        if image.pil is None:
             continue
         result.num += 1
         size = tuple(patches * renderer.patch for patches in (image.grid[2], image.grid[1]))
-        found = key_of(image.picture)
-        if image.picture.size != size:
-            told = f"was resized once more: it has {_size(image.picture.size)} pixels, its grid is of {_size(size)}"
+        found = key_of(image.pil)
+        if image.pil.size != size:
+            told = f"was resized once more: it has {_size(image.pil.size)} pixels, its grid is of {_size(size)}"
             result.found.append(f"picture {key[:8]}: {told}")
         elif found != key:
             other = f"those of picture {found[:8]}: they were swapped" if found in keys else "others"
@@ -131,10 +131,10 @@ def patches(keys: Mapping[str, Image], renderer: Renderer) -> Checked:
     """What the renderer makes of a picture again is what the paper's arithmetic makes of its pixels."""
     result = Checked("patches made again", unit="pictures")
     for key, image in keys.items():
-        if image.picture is None or image.picture.size != (image.grid[2] * renderer.patch, image.grid[1] * renderer.patch):
+        if image.pil is None or image.pil.size != (image.grid[2] * renderer.patch, image.grid[1] * renderer.patch):
             continue
         result.num += 1
-        made, expected = renderer.patches(image, lambda each: each.picture), by_hand(image.picture, renderer)
+        made, expected = renderer.patches(image, lambda each: each.pil), by_hand(image.pil, renderer)
         if made.shape != expected.shape:
             result.found.append(f"picture {key[:8]}: {list(made.shape)} patches, its pixels give {list(expected.shape)}")
             continue
@@ -163,7 +163,7 @@ def of_pixels(renderer: Renderer) -> Patches:
     """The processor's patches of the pixels that are recorded, past the renderer's memory."""
 
     def made(image: Image) -> torch.Tensor:
-        return renderer.processor.image_processor(images=[image.picture], do_resize=False, return_tensors="pt")["pixel_values"]
+        return renderer.processor.image_processor(images=[image.pil], do_resize=False, return_tensors="pt")["pixel_values"]
 
     return made
 
@@ -173,7 +173,7 @@ def playable(step: Step, spec: ModelSpec) -> tuple[list[Looked], list[str]]:
     good, lines = [], []
     for each in step.contexts:
         context = each.context
-        fits = all(image.picture is not None and image.picture.size == _pixels(image, spec) for image in context.images)
+        fits = all(image.pil is not None and image.pil.size == _pixels(image, spec) for image in context.images)
         num = sum(token == spec.image_token_id for token in context.token_ids)
         inside = max(context.token_ids) < spec.vocab_size and not context.loss_mask[0]
         if fits and inside and num == sum(image.num_tokens for image in context.images):

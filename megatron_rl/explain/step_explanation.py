@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron_rl.config import ParallelSettings, require
-from megatron_rl.distributed.world import World, on_main_rank, patient, together
+from megatron_rl.distributed.world import World, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.explain.findings import Page
 from megatron_rl.explain.recorded_step import Conditions, Looked, Step, read_step, settings_of, weights_of
 from megatron_rl.explain.replay_forward import Playback, Played
@@ -16,9 +16,9 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout, check_layout, leave_layout
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run.record import CHECKPOINTS, published
-from megatron_rl.weights.formats.checkpoint_source import Source
-from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.run.record import CHECKPOINTS, list_checkpoints
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
+from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 
@@ -48,16 +48,16 @@ class Asked:
 
 def explain(asked: Asked, world: World) -> Page:
     """ValueError, OSError: there is nothing to look at."""
-    settings, step, renderer, spec = together(lambda: _read(asked, world))
+    settings, step, renderer, spec = raise_on_all_ranks(lambda: _read(asked, world))
     page = Page(title=[_title(asked, step)], skipped=step.skipped)
     checks = {"sampled_at": asked.step, "max_staleness": settings.max_staleness}
-    page.checks = on_main_rank(lambda: checked(step, renderer, spec, **checks))
+    page.checks = run_on_rank_zero(lambda: checked(step, renderer, spec, **checks))
     if not asked.with_model:
         return page
     looked, lines = playable(step, spec)
     page.skipped += lines
-    version, path, source = together(lambda: _weights(asked, settings, step, spec))
-    older = together(lambda: _older(asked, settings, version, spec))
+    version, path, source = raise_on_all_ranks(lambda: _weights(asked, settings, step, spec))
+    older = raise_on_all_ranks(lambda: _older(asked, settings, version, spec))
     chosen = _chosen(looked, version, asked.rollouts)
     require(bool(chosen), "--step", asked.step, "none of its contexts can be played back; --no-model looks at the rest")
     page.title.append(f"weights of version {version}: {path}; recorded in {settings.dtype}, played back in float32")
@@ -80,12 +80,12 @@ def _play(
     page: Page, play: Playback, looked: Sequence[Looked], *, parallel: ParallelSettings | None, asks: bool, world: World
 ) -> None:  # fmt: skip
     """Through Hugging Face and one process on the first rank, then at the layout on all; and an engine's parts are on all."""
-    waiting = patient(timeout_s=WAIT_S)
-    played: Played = on_main_rank(lambda: play.recorded(looked), group=waiting)
+    waiting = long_timeout_group(timeout_s=WAIT_S)
+    played: Played = run_on_rank_zero(lambda: play.recorded(looked), group=waiting)
     if play.is_whole:
         layout = build_layout(ParallelSettings(), seed=0)
         try:
-            played = on_main_rank(lambda: play.alone(played, looked, layout), group=waiting)
+            played = run_on_rank_zero(lambda: play.alone(played, looked, layout), group=waiting)
         finally:
             leave_layout()
     else:
@@ -116,7 +116,7 @@ def _title(asked: Asked, step: Step) -> str:
     return f"{asked.run} step {asked.step}: {counts} ({step.path.name})"
 
 
-def _weights(asked: Asked, settings: Conditions, step: Step, spec: ModelSpec) -> tuple[int, Path, Source]:
+def _weights(asked: Asked, settings: Conditions, step: Step, spec: ModelSpec) -> tuple[int, Path, TensorSource]:
     """The newest version of which there are weights; those that are given are of the newest."""
     require(bool(step.versions), "--step", asked.step, "nothing was sampled in it")
     if asked.weights:
@@ -131,28 +131,28 @@ def _weights(asked: Asked, settings: Conditions, step: Step, spec: ModelSpec) ->
     raise missing[0]
 
 
-def _older(asked: Asked, settings: Conditions, version: int, spec: ModelSpec) -> Source | None:
+def _older(asked: Asked, settings: Conditions, version: int, spec: ModelSpec) -> TensorSource | None:
     if asked.older:
         return _opened(asked.older, settings, spec, key="--older")
     if version == 0 or asked.weights:
         return None
-    before = [path for path in published(asked.run / CHECKPOINTS) if int(path.name.removeprefix("step_")) < version]
+    before = [path for path in list_checkpoints(asked.run / CHECKPOINTS) if int(path.name.removeprefix("step_")) < version]
     path = before[-1] if before else Path(settings.model.path)
     return open_source(path, spec, key="--older") if path.is_dir() else None
 
 
-def _opened(given: str, settings: Conditions, spec: ModelSpec, *, key: str) -> Source:
+def _opened(given: str, settings: Conditions, spec: ModelSpec, *, key: str) -> TensorSource:
     if (Path(given) / ADAPTER).is_file():
-        return Merged(open_source(Path(settings.model.path), spec, key="model.path"), Path(given), key=key)
+        return MergedTensors(open_source(Path(settings.model.path), spec, key="model.path"), Path(given), key=key)
     return open_source(Path(given), spec, key=key)
 
 
 def _chosen(looked: Sequence[Looked], version: int, num: int) -> list[Looked]:
     """Contexts of so many rollouts: first those of which engine and trainer said the most different."""
-    fitting = [each for each in looked if version in each.context.versions]
+    fitting = [each for each in looked if version in each.context.weight_versions]
     gaps: dict[int, float] = {}
     for each in fitting:
-        pairs = zip(each.context.engine_logprobs, each.context.old_logprobs, strict=False)
+        pairs = zip(each.context.rollout_logprobs, each.context.old_logprobs, strict=False)
         gaps[each.rollout] = max(gaps.get(each.rollout, 0.0), *(abs(one - other) for one, other in pairs), 0.0)
     taken = sorted(gaps, key=lambda rollout: (-gaps[rollout], rollout))[:num]
     return [each for each in fitting if each.rollout in taken]

@@ -13,24 +13,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.name_mapping import canonical
-from megatron_rl.weights.formats.checkpoint_source import Source
+from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
 class Streamed:
     """In float32, with the weights of a source."""
 
-    def __init__(self, spec: ModelSpec, source: Source, *, held_bytes: int, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, source: TensorSource, *, held_bytes: int, device: torch.device) -> None:
         self._source, self._room, self._device = source, held_bytes, device
         self._held: dict[str, torch.Tensor] = {}
-        self._others: dict[str, Source] = {}
+        self._others: dict[str, TensorSource] = {}
         """By name, who has a tensor that stands in the place of the source's own."""
         config = deepcopy(spec.config)
         config.dtype = torch.float32
         with torch.device("meta"):
             self.model = spec.family.model(config).float().eval()
         _fill_buffers(self.model, device)
-        names = {parameter: canonical(name) for name, parameter in self.model.named_parameters()}
+        names = {parameter: canonical_name(name) for name, parameter in self.model.named_parameters()}
         self.names: Sequence[str] = tuple(names.values())
         for module in self.model.modules():
             own = {key: (names[blank], blank) for key, blank in module.named_parameters(recurse=False)}
@@ -50,7 +50,7 @@ class Streamed:
         return tensor
 
     @contextmanager
-    def holding(self, names: Sequence[str], source: Source) -> Iterator[None]:
+    def holding(self, names: Sequence[str], source: TensorSource) -> Iterator[None]:
         """Have these tensors of another source inside the block."""
         self._others = dict.fromkeys(names, source)
         try:

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batching.minibatches import WeightedContext, cut, loads_of
-from megatron_rl.batching.packing import pack, read_back
+from megatron_rl.batching.minibatches import PackItem, pack_costs, split_by_cost
+from megatron_rl.batching.packing import pack, scatter_to_rollouts
 from megatron_rl.compat.megatron_cpu import on_cpu_too
 from megatron_rl.config import LoraSettings
 from megatron_rl.distributed.world import gather
@@ -25,10 +25,10 @@ from megatron_rl.policy.logprobs import Distribution, banned_mask
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import with_patches
 from megatron_rl.policy.policy import can_share_prompts
-from megatron_rl.policy.transformer import Chunk, build_chunks
-from megatron_rl.types import Batch, Rollout
-from megatron_rl.weights.formats.checkpoint_source import Source
-from megatron_rl.weights.stream import Export, Placement, load_hf
+from megatron_rl.policy.transformer import ModelChunk, build_chunks
+from megatron_rl.types import MicroBatch, Rollout
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
+from megatron_rl.weights.stream import HfWeightIterator, ShardLocation, load_hf
 
 ROWS = 2048
 """Rows whose logits exist at a time."""
@@ -42,18 +42,18 @@ class Trainer:
 
     @on_cpu_too
     def __init__(
-        self, spec: ModelSpec, layout: Layout, source: Source, *,
+        self, spec: ModelSpec, layout: Layout, source: TensorSource, *,
         banned_ids: Sequence[int], temperature: float, patches: Patches, device: torch.device,
     ) -> None:  # fmt: skip
         self.spec, self.layout, self._patches, self._device = spec, layout, patches, device
         self.chunks = build_chunks(spec, layout, torch.float32, lora=LoraSettings()).to(device).eval()
         rows, per_chunk = spec.rows(), spec.num_layers // (layout.pp * layout.vpp)
-        placement = Placement(
+        placement = ShardLocation(
             layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp, layers_per_chunk=per_chunk,
             fused_norms=uses_transformer_engine(LoraSettings()),
         )  # fmt: skip
         load_hf(self.chunks, rows, placement, source.read)
-        self.export = Export(self.chunks, rows, placement, bucket_bytes=BUCKET_BYTES)
+        self.export = HfWeightIterator(self.chunks, rows, placement, bucket_bytes=BUCKET_BYTES)
         whole = padded_vocab(spec.vocab_size, layout.tp)
         first, never = layout.tp_rank * whole // layout.tp, [*banned_ids, *range(spec.vocab_size, whole)]
         banned_V = banned_mask(never, first_id=first, size=whole // layout.tp, device=device)
@@ -65,14 +65,14 @@ class Trainer:
     def logprobs(self, looked: Sequence[Looked], *, together: bool) -> list[torch.Tensor]:
         """[R] of each context's sampled tokens, on every rank: one by one, or `together`, packed as an update packs them, with what
         contexts begin with computed once."""
-        rollouts = [Rollout("", "", 0, 0, contexts=[each.context]) for each in looked]
-        weighted = [WeightedContext(each.context, origin=(number, 0)) for number, each in enumerate(looked)]
+        rollouts = [Rollout("", "", 0, 0, sequences=[each.context]) for each in looked]
+        weighted = [PackItem(each.context, origin=(number, 0)) for number, each in enumerate(looked)]
         shares = together and can_share_prompts(self._device, torch.float32)
         parts = [[each] for each in weighted]
         if together:
-            parts = cut(loads_of(weighted, self.spec.image_token_id, share_prompts=shares), MAX_TOKENS)
+            parts = split_by_cost(pack_costs(weighted, self.spec.image_token_id, share_prompts=shares), MAX_TOKENS)
         batches = [self._packed(part, shares) for part in parts]
-        columns = read_back(rollouts, batches, [self._read(batch).cpu() for batch in batches])
+        columns = scatter_to_rollouts(rollouts, batches, [self._read(batch).cpu() for batch in batches])
         return [torch.tensor([columns[number, 0][row + 1] for row in each.rows]) for number, each in enumerate(looked)]
 
     def passed(self, looked: Looked) -> Passed:
@@ -80,21 +80,21 @@ class Trainer:
         mine: Passed = {}
         with ExitStack() as closing:
             parts = [closing.enter_context(watched(self.probes(number, chunk))) for number, chunk in enumerate(self.chunks)]
-            self._read(self._packed([WeightedContext(looked.context)], False))
+            self._read(self._packed([PackItem(looked.context)], False))
         for part in parts:
             mine |= part
         everyones = gather(mine if self.layout.tp_rank == 0 and self.layout.dp_rank == 0 else {})
         length = len(looked.context.token_ids)
         return {name: tensor if is_of_tower(name) else tensor[:length] for each in everyones for name, tensor in each.items()}
 
-    def _packed(self, weighted: Sequence[WeightedContext], shares: bool) -> Batch:
+    def _packed(self, weighted: Sequence[PackItem], shares: bool) -> MicroBatch:
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         how = {"image_token_id": self.spec.image_token_id, "positions": self.spec.positions, "share_prompts": shares}
         return pack(weighted, **how, multiple_of=multiple, device=self._device)
 
     @on_cpu_too
     @torch.no_grad()
-    def _read(self, batch: Batch) -> torch.Tensor:
+    def _read(self, batch: MicroBatch) -> torch.Tensor:
         """Logprob of each target [T]; 0 where the mask is."""
         rows_R, logprob_T = batch.mask_T.nonzero()[:, 0], batch.weight_T.new_zeros(batch.num_tokens)
         peers, place = dist.get_process_group_ranks(self.layout.pp_group), self.layout.pp_rank
@@ -112,13 +112,13 @@ class Trainer:
             dist.broadcast(logprob_T, src=self.layout.last_stage_rank, group=self.layout.pp_group)
         return logprob_T
 
-    def _received(self, batch: Batch, source: int) -> torch.Tensor:
+    def _received(self, batch: MicroBatch, source: int) -> torch.Tensor:
         cut = self.layout.tp if self.layout.sequence_parallel else 1
         hidden = torch.empty(batch.num_tokens // cut, 1, self.spec.hidden_size, device=self._device)
         dist.recv(hidden, source, group=self.layout.pp_group)
         return hidden
 
-    def probes(self, number: int, chunk: Chunk) -> Probes:
+    def probes(self, number: int, chunk: ModelChunk) -> Probes:
         per_chunk = self.spec.num_layers // (self.layout.pp * self.layout.vpp)
         return Probes(
             tower=chunk.vision if self.layout.tp == 1 else None,

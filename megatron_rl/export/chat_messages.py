@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from megatron_rl.data.records import CONTROL
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context, Image, Message
+from megatron_rl.types import Image, Message, TokenSequence
 
 END = "<|im_end|>"
 MESSAGE = re.compile(r"<\|im_start\|>(system|user|tool|assistant)\n(.*?)<\|im_end\|>\n?", re.DOTALL)
@@ -24,14 +24,14 @@ class Untold(ValueError):
     """A context that no list of messages stands for, and why."""
 
 
-def messages_of(context: Context, renderer: Renderer, *, cut_at: int) -> list[Message]:
+def messages_of(context: TokenSequence, renderer: Renderer, *, cut_at: int) -> list[Message]:
     """What was said up to the last reply, with pictures. A reply of `cut_at` tokens that the policy did not end is no whole one.
 
     Untold: the messages would not be rendered as this context.
     """
     if any(last - first >= cut_at and context.token_ids[last - 1] != renderer.end_id for first, last in _replies(context)):
-        raise Untold("a reply was cut off by task.max_tokens_per_turn")
-    if any(image.picture is None for image in context.images):
+        raise Untold("a reply was cut off by task.max_new_tokens")
+    if any(image.pil is None for image in context.images):
         raise Untold("one of its pictures is not there")
     words, remaining, messages = _words(context, renderer), iter(context.images), []
     if "\ufffd" in "".join(_said(context, renderer)):
@@ -58,7 +58,7 @@ def messages_of(context: Context, renderer: Renderer, *, cut_at: int) -> list[Me
     return messages
 
 
-def _words(context: Context, renderer: Renderer) -> str:
+def _words(context: TokenSequence, renderer: Renderer) -> str:
     """Its text with one placeholder a picture. A last reply that ended at a word of the task's (Task.stop) is closed, as others are."""
     sizes, ids, place = iter(context.images), [], 0
     while place < len(context.token_ids):
@@ -71,18 +71,18 @@ def _words(context: Context, renderer: Renderer) -> str:
 def _parts(content: str, images: Iterator[Image]) -> Iterator[dict[str, object]]:
     for number, text in enumerate(content.split(PICTURE)):
         if number:
-            yield {"type": "image", "image": next(images).picture}
+            yield {"type": "image", "image": next(images).pil}
         if text:
             yield {"type": "text", "text": text}
 
 
-def _replies(context: Context) -> list[tuple[int, int]]:
+def _replies(context: TokenSequence) -> list[tuple[int, int]]:
     """First and one-past-last token of what was sampled between two observations."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place, (before, now) in enumerate(pairwise(mask)) if before != now]
     return list(zip(borders[::2], borders[1::2], strict=True))
 
 
-def _said(context: Context, renderer: Renderer) -> list[str]:
+def _said(context: TokenSequence, renderer: Renderer) -> list[str]:
     """The replies as text: the same words may have other tokens, and their end need not have been sampled."""
     return [renderer.tokenizer.decode(context.token_ids[first:last]).removesuffix(END) for first, last in _replies(context)]

@@ -46,9 +46,9 @@ def _name(out: Path, number: int) -> Path:
 
 def _line(rollout: Rollout, step: int, renderer: Renderer, word: Callable[[int], str]) -> dict[str, object]:
     sampled = list(_sampled(rollout))
-    first = rollout.contexts[0]
+    first = rollout.sequences[0]
     ids, logprobs, values, rewards = ([each[part] for each in sampled] for part in range(4))
-    rewards[-1] += rollout.outcome
+    rewards[-1] += rollout.outcome_reward
     line = {
         "step": step,
         "prompt": renderer.tokenizer.decode(first.token_ids[: first.loss_mask.index(1)]),
@@ -59,7 +59,7 @@ def _line(rollout: Rollout, step: int, renderer: Renderer, word: Callable[[int],
         "reward": rollout.reward,
         "example": rollout.example_id,
         "ground_truth": rollout.answer,
-        "end": str(rollout.end),
+        "end": str(rollout.stop_reason),
     }
     return line if None in values else {**line, "values": values}
 
@@ -67,7 +67,7 @@ def _line(rollout: Rollout, step: int, renderer: Renderer, word: Callable[[int],
 def _sampled(rollout: Rollout) -> Iterator[tuple[int, float, float | None, float]]:
     """Of every sampled token: itself, the engine's logprob, a critic's value where there is one, and its reward but for the outcome."""
     for turn in rollout.turns:
-        context, (first, last) = rollout.contexts[turn.context], turn.span
+        context, (first, last) = rollout.sequences[turn.sequence], turn.token_span
         for place in range(first, last):
             value = context.values[place] if context.values else None
-            yield context.token_ids[place], context.engine_logprobs[place], value, turn.gain if place == last - 1 else 0.0
+            yield context.token_ids[place], context.rollout_logprobs[place], value, turn.reward_delta if place == last - 1 else 0.0

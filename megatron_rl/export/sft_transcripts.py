@@ -104,8 +104,8 @@ def _lines(paths: Mapping[int, Path], chosen: Sequence[Found], out: Path, way: W
 
 
 def _told(rollout: Rollout, way: Way, exported: Exported) -> Iterator[list[Message]]:
-    keys = {id(image.picture): image.key for image in rollout.images}
-    for context in rollout.contexts:
+    keys = {id(image.pil): image.key for image in rollout.images}
+    for context in rollout.sequences:
         if not any(context.loss_mask):
             continue
         try:

@@ -1,11 +1,13 @@
 """The one codec of a rollout: `to_record` makes plain JSON values of it, and `from_record` the same rollout of them, bit for bit.
 
-What travels is read off types.py: every field of Rollout, Context, Turn, ToolCall and Verdict under its own name, so that a field that is
-added there travels too (and VERSION goes up). Pictures leave and return by name, through the two functions that the caller hands in; their
-patches stay behind, and Renderer.patches makes them again. jsonl.to_line writes a record; NaN and infinities are strings in the line.
+What travels is read off types.py: every field of Rollout, TokenSequence, Turn, ToolCall and JudgeResult under its own name, so that a
+field that is added there travels too (and VERSION goes up). Pictures leave and return by name, through the two functions that the caller
+hands in; their patches stay behind, and Renderer.patches makes them again. jsonl.to_line writes a record; NaN and infinities are strings
+in the line.
 
-    {"version": 6, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
-     "contexts": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}], "turns": [{"context": 0, "span": [2, 3], ...}]}
+    {"version": 7, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
+     "sequences": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}], "turns": [{"sequence": 0, "token_span": [2, 3],
+     ...}]}
 """
 
 import math
@@ -18,18 +20,18 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
 
 from megatron_rl.io.jsonl import LACKING
-from megatron_rl.types import ATTACHED, Context, Image, Rollout, ToolCall, Turn, Verdict
+from megatron_rl.types import TOKEN_COLUMNS, Image, JudgeResult, Rollout, TokenSequence, ToolCall, Turn
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-VERSION = 6
+VERSION = 7
 """Of the fields and their meaning. A record of another version is refused."""
 KEY = re.compile(r"[0-9A-Za-z]{1,64}")
 """A valid key of an image, which names a file."""
 MAX_PATCHES = 1 << 24
 """Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""
-FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, Context, Turn, ToolCall, Verdict)}
+FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence, Turn, ToolCall, JudgeResult)}
 """Of the records that travel: names and annotations."""
 
 
@@ -52,10 +54,10 @@ def from_record(record: object, load: Callable[[str], "Picture | None"]) -> Roll
     images = _read_images(record.get("images"), load)
     fields = {name: value for name, value in record.items() if name not in ("version", "images")}
     rollout = _read(Rollout, fields, "rollout", images)
-    for number, context in enumerate(rollout.contexts):
-        _check_context(context, f"contexts[{number}]")
+    for number, context in enumerate(rollout.sequences):
+        _check_context(context, f"sequences[{number}]")
     for number, turn in enumerate(rollout.turns):
-        _check_turn(turn, rollout.contexts, f"turns[{number}]")
+        _check_turn(turn, rollout.sequences, f"turns[{number}]")
     return rollout
 
 
@@ -130,25 +132,30 @@ def _read_images(value: Any, load: Callable[[str], "Picture | None"]) -> dict[st
         _require(min(grid) > 0 and math.prod(grid) <= MAX_PATCHES, where, each["grid"], "no grid of patches")
         merge = _read(int, each["merge"], where, {})
         _require(merge > 0 and not any(side % merge for side in grid[1:]), where, merge, "does not merge that grid")
-        images[key] = Image(picture=load(_text(each["name"], where)), patch_PC=None, grid=grid, key=key, merge=merge)
+        images[key] = Image(pil=load(_text(each["name"], where)), patch_PC=None, grid=grid, key=key, merge=merge)
     return images
 
 
-def _check_context(context: Context, where: str) -> None:
+def _check_context(context: TokenSequence, where: str) -> None:
     length = len(context.token_ids)
-    for name in FIELDS[Context].keys() - {"images"}:
+    for name in FIELDS[TokenSequence].keys() - {"images"}:
         column = getattr(context, name)
-        is_aligned = len(column) == length or (name in ATTACHED and not column)
+        is_aligned = len(column) == length or (name in TOKEN_COLUMNS and not column)
         _require(is_aligned, f"{where}.{name}", len(column), f"not as many as the {length} tokens")
     _require(min(context.token_ids, default=0) >= 0, f"{where}.token_ids", context.token_ids, "tokens below 0")
     _require({0, 1}.issuperset(context.loss_mask), f"{where}.loss_mask", context.loss_mask, "not 0 and 1")
 
 
-def _check_turn(turn: Turn, contexts: list[Context], where: str) -> None:
-    _require(0 <= turn.context < len(contexts), f"{where}.context", turn.context, f"none of {len(contexts)} contexts")
-    (start, stop), length = turn.span, len(contexts[turn.context].token_ids)
-    _require(0 <= start <= stop <= length, f"{where}.span", turn.span, f"not within the {length} tokens of its context")
-    _require(turn.action is None or start <= turn.action < stop, f"{where}.action", turn.action, f"not within the span {turn.span}")
+def _check_turn(turn: Turn, contexts: list[TokenSequence], where: str) -> None:
+    _require(0 <= turn.sequence < len(contexts), f"{where}.sequence", turn.sequence, f"none of {len(contexts)} sequences")
+    (start, stop), length = turn.token_span, len(contexts[turn.sequence].token_ids)
+    _require(0 <= start <= stop <= length, f"{where}.token_span", turn.token_span, f"not within the {length} tokens of its sequence")
+    _require(
+        turn.action_start is None or start <= turn.action_start < stop,
+        f"{where}.action_start",
+        turn.action_start,
+        f"not within the span {turn.token_span}",
+    )
 
 
 def _integer(value: Any, where: str) -> int:

@@ -20,9 +20,9 @@ from megatron_rl.config import Settings
 from megatron_rl.io.bounded_files import printable
 from megatron_rl.io.jsonl import replace_bytes
 from megatron_rl.launcher.compose import composed
-from megatron_rl.run.directory import look
+from megatron_rl.run.directory import read_resume_state
 from megatron_rl.run.process import LOGS
-from megatron_rl.run.record import writing
+from megatron_rl.run.record import atomic_file
 from megatron_rl.run.status import is_running
 
 SCRIPT, STORED = "job.sbatch", "job.yaml"
@@ -48,13 +48,13 @@ def script_of(settings: Settings, words: Sequence[str], further: Sequence[str]) 
 def prepare(settings: Settings, script: str) -> Path:
     """Write script and settings; returns the script. ValueError: the run folder holds what does not go on with these settings."""
     folder = Path(settings.run.dir)
-    stand = look(folder, settings)
+    stand = read_resume_state(folder, settings)
     if is_running(folder):
         raise ValueError(f"run.dir={folder}: a run is under way in it; choose another folder")
     if not settings.run.overwrite and (stand.refusal or stand.is_finished):
         why = stand.refusal or "holds a finished run"
         raise ValueError(f"run.dir={folder}: {why}; run.overwrite=true moves it aside, or choose another folder")
-    with writing(folder):
+    with atomic_file(folder):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         replace_bytes(folder / STORED, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
         replace_bytes(folder / SCRIPT, script.encode())

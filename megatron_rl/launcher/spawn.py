@@ -24,7 +24,7 @@ from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from megatron_rl.config import RunSettings
 from megatron_rl.distributed.world import first_line, raise_file_limit
-from megatron_rl.run.shutdown import AGAIN_S, CLOSING_S, SIGNALS, START_S, HardEnd, SignalDeadline, hearing
+from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, SECOND_SIGNAL_S, SIGNALS, STARTUP_TIMEOUT_S, HardEnd, SignalDeadline, handling_signals
 
 AT_ONCE_S = 5
 """After a second SIGINT, or another signal AGAIN_S after the first."""
@@ -46,7 +46,7 @@ class Processes:
             raise SystemExit(128 + number)
         if not self._heard:
             signal.setitimer(signal.ITIMER_REAL, self._patience_s)
-        if number == signal.SIGINT in self._heard or (self._heard and time.monotonic() - self._first >= AGAIN_S):
+        if number == signal.SIGINT in self._heard or (self._heard and time.monotonic() - self._first >= SECOND_SIGNAL_S):
             signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
         self._first = self._first if self._heard else time.monotonic()
         self._heard.append(number)
@@ -58,7 +58,7 @@ class Processes:
         number, first = heard[0]
         self._has_processes |= bool(psutil.Process().children())
         line = f"error: {signal.Signals(number).name}: ended while it waited for the launchers of other nodes"
-        return HardEnd(math.inf if self._has_processes else first + START_S / 2, line, 128 + number)
+        return HardEnd(math.inf if self._has_processes else first + STARTUP_TIMEOUT_S / 2, line, 128 + number)
 
     def kill(self, number: int, frame: FrameType | None) -> None:
         _tell(psutil.Process().children(), signal.SIGKILL)
@@ -83,10 +83,10 @@ def spawn(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     logging.disable(logging.CRITICAL)  # torch's own report of what the processes report themselves
     given.signals_to_handle = "SIGHUP,SIGQUIT"
-    patience_s = given.shutdown_timeout or grace_s(given.training_script_args) + CLOSING_S
+    patience_s = given.shutdown_timeout or grace_s(given.training_script_args) + CLOSE_TIMEOUT_S
     processes = Processes(patience_s=patience_s)
     handlers = {**dict.fromkeys(SIGNALS, processes.hear), signal.SIGALRM: processes.kill}
-    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, hearing(handlers), SignalDeadline(processes.hard_end):
+    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, handling_signals(handlers), SignalDeadline(processes.hard_end):
         given.log_dir = given.log_dir or logs
         try:
             run(given)

@@ -21,9 +21,9 @@ from megatron_rl.config import Settings
 from megatron_rl.io.bounded_files import printable
 from megatron_rl.launcher.compose import composed
 from megatron_rl.launcher.sweep_file import Sweep, Task, read_sweep
-from megatron_rl.run.directory import look
-from megatron_rl.run.process import LOGS, Attempt, Hearing, new_output, requeue, require_job
-from megatron_rl.run.status import is_running, see
+from megatron_rl.run.directory import read_resume_state
+from megatron_rl.run.process import LOGS, ManagedProcess, SignalForwarder, open_output, requeue, require_job
+from megatron_rl.run.status import is_running, read_status
 
 _LOOK_S = 0.2
 
@@ -61,7 +61,7 @@ def all_composed(tasks: Sequence[Task]) -> list[Settings]:
 
 def left_to_do(tasks: Sequence[Task], settings: Sequence[Settings]) -> list[Task]:
     """Those that are not finished. ValueError: a line for each folder that holds something else, or is in use."""
-    stands = [look(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
+    stands = [read_resume_state(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
     refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]
     refused += [(task.folder, "a run is under way in it") for task in tasks if is_running(task.folder)]
     if refused:
@@ -72,7 +72,7 @@ def left_to_do(tasks: Sequence[Task], settings: Sequence[Settings]) -> list[Task
 def show(sweep: Sweep) -> None:
     width = max(len(str(task.folder)) for task in sweep.tasks)
     for task in sweep.tasks:
-        print(f"{task.index:>3}  {see(task.folder).state:8}  {task.folder!s:{width}}  {' '.join(task.overrides[:-1])}")
+        print(f"{task.index:>3}  {read_status(task.folder).state:8}  {task.folder!s:{width}}  {' '.join(task.overrides[:-1])}")
     print(f"sbatch --array=0-{len(sweep.tasks) - 1} launch/slurm/sweep.sbatch {sweep.path}")
 
 
@@ -81,13 +81,13 @@ class Player:
 
     def __init__(self, sweep: Sweep, launch: Launch, *, num: int) -> None:
         self._sweep, self._launch, self._num = sweep, launch, num
-        self._running: dict[Attempt, Task] = {}
+        self._running: dict[ManagedProcess, Task] = {}
         self.codes: list[int] = []
         is_terminal = sys.stdout.isatty()
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=Console()) if is_terminal and num > 1 else None
 
-    def play(self, tasks: Sequence[Task], *, at_once: int, hearing: Hearing) -> None:
+    def play(self, tasks: Sequence[Task], *, at_once: int, hearing: SignalForwarder) -> None:
         """Until all have ended; once this process is asked to stop, none begins."""
         waiting = list(tasks)
         with self._bar or nullcontext():
@@ -103,17 +103,17 @@ class Player:
         if waiting:
             self.codes.append(os.EX_TEMPFAIL)
 
-    def _begin(self, task: Task, hearing: Hearing) -> None:
+    def _begin(self, task: Task, hearing: SignalForwarder) -> None:
         command = self._launch.command(task.overrides, processes=self._sweep.processes, environment=os.environ)
-        output = new_output(task.folder / LOGS)
+        output = open_output(task.folder / LOGS)
         self._tell(f"{task.index:>3}  begins: {output}")
-        attempt = Attempt(command, output=output)
+        attempt = ManagedProcess(command, output=output)
         self._running[attempt] = task
         hearing.attempts.append(attempt)
         if hearing.heard:  # in between
-            attempt.tell(signal.SIGUSR1)
+            attempt.forward_signal(signal.SIGUSR1)
 
-    def _end(self, attempt: Attempt, hearing: Hearing) -> None:
+    def _end(self, attempt: ManagedProcess, hearing: SignalForwarder) -> None:
         task = self._running.pop(attempt)
         hearing.attempts.remove(attempt)
         self.codes.append(attempt.poll())
@@ -128,7 +128,7 @@ class Player:
 
 def play(sweep: Sweep, tasks: Sequence[Task], launch: Launch, *, at_once: int, requeues: bool = False) -> int:
     """0: all are finished. Else the highest exit code."""
-    with Hearing() as hearing:
+    with SignalForwarder() as hearing:
         settings = all_composed(sweep.tasks)
         todo = left_to_do(tasks, [settings[task.index] for task in tasks])
         for task in tasks:

@@ -3,7 +3,7 @@
     overrides: [experiment=numberline_grpo_cpu, run.steps=20]    # what all runs have in common
     grid: {algo: [grpo, gspo], optim.lr: [1e-4, 2e-4]}           # every combination, the last key fastest; or
     list: [{algo: grpo}, {algo: gspo, optim.lr: 1e-4}]           # these; or
-    random: {draws: 12, seed: 0, optim.lr: {log: [1e-5, 1e-3]}, algo.clip_high: {uniform: [0.2, 0.4]}, algo: [grpo, gspo]}
+    random: {draws: 12, seed: 0, optim.lr: {log: [1e-5, 1e-3]}, algo.clip_ratio_high: {uniform: [0.2, 0.4]}, algo: [grpo, gspo]}
     folder: runs/lr                                              # of the run folders; runs/NAME-OF-THE-YAML where it is not given
     processes: 2                                                 # of each run; as many as Slurm gives GPUs, else 1, where it is not given
 More draws of a seed leave those before them as they are, and so does another key.

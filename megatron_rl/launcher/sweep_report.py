@@ -16,7 +16,7 @@ from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.observe.plot import RETURN
 from megatron_rl.observe.sweep_plot import Curve, draw
-from megatron_rl.run.status import Seen, State, see
+from megatron_rl.run.status import RunState, RunStatus, read_status
 
 NOT_TOLD = ("run.dir",)
 WIDTH = 200
@@ -27,7 +27,7 @@ WIDTH = 200
 class Row:
     name: str
     parameters: Mapping[str, str]
-    seen: Seen
+    seen: RunStatus
 
 
 def interval(evaluation: Mapping[str, float], kind: str) -> tuple[float, float] | None:
@@ -39,11 +39,11 @@ def interval(evaluation: Mapping[str, float], kind: str) -> tuple[float, float] 
 def rows_of(place: Path) -> list[Row]:
     """Of a sweep's yaml, its tasks; of a folder, the runs right in it. ValueError: there are none."""
     if place.is_file():
-        return [Row(str(task.index), task.own, see(task.folder)) for task in read_sweep(place).tasks]
+        return [Row(str(task.index), task.own, read_status(task.folder)) for task in read_sweep(place).tasks]
     if not place.is_dir():
         raise ValueError(f"{place}: no such file or folder; give a sweep's yaml, or a folder of runs")
-    runs = [see(folder) for folder in sorted(place.iterdir()) if folder.is_dir()]
-    runs = [seen for seen in runs if seen.state is not State.WAITING]
+    runs = [read_status(folder) for folder in sorted(place.iterdir()) if folder.is_dir()]
+    runs = [seen for seen in runs if seen.state is not RunState.WAITING]
     if not runs:
         raise ValueError(f"{place}: holds no run; give a sweep's yaml, or the folder that holds its run folders")
     differing = [key for key in runs[0].settings if key not in NOT_TOLD and len({str(seen.settings.get(key)) for seen in runs}) > 1]
@@ -77,7 +77,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
         if row.seen.error:
             line = f"{printable(f'{row.name}: {row.seen.error}')}  ({printable(str(row.seen.folder))})"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    counts = {state: sum(row.seen.state is state for row in rows) for state in State}
+    counts = {state: sum(row.seen.state is state for row in rows) for state in RunState}
     console.print(", ".join(f"{count} {state}" for state, count in counts.items() if count), highlight=False)
 
 

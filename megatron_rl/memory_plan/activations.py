@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.batching.minibatches import KEYS
+from megatron_rl.batching.minibatches import MAX_KV_RATIO
 from megatron_rl.config import LoraSettings, ParallelSettings
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
@@ -45,11 +45,13 @@ def activations(
     """
     hidden = model.hidden_size * width / (parallel.tp if parallel.sequence_parallel else 1)
     query, key = (heads * model.head_dim * width / parallel.tp for heads in (model.num_heads, model.num_kv_heads))
-    keys = 2 * KEYS * key  # gathered for segments that begin alike (minibatches.cut), and kept instead of what they are gathered from
+    keys = (
+        2 * MAX_KV_RATIO * key
+    )  # gathered for segments that begin alike (minibatches.cut), and kept instead of what they are gathered from
     layer = language_layer(model, parallel, width=width, lora=lora)
     most = layer + max(0, keys - query - 3 * key)
     layers = model.num_layers // parallel.pp
-    kept = num_tokens * (layers * {"full": hidden, "selective": layer}.get(parallel.recompute, most) + KEYS * torch.int64.itemsize)
+    kept = num_tokens * (layers * {"full": hidden, "selective": layer}.get(parallel.recompute, most) + MAX_KV_RATIO * torch.int64.itemsize)
     gathered = 2 * model.hidden_size * width if parallel.sequence_parallel else 0
     intermediate = model.ffn_size * width / parallel.tp
     again = {"full": most, "selective": query + keys}.get(parallel.recompute, 0)
@@ -71,7 +73,7 @@ def activations(
         # What layers add of the pictures, and its gradient where the tower is trained.
         kept += num_tokens * hidden * (1 + (2 if trains_vision(lora, frozen) else 1) * model.vision.stacked) + vision_kept
     if stage == parallel.pp - 1:
-        logits = parallel.logprob_rows * padded_vocab(model.vocab_size, parallel.tp) // parallel.tp * LOGIT_BYTES
+        logits = parallel.log_probs_chunk_size * padded_vocab(model.vocab_size, parallel.tp) // parallel.tp * LOGIT_BYTES
         kept += num_tokens * (2 * hidden + 2 * model.hidden_size * width)
         working = max(working, logits)
     return Activations(kept=int(kept), in_flight=_in_flight(stage, parallel), working=int(working))

@@ -127,8 +127,8 @@ def _plan_share(share: Share, model: ModelSpec, settings: Settings, *, engine: E
     step = 0 if parallel.offload_optimizer else held.moments // 2  # torch's AdamW holds the roots of all second moments at once
     largest = model.vocab_size * model.hidden_size * width
     buckets = 2 * int(settings.engine.bucket_mib * 2**20) + largest
-    playing, taking = (engine.budget, engine.weights) if settings.engine.kind == "local" else (0, 0)
-    leaves = parallel.offload_parameters and settings.engine.kind == "local"
+    playing, taking = (engine.budget, engine.weights) if settings.engine.mode == "colocated" else (0, 0)
+    leaves = parallel.offload_params and settings.engine.mode == "colocated"
     return SharePlan(
         share=share,
         activations=passing,

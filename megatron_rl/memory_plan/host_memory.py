@@ -48,7 +48,7 @@ def plan_host(found: Sequence[Share], model: ModelSpec, settings: Settings, *, w
     boxes = (sandbox.size * sandbox.memory_mib << 20) // settings.engine.tp if has_boxes else 0  # one pool an engine
     seen = pictures(model, settings, world_size=world_size)
     plans = (_plan_host(share, settings, replicas=replicas, seen=seen, boxes=boxes) for share in found)
-    sent = sum(share.policy.parameters for share in found) if settings.engine.kind == "remote" else 0
+    sent = sum(share.policy.parameters for share in found) if settings.engine.mode == "server" else 0
     return replace(max(plans, key=lambda host: host.total), sent=sent)
 
 
@@ -72,7 +72,7 @@ def _plan_host(share: Share, settings: Settings, *, replicas: int, seen: int, bo
     held, parallel = share.held, settings.parallel
     state = share.pinned + held.moments if parallel.offload_optimizer else 0
     references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it changes places with the current
-    copies = share.policy.parameters * references + (held.parameters if parallel.offload_parameters else 0)
+    copies = share.policy.parameters * references + (held.parameters if parallel.offload_params else 0)
     written = held.parameters // replicas + held.moments // 2 * 3  # policy/training_state.py; what is read is filled in place
     # Without a background nothing is copied but what is on the GPU: Megatron keeps the main weights there, whatever is offloaded.
     far = held.parameters // replicas + held.moments // 2 * (1 if parallel.offload_optimizer else 3)

@@ -27,7 +27,7 @@ ENGINE_PATCHES = 1 << 20
 
 def pictures(model: ModelSpec, settings: Settings, *, world_size: int) -> int:
     """Bytes of one rank, which leads an engine."""
-    vision, batch, select = model.vision, settings.batch, settings.select
+    vision, batch, select = model.vision, settings.batch, settings.filter
     token_pixels = (vision.patch * vision.merge) ** 2
     of_patches = 4 * vision.channels * vision.temporal_patch  # fp32
     episode = settings.engine.max_images * settings.model.max_pixels
@@ -35,8 +35,8 @@ def pictures(model: ModelSpec, settings: Settings, *, world_size: int) -> int:
     largest = min(settings.model.max_pixels, episode)
     num_engines = max(1, world_size // settings.engine.tp)
     round_pixels = episode * batch.group_size * -(-batch.prompts_per_step // num_engines)
-    step_pixels = round_pixels * select.max_generations
-    trained = batch.prompts_per_step * batch.group_size * (1 if select.rank_by_std else select.max_generations)
+    step_pixels = round_pixels * select.max_num_gen_batches
+    trained = batch.prompts_per_step * batch.group_size * (1 if select.prefer_high_std else select.max_num_gen_batches)
     share = episode * -(-trained // world_size)
     seen = step_pixels + (share if world_size > 1 else 0)
     shown = 0 if world_size == 1 else SENT * (min(step_pixels, share * settings.engine.tp) + share)

@@ -62,7 +62,7 @@ def _column(rank: SharePlan) -> dict[str, str]:
 
 
 def _engine(planned: Plan, settings: Settings) -> str:
-    engine, servers = planned.engine, settings.engine.servers
+    engine, servers = planned.engine, settings.engine.num_local_servers
     where = f"{servers} servers on {servers * settings.engine.tp} more GPUs of the first node, each " if servers else ""
     contexts = engine.cache_tokens / settings.engine.max_model_len
     return (

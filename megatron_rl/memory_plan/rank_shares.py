@@ -21,7 +21,7 @@ from megatron_rl.models.known_models import known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.optimizer import build_optimizer, with_gradients
 from megatron_rl.policy.parallel import Layout, build_layout
-from megatron_rl.policy.transformer import Heads, build_chunks
+from megatron_rl.policy.transformer import HeadConfig, build_chunks
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -89,14 +89,14 @@ def imagined_world(rank: int, *, size: int) -> Iterator[None]:
 
 def _share(model: ModelSpec, settings: Settings, *, has_values: bool) -> Share:
     layout, critic = build_layout(settings.parallel, seed=0), settings.critic
-    values = {"value_sizes": critic.head_sizes, "normalizes": critic.normalize_returns} if has_values else {}
-    is_own = has_values and critic.trunk == "own"
+    values = {"value_sizes": critic.head_sizes, "normalizes_returns": critic.normalize_returns} if has_values else {}
+    is_own = has_values and critic.backbone == "own"
     with megatron_without_memory():
-        policy, footprint, pinned = _network(model, settings, layout, lora=settings.lora, heads=Heads(**({} if is_own else values)))
+        policy, footprint, pinned = _network(model, settings, layout, lora=settings.lora, heads=HeadConfig(**({} if is_own else values)))
         own, own_footprint, own_pinned = nn.ModuleList(), NOTHING, 0
         if is_own:
             own, own_footprint, own_pinned = _network(
-                critic_spec(model, settings), settings, layout, lora=critic.lora, heads=Heads(speaks=False, **values)
+                critic_spec(model, settings), settings, layout, lora=critic.lora, heads=HeadConfig(has_lm_head=False, **values)
             )
     parameters = [*policy.parameters(), *own.parameters()]
     return Share(
@@ -116,11 +116,11 @@ def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
 
 
 def _network(
-    model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: Heads
+    model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: HeadConfig
 ) -> tuple[nn.ModuleList, Footprint, int]:
     """A network, what it holds, and what its optimizer would pin."""
     chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
-    parallel = with_gradients(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_reductions)
+    parallel = with_gradients(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_grad_reduce)
     optimizer = build_optimizer(settings.optim, parallel, offload=False)
     stepped = [4 * p.numel() for group in optimizer.param_groups for p in group["params"]]
     return chunks, held_by(parallel, optimizer), 2 * sum(1 << (size - 1).bit_length() for size in stepped)

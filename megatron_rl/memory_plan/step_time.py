@@ -131,7 +131,7 @@ def rollout(case: Case) -> dict[str, float]:
     settings, episode = case.settings, case.episode
     mine = case.num_episodes / case.num_engines
     slots = max(1.0, min(settings.engine.max_num_seqs, mine, case.cache_tokens / episode.length))
-    most = settings.task.max_turns * settings.task.max_tokens_per_turn
+    most = settings.task.max_turns * settings.task.max_new_tokens
     longest = min(most, episode.sampled * longest_share(case.num_episodes, case.speeds))
     steps = max(mine * episode.sampled / slots, longest)
     running = mine * episode.sampled / steps
@@ -247,7 +247,7 @@ def sync(case: Case) -> dict[str, float]:
     """The new weights into every engine; parameters and gradients to the host and back around the rollout."""
     parallel = case.settings.parallel
     shards = parallel.tp * parallel.pp
-    away = 2 * (case.sizes.total * case.width + GRADIENT * case.trained) / shards if parallel.offload_parameters else 0
+    away = 2 * (case.sizes.total * case.width + GRADIENT * case.trained) / shards if parallel.offload_params else 0
     return {
         "weights": sync_bytes(case) / case.link,
         "tensors": case.sizes.num_tensors * case.speeds.tensor_s,

@@ -51,7 +51,7 @@ class Speeds:
     turns_share: float = 0.4
     """Of task.max_turns that an episode takes on average. Assumption."""
     reply_share: float = 0.1
-    """Of task.max_tokens_per_turn that a reply takes on average. Estimate: 2,000 tokens in five turns of 4,096 at most."""
+    """Of task.max_new_tokens that a reply takes on average. Estimate: 2,000 tokens in five turns of 4,096 at most."""
     picture_share: float = 0.35
     """Of model.max_pixels that a picture has on average. Estimate: 0.7 of 2 megapixels."""
     prompt_tokens: float = 500.0
@@ -92,7 +92,7 @@ def mean_episode(model: ModelSpec, settings: Settings, speeds: Speeds = ASSUMED)
     task, unit = settings.task, (model.vision.patch * model.vision.merge) ** 2
     turns = max(1.0, speeds.turns_share * task.max_turns)
     picture = max(1.0, max(settings.model.min_pixels, speeds.picture_share * settings.model.max_pixels) / unit)
-    sampled, pictures = turns * max(1.0, speeds.reply_share * task.max_tokens_per_turn), min(turns, settings.engine.max_images)
+    sampled, pictures = turns * max(1.0, speeds.reply_share * task.max_new_tokens), min(turns, settings.engine.max_images)
     cut = min(1.0, settings.engine.max_model_len / (speeds.prompt_tokens + pictures * picture + sampled))
     return Episode(turns=turns, sampled=cut * sampled, pictures=pictures, picture_tokens=cut * picture, text=cut * speeds.prompt_tokens)
 

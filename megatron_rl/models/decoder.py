@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from megatron_rl.models.name_mapping import Heads, Row, fuse_halves, fuse_qkv, split_halves, split_qkv
+from megatron_rl.models.name_mapping import AttentionHeads, Row, fuse_halves, fuse_qkv, split_halves, split_qkv
 
 
-def layer_rows(layer: int, heads: Heads, *, qkv_bias: bool, qk_norm: bool) -> list[Row]:
+def layer_rows(layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool) -> list[Row]:
     """The rows of the layer with this global number."""
     mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.models.model_spec import VisionSpec
-from megatron_rl.models.name_mapping import Heads, Row, Tensors, fuse_halves, fuse_qkv, split_halves, split_qkv
+from megatron_rl.models.name_mapping import AttentionHeads, Row, Tensors, fuse_halves, fuse_qkv, split_halves, split_qkv
 
 PATCHES = "patch_embed.proj.weight"
 
@@ -32,7 +32,7 @@ def mlp_rows(mcore: str, *, fc1: Sequence[str], fc2: str) -> list[Row]:
 
 def block_rows(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str], fc2: str) -> list[Row]:
     """Of all blocks. `norm`: the tensors of a norm; fc1, fc2: Hugging Face's layers of a block's MLP."""
-    heads = Heads(vision.num_heads, vision.num_heads, vision.head_dim)
+    heads = AttentionHeads(vision.num_heads, vision.num_heads, vision.head_dim)
 
     def qkv(tensors: Tensors) -> torch.Tensor:
         return fuse_qkv(tensors[0].chunk(3, 0), heads)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megatron_rl.models.config_fields import Fields
-from megatron_rl.models.name_mapping import Heads, Row, canonical, nested, table
+from megatron_rl.models.name_mapping import AttentionHeads, Row, canonical_name, name_table, nested_name
 from megatron_rl.types import Image
 
 
@@ -96,7 +96,7 @@ class Family:
     """The names in vision_config of what `vision` reads, all positive integers."""
     vision: Callable[[PreTrainedConfig], VisionSpec]
     """The sizes in a vision_config."""
-    layer_rows: Callable[[int, Heads], list[Row]]
+    layer_rows: Callable[[int, AttentionHeads], list[Row]]
     """The rows of a decoder layer with this global number."""
     megatron_tower: Callable[[VisionSpec], list[Row]]
     """The rows of a tower made of Megatron's layers, as other trainers' classic checkpoints may have it (models/megatron_tower.py)."""
@@ -143,22 +143,22 @@ class ModelSpec:
     vision_end_id: int
 
     @property
-    def heads(self) -> Heads:
-        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+    def heads(self) -> AttentionHeads:
+        return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of every tensor that a checkpoint holds, by canonical name: those of transformers' own model (5.19, built without
         memory). Tied embeddings stand once, as `model.embed_tokens.weight`."""
         with torch.device("meta"):
             model = self.family.model(deepcopy(self.config))  # transformers notes its attention in the config that it is given
-        shapes = {canonical(name): tensor.shape for name, tensor in model.state_dict().items()}
+        shapes = {canonical_name(name): tensor.shape for name, tensor in model.state_dict().items()}
         if self.tied:
             del shapes["lm_head.weight"]
         return shapes
 
     def rows(self) -> list[Row]:
         """The table of this model: every parameter once."""
-        return table(
+        return name_table(
             num_layers=self.num_layers, heads=self.heads, tied=self.tied, vocab_size=self.vocab_size, layer_rows=self.family.layer_rows,
             vision_names=sorted(name.removeprefix("visual.") for name in self.shapes() if name.startswith("visual.")),
         )  # fmt: skip
@@ -169,7 +169,7 @@ class ModelSpec:
 
     def released(self, name: str) -> str:
         """The name of a tensor, from its canonical name, in checkpoints that were released of this family."""
-        return nested(name) if self.family.is_nested else name
+        return nested_name(name) if self.family.is_nested else name
 
     def positions(self, token_ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:
         """Rotary positions [3, L] of a context whose placeholders are expanded. Raises ValueError where these are not the images'."""

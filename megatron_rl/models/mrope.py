@@ -8,7 +8,7 @@ import torch
 from megatron_rl.types import Image
 
 
-def in_turn(sections: Sequence[int]) -> list[int]:
+def interleave_sections(sections: Sequence[int]) -> list[int]:
     """The axes in turn, pair by pair, and by frame what the others leave, as Qwen3-VL has them (transformers 5.19, models/qwen3_vl,
     Qwen3VLTextRotaryEmbedding.recomposition_frequencies), in the form that Megatron takes: how many pairs rotate by frame, row, column,
     frame and so on. Example: in_turn((3, 1, 1)) == [1,0,0, 0,1,0, 0,0,1, 1,0,0, 1,0,0]."""

@@ -16,7 +16,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True, frozen=True)
-class Heads:
+class AttentionHeads:
     """What splitting a fused projection needs to know."""
 
     num_query: int
@@ -103,13 +103,13 @@ class Row:
         return self.split(whole) if self.split else (whole,)
 
 
-def fuse_qkv(tensors: Tensors, heads: Heads) -> torch.Tensor:
+def fuse_qkv(tensors: Tensors, heads: AttentionHeads) -> torch.Tensor:
     """q [num_query * dim, ...], k and v [num_kv * dim, ...] -> [num_kv * (num_query / num_kv + 2) * dim, ...]."""
     grouped = [tensor.reshape(heads.num_kv, -1, *tensor.shape[1:]) for tensor in tensors]
     return torch.cat(grouped, 1).flatten(0, 1)
 
 
-def split_qkv(fused: torch.Tensor, heads: Heads) -> Tensors:
+def split_qkv(fused: torch.Tensor, heads: AttentionHeads) -> Tensors:
     grouped = fused.reshape(heads.num_kv, -1, *fused.shape[1:])
     q_rows = heads.num_query // heads.num_kv * heads.dim
     return tuple(part.flatten(0, 1) for part in grouped.split([q_rows, heads.dim, heads.dim], 1))
@@ -123,13 +123,13 @@ def split_halves(fused: torch.Tensor) -> Tensors:
     return fused.chunk(2, 0)
 
 
-def table(
+def name_table(
     *,
     num_layers: int,
-    heads: Heads,
+    heads: AttentionHeads,
     tied: bool,
     vocab_size: int,
-    layer_rows: Callable[[int, Heads], list[Row]],
+    layer_rows: Callable[[int, AttentionHeads], list[Row]],
     vision_names: Sequence[str],
 ) -> list[Row]:
     """Every parameter of the model, once. `layer_rows` gives those of a decoder layer, the model family's; `vision_names` are the HF
@@ -149,7 +149,7 @@ PEFT_PREFIX = "base_model.model."
 """What PEFT (0.21, PeftModel) puts before the base model's names."""
 
 
-def canonical(name: str) -> str:
+def canonical_name(name: str) -> str:
     """The released checkpoints' spelling of an HF tensor name, from either spelling, with or without PEFT's prefix."""
     name = name.removeprefix(PEFT_PREFIX)
     for newer, released in (("model.language_model.", "model."), ("model.visual.", "visual.")):
@@ -158,7 +158,7 @@ def canonical(name: str) -> str:
     return name
 
 
-def nested(name: str) -> str:
+def nested_name(name: str) -> str:
     """The newer spelling of a canonical name: that of transformers' own modules since 4.52."""
     for newer, released in (("model.visual.", "visual."), ("model.language_model.", "model.")):
         if name.startswith(released):

@@ -68,7 +68,7 @@ class MetricsLog:
             files = [pictures / f"{image.key}.png" for image in rollout.images[:1]]
             first = next((wandb.Image(str(file)) for file in files if file.exists()), None)
             said = "\n".join(turn.text for turn in rollout.turns)
-            return [step, kind, rollout.example_id, rollout.sample, rollout.reward, str(rollout.end), first, said]
+            return [step, kind, rollout.example_id, rollout.sample_index, rollout.reward, str(rollout.stop_reason), first, said]
 
         rows = [row(kind, rollout) for kind, rollouts in chosen.items() for rollout in rollouts]
         self._wandb.log({"step": step, "predictions": wandb.Table(columns=list(PREDICTIONS), data=rows)})
@@ -158,7 +158,7 @@ class Spans:
     """Seconds by name, each second counted once: while an inner span is open, the clock of the outer one stands.
 
     Example: engine 0..5 s with a span environment 1..3 s inside, update 6..8 s, take() at 10 s gives
-        time/engine 3, time/environment 2, time/update 2, time/outside 3, time/total 10.
+        time/engine 3, time/environment 2, time/update 2, time/unaccounted 3, time/total 10.
     For one thread; a span must not be left open across an await, because another coroutine would run inside it.
     """
 
@@ -192,11 +192,11 @@ class Spans:
             self._credit(self._open[-1], -seconds)
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last take as time/NAME, with time/total and time/outside (in no span). May be called inside a span."""
+        """The seconds since the last take as time/NAME, with time/total and time/unaccounted (in no span). May be called inside a span."""
         self._settle()
         total = self._mark - self._taken
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
-        times |= {"time/outside": total - sum(times.values()), "time/total": total}
+        times |= {"time/unaccounted": total - sum(times.values()), "time/total": total}
         self._seconds, self._taken = {}, self._mark
         return times
 

@@ -14,7 +14,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("return", ("reward/mean",), "+8.3f"),
     ("success", ("eval/greedy_success",), "6.1%"),
     ("loss", ("loss",), "9.4f"),
-    ("gap", ("engine/logprob_gap_max",), "8.1e"),
+    ("gap", ("rollout_mismatch/logprob_abs_diff_max",), "8.1e"),
     ("rollouts", ("time/engine", "time/environment"), "7.2f"),
     ("update", ("time/update",), "6.2f"),
     ("sync", ("time/sync",), "6.3f"),

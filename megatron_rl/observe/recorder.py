@@ -72,7 +72,7 @@ class Recorder:
 def best_and_worst(rollouts: Sequence[Rollout], *, best: int, worst: int) -> dict[str, list[Rollout]]:
     """So many of either kind by reward; none twice; equal rewards in the order of group and sample."""
     scored = [rollout for rollout in rollouts if rollout.is_scored]
-    best_first = sorted(scored, key=lambda rollout: (-rollout.reward, rollout.group, rollout.sample))
+    best_first = sorted(scored, key=lambda rollout: (-rollout.reward, rollout.group, rollout.sample_index))
     return {"best": best_first[:best], "worst": best_first[best:][::-1][:worst]}
 
 
@@ -97,7 +97,7 @@ def store_pictures(folder: Path, rollouts: Sequence[Rollout]) -> None:
     for rollout in rollouts:
         for image in rollout.images:
             first.setdefault(image.key, image)
-    new = [image for image in first.values() if image.picture is not None and not (folder / name_of(image.key)).exists()]
+    new = [image for image in first.values() if image.pil is not None and not (folder / name_of(image.key)).exists()]
     if new:
         (folder / name_of("x")).parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(THREADS) as threads:
@@ -106,7 +106,7 @@ def store_pictures(folder: Path, rollouts: Sequence[Rollout]) -> None:
 
 def _store(folder: Path, image: Image) -> None:
     encoded = io.BytesIO()
-    image.picture.save(encoded, format="PNG")
+    image.pil.save(encoded, format="PNG")
     replace_bytes(folder / name_of(image.key), encoded.getvalue())
 
 

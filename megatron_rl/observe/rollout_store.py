@@ -22,7 +22,7 @@ from megatron_rl.io.bounded_files import is_regular
 from megatron_rl.io.jsonl import replace_bytes
 from megatron_rl.io.rollout_codec import FIELDS, KEY, from_record, to_record
 from megatron_rl.observe.recorder import FOLDER, keys_in, name_of, picture_loader, store_pictures
-from megatron_rl.types import ATTACHED, Image, Rollout
+from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout
 
 ROWS_TOGETHER = 64
 """Rollouts of a row group: what is decompressed to read one of them."""
@@ -110,7 +110,7 @@ class Bank:
         if not self._steps:
             return {}
         held = sum(each.num for each in self._steps.values())
-        return {"bank/gb": self._num_bytes / GB, "bank/episodes": float(held), "bank/episodes_gone": float(self.num_gone)}
+        return {"store/gb": self._num_bytes / GB, "store/rollouts": float(held), "store/evicted": float(self.num_gone)}
 
     @property
     def _num_bytes(self) -> int:
@@ -166,12 +166,12 @@ def write(path: Path, rollouts: Sequence[Rollout], *, step: int, rounds: int) ->
 
 
 def summary(rollout: Rollout, *, step: int, place: int) -> dict[str, Any]:
-    calls = [turn.call for turn in rollout.turns if turn.call is not None]
+    calls = [turn.tool_call for turn in rollout.turns if turn.tool_call is not None]
     return {
         "step": step,
         "place": place,
         "num_turns": len(rollout.turns),
-        "num_tokens": sum(len(context.token_ids) for context in rollout.contexts),
+        "num_tokens": sum(len(context.token_ids) for context in rollout.sequences),
         "num_sampled": rollout.num_sampled,
         "num_images": len({image.key for image in rollout.images}),
         "tools": [call.tool for call in calls],
@@ -234,8 +234,8 @@ def read_rollouts(path: Path, places: Sequence[int] | None = None, *, pictures: 
 
 def as_played(rollout: Rollout) -> Rollout:
     """A rollout before credit, selection and networks said anything of it."""
-    contexts = [replace(context, **{name: [] for name in ATTACHED}) for context in rollout.contexts]
-    return replace(rollout, contexts=contexts, dropped="")
+    contexts = [replace(context, **{name: [] for name in TOKEN_COLUMNS}) for context in rollout.sequences]
+    return replace(rollout, sequences=contexts, filter_reason="")
 
 
 @contextmanager
@@ -275,7 +275,7 @@ def _rows(file: pq.ParquetFile, places: frozenset[int]) -> Iterator[tuple[int, d
 
 def _row(rollout: Rollout) -> dict[str, Any]:
     record = to_record(rollout, lambda image: name_of(image.key))
-    return record | {name: list(record[name].items()) for name in ("images", "rewards")}
+    return record | {name: list(record[name].items()) for name in ("images", "reward_terms")}
 
 
 def _spelled(value: Any) -> Any:
@@ -290,4 +290,4 @@ def _spelled(value: Any) -> Any:
 
 
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, **{name: dict(row[name]) for name in ("images", "rewards")}}
+    return {**row, **{name: dict(row[name]) for name in ("images", "reward_terms")}}

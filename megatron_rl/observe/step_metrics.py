@@ -6,8 +6,8 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_rl.algo.filtering import REASONS, kept_groups
-from megatron_rl.types import End, Rollout, Status
+from megatron_rl.algo.filtering import FILTERS, count_used_groups
+from megatron_rl.types import Rollout, Status, StopReason
 
 MANY_SOURCES = 32
 """Of a step: those with the fewest rollouts are told together, as `others`."""
@@ -22,20 +22,20 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
         "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
         "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
         **_lengths(scored),
-        "rollout/degenerate_groups": len(groups - moving) / max(len(groups), 1),
-        "rollout/nothing_learned": float(not moving),
+        "rollout/zero_std_fraction": len(groups - moving) / max(len(groups), 1),
+        "rollout/all_groups_zero_std": float(not moving),
         "rollout/failed_fraction": (len(rollouts) - len(scored)) / len(rollouts),
-        "rollout/rounds": float(rounds),
-        "rollout/kept_groups": float(len(kept_groups(rollouts))),
+        "rollout/num_gen_batches": float(rounds),
+        "rollout/num_groups_used": float(len(count_used_groups(rollouts))),
     }
-    metrics |= {f"rollout/dropped_{reason}": float(sum(rollout.dropped == reason for rollout in rollouts)) for reason in REASONS}
-    calls = [turn.call for rollout in scored for turn in rollout.turns if turn.call is not None]
+    metrics |= {f"rollout/filtered_{reason}": float(sum(rollout.filter_reason == reason for rollout in rollouts)) for reason in FILTERS}
+    calls = [turn.tool_call for rollout in scored for turn in rollout.turns if turn.tool_call is not None]
     metrics["rollout/tool_use"] = statistics.fmean(rollout.used_tool for rollout in scored)
     metrics["rollout/tool_calls"] = len(calls) / len(scored)
     metrics["rollout/tool_errors"] = sum(bool(call.error) for call in calls) / max(len(calls), 1)
     metrics["time/episode"] = statistics.fmean(rollout.wall_s for rollout in scored)
     metrics["time/episode_max"] = max(rollout.wall_s for rollout in scored)
-    metrics["time/episode_environment"] = statistics.fmean(rollout.environment_s for rollout in scored)
+    metrics["time/episode_environment"] = statistics.fmean(rollout.env_s for rollout in scored)
     metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
     metrics |= {f"reward/{name}": value for name, value in _rewards(scored).items()}
     for source, members in by_source(scored).items():
@@ -43,24 +43,24 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
         metrics |= {f"source/{source}/{name}": value for name, value in _rewards(members).items()}
     for status in Status:
         metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
-    for end in End:
-        metrics[f"rollout/end_{end}"] = float(sum(rollout.end is end for rollout in rollouts))
+    for end in StopReason:
+        metrics[f"rollout/stop_{end}"] = float(sum(rollout.stop_reason is end for rollout in rollouts))
     return metrics
 
 
 def _lengths(scored: Sequence[Rollout]) -> dict[str, float]:
     """In tokens."""
-    replies = [turn.span[1] - turn.span[0] for rollout in scored for turn in rollout.turns]
-    contexts = [len(context.token_ids) for rollout in scored for context in rollout.contexts]
+    replies = [turn.token_span[1] - turn.token_span[0] for rollout in scored for turn in rollout.turns]
+    contexts = [len(context.token_ids) for rollout in scored for context in rollout.sequences]
     sampled = [rollout.num_sampled for rollout in scored]
     return {
         "rollout/sampled_tokens": float(sum(sampled)),
         "rollout/episode_tokens": statistics.fmean(sampled),
         "rollout/episode_tokens_max": float(max(sampled)),
-        "rollout/reply_tokens": statistics.fmean(replies) if replies else 0.0,
-        "rollout/reply_tokens_max": float(max(replies, default=0)),
-        "rollout/context_tokens": statistics.fmean(contexts) if contexts else 0.0,
-        "rollout/context_tokens_max": float(max(contexts, default=0)),
+        "rollout/response_tokens": statistics.fmean(replies) if replies else 0.0,
+        "rollout/response_tokens_max": float(max(replies, default=0)),
+        "rollout/sequence_tokens": statistics.fmean(contexts) if contexts else 0.0,
+        "rollout/sequence_tokens_max": float(max(contexts, default=0)),
     }
 
 
@@ -76,8 +76,8 @@ def by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 
 def _rewards(scored: Sequence[Rollout]) -> dict[str, float]:
     """Means of the parts, each over the rollouts that it has an opinion on."""
-    names = dict.fromkeys(name for rollout in scored for name in rollout.rewards)
-    return {name: statistics.fmean(rollout.rewards[name] for rollout in scored if name in rollout.rewards) for name in names}
+    names = dict.fromkeys(name for rollout in scored for name in rollout.reward_terms)
+    return {name: statistics.fmean(rollout.reward_terms[name] for rollout in scored if name in rollout.reward_terms) for name in names}
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int) -> dict[str, float]:
@@ -85,12 +85,12 @@ def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int)
     up before it, as too old."""
     trained = [rollout for rollout in rollouts if rollout.is_trained_on and rollout.num_sampled]
     ages = [step - rollout.oldest_version for rollout in trained]
-    versions = [len({each for context in rollout.contexts for each in context.versions if each >= 0}) for rollout in trained]
+    versions = [len({each for context in rollout.sequences for each in context.weight_versions if each >= 0}) for rollout in trained]
     return {
         "rollout/staleness": statistics.fmean(ages) if ages else 0.0,
         "rollout/staleness_max": float(max(ages, default=0)),
         "rollout/versions": statistics.fmean(versions) if versions else 0.0,
-        "rollout/dropped_stale": float(num_stale),
+        "rollout/filtered_stale": float(num_stale),
         "rollout/stale_fraction": num_stale / (len(rollouts) + num_stale),
     }
 
@@ -117,14 +117,14 @@ def idle(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
     """The shares of a step (Spans.take) in which this process's engine had nothing to do, and in which its trainer waited for rollouts.
     busy_s: what the engine worked from the last step's end to this one's, updates and evaluations included."""
     waited, total = times.get("time/engine", 0.0) + times.get("time/environment", 0.0), times["time/total"]
-    return {"engine/idle_fraction": 1 - busy_s / total, "trainer/idle_fraction": waited / total}
+    return {"rollout/engine_idle_fraction": 1 - busy_s / total, "trainer/idle_fraction": waited / total}
 
 
 def credited_groups(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:
     """Groups that could be credited, and those of them that were: whose members are not all alike."""
     scored = [rollout for rollout in rollouts if rollout.is_scored]
-    moving = {rollout.group for rollout in scored for context in rollout.contexts if any(context.advantages)}
-    return {rollout.group for rollout in scored if rollout.dropped != "alone"}, moving
+    moving = {rollout.group for rollout in scored for context in rollout.sequences if any(context.advantages)}
+    return {rollout.group for rollout in scored if rollout.filter_reason != "no_peer"}, moving
 
 
 def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
@@ -132,7 +132,7 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
 
     The gap between engine and trainer is that of the first update, whose weights sampled; so is policy/first_ratio, which must be 1. It
     is left out where a step makes one update, whose old logprobs are its own. Empty where every rollout of the step was dropped. Where
-    tokens of earlier weights are among them (engine/current_fraction) the gap is that of the others.
+    tokens of earlier weights are among them (rollout/on_policy_fraction) the gap is that of the others.
     """
     if not updates:
         return {}
@@ -143,28 +143,28 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     if "policy/ratio" not in first:  # a critic alone was trained
         return merged
     ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
-    gaps = {name: value for name, value in first.items() if name.startswith("engine/logprob_gap")}
-    gaps |= {"engine/logprob_gap": mean_abs_diff(first)} if "engine/logprob_gap" in gaps else {}
+    gaps = {name: value for name, value in first.items() if name.startswith("rollout_mismatch/logprob_abs_diff")}
+    gaps |= {"rollout_mismatch/logprob_abs_diff": mean_abs_diff(first)} if "rollout_mismatch/logprob_abs_diff" in gaps else {}
     return {**merged, **ratio, **gaps}
 
 
 def mean_abs_diff(update: Mapping[str, float]) -> float:
-    """Return the mean engine/logprob_gap over the tokens that the current weights sampled, 0 without any.
+    """Return the mean rollout_mismatch/logprob_abs_diff over the tokens that the current weights sampled, 0 without any.
 
     An update's own mean is over all its tokens, of which those of older weights count 0.
     """
-    return update["engine/logprob_gap"] / (update.get("engine/current_fraction", 1.0) or 1.0)
+    return update["rollout_mismatch/logprob_abs_diff"] / (update.get("rollout/on_policy_fraction", 1.0) or 1.0)
 
 
 def with_effective_size(update: Mapping[str, float]) -> dict[str, float]:
     """In place of the mean square of the tokens' weights: (sum w)^2 / (n sum w^2), the share of the tokens that would say as much if all
     weighed the same. 1 where they do, 0 where all are masked. Of stale tokens that nothing corrects, by the weights that would be right."""
     metrics = dict(update)
-    corrected, square = metrics.get("engine/correction"), metrics.pop("engine/correction_squared", None)
-    importance, squared = metrics.pop("engine/importance", None), metrics.pop("engine/importance_squared", None)
+    corrected, square = metrics.get("rollout_mismatch/is_weight"), metrics.pop("rollout_mismatch/is_weight_squared", None)
+    importance, squared = metrics.pop("rollout_mismatch/importance", None), metrics.pop("rollout_mismatch/importance_squared", None)
     mean, square = (corrected, square) if square is not None else (importance, squared)
     if square is not None:
-        metrics["engine/effective_sample_size"] = mean**2 / square if square > 0 else 0.0
+        metrics["rollout_mismatch/is_eff_sample_size"] = mean**2 / square if square > 0 else 0.0
     return metrics
 
 
@@ -177,7 +177,7 @@ def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str
     metrics = {
         "value/mean": statistics.fmean(values),
         "value/return": statistics.fmean(returns),
-        "value/error": math.sqrt(statistics.fmean(error * error for error in errors)),
+        "value/rmse": math.sqrt(statistics.fmean(error * error for error in errors)),
     }
     spread = statistics.pvariance(returns)
     return metrics | ({"value/explained_variance": 1.0 - statistics.pvariance(errors) / spread} if spread > 0 else {})

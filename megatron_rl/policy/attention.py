@@ -22,14 +22,14 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from megatron_rl.policy.deepstack import Stacked
-from megatron_rl.types import RunFailed
+from megatron_rl.errors import RunFailed
+from megatron_rl.policy.deepstack import DeepStack
 
 CONTINUATION_BOUND = 2e-2
 """Relative, of bfloat16's rounding; a mask that is aligned otherwise is off by more than half."""
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device, without a wait for it: a copy from pinned memory takes its turn there, any other one stops the host."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -53,14 +53,14 @@ class Segments:
         return rows
 
     @cached_property
-    def alike(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def have_equal_lengths(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Segments of equal length behind as many keys, together: their query rows [S, L] and key rows [S, before + L]."""
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for (start, stop), rows in zip(pairwise(self.offset_S1), self.key_rows, strict=True):
             if stop > start:
                 shapes.setdefault((stop - start, len(rows)), []).append(rows)
         stacked = [(length, torch.stack(rows)) for (length, _), rows in shapes.items()]
-        return [(sent(key_row_SM[:, -length:], self.device), sent(key_row_SM, self.device)) for length, key_row_SM in stacked]
+        return [(to_device(key_row_SM[:, -length:], self.device), to_device(key_row_SM, self.device)) for length, key_row_SM in stacked]
 
     @cached_property
     def longest(self) -> int:
@@ -72,9 +72,9 @@ class Segments:
         lengths = [0, *map(len, self.key_rows)]
         is_shared = max(self.prefix_S, default=-1) >= 0
         return Gathered(
-            cu_query_S1=sent(torch.tensor(self.offset_S1, dtype=torch.int32), self.device),
-            cu_key_S1=sent(torch.tensor(list(accumulate(lengths)), dtype=torch.int32), self.device),
-            row_K=sent(torch.cat(self.key_rows), self.device) if is_shared else None,
+            cu_query_S1=to_device(torch.tensor(self.offset_S1, dtype=torch.int32), self.device),
+            cu_key_S1=to_device(torch.tensor(list(accumulate(lengths)), dtype=torch.int32), self.device),
+            row_K=to_device(torch.cat(self.key_rows), self.device) if is_shared else None,
             longest_query=self.longest, longest_key=max(lengths),
         )  # fmt: skip
 
@@ -100,7 +100,7 @@ class SharedPromptParams(PackedSeqParams):
     """What travels through Megatron's layers to our attention, untouched; and the packed offsets of Transformer Engine's."""
 
     segments: Segments | None = None
-    stacked: Stacked | None = None
+    stacked: DeepStack | None = None
 
 
 def packed_attention(
@@ -111,7 +111,7 @@ def packed_attention(
         return with_kernel(varlen, q_TND, k_TKD, v_TKD, segments.gathered, causal=causal, scale=scale)
     grouped = q_TND.shape[1] != k_TKD.shape[1]
     rows, outputs = [], []
-    for row_SL, key_row_SM in segments.alike:
+    for row_SL, key_row_SM in segments.have_equal_lengths:
         q_SNLD, k_SKMD, v_SKMD = (x[r].transpose(1, 2) for x, r in ((q_TND, row_SL), (k_TKD, key_row_SM), (v_TKD, key_row_SM)))
         before = key_row_SM.shape[1] - row_SL.shape[1]
         mask_LM = row_SL.new_ones(row_SL.shape[1], key_row_SM.shape[1], dtype=torch.bool).tril(before) if before else None

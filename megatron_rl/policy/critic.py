@@ -7,22 +7,23 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.load_model import load_model
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.patches import Patches, carried
-from megatron_rl.policy.trainable_model import Learner
-from megatron_rl.policy.transformer import Heads
-from megatron_rl.types import Batch, LossMetrics, ValueLoss
+from megatron_rl.policy.patches import Patches, patch_bytes
+from megatron_rl.policy.trainable_model import TrainableModel
+from megatron_rl.policy.transformer import HeadConfig
+from megatron_rl.types import LossMetrics, MicroBatch, ValueLoss
 
 
-class Critic(Learner):
+class Critic(TrainableModel):
     """A network of its own with a value head, at the policy's layout."""
 
     def __init__(
         self, settings: CriticSettings, layout: Layout, *,
-        model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0, patches: Patches = carried,
+        model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0, patches: Patches =
+        patch_bytes,
     ) -> None:  # fmt: skip
         """`model` is the policy's, `optim` its own."""
         spec = read_spec(settings.path or model.path, key="critic.path" if settings.path else "model.path")
-        heads = Heads(speaks=False, value_sizes=settings.head_sizes, normalizes=settings.normalize_returns)
+        heads = HeadConfig(has_lm_head=False, value_sizes=settings.head_sizes, normalizes_returns=settings.normalize_returns)
         built = load_model(
             spec, layout, settings.path or model.path,
             dtype=model.dtype, lora=settings.lora, heads=heads, seed=seed, key="critic.path" if settings.path else "model.path",
@@ -32,10 +33,10 @@ class Critic(Learner):
             head_lr=optim.lr, patches=patches,
         )  # fmt: skip
 
-    def update(self, batches: list[Batch], loss: ValueLoss, *, step: int) -> dict[str, float]:
+    def update(self, batches: list[MicroBatch], loss: ValueLoss, *, step: int) -> dict[str, float]:
         """One optimizer update of this loss; see Network.update. Metrics are called value/..."""
 
-        def on_hidden(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
+        def on_hidden(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
             rows = self._value_rows(batch, rows_R, hidden_RH)
             value, metrics = loss(rows)
             metrics.checks.update(rows.are_finite())

@@ -13,7 +13,7 @@ from torch import nn
 
 
 @dataclass(slots=True)
-class Stacked:
+class DeepStack:
     """Of one micro-batch."""
 
     added: list[torch.Tensor]
@@ -23,7 +23,7 @@ class Stacked:
     """Whether anybody wants the gradients; else they are not kept."""
 
 
-def unstacked(embedded: torch.Tensor, width: int, *, is_trained: bool) -> tuple[torch.Tensor, Stacked | None]:
+def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) -> tuple[torch.Tensor, DeepStack | None]:
     """Embeddings [T, 1, n * width] -> those of the first layer, [T, 1, width], and what the n - 1 layers add; None where nothing is.
 
     is_trained: a gradient of what is added reaches the tower's parameters. It is the same on all ranks of a sequence, also on those without
@@ -32,20 +32,20 @@ def unstacked(embedded: torch.Tensor, width: int, *, is_trained: bool) -> tuple[
     if embedded.shape[-1] == width:
         return embedded, None
     hidden, *added = embedded.split(width, -1)
-    stacked = Stacked([part.detach() for part in added], [None] * len(added), is_trained)
-    return _HandOn.apply(hidden, torch.cat(added, -1), stacked) if is_trained else hidden, stacked
+    stacked = DeepStack([part.detach() for part in added], [None] * len(added), is_trained)
+    return _PassThrough.apply(hidden, torch.cat(added, -1), stacked) if is_trained else hidden, stacked
 
 
-def stack(number: int, layer: nn.Module, inputs: tuple, named: dict, output: tuple) -> tuple:
+def add_to_layer(number: int, layer: nn.Module, inputs: tuple, named: dict, output: tuple) -> tuple:
     """A forward hook of the layer with this number (of its model's): its hidden states with what is added to them."""
-    stacked: Stacked | None = named["packed_seq_params"].stacked
+    stacked: DeepStack | None = named["packed_seq_params"].stacked
     hidden, context = output
     return output if stacked is None else (_Add.apply(hidden, stacked, number), context)
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, stacked: Stacked, number: int) -> torch.Tensor:  # noqa: ANN001
+    def forward(ctx, hidden: torch.Tensor, stacked: DeepStack, number: int) -> torch.Tensor:  # noqa: ANN001
         ctx.stacked, ctx.number = stacked, number
         return hidden + stacked.added[number]
 
@@ -56,11 +56,11 @@ class _Add(torch.autograd.Function):
         return gradient, None, None
 
 
-class _HandOn(torch.autograd.Function):
+class _PassThrough(torch.autograd.Function):
     """The identity on hidden; the gradient of `added` is what the layers left."""
 
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, added: torch.Tensor, stacked: Stacked) -> torch.Tensor:  # noqa: ANN001
+    def forward(ctx, hidden: torch.Tensor, added: torch.Tensor, stacked: DeepStack) -> torch.Tensor:  # noqa: ANN001
         ctx.stacked = stacked
         return hidden.view_as(hidden)
 

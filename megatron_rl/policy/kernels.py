@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers
 
 from megatron_rl.config import LoraSettings
 
-FITS = "bash launch/install_te.sh installs the version that fits"
+SUPPORTED_VERSIONS = "bash launch/install_te.sh installs the version that fits"
 PACKED = (9, 0)
 """The compute capability from which cuDNN attends to packed sequences (thd); Transformer Engine 2.20.2 has no other kernel for them but
 flash-attn's, which is in no lock of ours (reference: its attention/dot_product_attention/utils.py, get_attention_backend)."""
@@ -22,10 +22,10 @@ flash-attn's, which is in no lock of ours (reference: its attention/dot_product_
 
 def uses_transformer_engine(lora: LoraSettings) -> bool:
     """Whether the language model's layers are Transformer Engine's: it works, has a GPU to run on, and no adapters to carry."""
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None and not transformer_engine_trouble() and not lora.rank
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None and not transformer_engine_error() and not lora.rank
 
 
-def transformer_engine_trouble() -> str:
+def transformer_engine_error() -> str:
     """`transformer_engine=VERSION: ...` where it is installed beside a GPU and our own layers run all the same; else ''.
 
     Megatron takes one that does not load for none (extensions/transformer_engine.py, 61 to 77). Beside one that loads and lacks a module it
@@ -35,7 +35,7 @@ def transformer_engine_trouble() -> str:
         return ""
     named = f"transformer_engine={installed('transformer-engine')}"
     if not HAVE_TE:
-        return f"{named}: does not load ({_reason()}), and our own layers run; {FITS}"
+        return f"{named}: does not load ({_reason()}), and our own layers run; {SUPPORTED_VERSIONS}"
     capability = torch.cuda.get_device_capability()
     if capability < PACKED and find_spec("flash_attn") is None:
         lacks = f"has no attention for packed sequences on compute capability {capability[0]}.{capability[1]} without flash-attn"
@@ -52,7 +52,7 @@ def _reason() -> str:
     return "at the second try it does"
 
 
-def apex_trouble() -> str:
+def apex_error() -> str:
     """`apex=VERSION: ...` where a package of that name is installed that is not NVIDIA's."""
     if find_spec("apex") is None or find_spec("apex.optimizers") is not None:
         return ""

@@ -13,39 +13,39 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import Row
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.transformer import Heads, build_chunks
+from megatron_rl.policy.transformer import HeadConfig, build_chunks
 from megatron_rl.weights.formats.base_digest import check_base
-from megatron_rl.weights.formats.checkpoint_source import told_skipped
+from megatron_rl.weights.formats.checkpoint_source import describe_skipped
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import adapter_table, load_peft, read_peft_config, start_adapters
-from megatron_rl.weights.stream import Placement, is_of_output_layer, load_hf
+from megatron_rl.weights.stream import ShardLocation, is_of_output_layer, load_hf
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Built:
+class LoadedModel:
     chunks: nn.ModuleList
     rows: list[Row]
     """Of its base, and of its adapters: how they came in, and how they leave."""
     adapter_rows: list[Row]
-    placement: Placement
+    placement: ShardLocation
 
 
 @on_cpu_too
 def load_model(
-    spec: ModelSpec, layout: Layout, path: str, *, dtype: str, lora: LoraSettings, heads: Heads, seed: int, key: str = "model.path"
-) -> Built:
+    spec: ModelSpec, layout: Layout, path: str, *, dtype: str, lora: LoraSettings, heads: HeadConfig, seed: int, key: str = "model.path"
+) -> LoadedModel:
     """`seed` is that of new adapters and of the value head; `key` is how settings call the path."""
     chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
     if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
         chunks.cuda()
-    rows = [row for row in spec.rows() if heads.speaks or not is_of_output_layer(row)]
-    placement = Placement(
+    rows = [row for row in spec.rows() if heads.has_lm_head or not is_of_output_layer(row)]
+    placement = ShardLocation(
         layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
         layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
     )  # fmt: skip
     source = open_source(Path(path), spec, key=key)
     if source.skipped and dist.get_rank() == 0:
-        print(f"{key}={path}: {told_skipped(source)}", flush=True)
+        print(f"{key}={path}: {describe_skipped(source)}", flush=True)
     load_hf(chunks, rows, placement, source.read)
     targets = lora.targets if lora.rank else []
     vision_names = [row.mcore.removeprefix("vision.") for row in rows if row.mcore.startswith("vision.")]
@@ -61,4 +61,4 @@ def load_model(
         start_adapters(chunks, adapter_rows, placement, seed=seed)
     if chunks[-1].value_head is not None:
         chunks[-1].value_head.start(seed)
-    return Built(chunks=chunks, rows=rows, adapter_rows=adapter_rows, placement=placement)
+    return LoadedModel(chunks=chunks, rows=rows, adapter_rows=adapter_rows, placement=placement)

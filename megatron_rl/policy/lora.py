@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.functional import dropout, linear
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.models.name_mapping import Heads, Tensors, fuse_halves, fuse_qkv
+from megatron_rl.models.name_mapping import AttentionHeads, Tensors, fuse_halves, fuse_qkv
 from megatron_rl.weights.formats.peft import is_vision_target, projection
 
 Fuse = Callable[[Tensors], torch.Tensor]
@@ -163,7 +163,7 @@ class LoraLinear(nn.Linear):
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
     """Put adapted linears into the (local) spec of a language model's layer, where the targets say so."""
     tp, dim = config.tensor_model_parallel_size, config.kv_channels
-    heads = Heads(config.num_attention_heads // tp, config.num_query_groups // tp, dim)
+    heads = AttentionHeads(config.num_attention_heads // tp, config.num_query_groups // tp, dim)
 
     def column(num_outputs: dict[str, int], fuse: Fuse) -> ModuleSpec:
         return ModuleSpec(LoraColumnParallelLinear, params={"lora": lora, "num_outputs": num_outputs, "fuse": fuse})

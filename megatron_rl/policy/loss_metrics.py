@@ -10,14 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.errors import NonFiniteValue
 from megatron_rl.io.histogram import quantile
-from megatron_rl.types import LossMetrics, NotFinite
+from megatron_rl.types import LossMetrics
 
-Numbers = dict[str, dict[str, Any]]
+CollectedMetrics = dict[str, dict[str, Any]]
 """LossMetrics on the host: each of its fields by name, of floats; `histograms` of lists of counts."""
 
 
-def read_numbers(collected: Sequence[LossMetrics]) -> list[Numbers]:
+def read_metrics(collected: Sequence[LossMetrics]) -> list[CollectedMetrics]:
     """One wait for the device, however many micro-batches and numbers there are."""
     tables = [{each.name: getattr(metrics, each.name) for each in fields(metrics)} for metrics in collected]
     tensors = [number for table in tables for named in table.values() for number in named.values() if isinstance(number, torch.Tensor)]
@@ -31,7 +32,7 @@ def read_numbers(collected: Sequence[LossMetrics]) -> list[Numbers]:
     return [{what: {name: on_host(number) for name, number in named.items()} for what, named in table.items()} for table in tables]
 
 
-def trouble_in(collected: Sequence[Numbers]) -> str:
+def nonfinite_error(collected: Sequence[CollectedMetrics]) -> str:
     """The first tensor of the first micro-batch that is not finite, or ''."""
     for number, metrics in enumerate(collected):
         for name, is_finite in metrics["checks"].items():
@@ -42,7 +43,7 @@ def trouble_in(collected: Sequence[Numbers]) -> str:
     return ""
 
 
-def reduce_numbers(collected: Sequence[Numbers], *, trouble: str) -> dict[str, float]:
+def reduce_metrics(collected: Sequence[CollectedMetrics], *, trouble: str) -> dict[str, float]:
     """Add sums and histograms and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has
     trouble."""
     sums: dict[str, float] = {}
@@ -56,7 +57,7 @@ def reduce_numbers(collected: Sequence[Numbers], *, trouble: str) -> dict[str, f
     dist.all_gather_object(gathered, (sums, losses, maxima, _histograms(collected), trouble))
     for rank, (*_, theirs) in enumerate(gathered):
         if theirs:
-            raise NotFinite(f"rank {rank}, {theirs}")
+            raise NonFiniteValue(f"rank {rank}, {theirs}")
     sums, losses, maxima = {}, {}, {}
     histograms: dict[str, Counter[int]] = {}
     for their_sums, their_losses, their_maxima, their_histograms, _ in gathered:
@@ -71,7 +72,7 @@ def reduce_numbers(collected: Sequence[Numbers], *, trouble: str) -> dict[str, f
     return {**{name: value / denominator for name, value in losses.items()}, "tokens": tokens, **means, **p99, **maxima}
 
 
-def _histograms(collected: Sequence[Numbers]) -> dict[str, dict[int, int]]:
+def _histograms(collected: Sequence[CollectedMetrics]) -> dict[str, dict[int, int]]:
     """Of all micro-batches together: {name: {bin: its count}} of the bins that hold any."""
     counts: dict[str, Counter[int]] = {}
     for numbers in collected:

@@ -16,19 +16,20 @@ from torch import nn
 from megatron_rl.batching.packing import empty_batch
 from megatron_rl.compat.megatron_cpu import on_cpu_too
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
-from megatron_rl.policy.loss_metrics import read_numbers, reduce_numbers, trouble_in
+from megatron_rl.errors import NonFiniteValue
+from megatron_rl.policy.loss_metrics import nonfinite_error, read_metrics, reduce_metrics
 from megatron_rl.policy.offload import Offload
 from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, with_gradients
 from megatron_rl.policy.optimizer_state import restart
 from megatron_rl.policy.overlap import Overlap
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.patches import Patches, carried, one_ahead, with_patches
-from megatron_rl.policy.training_state import Save, TrainingState, load
-from megatron_rl.types import Batch, LossMetrics, NotFinite
+from megatron_rl.policy.patches import Patches, patch_bytes, prefetch, with_patches
+from megatron_rl.policy.training_state import AsyncSave, TrainingState, load
+from megatron_rl.types import LossMetrics, MicroBatch
 
-Read = Callable[[Batch, torch.Tensor, torch.Tensor], torch.Tensor]
+HiddenReader = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
 """(batch, rows_R, hidden_RH) -> a number for each of the rows: the entries of the batch whose target was sampled."""
-Summed = Callable[[Batch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
+SummedLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
 """(batch, rows_R, hidden_RH) -> the loss summed over the rows, and its metrics."""
 
 
@@ -47,20 +48,20 @@ class Network:
         optim: OptimSettings,
         num_steps: int,
         head_lr: float = 0.0,
-        patches: Patches = carried,
+        patches: Patches = patch_bytes,
     ) -> None:
         """`num_steps` is what the learning rate's schedule spans; `head_lr` the peak of a value head's, if there is one."""
         self.chunks, self.layout, self._patches = chunks, layout, patches
         self.device = next(chunks.parameters()).device
-        self.model = with_gradients(chunks, frozen, lora=lora, overlap=parallel.overlap_reductions)
+        self.model = with_gradients(chunks, frozen, lora=lora, overlap=parallel.overlap_grad_reduce)
         offload = parallel.offload_optimizer and self.device.type == "cuda"
         self.optimizer = build_optimizer(optim, self.model, offload=offload, head_lr=head_lr)
         self.schedule = build_schedule(self.optimizer, optim, num_steps)
         for chunk in chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self.num_updates = 0
-        self._overlap = Overlap(self.model[0], tp=layout.tp) if parallel.overlap_reductions else None
-        self._offload = Offload(self.model) if parallel.offload_parameters else None
+        self._overlap = Overlap(self.model[0], tp=layout.tp) if parallel.overlap_grad_reduce else None
+        self._offload = Offload(self.model) if parallel.offload_params else None
 
     def close(self) -> None:
         """Let go of the model. Megatron 0.16.1's hooks on gradients hold it for ever, and with it every process group and its thread."""
@@ -69,15 +70,15 @@ class Network:
 
     @on_cpu_too
     @torch.no_grad()
-    def read(self, batches: list[Batch], *on_hidden: Read) -> list[torch.Tensor]:
+    def forward_only(self, batches: list[MicroBatch], *on_hidden: HiddenReader) -> list[torch.Tensor]:
         """What each of `on_hidden` says of every row, in one forward pass: a line of [N, T] for each of them, of each batch; 0 where mask_T
         is False. Without gradient and dropout."""
 
-        def scattered(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
+        def scattered(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
             said_NR = torch.stack([say(batch, rows_R, hidden_RH) for say in on_hidden])
             return nothing(batch).index_copy(1, rows_R, said_NR)
 
-        def nothing(batch: Batch) -> torch.Tensor:
+        def nothing(batch: MicroBatch) -> torch.Tensor:
             return batch.weight_T.new_zeros(len(on_hidden), batch.num_tokens)
 
         results = self._run(batches, scattered, forward_only=True)
@@ -89,7 +90,7 @@ class Network:
 
     @on_cpu_too
     def update(
-        self, batches: list[Batch], on_hidden: Summed, *,
+        self, batches: list[MicroBatch], on_hidden: SummedLoss, *,
         step: int, is_partial: bool = False, check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer update on these micro-batches of every data-parallel rank together: sum of losses / sum of denominators.
@@ -101,7 +102,7 @@ class Network:
         """
         collected: list[LossMetrics] = []
 
-        def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        def summed(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             value, metrics = on_hidden(batch, rows_R, hidden_RH)
             metrics.losses["loss"] = value.detach()
             metrics.sums.update({"tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
@@ -114,10 +115,10 @@ class Network:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self._overlap:
-            self._overlap.agree(batches, is_partial=is_partial)
+            self._overlap.require_same_counts(batches, is_partial=is_partial)
         self._run(batches, summed, forward_only=False)
-        known = read_numbers(collected)
-        metrics = reduce_numbers(known if self.layout.tp_rank == 0 else [], trouble=trouble_in(known) or self._trouble_in_gradient())
+        known = read_metrics(collected)
+        metrics = reduce_metrics(known if self.layout.tp_rank == 0 else [], trouble=nonfinite_error(known) or self._gradient_error())
         if check is not None:
             check(metrics)
         grad_norm = take_step(self.optimizer)
@@ -125,7 +126,7 @@ class Network:
         self._require_finite_weights()
         return {**metrics, "grad_norm": grad_norm, "lr": self.schedule.get_lr({})}
 
-    def _run(self, batches: list[Batch], on_hidden: Callable, *, forward_only: bool) -> list:
+    def _run(self, batches: list[MicroBatch], on_hidden: Callable, *, forward_only: bool) -> list:
         """Megatron's schedule over the micro-batches; on_hidden runs on the last stage only and gets the hidden states of rows_R.
 
         An interleaved pipeline takes micro-batches by the pipeline's size; what is lacking runs empty, and its result is left out.
@@ -134,14 +135,14 @@ class Network:
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         padded = batches + [empty_batch(multiple, device=self.device) for _ in range(lacking)]
 
-        def forward_step(iterator: Iterator[Batch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
+        def forward_step(iterator: Iterator[MicroBatch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(iterator)
             rows_R = batch.mask_T.nonzero()[:, 0]
             return model(batch, rows_R), partial(on_hidden, batch, rows_R)
 
-        def coming(chunk: nn.Module) -> Iterator[Batch]:
+        def coming(chunk: nn.Module) -> Iterator[MicroBatch]:
             sees = chunk.pre_process and any(batch.images for batch in padded)
-            return one_ahead(self.complete, padded) if sees else iter(padded)
+            return prefetch(self.load_image_patches, padded) if sees else iter(padded)
 
         self.chunks.train(not forward_only)
         results = get_forward_backward_func()(
@@ -156,13 +157,13 @@ class Network:
         )
         return results[: len(batches)]
 
-    def complete(self, batch: Batch) -> Batch:
+    def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
         """The batch with the patches of the images that this rank encodes: none, but on a pipeline's first stage."""
         if not self.chunks[0].pre_process:
             return batch
         return with_patches(batch, self._patches, self.layout, like=next(self.chunks.parameters()))
 
-    def _trouble_in_gradient(self) -> str:
+    def _gradient_error(self) -> str:
         """The first parameter of this rank whose gradient is not finite, or ''."""
         buffers = [buffer.grad_data.norm() for chunk in self.model for buffer in chunk.buffers]
         if not buffers or torch.stack(buffers).isfinite().all():
@@ -177,22 +178,22 @@ class Network:
         is_bad = torch.tensor(int(bool(norms) and not torch.stack(norms).isfinite().all()))
         dist.all_reduce(is_bad)
         if is_bad:
-            raise NotFinite(f"weights are not finite after update {self.num_updates}: lower optim.lr")
+            raise NonFiniteValue(f"weights are not finite after update {self.num_updates}: lower optim.lr")
 
     def sleep(self) -> None:
-        """Leave the device to the engine, where parallel.offload_parameters says so; only `wake` may follow."""
+        """Leave the device to the engine, where parallel.offload_params says so; only `wake` may follow."""
         if self._offload:
-            self._offload.leave()
+            self._offload.to_host()
 
     def wake(self) -> None:
         """Take the device back."""
         if self._offload:
-            self._offload.come_back()
+            self._offload.to_device()
 
     @on_cpu_too
-    def save(self, folder: Path, *, background: bool) -> Save:
+    def save(self, folder: Path, *, background: bool) -> AsyncSave:
         """Begin to write the training state into `folder`, which exists; see training_state.Save. Training may go on at once."""
-        return Save(self._state(), folder, background=background)
+        return AsyncSave(self._state(), folder, background=background)
 
     @on_cpu_too
     def load(self, folder: Path, *, seed: int) -> None:

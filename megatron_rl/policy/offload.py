@@ -28,11 +28,11 @@ class HostCopy:
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Without content until `take`."""
         storages = {storage._cdata: storage for parameter in parameters for storage in [parameter.untyped_storage()]}
-        self.pairs = [(storage, _room_for(storage)) for storage in storages.values()]
-        pinned = [host.data_ptr() for storage, host in self.pairs if _is_far(storage)]
+        self.pairs = [(storage, _pinned_buffer(storage)) for storage in storages.values()]
+        pinned = [host.data_ptr() for storage, host in self.pairs if _is_on_host(storage)]
         weakref.finalize(self, _unpin, pinned).atexit = False  # CUDA has gone by then
 
-    def take(self) -> None:
+    def copy_to_host(self) -> None:
         """Copy the parameters to the host."""
         for storage, host in self.pairs:
             host.copy_(_bytes(storage))
@@ -42,13 +42,13 @@ class HostCopy:
         for storage, _ in self.pairs:
             storage.resize_(0)
 
-    def give(self) -> None:
+    def restore(self) -> None:
         """Copy the parameters back to where they were."""
         for storage, host in self.pairs:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host)
 
-    def exchange(self) -> None:
+    def swap(self) -> None:
         """Let the parameters and what is on the host change places."""
         for storage, host in self.pairs:
             for here, there in zip(_bytes(storage).split(_PIECE), host.split(_PIECE), strict=True):
@@ -65,15 +65,15 @@ class Offload:
         self.host = HostCopy(parameter for chunk in chunks for parameter in chunk.parameters())
 
     @on_cpu_too
-    def leave(self) -> None:
-        self.host.take()
+    def to_host(self) -> None:
+        self.host.copy_to_host()
         self.host.empty()
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
 
     @on_cpu_too
-    def come_back(self) -> None:
-        self.host.give()
+    def to_device(self) -> None:
+        self.host.restore()
         for chunk in self.chunks:
             chunk.restore_grad_buffers()
 
@@ -83,14 +83,14 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _room_for(storage: torch.UntypedStorage) -> torch.Tensor:
+def _pinned_buffer(storage: torch.UntypedStorage) -> torch.Tensor:
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
-    if _is_far(storage):
+    if _is_on_host(storage):
         pin_memory(host.data_ptr(), host.numel())
     return host
 
 
-def _is_far(storage: torch.UntypedStorage) -> bool:
+def _is_on_host(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cuda"
 
 

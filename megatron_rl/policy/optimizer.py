@@ -14,13 +14,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import nn
 
 from megatron_rl.config import LoraSettings, OptimSettings, require
-from megatron_rl.distributed.world import place
-from megatron_rl.policy.parallel import is_imagined
-from megatron_rl.policy.transformer import Chunk
+from megatron_rl.distributed.world import read_world
+from megatron_rl.policy.parallel import is_fake_group
+from megatron_rl.policy.transformer import ModelChunk
 from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
-def freeze(chunk: Chunk, parts: list[str], *, all_but_adapters: bool) -> None:
+def freeze(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
     """Switch gradients off before the gradient buffers are made: what is frozen gets none, and no optimizer state."""
     prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.parts[part])
     for name, parameter in chunk.named_parameters():
@@ -67,20 +67,20 @@ def build_optimizer(
     names = chunks[0].module.spec.family.parts
     overrides = get_standard_config_overrides(config) | {
         ParamKey(name=tuple(f"*module.{pattern}" for pattern in names[part])): ParamGroupOverride(max_lr=lr)
-        for part, lr in settings.part_lr.items()
+        for part, lr in settings.lr_by_module.items()
     }
     overrides[ParamKey(name=("*module.value_head.*",))] = ParamGroupOverride(max_lr=head_lr)
-    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_imagined())
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_fake_group())
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             # It is given main weights, which are fp32 already. megatron-core 0.16.1 looks for other ones when it has loaded: KeyError.
             part.optimizer.param_update_in_fp32 = False
     if offload:
-        _let_go()
+        _release_buffers()
     return optimizer
 
 
-def _let_go() -> None:
+def _release_buffers() -> None:
     """Megatron builds an optimizer on the host twice (0.16.1, distrib_optimizer.py, __init__), first for the parameters as they are: every
     one of them pinned, and once more in fp32. That one holds itself by its hooks, and torch keeps what was pinned for the next who asks."""
     gc.collect()
@@ -102,7 +102,7 @@ def _own_cores() -> Iterator[None]:
     """As many threads as this rank's share of the node's cores, unless it has more: torchrun gives it one (OMP_NUM_THREADS=1), and torch's
     fused AdamW then takes 10 to 15 s for 1 to 4e9 parameters (an estimate)."""
     before = torch.get_num_threads()
-    allowed, share = len(os.sched_getaffinity(0)), os.cpu_count() // place().local_size  # a rank may be bound to a part of the node
+    allowed, share = len(os.sched_getaffinity(0)), os.cpu_count() // read_world().local_size  # a rank may be bound to a part of the node
     torch.set_num_threads(max(before, min(allowed, share)))
     try:
         yield

@@ -29,22 +29,22 @@ def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedSta
     pads its vocabulary is left out."""
     whole = {described.data: described for described in nested_values(weights)}
     found = {}
-    for part in trained(optimizer):
-        for parameter, own in _stretches(part):
+    for part in trained_tensors(optimizer):
+        for parameter, own in _parameter_ranges(part):
             state = part._get_main_param_and_optimizer_states(parameter)
-            for box in _boxes_of(whole[parameter], own, state, vocab_size=vocab_size):
+            for box in _boxes_of_tensor(whole[parameter], own, state, vocab_size=vocab_size):
                 found[f"{box.key} {box.global_offset}"] = box
     return found
 
 
-def _stretches(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Range]]:
+def _parameter_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Range]]:
     """Each parameter that this rank steps, and which of its entries."""
     for buckets in (buckets for buffer in part.gbuf_ranges for buckets in buffer.values()):
         for bucket in buckets:
             yield from ((parameter, ranges["param"]) for parameter, ranges in bucket["param_map"].items())
 
 
-def _boxes_of(
+def _boxes_of_tensor(
     whole: ShardedTensor | ShardedTensorFactory, own: Range, state: dict[str, torch.Tensor], *, vocab_size: int
 ) -> Iterator[ShardedTensor]:
     """The entries `own` of a parameter of this rank, whose flat tensors `state` holds, as boxes of the model's tensor.
@@ -59,7 +59,7 @@ def _boxes_of(
         assert leaf.data.is_contiguous() and leaf.prepend_axis_num == 0 and len(leaf.replica_id) == 3, leaf
         begin = leaf.data.storage_offset()
         start, stop = max(own.start, begin), min(own.end, begin + leaf.data.numel())
-        for offset, size in boxes(leaf.local_shape, start - begin, stop - begin):
+        for offset, size in split_into_boxes(leaf.local_shape, start - begin, stop - begin):
             here = slice(start - own.start, start - own.start + math.prod(size))
             start += math.prod(size)
             for name in _STATES:
@@ -70,7 +70,7 @@ def _boxes_of(
                 )  # fmt: skip
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, size) of boxes that make the entries start..stop of a tensor, in its (row-major) order.
 
     Example: boxes((3, 4), 2, 11) gives ((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3)).
@@ -85,12 +85,12 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[i
             start += rows * row
         else:
             end = min(stop, (number + 1) * row)
-            for offset, size in boxes(row_shape, within, within + end - start):
+            for offset, size in split_into_boxes(row_shape, within, within + end - start):
                 yield (number, *offset), (1, *size)
             start = end
 
 
-def trained(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
+def trained_tensors(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
     """The optimizer of this rank's parameters, or nothing where all of them are frozen."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     assert len(parts) <= 1, "dense parameters have one distributed optimizer"
@@ -99,7 +99,7 @@ def trained(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
 
 def prepare(optimizer: ChainedOptimizer) -> None:
     """Zero moments for all that is trained. AdamW's own step is not among them: `set_step`."""
-    for part in trained(optimizer):
+    for part in trained_tensors(optimizer):
         where = {"device": "cpu"} if isinstance(part.optimizer, HybridDeviceOptimizer) else {}
         for main in (main for group in part.optimizer.param_groups for main in group["params"]):
             part.optimizer.state[main] = {name: torch.zeros_like(main, **where) for name in ("exp_avg", "exp_avg_sq")}
@@ -114,15 +114,15 @@ def restart(optimizer: ChainedOptimizer) -> None:
 
 def set_step(optimizer: ChainedOptimizer, updates: int) -> None:
     """The last of what is loaded: the number of updates that made main weights and moments."""
-    for part in trained(optimizer):
+    for part in trained_tensors(optimizer):
         for moments in part.optimizer.state.values():  # where torch's AdamW looks...
             moments["step"] = torch.tensor(float(updates))
         for group in part.optimizer.param_groups:  # ...and Transformer Engine's
             group["step"] = updates
-        _hand_down(part)
+        _copy_main_params(part)
 
 
-def _hand_down(part: DistributedOptimizer) -> None:
+def _copy_main_params(part: DistributedOptimizer) -> None:
     """An optimizer on the host (megatron-core 0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py) steps from copies of the main weights
     and from states of its own: both become those of the main weights."""
     if isinstance(part.optimizer, HybridDeviceOptimizer):

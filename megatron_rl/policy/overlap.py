@@ -1,4 +1,4 @@
-"""Gradients reduced over data-parallel ranks while the last micro-batch's backward pass goes on: parallel.overlap_reductions.
+"""Gradients reduced over data-parallel ranks while the last micro-batch's backward pass goes on: parallel.overlap_grad_reduce.
 
 Megatron (megatron-core 0.16.1, distributed/param_and_grad_buffer.py) reduces a bucket as soon as all of its parameters have a gradient, on
 every rank in the same order, and ends with an assertion where one has none. Here that happens: a micro-batch without a picture gives the
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
-from megatron_rl.types import Batch
+from megatron_rl.types import MicroBatch
 
 
 class Overlap:
@@ -22,10 +22,10 @@ class Overlap:
         self._chunk, self._tp = chunk, tp
         self._needs_pictures = any(parameter.requires_grad for parameter in chunk.module.vision.parameters())
         self._can = False
-        chunk.module.config.no_sync_func = self._but_the_last
+        chunk.module.config.no_sync_func = self._no_sync
         chunk.module.config.finalize_model_grads_func = self._finalize
 
-    def agree(self, batches: list[Batch], *, is_partial: bool) -> None:
+    def require_same_counts(self, batches: list[MicroBatch], *, is_partial: bool) -> None:
         """Before an update by these micro-batches: whether the last ones of all ranks give every trained parameter a gradient. If not, the
         reduction follows the backward pass. is_partial: the loss does not depend on all of them."""
         last = batches[-1]
@@ -35,7 +35,7 @@ class Overlap:
         self._can = bool(can)
 
     @contextmanager
-    def _but_the_last(self) -> Iterator[None]:
+    def _no_sync(self) -> Iterator[None]:
         """Around all micro-batches but the last, for Megatron's schedule."""
         with self._chunk.no_sync():
             yield

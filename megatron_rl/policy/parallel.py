@@ -9,7 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_rl.compat.megatron_cpu import on_cpu_too
 from megatron_rl.config import ParallelSettings, require
-from megatron_rl.distributed.world import whole_minutes
+from megatron_rl.distributed.world import round_up_to_minutes
 from megatron_rl.models.model_spec import ModelSpec
 
 
@@ -80,7 +80,7 @@ def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, whose: str
         require(size % tp == 0, key, tp, f"does not divide {whose}'s {size} {what}; use one of {fitting}")
 
 
-def is_imagined() -> bool:
+def is_fake_group() -> bool:
     """Whether this world is one of memory_plan/gpu_memory.py's: its process groups have no peers, and gloo would wait for them."""
     return dist.get_backend() == "fake"
 
@@ -91,8 +91,8 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
     if not parallel_state.model_parallel_is_initialized():
         virtual = parallel.vpp if parallel.vpp > 1 else None
         parallel_state.initialize_model_parallel(
-            parallel.tp, parallel.pp, virtual, distributed_timeout_minutes=whole_minutes(parallel.timeout_s),
-            create_gloo_process_groups=not is_imagined(),
+            parallel.tp, parallel.pp, virtual, distributed_timeout_minutes=round_up_to_minutes(parallel.timeout_s),
+            create_gloo_process_groups=not is_fake_group(),
         )  # fmt: skip
     seed_generators(seed)
     return Layout(

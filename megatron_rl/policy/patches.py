@@ -8,29 +8,29 @@ from typing import TypeVar
 import torch
 
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.vision import share_out
-from megatron_rl.types import Batch, Image
+from megatron_rl.policy.vision import balance_over_ranks
+from megatron_rl.types import Image, MicroBatch
 
 Patches = Callable[[Image], torch.Tensor]
 """float32 [P, C] of an image, the same whoever asks and how often: Renderer.patches."""
 T = TypeVar("T")
 
 
-def carried(image: Image) -> torch.Tensor:
+def patch_bytes(image: Image) -> torch.Tensor:
     """The patches of an image that has them still."""
     assert image.patch_PC is not None, f"image {image.key} came without its patches: hand in a renderer's"
     return image.patch_PC
 
 
-def encoded_by(images: Sequence[Image], ranks: int) -> list[list[Image]]:
+def images_of_rank(images: Sequence[Image], ranks: int) -> list[list[Image]]:
     """The images of a micro-batch that each tensor-parallel rank encodes, in the order in which its tower takes them."""
-    shares = share_out([image.num_patches for image in images], ranks) if ranks > 1 else [range(len(images))]
+    shares = balance_over_ranks([image.num_patches for image in images], ranks) if ranks > 1 else [range(len(images))]
     return [[images[number] for number in share] for share in shares]
 
 
-def with_patches(batch: Batch, patches: Patches, layout: Layout, *, like: torch.Tensor) -> Batch:
+def with_patches(batch: MicroBatch, patches: Patches, layout: Layout, *, like: torch.Tensor) -> MicroBatch:
     """The batch with the patches that this rank encodes, of the type of `like`; pinned where that is on a GPU."""
-    mine = encoded_by(batch.images, layout.tp)[layout.tp_rank]
+    mine = images_of_rank(batch.images, layout.tp)[layout.tp_rank]
     if not mine:
         return replace(batch, patch_PC=torch.empty(0, 0, dtype=like.dtype))
     if like.is_cuda:
@@ -51,7 +51,7 @@ def _joined(images: Sequence[Image], patches: Patches, *, dtype: torch.dtype, pi
     return joined_PC
 
 
-def one_ahead(make: Callable[[T], T], items: Sequence[T]) -> Iterator[T]:
+def prefetch(make: Callable[[T], T], items: Sequence[T]) -> Iterator[T]:
     """make(item) of each item, in order; the next is made in a thread while the one before is used, and nothing of those before is kept."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         coming = thread.submit(make, items[0])

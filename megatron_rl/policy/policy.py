@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batching.minibatches import Shares, WeightedContext, balance, cut, loads_of
+from megatron_rl.batching.minibatches import PackItem, RankShares, balance, pack_costs, split_by_cost
 from megatron_rl.batching.packing import distinct_images, loss_rows, pack
 from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.models.hf_config import read_spec
@@ -22,18 +22,18 @@ from megatron_rl.policy.lora import adapters_off, merged_weights
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.patches import Patches, carried, encoded_by
-from megatron_rl.policy.trainable_model import Learner
-from megatron_rl.policy.transformer import Heads
-from megatron_rl.types import Batch, Image, Loss, LossMetrics, Rows
+from megatron_rl.policy.patches import Patches, images_of_rank, patch_bytes
+from megatron_rl.policy.trainable_model import TrainableModel
+from megatron_rl.policy.transformer import HeadConfig
+from megatron_rl.types import Image, Loss, LossInputs, LossMetrics, MicroBatch
 from megatron_rl.weights.formats.base_digest import digest_of
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
-from megatron_rl.weights.stream import Export
+from megatron_rl.weights.stream import HfWeightIterator
 
 
-class Policy(Learner):
+class Policy(TrainableModel):
     """A vision-language model over processes that is trained, read and exported."""
 
     def __init__(
@@ -52,20 +52,20 @@ class Policy(Learner):
         keep_reference: bool = False,
         bucket_mib: float = 256,
         critic: CriticSettings | None = None,
-        patches: Patches = carried,
+        patches: Patches = patch_bytes,
     ) -> None:
         """Without `lora` the model itself is trained. `seed` is that of new adapters and heads. With `critic` it has a value head. The
         reference is what settings.path holds, whatever is loaded later. `patches` makes those of images that come without."""
         self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
         self.lora = lora or LoraSettings()
         self.spec = read_spec(settings.path)
-        heads = Heads() if critic is None else Heads(value_sizes=critic.head_sizes, normalizes=critic.normalize_returns)
+        heads = HeadConfig() if critic is None else HeadConfig(value_sizes=critic.head_sizes, normalizes_returns=critic.normalize_returns)
         built = load_model(self.spec, layout, settings.path, dtype=settings.dtype, lora=self.lora, heads=heads, seed=seed)
         chunks, bucket_bytes = built.chunks, int(bucket_mib * (1 << 20))
         merged = merged_weights(chunks)
-        self.export = Export(chunks, built.rows, built.placement, bucket_bytes=bucket_bytes, merged=merged)
+        self.export = HfWeightIterator(chunks, built.rows, built.placement, bucket_bytes=bucket_bytes, merged=merged)
         self._digest = ""
-        self.adapters = Export(chunks, built.adapter_rows, built.placement, bucket_bytes=bucket_bytes)
+        self.adapters = HfWeightIterator(chunks, built.adapter_rows, built.placement, bucket_bytes=bucket_bytes)
         self.network = Network(
             chunks, layout, frozen=settings.frozen, lora=self.lora, parallel=parallel, optim=optim, num_steps=num_steps,
             head_lr=critic.lr if critic else 0.0, patches=patches,
@@ -73,40 +73,40 @@ class Policy(Learner):
         whole = padded_vocab(self.spec.vocab_size, layout.tp)
         first_id, never = layout.tp_rank * whole // layout.tp, [*banned_ids, *range(self.spec.vocab_size, whole)]
         banned_V = banned_mask(never, first_id=first_id, size=whole // layout.tp, device=self.network.device)
-        self.distribution = Distribution(banned_V, temperature, first_id, layout.tp_group, parallel.logprob_rows)
+        self.distribution = Distribution(banned_V, temperature, first_id, layout.tp_group, parallel.log_probs_chunk_size)
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
         self.reference = HostCopy(chunks.parameters()) if keep else None
         if self.reference is not None:
-            self.reference.take()
+            self.reference.copy_to_host()
 
-    def pack(self, minibatch: Sequence[WeightedContext], *, max_tokens: int) -> list[Batch]:
+    def pack(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> list[MicroBatch]:
         """Deal one optimizer update's contexts to data-parallel ranks and pack this rank's into micro-batches; at least one."""
-        return self.packed(self.deal(minibatch, max_tokens=max_tokens))
+        return self.pack_local(self.shard_across_dp(minibatch, max_tokens=max_tokens))
 
-    def deal(self, minibatch: Sequence[WeightedContext], *, max_tokens: int) -> Shares:
+    def shard_across_dp(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> RankShares:
         """What each data-parallel rank computes of one optimizer update: the same on every rank."""
-        loads = loads_of(minibatch, self.image_token_id, share_prompts=self._shares_prompts)
-        return [cut(mine, max_tokens) for mine in balance(loads, self.layout.dp)]
+        loads = pack_costs(minibatch, self.image_token_id, share_prompts=self._shares_prompts)
+        return [split_by_cost(mine, max_tokens) for mine in balance(loads, self.layout.dp)]
 
-    def packed(self, dealt: Shares) -> list[Batch]:
+    def pack_local(self, dealt: RankShares) -> list[MicroBatch]:
         """This rank's micro-batches. A prompt is computed once for all contexts of one that begin with it; Transformer Engine takes whole
         contexts."""
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         how = {"image_token_id": self.image_token_id, "positions": self.spec.positions, "share_prompts": self._shares_prompts}
         return [pack(part, **how, multiple_of=multiple, device=self.network.device) for part in dealt[self.layout.dp_rank]]
 
-    def pictures(self, dealt: Shares) -> dict[int, list[Image]]:
+    def images(self, dealt: RankShares) -> dict[int, list[Image]]:
         """By rank, the images that it encodes of what was dealt: known to every rank of every other."""
         found: dict[int, list[Image]] = {}
         for dp_rank, parts in enumerate(dealt):
             for part in parts:
                 images = distinct_images(weighted.context for weighted in part)
-                for tp_rank, share in enumerate(encoded_by(images, self.layout.tp)):
+                for tp_rank, share in enumerate(images_of_rank(images, self.layout.tp)):
                     found.setdefault(self.layout.first_stage_rank(dp_rank, tp_rank), []).extend(share)
         return found
 
-    def logprobs(self, batches: list[Batch], *, weights: str = "current") -> list[torch.Tensor]:
+    def logprobs(self, batches: list[MicroBatch], *, weights: str = "current") -> list[torch.Tensor]:
         """Logprob of each target [T] under the current or the reference weights; 0 where mask_T is False. Without dropout."""
         if weights == "current":
             return self._logprobs(batches)
@@ -114,32 +114,32 @@ class Policy(Learner):
             with adapters_off(self.network.chunks):
                 return self._logprobs(batches)
         assert weights == "reference" and self.reference is not None, "the policy was built without keep_reference"
-        self.reference.exchange()
+        self.reference.swap()
         try:
             return self._logprobs(batches)
         finally:
-            self.reference.exchange()
+            self.reference.swap()
 
-    def logprobs_and_values(self, batches: list[Batch]) -> list[torch.Tensor]:
+    def logprobs_and_values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """What `logprobs` and what `values` say, [2, T] of each batch, in one forward pass."""
-        return self.network.read(batches, self._logprob_R, self._value_R)
+        return self.network.forward_only(batches, self._logprob_R, self._value_R)
 
-    def _logprobs(self, batches: list[Batch]) -> list[torch.Tensor]:
-        return [logprob_1T[0] for logprob_1T in self.network.read(batches, self._logprob_R)]
+    def _logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
+        return [logprob_1T[0] for logprob_1T in self.network.forward_only(batches, self._logprob_R)]
 
-    def _logprob_R(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
+    def _logprob_R(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
         return self._tokens(batch, rows_R, hidden_RH)[0]
 
     def update(
-        self, batches: list[Batch], loss: Loss, *,
-        step: int, head_alone: bool = False, see: Callable[[Batch, torch.Tensor, Rows], None] | None = None,
+        self, batches: list[MicroBatch], loss: Loss, *,
+        step: int, head_alone: bool = False, see: Callable[[MicroBatch, torch.Tensor, LossInputs], None] | None = None,
         check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
         """One optimizer update of this loss; see Network.update, also for `check`. head_alone: what is of the value head alone, and nothing
-        else moves. `see` is shown every micro-batch with its rows_R and their Rows, on the ranks of the last stage."""
+        else moves. `see` is shown every micro-batch with its rows_R and their LossInputs, on the ranks of the last stage."""
         has_values = self._has_values
 
-        def on_hidden(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
+        def on_hidden(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
             # The trunk's backward pass stays, with gradients of 0: the stages of a pipeline wait for each other's.
             seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if head_alone else hidden_RH
             values = self._value_rows(batch, rows_R, seen_RH) if has_values else None
@@ -152,7 +152,7 @@ class Policy(Learner):
 
         return self.network.update(batches, on_hidden, step=step, is_partial=head_alone, check=check)
 
-    def _tokens(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tokens(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each row."""
         return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R])
 
@@ -171,7 +171,7 @@ class Policy(Learner):
         """
         like, pixels = Path(self.settings.path), (self.settings.min_pixels, self.settings.max_pixels)
         named = ((self.spec.released(name), tensor) for name, tensor in self.hf_weights())
-        _write_on_main(named, lambda stream: write_hf_folder(out, stream, like=like, pixels=pixels, card=card))
+        write_on_rank_zero(named, lambda stream: write_hf_folder(out, stream, like=like, pixels=pixels, card=card))
 
     def _base_digest(self) -> str:
         """Return the digest of the model that adapters are trained on; computed once."""
@@ -186,7 +186,7 @@ class Policy(Learner):
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets, base=self.settings.path,
             vision_lora=self.spec.family.vision_lora, digest=self._base_digest() if dist.get_rank() == 0 else "",
         )  # fmt: skip
-        _write_on_main(self.adapters.tensors(), lambda stream: write_peft(out, stream, config))
+        write_on_rank_zero(self.adapters.tensors(), lambda stream: write_peft(out, stream, config))
 
 
 def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
@@ -197,7 +197,7 @@ def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
     return can
 
 
-def _write_on_main(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+def write_on_rank_zero(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
     """Hand rank 0's stream to `write`; every rank takes part in it to its end, and raises the OSError that rank 0 met."""
     error = [None]
     if dist.get_rank() == 0:

@@ -5,45 +5,45 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.batching.packing import turns_of
+from megatron_rl.batching.packing import turn_ids
 from megatron_rl.policy.network import Network
-from megatron_rl.policy.training_state import Save
-from megatron_rl.types import Batch, ValueRows
+from megatron_rl.policy.training_state import AsyncSave
+from megatron_rl.types import MicroBatch, ValueLossInputs
 
 
-class Learner:
+class TrainableModel:
     network: Network
 
-    def values(self, batches: list[Batch]) -> list[torch.Tensor]:
+    def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """The value [T] of the state before each target; 0 where mask_T is False."""
-        return [value_1T[0] for value_1T in self.network.read(batches, self._value_R)]
+        return [value_1T[0] for value_1T in self.network.forward_only(batches, self._value_R)]
 
-    def complete(self, batch: Batch) -> Batch:
+    def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
         """The batch with the patches of the images that this rank encodes."""
-        return self.network.complete(batch)
+        return self.network.load_image_patches(batch)
 
-    def see(self, returns: Sequence[float]) -> None:
+    def update_return_stats(self, returns: Sequence[float]) -> None:
         """Take a step's returns into what the value head normalizes by. The same on every rank."""
         head = self.network.chunks[-1].value_head
         if head is not None:  # the last stage has it
             head.see(returns)
 
-    def _value_R(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
+    def _value_R(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
         head = self.network.chunks[-1].value_head
         return head.to_returns(head(hidden_RH))
 
-    def _value_rows(self, batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> ValueRows:
+    def _value_rows(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> ValueLossInputs:
         """What a critic's loss sees of a batch, in the head's units."""
         head = self.network.chunks[-1].value_head
-        return ValueRows(
+        return ValueLossInputs(
             value_R=head(hidden_RH),
-            old_R=head.to_units(batch.old_value_T[rows_R]),
+            old_value_R=head.to_units(batch.old_value_T[rows_R]),
             return_R=head.to_units(batch.return_T[rows_R]),
             weight_R=batch.weight_T[rows_R],
-            turn_R=turns_of(rows_R),
+            turn_R=turn_ids(rows_R),
         )
 
-    def save(self, folder: Path, *, background: bool) -> Save:
+    def save(self, folder: Path, *, background: bool) -> AsyncSave:
         """Begin to write the training state; see Network.save."""
         return self.network.save(folder, background=background)
 

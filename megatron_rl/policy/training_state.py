@@ -34,7 +34,7 @@ from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_rl.distributed.world import of_collective, on_main_rank
+from megatron_rl.distributed.world import is_collective_error, run_on_rank_zero
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.optimizer_state import optimizer_tensors, prepare, restart, set_step
 from megatron_rl.policy.padding import padded, unpadded
@@ -67,7 +67,7 @@ def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
     return {number: {name: part for name, part in state.items() if not name.endswith("_extra_state")} for number, state in states.items()}
 
 
-class Save:
+class AsyncSave:
     """A checkpoint on its way to disk. Every rank makes it, asks it and finishes it together with the others.
 
     What is written is the state at construction: training may go on at once.
@@ -85,7 +85,7 @@ class Save:
         weights = sharded_weights(state.chunks)
         moments = optimizer_tensors(state.optimizer, weights, vocab_size=_vocab_size(state))
         sharded, _ = save_preprocess({"weights": unpadded(weights, _vocab_size(state))} | ({"optimizer": moments} if moments else {}))
-        _share_out(sharded["weights"])
+        _balance_over_ranks(sharded["weights"])
         self._writer = FileSystemWriter(folder)
         planner = MCoreSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(_own(sharded, copy=background)), is_coordinator=dist.get_rank() == 0)
@@ -118,7 +118,7 @@ class Save:
             raise OSError(failed[0])
         written = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(self._written.result(), written, group=group)
-        on_main_rank(partial(self._complete, written), group=group)
+        run_on_rank_zero(partial(self._complete, written), group=group)
 
     def _complete(self, written: list[tuple[list[WriteResult], dict[str, str]]]) -> None:
         self._writer.finish(self._metadata, [results for results, _ in written])
@@ -134,7 +134,7 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
     The generators go on where they stopped at the layout that wrote them; at another one they start anew, seeded by `seed` and the number
     of updates. ValueError: the checkpoint is not of this model.
     """
-    with _named(folder):
+    with _tensor_names(folder):
         common = _read_common(folder)
         prepare(state.optimizer)
         sharded = sharded_weights(state.chunks)
@@ -144,7 +144,7 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
     _fill(state.chunks, loaded["weights"])
     set_step(state.optimizer, common["updates"])
     if common["layout"] == _sizes(state):
-        with _named(folder):
+        with _tensor_names(folder):
             _set_generators(common["generators"][dist.get_rank()])
     else:
         seed_generators(seed + common["updates"])
@@ -154,19 +154,19 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
 @torch.no_grad()
 def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
     """Fill model chunks from a checkpoint's weights alone. ValueError, under the option `key`: the checkpoint is not of this model."""
-    with _named(folder):
+    with _tensor_names(folder):
         wanted = unpadded(sharded_weights(chunks), chunks[0].spec.vocab_size)
         loaded = torch_dist_load.load(wanted, folder, key=key, whole=False)
     _fill(chunks, loaded)
 
 
 @contextmanager
-def _named(folder: Path) -> Iterator[None]:
+def _tensor_names(folder: Path) -> Iterator[None]:
     """Megatron's and torch's own errors in one line that names the folder; those of peers and of a GPU's memory as they are."""
     try:
         yield
     except (CheckpointException, CheckpointingException, RuntimeError, TypeError, IndexError, KeyError) as error:
-        if of_collective(error) or isinstance(error, torch.OutOfMemoryError):
+        if is_collective_error(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         reason = " ".join(str(first).split())[:300]
@@ -208,7 +208,7 @@ def _sizes(state: TrainingState) -> dict[str, int]:
     return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp}
 
 
-def _share_out(weights: ShardedStateDict) -> None:
+def _balance_over_ranks(weights: ShardedStateDict) -> None:
     """Replicas of a tensor are dealt to the data-parallel ranks that hold it, so that each of them writes a part of the weights."""
     group = parallel_state.get_data_parallel_group()
     dealt = determine_main_replica_uniform_distribution(weights, group)

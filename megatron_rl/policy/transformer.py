@@ -17,17 +17,17 @@ from torch import nn
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.mrope import in_turn
+from megatron_rl.models.mrope import interleave_sections
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
-from megatron_rl.policy.deepstack import Stacked, stack, unstacked
+from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
 from megatron_rl.policy.fused import fuses_activation, norm
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.value_head import ValueHead
 from megatron_rl.policy.vision import encode_images, vision_tower
-from megatron_rl.types import Batch
+from megatron_rl.types import MicroBatch
 
 
 class RMSNorm(nn.Module):
@@ -60,7 +60,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         hidden_dropout=0.0,
         attention_dropout=0.0,
         qk_layernorm=spec.family.norms_heads,
-        mrope_section=in_turn(spec.rope_sections) if spec.family.is_interleaved else list(spec.rope_sections),
+        mrope_section=interleave_sections(spec.rope_sections) if spec.family.is_interleaved else list(spec.rope_sections),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -115,25 +115,25 @@ def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Heads:
+class HeadConfig:
     """What is made of a trunk's last hidden states."""
 
-    speaks: bool = True
+    has_lm_head: bool = True
     """Logits over the vocabulary."""
     value_sizes: Sequence[int] | None = None
     """A value, through hidden layers of these widths; None for no value head."""
-    normalizes: bool = False
+    normalizes_returns: bool = False
     """See ValueHead."""
 
 
-class Chunk(MegatronModule):
+class ModelChunk(MegatronModule):
     """One chunk of the policy: all of it, a pipeline stage's part, or one of several parts of a stage under an interleaved schedule.
 
     `forward` gives the hidden states that travel on to the next chunk; on the last chunk those of the asked rows, for `head`.
     """
 
     def __init__(
-        self, spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: Heads = Heads(), number: int = 0
+        self, spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: HeadConfig = HeadConfig(), number: int = 0
     ) -> None:
         config = megatron_config(spec, layout, dtype)
         super().__init__(config=config)
@@ -144,7 +144,7 @@ class Chunk(MegatronModule):
         self.vp_stage = number
         self.num_images_encoded = 0
         self.uses_transformer_engine = uses_transformer_engine(lora)
-        self.share_embeddings_and_output_weights = spec.tied and heads.speaks
+        self.share_embeddings_and_output_weights = spec.tied and heads.has_lm_head
         self.language = GPTModel(
             config,
             _layer_specs(spec.num_layers // (layout.pp * layout.vpp), config, lora),
@@ -152,7 +152,7 @@ class Chunk(MegatronModule):
             max_sequence_length=spec.max_positions,
             pre_process=self.pre_process,
             post_process=self.post_process,
-            share_embeddings_and_output_weights=spec.tied and heads.speaks,
+            share_embeddings_and_output_weights=spec.tied and heads.has_lm_head,
             position_embedding_type="mrope",
             rotary_base=spec.rope_theta,
             scatter_embedding_sequence_parallel=False,
@@ -160,16 +160,16 @@ class Chunk(MegatronModule):
         )
         self.vision = vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
         for layer in range(spec.vision.stacked if self.pre_process else 0):
-            self.language.decoder.layers[layer].register_forward_hook(partial(stack, layer), with_kwargs=True)
+            self.language.decoder.layers[layer].register_forward_hook(partial(add_to_layer, layer), with_kwargs=True)
         self.value_head = None
         if self.post_process:
             # The head's input is gathered and cut to the rows that matter in forward, not inside the output layer.
             self.language.output_layer.sequence_parallel = False
-            if not heads.speaks:  # megatron-core 0.16.1 makes the layer wherever a model ends, and looks for it there when it is saved
+            if not heads.has_lm_head:  # megatron-core 0.16.1 makes the layer wherever a model ends, and looks for it there when it is saved
                 del self.language.output_layer
                 self.language.post_process = False
             if heads.value_sizes is not None:
-                self.value_head = ValueHead(spec.hidden_size, heads.value_sizes, dtype=dtype, normalizes=heads.normalizes)
+                self.value_head = ValueHead(spec.hidden_size, heads.value_sizes, dtype=dtype, normalizes=heads.normalizes_returns)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
         self.language.set_input_tensor(input_tensor)
@@ -178,7 +178,7 @@ class Chunk(MegatronModule):
         """Asked for by Megatron when tied embeddings lie on two pipeline stages."""
         return self.language.shared_embedding_or_output_weight()
 
-    def forward(self, batch: Batch, rows_R: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, rows_R: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, 1, H] to the next chunk ([T / tp, 1, H] under sequence parallelism); on the last those of rows_R, [R, H]."""
         hidden, stacked = self._embed(batch) if self.pre_process else (None, None)
         rotary = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
@@ -197,7 +197,7 @@ class Chunk(MegatronModule):
         logits, _ = self.language.output_layer(hidden_RH[:, None], weight=weight)
         return logits[:, 0]
 
-    def _embed(self, batch: Batch) -> tuple[torch.Tensor, Stacked | None]:
+    def _embed(self, batch: MicroBatch) -> tuple[torch.Tensor, DeepStack | None]:
         """Token embeddings [T, 1, H] with the vision tower's output in the placeholders' places, and what later layers add there."""
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
@@ -214,9 +214,9 @@ class Chunk(MegatronModule):
         if self.layout.sequence_parallel:
             embedded = scatter_to_sequence_parallel_region(embedded)
         is_trained = any(parameter.requires_grad for parameter in self.vision.parameters())
-        return unstacked(embedded, self.spec.hidden_size, is_trained=is_trained)
+        return split_embeddings(embedded, self.spec.hidden_size, is_trained=is_trained)
 
-    def _packed(self, batch: Batch, stacked: Stacked | None) -> SharedPromptParams:
+    def _packed(self, batch: MicroBatch, stacked: DeepStack | None) -> SharedPromptParams:
         """Our attention reads the segments; Transformer Engine's, and the rotary embedding before it, the offsets on the device."""
         segments = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device)
         if not self.uses_transformer_engine:
@@ -226,6 +226,8 @@ class Chunk(MegatronModule):
         return SharedPromptParams(qkv_format="thd", **offsets, **longest, stacked=stacked)
 
 
-def build_chunks(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: Heads = Heads()) -> nn.ModuleList:
+def build_chunks(
+    spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: HeadConfig = HeadConfig()
+) -> nn.ModuleList:
     """This rank's part of the model: as many chunks as layout.vpp says."""
-    return nn.ModuleList(Chunk(spec, layout, dtype, lora=lora, heads=heads, number=number) for number in range(layout.vpp))
+    return nn.ModuleList(ModelChunk(spec, layout, dtype, lora=lora, heads=heads, number=number) for number in range(layout.vpp))

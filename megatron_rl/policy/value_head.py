@@ -44,7 +44,7 @@ class ValueHead(nn.Module):
         return x[:, 0]
 
     @torch.no_grad()
-    def see(self, returns: Sequence[float]) -> None:
+    def update_return_stats(self, returns: Sequence[float]) -> None:
         """Take a step's returns into the mean and the deviation (T. F. Chan et al., 1979, on merging two samples)."""
         more = torch.tensor(returns, dtype=torch.float64, device=self.seen.device)
         if not self.normalizes or more.numel() == 0:

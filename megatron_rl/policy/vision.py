@@ -20,7 +20,7 @@ from transformers.vision_utils import (
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.model_spec import ModelSpec, VisionSpec
-from megatron_rl.policy.attention import VISION_ATTENTION, Segments, sent
+from megatron_rl.policy.attention import VISION_ATTENTION, Segments, to_device
 from megatron_rl.policy.fused import norm
 from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
@@ -63,7 +63,7 @@ def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: L
     return tower
 
 
-def share_out(patches_I: list[int], ranks: int) -> list[list[int]]:
+def balance_over_ranks(patches_I: list[int], ranks: int) -> list[list[int]]:
     """Deal images to ranks, largest first to the least loaded. Example: share_out([4, 16, 8, 4], 2) == [[1], [2, 0, 3]]."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -83,7 +83,7 @@ def encode_images(
     if layout.tp == 1:
         return encode(tower, patch_PC, grids, sizes), len(grids)
     patches_I = list(map(prod, grids))
-    shares = share_out(patches_I, layout.tp)
+    shares = balance_over_ranks(patches_I, layout.tp)
     mine = shares[layout.tp_rank]
     if mine:
         local = encode(tower, patch_PC, [grids[image] for image in mine], sizes)
@@ -101,7 +101,7 @@ def encode_images(
             places[image] = range(offset, offset + patches_I[image] // sizes.patches_a_token)
             offset = places[image].stop
     rows_V = torch.tensor([row for image in sorted(places) for row in places[image]])
-    return gathered[sent(rows_V, gathered.device)], len(mine)
+    return gathered[to_device(rows_V, gathered.device)], len(mine)
 
 
 def encode(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
@@ -113,7 +113,7 @@ def encode(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], size
         if offsets in known:
             segments = Segments(known.pop(offsets).tolist(), device=device)
             given |= {offsets: segments, longest: segments.longest}
-    given |= {name: sent(tensor, device) for name, tensor in known.items()}
+    given |= {name: to_device(tensor, device) for name, tensor in known.items()}
     encoded = tower(patch_PC, grid_thw=None, **given)
     return torch.cat([encoded.pooler_output, *encoded.deepstack_features], 1) if sizes.stacked else encoded.pooler_output
 

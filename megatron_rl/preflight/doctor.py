@@ -10,9 +10,9 @@ from rich.console import Console
 import sandbox
 import sandbox.doctor
 import sandbox.layers
-from megatron_rl.algo.rollout_correction import uncorrected
-from megatron_rl.clients.health_check import Greeting, greet, warning_of
-from megatron_rl.clients.openai import api_key, client_of
+from megatron_rl.algo.rollout_correction import mismatch_metrics
+from megatron_rl.clients.health_check import HealthCheck, check_endpoints, health_warning
+from megatron_rl.clients.openai import api_key, make_client
 from megatron_rl.config import JudgeSettings, SandboxSettings, Settings, service_of
 from megatron_rl.data.benchmarks.catalog import questions_of
 from megatron_rl.data.prompt_lengths import Prompts, around
@@ -20,21 +20,21 @@ from megatron_rl.data.questions import Questions
 from megatron_rl.data.survey import Survey, survey
 from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import open_transcripts, survey_transcripts
-from megatron_rl.distributed.world import place
+from megatron_rl.distributed.world import read_world
+from megatron_rl.errors import InfraError
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.preflight.check_report import Report, show
 from megatron_rl.preflight.doctor_job import examine_together, look_at_time
 from megatron_rl.preflight.doctor_machine import look_at_machine, look_at_plan
 from megatron_rl.preflight.doctor_services import look_at_engines, look_at_services
-from megatron_rl.registry import Own, build_task
+from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
-from megatron_rl.rollout.manager import prompt_of
+from megatron_rl.rollout.manager import render_prompt
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.visual_python.task import sandbox_client
-from megatron_rl.types import HostFault
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 
 USES_SANDBOX = ("visual_python", "visual_search")
@@ -74,7 +74,7 @@ def of_folder(error: Exception, path: str, *, key: str) -> str:
     return str(error) if str(error).startswith(key) else f"{key}={path}: {one_line(error)}"
 
 
-def look_at_task(settings: Settings, report: Report, own: Own) -> Task | None:
+def look_at_task(settings: Settings, report: Report, own: Plugins) -> Task | None:
     """Whether the task takes its settings."""
     try:
         task = build_task(settings.task, own)
@@ -137,7 +137,7 @@ def around_of(settings: Settings, task: Task, opened: Mapping[str, Questions], r
         example = next(iter(opened.values()))[0]
     except ValueError:  # it is told with all other rows
         return 0
-    prompt = asyncio.run(prompt_of(task, example, renderer, seed=0))
+    prompt = asyncio.run(render_prompt(task, example, renderer, seed=0))
     return 0 if prompt is None else around(example, prompt, settings, renderer)
 
 
@@ -177,18 +177,18 @@ def look_at_judges(settings: Settings, report: Report) -> None:
         for url, greeting in greetings.items():
             served = f"serves {', '.join(greeting.served)}" if greeting.served else "answers, and does not list its models"
             report.say(f"judge {url}", "not usable" if greeting.trouble else served)
-        warning = warning_of(greetings)
-    except HostFault as fault:
+        warning = health_warning(greetings)
+    except InfraError as fault:
         report.errors.append(str(fault))
     else:
         report.warnings += [warning] if warning else []
 
 
-async def _greet_judges(judge: JudgeSettings) -> dict[str, Greeting]:
+async def _greet_judges(judge: JudgeSettings) -> dict[str, HealthCheck]:
     async with AsyncExitStack() as opened:
         secret, urls = api_key(judge.token_file), [url for url in dict.fromkeys(judge.urls) if not service_of(url)]
-        clients = {url: await opened.enter_async_context(client_of(url, secret=secret)) for url in urls}
-        return await greet(clients, model=judge.model, secret=secret, token_file=judge.token_file)
+        clients = {url: await opened.enter_async_context(make_client(url, secret=secret)) for url in urls}
+        return await check_endpoints(clients, model=judge.model, secret=secret, token_file=judge.token_file)
 
 
 def look_at_sandbox(settings: Settings, report: Report) -> None:
@@ -206,7 +206,7 @@ def look_at_sandbox(settings: Settings, report: Report) -> None:
         else:
             report.say("sandbox", chosen.url)
         return
-    layers, walled = sandbox.doctor.report(accept=chosen.accept)
+    layers, walled = sandbox.doctor.report(accept=chosen.allow_missing)
     report.warnings += [line.removeprefix("warning: ") for line in sandbox.doctor.exposed(own_paths(settings))]
     if chosen.isolation == "none":
         report.warnings.append("task.sandbox.isolation=none: the policy's code runs without any wall; use auto")
@@ -253,7 +253,7 @@ def one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def examine(settings: Settings, own: Own = Own()) -> Report:
+def examine(settings: Settings, own: Plugins = Plugins()) -> Report:
     report = Report()
     look_at_machine(settings, report)
     renderer, trunk = look_at_model(settings, report), settings.critic.path
@@ -261,7 +261,7 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
         look_at_plan(settings, report, own)
     task = look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer, task=task)
-    report.warnings += uncorrected(settings)
+    report.warnings += mismatch_metrics(settings)
     look_at_engines(settings, report)
     look_at_services(settings, report)
     look_at_judges(settings, report)
@@ -270,9 +270,9 @@ def examine(settings: Settings, own: Own = Own()) -> Report:
     return report
 
 
-def examine_and_show(settings: Settings, own: Own) -> int:
+def examine_and_show(settings: Settings, own: Plugins) -> int:
     """Print a table, and a line for each problem: `error: key=value: remedy`. 0: a run can start; 1: it cannot. On all ranks of a job."""
-    world = place()
+    world = read_world()
     report = examine(settings, own) if world.size == 1 else examine_together(settings, world, lambda: examine(settings, own))
     look_at_time(settings, report)
     if world.is_main:

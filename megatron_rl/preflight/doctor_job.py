@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import World, connect, disconnect, gather, on_main_rank
+from megatron_rl.distributed.world import World, connect, disconnect, gather, run_on_rank_zero
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.preflight.check_report import Report
 from megatron_rl.preflight.nodes import check_nodes
@@ -58,14 +58,14 @@ def look_at_nodes(settings: Settings, world: World, report: Report) -> None:
     """What a run on several nodes looks at first (preflight/nodes.py); a run folder that is not there is made, and goes again."""
     folder = Path(settings.run.dir)
     try:
-        on_main_rank(lambda: folder.mkdir(parents=True, exist_ok=True))
+        run_on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         check_nodes(settings, world)
     except (ValueError, OSError) as error:
         report.fail("nodes", str(error))
     else:
         report.say("nodes", f"{world.num_nodes}, {world.size} ranks")
     finally:
-        on_main_rank(lambda: _remove_empty(folder))
+        run_on_rank_zero(lambda: _remove_empty(folder))
 
 
 def _remove_empty(folder: Path) -> None:

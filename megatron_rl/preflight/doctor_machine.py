@@ -15,11 +15,11 @@ import psutil
 import torch
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import most_files, place, raise_file_limit
+from megatron_rl.distributed.world import max_open_files, raise_file_limit, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.preflight import gpus
 from megatron_rl.preflight.check_report import Report
-from megatron_rl.registry import Own, check_sizes, has_boxes, has_critic
+from megatron_rl.registry import Plugins, check_sizes, has_critic, uses_sandbox
 
 GIB = 1 << 30
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"
@@ -55,7 +55,7 @@ def look_at_files(report: Report) -> None:
     except ValueError as error:
         report.fail("open files", str(error))
     else:
-        report.say("open files", f"up to {most_files()} a process")
+        report.say("open files", f"up to {max_open_files()} a process")
 
 
 def look_at_disk(settings: Settings, there: Path, report: Report, *, weights: int) -> str:
@@ -74,26 +74,25 @@ def look_at_disk(settings: Settings, there: Path, report: Report, *, weights: in
         report.errors.append(f"run.dir={settings.run.dir}: {there}: {full.strerror}; choose another disk")
         return ""
     takes = STATE_BYTES * weights / speed
-    if takes > settings.parallel.skew_s:
-        remedy = (
-            f"at {speed / 1e6:.0f} MB/s a checkpoint takes up to {takes / 3600:.1f} hours; choose another disk, or raise parallel.skew_s"
-        )
+    if takes > settings.parallel.straggler_timeout_s:
+        hours = f"up to {takes / 3600:.1f} hours"
+        remedy = f"at {speed / 1e6:.0f} MB/s a checkpoint takes {hours}; choose another disk, or raise parallel.straggler_timeout_s"
         report.warnings.append(f"run.dir={settings.run.dir}: {remedy}")
     return f", {speed / 1e6:.0f} MB/s"
 
 
 def look_at_gpus(settings: Settings, report: Report) -> None:
     """Those that torch sees, and what keeps it from seeing them."""
-    devices = gpus.seen()
+    devices = gpus.visible_gpus()
     report.say("GPUs", ", ".join(f"{device.name} {device.memory / GIB:.0f} GiB" for device in devices) or "none")
-    driver = gpus.driver_of(gpus.DRIVER)
+    driver = gpus.read_driver_version(gpus.DRIVER)
     if settings.engine.device == "cuda" and not devices:
         report.errors.append("engine.device=cuda: this machine has no usable GPU; use engine.device=auto")
     if not driver:
         return
     built, nccl = torch.version.cuda, ".".join(map(str, torch.cuda.nccl.version())) if devices else "unknown"
     report.say("CUDA", f"driver {driver}, torch for CUDA {built}, NCCL {nccl}")
-    report.errors += [line for line in [gpus.trouble_of(driver, built, num_devices=len(devices))] if line]
+    report.errors += [line for line in [gpus.driver_error(driver, built, num_devices=len(devices))] if line]
     if built and not any(map(shutil.which, COMPILERS)):
         report.errors.append(f"PATH: has no {' or '.join(COMPILERS)}, with which Triton builds its launchers (Debian: apt-get install gcc)")
     if built and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
@@ -105,20 +104,20 @@ def look_at_gpus(settings: Settings, report: Report) -> None:
 
 def look_at_job(settings: Settings, devices: Sequence[gpus.Gpu], report: Report) -> None:
     """Whether the GPUs of this node go together, and have room to talk. Outside of a job: as many of them as run.world says, or all."""
-    here, room = place(), shutil.disk_usage(gpus.SHARED_MEMORY).free
+    here, room = read_world(), shutil.disk_usage(gpus.SHARED_MEMORY).free
     size = here.size if here.size > 1 else settings.run.world or len(devices)
     mine = devices[: here.local_size if here.size > 1 else size]
-    refused, doubted = (gpus.lack_of_shared_memory(room, len(mine), each=each) for each in (gpus.SHARED_LEAST, gpus.SHARED_BYTES))
-    report.errors += gpus.misfits(settings, mine, num_ranks=size) + ([refused] if refused else [])
+    refused, doubted = (gpus.shared_memory_error(room, len(mine), each=each) for each in (gpus.MIN_SHARED_BYTES, gpus.SHARED_BYTES))
+    report.errors += gpus.find_mismatches(settings, mine, num_ranks=size) + ([refused] if refused else [])
     report.warnings += [doubted] if doubted and not refused else []
 
 
 def look_at_kernels(settings: Settings, report: Report) -> None:
     """Which ones run, from which package."""
-    from megatron_rl.policy.kernels import apex_trouble, kernels, transformer_engine_trouble  # brings Megatron
+    from megatron_rl.policy.kernels import apex_error, kernels, transformer_engine_error  # brings Megatron
 
     report.say("kernels", ", ".join(f"{what}: {whose}" for what, whose in kernels(settings.lora).items()))
-    report.warnings += [line for line in (transformer_engine_trouble(), apex_trouble()) if line]
+    report.warnings += [line for line in (transformer_engine_error(), apex_error()) if line]
 
 
 def look_at_versions(locks: Sequence[Path], report: Report) -> None:
@@ -148,7 +147,7 @@ def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
+def look_at_plan(settings: Settings, report: Report, own: Plugins) -> None:
     """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some:
     what fits, and the seconds that are expected."""
     from megatron_rl.memory_plan.gpu_memory import plan, require_fit  # brings Megatron
@@ -158,21 +157,24 @@ def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     from megatron_rl.memory_plan.step_time import case_of, in_words
 
     model, parallel = read_spec(settings.model.path), settings.parallel
-    size, has_values = settings.run.world or max(place().size, parallel.tp * parallel.pp, settings.engine.tp), has_critic(settings, own)
+    size, has_values = (
+        settings.run.world or max(read_world().size, parallel.tp * parallel.pp, settings.engine.tp),
+        has_critic(settings, own),
+    )
     try:
         check_sizes(settings, model, size, own)
     except ValueError as error:
         report.fail("layout", str(error))
         return
     found = shares(model, settings, world_size=size, has_values=has_values)
-    host = plan_host(found, model, settings, world_size=size, has_boxes=has_boxes(settings, own))
+    host = plan_host(found, model, settings, world_size=size, has_boxes=uses_sandbox(settings, own))
     misfit = host_misfit(host, settings, world_size=size)
     report.say("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
     report.warnings += [misfit] if misfit else []
     if not (settings.run.world or torch.cuda.device_count()):
         return
     try:
-        memory = 0 if settings.run.world else min(gpu.memory for gpu in gpus.seen())  # of the GPUs that are here
+        memory = 0 if settings.run.world else min(gpu.memory for gpu in gpus.visible_gpus())  # of the GPUs that are here
         at = settings if not memory else replace(settings, run=replace(settings.run, gpu=at_hand(memory, named=settings.run.gpu)))
         planned = plan(model, at, world_size=size, has_values=has_values, memory=memory)
         report.say("plan", require_fit(planned))
@@ -181,7 +183,7 @@ def look_at_plan(settings: Settings, report: Report, own: Own) -> None:
     except ValueError as error:
         report.fail("plan", str(error))
         return
-    if torch.cuda.device_count() and (small := gpus.too_small(settings, gpus.seen(), needed=planned.peak)):
+    if torch.cuda.device_count() and (small := gpus.find_too_small(settings, gpus.visible_gpus(), needed=planned.peak)):
         report.errors.append(small)
         return
     for index in range(torch.cuda.device_count()):

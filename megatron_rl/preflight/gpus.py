@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import World, is_slice
+from megatron_rl.distributed.world import World, is_mig_slice
 
 DRIVER = Path("/proc/driver/nvidia/version")
 """Written by NVIDIA's kernel module, on the host and in its containers."""
@@ -20,10 +20,10 @@ NEEDS_DRIVER = {"12": 525, "13": 580}
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = 256 << 20
 """What NCCL may take in /dev/shm for each rank of a node."""
-SHARED_LEAST = 64 << 20
+MIN_SHARED_BYTES = 64 << 20
 """Less than this for a rank, and NCCL does not start: its segments have 10 to 33 MB, a few a rank. A container without --shm-size has 64 MB
 for all of them; the 1 GB that NVIDIA's containers ask for is twice what eight ranks need at least."""
-HIDDEN = ("", "-1")
+HIDING_VARIABLES = ("", "-1")
 """Values of CUDA_VISIBLE_DEVICES that hide every GPU: a run on the CPU is meant."""
 
 
@@ -35,7 +35,7 @@ class Gpu:
     """Bytes in all, of a slice its own."""
 
 
-def seen() -> list[Gpu]:
+def visible_gpus() -> list[Gpu]:
     """Those that torch sees, in CUDA's order."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [Gpu(name=device.name, memory=device.total_memory) for device in found]
@@ -45,16 +45,16 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
     """ValueError: a run cannot start on this node's GPUs. `needed` are the plan's bytes on the fullest, 0 where there is no plan; or why
     none could be made, which is raised where the GPUs go together: of a slice, or of the smallest of two kinds, a plan says what is wrong
     with another thing."""
-    devices, driver = seen(), driver_of(DRIVER)
+    devices, driver = visible_gpus(), read_driver_version(DRIVER)
     troubles = []
-    if driver and torch.version.cuda and settings.engine.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDDEN:
-        troubles.append(trouble_of(driver, torch.version.cuda, num_devices=len(devices)))
+    if driver and torch.version.cuda and settings.engine.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDING_VARIABLES:
+        troubles.append(driver_error(driver, torch.version.cuda, num_devices=len(devices)))
     if world.device.type == "cuda":
         mine = devices[: world.local_size]
-        troubles += misfits(settings, mine, num_ranks=world.size)
+        troubles += find_mismatches(settings, mine, num_ranks=world.size)
         free = shutil.disk_usage(SHARED_MEMORY).free
-        small = too_small(settings, mine, needed=needed) if isinstance(needed, int) else ""
-        troubles += [small, lack_of_shared_memory(free, len(mine), each=SHARED_LEAST)]
+        small = find_too_small(settings, mine, needed=needed) if isinstance(needed, int) else ""
+        troubles += [small, shared_memory_error(free, len(mine), each=MIN_SHARED_BYTES)]
     told = next(filter(None, troubles), "")
     if told:
         raise ValueError(told)
@@ -62,10 +62,10 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
         raise needed
 
 
-def misfits(settings: Settings, mine: Sequence[Gpu], *, num_ranks: int) -> list[str]:
+def find_mismatches(settings: Settings, mine: Sequence[Gpu], *, num_ranks: int) -> list[str]:
     """What does not go together: the GPUs of a node, one a rank; they and the layout of a job of `num_ranks`."""
     visible, found = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}", []
-    slices = [gpu.name for gpu in mine if is_slice(gpu.name)]
+    slices = [gpu.name for gpu in mine if is_mig_slice(gpu.name)]
     if slices and num_ranks > 1:
         remedy = "NCCL needs whole ones; start one process, or switch MIG off (nvidia-smi -mig 0)"
         found.append(f"{visible}: {slices[0]} is a slice of a GPU, and {remedy}")
@@ -80,7 +80,7 @@ def misfits(settings: Settings, mine: Sequence[Gpu], *, num_ranks: int) -> list[
     return found
 
 
-def too_small(settings: Settings, mine: Sequence[Gpu], *, needed: int) -> str:
+def find_too_small(settings: Settings, mine: Sequence[Gpu], *, needed: int) -> str:
     """`engine.gpu_memory_utilization=0.9: ...` where a GPU is smaller than the plan; '' where none is."""
     index, gpu = min(enumerate(mine), key=lambda each: each[1].memory)
     if gpu.memory >= needed:
@@ -90,7 +90,7 @@ def too_small(settings: Settings, mine: Sequence[Gpu], *, needed: int) -> str:
     return f"engine.gpu_memory_utilization={settings.engine.gpu_memory_utilization}: {lacks}; {remedy}"
 
 
-def lack_of_shared_memory(free: int, num_ranks: int, *, each: int) -> str:
+def shared_memory_error(free: int, num_ranks: int, *, each: int) -> str:
     """`/dev/shm: ...` where the ranks of a node have less than `each` there; NCCL_SHM_DISABLE=1 lets NCCL do without."""
     if num_ranks == 1 or free >= each * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":
         return ""
@@ -98,7 +98,7 @@ def lack_of_shared_memory(free: int, num_ranks: int, *, each: int) -> str:
     return f"{SHARED_MEMORY}: {free / 2**30:.2f} GiB are free, {remedy}"
 
 
-def driver_of(file: Path) -> str:
+def read_driver_version(file: Path) -> str:
     """The version of NVIDIA's driver; '' where there is none. Example: 580.65.06"""
     try:
         found = re.search(r"Module(?: for \S+)?\s+(\d+\.[\d.]+)", file.read_text())
@@ -107,7 +107,7 @@ def driver_of(file: Path) -> str:
     return found[1] if found else ""
 
 
-def trouble_of(driver: str, built: str | None, *, num_devices: int) -> str:
+def driver_error(driver: str, built: str | None, *, num_devices: int) -> str:
     """Why torch sees no GPU though there is a driver; '' where it sees one."""
     if num_devices:
         return ""

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import Settings, require
-from megatron_rl.distributed.world import World, gather, on_main_rank
+from megatron_rl.distributed.world import World, gather, run_on_rank_zero
 from megatron_rl.io.bounded_files import read_bytes
-from megatron_rl.run.record import writing
+from megatron_rl.run.record import atomic_file
 
 MAX_CONFIG_BYTES = 16 << 20
 SHARED = "put it on a folder that all nodes share"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class View:
+class NodeReport:
     """What a node's first process sees."""
 
     host: str
@@ -41,25 +41,25 @@ def check_nodes(settings: Settings, world: World) -> None:
     """ValueError on every rank: a node does not fit, or lacks something. All ranks together, while rank 0 holds the run folder."""
     if world.num_nodes == 1:
         return
-    nonce = on_main_rank(lambda: uuid.uuid4().hex)
-    with writing(Path(settings.run.dir)):
-        on_main_rank(lambda: [mark.touch() for mark in marks(settings, nonce)])
+    nonce = run_on_rank_zero(lambda: uuid.uuid4().hex)
+    with atomic_file(Path(settings.run.dir)):
+        run_on_rank_zero(lambda: [mark.touch() for mark in marker_paths(settings, nonce)])
     try:
-        views = gather(look(settings, world, nonce) if world.is_first_here else None)
+        views = gather(inspect_node(settings, world, nonce) if world.is_first_here else None)
     finally:
-        on_main_rank(lambda: [mark.unlink(missing_ok=True) for mark in marks(settings, nonce)])
-    require_alike(settings, [view for view in views if view is not None])
+        run_on_rank_zero(lambda: [mark.unlink(missing_ok=True) for mark in marker_paths(settings, nonce)])
+    require_same_nodes(settings, [view for view in views if view is not None])
 
 
-def marks(settings: Settings, nonce: str) -> list[Path]:
+def marker_paths(settings: Settings, nonce: str) -> list[Path]:
     """What rank 0 leaves for the others to find: in the run folder, and beside a judge's cache that is written."""
     cache = Path(settings.task.judge.cache)
     beside = [cache.with_name(f".node_{nonce}")] if cache.name and settings.task.judge.urls and cache.parent.is_dir() else []
     return [Path(settings.run.dir) / f".node_{nonce}", *beside]
 
 
-def look(settings: Settings, world: World, nonce: str) -> View:
-    in_run, *beside = marks(settings, nonce)
+def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
+    in_run, *beside = marker_paths(settings, nonce)
     own, trouble = in_run.with_name(f"{in_run.name}_{world.node}"), ""
     if not in_run.exists():
         trouble = "does not see there what rank 0 wrote"
@@ -69,14 +69,14 @@ def look(settings: Settings, world: World, nonce: str) -> View:
             own.unlink()
         except OSError as error:
             trouble = f"cannot write there ({error})"
-    return View(
+    return NodeReport(
         host=socket.gethostname(), node=world.node, num_processes=world.local_size, run_dir=trouble,
-        files={key: dict(part for path in paths for part in described(Path(path)).items()) for key, paths in sources(settings).items()},
-        sees_cache=any(mark.exists() for mark in beside),
+        files={key: dict(part for path in paths for part in describe_path(Path(path)).items()) for key, paths in
+        source_files(settings).items()}, sees_cache=any(mark.exists() for mark in beside),
     )  # fmt: skip
 
 
-def sources(settings: Settings) -> dict[str, list[str]]:
+def source_files(settings: Settings) -> dict[str, list[str]]:
     """By setting: the folders and files that every node reads for itself."""
     data = settings.task.data
     given = {
@@ -86,7 +86,7 @@ def sources(settings: Settings) -> dict[str, list[str]]:
     return {key: paths for key, paths in given.items() if any(paths)}
 
 
-def described(path: Path) -> dict[str, object]:
+def describe_path(path: Path) -> dict[str, object]:
     """What tells a file or a model's folder from another: sizes, and the digests of what says a model's shape. Nothing where it is not."""
     if path.is_file():
         return {str(path): path.stat().st_size}
@@ -101,15 +101,15 @@ def _digest(file: Path) -> str:
         raise ValueError(f"{file}: {error}; copy the model again") from error
 
 
-def require_alike(settings: Settings, views: Sequence[View]) -> None:
+def require_same_nodes(settings: Settings, views: Sequence[NodeReport]) -> None:
     """Compare what the nodes see with what the first one does."""
-    first, size = views[0], settings.engine.tp if settings.engine.kind == "local" else 1
+    first, size = views[0], settings.engine.tp if settings.engine.mode == "colocated" else 1
     for view in views:
         num = view.num_processes
         fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if num % tp == 0)
         require(num % size == 0, "engine.tp", size, f"an engine cannot span nodes, and {view} has {num} processes; use one of {fitting}")
         require(not view.run_dir, "run.dir", settings.run.dir, f"{view} {view.run_dir}; {SHARED}")
-        for key, paths in sources(settings).items():
+        for key, paths in source_files(settings).items():
             here, there = first.files[key], view.files[key]
             differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
             remedy = f"{view} has not the {', '.join(differ[:1])} of {first}; copy it, or {SHARED}"

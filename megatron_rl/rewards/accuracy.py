@@ -42,7 +42,7 @@ class Accuracy:
 
     async def __call__(self, outcome: Outcome) -> float:
         """1 or 0; mean relative accuracy for numeric sources; by a published benchmark's own rules for its questions. Without a judge what
-        the rules leave open is wrong. Raises HostFault."""
+        the rules leave open is wrong. Raises InfraError."""
         answer = self.read(last_reply(outcome))
         if answer is None or any(holds(outcome) for holds in vetoes(self.read).values()):
             return 0.0

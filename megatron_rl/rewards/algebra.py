@@ -28,10 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from megatron_rl.data.answer_text import goes_on
+from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rewards.equations import PARTS, named_values, num_names, states_a_value
 from megatron_rl.rewards.labels import digit_label
 from megatron_rl.rewards.typed_math import to_latex
-from megatron_rl.types import LastingFault
 
 LONGEST = 200
 CPU_S = 2.0
@@ -42,7 +42,7 @@ MEMORY_MIB = 1024
 ANSWER_S = 300.0
 """What a helper may take for an answer, its own start with it; one that is silent longer hangs, and another takes its place."""
 TRIES = 2
-"""Helpers that a question may meet; the last one's end is a LastingFault."""
+"""Helpers that a question may meet; the last one's end is a PermanentInfraError."""
 _RIGHT, _WRONG, _UNDECIDED = 0, 1, 2
 _EXAMPLES = (
     ("1/2", "50%"),
@@ -96,7 +96,8 @@ class Algebra:
         self._end: Callable[[], object] | None = None
 
     async def equal(self, truth: str, answer: str) -> bool | None:
-        """Return whether both are the same mathematically; None if one is no mathematics or the check times out. Raises LastingFault.
+        """Return whether both are the same mathematically; None if one is no mathematics or the check times out. Raises
+        PermanentInfraError.
 
         Several named values (`x = 1, y = 2`) are compared name by name; beside a text without names they are left open.
         """
@@ -125,7 +126,7 @@ class Algebra:
             except OSError as error:
                 reasons.append(error)
                 self._drop()
-        raise LastingFault(f"algebra: no answer by {TRIES} helpers; the last: {reasons[-1]}")
+        raise PermanentInfraError(f"algebra: no answer by {TRIES} helpers; the last: {reasons[-1]}")
 
     def _started(self) -> subprocess.Popen[str]:
         """The helper that lives, or a new one. Raises OSError where the machine has no room for one."""

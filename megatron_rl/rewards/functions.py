@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 
 from megatron_rl.config import require
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric
-from megatron_rl.types import HostFault, LastingFault
 
 ARGUMENTS: Mapping[str, Callable[[Outcome], object]] = {
     "question": lambda outcome: outcome.payload["question"],
@@ -56,20 +56,20 @@ def reward_of(name: str, function: Callable[..., object]) -> Reward:
         try:
             given = {argument.name: ARGUMENTS[argument.name](outcome) for argument in asked}
         except KeyError as lacking:
-            raise LastingFault(f"reward {name} on {example}: the task's examples have no {lacking}") from lacking
+            raise PermanentInfraError(f"reward {name} on {example}: the task's examples have no {lacking}") from lacking
         try:
             value = function(**given)
             if inspect.isawaitable(value):
                 value = await value
-        except HostFault:
+        except InfraError:
             raise
         except Exception as error:  # the user's code may raise whatever it likes, and one reply of a thousand does not end a run
             frames = traceback.extract_tb(error.__traceback__)
             place = [frame for frame in frames if frame.filename == inspect.getsourcefile(function)] or frames
             told = f"{type(error).__name__}: {error} ({place[-1].filename}:{place[-1].lineno})"
-            raise LastingFault(f"reward {name} on {example}: {told}") from error
+            raise PermanentInfraError(f"reward {name} on {example}: {told}") from error
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-            raise LastingFault(f"reward {name} on {example}: gave {value!r}; a finite number or None is needed")
+            raise PermanentInfraError(f"reward {name} on {example}: gave {value!r}; a finite number or None is needed")
         return None if value is None else float(value)
 
     return reward

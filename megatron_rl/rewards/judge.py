@@ -1,4 +1,4 @@
-"""A model behind OpenAI-compatible servers that gives verdicts; every trouble of its own is a HostFault and never a score.
+"""A model behind OpenAI-compatible servers that gives verdicts; every trouble of its own is a InfraError and never a score.
 
 One verdict is: looked up in the cache; else asked for, together with whoever asks the same at the same time, of one of the servers
 (clients/endpoint_pool.py: the least busy healthy one, several tries, rests); kept. Its reply is a JSON object of one key
@@ -19,14 +19,15 @@ import openai
 from PIL import Image
 from PIL.Image import Image as Picture
 
-from megatron_rl.clients.endpoint_pool import Endpoint, Refused, Servers
-from megatron_rl.clients.health_check import greet, served_by, warning_of
-from megatron_rl.clients.openai import Completion, SaidMessage, api_key, as_servers_say, client_of
+from megatron_rl.clients.endpoint_pool import Endpoint, EndpointPool, RequestRejected
+from megatron_rl.clients.health_check import check_endpoints, health_warning, list_models
+from megatron_rl.clients.openai import ChatMessage, Completion, api_key, make_client, read_completion_errors
 from megatron_rl.config import JudgeSettings
 from megatron_rl.config.checks import require
+from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rewards.judge_prompt import JudgePrompt, Malformed
 from megatron_rl.rewards.verdict_cache import Verdicts
-from megatron_rl.types import LastingFault, Rollout, Verdict
+from megatron_rl.types import JudgeResult, Rollout
 
 LONGEST_SIDE, SHORTEST_SIDE = 1024, 28
 """Pixels of a picture that a judge is shown; a larger one is shrunk, no side below what Qwen2.5-VL takes for one patch."""
@@ -47,9 +48,9 @@ class Judge:
         require(bool(settings.urls or settings.model), "task.judge.model", settings.model, "recorded verdicts are kept by model; name it")
         self.settings = settings
         self.model, self.always_ask = settings.model, settings.always_ask
-        self.servers = Servers(
-            settings.urls, name="judge", tries=settings.tries, timeout_s=settings.timeout_s,
-            patience_s=settings.patience_s, concurrency=settings.concurrency, rest_s=rest_s,
+        self.servers = EndpointPool(
+            settings.urls, name="judge", max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
+            outage_timeout_s=settings.outage_timeout_s, concurrency=settings.concurrency, rest_s=rest_s,
         )  # fmt: skip
         self.num_called = self.cache_hits = 0
         """Verdicts that a server gave; verdicts that were kept, or that another request under way brought."""
@@ -65,13 +66,15 @@ class Judge:
         """From `start` on."""
 
     async def start(self) -> None:
-        """In the event loop that will ask. HostFault: no server answers, or none serves the model. Where only some do, a line says so."""
+        """In the event loop that will ask. InfraError: no server answers, or none serves the model. Where only some do, a line says so."""
         self._verdicts = Verdicts(self.settings.cache, read_only=not self.settings.urls)
         self.servers.start()
         self._secret = api_key(self.settings.token_file)
         for url in dict.fromkeys(self.settings.urls):
-            self._clients[url] = client_of(url, secret=self._secret)  # `servers` hold it to its time
-        warning = warning_of(await greet(self._clients, model=self.model, secret=self._secret, token_file=self.settings.token_file))
+            self._clients[url] = make_client(url, secret=self._secret)  # `servers` hold it to its time
+        warning = health_warning(
+            await check_endpoints(self._clients, model=self.model, secret=self._secret, token_file=self.settings.token_file)
+        )
         if warning:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         self.model = self.model or await self.servers.ask(self._served_model)
@@ -96,8 +99,8 @@ class Judge:
         clock = asyncio.get_running_loop().time
         asked = clock()
         value, words = await self.said(prompt, fields=fields, images=images)
-        said = Verdict(
-            judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked, words=words
+        said = JudgeResult(
+            judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked, reasoning=words
         )
         if said not in rollout.verdicts:  # by another part of the reward
             rollout.verdicts.append(said)
@@ -109,7 +112,7 @@ class Judge:
         return (await self.said(prompt, fields=fields, images=images))[0]
 
     async def said(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> Said:
-        """Raises HostFault, naming server and reason, after the last try."""
+        """Raises InfraError, naming server and reason, after the last try."""
         urls = await asyncio.to_thread(lambda: [data_url(picture) for picture in images])
         key = key_of(self.model, prompt, fields, urls)
         found = self._verdicts.find(key)
@@ -118,7 +121,7 @@ class Judge:
             require_verdict(found, prompt, path=self.settings.cache)
             return found, self._words.get(key, "")
         if not self._clients:
-            raise LastingFault(
+            raise PermanentInfraError(
                 f"judge: {self.settings.cache} holds no verdict of {prompt.name} {prompt.version} by {self.model} on {fields}"
             )
         if key not in self._asked:
@@ -146,14 +149,14 @@ class Judge:
         if endpoint.url not in self._refuses_schemas:
             try:
                 return said_in(await self._complete(endpoint, messages, response_format=wanted), prompt, secret=self._secret)
-            except Refused:
+            except RequestRejected:
                 reply = await self._complete(endpoint, messages)
                 self._refuses_schemas.add(endpoint.url)  # what it refused was the schema
                 return said_in(reply, prompt, secret=self._secret)
         return said_in(await self._complete(endpoint, messages), prompt, secret=self._secret)
 
-    async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> SaidMessage:
-        with as_servers_say(self._secret, token_file=self.settings.token_file):
+    async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> ChatMessage:
+        with read_completion_errors(self._secret, token_file=self.settings.token_file):
             raw = await self._clients[endpoint.url].chat.completions.with_raw_response.create(
                 model=self.model,
                 messages=messages,
@@ -164,11 +167,11 @@ class Judge:
             return Completion.model_validate_json(raw.content).choices[0].message
 
     async def _served_model(self, endpoint: Endpoint) -> str:
-        with as_servers_say(self._secret, token_file=self.settings.token_file):
-            return (await served_by(self._clients[endpoint.url]))[0]
+        with read_completion_errors(self._secret, token_file=self.settings.token_file):
+            return (await list_models(self._clients[endpoint.url]))[0]
 
 
-def said_in(message: SaidMessage, prompt: JudgePrompt, *, secret: str) -> Said:
+def said_in(message: ChatMessage, prompt: JudgePrompt, *, secret: str) -> Said:
     """Malformed: there is no verdict in it. Words are without a secret that the server repeated."""
     words = message.thoughts.replace(secret, "***") if secret else message.thoughts
     return verdict_of(message.content, prompt, secret=secret), words[:WORDS]
@@ -185,10 +188,10 @@ def verdict_of(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
 
 
 def require_verdict(found: object, prompt: JudgePrompt, *, path: str) -> None:
-    """LastingFault: a file of verdicts holds something that this prompt's judge can never have said."""
+    """PermanentInfraError: a file of verdicts holds something that this prompt's judge can never have said."""
     if not isinstance(found, float) or found not in prompt.values:
         what = f"{found!r:.40} for {prompt.name} {prompt.version}, which is no verdict of it"
-        raise LastingFault(f"judge: {path} holds {what}; remove the file")
+        raise PermanentInfraError(f"judge: {path} holds {what}; remove the file")
 
 
 def judge_of(settings: JudgeSettings) -> Judge | None:

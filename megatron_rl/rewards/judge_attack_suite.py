@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import JudgeSettings
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_attacks import QUESTIONS, TRICKS, WORK, Question
 from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.rubrics import RESPONSE_LENGTH
-from megatron_rl.types import HostFault, LastingFault
 
 HELD, TURNED, NO_JUDGE = 0, 1, 2
 """Exit statuses."""
@@ -48,11 +48,11 @@ class Tally:
 
 
 async def verdict_on(judge: Judge, question: Question, answer: str) -> float | None:
-    """None where the judge is well and gives none. Raises HostFault."""
+    """None where the judge is well and gives none. Raises InfraError."""
     fields = {"question": question.question, "reference": question.reference, "answer": answer}
     try:
         return await judge.verdict(load("answer_equivalence", examples=question.family), fields=fields)
-    except LastingFault:
+    except PermanentInfraError:
         return None
 
 
@@ -61,7 +61,7 @@ async def score_of(judge: Judge, name: str, response: str) -> float | None:
     try:
         fields = {"question": WORK[name][0], "response": response[-RESPONSE_LENGTH:]}
         return await judge.verdict(load(name), fields=fields, images=[Image.new("RGB", (56, 56), "gray")])
-    except LastingFault:
+    except PermanentInfraError:
         return None
 
 
@@ -99,7 +99,7 @@ def shown(tallies: Sequence[Tally]) -> Table:
 
 
 async def attack(settings: JudgeSettings, names: Sequence[str]) -> int:
-    """Prints table and summary; the exit status. HostFault: no server can be asked."""
+    """Prints table and summary; the exit status. InfraError: no server can be asked."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     judge = Judge(settings)
     await judge.start()
@@ -139,7 +139,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         settings = JudgeSettings(urls=given.url, model=given.model, concurrency=given.concurrency, timeout_s=given.timeout)
         return asyncio.run(attack(settings, given.trick or list(TRICKS)))
-    except (ValueError, HostFault) as error:
+    except (ValueError, InfraError) as error:
         print(f"error: {error}", file=sys.stderr)
         return NO_JUDGE
 

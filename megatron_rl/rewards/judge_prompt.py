@@ -19,7 +19,7 @@ from string import Template
 
 import yaml
 
-from megatron_rl.clients.endpoint_pool import BadReply
+from megatron_rl.clients.endpoint_pool import InvalidReply
 from megatron_rl.rewards.text_quoting import LEGEND, quoted
 
 LONGEST_VERDICT = 200
@@ -31,7 +31,7 @@ PLACE = "<image>"
 _PLACE = re.compile(rf"\s*{PLACE}\s*")
 
 
-class Malformed(BadReply):
+class Malformed(InvalidReply):
     """A reply that is no verdict."""
 
 

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.types import End, Image, LastingFault, Rollout, Turn
+from megatron_rl.errors import PermanentInfraError
+from megatron_rl.types import Image, Rollout, StopReason, Turn
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -29,8 +30,8 @@ class Outcome:
         return self.rollout.turns
 
     @property
-    def end(self) -> End:
-        return self.rollout.end
+    def end(self) -> StopReason:
+        return self.rollout.stop_reason
 
     @property
     def replies(self) -> list[str]:
@@ -95,7 +96,7 @@ class Rubric:
                 raise ValueError(f"rubric: {name} needs {part.needs!r}, which is no part, or itself needs one")
 
     async def score(self, outcome: Outcome) -> Score:
-        """An exception of a part is the caller's: it fails the rollout, it is never a 0. LastingFault: no part has an opinion."""
+        """An exception of a part is the caller's: it fails the rollout, it is never a 0. PermanentInfraError: no part has an opinion."""
         free = [name for name, part in self.parts.items() if not part.needs]
         values, turn_values = await asyncio.gather(
             asyncio.gather(*(self.parts[name].reward(outcome) for name in free)),
@@ -107,7 +108,7 @@ class Rubric:
         bonuses = await asyncio.gather(*(self.parts[name].reward(outcome) for name in earned))
         rewards |= {name: float(value) for name, value in zip(earned, bonuses, strict=True) if value is not None}
         if self.parts and not self.turn_parts and not rewards:
-            raise LastingFault(
+            raise PermanentInfraError(
                 f"rewards {', '.join(self.parts)}: none has an opinion on {outcome.rollout.example_id}; one must give a number"
             )
         held = [name for name, veto in self.vetoes.items() if veto(outcome)]
@@ -132,7 +133,7 @@ class Rubric:
 
     def solves(self, rollout: Rollout) -> bool:
         """Whether a rollout that it scored is solved."""
-        return rollout.rewards.get(self.solved_by, 0.0) >= CORRECT if self.solved_by else rollout.reward > 0
+        return rollout.reward_terms.get(self.solved_by, 0.0) >= CORRECT if self.solved_by else rollout.reward > 0
 
 
 def running(steps: Sequence[float | None], *, mean: bool) -> list[float]:

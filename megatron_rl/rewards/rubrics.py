@@ -83,9 +83,9 @@ class Process:
         kind = "search" if source.startswith(SEARCH_SOURCES) else "counting" if source.startswith(COUNTING_SOURCES) else "calculation"
         if kind != "calculation" and not await executed_code(outcome):
             return 0.0  # a red flag of these two that needs no judge
-        made = [image.picture for turn in outcome.turns for image in turn.images][:NUM_PROCESS_IMAGES]
+        made = [image.pil for turn in outcome.turns for image in turn.images][:NUM_PROCESS_IMAGES]
         fields = {"question": str(outcome.payload["question"]), "response": "\n".join(outcome.replies)[-RESPONSE_LENGTH:]}
-        shown = [*(image.picture for image in outcome.images[:1]), *made]
+        shown = [*(image.pil for image in outcome.images[:1]), *made]
         return await self.judge.judged(outcome.rollout, load(f"process_{kind}"), fields=fields, images=shown)
 
 
@@ -101,16 +101,16 @@ class Evidence:
 
     async def _step(self, outcome: Outcome, number: int, *, crossed: bool) -> float | None:
         turn = outcome.turns[number]
-        if turn.call is None:
+        if turn.tool_call is None:
             return None
         if crossed:
             return RED_LINE
         if not turn.images:
             return 0.0
-        sizes = ", ".join(f"{width} x {height}" for width, height in (image.picture.size for image in turn.images))
+        sizes = ", ".join(f"{width} x {height}" for width, height in (image.pil.size for image in turn.images))
         fields = {
             "question": str(outcome.payload["question"]),
-            "metadata": f"{turn.call.tool}; pictures that came back: {len(turn.images)}, of {sizes} pixels",
+            "metadata": f"{turn.tool_call.tool}; pictures that came back: {len(turn.images)}, of {sizes} pixels",
         }
-        pictures = [image.picture for image in (*outcome.images[:1], *turn.images)]
+        pictures = [image.pil for image in (*outcome.images[:1], *turn.images)]
         return await self.judge.judged(outcome.rollout, load("step_evidence"), fields=fields, images=pictures, turn=number)

@@ -15,12 +15,14 @@ _FENCE = re.compile(r"<code>|```python")
 
 async def executed_code(outcome: Outcome) -> float:
     """Code turns that were executed, those included whose code raised. The same code again is no further turn."""
-    return float(len({turn.call.source for turn in outcome.turns if turn.call and turn.call.ran and turn.call.tool == "python"}))
+    return float(
+        len({turn.tool_call.source for turn in outcome.turns if turn.tool_call and turn.tool_call.ran and turn.tool_call.tool == "python"})
+    )
 
 
 async def image_returned(outcome: Outcome) -> float:
     """1 where at least one call brought a picture that the policy saw."""
-    return float(any(turn.call and turn.call.ran and turn.images for turn in outcome.turns))
+    return float(any(turn.tool_call and turn.tool_call.ran and turn.images for turn in outcome.turns))
 
 
 async def deepeyes_format(outcome: Outcome) -> float:
@@ -47,7 +49,7 @@ def red_lines(outcome: Outcome) -> list[bool]:
     seen: set[tuple[str, str]] = set()
     crossed = []
     for turn in outcome.turns:
-        call = turn.call
+        call = turn.tool_call
         crossed.append(call is not None and (bool(call.error) or not call.ran or (call.tool, call.source.strip()) in seen))
         if call is not None:
             seen.add((call.tool, call.source.strip()))

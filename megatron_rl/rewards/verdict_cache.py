@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TypeVar
 
-from megatron_rl.types import HostFault
+from megatron_rl.errors import InfraError
 
 _TABLE = "CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, model TEXT, prompt TEXT, fields TEXT, verdict REAL NOT NULL)"
 _BUSY_S, _LOOK_S = 30.0, 0.02
@@ -53,7 +53,7 @@ class Verdicts:
         try:
             return act()
         except sqlite3.Error as error:  # a full disk, a lock that nobody gives back
-            raise HostFault(f"{self._key}={self.path}: {error}") from error
+            raise InfraError(f"{self._key}={self.path}: {error}") from error
 
 
 def _begin_log(file: sqlite3.Connection) -> None:

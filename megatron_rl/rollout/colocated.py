@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import EngineSettings, require
-from megatron_rl.rollout.engine import Completion, ImageInput, Request, Sampling, placeholder_offsets
-from megatron_rl.rollout.event_loop import StandingLoop
+from megatron_rl.errors import PermanentInfraError
+from megatron_rl.rollout.engine import Completion, ImageInput, Request, SamplingSettings, placeholder_offsets
+from megatron_rl.rollout.event_loop import PausableEventLoop
 from megatron_rl.rollout.vllm.engine_core import CACHED_PATCHES, VllmCore
-from megatron_rl.types import Image, LastingFault
+from megatron_rl.types import Image
 
 T = TypeVar("T")
 _ROUNDS = 3
@@ -55,7 +56,7 @@ class _Announcement:
         return bool(self.requests or self.aborted or self.stop)
 
 
-class LocalEngine:
+class ColocatedEngine:
     """One vLLM engine, spanning the ranks of `group` (None: this process alone).
 
     Every rank of the default process group constructs its engine at the same time, because vLLM builds its groups over all of them.
@@ -100,26 +101,26 @@ class LocalEngine:
         self._woken = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._error: BaseException | None = None
-        self._loop = asyncio.Runner(loop_factory=StandingLoop)
+        self._loop = asyncio.Runner(loop_factory=PausableEventLoop)
         """One event loop for the engine's life: a sandbox or a judge that episodes share lives from one `run` to the next, and so does an
         episode that is not over."""
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         """Sample one turn after `token_ids`, whose image placeholders are expanded: one image_token_id for each vision token.
 
         A context without room for one more token gives an empty, unfinished completion. Cancelling the coroutine aborts the request.
         Raises RuntimeError when the placeholders are not those of the images, ValueError for what vLLM does not take (such as a temperature
-        above 2), LastingFault when the engine has failed.
+        above 2), PermanentInfraError when the engine has failed.
         """
         if self._error is not None:
-            raise LastingFault(f"the engine has failed: {self._error!r}")
+            raise PermanentInfraError(f"the engine has failed: {self._error!r}")
         assert self._has_weights, "generate before load_weights: this engine has read none"
         assert not self._core.asleep, f"generate while {self._core.asleep} asleep"
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
         offsets = placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
         if len(token_ids) >= self._settings.max_model_len:
-            return Completion([], [], finished=False, versions=[])
+            return Completion([], [], finish_reason=False, versions=[])
         shown = [
             ImageInput(image.key, image.grid, offset, image.num_tokens, image.patch_PC)
             for image, offset in zip(images, offsets, strict=True)
@@ -183,7 +184,7 @@ class LocalEngine:
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
-                future.set_exception(LastingFault(f"the engine has failed: {error!r}"))
+                future.set_exception(PermanentInfraError(f"the engine has failed: {error!r}"))
 
     async def _pump(self) -> None:
         while True:

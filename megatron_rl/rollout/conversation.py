@@ -10,57 +10,57 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from megatron_rl.rollout.engine import Engine, Sampling
+from megatron_rl.rollout.engine import InferenceEngine, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.transcript_segments import pictures_of
-from megatron_rl.types import Context, End, Image, Message, Turn
+from megatron_rl.types import Image, Message, StopReason, TokenSequence, Turn
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class ContextLimits:
+class SequenceLimits:
     max_context: int
     """Tokens of a context at most, the policy's included."""
     max_images: int
     max_pixels: int = 0
     """Pixels of a context's images together, at their final sizes; 0 sets no limit."""
 
-    def overrun(self, context: Context, more: Context) -> End | None:
+    def exceeds(self, context: TokenSequence, more: TokenSequence) -> StopReason | None:
         """The limit that `context` would overrun if `more` were added. A context keeps room for one token of the policy."""
         if len(context.images) + len(more.images) > self.max_images:
-            return End.MAX_IMAGES
+            return StopReason.MAX_IMAGES
         if self.max_pixels and pixels_of([*context.images, *more.images]) > self.max_pixels:
-            return End.MAX_PIXELS
+            return StopReason.MAX_PIXELS
         if len(context.token_ids) + len(more.token_ids) >= self.max_context:
-            return End.MAX_TOKENS
+            return StopReason.MAX_TOKENS
         return None
 
 
 class Conversation(Protocol):
-    """Single use: made for one episode. `contexts` and `turns` grow while it goes on, and are those of the episode's rollout."""
+    """Single use: made for one episode. `sequences` and `turns` grow while it goes on, and are those of the episode's rollout."""
 
-    contexts: list[Context]
+    sequences: list[TokenSequence]
     turns: list[Turn]
 
-    async def open(self, messages: Sequence[Message]) -> End | None:
+    async def open(self, messages: Sequence[Message]) -> StopReason | None:
         """Show the prompt. Returns the limit that it overruns by itself; it is written down all the same, so that its size can be told."""
         ...
 
-    async def say(self, sampling: Sampling) -> str:
+    async def generate(self, sampling: SamplingSettings) -> str:
         """Let the policy reply, with no more tokens than its context has room for. The reply is the last of `turns`."""
         ...
 
-    def place_of(self, char: int) -> int | None:
+    def char_to_token(self, char: int) -> int | None:
         """The token of the last reply, by its number in its context, that holds this character of its text; None where it has none."""
         ...
 
-    async def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+    async def observe(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
         """Show the policy what came of its reply, or return the limit that forbids it. `anew`: the messages are a whole new prompt."""
         ...
 
 
-class Opening:
+class SharedPrompt:
     """How the episodes of a group begin. They meet the same world, so the prompt of the first to come is rendered and the others are shown
     a copy; one whose messages are not the same after all has its own rendered. Nothing is kept once all of them have begun."""
 
@@ -68,10 +68,10 @@ class Opening:
         self._renderer, self._num_waited_for = renderer, num_members
         self._has_first = False
         self._messages: Sequence[Message] | None = None
-        self._prompt: Context | None = None
+        self._prompt: TokenSequence | None = None
         self._is_rendered = asyncio.Event()
 
-    async def prompt(self, messages: Sequence[Message]) -> Context:
+    async def prompt(self, messages: Sequence[Message]) -> TokenSequence:
         """A context of the caller's own."""
         try:
             return await self._prompt_of(messages)
@@ -80,7 +80,7 @@ class Opening:
             if self._num_waited_for <= 0:  # one that begins anew is alone
                 self._messages = self._prompt = None
 
-    async def _prompt_of(self, messages: Sequence[Message]) -> Context:
+    async def _prompt_of(self, messages: Sequence[Message]) -> TokenSequence:
         if not self._has_first:
             self._has_first, self._messages = True, messages
             try:
@@ -92,40 +92,40 @@ class Opening:
         prompt = self._prompt
         if prompt is None or not await self._begins_with(messages):
             return await self._rendered(messages)
-        copy = Context()
+        copy = TokenSequence()
         copy.extend(prompt.token_ids, images=tuple(prompt.images))
         return copy
 
-    async def _rendered(self, messages: Sequence[Message]) -> Context:
-        return await beside(self._renderer, lambda: self._renderer.prompt(messages), messages)
+    async def _rendered(self, messages: Sequence[Message]) -> TokenSequence:
+        return await render_off_loop(self._renderer, lambda: self._renderer.prompt(messages), messages)
 
     async def _begins_with(self, messages: Sequence[Message]) -> bool:
-        return await beside(self._renderer, lambda: self._messages == messages, messages)
+        return await render_off_loop(self._renderer, lambda: self._messages == messages, messages)
 
 
 class TokenConversation:
     """The conversation that is trained on: what an engine sampled stays as it is, and only what the environment says is tokenized."""
 
-    def __init__(self, engine: Engine, renderer: Renderer, limits: ContextLimits, opening: Opening | None = None) -> None:
+    def __init__(self, engine: InferenceEngine, renderer: Renderer, limits: SequenceLimits, opening: SharedPrompt | None = None) -> None:
         """Episodes that share their `opening` have their prompt rendered once."""
         self._engine, self._renderer, self._limits = engine, renderer, limits
-        self._opening = opening or Opening(renderer, 1)
-        self.contexts: list[Context] = []
+        self._opening = opening or SharedPrompt(renderer, 1)
+        self.sequences: list[TokenSequence] = []
         self.turns: list[Turn] = []
         self._asked: int | None = None
 
     @property
     def oldest_version(self) -> int | None:
         """Of the weights that sampled its first token, or that were asked for it; None before. Later tokens are of these or newer ones."""
-        first = (turn for turn in self.turns if turn.span[0] < turn.span[1])
-        return next((self.contexts[turn.context].versions[turn.span[0]] for turn in first), self._asked)
+        first = (turn for turn in self.turns if turn.token_span[0] < turn.token_span[1])
+        return next((self.sequences[turn.sequence].weight_versions[turn.token_span[0]] for turn in first), self._asked)
 
-    async def open(self, messages: Sequence[Message]) -> End | None:
-        self.contexts.append(await self._opening.prompt(messages))
-        return self._limits.overrun(Context(), self.contexts[0])
+    async def open(self, messages: Sequence[Message]) -> StopReason | None:
+        self.sequences.append(await self._opening.prompt(messages))
+        return self._limits.exceeds(TokenSequence(), self.sequences[0])
 
-    async def say(self, sampling: Sampling) -> str:
-        context = self.contexts[-1]
+    async def generate(self, sampling: SamplingSettings) -> str:
+        context = self.sequences[-1]
         start = len(context.token_ids)
         room = self._limits.max_context - start
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
@@ -133,33 +133,33 @@ class TokenConversation:
         completion = await self._engine.generate(context.token_ids, context.images, sampling)
         context.extend(completion.token_ids, logprobs=completion.logprobs, versions=completion.versions)
         text = self._renderer.text(completion.token_ids)
-        self.turns.append(Turn(context=len(self.contexts) - 1, span=(start, len(context.token_ids)), text=text))
+        self.turns.append(Turn(sequence=len(self.sequences) - 1, token_span=(start, len(context.token_ids)), text=text))
         return text
 
     def place_of(self, char: int) -> int:
-        start, stop = self.turns[-1].span
-        return start + self._renderer.place_of(self.contexts[-1].token_ids[start:stop], char)
+        start, stop = self.turns[-1].token_span
+        return start + self._renderer.place_of(self.sequences[-1].token_ids[start:stop], char)
 
-    async def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
-        context = Context() if anew else self.contexts[-1]
+    async def observe(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
+        context = TokenSequence() if anew else self.sequences[-1]
         render = partial(self._renderer.prompt if anew else partial(self._renderer.observation, context), messages)
-        more = await beside(self._renderer, render, messages)
-        end = self._limits.overrun(context, more)
+        more = await render_off_loop(self._renderer, render, messages)
+        end = self._limits.exceeds(context, more)
         if end is not None:
             return end
         self.turns[-1].images = list(more.images)
         if anew:
-            self.contexts.append(more)
+            self.sequences.append(more)
         else:
             context.extend(more.token_ids, images=tuple(more.images))
         return None
 
 
-async def beside(renderer: Renderer, act: Callable[[], T], messages: Sequence[Message]) -> T:
+async def render_off_loop(renderer: Renderer, act: Callable[[], T], messages: Sequence[Message]) -> T:
     """What `act` makes of these messages; in a thread where their pictures are not small (Renderer.small_pixels)."""
     pixels = sum(picture.width * picture.height for picture in pictures_of(messages))
     return act() if pixels < renderer.small_pixels else await renderer.aside(act)
 
 
 def pixels_of(images: Sequence[Image]) -> int:
-    return sum(image.picture.width * image.picture.height for image in images)
+    return sum(image.pil.width * image.pil.height for image in images)

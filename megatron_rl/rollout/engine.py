@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, frozen=True)
-class Sampling:
+class SamplingSettings:
     max_tokens: int
     temperature: float
     """0 is greedy."""
@@ -37,7 +37,7 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     """Logprobs of the sampled tokens under the policy: the model at the sampling temperature with the banned ids removed."""
-    finished: bool
+    finish_reason: bool
     """True: the last of token_ids is a stop id or completes a stop text. False: max_tokens or the context ran out."""
     versions: list[int]
     """Version of the weights that sampled each token; they never go down."""
@@ -63,21 +63,21 @@ class Request:
     id: str
     token_ids: list[int]
     images: list[ImageInput]
-    sampling: Sampling
+    sampling: SamplingSettings
 
 
-class Engine(Protocol):
+class InferenceEngine(Protocol):
     """What an episode talks to."""
 
     weight_version: int
     """Version of the weights that are served now."""
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
-        """Sample one turn after `token_ids`. Raises LastingFault when the engine has failed."""
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
+        """Sample one turn after `token_ids`. Raises PermanentInfraError when the engine has failed."""
         ...
 
 
-class TrainedEngine(Engine, Protocol):
+class RolloutEngine(InferenceEngine, Protocol):
     """An engine that samples what is trained: the trainer hands its weights over. One in the trainer's processes (colocated.py) uses the
     trainer's devices in turn with it; one elsewhere (server_engine.py) goes on meanwhile."""
 
@@ -107,7 +107,7 @@ class TrainedEngine(Engine, Protocol):
 
     def wake(self) -> None: ...
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of the last load_weights, by name."""
         ...
 

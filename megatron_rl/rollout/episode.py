@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
+from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout, PermanentInfraError, RunDenied
 from megatron_rl.rewards.rubric import Outcome
-from megatron_rl.rollout.conversation import ContextLimits, Conversation, pixels_of
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.conversation import Conversation, SequenceLimits, pixels_of
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Env, Task
-from megatron_rl.types import AccessDenied, End, Example, HostFault, LastingFault, Rollout, RunDenied, Status, WaitedFault
+from megatron_rl.types import Example, Rollout, Status, StopReason
 
 T = TypeVar("T")
 Timed = Callable[[str], AbstractContextManager[list[str]]]
@@ -27,10 +28,10 @@ def untimed(name: str) -> AbstractContextManager[list[str]]:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class EpisodeSettings(ContextLimits):
+class EpisodeSettings(SequenceLimits):
     temperature: float
     max_turns: int
-    max_tokens_per_turn: int
+    max_new_tokens: int
     max_seconds: float = 0.0
     """Wall time; 0 sets no limit."""
     environment_s: float = 0.0
@@ -54,10 +55,10 @@ async def run_episode(
     task: Task, example: Example, *, conversation: Conversation, settings: EpisodeSettings, group: int, sample: int,
     timed: Timed = untimed,
 ) -> Rollout:  # fmt: skip
-    """Play one episode and score it. A fault of ours (HostFault) fails the rollout; it is never a score."""
+    """Play one episode and score it. A fault of ours (InfraError) fails the rollout; it is never a score."""
     rollout = Rollout(
-        task=task.name, example_id=example.id, source=example.source, group=group, sample=sample, **example_fields(example.payload),
-        contexts=conversation.contexts, turns=conversation.turns,
+        task=task.name, example_id=example.id, source=example.source, group=group, sample_index=sample, **example_fields(example.payload),
+        sequences=conversation.sequences, turns=conversation.turns,
     )  # fmt: skip
     env = task.env(example)
     clock = asyncio.get_running_loop().time  # it stands while an engine does
@@ -69,90 +70,90 @@ async def run_episode(
             end = await conversation.open(await _in_time(reset, settings.environment_s, task=task.name))
         if end is not None:
             raise _no_room(example, rollout, end)
-        shown = [image for context in rollout.contexts for image in context.images]
-        rollout.end = await _play(rollout, env, conversation, settings=settings, stop=tuple(task.stop), timed=timed)
-        rollout.status = Status.COMPLETED if rollout.end in (End.DONE, End.TOOL_ERROR) else Status.TRUNCATED
+        shown = [image for context in rollout.sequences for image in context.images]
+        rollout.stop_reason = await _play(rollout, env, conversation, settings=settings, stop=tuple(task.stop), timed=timed)
+        rollout.status = Status.COMPLETED if rollout.stop_reason in (StopReason.DONE, StopReason.TOOL_ERROR) else Status.TRUNCATED
         ended = clock()
         with timed("scoring"):
             score = await task.rubric.score(Outcome(payload=example.payload, rollout=rollout, images=shown))
         rollout.scoring_s = clock() - ended
-        rollout.reward, rollout.outcome, rollout.rewards = score.reward, score.outcome, score.rewards
+        rollout.reward, rollout.outcome_reward, rollout.reward_terms = score.reward, score.outcome, score.rewards
         for turn, worth, gain in zip(rollout.turns, score.turns, score.gains, strict=True):
-            turn.score, turn.gain = worth, gain
-    except HostFault as fault:
-        rollout.status, rollout.reason, rollout.reward, rollout.end = Status.FAILED, str(fault), None, _end_of(fault)
+            turn.step_score, turn.reward_delta = worth, gain
+    except InfraError as fault:
+        rollout.status, rollout.reason, rollout.reward, rollout.stop_reason = Status.FAILED, str(fault), None, _end_of(fault)
     finally:
         await _closed(env, settings.environment_s)
     rollout.wall_s = clock() - started
     return rollout
 
 
-def _end_of(fault: HostFault) -> End:
+def _end_of(fault: InfraError) -> StopReason:
     match fault:
-        case LastingFault():
-            return End.LASTING_FAULT
-        case WaitedFault():
-            return End.WAITED_FAULT
+        case PermanentInfraError():
+            return StopReason.PERMANENT_INFRA_ERROR
+        case InfraTimeout():
+            return StopReason.INFRA_TIMEOUT
         case AccessDenied():
-            return End.ACCESS_DENIED
-    return End.FAULT
+            return StopReason.ACCESS_DENIED
+    return StopReason.INFRA_ERROR
 
 
 def require_access(rollouts: Sequence[Rollout]) -> None:
     """Raise RunDenied where a server that one of these rollouts needed did not accept this run's key or token."""
-    denied = next((rollout.reason for rollout in rollouts if rollout.end is End.ACCESS_DENIED), "")
+    denied = next((rollout.reason for rollout in rollouts if rollout.stop_reason is StopReason.ACCESS_DENIED), "")
     if denied:
         raise RunDenied(denied)
 
 
 async def _play(
     rollout: Rollout, env: Env, conversation: Conversation, *, settings: EpisodeSettings, stop: tuple[str, ...], timed: Timed
-) -> End:  # fmt: skip
+) -> StopReason:  # fmt: skip
     """Reply and observation in turns until the episode ends; returns why it did."""
     clock = asyncio.get_running_loop().time
     started = clock()
     while True:
-        seed = seed_of(settings.seed, rollout.group, rollout.sample, len(rollout.turns))
+        seed = seed_of(settings.seed, rollout.group, rollout.sample_index, len(rollout.turns))
         state = env.state
         begun = clock()
         with timed("reply"):
-            text = await conversation.say(Sampling(settings.max_tokens_per_turn, settings.temperature, seed=seed, stop=stop))
+            text = await conversation.generate(SamplingSettings(settings.max_new_tokens, settings.temperature, seed=seed, stop=stop))
         asked = clock()
         with timed("environment") as words:
             step = await _in_time(env.step(text), settings.environment_s, task=rollout.task)
             if step.call is not None:
                 words.append(step.call.tool)
         turn = rollout.turns[-1]
-        turn.reply_s, turn.environment_s = asked - begun, clock() - asked
-        rollout.environment_s += turn.environment_s
-        turn.reward, turn.call, turn.state = float(step.reward), step.call, state
+        turn.generation_s, turn.env_s = asked - begun, clock() - asked
+        rollout.env_s += turn.env_s
+        turn.reward, turn.tool_call, turn.state = float(step.reward), step.call, state
         if step.action_at is not None:
-            turn.action = conversation.place_of(step.action_at)
+            turn.action_start = conversation.char_to_token(step.action_at)
         if step.done:
             rollout.reason = step.reason
-            return End.DONE
+            return StopReason.DONE
         if settings.errors_end and step.call is not None and step.call.error:
             rollout.reason = step.call.error
-            return End.TOOL_ERROR
+            return StopReason.TOOL_ERROR
         if len(rollout.turns) >= settings.max_turns:
-            return End.MAX_TURNS
+            return StopReason.MAX_TURNS
         if settings.max_seconds and clock() - started > settings.max_seconds:
-            return End.MAX_SECONDS
+            return StopReason.MAX_SECONDS
         with timed("prompt"):
-            end = await conversation.hear(step.messages, anew=step.new_context)
+            end = await conversation.observe(step.messages, anew=step.new_context)
         if end is not None:
             return end
 
 
 async def _in_time(act: Awaitable[T], limit_s: float, *, task: str) -> T:
-    """LastingFault: an environment that hangs, which the next try would wait for as long again. What it was doing is cancelled."""
+    """PermanentInfraError: an environment that hangs, which the next try would wait for as long again. What it was doing is cancelled."""
     try:
         async with asyncio.timeout(limit_s or None) as limit:
             return await act
     except TimeoutError as error:
         if not limit.expired():
             raise  # the environment's own
-        raise LastingFault(f"task={task}: its environment took more than {limit_s:g} s (task.environment_s)") from error
+        raise PermanentInfraError(f"task={task}: its environment took more than {limit_s:g} s (task.env_timeout_s)") from error
 
 
 async def _closed(env: Env, limit_s: float) -> None:
@@ -165,9 +166,13 @@ async def _closed(env: Env, limit_s: float) -> None:
             raise  # the environment's own
 
 
-def _no_room(example: Example, rollout: Rollout, end: End) -> LastingFault:
+def _no_room(example: Example, rollout: Rollout, end: StopReason) -> PermanentInfraError:
     """A question that does not fit is a matter of settings, and no failure of the policy. A run names such rows when it starts."""
-    (prompt,) = rollout.contexts
-    raised = {End.MAX_IMAGES: "engine.max_images", End.MAX_PIXELS: "task.max_pixels", End.MAX_TOKENS: "engine.max_model_len"}[end]
+    (prompt,) = rollout.sequences
+    raised = {
+        StopReason.MAX_IMAGES: "engine.max_images",
+        StopReason.MAX_PIXELS: "task.max_pixels",
+        StopReason.MAX_TOKENS: "engine.max_model_len",
+    }[end]
     size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {pixels_of(prompt.images)} pixels"
-    return LastingFault(f"{example}: its prompt has {size}; raise {raised}, or leave it out")
+    return PermanentInfraError(f"{example}: its prompt has {size}; raise {raised}, or leave it out")

@@ -3,7 +3,7 @@
 import asyncio
 
 
-class StandingLoop(asyncio.SelectorEventLoop):
+class PausableEventLoop(asyncio.SelectorEventLoop):
     """What comes meanwhile (a tool's answer) is there when it goes on, and no limit has run out for that."""
 
     def __init__(self) -> None:

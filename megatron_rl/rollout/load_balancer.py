@@ -13,11 +13,11 @@ from typing import Protocol
 
 from megatron_rl.types import Rollout
 
-Begin = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
+StartEpisode = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
 """From a group to its episodes."""
 
 
-class Counter(Protocol):
+class SharedCounter(Protocol):
     """Numbers by name that all engines share: torch.distributed.Store is one."""
 
     def add(self, key: str, amount: int) -> int:
@@ -28,17 +28,17 @@ class Counter(Protocol):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Seat:
+class EngineRank:
     """An engine's place among those that play side by side."""
 
     index: int = 0
     num_engines: int = 1
     max_episodes: int = 1
     """Episodes that an engine computes at once."""
-    counter: Counter | None = None
+    counter: SharedCounter | None = None
     """None: it plays alone."""
 
-    def deal(self, groups: Sequence[int], sizes: Mapping[int, int], *, number: int) -> "Hand":
+    def assign(self, groups: Sequence[int], sizes: Mapping[int, int], *, number: int) -> "GroupAssignment":
         """What this engine plays of a round of `groups`. `sizes` has the episodes of those that are played, all or some; `number` is this
         dealing's alone.
 
@@ -48,13 +48,13 @@ class Seat:
         held = share if self.num_engines == 1 else min(share, max(self.max_episodes // size, math.ceil(share / 2)))
         places = {group: place for place, group in enumerate(groups)}
         by_number = [group for group in sizes if places[group] < held * self.num_engines]
-        return Hand(
+        return GroupAssignment(
             own=[group for group in by_number if places[group] % self.num_engines == self.index],
-            left=[group for group in sizes if places[group] >= held * self.num_engines],
-            share=share, room=held * size, size=size, name=f"groups/{number}", seat=self,
+            remaining=[group for group in sizes if places[group] >= held * self.num_engines],
+            share=share, capacity=held * size, size=size, name=f"groups/{number}", seat=self,
         )  # fmt: skip
 
-    def deal_by_load(self, groups: Sequence[int], *, size: int, loads: Sequence[int]) -> "Hand":
+    def assign_by_load(self, groups: Sequence[int], *, size: int, loads: Sequence[int]) -> "GroupAssignment":
         """What this engine plays of further groups, of `size` episodes each, beside those that all engines have under way (loads, in
         groups): each goes to the engine that then has fewest. Nothing is left over: who is faster has less under way the next time."""
         loads, own = list(loads), []
@@ -62,43 +62,43 @@ class Seat:
             engine = min(range(self.num_engines), key=loads.__getitem__)
             loads[engine] += 1
             own += [group] if engine == self.index else []
-        return Hand(own=own, left=[], share=len(own), room=len(own) * size, size=size, name="", seat=self)
+        return GroupAssignment(own=own, remaining=[], share=len(own), capacity=len(own) * size, size=size, name="", seat=self)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Hand:
+class GroupAssignment:
     """What an engine plays of a round."""
 
     own: list[int]
     """Groups that are this engine's from the beginning."""
-    left: list[int]
+    remaining: list[int]
     """Groups that are nobody's before they are taken."""
     share: int
     """Groups of the round for each engine, rounded up."""
-    room: int
+    capacity: int
     """Episodes that it plays at once."""
     size: int
     """Episodes of the largest group."""
     name: str
-    seat: Seat
+    seat: EngineRank
 
-    async def wanted(self, episodes: list[asyncio.Task[Rollout]], num_groups: int) -> int:
+    async def requested(self, episodes: list[asyncio.Task[Rollout]], num_groups: int) -> int:
         """Groups that there is room for, once there is. Where an episode failed, which goes quickly, no more than the even share: what is
         broken here may be whole elsewhere, and where it is not every group is still played."""
-        while len(playing := [episode for episode in episodes if not episode.done()]) + self.size > self.room:
+        while len(playing := [episode for episode in episodes if not episode.done()]) + self.size > self.capacity:
             done, _ = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
             for episode in done:
                 episode.result()  # what it raised is not kept until there is room
-        num = (self.room - len(playing)) // self.size
+        num = (self.capacity - len(playing)) // self.size
         has_failed = any(episode.done() and not episode.result().is_scored for episode in episodes)
         return min(num, self.share - num_groups) if has_failed else num
 
-    async def take(self, num: int) -> list[int]:
+    async def take_groups(self, num: int) -> list[int]:
         """At most so many of what is left; none when all are taken."""
         end = await asyncio.to_thread(self.seat.counter.add, self.name, num)
-        return self.left[end - num : end]
+        return self.remaining[end - num : end]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Once every engine has played its hand."""
-        if self.left and self.seat.index == 0:
+        if self.remaining and self.seat.index == 0:
             self.seat.counter.delete_key(self.name)

@@ -35,7 +35,7 @@ from megatron_rl.rollout.processor import (
     require_bounded,
 )
 from megatron_rl.rollout.transcript_segments import pictures_of, split_transcript
-from megatron_rl.types import Context, Image, Message
+from megatron_rl.types import Image, Message, TokenSequence
 
 T = TypeVar("T")
 SMALL_PIXELS = 1 << 17
@@ -56,7 +56,7 @@ def small_pixels(engine: EngineSettings) -> int:
     """Pictures of fewer are rendered in the event loop itself, for an engine in this process: its requests come in the same order every
     time, so that a run on a CPU repeats bit for bit. Engines elsewhere are asked as it happens, and every picture is rendered beside the
     loop."""
-    return 1 if engine.kind == "remote" else SMALL_PIXELS
+    return 1 if engine.mode == "server" else SMALL_PIXELS
 
 
 class Renderer:
@@ -136,7 +136,7 @@ class Renderer:
             return known
         features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
         grid = tuple(features["image_grid_thw"][0].tolist())
-        return self._remember(Image(picture=resized, patch_PC=features["pixel_values"], grid=grid, key=key, merge=self.merge))
+        return self._remember(Image(pil=resized, patch_PC=features["pixel_values"], grid=grid, key=key, merge=self.merge))
 
     def _known(self, key: str | None) -> Image | None:
         with self._lock:
@@ -177,7 +177,7 @@ class Renderer:
     def num_tokens(self, text: str) -> int:
         return len(self._ids(text))
 
-    def shown(self, context: Context) -> str:
+    def shown(self, context: TokenSequence) -> str:
         """The context in words, for people: a picture is its size."""
         pixels = ([side * self.vision_pixels // image.merge for side in image.grid[:0:-1]] for image in context.images)
         sizes = iter(f"[{width}x{height}]" for width, height in pixels)
@@ -191,13 +191,13 @@ class Renderer:
         known = self._known(image.key)
         return (known or self._final(picture_of(image), key=image.key)).patch_PC
 
-    def prompt(self, messages: Sequence[Message]) -> Context:
+    def prompt(self, messages: Sequence[Message]) -> TokenSequence:
         """A new context that ends where the assistant speaks."""
-        context = Context()
+        context = TokenSequence()
         self._observe(context, self._text(messages, speak=True), self._images_of(messages))
         return context
 
-    def observation(self, context: Context, messages: Sequence[Message]) -> Context:
+    def observation(self, context: TokenSequence, messages: Sequence[Message]) -> TokenSequence:
         """What the environment said after the assistant's turn, as it continues `context`: only these messages are tokenized.
 
         A turn that ran out of tokens is closed first; the closing token was not sampled and is masked.
@@ -205,14 +205,14 @@ class Renderer:
         whole = self._text([*self._dummy, *messages], speak=True)
         assert whole.startswith(self._dummy_text), self.continuation_problem
         closing = "" if context.token_ids[-1] == self.end_id else "<|im_end|>"
-        more = Context()
+        more = TokenSequence()
         self._observe(more, closing + whole.removeprefix(self._dummy_text), self._images_of(messages))
         return more
 
-    def transcript(self, messages: Sequence[Message]) -> Context:
+    def transcript(self, messages: Sequence[Message]) -> TokenSequence:
         """A whole conversation for supervised learning: the mask is 1 on each assistant message and the token that ends it, but for those
         with "loss": False. ValueError: see split_transcript; or a reply holds tokens that are never sampled."""
-        context = Context()
+        context = TokenSequence()
         for piece in split_transcript(messages, self._text):
             self._observe(context, piece.observed, self._images_of(piece.messages))
             reply = self._ids(piece.reply)
@@ -279,7 +279,7 @@ class Renderer:
     def _images_of(self, messages: Sequence[Message]) -> list[Image]:
         return [self.image(picture) for picture in pictures_of(messages)]
 
-    def _observe(self, context: Context, text: str, images: list[Image]) -> None:
+    def _observe(self, context: TokenSequence, text: str, images: list[Image]) -> None:
         expanded: list[int] = []
         remaining = iter(images)
         for token in self._ids(text):
@@ -291,7 +291,7 @@ class Renderer:
 
 def _bytes_of(image: Image) -> int:
     """Of its patches, and of its picture: Pillow has a pixel's colors in a word of 32 bits."""
-    return image.patch_PC.nbytes + 4 * image.picture.width * image.picture.height
+    return image.patch_PC.nbytes + 4 * image.pil.width * image.pil.height
 
 
 def key_of(picture: Picture) -> str:

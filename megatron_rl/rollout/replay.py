@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Settings, require
-from megatron_rl.distributed.world import World, together
+from megatron_rl.distributed.world import World, raise_on_all_ranks
 from megatron_rl.observe.rollout_store import as_played, num_rows, path_of, read_rollouts, rounds_of
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.manager import Gather
-from megatron_rl.rollout.scheduler import Admission, RoundSettings
+from megatron_rl.rollout.manager import GatherFn
+from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler
 from megatron_rl.types import Rollout
 
 
@@ -24,14 +24,14 @@ class Replay:
 
     num_stale = 0
 
-    def __init__(self, folder: Path, *, world: World, gather: Gather, rounds: RoundSettings, episode: EpisodeSettings) -> None:
+    def __init__(self, folder: Path, *, world: World, gather: GatherFn, rounds: GenerationSettings, episode: EpisodeSettings) -> None:
         self._folder, self._gather, self._rank, self._size = folder, gather, world.rank, world.size
-        self.admission = Admission(lambda: (), rounds=rounds, episode=episode)
+        self.admission = PromptScheduler(lambda: (), rounds=rounds, episode=episode)
 
     def take(self, step: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         """The rollouts of a step as they were played. ValueError: its file is damaged, or lacks a picture."""
         path = path_of(self._folder, step)
-        rollouts = self._gather(together(lambda: self._mine(path)))
+        rollouts = self._gather(raise_on_all_ranks(lambda: self._mine(path)))
         self.admission.rounds += rounds_of(path)
         enough(rollouts)
         return rollouts

@@ -15,7 +15,7 @@ from megatron_rl.types import Example
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class RoundSettings:
+class GenerationSettings:
     """How many episodes a training step asks for."""
 
     num_prompts: int
@@ -31,7 +31,7 @@ class RoundSettings:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Dealt:
+class ScheduledGroup:
     """A prompt whose episodes are to be played, are under way, or are done and not yet trained on."""
 
     example: Example
@@ -41,20 +41,20 @@ class Dealt:
     """In the order of all prompts that a run ever deals."""
 
 
-class Admission:
+class PromptScheduler:
     """Groups are numbered as they are dealt, from 0 wherever a step begins with none under way."""
 
-    def __init__(self, examples: Callable[[], Sequence[Example]], *, rounds: RoundSettings, episode: EpisodeSettings) -> None:
+    def __init__(self, examples: Callable[[], Sequence[Example]], *, rounds: GenerationSettings, episode: EpisodeSettings) -> None:
         self._examples, self._settings, self._episode = examples, rounds, episode
         self.rounds = 0
         """Rounds that were dealt: where the sampler stands. A resumed run sets it."""
         self.owed: list[int] = []
         """Places of prompts that were dealt and not played to their end, or not trained on: they are dealt again before any other."""
-        self.waiting: dict[int, Dealt] = {}
+        self.waiting: dict[int, ScheduledGroup] = {}
         """Under way, by group."""
         self._next = 0
 
-    def due(self, step: int, oldest: Mapping[int, int | None]) -> set[int]:
+    def due_groups(self, step: int, oldest: Mapping[int, int | None]) -> set[int]:
         """The groups that this step is the last to be trained on. `oldest` as in drop_stale. At most a round: each step takes one's number,
         and begins no more than that."""
         limit = step - self._settings.max_staleness
@@ -71,7 +71,7 @@ class Admission:
         self.owed += [self.waiting.pop(group).place for group in stale]
         return stale
 
-    def admit(self, step: int) -> dict[int, Dealt]:
+    def schedule(self, step: int) -> dict[int, ScheduledGroup]:
         """More groups, until max_staleness + 1 rounds are under way, or all that the run's steps will need."""
         size, ahead = self._settings.num_prompts, self._settings.max_staleness + 1
         if self._settings.num_steps is not None:
@@ -83,26 +83,26 @@ class Admission:
         places, self.owed = self.owed[: max(num, 0)], self.owed[max(num, 0) :]
         episode = self._episode.at_step(step)
         new = {
-            self._next + number: Dealt(example=example, settings=episode, place=place)
-            for number, (place, example) in enumerate(zip(places, self._at(places), strict=True))
+            self._next + number: ScheduledGroup(example=example, settings=episode, place=place)
+            for number, (place, example) in enumerate(zip(places, self._groups_at(places), strict=True))
         }
         self._next += len(new)
         self.waiting |= new
         return new
 
-    def _at(self, places: Sequence[int]) -> list[Example]:
+    def _groups_at(self, places: Sequence[int]) -> list[Example]:
         size, seed = self._settings.num_prompts, self._episode.seed
         rounds = {place // size: None for place in places}
         dealt = {number: choose_prompts(self._examples(), size, seed=seed, round_number=number) for number in rounds}
         return [dealt[place // size][place % size] for place in places]
 
-    def take(self, groups: Sequence[int]) -> None:
+    def finish(self, groups: Sequence[int]) -> None:
         """These are trained on: they are under way no more."""
         for group in groups:
             del self.waiting[group]
 
     @property
-    def not_trained_on(self) -> list[int]:
+    def unused_groups(self) -> list[int]:
         """Places of all prompts that were dealt and of which nothing was trained on: what the run's next life deals first."""
         return sorted([dealt.place for dealt in self.waiting.values()] + self.owed)
 

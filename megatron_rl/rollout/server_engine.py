@@ -19,14 +19,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from megatron_rl.clients.endpoint_pool import KeyRefused, ServerFault
+from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused
 from megatron_rl.config import EngineSettings, require
-from megatron_rl.rollout.engine import Completion, Sampling, placeholder_offsets
-from megatron_rl.rollout.health import ABSENT, Household, Lookout
-from megatron_rl.rollout.vllm.client import ABORTED, Asking, Part, Turn, stop_place
-from megatron_rl.rollout.vllm.server_api import Server
-from megatron_rl.rollout.vllm.weight_sender import Sender
-from megatron_rl.types import AccessDenied, HostFault, Image, WaitedFault
+from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout
+from megatron_rl.rollout.engine import Completion, SamplingSettings, placeholder_offsets
+from megatron_rl.rollout.health import UNREACHABLE, HealthMonitor, ServerSupervisor
+from megatron_rl.rollout.vllm.client import ABORTED, GenerateClient, GenerateRequest, PartialCompletion, find_stop
+from megatron_rl.rollout.vllm.server_api import VllmServer
+from megatron_rl.rollout.vllm.weight_sender import WeightSender
+from megatron_rl.types import Image
 from sandbox.bounded_http import BoundedClient
 
 T = TypeVar("T")
@@ -34,17 +35,17 @@ TRIES = 5
 """Of one turn, before its episode fails."""
 LOOK_S, AGAIN_S = 0.1, 0.3
 """Between two looks for a server that is well; two requests to give up what one still has."""
-KEPT_S = 2.0
+RETENTION_S = 2.0
 """Idle connections; uvicorn closes its own after 5."""
 
 
-class RemoteEngine:
+class ServerEngine:
     """All servers, as one rank's episodes see them. Every rank has one; `sender` is that of the rank that gives them their weights."""
 
     def __init__(
-        self, servers: Sequence[Server], settings: EngineSettings, *,
+        self, servers: Sequence[VllmServer], settings: EngineSettings, *,
         name: str, image_token_id: int, stop_ids: list[int], decode: Callable[[list[int]], str],
-        meet: Callable[[object], list], sender: Sender | None, household: Household | None = None, place: int = 0,
+        meet: Callable[[object], list], sender: WeightSender | None, household: ServerSupervisor | None = None, place: int = 0,
         tell: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         """`name` is the run's alone, and begins the label of its weights. `meet` brings what every rank says to all. `household`, beside
@@ -55,7 +56,7 @@ class RemoteEngine:
         self._order = {server.url: (number - place) % len(servers) for number, server in enumerate(servers)}
         self.weight_version = 0
         self._figures: dict[str, float] = {}
-        self._homes: WeakKeyDictionary[asyncio.Task, Server] = WeakKeyDictionary()
+        self._homes: WeakKeyDictionary[asyncio.Task, VllmServer] = WeakKeyDictionary()
         self._num_open = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
@@ -63,16 +64,16 @@ class RemoteEngine:
         self.run(self._set_up())
 
     async def _set_up(self) -> None:
-        probe_s = self._settings.probe_s
-        self._http = BoundedClient(token=self._servers[0].token, keep_s=KEPT_S)  # one token is that of all
-        asking = partial(Asking, http=self._http, image_token_id=self._image_token_id, stop_ids=self._stop_ids, connect_s=probe_s)
-        self._asking = asking(limit_s=self._settings.turn_s)
+        probe_s = self._settings.health_timeout_s
+        self._http = BoundedClient(token=self._servers[0].token, keep_s=RETENTION_S)  # one token is that of all
+        asking = partial(GenerateClient, http=self._http, image_token_id=self._image_token_id, stop_ids=self._stop_ids, connect_s=probe_s)
+        self._asking = asking(limit_s=self._settings.request_timeout_s)
         self._slots = asyncio.Semaphore(self._settings.max_num_seqs * len(self._servers))
         self._is_open = asyncio.Event()
-        self._lookout = Lookout(
+        self._lookout = HealthMonitor(
             self._servers, http=self._http, asking=asking(limit_s=probe_s), probe_s=probe_s, salt=lambda: self.salt,
             wanted=lambda: self.label if self._is_open.is_set() else "", sender=self._sender, household=self._household, tell=self._tell,
-            patience_s=self._settings.patience_s,
+            patience_s=self._settings.outage_timeout_s,
         )  # fmt: skip
         self._lookout.start()
 
@@ -110,52 +111,52 @@ class RemoteEngine:
         now = time.perf_counter()
         return statistics.fmean(server.work.seconds(now) for server in self._servers)
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         """Sample one turn after `token_ids`, whose image placeholders are expanded, as LocalEngine.generate does.
 
-        Raises HostFault after TRIES servers in trouble, WaitedFault where none was well for engine.patience_s, AccessDenied where one asks
-        for a key.
+        Raises InfraError after TRIES servers in trouble, InfraTimeout where none was well for engine.outage_timeout_s, AccessDenied where
+        one asks for a key.
         """
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
         placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
         room = self._settings.max_model_len - len(token_ids)
-        turn = Turn(list(token_ids), list(images), replace(sampling, max_tokens=min(sampling.max_tokens, room)))
-        said, faults = Completion([], [], finished=False, versions=[]), []
+        turn = GenerateRequest(list(token_ids), list(images), replace(sampling, max_tokens=min(sampling.max_tokens, room)))
+        said, faults = Completion([], [], finish_reason=False, versions=[]), []
         while len(said.token_ids) < turn.sampling.max_tokens:
             async with self._slots:
                 server = await self._server(faults)
                 version, label = self.weight_version, self.label
-                asked = self._asking.ask(server, turn, said, label=label, salt=self.salt)
+                asked = self._asking.generate(server, turn, said, label=label, salt=self.salt)
                 try:
                     part = await self._in_time(asked, server)
                 except KeyRefused:
                     continue  # the next look for a server names it
-                except ServerFault as fault:
+                except EndpointError as fault:
                     self._lookout.last_failure = f"{server.url}: {fault}"
                     faults.append(server.url)
                     if len(faults) == TRIES:
-                        raise HostFault(f"{server.url}: {fault}; {TRIES} tries") from fault
+                        raise InfraError(f"{server.url}: {fault}; {TRIES} tries") from fault
                     continue
             is_stopped = self._adds(said, part, sampling, version=version)
             if is_stopped or part.reason != ABORTED:
-                return replace(said, finished=is_stopped)
+                return replace(said, finish_reason=is_stopped)
         return said
 
-    def _adds(self, said: Completion, part: Part, sampling: Sampling, *, version: int) -> bool:
+    def _adds(self, said: Completion, part: PartialCompletion, sampling: SamplingSettings, *, version: int) -> bool:
         """Take what a server sampled; whether a stop id or text ends it."""
         before = len(said.token_ids) + part.first
         said.token_ids.extend(part.token_ids)
         said.logprobs.extend(part.logprobs)
         said.versions.extend([version] * len(part.token_ids))
-        end = stop_place(said.token_ids, before, sampling.stop, self._decode) if before and sampling.stop else None
+        end = find_stop(said.token_ids, before, sampling.stop, self._decode) if before and sampling.stop else None
         if end is not None:
             for column in (said.token_ids, said.logprobs, said.versions):
                 del column[end:]
         return end is not None or part.reason == "stop"
 
-    async def _server(self, faults: Sequence[str]) -> Server:
-        """The episode's own, if it is in; else the least busy one, if possible none that has just failed. WaitedFault, AccessDenied: see
+    async def _server(self, faults: Sequence[str]) -> VllmServer:
+        """The episode's own, if it is in; else the least busy one, if possible none that has just failed. InfraTimeout, AccessDenied: see
         generate."""
         task, resting_since = asyncio.current_task(), None
         while True:
@@ -173,12 +174,12 @@ class RemoteEngine:
                 return server
             resting_since = resting_since or now  # those that are in
             since = resting_since if self._lookout.dark_since is None else self._lookout.dark_since
-            if now - since > self._settings.patience_s:
-                waited = f"none of {', '.join(self.urls)} was well for {self._settings.patience_s:g} s (engine.patience_s)"
-                raise WaitedFault(f"{waited}; the last failure: {self._lookout.last_failure}")
+            if now - since > self._settings.outage_timeout_s:
+                waited = f"none of {', '.join(self.urls)} was well for {self._settings.outage_timeout_s:g} s (engine.outage_timeout_s)"
+                raise InfraTimeout(f"{waited}; the last failure: {self._lookout.last_failure}")
             await asyncio.sleep(LOOK_S)
 
-    async def _in_time(self, asked: Coroutine[object, object, Part], server: Server) -> Part:
+    async def _in_time(self, asked: Coroutine[object, object, PartialCompletion], server: VllmServer) -> PartialCompletion:
         """What is asked of a server, or ServerFault as soon as it falls."""
         task, fall = asyncio.ensure_future(asked), server.fall  # it may be back, with another one, before this task goes on
         server.work.begin(time.perf_counter())
@@ -187,7 +188,7 @@ class RemoteEngine:
         try:
             await asyncio.wait({task, fall}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise ServerFault(fall.result())
+                raise EndpointError(fall.result())
             return task.result()
         finally:
             task.cancel()
@@ -212,9 +213,9 @@ class RemoteEngine:
         ((held, faults),) = [each for each in self._meet(outcome) if each is not None]
         self.weight_version = version
         self.run(self._go_on(held, faults))
-        self._figures = {"engine/pause_s": time.perf_counter() - began}
+        self._figures = {"weight_sync/pause_s": time.perf_counter() - began}
         if self._sender is not None:
-            self._figures["engine/transfer_s"] = self._sender.transfer_s
+            self._figures["weight_sync/transfer_s"] = self._sender.transfer_s
 
     def _reached(self) -> list[str]:
         """Those that are given an update: who does not answer is not waited for. All of them where none does, or none was looked at."""
@@ -229,21 +230,23 @@ class RemoteEngine:
         while self._num_open:
             for server in [each for each in self._servers if each.is_in and each.endpoint.in_flight]:
                 try:
-                    await server.call_in_loop(self._http, "/abort_requests", {}, limit_s=self._settings.probe_s)
-                except ServerFault as fault:
-                    self._lookout.lose(server, str(fault))
-                if time.monotonic() - began > self._settings.probe_s:
-                    self._lookout.lose(server, f"does not give up what it has within engine.probe_s={self._settings.probe_s}")
+                    await server.call_in_loop(self._http, "/abort_requests", {}, limit_s=self._settings.health_timeout_s)
+                except EndpointError as fault:
+                    self._lookout.mark_unhealthy(server, str(fault))
+                if time.monotonic() - began > self._settings.health_timeout_s:
+                    self._lookout.mark_unhealthy(
+                        server, f"does not give up what it has within engine.health_timeout_s={self._settings.health_timeout_s}"
+                    )
             await asyncio.sleep(AGAIN_S if time.monotonic() - began > AGAIN_S else 0.01)
 
     async def _go_on(self, held: Sequence[str], faults: Mapping[str, str]) -> None:
         for server in self._servers:
             if server.url in held:
-                self._lookout.take_back(server)
+                self._lookout.readmit(server)
             else:
-                self._lookout.lose(server, faults.get(server.url, ABSENT))
+                self._lookout.mark_unhealthy(server, faults.get(server.url, UNREACHABLE))
         self._is_open.set()
-        self._lookout.note()
+        self._lookout.record_failure()
 
     async def _end(self) -> None:
         await self._lookout.end()

@@ -30,18 +30,18 @@ class Step:
     call: ToolCall | None = None
     """What the reply asked for, if it asked for anything."""
     action_at: int | None = None
-    """Where in the reply's text the action begins, behind the thoughts (algo.thought_coef), if the reply has such parts."""
+    """Where in the reply's text the action begins, behind the thoughts (algo.thought_logprob_scale), if the reply has such parts."""
     new_context: bool = False
     """The messages are a whole new prompt (the state is in them) instead of a continuation of the last one."""
 
 
 class Env(ABC):
-    """Single use: made for one example, run for one episode, closed however that ends. Raises HostFault for trouble that is ours."""
+    """Single use: made for one example, run for one episode, closed however that ends. Raises InfraError for trouble that is ours."""
 
     @property
     def state(self) -> str:
         """A name for the state that the next reply answers, the same in every episode of an example that comes to that state, at whatever
-        turn. Empty: it is not told, and algo.turns=same_state compares the turn with no other."""
+        turn. Empty: it is not told, and algo.turn_credit=gigpo compares the turn with no other."""
         return ""
 
     @abstractmethod

@@ -13,37 +13,37 @@ import torch
 from pydantic import BaseModel, ValidationError
 from safetensors.torch import save
 
-from megatron_rl.clients.endpoint_pool import KeyRefused, ServerFault, one_line, told
-from megatron_rl.config import AudienceSettings, require
-from megatron_rl.distributed.world import together
+from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, describe_error, to_one_line
+from megatron_rl.config import WeightPublishSettings, require
+from megatron_rl.distributed.world import raise_on_all_ranks
 from megatron_rl.rollout.vllm.weight_receiver import buckets
 from sandbox.bounded_http import DENIED, NoAnswer, request
 from sandbox.token import read_token
 
-MOST_BYTES = 64 << 10
+MAX_BUCKET_BYTES = 64 << 10
 """Limit of an answer."""
 
 Tensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
-class _Held(BaseModel):
+class _SentWeights(BaseModel):
     held: int
     version: str
 
 
-class Audience:
+class WeightPublisher:
     """All services of a run. Every rank has one; the main rank's sends."""
 
-    def __init__(self, settings: AudienceSettings, *, run: str, is_main: bool, tell: Callable[[str], None] = print) -> None:
+    def __init__(self, settings: WeightPublishSettings, *, run: str, is_main: bool, tell: Callable[[str], None] = print) -> None:
         """ValueError: the file of the token cannot be read."""
         self._settings, self._run, self._is_main, self._tell = settings, run, is_main, tell
         self._token = read_token(Path(settings.token_file)) if settings.token_file else ""
 
     def begin(self, tensors: Tensors, *, step: int) -> None:
         """Send the weights that a life of the run begins with. All ranks together. ValueError, on each: a service does not take them."""
-        behind = self._send_all(tensors, step=step).get("audience/behind", 0.0)
+        behind = self._send_all(tensors, step=step).get("weight_publish/num_behind", 0.0)
         remedy = f"{behind:.0f} did not take the weights that the run begins with; start them, or correct the addresses"
-        together(lambda: require(not behind, "audience.urls", self._settings.urls, remedy))
+        raise_on_all_ranks(lambda: require(not behind, "weight_publish.urls", self._settings.urls, remedy))
 
     def serve(self, tensors: Tensors, *, step: int) -> dict[str, float]:
         """Send the weights after so many steps, where they are due; how many services do not have them. All ranks together."""
@@ -57,23 +57,23 @@ class Audience:
             for _ in tensors():
                 pass
             return {}
-        parts = [_encoded(bucket) for bucket in buckets(tensors(), int(given.part_mib * 2**20))]
+        parts = [_encoded(bucket) for bucket in buckets(tensors(), int(given.chunk_mib * 2**20))]
         with ThreadPoolExecutor(len(given.urls)) as threads:
             faults = [fault for fault in threads.map(lambda url: self._sent(url, parts, f"{self._run} step {step}"), given.urls) if fault]
         for fault in faults:
             self._tell(f"audience: {fault}")
-        return {"audience/behind": float(len(faults))}
+        return {"weight_publish/num_behind": float(len(faults))}
 
     def _sent(self, url: str, parts: list[str], update: str) -> str:
         """Why the service does not have them; empty where it does. ValueError: it does not accept the token, which is no outage."""
         fault = ""
-        for _ in range(self._settings.tries):
+        for _ in range(self._settings.max_attempts):
             try:
                 self._send(url, parts, update[:200])
                 return ""
             except KeyRefused as refused:
-                raise ValueError(f"audience.urls={url}: {refused}: audience.token_file=FILE") from refused
-            except ServerFault as error:
+                raise ValueError(f"weight_publish.urls={url}: {refused}: weight_publish.token_file=FILE") from refused
+            except EndpointError as error:
                 fault = f"{url}: {error}"
         return fault
 
@@ -81,20 +81,22 @@ class Audience:
         for number, part in enumerate(parts):
             body = {"update": update, "part": number, "parts": len(parts), "safetensors": part}
             try:
-                answer = request("POST", f"{url}/weights", body, limit_s=self._settings.timeout_s, max_bytes=MOST_BYTES, token=self._token)
+                answer = request(
+                    "POST", f"{url}/weights", body, limit_s=self._settings.timeout_s, max_bytes=MAX_BUCKET_BYTES, token=self._token
+                )
             except NoAnswer as error:
-                raise ServerFault(one_line(str(error))) from error
+                raise EndpointError(to_one_line(str(error))) from error
             if answer.status in DENIED:
-                raise KeyRefused(f"answers {answer.status} ({one_line(answer.text)}); give its token")
+                raise KeyRefused(f"answers {answer.status} ({to_one_line(answer.text)}); give its token")
             if answer.status != 200:
                 hint = "; start it with --trained" if answer.status == 404 else ""
-                raise ServerFault(f"HTTP {answer.status}: {one_line(answer.text)}{hint}")
+                raise EndpointError(f"HTTP {answer.status}: {to_one_line(answer.text)}{hint}")
             try:
-                held = _Held.model_validate_json(answer.content).held
+                held = _SentWeights.model_validate_json(answer.content).held
             except ValidationError as error:
-                raise ServerFault(told(error)) from error
+                raise EndpointError(describe_error(error)) from error
             if held != number + 1:
-                raise ServerFault(f"holds {held} parts and was sent {number + 1}")
+                raise EndpointError(f"holds {held} parts and was sent {number + 1}")
 
 
 def _encoded(bucket: list[tuple[str, torch.Tensor]]) -> str:

@@ -10,43 +10,43 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from megatron_rl.rollout.conversation import TokenConversation
-from megatron_rl.rollout.load_balancer import Begin, Counter, Hand
+from megatron_rl.rollout.load_balancer import GroupAssignment, SharedCounter, StartEpisode
 from megatron_rl.types import Rollout
 
 DUE = "due"
-LOOK_S = 0.1
+POLL_S = 0.1
 """After so long at most an engine sees what others have played."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Goal:
+class StepTarget:
     """So many groups that all engines together play to their end, from its beginning on."""
 
     num: int
     name: str
     """This goal's alone."""
-    counter: Counter | None
+    counter: SharedCounter | None
     """None: an engine plays alone."""
     due: frozenset[int] = frozenset()
     """Groups that must be among them."""
-    reached: int = 0
+    has_reached: int = 0
     due_reached: int = 0
 
     async def is_met(self, more: Collection[int]) -> bool:
         """Whether enough are played, these further ones by this engine."""
         num_due = len(self.due.intersection(more))
         if self.counter is None:
-            self.reached += len(more)
+            self.has_reached += len(more)
             self.due_reached += num_due
         else:
-            self.reached = await asyncio.to_thread(self.counter.add, self.name, len(more))
+            self.has_reached = await asyncio.to_thread(self.counter.add, self.name, len(more))
             if self.due:
                 self.due_reached = await asyncio.to_thread(self.counter.add, f"{self.name}/{DUE}", num_due)
-        return self.reached >= self.num and self.due_reached >= len(self.due)
+        return self.has_reached >= self.num and self.due_reached >= len(self.due)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Report:
+class BufferState:
     """What one engine has under way."""
 
     engine: int
@@ -59,14 +59,14 @@ class Report:
 
 
 @dataclass(slots=True)
-class Table:
+class WorkBuffer:
     conversations: dict[tuple[int, int], TokenConversation] = field(default_factory=dict)
     """By group and sample, what the episode that is under way, or has ended, has said."""
     _groups: dict[int, list[asyncio.Task[Rollout]]] = field(default_factory=dict)
     _told: set[int] = field(default_factory=set)
     """Groups that have ended and were counted."""
 
-    async def play(self, hand: Hand, begin: Begin, *, goal: Goal | None = None) -> None:
+    async def run(self, hand: GroupAssignment, begin: StartEpisode, *, goal: StepTarget | None = None) -> None:
         """Begin the hand's groups, and more of what is left as soon as there is room. Play until all groups here have ended, or the goal is
         met. What an episode raises comes out of here, the others end."""
         async with AsyncExitStack() as failing:
@@ -78,9 +78,9 @@ class Table:
                 await self._until(goal)
             failing.pop_all()
 
-    async def _begin(self, hand: Hand, begin: Begin) -> None:
+    async def _begin(self, hand: GroupAssignment, begin: StartEpisode) -> None:
         own: list[asyncio.Task[Rollout]] = []
-        more, num_groups, has_left = hand.own, 0, bool(hand.left)
+        more, num_groups, has_left = hand.own, 0, bool(hand.remaining)
         while True:
             for group in more:
                 self._groups[group] = [asyncio.create_task(episode) for episode in begin(group)]
@@ -88,18 +88,18 @@ class Table:
             num_groups += len(more)
             if not has_left:
                 return
-            num = await hand.wanted(own, num_groups)
-            more = await hand.take(num) if num > 0 else []
+            num = await hand.requested(own, num_groups)
+            more = await hand.take_groups(num) if num > 0 else []
             has_left = bool(more)
 
-    async def _until(self, goal: Goal) -> None:
+    async def _until(self, goal: StepTarget) -> None:
         while True:
             more = set(self._played()) - self._told
             self._told.update(more)
             playing = [episode for episode in self._episodes() if not episode.done()]
             if await goal.is_met(more) or not playing:
                 return
-            done, _ = await asyncio.wait(playing, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(playing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for episode in done:
                 episode.result()  # what it raised is not kept
 
@@ -109,7 +109,7 @@ class Table:
     def _played(self) -> list[int]:
         return [group for group, episodes in self._groups.items() if all(episode.done() for episode in episodes)]
 
-    def report(self, *, engine: int) -> Report:
+    def state(self, *, engine: int) -> BufferState:
         """Who plays next sets a goal of what is not played by now."""
         played = self._played()
         self._told.update(played)
@@ -117,13 +117,13 @@ class Table:
         for (group, _), conversation in self.conversations.items():
             versions = [each for each in (oldest.get(group), conversation.oldest_version) if each is not None]
             oldest[group] = min(versions, default=None)
-        return Report(engine=engine, played=played, playing=[group for group in self._groups if group not in played], oldest=oldest)
+        return BufferState(engine=engine, played=played, playing=[group for group in self._groups if group not in played], oldest=oldest)
 
     def take(self, groups: Iterable[int]) -> list[Rollout]:
         """The rollouts of those of these groups that are here. They have ended."""
         mine = [group for group in groups if group in self._groups]
         rollouts = [episode.result() for group in mine for episode in self._groups[group]]
-        self._forget(mine)
+        self._remove(mine)
         return rollouts
 
     async def drop(self, groups: Collection[int]) -> None:
@@ -133,12 +133,12 @@ class Table:
         for episode in episodes:
             episode.cancel()
         await asyncio.gather(*episodes, return_exceptions=True)
-        self._forget(mine)
+        self._remove(mine)
 
     async def drop_all(self) -> None:
         await self.drop(list(self._groups))
 
-    def _forget(self, groups: Collection[int]) -> None:
+    def _remove(self, groups: Collection[int]) -> None:
         for group in groups:
             del self._groups[group]
         self._told.difference_update(groups)

@@ -29,7 +29,7 @@ class InputDigests:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class RunState:
+class CheckpointState:
     """State of a run after `step` steps, beside its policy; without arguments, of a new run."""
 
     step: Annotated[int, Ge(0)] = 0
@@ -42,10 +42,10 @@ class RunState:
     """Size and digest of every file of the checkpoint but this one, by its name relative to the checkpoint (digests.py)."""
 
 
-_STATE: TypeAdapter[RunState] = TypeAdapter(RunState)
+_STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)
 
 
-def recall(checkpoint: Path) -> RunState:
+def read_state(checkpoint: Path) -> CheckpointState:
     """Return what a checkpoint's run/state.json holds. ValueError: it is not there, or not what a run wrote."""
     path = checkpoint / STATE
     try:
@@ -54,7 +54,7 @@ def recall(checkpoint: Path) -> RunState:
         if found != expected:
             raise ValueError(f"has the SHA-256 {found}, not {expected}")
         check_records(read["files"])
-        state = RunState(**{**read, "history": History(**read["history"]), "inputs": InputDigests(**read["inputs"])})
+        state = CheckpointState(**{**read, "history": History(**read["history"]), "inputs": InputDigests(**read["inputs"])})
         _STATE.validate_json(json.dumps(read), strict=True)
         return state
     except FileNotFoundError as error:

@@ -22,14 +22,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import gather, on_main_rank, together
+from megatron_rl.distributed.world import gather, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.errors import RunFailed
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
-from megatron_rl.policy.training_state import Save
-from megatron_rl.run.checkpoint_state import InputDigests, RunState, recall, write_state
-from megatron_rl.run.record import CHECKPOINTS, History, Run, published, step_name, step_of, writing
+from megatron_rl.policy.training_state import AsyncSave
+from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests, read_state, write_state
+from megatron_rl.run.record import CHECKPOINTS, History, Run, atomic_file, list_checkpoints, step_name, step_of
 from megatron_rl.run.superseded_steps import SUPERSEDED, free_path
-from megatron_rl.types import RunFailed
 from megatron_rl.weights.formats.digests import CRITIC, STATE, find_difference, record
 from megatron_rl.weights.formats.tensor_files import copy_companions, flush
 
@@ -37,41 +37,41 @@ _SUCCESS = "eval/greedy_success"
 _REMEDY = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
 
 
-def find(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, RunState]:
-    """Return the newest intact checkpoint and its state, (None, RunState()) in a new run. All ranks together, waiting in `group`.
+def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, CheckpointState]:
+    """Return the newest intact checkpoint and its state, (None, CheckpointState()) in a new run. All ranks together, waiting in `group`.
 
     A damaged checkpoint moves to RUN/superseded/checkpoints, with one line in the log, if an older one is intact. Leftovers of a kill are
     removed. Whether a run may go on there at all is decided by run/directory.py. ValueError: all are damaged.
     """
     folder = Path(settings.run.dir) / CHECKPOINTS
-    with writing(folder.parent):
-        on_main_rank(partial(_remove_partial, folder))
+    with atomic_file(folder.parent):
+        run_on_rank_zero(partial(_remove_partial, folder))
     damaged: dict[Path, str] = {}
-    for checkpoint in reversed(on_main_rank(lambda: published(folder))):
-        state, damage = on_main_rank(partial(_try_recall, checkpoint))
+    for checkpoint in reversed(run_on_rank_zero(lambda: list_checkpoints(folder))):
+        state, damage = run_on_rank_zero(partial(_try_load, checkpoint))
         damage = damage or _find_damage(checkpoint, state, group=group)
         if not damage:
-            with writing(folder.parent):
-                on_main_rank(lambda: _set_aside(damaged, into=folder.parent / SUPERSEDED / CHECKPOINTS, intact=checkpoint))  # noqa: B023
+            with atomic_file(folder.parent):
+                run_on_rank_zero(lambda: _set_aside(damaged, into=folder.parent / SUPERSEDED / CHECKPOINTS, intact=checkpoint))  # noqa: B023
             return checkpoint, state
         damaged[checkpoint] = damage
     if damaged:
         raise ValueError(f"{next(iter(damaged.values()))}; {_REMEDY}")
-    return None, RunState()
+    return None, CheckpointState()
 
 
-def _try_recall(checkpoint: Path) -> tuple[RunState | None, str]:
+def _try_load(checkpoint: Path) -> tuple[CheckpointState | None, str]:
     try:
-        return recall(checkpoint), ""
+        return read_state(checkpoint), ""
     except ValueError as error:
         return None, str(error)
 
 
-def _find_damage(checkpoint: Path, state: RunState, *, group: dist.ProcessGroup | None) -> str:
+def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.ProcessGroup | None) -> str:
     """Return the first difference between a checkpoint's files and their record, "" if there is none; every rank reads its share."""
     by_size = sorted(state.files, key=lambda name: (-state.files[name]["bytes"], name))
     share = by_size[dist.get_rank() :: dist.get_world_size()]
-    found = together(lambda: find_difference(checkpoint, state.files, share), group=group)
+    found = raise_on_all_ranks(lambda: find_difference(checkpoint, state.files, share), group=group)
     difference = next(filter(None, gather(found, group=group)), "")
     return f"{checkpoint}: damaged: {difference}" if difference else ""
 
@@ -85,7 +85,7 @@ def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None
         print(f"{damage}; moved to {target}, the run goes on from {intact.name} and does the steps behind it again", flush=True)
 
 
-def surplus(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
+def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
     """Which checkpoints go, given {step: greedy success, None without an evaluation}. Of equally good ones the later is the better.
 
     Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1}, keep_last 1, keep_best 1 -> {1, 3}.
@@ -102,8 +102,8 @@ class _Pending:
 
     folder: Path
     step: int
-    saves: list[Save]
-    state: RunState | None = None
+    saves: list[AsyncSave]
+    state: CheckpointState | None = None
 
 
 class Checkpoints:
@@ -128,7 +128,7 @@ class Checkpoints:
             if self._critic is not None:
                 self._critic.load(self._start / CRITIC, seed=self._settings.run.seed)
 
-    def begin(self, step: int, *, is_last: bool = False) -> None:
+    def begin_step(self, step: int, *, is_last: bool = False) -> None:
         """Begin the checkpoint of `step` done steps if it is due; its state is that of this moment. The policy is awake."""
         every, save_last = self._settings.checkpoint.every, self._settings.checkpoint.save_last
         if (every and step % every == 0) or (is_last and save_last) or self._is_late():
@@ -137,16 +137,16 @@ class Checkpoints:
     def _is_late(self) -> bool:
         """Whether the last one was begun every_s seconds ago, by rank 0's clock."""
         limit = self._settings.checkpoint.every_s
-        return limit > 0 and on_main_rank(lambda: self._clock() - self._last >= limit)
+        return limit > 0 and run_on_rank_zero(lambda: self._clock() - self._last >= limit)
 
     def _begin(self, step: int) -> None:
-        self.settle()
+        self.wait_for_save()
         self._last = self._clock()
-        folder = self._run / CHECKPOINTS / _hidden(step)
-        with writing(self._run):
+        folder = self._run / CHECKPOINTS / hidden_name(step)
+        with atomic_file(self._run):
             model = self._settings.model
             pixels = (model.min_pixels, model.max_pixels)
-            on_main_rank(lambda: _make(folder, hf=Path(model.path), pixels=pixels, with_critic=self._critic is not None))
+            run_on_rank_zero(lambda: write_model(folder, hf=Path(model.path), pixels=pixels, with_critic=self._critic is not None))
             if self._settings.lora.rank:
                 self._policy.save_adapter(folder / "adapter")
         background = self._settings.checkpoint.background
@@ -155,44 +155,44 @@ class Checkpoints:
             saves.append(self._critic.save(folder / CRITIC, background=background))
         self._pending = _Pending(folder, step, saves)
 
-    def step_done(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
+    def finish_step(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
         """A step is recorded: what was begun learns how it ended, and is published as soon as it is written."""
         pending = self._pending
         if pending is None:
             return
         if pending.step == step:
-            pending.state = RunState(
+            pending.state = CheckpointState(
                 step=step, history=deepcopy(history), success=metrics.get(_SUCCESS), settings=asdict(self._settings), inputs=self._inputs
             )  # fmt: skip
         if not self._settings.checkpoint.background or all([save.is_written() for save in pending.saves]):
-            self.settle()
+            self.wait_for_save()
 
     def save(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
         """Have the checkpoint of `step` done steps, to its end, be it due or not. The policy is awake."""
         checkpoint = self._run / CHECKPOINTS / step_name(step)
         is_begun = self._pending is not None and self._pending.step == step
-        if step > 0 and not is_begun and not on_main_rank(checkpoint.exists):
+        if step > 0 and not is_begun and not run_on_rank_zero(checkpoint.exists):
             self._begin(step)
-        self.step_done(step, history=history, metrics=metrics)
-        self.settle()
+        self.finish_step(step, history=history, metrics=metrics)
+        self.wait_for_save()
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for the checkpoint that is on its way, if any, and publish it. OSError on every rank where it could not be written."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        with writing(self._run):
+        with atomic_file(self._run):
             try:
                 for save in pending.saves:
                     save.finish(group=self._group)
-                on_main_rank(lambda: self._publish(pending), group=self._group)
+                run_on_rank_zero(lambda: self._publish(pending), group=self._group)
             except OSError:
                 if dist.get_rank() == 0:
                     shutil.rmtree(pending.folder, ignore_errors=True)
                 raise
 
     @contextmanager
-    def settled_on_failure(self, run: Run) -> Iterator[None]:
+    def wait_for_save_on_failure(self, run: Run) -> Iterator[None]:
         """A run that stops by its own judgement (RunFailed, which every rank sees alike) keeps the checkpoint that is on its way.
 
         Where the evaluation of its own step failed, that is still owed.
@@ -201,20 +201,20 @@ class Checkpoints:
             yield
         except RunFailed:
             if self._pending is not None and self._pending.state is None and self._pending.step == run.num_done:
-                self.step_done(run.num_done, history=run.history, metrics=run.metrics)
+                self.finish_step(run.num_done, history=run.history, metrics=run.metrics)
             if self._pending is not None and self._pending.state is not None:
-                self.settle()
+                self.wait_for_save()
             raise
 
-    def paid(self, *, history: History, metrics: Mapping[str, float]) -> None:
+    def mark_evaluated(self, *, history: History, metrics: Mapping[str, float]) -> None:
         """The evaluation that was owed when the run's last life ended is made: its checkpoint learns of it."""
 
         def write() -> None:
-            state = replace(recall(self._start), history=history, success=metrics.get(_SUCCESS))
+            state = replace(read_state(self._start), history=history, success=metrics.get(_SUCCESS))
             write_state(self._start / STATE, asdict(state))
 
-        with writing(self._run):
-            on_main_rank(write)
+        with atomic_file(self._run):
+            run_on_rank_zero(write)
 
     def _publish(self, pending: _Pending) -> None:
         """Rename what is flushed to disk; then, and only then, remove what is no longer wanted."""
@@ -232,15 +232,15 @@ class Checkpoints:
 
     def _thin_out(self, folder: Path) -> None:
         keep = self._settings.checkpoint
-        states = {step_of(path): _try_recall(path)[0] for path in published(folder)}
+        states = {step_of(path): _try_load(path)[0] for path in list_checkpoints(folder)}
         successes = {step: state.success if state else None for step, state in states.items()}
-        for step in surplus(successes, keep_last=keep.keep_last, keep_best=keep.keep_best):
-            going = folder / _hidden(step)
+        for step in expired(successes, keep_last=keep.keep_last, keep_best=keep.keep_best):
+            going = folder / hidden_name(step)
             (folder / step_name(step)).rename(going)
             shutil.rmtree(going)
 
 
-def _hidden(step: int) -> str:
+def hidden_name(step: int) -> str:
     """The name while it is not complete: on its way, or on its way out."""
     return f".{step_name(step)}.partial"
 
@@ -250,7 +250,7 @@ def _remove_partial(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _make(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
+def write_model(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
     """An empty checkpoint but for its copy of the Hugging Face folder's small files, with the limits of pixels that are trained with."""
     (folder / Path(STATE).parent).mkdir(parents=True)
     if with_critic:

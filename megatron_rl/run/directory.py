@@ -30,13 +30,13 @@ from typing import TextIO
 import yaml
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import on_main_rank
+from megatron_rl.distributed.world import run_on_rank_zero
 from megatron_rl.io.bounded_files import read_yaml
 from megatron_rl.io.jsonl import read_json, replace_bytes, to_number
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
-from megatron_rl.run.checkpoint_state import recall
-from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published, step_name, step_of, writing
+from megatron_rl.run.checkpoint_state import read_state
+from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, atomic_file, list_checkpoints, step_name, step_of
 from megatron_rl.run.superseded_steps import SUPERSEDED
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
@@ -44,17 +44,18 @@ LOCK = ".lock"
 ENDED = "ended.json"
 """How the last attempt ended if it did not finish: {"state": "stopped" or "failed", "line": why, "step": of the newest checkpoint}. A kill
 leaves none."""
-FREE = (
+MUTABLE_KEYS = (
     "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry",
-    "run.overwrite", "run.grace_s", "run.max_failed", "run.max_logprob_abs_diff", "run.patience_s", "run.host_gb", "run.record",
+    "run.overwrite", "run.grace_s", "run.max_failed_fraction", "run.max_logprob_abs_diff", "run.outage_timeout_s", "run.host_gb",
+    "run.record",
     "run.record_gb", "run.record_best", "run.record_worst", "run.trace", "task.judge.urls", "task.judge.token_file",
-    "task.judge.patience_s", "task.sandbox.url", "task.sandbox.token_file", "task.options.processes", "task.options.call_s",
+    "task.judge.outage_timeout_s", "task.sandbox.url", "task.sandbox.token_file", "task.options.processes", "task.options.call_s",
     "task.listener.", "task.speaker.",
-    "task.options.witnesses.", "task.options.witness_token_files.", "task.options.log", "task.options.sheets", "evaluation.urls",
-    "evaluation.timeout_s", "evaluation.patience_s", "evaluation.tries", "evaluation.concurrency",
+    "task.options.held_out_listeners.", "task.options.held_out_token_files.", "task.options.log", "task.options.sheets", "evaluation.urls",
+    "evaluation.timeout_s", "evaluation.outage_timeout_s", "evaluation.max_attempts", "evaluation.concurrency",
 )  # fmt: skip
 """Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
-_OPEN = ("optim.part_lr", "task.options")
+_OPEN_LOCKS = ("optim.lr_by_module", "task.options")
 """Settings whose keys are the user's: they are compared as a whole where they have other keys than before."""
 ABSENT = "absent"
 """Stands for the value of a setting that is not there."""
@@ -63,7 +64,7 @@ STEPS = {"rl": "run.steps", "sft": "sft.steps"}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Standing:
+class ResumeState:
     """How a folder stands to a run's settings."""
 
     newest: Path | None = None
@@ -84,40 +85,40 @@ class Standing:
             return ""
         begins = f"resume: {checkpoint}" if checkpoint else f"begin again: {folder}"
         lacks = f"; {folder / FINAL / self.missing} is missing, the run is not finished" if self.missing else ""
-        return begins + (f"; changed since: {told(self.changes)}" if self.changes else "") + lacks
+        return begins + (f"; changed since: {describe_changes(self.changes)}" if self.changes else "") + lacks
 
 
 @contextmanager
-def held(settings: Settings) -> Iterator[Standing]:
+def locked(settings: Settings) -> Iterator[ResumeState]:
     """Hold the run folder inside the block, ready for the run. All ranks together.
 
     Yields how the folder stands to the settings; of a run that is finished there is nothing to do. ValueError: another run holds it, or it
     holds another run.
     """
     with ExitStack() as locks:
-        yield on_main_rank(lambda: _enter(settings, locks))
+        yield run_on_rank_zero(lambda: _enter(settings, locks))
 
 
-def _enter(settings: Settings, locks: ExitStack) -> Standing:
+def _enter(settings: Settings, locks: ExitStack) -> ResumeState:
     folder = Path(settings.run.dir)
-    with writing(folder):
+    with atomic_file(folder):
         locks.enter_context(lock(folder))
-        locks.callback(_leave_no_trace, folder)  # while it is still held
-        standing = look(folder, settings)
+        locks.callback(_remove_if_new, folder)  # while it is still held
+        standing = read_resume_state(folder, settings)
         if settings.run.overwrite and (standing.refusal or standing.is_finished):
-            moved = aside(folder)
+            moved = backup_path(folder)
             folder.absolute().rename(moved)
             locks.enter_context(lock(folder))
             print(f"run.overwrite=true: what was in {folder} is now in {moved}; a new run begins", flush=True)
-            standing = Standing()
+            standing = ResumeState()
     if standing.refusal:
         raise ValueError(f"run.dir={folder}: {standing.refusal}; run.overwrite=true moves it aside, or choose another folder")
     if standing.is_finished:
         return replace(standing, evaluation=_evaluation_in(folder))
-    with writing(folder):
+    with atomic_file(folder):
         (folder / ENDED).unlink(missing_ok=True)
         _remove_halves(folder)
-    locks.push(partial(_leave_word, folder))
+    locks.push(partial(_write_ended, folder))
     return standing
 
 
@@ -138,9 +139,9 @@ def lock(folder: Path) -> TextIO:
     return file
 
 
-def _leave_no_trace(folder: Path) -> None:
+def _remove_if_new(folder: Path) -> None:
     """A folder that came to hold nothing but its lock goes: a model that could not be read begins no run."""
-    if _names(folder) == [LOCK]:
+    if _error_text(folder) == [LOCK]:
         with suppress(OSError):  # the disk may be what the run ends for
             (folder / LOCK).unlink()
             folder.rmdir()
@@ -153,14 +154,14 @@ def _remove_halves(folder: Path) -> None:
             half.unlink()
 
 
-def _names(folder: Path) -> list[str]:
+def _error_text(folder: Path) -> list[str]:
     """Of what lies in it; nothing where somebody has removed it: what the run ends for is told, and not this."""
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
-def _leave_word(folder: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
     """Why this life ended; while the folder is held, and of a run that began."""
-    if (folder / EVALUATION).exists() or _names(folder) in ([], [LOCK]):
+    if (folder / EVALUATION).exists() or _error_text(folder) in ([], [LOCK]):
         return
     is_stopped = error is None or isinstance(error, KeyboardInterrupt)
     line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
@@ -171,43 +172,43 @@ def _leave_word(folder: Path, kind: type[BaseException] | None, error: BaseExcep
 
 def saved_step(folder: Path) -> int:
     """Return the step of a run's newest checkpoint, 0 if there is none."""
-    return max(map(step_of, published(folder / CHECKPOINTS)), default=0)
+    return max(map(step_of, list_checkpoints(folder / CHECKPOINTS)), default=0)
 
 
-def look(folder: Path, settings: Settings) -> Standing:
+def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
     """What a run with these settings would meet in the folder."""
-    metrics, newest = folder / METRICS_FILE, next(reversed(published(folder / CHECKPOINTS)), None)
+    metrics, newest = folder / METRICS_FILE, next(reversed(list_checkpoints(folder / CHECKPOINTS)), None)
     if newest is None and not (metrics.is_file() and metrics.stat().st_size):
-        return Standing()
+        return ResumeState()
     try:
         stored = read_settings(folder / CONFIG)
-        changes = changed(stored, yaml.safe_load(yaml.safe_dump(asdict(settings))))
+        changes = changed_keys(stored, yaml.safe_load(yaml.safe_dump(asdict(settings))))
         num_steps = sum(stored["sft"]["steps"]) if settings.stage == "sft" else int(stored["run"]["steps"])
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        return Standing(refusal=f"holds a run whose {CONFIG} cannot be read ({' '.join(str(error).split())[:200]})")
+        return ResumeState(refusal=f"holds a run whose {CONFIG} cannot be read ({' '.join(str(error).split())[:200]})")
     others = {key: values for key, values in changes.items() if not may_change(key, *values)}
     if others:
-        return Standing(refusal=f"holds a run with other settings: {told(others)}")
+        return ResumeState(refusal=f"holds a run with other settings: {describe_changes(others)}")
     renamed = _find_renamed(folder)
     if renamed:
-        return Standing(refusal=renamed)
+        return ResumeState(refusal=renamed)
     is_evaluated, missing = (folder / EVALUATION).is_file(), find_missing_file(folder / FINAL)
     is_finished = is_evaluated and not missing
     if is_finished and STEPS[settings.stage] not in changes:
-        return Standing(is_finished=True)
+        return ResumeState(is_finished=True)
     num_done = num_steps if is_evaluated else _stopped_after(folder)
     if num_done > (step_of(newest) if newest else 0) and not settings.checkpoint.allow_repeat:
         lacks = f"{folder / FINAL / missing} is missing, " if is_evaluated and missing else ""
-        refusal = lacks + _repetition(folder, newest, num_done=num_done)
-        return Standing(refusal=f"{told(changes)}: {refusal}" if changes else refusal)
-    return Standing(newest=newest, changes=changes, missing=missing if is_evaluated else "")
+        refusal = lacks + _repeated_error(folder, newest, num_done=num_done)
+        return ResumeState(refusal=f"{describe_changes(changes)}: {refusal}" if changes else refusal)
+    return ResumeState(newest=newest, changes=changes, missing=missing if is_evaluated else "")
 
 
 def _find_renamed(folder: Path) -> str:
     """Return what a checkpoint is that has another step's name, "" if there is none. Of what is damaged nothing is known."""
-    for checkpoint in published(folder / CHECKPOINTS):
+    for checkpoint in list_checkpoints(folder / CHECKPOINTS):
         with suppress(ValueError):
-            step = recall(checkpoint).step
+            step = read_state(checkpoint).step
             if checkpoint.name != step_name(step):
                 return f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it {step_name(step)} again"
     return ""
@@ -222,7 +223,7 @@ def _stopped_after(folder: Path) -> int:
         return 0
 
 
-def _repetition(folder: Path, newest: Path | None, *, num_done: int) -> str:
+def _repeated_error(folder: Path, newest: Path | None, *, num_done: int) -> str:
     """Return why a run that has done num_done steps does not go on from an older checkpoint unasked."""
     saved = step_of(newest) if newest else 0
     has = f"the newest checkpoint is of step {saved}" if newest else "there is no checkpoint"
@@ -249,14 +250,14 @@ def read_settings(path: Path) -> dict[str, object]:
     return found
 
 
-def changed(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
+def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
     """{dotted key: (old, new)} of the settings that differ; ABSENT where one of them lacks the key."""
     changes: dict[str, tuple[object, object]] = {}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key, ABSENT), new.get(key, ABSENT)
         are_groups = isinstance(before, dict) and isinstance(after, dict)
-        if are_groups and (prefix + key not in _OPEN or before.keys() == after.keys()):
-            changes |= changed(before, after, f"{prefix}{key}.")
+        if are_groups and (prefix + key not in _OPEN_LOCKS or before.keys() == after.keys()):
+            changes |= changed_keys(before, after, f"{prefix}{key}.")
         elif before != after:
             changes[prefix + key] = (before, after)
     return changes
@@ -266,14 +267,14 @@ def may_change(key: str, old: object, new: object) -> bool:
     """Whether a run that goes on with the new value is still that run. Stages of a warm start stand where they did: only the last grows."""
     if key in STEPS.values() and old != ABSENT:
         return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]
-    return any(key.startswith(free) if free.endswith(".") else key == free for free in FREE)
+    return any(key.startswith(free) if free.endswith(".") else key == free for free in MUTABLE_KEYS)
 
 
-def told(changes: Mapping[str, tuple[object, object]]) -> str:
+def describe_changes(changes: Mapping[str, tuple[object, object]]) -> str:
     return ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changes.items())
 
 
-def aside(folder: Path) -> Path:
+def backup_path(folder: Path) -> Path:
     """DIR.1, or the next number that is free."""
     own, number = folder.absolute(), 1
     while own.with_name(f"{own.name}.{number}").exists():

@@ -5,8 +5,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import Settings
+from megatron_rl.errors import InfraOutage, LogprobMismatch, NonFiniteValue, RunFailed
 from megatron_rl.observe.step_metrics import mean_abs_diff
-from megatron_rl.types import End, LogprobMismatch, NotFinite, Outage, Rollout, RunFailed, Status
+from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_LOGPROB_ABS_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
 """By the coarser dtype of engine and trainer: the mean that rounding does not reach (docs/numerics.md has what was measured)."""
@@ -20,29 +21,29 @@ def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
     """End the run when more than `limit` of a step's rollouts failed through our own fault."""
     failed, num = [rollout for rollout in rollouts if rollout.status is Status.FAILED], len(rollouts)
     if len(failed) > limit * num:
-        raise failure_of(failed, f"{len(failed)} of {num} rollouts failed, above run.max_failed={limit}", num=num, limit=limit)
+        raise failure_of(failed, f"{len(failed)} of {num} rollouts failed, above run.max_failed_fraction={limit}", num=num, limit=limit)
 
 
 def failure_of(failed: Sequence[Rollout], line: str, *, num: int, limit: float) -> RunFailed:
-    """What ends a run of whose `num` rollouts these failed, more than `limit` of them: an Outage, unless those that no waiting mends
+    """What ends a run of whose `num` rollouts these failed, more than `limit` of them: an InfraOutage, unless those that no waiting mends
     (End.LASTING_FAULT) are enough for it."""
-    lasting = [rollout.reason for rollout in failed if rollout.end is End.LASTING_FAULT]
+    lasting = [rollout.reason for rollout in failed if rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR]
     if len(lasting) > limit * num or len(lasting) == num:
         return RunFailed(f"{line}; first reason: {lasting[0]}")
-    first = next(rollout.reason for rollout in failed if rollout.end is not End.LASTING_FAULT)
-    return Outage(f"{line}; first reason: {first}; the same command goes on")
+    first = next(rollout.reason for rollout in failed if rollout.stop_reason is not StopReason.PERMANENT_INFRA_ERROR)
+    return InfraOutage(f"{line}; first reason: {first}; the same command goes on")
 
 
 def require_finite(rollouts: list[Rollout]) -> None:
     """NotFinite: a reward is no number, or an engine's logprob is none: the weights that it serves are broken."""
     for rollout in rollouts:
-        name = f"{rollout.example_id}#{rollout.sample}"
+        name = f"{rollout.example_id}#{rollout.sample_index}"
         if rollout.reward is not None and not math.isfinite(rollout.reward):
-            raise NotFinite(f"task={rollout.task}: {name} was rewarded {rollout.reward}; mend its reward function")
-        for number, context in enumerate(rollout.contexts):
-            for place, logprob in enumerate(context.engine_logprobs):
+            raise NonFiniteValue(f"task={rollout.task}: {name} was rewarded {rollout.reward}; mend its reward function")
+        for number, context in enumerate(rollout.sequences):
+            for place, logprob in enumerate(context.rollout_logprobs):
                 if not math.isfinite(logprob):
-                    raise NotFinite(f"the engine's logprob of token {place} of context {number} of {name} is {logprob}")
+                    raise NonFiniteValue(f"the engine's logprob of token {place} of context {number} of {name} is {logprob}")
 
 
 class MismatchCheck:
@@ -56,10 +57,10 @@ class MismatchCheck:
 
     def __call__(self, update: Mapping[str, float]) -> None:
         """Check an update's metrics, reduced over all ranks, before the optimizer's step. LogprobMismatch: they are above the bound."""
-        if not self._is_due or update["tokens"] == 0 or update.get("engine/current_fraction") == 0:
+        if not self._is_due or update["tokens"] == 0 or update.get("rollout/on_policy_fraction") == 0:
             return
         self._is_due = False
-        mean, largest = mean_abs_diff(update), update["engine/logprob_gap_max"]
+        mean, largest = mean_abs_diff(update), update["rollout_mismatch/logprob_abs_diff_max"]
         bound = self._accepted or MAX_LOGPROB_ABS_DIFF[self._dtype]
         if not mean <= bound:  # NaN, too
             source = "run.max_logprob_abs_diff" if self._accepted else f"of {self._dtype}"

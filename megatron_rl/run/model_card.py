@@ -11,7 +11,7 @@ from megatron_rl.config import Settings
 from megatron_rl.io.bounded_files import parse_yaml, read_bytes
 from megatron_rl.models.known_models import HUB_IDS
 
-GROUPS = ("algo", "batch", "select", "optim", "critic", "sft", "lora", "model", "task")
+GROUPS = ("algo", "batch", "filter", "optim", "critic", "sft", "lora", "model", "task")
 """Groups of settings that decide what is learned. Others hold machines and services."""
 PRIVATE = ("url", "token_file", "path", "log", "image_roots")
 """Settings whose names hold one of these are left out: they name machines and folders."""

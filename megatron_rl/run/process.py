@@ -19,14 +19,14 @@ from types import FrameType, TracebackType
 from typing import IO, Self
 
 from megatron_rl.io.bounded_files import read_tail
-from megatron_rl.run.shutdown import SIGNALS, die_with_parent, hearing
+from megatron_rl.run.shutdown import SIGNALS, die_with_parent, handling_signals
 
 LOGS, OUTPUT = "logs", "output.txt"
 LATEST = f"{LOGS}/latest/{OUTPUT}"
 """Of a run folder: what the newest attempt said."""
 
 
-def new_output(logs: Path) -> Path:
+def open_output(logs: Path) -> Path:
     """The output file of the next attempt: its folder is new, and what `latest` links to."""
     logs.mkdir(parents=True, exist_ok=True)
     for number in count(1):
@@ -42,7 +42,7 @@ def new_output(logs: Path) -> Path:
         return folder / OUTPUT
 
 
-class Attempt:
+class ManagedProcess:
     """A command under way, in a session of its own; it does not outlive this process."""
 
     def __init__(self, command: Sequence[str], *, output: Path | None = None) -> None:
@@ -57,7 +57,7 @@ class Attempt:
             start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
 
-    def tell(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Ask it to stop. srun takes SIGTERM for its own end; SIGUSR1 it passes on."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1)
@@ -83,25 +83,25 @@ class Attempt:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-class Hearing:
+class SignalForwarder:
     """As a context: what this process is asked, the attempts under way are asked."""
 
     def __init__(self) -> None:
-        self.attempts: list[Attempt] = []
+        self.attempts: list[ManagedProcess] = []
         self.heard: set[int] = set()
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
-        self._closing.enter_context(hearing(dict.fromkeys(SIGNALS, self._hear)))
+        self._closing.enter_context(handling_signals(dict.fromkeys(SIGNALS, self._on_signal)))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._closing.close()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.heard.add(number)
         for attempt in self.attempts:
-            attempt.tell(number)
+            attempt.forward_signal(number)
 
 
 def require_job() -> None:
@@ -124,18 +124,18 @@ def _is_preempted(job: str) -> bool:
     return any(word.startswith("PreemptTime=") and word != "PreemptTime=None" for word in told.split())
 
 
-def attempt(command: Sequence[str], *, logs: Path | None = None, requeues: bool = False) -> int:
+def run_attempt(command: Sequence[str], *, logs: Path | None = None, requeues: bool = False) -> int:
     """One attempt, to its end; returns its exit code. `requeues`: where Slurm wanted its end, this job is put back into the queue."""
     if requeues:
         require_job()
-    output = new_output(logs) if logs else None
+    output = open_output(logs) if logs else None
     if output:
         print(output, flush=True)
-    with Hearing() as hearing:
-        begun = Attempt(command, output=output)
+    with SignalForwarder() as hearing:
+        begun = ManagedProcess(command, output=output)
         hearing.attempts.append(begun)
         if hearing.heard:  # in between
-            begun.tell(signal.SIGUSR1)
+            begun.forward_signal(signal.SIGUSR1)
         code = begun.wait()
         if output:
             print(begun.last_line(), flush=True)

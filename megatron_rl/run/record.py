@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import World, gather, on_main_rank, together
+from megatron_rl.distributed.world import World, gather, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.errors import LogprobMismatch, NonFiniteValue
 from megatron_rl.io.jsonl import replace_bytes, replace_lines, unwritten
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.memory import largest, peaks
@@ -29,7 +30,7 @@ from megatron_rl.observe.step_metrics import Worked, credited_groups, idle
 from megatron_rl.observe.trace import STEP, Trace
 from megatron_rl.observe.trace import write as write_trace
 from megatron_rl.run.superseded_steps import find_gaps, supersede_records
-from megatron_rl.types import Batch, End, LogprobMismatch, NotFinite, Rollout
+from megatron_rl.types import MicroBatch, Rollout, StopReason
 
 CONFIG, EVALUATION, FINAL, CHECKPOINTS = "config.yaml", "eval.json", "final", "checkpoints"
 """Of a run folder: its settings, the mark that it is finished, the model, and the training states."""
@@ -43,34 +44,34 @@ class History:
 
     returns: list[float] = field(default_factory=list)
     """Mean return of every step that rolled out."""
-    rounds: int = 0
+    num_generation_batches: int = 0
     """Rounds of prompts that were dealt: where the sampler stands."""
-    dealt: list[int] = field(default_factory=list)
+    in_flight_prompts: list[int] = field(default_factory=list)
     """Places of prompts, in the order in which all are dealt, that were dealt and not trained on: under run.max_staleness episodes of
     theirs are under way. The run's next life deals them first."""
     prompts: dict[str, list[float]] = field(default_factory=dict)
     """By example: scored episodes, the sum of their rewards, and the step they were last seen in."""
-    learned: int = 0
+    has_learned: int = 0
     """Steps in which something was credited."""
-    faulty: dict[str, str] = field(default_factory=dict)
+    bad_examples: dict[str, str] = field(default_factory=dict)
     """By example: the fault that waiting cannot mend (End.LASTING_FAULT) which it met first."""
     judge: dict[str, int] = field(default_factory=dict)
     """Counts over all steps, where there is a judge: those of observe/judge_stats.py, scored answers, and answers that it decided."""
     kl_coef: float | None = None
     """Weight of the KL in the next step, where algo.kl_target moves it; None before the first such step: algo.kl_coef."""
-    owed: dict[str, float] = field(default_factory=dict)
+    pending_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of a step that is trained but not yet recorded: the run was stopped in the evaluation that belongs to it."""
 
     def add(self, step: int, rollouts: Sequence[Rollout], *, rounds: int, dealt: Sequence[int] = ()) -> None:
         self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
-        self.rounds += rounds
-        self.dealt = list(dealt)
+        self.num_generation_batches += rounds
+        self.in_flight_prompts = list(dealt)
         for rollout in rollouts:
             if rollout.reward is not None:
                 episodes, rewards, _ = self.prompts.get(rollout.example_id, (0, 0.0, 0))
                 self.prompts[rollout.example_id] = [episodes + 1, rewards + rollout.reward, step]
-            if rollout.end is End.LASTING_FAULT:
-                self.faulty.setdefault(rollout.example_id, rollout.reason)
+            if rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR:
+                self.bad_examples.setdefault(rollout.example_id, rollout.reason)
 
 
 class Run:
@@ -95,34 +96,34 @@ class Run:
         self._runs_ahead = settings.run.max_staleness > 0
         self._recorded = {"best": settings.run.record_best, "worst": settings.run.record_worst}
         self._keeps_all = settings.run.record == "all"
-        self._told, self._worked = set(self.history.faulty), Worked()
+        self._told, self._worked = set(self.history.bad_examples), Worked()
         self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.trace = Trace(settings.run.trace)
         self.spans = Spans(watch=self.progress.phase if self.progress else None, around=partial(self.trace, STEP))
         if not self.is_main:
             return
-        with self.spans("start"), writing(self.folder):
+        with self.spans("start"), atomic_file(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            first_line = first_step - bool(self.history.owed)
+            first_line = first_step - bool(self.history.pending_metrics)
             superseded = supersede_records(
                 self.folder, first_step=first_step, first_line=first_line, num_steps=num_steps, results=(EVALUATION, PROMPTS),
                 models=(FINAL, ADAPTER),
             )  # fmt: skip
             if superseded and superseded[1]:
-                self.tell(f"{superseded[1]} recorded steps are done again; their records are kept in {superseded[0]}")
+                self.log(f"{superseded[1]} recorded steps are done again; their records are kept in {superseded[0]}")
             gaps = find_gaps(self.folder, first_line=first_line)
             if gaps:
-                self.tell(f"warning: {gaps}")
+                self.log(f"warning: {gaps}")
             config = asdict(settings)
             replace_bytes(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
-            self.log = MetricsLog(
+            self.metrics_log = MetricsLog(
                 self.folder, settings.wandb, config, trackio_settings=settings.trackio, start_step=first_line
             )  # fmt: skip
             self.recorder = Recorder(self.folder, **self._recorded)
             self.bank = Bank(self.folder, limit_gb=settings.run.record_gb)
 
     @contextmanager
-    def rolling_out(self, busy_s: Callable[[], float]) -> Iterator[None]:
+    def timed_rollout(self, busy_s: Callable[[], float]) -> Iterator[None]:
         """Time a rollout: the seconds that the engine was busy are its own, the rest is environment and reward."""
         busy = self._worked.begin(busy_s)
         with self.spans("environment"):
@@ -130,35 +131,37 @@ class Run:
             self.spans.add("engine", busy_s() - busy)
 
     @contextmanager
-    def keeping_rollouts(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
+    def dump_on_error(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
         """Where a number is not finite, leave the step's rollouts in the run folder (observe.recorder.read reads them).
 
         Every rank has the same rollouts and meets the same number: each writes the pictures that it has, the main one the rest.
         """
         try:
             yield
-        except NotFinite as error:
+        except NonFiniteValue as error:
             path = self.folder / "not_finite" / f"step_{step:06d}.jsonl"
-            with writing(self.folder):
-                together(lambda: store_pictures(path.parent, rollouts))
-                on_main_rank(lambda: write_rollouts(path, {"kept": rollouts}, step=step, among=rollouts))
-            raise NotFinite(f"step {step}, {error}; the step's rollouts are kept in {path}, checkpoints before it stay") from error
+            with atomic_file(self.folder):
+                raise_on_all_ranks(lambda: store_pictures(path.parent, rollouts))
+                run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=step, among=rollouts))
+            raise NonFiniteValue(f"step {step}, {error}; the step's rollouts are kept in {path}, checkpoints before it stay") from error
 
     @contextmanager
-    def keeping(self, batches: Sequence[Batch], *, step: int, complete: Callable[[Batch], Batch]) -> Iterator[None]:
+    def dump_batches_on_error(
+        self, batches: Sequence[MicroBatch], *, step: int, complete: Callable[[MicroBatch], MicroBatch]
+    ) -> Iterator[None]:
         """Where a number is not finite, leave this rank's micro-batches in the run folder (torch.load(weights_only=True) reads them), with
         the patches that `complete` adds: a file each, because an update's patches may be more than the host has room for."""
         try:
             yield
-        except NotFinite as error:
+        except NonFiniteValue as error:
             folder = self.folder / "not_finite"
-            with writing(self.folder):
+            with atomic_file(self.folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for number, batch in enumerate(batches):
                     kept = {**asdict(replace(batch, images=[])), "patch_PC": complete(batch).patch_PC}
                     torch.save(kept, folder / f"step_{step:08d}_rank_{self._rank}_micro_batch_{number}.pt")
                     del kept  # before the next one's are made
-            raise NotFinite(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
+            raise NonFiniteValue(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
 
     @contextmanager
     def recording_mismatch(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
@@ -168,61 +171,61 @@ class Run:
         except LogprobMismatch as error:
             chosen = best_and_worst(rollouts, best=4, worst=4)
             path = self.folder / ROLLOUTS / f"step_{step:06d}.jsonl"
-            with writing(self.folder):
-                together(lambda: store_pictures(path.parent, [rollout for kind in chosen.values() for rollout in kind]))
-                on_main_rank(lambda: write_rollouts(path, chosen, step=step, among=rollouts))
+            with atomic_file(self.folder):
+                raise_on_all_ranks(lambda: store_pictures(path.parent, [rollout for kind in chosen.values() for rollout in kind]))
+                run_on_rank_zero(lambda: write_rollouts(path, chosen, step=step, among=rollouts))
             explain = f"python launch/explain.py {self.folder} --step {step}"
             remedy = f"`{explain}` finds where they differ; run.max_logprob_abs_diff accepts more"
             raise LogprobMismatch(f"step {step}: {error}; {remedy}") from error
 
-    def tell(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """One line for whoever watches the run."""
         if self.progress is not None:
             self.progress.tell(line)
 
-    def trained(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
+    def log_step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
         """A step's updates are made: best and worst rollouts, and a line for each example that met its first fault of those that waiting
         cannot mend. Its metrics are owed until `record`."""
         _, moving = credited_groups(rollouts)
-        self.history.learned += bool(moving)
-        metrics["rollout/faulty_prompts"] = float(len(self.history.faulty))
+        self.history.has_learned += bool(moving)
+        metrics["rollout/bad_prompts"] = float(len(self.history.bad_examples))
         if self.judge is not None:
             metrics |= self.judge.decided(rollouts, self.history.judge)
-        self.num_done, self.metrics, self.history.owed = step + 1, metrics, metrics
+        self.num_done, self.metrics, self.history.pending_metrics = step + 1, metrics, metrics
         if not self._is_alone:
             best_worst = [each for kind in best_and_worst(rollouts, **self._recorded).values() for each in kind]
             chosen = rollouts if self._keeps_all else best_worst
-            with writing(self.folder):
-                together(lambda: store_pictures(self.folder / ROLLOUTS, chosen))
+            with atomic_file(self.folder):
+                raise_on_all_ranks(lambda: store_pictures(self.folder / ROLLOUTS, chosen))
         if not self.is_main:
             return
-        for name in [name for name in self.history.faulty if name not in self._told]:
-            self.tell(f"no further try can mend it: {name}: {self.history.faulty[name]}")
+        for name in [name for name in self.history.bad_examples if name not in self._told]:
+            self.log(f"no further try can mend it: {name}: {self.history.bad_examples[name]}")
             self._told.add(name)
-        with writing(self.folder):
+        with atomic_file(self.folder):
             self.recorder.record(step, rollouts)
-            self.log.show(step, best_and_worst(rollouts, **self._recorded), pictures=self.folder / ROLLOUTS / PICTURES)
+            self.metrics_log.show(step, best_and_worst(rollouts, **self._recorded), pictures=self.folder / ROLLOUTS / PICTURES)
             if self._keeps_all:
-                self.bank.record(step, rollouts, rounds=int(metrics["rollout/rounds"]))
+                self.bank.record(step, rollouts, rounds=int(metrics["rollout/num_gen_batches"]))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Close a step: metrics with the step's times, one line on the terminal."""
-        self.num_done, self.metrics, self.history.owed = step + 1, metrics, {}
+        self.num_done, self.metrics, self.history.pending_metrics = step + 1, metrics, {}
         self.evaluation = _evaluation(metrics) or self.evaluation
         if self.trace.is_on:
             events = gather(self.trace.take())
-            with writing(self.folder):
-                on_main_rank(lambda: write_trace(self.folder, step, events))
+            with atomic_file(self.folder):
+                run_on_rank_zero(lambda: write_trace(self.folder, step, events))
         memory = [peaks()] if self._is_alone else gather(peaks())
         metrics = {**metrics, **(self.judge.take(self.history.judge) if self.judge else {})}
         if not self.is_main:
             return
-        with writing(self.folder):
+        with atomic_file(self.folder):
             times = self.spans.take()
             shares = idle(times, busy_s=self._worked.since_last()) if self._runs_ahead else {}
             metrics = {**metrics, **times, **shares, **self.bank.figures(), **largest(memory)}
-            self.log.log(step, metrics)
-        taught_nothing = metrics.get("rollout/nothing_learned", 0.0) > 0
+            self.metrics_log.log(step, metrics)
+        taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0
         self.progress.step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
 
     def finish(self, metrics: dict[str, float]) -> None:
@@ -233,14 +236,14 @@ class Run:
         if not self.is_main:
             return
         if self.judge is not None:
-            self.tell(self.judge.summary(self.history.judge))
-        if self.history.returns and not self.history.learned:
+            self.log(self.judge.summary(self.history.judge))
+        if self.history.returns and not self.history.has_learned:
             remedy = (
                 "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
             )
-            self.tell(f"nothing was learned in any of {len(self.history.returns)} steps: rewards of a group were always alike; {remedy}")
-        with writing(self.folder):
-            self.log.log(self.num_steps, {**metrics, **self.spans.take()})
+            self.log(f"nothing was learned in any of {len(self.history.returns)} steps: rewards of a group were always alike; {remedy}")
+        with atomic_file(self.folder):
+            self.metrics_log.log(self.num_steps, {**metrics, **self.spans.take()})
             replace_bytes(self.folder / EVALUATION, (json.dumps(values, indent=1) + "\n").encode())
             seen = self.history.prompts.items()
             lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
@@ -250,8 +253,8 @@ class Run:
         """Close the logs and the display; what was written stays."""
         if self.is_main:
             self.progress.close()
-            with writing(self.folder):  # what could not be written is tried again
-                self.log.close()
+            with atomic_file(self.folder):  # what could not be written is tried again
+                self.metrics_log.close()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -269,16 +272,16 @@ class Result:
     is_new: bool = True
     """False: it was finished before, and nothing was done."""
     reason: str = ""
-    """What stopped it, where nobody has asked for it: an Outage's words."""
+    """What stopped it, where nobody has asked for it: an InfraOutage's words."""
 
     def __str__(self) -> str:
         if not self.is_finished:
             return f"stopped at step {self.step} of {self.num_steps}; {self.reason or 'the same command goes on'}"
         left = self.folder / FINAL if (self.folder / FINAL).exists() else self.folder
-        return f"{'done' if self.is_new else f'{self.folder} is finished'}: {reached(self.metrics)}; {left}"
+        return f"{'done' if self.is_new else f'{self.folder} is finished'}: {best_metric(self.metrics)}; {left}"
 
 
-def published(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of RUN/checkpoints, oldest first; a copy that somebody made under another name is none."""
     return sorted(path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
 
@@ -293,7 +296,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def reached(metrics: Mapping[str, float]) -> str:
+def best_metric(metrics: Mapping[str, float]) -> str:
     """What an evaluation found, as in `greedy 83.3%, sampled 74.3%`."""
     if not metrics:
         return "not evaluated"
@@ -305,7 +308,7 @@ def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def atomic_file(folder: Path) -> Iterator[None]:
     """Name the setting and the remedy when the run folder cannot be written."""
     try:
         yield

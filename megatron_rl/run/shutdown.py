@@ -29,17 +29,17 @@ from typing import Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_rl.types import Stopped
+from megatron_rl.errors import GracefulStop
 
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-START_S = 10.0
+STARTUP_TIMEOUT_S = 10.0
 """What a process has after a signal before its first step: nothing is lost."""
-AGAIN_S = 5.0
+SECOND_SIGNAL_S = 5.0
 """A further signal that comes sooner is the same one on another way: of a launcher, a queue, a terminal."""
-AT_ONCE_S = 3.0
-CLOSING_S = 120.0
+IMMEDIATE_S = 3.0
+CLOSE_TIMEOUT_S = 120.0
 """Beyond the grace: a step's updates, its checkpoint and the end of the engine."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that was asked twice."""
@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def hearing(handlers: Mapping[int, Handler]) -> Iterator[None]:
+def handling_signals(handlers: Mapping[int, Handler]) -> Iterator[None]:
     """Inside the block these signals have these handlers. Python hears signals in the main thread alone: in another one nothing changes."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()} if is_main else {}
@@ -109,7 +109,7 @@ class SignalDeadline:
                     return
                 self._heard += [(number, time.monotonic()) for number in numbers if number in SIGNALS]
             if self._heard and time.monotonic() > (end := self._rule(self._heard)).at:
-                if end.line and is_spokesman():
+                if end.line and is_reporting_rank():
                     os.write(sys.stderr.fileno(), f"{end.line}\n".encode())  # the main thread may hold the lock of sys.stderr
                 os._exit(end.code)
 
@@ -119,7 +119,7 @@ def has_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def is_spokesman() -> bool:
+def is_reporting_rank() -> bool:
     """Return True for the process that reports what all processes of a launcher meet, each of which hears the same signals."""
     return not has_launcher() or os.environ.get("RANK", "0") == "0"
 
@@ -133,10 +133,10 @@ def main_place() -> str:
     return f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}"
 
 
-class Stop:
+class StopSignal:
     """Whether this process was asked to stop, and since when. As a context it hears the signals."""
 
-    def __init__(self, *, grace_s: float, closing_s: float = CLOSING_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, grace_s: float, closing_s: float = CLOSE_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._grace_s, self._closing_s, self._clock = grace_s, closing_s, clock
         self._since: float | None = None
         self._interrupted = self._has_started = False
@@ -145,38 +145,38 @@ class Stop:
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
-        self._closing.enter_context(hearing(dict.fromkeys(SIGNALS, self._hear)))
+        self._closing.enter_context(handling_signals(dict.fromkeys(SIGNALS, self._on_signal)))
         self._closing.enter_context(SignalDeadline(self._hard_end))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._closing.close()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
             self._interrupted = True
         if self._since is None:
             self._since = self._clock()
-        elif not has_launcher() and self._clock() - self._since >= AGAIN_S:
+        elif not has_launcher() and self._clock() - self._since >= SECOND_SIGNAL_S:
             raise KeyboardInterrupt
 
     def _hard_end(self, heard: Sequence[tuple[int, float]]) -> HardEnd:
         """See SignalDeadline."""
         number, first = heard[0]
         interrupts = [at for other, at in heard if other == signal.SIGINT]
-        again = interrupts[1:] + [at for _, at in heard if at - first >= AGAIN_S and not has_launcher()]
+        again = interrupts[1:] + [at for _, at in heard if at - first >= SECOND_SIGNAL_S and not has_launcher()]
         name, where = signal.Signals(number).name, main_place()
         if again:
             line = f"error: interrupted at {where}; the checkpoints that were complete stay, and the same command goes on"
-            return HardEnd(min(again) + AT_ONCE_S, line, INTERRUPTED)
+            return HardEnd(min(again) + IMMEDIATE_S, line, INTERRUPTED)
         if not self._has_started:
             line = f"stopped before the first step, by {name} at {where}; the same command goes on"
-            return HardEnd(first + START_S, line, os.EX_TEMPFAIL)
+            return HardEnd(first + STARTUP_TIMEOUT_S, line, os.EX_TEMPFAIL)
         at = first + self._grace_s + self._closing_s
         if not has_launcher():
-            at = min(at, max(first + self._grace_s, self._last_move()) + CLOSING_S)
+            at = min(at, max(first + self._grace_s, self._last_move()) + CLOSE_TIMEOUT_S)
         line = f"error: {name}: still at {where} after {time.monotonic() - first:.0f} s; the same command goes on from the last checkpoint"
         return HardEnd(at, line, os.EX_TEMPFAIL)
 
@@ -188,7 +188,7 @@ class Stop:
         return self._moved
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Of this process; other ranks may know better."""
         return self._since is not None
 
@@ -197,17 +197,17 @@ class Stop:
         self._has_started = True
 
     def check(self) -> None:
-        """Raise Stopped on every rank if one of them was asked. All ranks together, from the first step on."""
+        """Raise GracefulStop on every rank if one of them was asked. All ranks together, from the first step on."""
         self.mark_started()
         self.check_start()
 
     def check_start(self) -> None:
         """As check, while the run starts."""
-        asked = torch.tensor(int(self.is_asked))
+        asked = torch.tensor(int(self.is_requested))
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if asked.item():
             self.mark_started()  # what was opened is closed in order
-            raise Stopped
+            raise GracefulStop
 
     async def within_grace(self, play: Callable[[], Coroutine[object, object, T]]) -> T | None:
         """What `play` returns; None where this process was asked to stop grace_s ago and it was cancelled."""

@@ -21,7 +21,7 @@ from megatron_rl.io.jsonl import read_json
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.run.directory import ENDED, LOCK, read_settings
 from megatron_rl.run.process import LATEST
-from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, published
+from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, list_checkpoints
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
 _FLOCK = struct.Struct("hhqqi4x")
@@ -30,7 +30,7 @@ _WORDLESS = "ended without a word; was it killed?"
 _EVALUATED = "eval/"
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -39,11 +39,11 @@ class State(StrEnum):
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Seen:
+class RunStatus:
     """What a folder shows of its run."""
 
     folder: Path
-    state: State
+    state: RunState
     error: str = ""
     """Why it failed."""
     step: int = 0
@@ -58,16 +58,16 @@ class Seen:
     """{dotted key: value} of config.yaml."""
 
 
-def see(folder: Path) -> Seen:
+def read_status(folder: Path) -> RunStatus:
     """ValueError: a file of the folder cannot be read."""
     path = folder / METRICS_FILE
     steps = read_metrics(path) if path.is_file() else []
     settings = _settings_of(folder)
-    state, error = _state_of(folder, has_begun=bool(steps or published(folder / CHECKPOINTS)))
+    state, error = _state_of(folder, has_begun=bool(steps or list_checkpoints(folder / CHECKPOINTS)))
     evaluations = [line for line in steps if any(name.startswith(_EVALUATED) for name in line)]
     last = evaluations[-1] if evaluations else {}
     num_steps = _num_steps(settings)
-    return Seen(
+    return RunStatus(
         folder=folder, state=state, error=error, settings=settings, num_steps=num_steps,
         step=min(int(max((line["step"] for line in steps), default=-1)) + 1, num_steps),
         hours=sum(line.get("time/total", 0.0) for line in steps) / 3600,
@@ -98,56 +98,56 @@ def is_finished(folder: Path) -> bool:
     return not is_running(folder) and (folder / EVALUATION).is_file() and not find_missing_file(folder / FINAL)
 
 
-def _state_of(folder: Path, *, has_begun: bool) -> tuple[State, str]:
+def _state_of(folder: Path, *, has_begun: bool) -> tuple[RunState, str]:
     if is_running(folder):
-        return State.RUNNING, ""
+        return RunState.RUNNING, ""
     if is_finished(folder):
-        return State.FINISHED, ""
+        return RunState.FINISHED, ""
     if (folder / EVALUATION).is_file():
-        return State.FAILED, f"{folder / FINAL / find_missing_file(folder / FINAL)} is missing; the same command writes it again"
-    words = [word for word in (_left(folder / ENDED), _said(folder / LATEST)) if word]
+        return RunState.FAILED, f"{folder / FINAL / find_missing_file(folder / FINAL)} is missing; the same command writes it again"
+    words = [word for word in (_read_ended(folder / ENDED), _read_last_line(folder / LATEST)) if word]
     if words:
         _, state, line = max(words)
         return state, line
-    return (State.FAILED, _WORDLESS) if has_begun or (folder / LATEST).exists() else (State.WAITING, "")
+    return (RunState.FAILED, _WORDLESS) if has_begun or (folder / LATEST).exists() else (RunState.WAITING, "")
 
 
-def _left(path: Path) -> tuple[float, State, str] | None:
+def _read_ended(path: Path) -> tuple[float, RunState, str] | None:
     """When the run wrote how it ended, and what."""
     if not path.is_file():
         return None
     try:
         word = read_json(path)
-        return path.stat().st_mtime, State(word["state"]), str(word["line"])
+        return path.stat().st_mtime, RunState(word["state"]), str(word["line"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); it is the run's own, remove it") from error
 
 
-def _said(path: Path) -> tuple[float, State, str] | None:
+def _read_last_line(path: Path) -> tuple[float, RunState, str] | None:
     """When the newest attempt last said something, and how it ended, if it told."""
     if not path.is_file():
         return None
     for line in reversed(read_tail(path).splitlines()):
         if line.startswith("error: "):
-            return path.stat().st_mtime, State.FAILED, line.removeprefix("error: ")
+            return path.stat().st_mtime, RunState.FAILED, line.removeprefix("error: ")
         if line.startswith("stopped at step "):
-            return path.stat().st_mtime, State.STOPPED, ""
+            return path.stat().st_mtime, RunState.STOPPED, ""
     return None
 
 
 def _settings_of(folder: Path) -> dict[str, object]:
     path = folder / CONFIG
     try:
-        return flat(read_settings(path)) if is_regular(path) else {}
+        return flatten(read_settings(path)) if is_regular(path) else {}
     except ValueError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}; it is the run's own, restore it") from error
 
 
-def flat(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """{"a": {"b": 1}} -> {"a.b": 1}"""
     found: dict[str, object] = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
 
 

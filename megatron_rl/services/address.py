@@ -15,7 +15,7 @@ from urllib.parse import urljoin, urlsplit
 
 from pydantic import BaseModel
 
-from megatron_rl.clients.endpoint_pool import KeyRefused, one_line
+from megatron_rl.clients.endpoint_pool import KeyRefused, to_one_line
 from megatron_rl.config.services import ServiceSettings
 from megatron_rl.io.bounded_files import read_bytes
 from megatron_rl.io.jsonl import replace_bytes
@@ -134,7 +134,7 @@ def is_there(url: str, kind: str, *, nonce: str, token: Path, is_gated: bool = T
             return False
         answer = request("GET", url + KINDS[kind].question, limit_s=ANSWER_S, max_bytes=MOST_BYTES, token=own)
         if answer.status in DENIED:
-            raise KeyRefused(f"{url} answers {answer.status}, {one_line(answer.text)}: {KINDS[kind].key_remedy}")
+            raise KeyRefused(f"{url} answers {answer.status}, {to_one_line(answer.text)}: {KINDS[kind].key_remedy}")
         return nonce in KINDS[kind].names(answer.content)
     except (NoAnswer, ValueError):  # no token; pydantic's ValidationError is a ValueError
         return False

@@ -1,4 +1,4 @@
-"""The engines that a run starts for itself (engine.servers): servers of vLLM beside rank 0, on devices that no rank has.
+"""The engines that a run starts for itself (engine.num_local_servers): servers of vLLM beside rank 0, on devices that no rank has.
 
 Rank 0 starts them before anything is built and waits until they answer. One that ends or hangs later is started again, after rests that
 grow, until it has ended too often in a row; who is given weights, and asked, is the matter of rollout/health.py. What a server says is in
@@ -19,8 +19,8 @@ from threading import Lock
 import torch
 
 from megatron_rl.config import EngineSettings, Settings, require
-from megatron_rl.distributed.world import World, on_main_rank
-from megatron_rl.rollout.vllm.server_api import is_on_gpu, words_of
+from megatron_rl.distributed.world import World, run_on_rank_zero
+from megatron_rl.rollout.vllm.server_api import error_text, is_on_gpu
 from megatron_rl.rollout.vllm.server_command import server_environment
 from megatron_rl.services.address import FOLDER, is_proven, token_file
 from megatron_rl.services.service_launcher import LOOK_S, TELL_S, check_service, chosen, host_of
@@ -76,9 +76,9 @@ class Engines:
 
     def __init__(self, settings: Settings, *, host: str, num_ranks: int, cores: Sequence[Sequence[int]]) -> None:
         """`cores` of each server on a CPU; none where there are not enough."""
-        self._start_s, self._is_over, self._told = settings.engine.start_s, False, time.monotonic()
+        self._start_s, self._is_over, self._told = settings.engine.startup_timeout_s, False, time.monotonic()
         self._engines: dict[str, Engine] = {}
-        words, on_gpu = words_of(settings), is_on_gpu(settings.engine)
+        words, on_gpu = error_text(settings), is_on_gpu(settings.engine)
         self._token_file = token_file(Path(settings.run.dir), ENGINES)
         token, more = write_token(self._token_file), server_environment(settings.engine, token_file=self._token_file)
         for number, place in enumerate(settings.engine.places(num_ranks=num_ranks)):
@@ -109,12 +109,12 @@ class Engines:
             code, passed = engine.kept.code(), time.monotonic() - engine.began
             if code is not None:
                 told = f"{engine.name} has ended with exit code {code}; {engine.kept.last_words()}"
-                raise ValueError(f"engine.servers={len(self._engines)}: {told}")
+                raise ValueError(f"engine.num_local_servers={len(self._engines)}: {told}")
             engine.is_up = engine.answers()
             if engine.is_up:
                 print(f"{engine.name}: {engine.url}, after {passed:.0f} s", flush=True)
             elif passed > self._start_s:
-                raise ValueError(f"engine.start_s={self._start_s}: {engine.name} does not answer; {engine.kept.last_words()}")
+                raise ValueError(f"engine.startup_timeout_s={self._start_s}: {engine.name} does not answer; {engine.kept.last_words()}")
         late = [engine for engine in self._engines.values() if not engine.is_up]
         if late and time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
@@ -132,7 +132,7 @@ class Engines:
             engine.ends = 0
 
     def revive(self, url: str, *, hangs: bool) -> None:
-        """See lookout.Household."""
+        """See health.ServerSupervisor."""
         engine, now = self._engines[url], time.monotonic()
         with engine.lock:
             if self._is_over:
@@ -150,7 +150,7 @@ class Engines:
         elif engine.is_up and hangs:
             why = "runs and does not answer"
         elif not engine.is_up and now - engine.began > self._start_s:
-            why = f"does not answer within engine.start_s={self._start_s}"
+            why = f"does not answer within engine.startup_timeout_s={self._start_s}"
         else:
             return
         words = engine.kept.last_words()
@@ -178,11 +178,11 @@ def shares(cores: Sequence[int], settings: EngineSettings, *, num_ranks: int) ->
 
     Example: 2 cores, a rank and a server -> [0], [[1]].
     """
-    size = len(cores) // (num_ranks + settings.servers * settings.tp)
+    size = len(cores) // (num_ranks + settings.num_local_servers * settings.tp)
     if size == 0:
         return [], []
     each = size * settings.tp
-    first = len(cores) - settings.servers * each
+    first = len(cores) - settings.num_local_servers * each
     return list(cores[:first]), [list(cores[place : place + each]) for place in range(first, len(cores), each)]
 
 
@@ -204,7 +204,7 @@ def check_started(settings: Settings, *, num_ranks: int) -> None:
 
 def num_taken(settings: EngineSettings, *, num_ranks: int) -> int:
     """GPUs that the run computes on, on rank 0's node: its first ones."""
-    return num_ranks + settings.servers * settings.tp
+    return num_ranks + settings.num_local_servers * settings.tp
 
 
 def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) -> None:
@@ -213,9 +213,14 @@ def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) ->
     needed = num_taken(settings, num_ranks=num_ranks)
     remedy = (
         f"{needed - num_ranks} GPUs are needed beside those of the {num_ranks} ranks, and {host} has {num_gpus} in all; start {most}"
-        if most else f"{host} has {num_gpus} GPUs, and its {num_ranks} ranks leave none; start fewer ranks, or use engine.kind=local"
+        if most else f"{host} has {num_gpus} GPUs, and its {num_ranks} ranks leave none; start fewer ranks, or use engine.mode=colocated"
     )  # fmt: skip
-    require(not settings.servers or not is_on_gpu(settings) or needed <= num_gpus, "engine.servers", settings.servers, remedy)
+    require(
+        not settings.num_local_servers or not is_on_gpu(settings) or needed <= num_gpus,
+        "engine.num_local_servers",
+        settings.num_local_servers,
+        remedy,
+    )
 
 
 @contextmanager
@@ -236,14 +241,14 @@ def engines(settings: Settings, world: World, *, go_on: Callable[[], None]) -> I
             own[0].start()
             return for_ranks
 
-        cores = on_main_rank(begin)
-        while not on_main_rank(lambda: own[0].are_up()):
+        cores = run_on_rank_zero(begin)
+        while not run_on_rank_zero(lambda: own[0].are_up()):
             go_on()
             time.sleep(LOOK_S)
         if cores and world.node == 0:
             running.callback(bind, os.sched_getaffinity(0))
             bind(cores)
-        yield on_main_rank(lambda: own[0].urls), own[0] if own else None
+        yield run_on_rank_zero(lambda: own[0].urls), own[0] if own else None
 
 
 def bind(cores: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import Settings, require
-from megatron_rl.run.shutdown import Stop
+from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.services.service_launcher import LOOK_S, Service, check_service, chosen
 
 
@@ -18,18 +18,18 @@ def serve(settings: Settings, *, is_over: Callable[[], bool]) -> bool:
     """Start the services that are marked `elsewhere`, publish their addresses, and end them when the run is over or this job is asked to
     stop; whether the run was over. One that was over before is waited for: it is to go on. ValueError: a service has ended."""
     require(not settings.run.overwrite, "run.overwrite", True, "moves the folder aside, addresses included; start both in a new run.dir")
-    marked = {name: replace(service, elsewhere=False) for name, service in chosen(settings.services).items() if service.elsewhere}
-    remedy = "nothing is to be started by another job; mark it in the run's settings and here: services.judge.elsewhere=true"
+    marked = {name: replace(service, external=False) for name, service in chosen(settings.services).items() if service.external}
+    remedy = "nothing is to be started by another job; mark it in the run's settings and here: services.judge.external=true"
     require(bool(marked), "services", ", ".join(chosen(settings.services)), remedy)
     own: list[Service] = []
-    with Stop(grace_s=0.0) as stop, ExitStack() as running:
+    with StopSignal(grace_s=0.0) as stop, ExitStack() as running:
         stop.mark_started()
         for name, service in marked.items():
             check_service(name, service, num_taken=0, num_gpus=torch.cuda.device_count())
             own.append(Service(name, service, run=Path(settings.run.dir), host=socket.gethostname()))
             running.callback(own[-1].end)
         has_begun = False
-        while not stop.is_asked:
+        while not stop.is_requested:
             for service in own:
                 service.look()
             is_at_work = not is_over()

@@ -27,7 +27,7 @@ from megatron_rl.config import (
     require,
     service_of,
 )
-from megatron_rl.distributed.world import World, on_main_rank
+from megatron_rl.distributed.world import World, run_on_rank_zero
 from megatron_rl.rollout.vllm.http_gate import TOKEN_FILE
 from megatron_rl.services.address import FOLDER, KINDS, file_of, find, is_there, proves, publish, token_file
 from megatron_rl.services.supervised_process import Kept, environment, free_port, is_free
@@ -51,7 +51,7 @@ class Service:
         """From the moment on when it is up."""
         self.log = run / FOLDER / f"{name}.log"
         self._kept: Kept | None = None
-        if not settings.elsewhere:
+        if not settings.external:
             self._start(settings.host or host)
 
     def _start(self, host: str) -> None:
@@ -70,21 +70,21 @@ class Service:
 
     def look(self) -> None:
         """Ask whether it answers, and then publish where. ValueError: it has ended, or its time is over."""
-        if self.url and not self._settings.elsewhere:
+        if self.url and not self._settings.external:
             self._require_alive()
         if self.url:
             return
         passed, refusal = time.monotonic() - self._began, ""
         try:
-            self.url = self._published_url() if self._settings.elsewhere else self._own_url()
+            self.url = self._published_url() if self._settings.external else self._own_url()
         except KeyRefused as refused:
             refusal = str(refused)
-        if refusal and not self._settings.elsewhere:  # a server elsewhere may have died, and left its port to a stranger
+        if refusal and not self._settings.external:  # a server elsewhere may have died, and left its port to a stranger
             self._fail("kind", self._settings.kind, refusal)
         if self.url:
             print(f"service {self.name}: {self.url}, after {passed:.0f} s", flush=True)
-        elif passed > self._settings.start_s:
-            self._fail("start_s", self._settings.start_s, refusal or "it does not answer")
+        elif passed > self._settings.startup_timeout_s:
+            self._fail("startup_timeout_s", self._settings.startup_timeout_s, refusal or "it does not answer")
         elif time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
             print(f"service {self.name}: {refusal or 'does not answer yet'}, after {passed:.0f} s; {self._last_words()}", flush=True)
@@ -110,7 +110,7 @@ class Service:
 
     def _last_words(self) -> str:
         """The end of its log, which is told on one line."""
-        if self._settings.elsewhere:
+        if self._settings.external:
             return f"{file_of(self._run, self.name)} is to be written by launch/serve.py in another job"
         return self._kept.last_words()
 
@@ -140,11 +140,11 @@ def serving(settings: Settings, world: World, *, go_on: Callable[[], None]) -> I
                 own.append(Service(name, service, run=Path(settings.run.dir), host=host_of(world)))
                 running.callback(own[-1].end)
 
-        on_main_rank(begin)
-        while not on_main_rank(lambda: are_up(own)):
+        run_on_rank_zero(begin)
+        while not run_on_rank_zero(lambda: are_up(own)):
             go_on()
             time.sleep(LOOK_S)
-        yield on_main_rank(lambda: {service.name: service.url for service in own})
+        yield run_on_rank_zero(lambda: {service.name: service.url for service in own})
 
 
 def are_up(services: Sequence[Service]) -> bool:
@@ -173,7 +173,7 @@ def check_service(name: str, settings: ServiceSettings, *, num_taken: int, num_g
     """ValueError: its command does not exist here, its port is taken, or it has no share of the GPUs of this node, the first of which the
     run has taken for its ranks and engines."""
     key, host = f"services.{name}", socket.gethostname()
-    if settings.elsewhere:
+    if settings.external:
         return
     program = (settings.command or KINDS[settings.kind].command)[0]
     remedy = f"there is no program {program} on {host}; correct the command, or leave it out"

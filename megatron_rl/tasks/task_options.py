@@ -164,10 +164,10 @@ class LewisSpeakerOptions(LewisOptions):
     accuracy: str = ""
     """What accuracy pays: binary 1 for the right pick, soft_gated the listener's reward_score for it, soft_always that for any pick. Empty
     is the variant's own: soft_gated of the code, binary of the README, which knows no other."""
-    witnesses: dict[str, str] = field(default_factory=dict)
+    held_out_listeners: dict[str, str] = field(default_factory=dict)
     """Addresses of listeners that hear held-out games and never reward, by the names of their figures: {frozen: http://HOST:9002}. One that
     is called frozen gives the drift: how much more often the partner picks the target than it does."""
-    witness_token_files: dict[str, str] = field(default_factory=dict)
+    held_out_token_files: dict[str, str] = field(default_factory=dict)
     """Files with the tokens that witnesses ask for, by the same names; one that is not named is told none."""
     sheets: str = ""
     """A folder for a contact sheet of each evaluation: target, candidates, description, the listener's probabilities. Empty draws none."""
@@ -179,14 +179,19 @@ class LewisSpeakerOptions(LewisOptions):
         require(not has_soft, "task.options.accuracy", self.accuracy, "the game's README pays binary; use task.options.variant=code")
         for part in self.parts:
             require_choice("task.options.parts", part, ("accuracy", "format", "length", "overlap"))
-        for name, url in self.witnesses.items():
-            require_address(f"task.options.witnesses.{name}", url)
-            require(url.startswith(("http://", "https://")), f"task.options.witnesses.{name}", url, "is no address; give http://HOST:PORT")
+        for name, url in self.held_out_listeners.items():
+            require_address(f"task.options.held_out_listeners.{name}", url)
+            require(
+                url.startswith(("http://", "https://")),
+                f"task.options.held_out_listeners.{name}",
+                url,
+                "is no address; give http://HOST:PORT",
+            )
             taken = ("picked", "words", "accuracy", "format", "length", "overlap", "success", "return", "drift", "tool_use", "episodes")
-            require(name not in taken, "task.options.witnesses", name, "is the name of another figure; choose another")
-        strangers = sorted({*self.witness_token_files} - {*self.witnesses})
-        remedy = "names no witness; name it in task.options.witnesses, too"
-        require(not strangers, "task.options.witness_token_files", strangers[0] if strangers else "", remedy)
+            require(name not in taken, "task.options.held_out_listeners", name, "is the name of another figure; choose another")
+        strangers = sorted({*self.held_out_token_files} - {*self.held_out_listeners})
+        remedy = "names no witness; name it in task.options.held_out_listeners, too"
+        require(not strangers, "task.options.held_out_token_files", strangers[0] if strangers else "", remedy)
         require(len({*self.parts}) == len(self.parts) > 0, "task.options.parts", self.parts, "names no part, or one twice")
         has_overlap = "overlap" in self.parts and self.variant == "readme"
         require(not has_overlap, "task.options.parts", self.parts, "the game's README has no overlap; use task.options.variant=code")

@@ -26,7 +26,7 @@ class VqaEnv(Env):
         self.system = system or str(example.payload["system"])
 
     async def reset(self, seed: int) -> list[Message]:
-        """Nothing is drawn here. HostFault: a picture cannot be opened."""
+        """Nothing is drawn here. InfraError: a picture cannot be opened."""
         pictures = [await asyncio.to_thread(image.open) for image in self.example.payload["images"]]
         before, _, behind = self.prompt.partition("{question}")
         asked = place(str(self.example.payload["question"]), pictures, lambda _, picture: [picture])

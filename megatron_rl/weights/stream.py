@@ -11,7 +11,7 @@ from megatron_rl.models.name_mapping import Row, Tensors
 
 
 @dataclass(slots=True, frozen=True)
-class Placement:
+class ShardLocation:
     """Where this process stands among those that hold the model."""
 
     tp_rank: int
@@ -57,13 +57,13 @@ def _layer(row: Row) -> int:
     return int(row.stage.removeprefix("layer:"))
 
 
-def load_hf(chunks: nn.ModuleList, rows: list[Row], placement: Placement, read: Callable[[str], torch.Tensor]) -> None:
+def load_hf(chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, read: Callable[[str], torch.Tensor]) -> None:
     """Fill this rank's parameters; `read` gives a whole Hugging Face tensor by its name in the table, of a source proven complete.
 
     Adapters and a value head are no part of the table.
     """
     base = {name: parameter for name, parameter in chunks.named_parameters() if not (is_adapter(name) or is_of_value_head(name))}
-    fill(base, rows, placement, lambda row, _shape: tuple(map(read, row.hf)))
+    fill_parameters(base, rows, placement, lambda row, _shape: tuple(map(read, row.hf)))
 
 
 def is_adapter(name: str) -> bool:
@@ -81,13 +81,15 @@ def is_of_value_head(name: str) -> bool:
     return "value_head." in name
 
 
-def fill(parameters: dict[str, nn.Parameter], rows: list[Row], placement: Placement, tensors: Callable[[Row, torch.Size], Tensors]) -> None:
+def fill_parameters(
+    parameters: dict[str, nn.Parameter], rows: list[Row], placement: ShardLocation, tensors: Callable[[Row, torch.Size], Tensors]
+) -> None:
     """Give every one of these parameters its value. `tensors` gives a row's full HF tensors; it is told the size of the whole parameter.
 
     Raises ValueError where the shapes differ.
     """
     left = dict(parameters)
-    for row in _mine(rows, placement, parameters):
+    for row in _own_rows(rows, placement, parameters):
         parameter = left.pop(placement.local_name(row))
         whole = [size * placement.tp if dim == row.shard_dim else size for dim, size in enumerate(parameter.shape)]
         value = row.to_mcore(tensors(row, torch.Size(whole)), placement.tp_rank, placement.tp)
@@ -101,21 +103,21 @@ def fill(parameters: dict[str, nn.Parameter], rows: list[Row], placement: Placem
     assert not left, f"parameters in no row of the table: {sorted(left)}"
 
 
-def _mine(rows: list[Row], placement: Placement, parameters: dict[str, nn.Parameter]) -> Iterator[Row]:
+def _own_rows(rows: list[Row], placement: ShardLocation, parameters: dict[str, nn.Parameter]) -> Iterator[Row]:
     """The rows whose parameter lies on this stage (tied embeddings on one stage have no second copy)."""
     for row in rows:
         if placement.owner(row) == placement.pp_rank and (row.exported or placement.local_name(row) in parameters):
             yield row
 
 
-class Export:
+class HfWeightIterator:
     """A fixed plan for streaming a live model out; every rank iterates together and every rank receives the full tensors.
 
     Rows are gathered in buckets: one all-gather over tensor-parallel ranks and one broadcast from the owning stage a bucket.
     """
 
     def __init__(
-        self, chunks: nn.ModuleList, rows: list[Row], placement: Placement, *,
+        self, chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, *,
         bucket_bytes: int, merged: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
         """`merged`: for parameters that leave in another form than they are stored (adapters merged in), by local name, their makers."""
@@ -166,7 +168,7 @@ class Export:
         return {row.mcore: [piece.view(self.shapes[row.mcore]) for piece in part.unbind(0)] for row, part in pieces}
 
 
-def _buckets(rows: list[Row], shapes: dict[str, torch.Size], placement: Placement, max_numel: int) -> list[list[Row]]:
+def _buckets(rows: list[Row], shapes: dict[str, torch.Size], placement: ShardLocation, max_numel: int) -> list[list[Row]]:
     """Cut the rows into runs of one owner and one kind (cut or replicated) that hold at most max_numel numbers of this rank."""
     buckets: list[list[Row]] = []
     kinds: dict[tuple[int, bool], tuple[list[Row], int]] = {}

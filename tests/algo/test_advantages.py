@@ -13,23 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algo.advantages import spreads
+from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Context, Rollout, Status
+from megatron_rl.types import Rollout, Status, TokenSequence
 from tests.support.episodes import episode, penalize, token_credits, turn_credits
 
 PEERS = ["grpo", "rloo", "opo"]
 """A row of each way to compare an episode with its group."""
-WITHOUT_CRITIC = [name for name, row in ALGORITHMS.items() if not row.needs_values]
+WITHOUT_CRITIC = [name for name, row in ALGORITHMS.items() if not row.needs_critic]
 """Those with one have a file of their own: test_gae.py."""
 
 
 def credit(rollouts: Sequence[Rollout], name: str, **given: float | bool | str) -> list[float | None]:
     """One number for each rollout, whose tokens must all have it; None where no credit was written."""
     algo = AlgoSettings(name=name, **given)
-    ALGORITHMS[name].credit(rollouts, algo)
-    return [None if not any(context.advantages for context in each.contexts) else one(token_credits(each)) for each in rollouts]
+    ALGORITHMS[name].advantage_fn(rollouts, algo)
+    return [None if not any(context.advantages for context in each.sequences) else one(token_credits(each)) for each in rollouts]
 
 
 def one(values: Sequence[float]) -> float:
@@ -45,7 +45,7 @@ def of_group(rewards: Sequence[float], name: str = "grpo", *, lengths: Sequence[
 
 def test_dr_grpo_subtracts_the_mean() -> None:
     # mean(1, 0, 2, 5) = 8 / 4 = 2
-    assert of_group([1.0, 0.0, 2.0, 5.0], normalize_std=False) == [-1.0, -2.0, 0.0, 3.0]
+    assert of_group([1.0, 0.0, 2.0, 5.0], norm_adv_by_std=False) == [-1.0, -2.0, 0.0, 3.0]
 
 
 def test_grpo_divides_by_the_sample_deviation() -> None:
@@ -84,8 +84,8 @@ def test_reinforce_pp_takes_the_kl_off_each_tokens_own_reward() -> None:
     """
     first = penalize(episode(0, 1.0, lengths=(2, 1), contexts=(0, 1), gains=(0.0, 0.0)), 2.0, 4.0, -2.0)
     second = penalize(episode(1, -2.0), 2.0)
-    algo = AlgoSettings(name="reinforce_pp", kl_coef=0.5, kl_in_reward=True)
-    ALGORITHMS["reinforce_pp"].credit([first, second], algo)
+    algo = AlgoSettings(name="reinforce_pp", kl_coef=0.5, use_kl_in_reward=True)
+    ALGORITHMS["reinforce_pp"].advantage_fn([first, second], algo)
     scale = math.sqrt(13 / 3 + 1e-8)
     assert token_credits(first) == pytest.approx([-0.5 / scale, 0.5 / scale, 2.5 / scale], abs=1e-15)
     assert token_credits(second) == pytest.approx([-2.5 / scale], abs=1e-15)
@@ -101,8 +101,8 @@ def test_the_kl_in_the_reward_comes_off_before_episodes_are_compared(name: str, 
         first = penalize(episode(0, 1.0, lengths=(2, 1), contexts=(0, 1), gains=(0.0, 0.0)), 2.0, 4.0, -2.0)
         return [first, penalize(episode(1, 3.0), 9.0), penalize(episode(0, 2.0), -6.0), penalize(episode(1, 3.0), 9.0)]
 
-    kl = {"kl_coef": 0.5, "normalize_std": False}
-    assert credit(step(), name, kl_in_reward=True, **kl) == [expected[0], 0.0, expected[1], 0.0]
+    kl = {"kl_coef": 0.5, "norm_adv_by_std": False}
+    assert credit(step(), name, use_kl_in_reward=True, **kl) == [expected[0], 0.0, expected[1], 0.0]
     plain = credit(step(), name, **kl)
     assert plain[0] < 0 < plain[2] and plain != [expected[0], 0.0, expected[1], 0.0], "a KL term of the loss is no business of credit"
 
@@ -111,20 +111,20 @@ def test_the_kl_in_the_reward_comes_off_before_episodes_are_compared(name: str, 
 def test_what_is_not_trained_on_has_no_kl_to_take_off(name: str, expected: float | None) -> None:
     """Reward 1 less 0.5 * 4 is compared with a bare 5 that was dropped, whose tokens nobody read: -1 - 2, or -1 - 5 without oneself."""
     read, bare = penalize(episode(0, 1.0), 4.0), episode(0, 5.0)
-    bare.dropped = "end"
-    read.contexts.append(Context(token_ids=[1, 2], loss_mask=[0, 0], engine_logprobs=[0.0, 0.0], versions=[-1, -1]))
-    credits = credit([read, bare], name, kl_coef=0.5, kl_in_reward=True, normalize_std=False)
+    bare.filter_reason = "stop_reason"
+    read.sequences.append(TokenSequence(token_ids=[1, 2], loss_mask=[0, 0], rollout_logprobs=[0.0, 0.0], weight_versions=[-1, -1]))
+    credits = credit([read, bare], name, kl_coef=0.5, use_kl_in_reward=True, norm_adv_by_std=False)
     assert credits == ([expected, -expected] if expected else [0.0, 0.0])
 
 
 @pytest.mark.parametrize("name", WITHOUT_CRITIC)
-@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("norm_adv_by_std", [True, False])
 @pytest.mark.parametrize("rewards", [[3.0], [0.1, 0.1, 0.1], [-2.0] * 7, [0.7] * 11])
-def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float], normalize_std: bool) -> None:
+def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float], norm_adv_by_std: bool) -> None:
     others = rewards if name == "reinforce_pp" else [0.0, 1.0]
     beside = [episode(1, reward, lengths=(1 + index % 3,)) for index, reward in enumerate(others)]
     rollouts = [episode(0, reward, lengths=(1 + index % 3,)) for index, reward in enumerate(rewards)]
-    credits = credit([*beside, *rollouts], name, normalize_std=normalize_std, std_eps=0.0)
+    credits = credit([*beside, *rollouts], name, norm_adv_by_std=norm_adv_by_std, std_eps=0.0)
     assert credits[len(others) :] == [0.0] * len(rewards)
     assert name == "reinforce_pp" or all(credits[: len(others)])
 
@@ -135,16 +135,16 @@ def test_groups_stay_apart_and_what_was_not_scored_counts_nowhere(name: str) -> 
     # group 4: scored 1 and 3, mean 2, the failed member counts nowhere. Group 9: 2 and 2. Group 7: one scored. Group 8: none.
     scale = 2.0 if name == "rloo" else 1.0
     expected = [-scale, 0.0, None, 0.0, scale, None, 0.0, None]
-    assert credit([episode(group, reward) for group, reward in pairs], name, normalize_std=False) == expected
+    assert credit([episode(group, reward) for group, reward in pairs], name, norm_adv_by_std=False) == expected
 
 
 def test_what_is_dropped_has_credit_and_counts_but_not_in_the_whitening() -> None:
     def step() -> list[Rollout]:
         rollouts = [episode(0, reward) for reward in (1.0, 0.0, 5.0)] + [episode(1, 2.0), episode(1, 4.0)]
-        rollouts[2].dropped = "end"
+        rollouts[2].filter_reason = "stop_reason"
         return rollouts
 
-    assert credit(step(), "grpo", normalize_std=False) == [-1.0, -2.0, 3.0, -1.0, 1.0]
+    assert credit(step(), "grpo", norm_adv_by_std=False) == [-1.0, -2.0, 3.0, -1.0, 1.0]
     # 1, 0, 2, 4: mean 7/4, squares (9 + 49 + 1 + 81) / 16 = 35/4, variance 35/12
     expected = [value / math.sqrt(35 / 12 + 1e-8) for value in (-0.75, -1.75, 0.25, 2.25)]
     assert credit(step(), "reinforce_pp") == pytest.approx([*expected[:2], 0.0, *expected[2:]], abs=1e-15)
@@ -161,13 +161,13 @@ def test_truncated_rollouts_are_scored(name: str) -> None:
 @pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_credit_of_nothing(name: str) -> None:
     assert credit([], name) == [] and credit([episode(0)], name) == [None]
-    assert spreads([], AlgoSettings(name=name)) == spreads([episode(0)], AlgoSettings(name=name)) == {}
+    assert group_std([], AlgoSettings(name=name)) == group_std([episode(0)], AlgoSettings(name=name)) == {}
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 4), st.one_of(st.none(), st.floats(-10, 10)), st.integers(1, 4), st.booleans()), max_size=30)
 
 
-def textbook(name: str, peers: list[tuple[float, int]], reward: float, *, normalize_std: bool) -> float:
+def textbook(name: str, peers: list[tuple[float, int]], reward: float, *, norm_adv_by_std: bool) -> float:
     """Credit of one of a group of (reward, length), in plain loops."""
     rewards = [peer for peer, _ in peers]
     mean = sum(rewards) / len(rewards)
@@ -177,21 +177,21 @@ def textbook(name: str, peers: list[tuple[float, int]], reward: float, *, normal
         return reward - sum(n * r for r, n in peers) / sum(n for _, n in peers)
     squares = sum((peer - mean) ** 2 for peer in rewards)
     std = math.sqrt(squares / (len(peers) - 1)) if len(peers) > 1 else 0.0
-    return (reward - mean) / (std + 1e-4 if normalize_std else 1.0)
+    return (reward - mean) / (std + 1e-4 if norm_adv_by_std else 1.0)
 
 
 @pytest.mark.parametrize("name", [*PEERS, "reinforce_pp"])
 @settings(deadline=None, max_examples=40)
 @given(STEPS, st.booleans(), st.randoms(use_true_random=False))
 def test_credit_is_the_textbook_loop_and_depends_on_no_order(
-    name: str, step: list[tuple[int, float | None, int, bool]], normalize_std: bool, shuffler: random.Random
+    name: str, step: list[tuple[int, float | None, int, bool]], norm_adv_by_std: bool, shuffler: random.Random
 ) -> None:
     """Groups, rewards (None: failed), lengths, and whether a rollout is dropped."""
     rollouts = []
     for group, reward, length, dropped in step:
         rollouts.append(episode(group, reward, lengths=(length,)))
-        rollouts[-1].dropped = "end" if dropped else ""
-    options = {"normalize_std": normalize_std, "std_eps": 1e-4}
+        rollouts[-1].filter_reason = "stop_reason" if dropped else ""
+    options = {"norm_adv_by_std": norm_adv_by_std, "std_eps": 1e-4}
     credits = credit(rollouts, name, **options)
     tokens = [reward for _, reward, length, dropped in step if reward is not None and not dropped for _ in range(length)]
     for (group, reward, _, dropped), value in zip(step, credits, strict=True):
@@ -199,7 +199,7 @@ def test_credit_is_the_textbook_loop_and_depends_on_no_order(
         if reward is None:
             assert value is None
         elif name != "reinforce_pp":
-            assert value == pytest.approx(textbook(name, peers, reward, normalize_std=normalize_std), rel=1e-9, abs=1e-9)
+            assert value == pytest.approx(textbook(name, peers, reward, norm_adv_by_std=norm_adv_by_std), rel=1e-9, abs=1e-9)
         elif dropped:
             assert value == 0.0
         else:
@@ -212,12 +212,12 @@ def test_credit_is_the_textbook_loop_and_depends_on_no_order(
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=16), st.booleans(), st.sampled_from([1e-6, 1e-4, 1.0]))
-def test_grpo_agrees_with_numpy_and_sums_to_zero(rewards: list[float], normalize_std: bool, std_eps: float) -> None:
-    advantages = of_group(rewards, normalize_std=normalize_std, std_eps=std_eps)
+def test_grpo_agrees_with_numpy_and_sums_to_zero(rewards: list[float], norm_adv_by_std: bool, std_eps: float) -> None:
+    advantages = of_group(rewards, norm_adv_by_std=norm_adv_by_std, std_eps=std_eps)
     centered = np.array(rewards) - np.mean(rewards)
-    expected = centered / (np.std(rewards, ddof=1) + std_eps) if normalize_std else centered
+    expected = centered / (np.std(rewards, ddof=1) + std_eps) if norm_adv_by_std else centered
     # numpy's mean is off by up to about G eps |r|, which the smallest std_eps magnifies
-    slack = 1e-12 / (std_eps if normalize_std else 1.0)
+    slack = 1e-12 / (std_eps if norm_adv_by_std else 1.0)
     np.testing.assert_allclose(advantages, expected, rtol=1e-9, atol=slack)
     assert abs(math.fsum(advantages)) <= 16 * slack
 
@@ -225,6 +225,6 @@ def test_grpo_agrees_with_numpy_and_sums_to_zero(rewards: list[float], normalize
 def test_a_turn_has_its_credit_in_its_own_context() -> None:
     """Three turns in two contexts, out of order; -1 and 1 are the two episodes' credits."""
     there_and_back = episode(0, 0.0, lengths=(2, 1, 3), contexts=(1, 0, 1), gains=(0.0,) * 3)
-    credit([there_and_back, episode(0, 2.0)], "grpo", normalize_std=False)
-    assert [context.advantages for context in there_and_back.contexts] == [[0, -1, 0], [0, -1, -1, 0, 0, -1, -1, -1, 0]]
+    credit([there_and_back, episode(0, 2.0)], "grpo", norm_adv_by_std=False)
+    assert [context.advantages for context in there_and_back.sequences] == [[0, -1, 0], [0, -1, -1, 0, 0, -1, -1, -1, 0]]
     assert turn_credits(there_and_back) == [-1.0] * 3

@@ -19,20 +19,20 @@ EPISODES = {"rloo", "opo", "reinforce_pp", "gspo", "gmpo", "ppo", "ppo_turn"}
 def test_every_row_goes_with_every_estimator_and_correction(name: str) -> None:
     for estimator in ESTIMATORS:
         for correction in CORRECTIONS:
-            algo = AlgoSettings(name=name, kl_estimator=estimator, correction=correction)
+            algo = AlgoSettings(name=name, kl_estimator=estimator, rollout_correction=correction)
             check_algorithm(algo)
-            assert algo.turns == "broadcast"
+            assert algo.turn_credit == "broadcast"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 def test_turns_are_refused_where_episodes_are_credited(name: str, scheme: str) -> None:
     assert ALGORITHMS.keys() - EPISODES == {"grpo", "cispo", "sapo", "dppo"}
-    algo = AlgoSettings(name=name, turns=scheme)
+    algo = AlgoSettings(name=name, turn_credit=scheme)
     if scheme == "broadcast" or name not in EPISODES:
         check_algorithm(algo)
         return
-    with pytest.raises(ValueError, match=f"algo.turns={scheme}.*{name} credits whole episodes.*grpo, cispo, sapo, dppo"):
+    with pytest.raises(ValueError, match=f"algo.turn_credit={scheme}.*{name} credits whole episodes.*grpo, cispo, sapo, dppo"):
         check_algorithm(algo)
 
 
@@ -40,9 +40,9 @@ def test_turns_are_refused_where_episodes_are_credited(name: str, scheme: str) -
     ("field", "value", "choices"),
     [
         ("name", "trpo", "grpo.*dppo"),
-        ("turns", "turn_group", "broadcast, outcome_and_turn.*return_to_go"),
+        ("turn_credit", "turn_group", "broadcast, outcome_and_turn.*return_to_go"),
         ("kl_estimator", "k4", "k1, k2.*k3"),
-        ("correction", "tis", "none.*token_tis.*opsm"),
+        ("rollout_correction", "tis", "none.*token_tis.*opsm"),
     ],
 )
 def test_a_name_that_is_in_no_table_is_refused_with_the_names_that_are(field: str, value: str, choices: str) -> None:
@@ -56,17 +56,29 @@ RATIOS = ("bypass", "token_tis", "sequence_tis", "token_mask", "sequence_mask")
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"correction": "tis"}, "algo.correction=tis: choose one of none, bypass, token_tis, sequence_tis, token_mask, .*opsm"),
-        ({"correction": ""}, "algo.correction=: choose one of none"),
-        ({"correction": "token_tis+"}, "algo.correction=: choose one of none"),
-        ({"correction": "token_tis, geo_mask"}, "algo.correction=token_tis, geo_mask: choose one of none"),
-        ({"correction": "opsm+geo_mask+opsm"}, r"algo.correction=opsm\+geo_mask\+opsm: names a row twice; name it once"),
-        ({"correction": "none+opsm"}, r"algo.correction=none\+opsm: none goes with no other row; leave it out"),
-        ({"correction": "token_tis+bypass"}, r".*=token_tis\+bypass: token_tis and bypass would each count the importance ratio; keep one"),
-        ({"correction_over": "turns"}, "algo.correction_over=turns: algo.correction=none looks at no sequence; use contexts"),
-        ({"correction_over": "turns", "correction": "bypass"}, "algo.correction_over=turns: algo.correction=bypass looks at no sequence"),
-        ({"correction_over": "episodes"}, "algo.correction_over=episodes: choose one of contexts, turns"),
-        ({"correction_cap": 0.0}, "algo.correction_cap=0.0: must be positive"),
+        (
+            {"rollout_correction": "tis"},
+            "algo.rollout_correction=tis: choose one of none, bypass, token_tis, sequence_tis, token_mask, .*opsm",
+        ),
+        ({"rollout_correction": ""}, "algo.rollout_correction=: choose one of none"),
+        ({"rollout_correction": "token_tis+"}, "algo.rollout_correction=: choose one of none"),
+        ({"rollout_correction": "token_tis, geo_mask"}, "algo.rollout_correction=token_tis, geo_mask: choose one of none"),
+        ({"rollout_correction": "opsm+geo_mask+opsm"}, r"algo.rollout_correction=opsm\+geo_mask\+opsm: names a row twice; name it once"),
+        ({"rollout_correction": "none+opsm"}, r"algo.rollout_correction=none\+opsm: none goes with no other row; leave it out"),
+        (
+            {"rollout_correction": "token_tis+bypass"},
+            r".*=token_tis\+bypass: token_tis and bypass would each count the importance ratio; keep one",
+        ),
+        (
+            {"rollout_correction_level": "turns"},
+            "algo.rollout_correction_level=turns: algo.rollout_correction=none looks at no sequence; use contexts",
+        ),
+        (
+            {"rollout_correction_level": "turns", "rollout_correction": "bypass"},
+            "algo.rollout_correction_level=turns: algo.rollout_correction=bypass looks at no sequence",
+        ),
+        ({"rollout_correction_level": "episodes"}, "algo.rollout_correction_level=episodes: choose one of sequences, turns"),
+        ({"is_weight_cap": 0.0}, "algo.is_weight_cap=0.0: must be positive"),
         ({"token_mask_low": 1.5}, r"algo.token_mask_low=1.5: must lie in \[0, 1\]: at r = 1 nothing is masked"),
         ({"sequence_mask_low": -0.5}, r"algo.sequence_mask_low=-0.5: must lie in \[0, 1\]"),
         ({"geo_mask_low": math.nan}, "algo.geo_mask_low=nan: must lie in"),
@@ -87,9 +99,9 @@ def test_what_cannot_be_meant_is_refused_in_one_line(given: dict, line: str) -> 
 @pytest.mark.parametrize("other", CORRECTIONS)
 def test_which_rows_go_together(one: str, other: str) -> None:
     """The importance ratio counts once; masks go with everything but themselves."""
-    algo = AlgoSettings(correction=f"{one}+{other}")
+    algo = AlgoSettings(rollout_correction=f"{one}+{other}")
     if one == other or "none" in (one, other) or {one, other} <= set(RATIOS):
-        with pytest.raises(ValueError, match=r"^algo.correction="):
+        with pytest.raises(ValueError, match=r"^algo.rollout_correction="):
             check_algorithm(algo)
     else:
         check_algorithm(algo)
@@ -97,15 +109,15 @@ def test_which_rows_go_together(one: str, other: str) -> None:
 
 def test_what_networks_are_asked() -> None:
     """On-policy with one update nothing is read; several updates need the old logprobs, a KL the reference, a KL in the reward both."""
-    plain, kl, in_reward = AlgoSettings(), AlgoSettings(kl_coef=0.1), AlgoSettings(kl_coef=0.1, kl_in_reward=True)
+    plain, kl, in_reward = AlgoSettings(), AlgoSettings(kl_coef=0.1), AlgoSettings(kl_coef=0.1, use_kl_in_reward=True)
     assert [(needs_old(algo, num_updates=1), needs_old(algo, num_updates=2)) for algo in (plain, kl, in_reward)] == [
         (False, True), (False, True), (True, True),
     ]  # fmt: skip
-    bypassed = [dataclasses.replace(algo, correction="geo_mask+bypass") for algo in (plain, kl, in_reward)]
+    bypassed = [dataclasses.replace(algo, rollout_correction="geo_mask+bypass") for algo in (plain, kl, in_reward)]
     assert not any(needs_old(algo, num_updates=number) for algo in bypassed for number in (1, 2))
     assert [needs_reference(algo) for algo in (plain, kl, in_reward)] == [False, True, True]
-    assert {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_values} == {"ppo", "ppo_turn"}
+    assert {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic} == {"ppo", "ppo_turn"}
     for algorithm in ALGORITHMS.values():
-        values = ("values",) if algorithm.needs_values else ()
-        assert algorithm.reads(plain) == algorithm.reads(kl) == values
-        assert algorithm.reads(in_reward) == ("old_logprobs", "reference_logprobs", *values)
+        values = ("values",) if algorithm.needs_critic else ()
+        assert algorithm.required_columns(plain) == algorithm.required_columns(kl) == values
+        assert algorithm.required_columns(in_reward) == ("old_logprobs", "reference_logprobs", *values)

@@ -37,7 +37,7 @@ def expected_gradient(kinds: Sequence[Kind], size: int, algo: AlgoSettings) -> f
     for group in itertools.combinations_with_replacement(range(len(kinds)), size):
         rollouts = [episode(0, **kinds[kind].numbers) for kind in group]
         others = [episode(1, outcome=3.0, scores=(1.0, 0.0, 2.0)), episode(1, outcome=-1.0, scores=(0.5, 4.0, 0.0))]
-        ALGORITHMS[algo.name].credit([*rollouts, *others], algo)
+        ALGORITHMS[algo.name].advantage_fn([*rollouts, *others], algo)
         gradient = 0.0
         for rollout, kind in zip(rollouts, group, strict=True):
             gradient += sum(credit * slope for credit, slope in zip(turn_credits(rollout), kinds[kind].slopes, strict=True))
@@ -72,11 +72,11 @@ def choices(call: float, right: float) -> list[Kind]:
 
 
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
-@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("norm_adv_by_std", [True, False])
 @pytest.mark.parametrize("call", [0.5, 0.2])
-def test_a_choice_that_does_not_change_the_reward_is_not_taught(scheme: str, normalize_std: bool, call: float) -> None:
+def test_a_choice_that_does_not_change_the_reward_is_not_taught(scheme: str, norm_adv_by_std: bool, call: float) -> None:
     """All 2^8 groups of episodes that are worth 1.5 whether they call once more or not."""
-    algo = AlgoSettings(turns=scheme, normalize_std=normalize_std)
+    algo = AlgoSettings(turn_credit=scheme, norm_adv_by_std=norm_adv_by_std)
     kinds = choices(call, right=1.0)
     assert len(kinds) == 2 and abs(expected_gradient(kinds, 8, algo)) <= 1e-12
 
@@ -86,7 +86,7 @@ def test_a_choice_that_does_not_change_the_reward_is_not_taught(scheme: str, nor
 def test_a_choice_is_not_taught_by_the_luck_of_those_who_made_it(scheme: str, call: float) -> None:
     """All 4^8 groups, right by luck in 7 of 10."""
     kinds = choices(call, right=0.7)
-    assert len(kinds) == 4 and abs(expected_gradient(kinds, 8, AlgoSettings(turns=scheme, normalize_std=False))) <= 1e-12
+    assert len(kinds) == 4 and abs(expected_gradient(kinds, 8, AlgoSettings(turn_credit=scheme, norm_adv_by_std=False))) <= 1e-12
 
 
 P, Q = 0.6, 0.3
@@ -115,6 +115,6 @@ def test_the_expected_gradient_is_that_of_the_reward(name: str, scheme: str, siz
     turn = list(SLOPES).index(decision)
     slopes = {leaf: tuple(slope * (place == turn) for place, slope in enumerate(kind.slopes)) for leaf, kind in LEAVES.items()}
     kinds = [replace(kind, slopes=slopes[leaf]) for leaf, kind in LEAVES.items()]
-    algo = AlgoSettings(name=name, turns=scheme, normalize_std=False)
+    algo = AlgoSettings(name=name, turn_credit=scheme, norm_adv_by_std=False)
     scale = size if name == "rloo" else size - 1
     assert expected_gradient(kinds, size, algo) == pytest.approx(scale * SLOPES[decision], abs=1e-12)

@@ -1,4 +1,5 @@
-"""GiGPO's credit, algo.turns=same_state: numbers by hand, plain loops over random groups, and what is left where no state is shared."""
+"""GiGPO's credit, algo.turn_credit=gigpo: numbers by hand, plain loops over random groups, and what is left where no state is
+shared."""
 
 import math
 import random
@@ -8,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algo.advantages import spreads
+from megatron_rl.algo.advantages import group_std
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout
 from tests.support.episodes import credits, episode, penalize
 
-PLAIN = {"scheme": "same_state", "discount": 0.5}
+PLAIN = {"scheme": "gigpo", "gamma": 0.5}
 
 
 def close(expected: list[list[float] | None]) -> list[object]:
@@ -44,7 +45,7 @@ def test_a_turn_is_compared_with_all_that_began_where_it_did() -> None:
     expected = [[-2 + A[0], -2, -2 + A[1]], [5], [A[2], 0], [2 + A[3]], None, [-5, -5]]
     assert credits(step(), **PLAIN) == close(expected)
     halved = [[-2 + A[0] / 2, -2, -2 + A[1] / 2], [5], [A[2] / 2, 0], [2 + A[3] / 2], None, [-5, -5]]
-    assert credits(step(), omega=0.5, **PLAIN) == close(halved)
+    assert credits(step(), gigpo_step_weight=0.5, **PLAIN) == close(halved)
 
 
 def test_each_part_has_its_own_deviation() -> None:
@@ -54,27 +55,27 @@ def test_each_part_has_its_own_deviation() -> None:
     episodes = [-2 / 2.25, 0.0, 2 / 2.25]
     other = 5 / (math.sqrt(50) + 0.25)
     expected = [[episodes[0] + a[0], episodes[0], episodes[0] + a[1]], [other], [a[2], 0], [episodes[2] + a[3]], None, [-other, -other]]
-    assert credits(step(), normalize_std=True, std_eps=0.25, **PLAIN) == close(expected)
+    assert credits(step(), norm_adv_by_std=True, std_eps=0.25, **PLAIN) == close(expected)
 
 
-@pytest.mark.parametrize("normalize_std", [True, False])
-def test_where_no_state_is_shared_it_is_grpo_bit_for_bit(normalize_std: bool) -> None:
+@pytest.mark.parametrize("norm_adv_by_std", [True, False])
+def test_where_no_state_is_shared_it_is_grpo_bit_for_bit(norm_adv_by_std: bool) -> None:
     """The paper's rule for a state that one turn alone began in: it is its own mean. A turn without a state is compared with no other."""
     alone = step()
     for number, rollout in enumerate(alone):
         for place, turn in enumerate(rollout.turns):
             turn.state = f"{number} {place}" if number % 2 else ""
-    plain = credits(step(), "broadcast", normalize_std=normalize_std)
-    assert credits(alone, normalize_std=normalize_std, **PLAIN) == plain
-    assert credits(step(), omega=0.0, normalize_std=normalize_std, **PLAIN) == plain
+    plain = credits(step(), "broadcast", norm_adv_by_std=norm_adv_by_std)
+    assert credits(alone, norm_adv_by_std=norm_adv_by_std, **PLAIN) == plain
+    assert credits(step(), gigpo_step_weight=0.0, norm_adv_by_std=norm_adv_by_std, **PLAIN) == plain
 
 
 def test_episodes_that_earn_the_same_still_teach_by_their_turns() -> None:
     """Both earn 1 in all; from state b on the first earned 2 of it and the second 1. A selection of groups must not call that idle."""
     rollouts = [episode(0, outcome=0.0, gains=(-1.0, 2.0), states=("a", "b")), episode(0, outcome=0.0, gains=(0.0, 1.0), states=("c", "b"))]
-    assert credits(rollouts, "same_state") == [[0.0, 0.5], [0.0, -0.5]]
-    assert spreads(rollouts, AlgoSettings(turns="same_state")) == {0: pytest.approx(math.sqrt(0.5 / 4))}
-    assert spreads(rollouts, AlgoSettings()) == {0: 0.0}
+    assert credits(rollouts, "gigpo") == [[0.0, 0.5], [0.0, -0.5]]
+    assert group_std(rollouts, AlgoSettings(turn_credit="gigpo")) == {0: pytest.approx(math.sqrt(0.5 / 4))}
+    assert group_std(rollouts, AlgoSettings()) == {0: 0.0}
 
 
 def test_a_kl_in_the_reward_is_of_the_outcome() -> None:
@@ -83,7 +84,7 @@ def test_a_kl_in_the_reward_is_of_the_outcome() -> None:
         penalize(episode(0, outcome=1.0, gains=(0.0, 0.0), states=("a", "b")), 2.0, 4.0),
         penalize(episode(0, outcome=1.0, gains=(0.0,), states=("a",)), 2.0),
     ]
-    assert credits(rollouts, kl_coef=0.5, kl_in_reward=True, **PLAIN) == [[-1.0 - 0.5, -1.0], [1.0 + 0.5]]
+    assert credits(rollouts, kl_coef=0.5, use_kl_in_reward=True, **PLAIN) == [[-1.0 - 0.5, -1.0], [1.0 + 0.5]]
 
 
 TURN = st.tuples(st.floats(-3, 3), st.sampled_from(["", "a", "b", "c"]))
@@ -94,8 +95,8 @@ def by_plain_loops(rollouts: list[Rollout], index: int, number: int, *, omega: f
     """One turn's credit: every step of the group is looked at for it, twice."""
 
     def return_of(rollout: Rollout, start: int) -> float:
-        rewards = [turn.gain for turn in rollout.turns]
-        rewards[-1] += rollout.outcome
+        rewards = [turn.reward_delta for turn in rollout.turns]
+        rewards[-1] += rollout.outcome_reward
         return sum(reward * discount**later for later, reward in enumerate(rewards[start:]))
 
     def relative(own: float, every: list[float]) -> float:
@@ -123,8 +124,8 @@ def test_it_is_the_plain_loop_and_depends_on_no_order(
         episode(group, outcome=outcome, gains=[gain for gain, _ in turns], states=[state for _, state in turns])
         for group, outcome, turns in given_step
     ]
-    options = {"discount": discount, "omega": omega, "normalize_std": by_std, "std_eps": 1e-2}
-    whole = credits(rollouts, "same_state", **options)
+    options = {"gamma": discount, "gigpo_step_weight": omega, "norm_adv_by_std": by_std, "std_eps": 1e-2}
+    whole = credits(rollouts, "gigpo", **options)
     for index, rollout in enumerate(rollouts):
         if rollout.is_scored:
             numbers = range(len(rollout.turns))
@@ -132,4 +133,4 @@ def test_it_is_the_plain_loop_and_depends_on_no_order(
             assert whole[index] == pytest.approx(expected, rel=1e-9, abs=1e-9)
     order = list(range(len(rollouts)))
     shuffler.shuffle(order)
-    assert credits([rollouts[index] for index in order], "same_state", **options) == [whole[index] for index in order]  # bit for bit
+    assert credits([rollouts[index] for index in order], "gigpo", **options) == [whole[index] for index in order]  # bit for bit

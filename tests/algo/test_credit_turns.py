@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algo.advantages import TURN_SCHEMES, spreads
+from megatron_rl.algo.advantages import TURN_SCHEMES, group_std
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout
 from tests.support.episodes import credits, episode, penalize
@@ -49,8 +49,8 @@ def test_a_turn_that_is_no_step_has_the_outcomes_advantage_and_is_nobodys_baseli
     """As above with None for the 0s: what was compared with a 0 is alone. A score of 0 is a step."""
     rollouts = step()
     for turn in (rollouts[0].turns[1], rollouts[0].turns[2], rollouts[1].turns[1]):
-        turn.score = None
-    rollouts[5].turns[0].score = 0.0  # 3 and 0: 1.5 off their mean
+        turn.step_score = None
+    rollouts[5].turns[0].step_score = 0.0  # 3 and 0: 1.5 off their mean
     expected = [[1 / 3 + 0.2, 1 / 3, 1 / 3], [2.5, 1.0], [-2 / 3 + 0.2], [1 / 3 - 0.4, 1 / 3], None, [-2.5, -1.0]]
     check(credits(rollouts, "outcome_and_turn"), expected)
 
@@ -61,7 +61,7 @@ def test_return_to_go_compares_what_is_still_earned() -> None:
     """
     mean = (1.5 + 0.5 + 0.95) / 3
     expected = [[1.5 - mean, -0.2 / 3, 0.5], [1.75, 0.5], [0.5 - mean], [0.95 - mean, 0.2 / 3], None, [-1.75, -0.5]]
-    check(credits(step(), "return_to_go", discount=0.5), expected)
+    check(credits(step(), "return_to_go", gamma=0.5), expected)
     check(credits(step(), "return_to_go"), [[0.5, -0.2 / 3, 0.5], [1.5, 0.5], [-0.5], [0.0, 0.2 / 3], None, [-1.5, -0.5]])
 
 
@@ -78,8 +78,10 @@ def test_the_kl_in_the_reward_is_taken_off_every_return(scheme: str) -> None:
     """Outcomes 1 less 0.5 * (2 + 4) and 1 less 0.5 * 2: -2 and 0. One turn step each of 1 and 1."""
     rollouts = [penalize(episode(0, outcome=1.0, scores=(1.0, None)), 2.0, 4.0), penalize(episode(0, outcome=1.0, scores=(1.0,)), 2.0)]
     rollouts += [penalize(episode(1, outcome=outcome, scores=(0.0,)), 9.0) for outcome in (1.0, 2.0)]
-    check(credits(rollouts, scheme, kl_coef=0.5, kl_in_reward=True), [[-1.0, -1.0], [1.0], [-0.5], [0.5]])
-    assert spreads(rollouts, AlgoSettings(turns=scheme, kl_coef=0.5, kl_in_reward=True)) == {0: 0.0, 1: 0.5}, "known before any KL is"
+    check(credits(rollouts, scheme, kl_coef=0.5, use_kl_in_reward=True), [[-1.0, -1.0], [1.0], [-0.5], [0.5]])
+    assert group_std(rollouts, AlgoSettings(turn_credit=scheme, kl_coef=0.5, use_kl_in_reward=True)) == {0: 0.0, 1: 0.5}, (
+        "known before any KL is"
+    )
 
 
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
@@ -87,20 +89,20 @@ def test_what_is_left_out_still_counts_in_its_groups_means(scheme: str) -> None:
     """Two right, two wrong that ran out of turns and are dropped: by hand (1 - 1/2) for the right ones, as if nothing were dropped."""
     rollouts = [episode(group, outcome=outcome, scores=(0.0,)) for group in (0, 1) for outcome in (1.0, group, 0.0, 1.0)]
     for rollout in rollouts:
-        rollout.dropped = "" if rollout.outcome else "end"
+        rollout.filter_reason = "" if rollout.outcome_reward else "stop_reason"
     check(credits(rollouts, scheme), [[0.5], [-0.5], [-0.5], [0.5], [0.25], [0.25], [-0.75], [0.25]])
 
 
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
-@pytest.mark.parametrize("normalize_std", [True, False])
-def test_one_alone_in_its_group_and_equal_turns_have_exact_zeros(scheme: str, normalize_std: bool) -> None:
+@pytest.mark.parametrize("norm_adv_by_std", [True, False])
+def test_one_alone_in_its_group_and_equal_turns_have_exact_zeros(scheme: str, norm_adv_by_std: bool) -> None:
     alone = [episode(0, outcome=3.0, scores=(1.0, 2.0)), episode(0, scores=(1.0,))]
     equal = [episode(1, outcome=0.1, scores=(0.7, None, 0.3)) for _ in range(3)]
     moving = [episode(2, outcome=outcome, scores=(0.0,)) for outcome in (0.0, 1.0)]
-    given = credits([*alone, *moving, *equal], scheme, normalize_std=normalize_std, std_eps=0.0)
+    given = credits([*alone, *moving, *equal], scheme, norm_adv_by_std=norm_adv_by_std, std_eps=0.0)
     assert given[:2] == [[0.0, 0.0], None] and given[4:] == [[0.0] * 3] * 3
     assert given[2][0] == -given[3][0] < 0
-    assert spreads([*alone, *moving, *equal], AlgoSettings(turns=scheme)) == {0: 0.0, 2: 0.5, 1: 0.0}
+    assert group_std([*alone, *moving, *equal], AlgoSettings(turn_credit=scheme)) == {0: 0.0, 2: 0.5, 1: 0.0}
 
 
 def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
@@ -111,7 +113,7 @@ def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
     for weight in (1.0, 0.5, 0.01):
         rollouts = [episode(0, outcome=1.0, scores=(0.0, None)), episode(0, outcome=0.0, scores=(weight, None))]
         others = [episode(1, outcome=8.0, scores=(0.0, None)), episode(1, outcome=0.0, scores=(0.0, None))]
-        given = credits([*rollouts, *others], "outcome_and_turn", normalize_std=True, std_eps=0.0)
+        given = credits([*rollouts, *others], "outcome_and_turn", norm_adv_by_std=True, std_eps=0.0)
         turn = 0.5 - weight / 2
         scale = math.sqrt(2 * (turn**2 + 0.25) / 3)
         check(given, [[turn / scale, 0.5 / scale], [-turn / scale, -0.5 / scale], [math.sqrt(0.75)] * 2, [-math.sqrt(0.75)] * 2])
@@ -121,7 +123,7 @@ def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
 
 @pytest.mark.parametrize("scheme", ["outcome_and_turn", "return_to_go"])
 def test_turns_are_divided_by_one_number_a_group(scheme: str) -> None:
-    plain, normalized = credits(step(), scheme), credits(step(), scheme, normalize_std=True, std_eps=0.25)
+    plain, normalized = credits(step(), scheme), credits(step(), scheme, norm_adv_by_std=True, std_eps=0.25)
     for members in ([0, 2, 3], [1, 5]):
         values = [value for index in members for value in plain[index]]
         scale = math.sqrt(sum(value * value for value in values) / (len(values) - 1)) + 0.25
@@ -139,15 +141,15 @@ def others_mean(own: float, others: list[float], size: int) -> float:
 def textbook(members: list[Rollout], index: int, number: int, scheme: str, discount: float) -> float:
     """Credit of one turn, in plain loops over the other members."""
     own, others, size = members[index], members[:index] + members[index + 1 :], len(members)
-    if scheme in ("broadcast", "same_state"):  # no turn here has a state
+    if scheme in ("broadcast", "gigpo"):  # no turn here has a state
         return others_mean(own.reward, [each.reward for each in others], size)
     if scheme == "outcome_and_turn":
-        value = others_mean(own.outcome, [each.outcome for each in others], size)
-        steps = [each.turns[number].score for each in others if len(each.turns) > number and each.turns[number].score is not None]
-        return value if own.turns[number].score is None else value + others_mean(own.turns[number].score, steps, size)
+        value = others_mean(own.outcome_reward, [each.outcome_reward for each in others], size)
+        steps = [each.turns[number].step_score for each in others if len(each.turns) > number and each.turns[number].step_score is not None]
+        return value if own.turns[number].step_score is None else value + others_mean(own.turns[number].step_score, steps, size)
 
     def to_go(rollout: Rollout) -> float:
-        return rollout.outcome + sum(turn.gain * discount**later for later, turn in enumerate(rollout.turns[number:]))
+        return rollout.outcome_reward + sum(turn.reward_delta * discount**later for later, turn in enumerate(rollout.turns[number:]))
 
     reached = [to_go(each) for each in others if len(each.turns) > number]
     return others_mean(to_go(own), reached, size) if reached else others_mean(own.reward, [each.reward for each in others], size)
@@ -157,11 +159,11 @@ def textbook(members: list[Rollout], index: int, number: int, scheme: str, disco
 @settings(deadline=None, max_examples=40)
 @given(STEP, st.sampled_from([1.0, 0.5, 0.0]), st.booleans(), st.randoms(use_true_random=False))
 def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
-    scheme: str, given_step: list, discount: float, normalize_std: bool, shuffler: random.Random
+    scheme: str, given_step: list, discount: float, norm_adv_by_std: bool, shuffler: random.Random
 ) -> None:
     """Groups, outcomes (None: failed), and the scores of the turns, of which those that are steps are gains too."""
     rollouts = [episode(group, outcome=outcome, scores=None if outcome is None else scores) for group, outcome, scores in given_step]
-    plain = credits(rollouts, scheme, discount=discount)
+    plain = credits(rollouts, scheme, gamma=discount)
     for group in range(3):
         members = [index for index, rollout in enumerate(rollouts) if rollout.group == group and rollout.is_scored]
         peers = [rollouts[index] for index in members]
@@ -170,7 +172,7 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
             assert plain[index] == pytest.approx(expected, rel=1e-12, abs=1e-12)
     order = list(range(len(rollouts)))
     shuffler.shuffle(order)
-    options = {"discount": discount, "normalize_std": normalize_std}
+    options = {"gamma": discount, "norm_adv_by_std": norm_adv_by_std}
     whole = credits(rollouts, scheme, **options)
     assert credits([rollouts[index] for index in order], scheme, **options) == [whole[index] for index in order]  # bit for bit
 
@@ -178,10 +180,10 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
 @pytest.mark.parametrize("scheme", ["outcome_and_turn", "return_to_go"])
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(-3, 3), st.floats(-2, 2)), max_size=12), st.booleans())
-def test_with_one_turn_an_episode_all_schemes_are_grpo(scheme: str, given_step: list, normalize_std: bool) -> None:
+def test_with_one_turn_an_episode_all_schemes_are_grpo(scheme: str, given_step: list, norm_adv_by_std: bool) -> None:
     """Groups, outcomes, and the score of the one turn, which is a step."""
     rollouts = [episode(group, outcome=outcome, scores=(score,)) for group, outcome, score in given_step]
-    options = {"normalize_std": normalize_std, "std_eps": 1e-2, "discount": 0.5}
+    options = {"norm_adv_by_std": norm_adv_by_std, "std_eps": 1e-2, "gamma": 0.5}
     check(credits(rollouts, scheme, **options), credits(rollouts, "broadcast", **options), slack=1e-11)
-    spread = spreads(rollouts, AlgoSettings())
-    assert spreads(rollouts, AlgoSettings(turns=scheme)) == pytest.approx(spread, abs=1e-12)
+    spread = group_std(rollouts, AlgoSettings())
+    assert group_std(rollouts, AlgoSettings(turn_credit=scheme)) == pytest.approx(spread, abs=1e-12)

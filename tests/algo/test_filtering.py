@@ -5,21 +5,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_rl.algo.advantages import spreads
+from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.filtering import REASONS, kept_groups, select
-from megatron_rl.config import DROPS, ENDS, AlgoSettings, SelectSettings
+from megatron_rl.algo.filtering import FILTERS, apply_filters, count_used_groups
+from megatron_rl.config import DROPS, ENDS, AlgoSettings, FilterSettings
 from megatron_rl.observe.step_metrics import credited_groups
-from megatron_rl.types import End, Rollout
+from megatron_rl.types import Rollout, StopReason
 from tests.support.episodes import episode
 
 
 def step() -> list[Rollout]:
     return [
-        episode(0, 1.0, image=True), episode(0, 0.0, image=True, end=End.MAX_TURNS),  # deviation 1/2
-        episode(1, 1.0, image=True), episode(1, 1.0, image=True, end=End.MAX_TOKENS),  # 0
+        episode(0, 1.0, image=True), episode(0, 0.0, image=True, end=StopReason.MAX_TURNS),  # deviation 1/2
+        episode(1, 1.0, image=True), episode(1, 1.0, image=True, end=StopReason.MAX_TOKENS),  # 0
         episode(2, 3.0, image=True), episode(2, 0.0),  # 3/2
-        episode(3, 0.5, image=True), episode(3, 0.0, image=True), episode(3, image=True, end=End.FAULT),  # 1/4
+        episode(3, 0.5, image=True), episode(3, 0.0, image=True), episode(3, image=True, end=StopReason.INFRA_ERROR),  # 1/4
     ]  # fmt: skip
 
 
@@ -29,44 +29,47 @@ def chosen(
 ) -> tuple[list[int], dict[str, int]]:  # fmt: skip
     """Who is trained on, and how many are left out for what."""
     algo = algo or AlgoSettings()
-    settings = SelectSettings(drop=list(drop), keep_ends=list(keep_ends), rank_by_std=rank_by_std)
-    needs_peers = ALGORITHMS[algo.name].needs_peers
-    select(rollouts, settings, num_groups=num_groups, spread=spreads(rollouts, algo), needs_peers=needs_peers)
+    settings = FilterSettings(drop=list(drop), keep_stop_reasons=list(keep_ends), prefer_high_std=rank_by_std)
+    needs_peers = ALGORITHMS[algo.name].needs_group
+    apply_filters(rollouts, settings, num_groups=num_groups, spread=group_std(rollouts, algo), needs_peers=needs_peers)
     kept = [index for index, rollout in enumerate(rollouts) if rollout.is_trained_on]
-    assert kept_groups(rollouts) == {rollouts[index].group for index in kept}
-    assert all(rollout.is_scored or not rollout.dropped for rollout in rollouts), "what failed was never there to be dropped"
-    return kept, dict(Counter(rollout.dropped for rollout in rollouts if rollout.dropped))
+    assert count_used_groups(rollouts) == {rollouts[index].group for index in kept}
+    assert all(rollout.is_scored or not rollout.filter_reason for rollout in rollouts), "what failed was never there to be dropped"
+    return kept, dict(Counter(rollout.filter_reason for rollout in rollouts if rollout.filter_reason))
 
 
 def test_what_is_dropped_is_counted_under_the_first_reason() -> None:
     assert chosen(step()) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
     assert chosen(step(), ["zero_std"]) == ([0, 1, 4, 5, 6, 7], {"zero_std": 2})
-    assert chosen(step(), ["end"]) == ([0, 2, 4, 5, 6, 7], {"end": 2})
-    assert chosen(step(), ["end"], keep_ends=("done", "max_turns", "max_tokens")) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
-    assert chosen(step(), ["end", "no_image", "zero_std"]) == ([0, 4, 6, 7], {"zero_std": 2, "end": 1, "no_image": 1})
+    assert chosen(step(), ["stop_reason"]) == ([0, 2, 4, 5, 6, 7], {"stop_reason": 2})
+    assert chosen(step(), ["stop_reason"], keep_ends=("done", "max_turns", "max_tokens")) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
+    assert chosen(step(), ["stop_reason", "no_image", "zero_std"]) == ([0, 4, 6, 7], {"zero_std": 2, "stop_reason": 1, "no_image": 1})
 
 
 def test_the_first_reason_is_written() -> None:
     """All four hold for the only scored one of its group; the settings' order of reasons is none."""
-    rollouts = [episode(0, 1.0, end=End.MAX_TURNS), episode(0), episode(1, 0.0), episode(1, 1.0, end=End.MAX_TURNS)]
-    assert chosen(rollouts, ["end", "no_image", "zero_std"]) == ([], {"alone": 1, "no_image": 2})
-    assert [rollout.dropped for rollout in rollouts] == ["alone", "", "no_image", "no_image"]
-    assert chosen(rollouts, ["end", "zero_std"], algo=AlgoSettings(name="reinforce_pp")) == ([2], {"zero_std": 1, "end": 1})
-    assert rollouts[0].dropped == "zero_std"
+    rollouts = [episode(0, 1.0, end=StopReason.MAX_TURNS), episode(0), episode(1, 0.0), episode(1, 1.0, end=StopReason.MAX_TURNS)]
+    assert chosen(rollouts, ["stop_reason", "no_image", "zero_std"]) == ([], {"no_peer": 1, "no_image": 2})
+    assert [rollout.filter_reason for rollout in rollouts] == ["no_peer", "", "no_image", "no_image"]
+    assert chosen(rollouts, ["stop_reason", "zero_std"], algo=AlgoSettings(name="reinforce_pp")) == ([2], {"zero_std": 1, "stop_reason": 1})
+    assert rollouts[0].filter_reason == "zero_std"
 
 
 def test_one_alone_is_left_out_where_credit_compares() -> None:
     rollouts = [episode(0, 1.0), episode(0), episode(1, 0.0), episode(1, 0.0), episode(2), episode(3, 5.0)]
     for name, algorithm in ALGORITHMS.items():
-        expected = ([2, 3], {"alone": 2}) if algorithm.needs_peers else ([0, 2, 3, 5], {})
+        expected = ([2, 3], {"no_peer": 2}) if algorithm.needs_group else ([0, 2, 3, 5], {})
         assert chosen(rollouts, algo=AlgoSettings(name=name)) == expected
-    assert {name for name, algorithm in ALGORITHMS.items() if not algorithm.needs_peers} == {"reinforce_pp", "ppo", "ppo_turn"}
+    assert {name for name, algorithm in ALGORITHMS.items() if not algorithm.needs_group} == {"reinforce_pp", "ppo", "ppo_turn"}
 
 
 def test_surplus_groups_are_used_or_ranked_by_deviation() -> None:
     assert chosen(step(), num_groups=2) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
     assert chosen(step(), num_groups=2, rank_by_std=True) == ([0, 1, 4, 5], {"surplus": 4})
-    assert chosen(step(), ["end", "no_image"], num_groups=1, rank_by_std=True) == ([4], {"end": 2, "no_image": 1, "surplus": 4})
+    assert chosen(step(), ["stop_reason", "no_image"], num_groups=1, rank_by_std=True) == (
+        [4],
+        {"stop_reason": 2, "no_image": 1, "surplus": 4},
+    )
     assert chosen(step(), ["zero_std"], num_groups=3, rank_by_std=True) == ([0, 1, 4, 5, 6, 7], {"zero_std": 2})
 
 
@@ -75,7 +78,7 @@ def test_ties_between_groups_go_to_the_earlier_one(order: tuple[int, ...]) -> No
     """Groups 3, 4 and 8 deviate alike, whatever their mean and wherever they stand."""
     rollouts = [episode(group, base + up) for group, base in ((3, 0.0), (4, 2.0), (8, -1.0)) for up in (0.0, 1.0)]
     chosen([rollouts[index] for index in order], num_groups=2, rank_by_std=True)
-    assert kept_groups(rollouts) == {3, 4}
+    assert count_used_groups(rollouts) == {3, 4}
 
 
 @pytest.mark.parametrize(
@@ -89,12 +92,12 @@ def test_ties_between_groups_go_to_the_earlier_one(order: tuple[int, ...]) -> No
 def test_a_group_that_differs_by_rounding_teaches_nothing(one: float, other: float, are_alike: bool, name: str) -> None:
     """It is dropped as one of no deviation, every credit in it is exactly 0, and it counts as degenerate. Beside it a group that moves."""
     algo, rollouts = AlgoSettings(name=name), [episode(0, one), episode(0, other), episode(1, 0.0), episode(1, 1.0)]
-    assert (spreads(rollouts, algo)[0] == 0) == are_alike
+    assert (group_std(rollouts, algo)[0] == 0) == are_alike
     kept = [2, 3] if are_alike else [0, 1, 2, 3]
     assert chosen(rollouts, ["zero_std"], algo=algo)[0] == kept
     chosen(rollouts, algo=algo)
-    if ALGORITHMS[name].needs_peers:
-        ALGORITHMS[name].credit(rollouts, algo)
+    if ALGORITHMS[name].needs_group:
+        ALGORITHMS[name].advantage_fn(rollouts, algo)
         assert credited_groups(rollouts) == ({0, 1}, {1} if are_alike else {0, 1})
 
 
@@ -105,12 +108,12 @@ def test_ranking_looks_at_the_credit_of_turns() -> None:
     """
     rollouts = [episode(0, outcome=outcome, gains=(0.0, 0.0)) for outcome in (4.0, 0.0)]
     rollouts += [episode(1, outcome=0.0, gains=gains) for gains in ((0.0, 3.0), (3.0, 0.0))]
-    to_go = AlgoSettings(turns="return_to_go")
-    assert spreads(rollouts, AlgoSettings()) == {0: 2.0, 1: 0.0}
-    assert spreads(rollouts, to_go) == pytest.approx({0: 2.0, 1: 1.125**0.5}, abs=1e-15)
+    to_go = AlgoSettings(turn_credit="return_to_go")
+    assert group_std(rollouts, AlgoSettings()) == {0: 2.0, 1: 0.0}
+    assert group_std(rollouts, to_go) == pytest.approx({0: 2.0, 1: 1.125**0.5}, abs=1e-15)
     assert chosen(rollouts, ["zero_std"]) == ([0, 1], {"zero_std": 2})
     assert chosen(rollouts, ["zero_std"], algo=to_go) == ([0, 1, 2, 3], {})
-    rollouts[0].outcome = rollouts[0].reward = 1.0  # now 1/2 against 1.06
+    rollouts[0].outcome_reward = rollouts[0].reward = 1.0  # now 1/2 against 1.06
     assert chosen(rollouts, num_groups=1, rank_by_std=True) == ([0, 1], {"surplus": 2})
     assert chosen(rollouts, num_groups=1, rank_by_std=True, algo=to_go) == ([2, 3], {"surplus": 2})
 
@@ -118,11 +121,11 @@ def test_ranking_looks_at_the_credit_of_turns() -> None:
 def test_a_second_look_forgets_the_first() -> None:
     """A later round of prompts is judged together with the earlier ones: what was surplus then need not be now."""
     rollouts = step()
-    chosen(rollouts, ["end"], num_groups=1, rank_by_std=True)
+    chosen(rollouts, ["stop_reason"], num_groups=1, rank_by_std=True)
     assert chosen(rollouts) == ([0, 1, 2, 3, 4, 5, 6, 7], {})
 
 
 def test_the_settings_name_every_end_and_reason() -> None:
-    assert set(ENDS) == {str(end) for end in End} - {"fault", "lasting_fault", "waited_fault", "access_denied"}
-    assert list(REASONS) == ["alone", *DROPS, "surplus"]
-    assert chosen([], DROPS, keep_ends=ENDS, num_groups=1, rank_by_std=True) == ([], {}) and kept_groups([]) == set()
+    assert set(ENDS) == {str(end) for end in StopReason} - {"infra_error", "permanent_infra_error", "infra_timeout", "access_denied"}
+    assert list(FILTERS) == ["no_peer", *DROPS, "surplus"]
+    assert chosen([], DROPS, keep_ends=ENDS, num_groups=1, rank_by_std=True) == ([], {}) and count_used_groups([]) == set()

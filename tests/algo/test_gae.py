@@ -7,45 +7,45 @@ import statistics
 import pytest
 
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.gae import expected_and_earned, gae
+from megatron_rl.algo.gae import gae, values_and_returns
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Context, Rollout, Status
+from megatron_rl.types import Rollout, Status, TokenSequence
 from tests.support.episodes import episode, penalize, token_credits
 
 
-def double_loop(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> list[float]:
+def double_loop(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     """A_t = sum over k of (gamma * lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k)), V = 0 behind the last."""
     later = [*values, 0.0][1:]
     deltas = [reward + gamma * after - value for reward, value, after in zip(rewards, values, later, strict=True)]
-    return [sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
 
 
 def valued(rollout: Rollout, seed: int) -> Rollout:
     """Random values, and numbers that nobody may read where nothing was sampled."""
     draw = random.Random(seed)
-    for context in rollout.contexts:
-        context.attach("values", [draw.gauss(0, 1) if sampled else math.nan for sampled in context.loss_mask])
+    for context in rollout.sequences:
+        context.set_column("values", [draw.gauss(0, 1) if sampled else math.nan for sampled in context.loss_mask])
     return rollout
 
 
 def sampled_values(rollout: Rollout) -> list[float]:
     return [
-        value for c in rollout.contexts for value, sampled in zip(c.values, c.loss_mask, strict=True) if sampled
+        value for c in rollout.sequences for value, sampled in zip(c.values, c.loss_mask, strict=True) if sampled
     ]  # fmt: skip
 
 
 def credited(rollouts: list[Rollout], **given: object) -> AlgoSettings:
-    algo = AlgoSettings(**{"name": "ppo", "whiten": False, **given})
-    ALGORITHMS["ppo"].credit(rollouts, algo)
+    algo = AlgoSettings(**{"name": "ppo", "whiten_advantages": False, **given})
+    ALGORITHMS["ppo"].advantage_fn(rollouts, algo)
     return algo
 
 
-@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
-def test_the_recursion_is_the_double_sum(gamma: float, gae_lambda: float) -> None:
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
+def test_the_recursion_is_the_double_sum(gamma: float, lam: float) -> None:
     draw = random.Random(3)
     for length in (0, 1, 2, 7):
         rewards, values = ([draw.gauss(0, 1) for _ in range(length)] for _ in range(2))
-        assert gae(rewards, values, gamma, gae_lambda) == pytest.approx(double_loop(rewards, values, gamma, gae_lambda), abs=1e-12)
+        assert gae(rewards, values, gamma, lam) == pytest.approx(double_loop(rewards, values, gamma, lam), abs=1e-12)
 
 
 def test_by_hand() -> None:
@@ -57,14 +57,14 @@ def test_by_hand() -> None:
 def test_tokens_skip_what_was_observed(contexts: list[int]) -> None:
     """Turns of 2, 1 and 3 tokens: gains on their last tokens, the outcome on the episode's last, wherever the observations lie."""
     rollout = valued(episode(0, outcome=5.0, gains=[1.0, -2.0, 0.5], lengths=[2, 1, 3], contexts=contexts), seed=1)
-    credited([rollout], gae_over="tokens", discount=0.9, gae_lambda=0.8)
+    credited([rollout], gae_level="tokens", gamma=0.9, lam=0.8)
     expected = double_loop([0.0, 1.0, -2.0, 0.0, 0.0, 5.5], sampled_values(rollout), 0.9, 0.8)
     assert token_credits(rollout) == pytest.approx(expected, abs=1e-12)
     assert returns(rollout) == pytest.approx([a + v for a, v in zip(expected, sampled_values(rollout), strict=True)], abs=1e-12)
 
 
 def returns(rollout: Rollout) -> list[float]:
-    pairs = [pair for context in rollout.contexts for pair in zip(context.returns, context.loss_mask, strict=True)]
+    pairs = [pair for context in rollout.sequences for pair in zip(context.returns, context.loss_mask, strict=True)]
     assert all(value == 0.0 for value, sampled in pairs if not sampled)
     return [value for value, sampled in pairs if sampled]
 
@@ -73,7 +73,7 @@ def returns(rollout: Rollout) -> list[float]:
 def test_turns_are_valued_at_their_prompts(contexts: list[int]) -> None:
     """A turn's value is that before its first token; all its tokens have its advantage, its first token its return."""
     rollout = valued(episode(0, outcome=5.0, gains=[1.0, -2.0, 0.5], lengths=[2, 1, 3], contexts=contexts), seed=2)
-    credited([rollout], gae_over="turns", discount=0.9, gae_lambda=0.8)
+    credited([rollout], gae_level="turns", gamma=0.9, lam=0.8)
     every = sampled_values(rollout)
     values = [every[0], every[2], every[3]]
     a, b, c = double_loop([1.0, -2.0, 5.5], values, 0.9, 0.8)
@@ -85,7 +85,7 @@ def test_turns_are_valued_at_their_prompts(contexts: list[int]) -> None:
 def test_lambda_one_is_the_return_less_the_value(over: str) -> None:
     """With gamma 1, too: what is still to be earned, whatever the critic says of later steps."""
     rollout = valued(episode(0, outcome=2.0, gains=[1.0, 4.0], lengths=[2, 2]), seed=5)
-    credited([rollout], gae_over=over)
+    credited([rollout], gae_level=over)
     values = sampled_values(rollout)
     if over == "tokens":
         assert token_credits(rollout) == pytest.approx([7.0 - values[0], 7.0 - values[1], 6.0 - values[2], 6.0 - values[3]])
@@ -97,7 +97,7 @@ def test_lambda_one_is_the_return_less_the_value(over: str) -> None:
 def test_a_penalty_in_the_reward_is_each_tokens_own(over: str) -> None:
     """old - reference is 0.5, 1, 2 and the coefficient 0.1: by token each pays its own, by turn they add up."""
     rollout = penalize(valued(episode(0, outcome=3.0, lengths=[2, 1]), seed=4), 0.5, 1.0, 2.0)
-    credited([rollout], gae_over=over, discount=0.9, gae_lambda=0.8, kl_coef=0.1, kl_in_reward=True)
+    credited([rollout], gae_level=over, gamma=0.9, lam=0.8, kl_coef=0.1, use_kl_in_reward=True)
     values = sampled_values(rollout)
     if over == "tokens":
         expected = double_loop([-0.05, -0.1, 3.0 - 0.2], values, 0.9, 0.8)
@@ -112,13 +112,13 @@ def test_whitening_is_over_the_actions_that_are_trained_on(over: str) -> None:
     """Mean 0 and deviation 1 over tokens, or over turns however long they are; returns are from before it."""
     rollouts = [valued(episode(group, reward=float(group), lengths=[1 + group, 2]), seed=group) for group in range(3)]
     dropped = valued(episode(3, reward=1e6, lengths=[2]), seed=9)
-    dropped.dropped = "end"
+    dropped.filter_reason = "stop_reason"
     failed = episode(4, lengths=[2])
     assert failed.status is Status.FAILED
     every = [*rollouts, dropped, failed]
-    plain = credited(every, gae_over=over)
-    bare, targets = [token_credits(rollout) for rollout in rollouts], expected_and_earned(rollouts, plain)[1]
-    algo = credited(every, gae_over=over, whiten=True)
+    plain = credited(every, gae_level=over)
+    bare, targets = [token_credits(rollout) for rollout in rollouts], values_and_returns(rollouts, plain)[1]
+    algo = credited(every, gae_level=over, whiten_advantages=True)
     if over == "turns":
         firsts = [[credits[0], credits[-1]] for credits in bare]
         assert all(len(each.turns) == 2 for each in rollouts)
@@ -129,22 +129,22 @@ def test_whitening_is_over_the_actions_that_are_trained_on(over: str) -> None:
     for rollout, credits in zip(rollouts, bare, strict=True):
         assert token_credits(rollout) == pytest.approx([(value - mean) / scale for value in credits], abs=1e-12)
     assert token_credits(dropped) == [0.0, 0.0]
-    assert expected_and_earned(every, algo)[1] == targets
+    assert values_and_returns(every, algo)[1] == targets
 
 
 def test_a_step_without_anything_to_train_on_is_no_error() -> None:
     dropped = episode(0, reward=1.0, lengths=[2])
-    dropped.dropped = "end"
-    algo = credited([dropped, episode(1)], whiten=True)
-    assert expected_and_earned([dropped], algo) == ([], [])
+    dropped.filter_reason = "stop_reason"
+    algo = credited([dropped, episode(1)], whiten_advantages=True)
+    assert values_and_returns([dropped], algo) == ([], [])
 
 
 def test_two_contexts_of_one_token_each_are_one_trajectory() -> None:
     """The second context's value is what follows the first's: a mistake of order would show."""
     rollout = episode(0, outcome=0.0, gains=[0.0, 1.0], contexts=[0, 1])
-    first, second = rollout.contexts
-    assert isinstance(first, Context)
-    first.attach("values", [0.0, 0.25, 0.0])
-    second.attach("values", [0.0, 0.75, 0.0])
-    credited([rollout], gae_lambda=0.0)
+    first, second = rollout.sequences
+    assert isinstance(first, TokenSequence)
+    first.set_column("values", [0.0, 0.25, 0.0])
+    second.set_column("values", [0.0, 0.75, 0.0])
+    credited([rollout], lam=0.0)
     assert token_credits(rollout) == [0.5, 0.25]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algo.kl import ESTIMATORS, MAX_K3, MAX_LOG_RATIO, adapted, k1, k2, k3
+from megatron_rl.algo.kl import ESTIMATORS, MAX_K3, MAX_LOG_RATIO, adaptive_kl_coef, k1, k2, k3
 from tests.support.rows import tensor
 
 
@@ -29,11 +29,11 @@ def test_the_weight_goes_towards_its_target_by_hand() -> None:
         0.1: 0.5,
     }
     for kl, expected in steps.items():
-        assert adapted(0.5, kl, target=0.1, num_episodes=250, horizon=1000) == pytest.approx(expected, rel=1e-12), kl
-    assert adapted(0.5, 9.0, target=0.1, num_episodes=0, horizon=1000) == 0.5, "without episodes it stays"
+        assert adaptive_kl_coef(0.5, kl, target=0.1, num_episodes=250, horizon=1000) == pytest.approx(expected, rel=1e-12), kl
+    assert adaptive_kl_coef(0.5, 9.0, target=0.1, num_episodes=0, horizon=1000) == 0.5, "without episodes it stays"
     value = 0.2  # TRL's defaults: init_kl_coef 0.2, target 6, horizon 10000, batches of 256; two over, one under
     for kl in (7.0, 12.0, 3.0):
-        value = adapted(value, kl, target=6.0, num_episodes=256, horizon=10_000)
+        value = adaptive_kl_coef(value, kl, target=6.0, num_episodes=256, horizon=10_000)
     assert value == pytest.approx(0.2 * 1.004266666666667 * 1.00512 * 0.99488, rel=1e-12)
 
 

@@ -12,26 +12,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
-from megatron_rl.algo.objective import likelihood, objective
+from megatron_rl.algo.objective import make_policy_objective, sft_loss
 from megatron_rl.algo.rollout_correction import CORRECTIONS
-from megatron_rl.algo.thoughts import weigh_thoughts
+from megatron_rl.algo.thoughts import scale_thought_logprobs
 from megatron_rl.batching.packing import loss_rows, pack
 from megatron_rl.config import AlgoSettings
 from megatron_rl.io.histogram import counts_of
 from megatron_rl.observe.step_metrics import merge_updates
-from megatron_rl.types import LossMetrics, Rows
+from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.episodes import episode, penalize
 from tests.support.packed import weighted
 from tests.support.rows import floats, make_rows, random_rows, tensor
 
-ALGO = AlgoSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0, kl_coef=0.1, entropy_coef=0.01)
+ALGO = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0, kl_coef=0.1, entropy_coef=0.01)
 
 
-def loss_and_gradient(rows: Rows, algo: AlgoSettings) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
+def loss_and_gradient(rows: LossInputs, algo: AlgoSettings) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
     """Loss, its gradients in logprob and entropy, metrics."""
-    loss, metrics = objective(algo)(rows)
+    loss, metrics = make_policy_objective(algo)(rows)
     gradients = torch.autograd.grad(loss, (rows.logprob_R, rows.entropy_R), allow_unused=True)
-    return loss.item(), *(torch.zeros_like(rows.old_R) if each is None else each for each in gradients), metrics
+    return loss.item(), *(torch.zeros_like(rows.old_logprob_R) if each is None else each for each in gradients), metrics
 
 
 def numbers(metrics: LossMetrics) -> dict[str, float]:
@@ -41,8 +41,8 @@ def numbers(metrics: LossMetrics) -> dict[str, float]:
 def test_a_loss_by_hand() -> None:
     """Two tokens, r = 1 and A = 2 | r = 1.5 (clipped at 1.3) and A = 2, weights 1 and 0.5; the engine is 0.25 and 0.5 off."""
     rows = make_rows(
-        [0.0, math.log(1.5)], [2.0, 2.0], weight=[1.0, 0.5], entropy=[0.7, 0.4], engine=[-1.25, -1.5],
-        reference=[-1.0 - math.log(2), math.log(1.5) - 2.0],
+        [0.0, math.log(1.5)], [2.0, 2.0], weight=[1.0, 0.5], entropy=[0.7, 0.4], rollout_logprob=[-1.25, -1.5],
+        ref_logprob=[-1.0 - math.log(2), math.log(1.5) - 2.0],
     )  # fmt: skip
     loss, gradient_R, entropy_gradient_R, metrics = loss_and_gradient(rows, ALGO)
     # policy 1 * -2 + 0.5 * -2.6 = -3.3; k3 of the first token log 2 - 0.5, of the second 0; entropy 1 * 0.7 + 0.5 * 0.4 = 0.9
@@ -55,12 +55,12 @@ def test_a_loss_by_hand() -> None:
             "policy/clip_low_fraction": 0.0,
             "policy/clip_high_fraction": 1.0,
             "policy/dual_clip_fraction": 0.0,
-            "policy/kl_old": 0.5 - math.log(1.5),
-            "policy/kl_reference": math.log(2) - 0.5,
+            "policy/ppo_kl": 0.5 - math.log(1.5),
+            "policy/kl_ref": math.log(2) - 0.5,
             "policy/entropy": 1.1,
-            "engine/logprob_gap": 0.75,
-            "policy/ratio_gap_max": 0.5,
-            "engine/logprob_gap_max": 0.5,
+            "rollout_mismatch/logprob_abs_diff": 0.75,
+            "policy/ratio_abs_dev_max": 0.5,
+            "rollout_mismatch/logprob_abs_diff_max": 0.5,
         },
         abs=1e-14,
     )
@@ -69,73 +69,87 @@ def test_a_loss_by_hand() -> None:
 def test_the_gap_is_of_tokens_that_the_steps_own_weights_sampled() -> None:
     """Old logprobs are -1, -2, -3, -4; the engine's are off by 0.1, 3, 0.2 and 0.5, the second's and the last's rightly so. The mean is
     over all tokens until the step's updates are merged; the quantile and the maximum are of the two."""
-    rows = make_rows([0.0] * 4, [1.0] * 4, engine=[-1.1, -5.0, -3.2, -4.5])
-    metrics = objective(AlgoSettings())(dataclasses.replace(rows, current_R=torch.tensor([True, False, True, False])))[1]
+    rows = make_rows([0.0] * 4, [1.0] * 4, rollout_logprob=[-1.1, -5.0, -3.2, -4.5])
+    metrics = make_policy_objective(AlgoSettings())(dataclasses.replace(rows, on_policy_R=torch.tensor([True, False, True, False])))[1]
     told = {**metrics.sums, **metrics.maxima}
-    assert told["engine/logprob_gap"].item() == pytest.approx(0.3) and told["engine/logprob_gap_max"].item() == pytest.approx(0.2)
-    assert told["engine/current_fraction"].item() == 2.0 and metrics.histograms["engine/logprob_gap"].sum().item() == 2
-    assert torch.equal(metrics.histograms["engine/logprob_gap"], counts_of(torch.tensor([0.1, 0.2], dtype=torch.float64)))
-    largest = {"engine/logprob_gap_max": 0.2, "engine/logprob_gap_p99": 0.21}
+    assert told["rollout_mismatch/logprob_abs_diff"].item() == pytest.approx(0.3) and told[
+        "rollout_mismatch/logprob_abs_diff_max"
+    ].item() == pytest.approx(0.2)
+    assert told["rollout/on_policy_fraction"].item() == 2.0 and metrics.histograms["rollout_mismatch/logprob_abs_diff"].sum().item() == 2
+    assert torch.equal(metrics.histograms["rollout_mismatch/logprob_abs_diff"], counts_of(torch.tensor([0.1, 0.2], dtype=torch.float64)))
+    largest = {"rollout_mismatch/logprob_abs_diff_max": 0.2, "rollout_mismatch/logprob_abs_diff_p99": 0.21}
     means = {name: value.item() / 4 for name, value in metrics.sums.items()} | largest
-    merged = merge_updates([means, means | {"engine/logprob_gap": 7.0}])
-    assert merged["engine/logprob_gap"] == pytest.approx(0.15) and merged["engine/current_fraction"] == 0.5
-    assert merged["engine/logprob_gap_max"] == 0.2 and merged["engine/logprob_gap_p99"] == 0.21
-    none = merge_updates([means | {"engine/logprob_gap": 0.0, "engine/current_fraction": 0.0}])
-    assert none["engine/logprob_gap"] == 0.0
+    merged = merge_updates([means, means | {"rollout_mismatch/logprob_abs_diff": 7.0}])
+    assert merged["rollout_mismatch/logprob_abs_diff"] == pytest.approx(0.15) and merged["rollout/on_policy_fraction"] == 0.5
+    assert merged["rollout_mismatch/logprob_abs_diff_max"] == 0.2 and merged["rollout_mismatch/logprob_abs_diff_p99"] == 0.21
+    none = merge_updates([means | {"rollout_mismatch/logprob_abs_diff": 0.0, "rollout/on_policy_fraction": 0.0}])
+    assert none["rollout_mismatch/logprob_abs_diff"] == 0.0
 
 
 @pytest.mark.parametrize("correction", ["none", "token_tis"])
 def test_how_much_stale_tokens_are_worth_is_told_without_a_correction(correction: str) -> None:
     """r is 1, 1, 1 and 3, of four tokens: 36 / (4 * 12). token_tis holds the last at 2: 25 / (4 * 7). Of fresh tokens nothing is told."""
-    rows = make_rows([0.0] * 4, [1.0] * 4, engine=[-1.0, -2.0, -3.0, -4.0 - math.log(3)])
-    stale, algo = dataclasses.replace(rows, current_R=torch.tensor([True, True, True, False])), AlgoSettings(correction=correction)
-    means = {name: value.item() / 4 for name, value in objective(algo)(stale)[1].sums.items()}
+    rows = make_rows([0.0] * 4, [1.0] * 4, rollout_logprob=[-1.0, -2.0, -3.0, -4.0 - math.log(3)])
+    stale, algo = (
+        dataclasses.replace(rows, on_policy_R=torch.tensor([True, True, True, False])),
+        AlgoSettings(rollout_correction=correction),
+    )
+    means = {name: value.item() / 4 for name, value in make_policy_objective(algo)(stale)[1].sums.items()}
     merged = merge_updates([means])
-    assert merged["engine/effective_sample_size"] == pytest.approx({"none": 36 / 48, "token_tis": 25 / 28}[correction])
+    assert merged["rollout_mismatch/is_eff_sample_size"] == pytest.approx({"none": 36 / 48, "token_tis": 25 / 28}[correction])
     assert not [name for name in merged if "importance" in name or "squared" in name]
     if correction == "none":
-        assert not [name for name in objective(algo)(rows)[1].sums if "importance" in name]
+        assert not [name for name in make_policy_objective(algo)(rows)[1].sums if "importance" in name]
 
 
 METRICS = (
-    "policy/ratio", "policy/clip_low_fraction", "policy/clip_high_fraction", "policy/dual_clip_fraction", "policy/kl_old", "policy/entropy",
-    "engine/logprob_gap", "policy/kl_reference", "policy/ratio_gap_max", "engine/logprob_gap_max",
+    "policy/ratio", "policy/clip_low_fraction", "policy/clip_high_fraction", "policy/dual_clip_fraction", "policy/ppo_kl", "policy/entropy",
+    "rollout_mismatch/logprob_abs_diff", "policy/kl_ref", "policy/ratio_abs_dev_max", "rollout_mismatch/logprob_abs_diff_max",
 )  # fmt: skip
-CORRECTED = ("engine/correction", "engine/correction_squared", "engine/truncated_fraction", "engine/masked_fraction")
+CORRECTED = (
+    "rollout_mismatch/is_weight",
+    "rollout_mismatch/is_weight_squared",
+    "rollout_mismatch/is_truncated_fraction",
+    "rollout_mismatch/masked_fraction",
+)
 
 
-def textbook(rows: Rows, algo: AlgoSettings) -> tuple[float, list[float], dict[str, float]]:
+def textbook(rows: LossInputs, algo: AlgoSettings) -> tuple[float, list[float], dict[str, float]]:
     """PPO with everything that can be added, token by token in plain floats: loss, dloss / dlogprob, metrics."""
     columns = floats(rows)
-    low, high, dual = 1 - algo.clip_low, 1 + algo.clip_high, algo.dual_clip
+    low, high, dual = 1 - algo.clip_ratio_low, 1 + algo.clip_ratio_high, algo.clip_ratio_c
     loss, gradient = 0.0, []
-    metrics = dict.fromkeys(METRICS if algo.correction == "none" else METRICS + CORRECTED, 0.0)
-    for t, old in enumerate(columns["old"]):
-        log_ratio, to_reference = columns["logprob"][t] - old, columns["reference"][t] - columns["logprob"][t]
+    metrics = dict.fromkeys(METRICS if algo.rollout_correction == "none" else METRICS + CORRECTED, 0.0)
+    for t, old in enumerate(columns["old_logprob"]):
+        log_ratio, to_reference = columns["logprob"][t] - old, columns["ref_logprob"][t] - columns["logprob"][t]
         r, a, weight, entropy = math.exp(log_ratio), columns["advantage"][t], columns["weight"][t], columns["entropy"][t]
         capped = {"clip_high": a > 0 and r > high, "clip_low": a < 0 and r < low, "dual_clip": a < 0 and dual > 0 and r > dual}
         bound = high if capped["clip_high"] else low if capped["clip_low"] else dual if capped["dual_clip"] else r
-        correction = min(math.exp(old - columns["engine"][t]), algo.correction_cap) if algo.correction == "token_tis" else 1.0
+        correction = (
+            min(math.exp(old - columns["rollout_logprob"][t]), algo.is_weight_cap) if algo.rollout_correction == "token_tis" else 1.0
+        )
         is_large = math.exp(to_reference) - 1 - to_reference > 10
         kl, kl_gradient = {
             "k1": (-to_reference, 1.0),
             "k2": (to_reference**2 / 2, -to_reference),
             "k3": (10.0, 0.0) if is_large else (math.exp(to_reference) - 1 - to_reference, 1 - math.exp(to_reference)),
         }[algo.kl_estimator]
-        in_loss = 0.0 if algo.kl_in_reward else algo.kl_coef
+        in_loss = 0.0 if algo.use_kl_in_reward else algo.kl_coef
         loss += weight * (-correction * bound * a + in_loss * kl - algo.entropy_coef * entropy)
         gradient.append(weight * ((0.0 if any(capped.values()) else -correction * r * a) + in_loss * kl_gradient))
         for name, value in capped.items():
             metrics[f"policy/{name}_fraction"] += value
         metrics["policy/ratio"] += r
-        metrics["policy/kl_old"] += min(r - 1 - log_ratio, 10)
-        metrics["policy/kl_reference"] += min(math.exp(to_reference) - 1 - to_reference, 10)
+        metrics["policy/ppo_kl"] += min(r - 1 - log_ratio, 10)
+        metrics["policy/kl_ref"] += min(math.exp(to_reference) - 1 - to_reference, 10)
         metrics["policy/entropy"] += entropy
-        metrics["policy/ratio_gap_max"] = max(metrics["policy/ratio_gap_max"], abs(r - 1))
-        metrics["engine/logprob_gap"] += abs(old - columns["engine"][t])
-        metrics["engine/logprob_gap_max"] = max(metrics["engine/logprob_gap_max"], abs(old - columns["engine"][t]))
-        if algo.correction != "none":
-            told = (correction, correction**2, correction == algo.correction_cap, 0.0)
+        metrics["policy/ratio_abs_dev_max"] = max(metrics["policy/ratio_abs_dev_max"], abs(r - 1))
+        metrics["rollout_mismatch/logprob_abs_diff"] += abs(old - columns["rollout_logprob"][t])
+        metrics["rollout_mismatch/logprob_abs_diff_max"] = max(
+            metrics["rollout_mismatch/logprob_abs_diff_max"], abs(old - columns["rollout_logprob"][t])
+        )
+        if algo.rollout_correction != "none":
+            told = (correction, correction**2, correction == algo.is_weight_cap, 0.0)
             metrics |= {name: metrics[name] + value for name, value in zip(CORRECTED, told, strict=True)}
     return loss, gradient, metrics
 
@@ -151,7 +165,7 @@ def test_the_loss_is_the_textbook_loop(
     estimator: str, correction: str, seed: int, lengths: list[int], dual_clip: float, in_reward: bool, spread: float
 ) -> None:
     algo = dataclasses.replace(
-        ALGO, kl_estimator=estimator, dual_clip=dual_clip, correction=correction, correction_cap=1.3, kl_in_reward=in_reward
+        ALGO, kl_estimator=estimator, clip_ratio_c=dual_clip, rollout_correction=correction, is_weight_cap=1.3, use_kl_in_reward=in_reward
     )
     rows = random_rows(seed, lengths, spread=spread)
     loss, gradient_R, entropy_gradient_R, metrics = loss_and_gradient(rows, algo)
@@ -170,14 +184,14 @@ def test_the_loss_is_the_textbook_loop(
 def test_two_halves_add_up_to_the_whole(name: str, cut: int, correction: str) -> None:
     """Cut between any two contexts."""
     lengths = [5, 1, 8, 3]
-    algo = dataclasses.replace(ALGO, name=name, correction=correction, geo_mask_high=1.2, k3_mask_high=0.1)
+    algo = dataclasses.replace(ALGO, name=name, rollout_correction=correction, geo_mask_high=1.2, k3_mask_high=0.1)
 
     def part(chosen: slice) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
         rows = random_rows(7, lengths)
-        given = {field.name: getattr(rows, field.name) for field in dataclasses.fields(Rows)}
+        given = {field.name: getattr(rows, field.name) for field in dataclasses.fields(LossInputs)}
         columns = {name: column[chosen].detach() for name, column in given.items() if column is not None}
         leaves = {leaf: columns[leaf].clone().requires_grad_() for leaf in ("logprob_R", "entropy_R")}
-        return loss_and_gradient(Rows(**columns | leaves), algo)
+        return loss_and_gradient(LossInputs(**columns | leaves), algo)
 
     border = sum(lengths[:cut])
     whole, first, second = part(slice(None)), part(slice(border)), part(slice(border, None))
@@ -193,7 +207,7 @@ def test_two_halves_add_up_to_the_whole(name: str, cut: int, correction: str) ->
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_rows_are_a_loss_of_zero_with_the_usual_metrics(name: str) -> None:
-    algo = dataclasses.replace(ALGO, name=name, correction="token_tis")
+    algo = dataclasses.replace(ALGO, name=name, rollout_correction="token_tis")
     loss, gradient_R, _, metrics = loss_and_gradient(random_rows(1, []), algo)
     assert (loss, gradient_R.tolist()) == (0.0, [])
     assert numbers(metrics) == dict.fromkeys(numbers(loss_and_gradient(random_rows(1, [4, 5]), algo)[3]), 0.0)
@@ -203,18 +217,20 @@ def test_no_rows_are_a_loss_of_zero_with_the_usual_metrics(name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_stands_at_tokens_that_were_not_sampled_reaches_nothing(name: str, garbage: float) -> None:
     """A packed batch whose unsampled entries are made garbage: loss, gradient and metrics stay the same, bit for bit."""
-    contexts = [context for rollout in (episode(0, 1.0, lengths=(2, 3)), episode(0, 0.0, lengths=(1,))) for context in rollout.contexts]
+    contexts = [context for rollout in (episode(0, 1.0, lengths=(2, 3)), episode(0, 0.0, lengths=(1,))) for context in rollout.sequences]
     results = []
     for filling in (0.0, garbage):
         packed = [weighted(context, advantage=place - 0.5, weight=1.0) for place, context in enumerate(contexts)]
         batch = pack(packed, image_token_id=9, positions=lambda ids, images: torch.zeros(3, len(ids), dtype=torch.long), multiple_of=4)
         logprob_T = torch.linspace(-3, -0.5, batch.num_tokens)
-        batch.old_logprob_T, batch.reference_logprob_T = logprob_T - 0.1, logprob_T + 0.2
-        for column_T in (batch.old_logprob_T, batch.reference_logprob_T, batch.advantage_T, batch.engine_logprob_T, batch.weight_T):
+        batch.old_logprob_T, batch.ref_logprob_T = logprob_T - 0.1, logprob_T + 0.2
+        for column_T in (batch.old_logprob_T, batch.ref_logprob_T, batch.advantage_T, batch.rollout_logprob_T, batch.weight_T):
             column_T.masked_fill_(~batch.mask_T, filling)
         rows_R = batch.mask_T.nonzero().flatten()
         logprob_R = logprob_T[rows_R].requires_grad_()
-        loss, metrics = objective(dataclasses.replace(ALGO, name=name))(loss_rows(batch, rows_R, logprob_R, torch.ones(len(rows_R))))
+        loss, metrics = make_policy_objective(dataclasses.replace(ALGO, name=name))(
+            loss_rows(batch, rows_R, logprob_R, torch.ones(len(rows_R)))
+        )
         results.append((loss.item(), torch.autograd.grad(loss, logprob_R)[0].tolist(), numbers(metrics)))
     assert math.isfinite(results[0][0]) and len(results[0][1]) == 6
     assert results[0] == results[1]
@@ -224,17 +240,17 @@ def test_what_stands_at_tokens_that_were_not_sampled_reaches_nothing(name: str, 
 def test_what_is_no_term_of_the_loss_is_only_measured(in_reward: bool) -> None:
     """Without coefficients, or with the KL in the reward, the policy term is left; without a reference its metric is missing."""
     rows = random_rows(3, [9, 7])
-    algo = dataclasses.replace(ALGO, kl_coef=0.1 * in_reward, kl_in_reward=in_reward, entropy_coef=0.0)
-    expected = (rows.weight_R * ALGORITHMS["grpo"].surrogate(rows, algo)).sum().item()
-    measured, bare = loss_and_gradient(rows, algo), loss_and_gradient(dataclasses.replace(rows, reference_R=None), algo)
+    algo = dataclasses.replace(ALGO, kl_coef=0.1 * in_reward, use_kl_in_reward=in_reward, entropy_coef=0.0)
+    expected = (rows.weight_R * ALGORITHMS["grpo"].policy_loss(rows, algo)).sum().item()
+    measured, bare = loss_and_gradient(rows, algo), loss_and_gradient(dataclasses.replace(rows, ref_logprob_R=None), algo)
     assert measured[0] == bare[0] == pytest.approx(expected, abs=1e-12)
     assert torch.equal(measured[1], bare[1]) and not measured[2].any()
-    assert numbers(measured[3]).keys() - numbers(bare[3]).keys() == {"policy/kl_reference"}
+    assert numbers(measured[3]).keys() - numbers(bare[3]).keys() == {"policy/kl_ref"}
 
 
 def test_a_token_far_from_the_reference_adds_its_bound_and_no_gradient() -> None:
     """log(reference / policy) = 8: k3 is 3e3, of which 10 counts; the policy's gradient, -A, is all there is."""
-    rows = make_rows([0.0], [2.0], reference=[7.0], weight=[0.5])
+    rows = make_rows([0.0], [2.0], ref_logprob=[7.0], weight=[0.5])
     loss, gradient_R, *_ = loss_and_gradient(rows, dataclasses.replace(ALGO, entropy_coef=0.0))
     assert (loss, gradient_R.tolist()) == (0.5 * (-2.0 + 0.1 * 10.0), [-1.0])
 
@@ -242,7 +258,7 @@ def test_a_token_far_from_the_reference_adds_its_bound_and_no_gradient() -> None
 def test_the_warm_starts_loss_by_hand() -> None:
     # 1 * 0.5 + 2 * 0.25 = 1; the gradient is minus the weight
     rows = make_rows([0.5, 1.75], [0.0, 0.0], weight=[1.0, 2.0], entropy=[0.5, 0.25])
-    loss, metrics = likelihood(rows)
+    loss, metrics = sft_loss(rows)
     loss.backward()
     assert (loss.item(), rows.logprob_R.grad.tolist()) == (1.0, [-1.0, -2.0])
     assert numbers(metrics) == {"policy/entropy": 0.75}
@@ -254,32 +270,32 @@ GROUP = {"grpo", "gspo", "cispo", "sapo", "gmpo", "dppo"}
 """Rows that credit as GRPO does."""
 BY_TURN, CLIPPED = GROUP - {"gspo", "gmpo"}, {"grpo", "rloo", "opo", "reinforce_pp", "gspo", "ppo", "ppo_turn"}
 EVERY, CRITIC = set(ALGORITHMS), {"ppo", "ppo_turn"}
-KL, TO_GO, TIS = {"kl_coef": 0.1}, {"turns": "return_to_go"}, {"correction": "token_tis"}
+KL, TO_GO, TIS = {"kl_coef": 0.1}, {"turn_credit": "return_to_go"}, {"rollout_correction": "token_tis"}
 BOUNDS = {"token_mask_low": 0.9, "token_mask_high": 1.1, "sequence_mask_low": 0.9, "sequence_mask_high": 1.1}
 BOUNDS |= {"geo_mask_low": 0.5, "geo_mask_high": 1.5, "k3_mask_high": 0.1, "opsm_delta": 2.0}
 WIRING: dict[str, tuple[object, dict, set[str]]] = {
-    "normalize_std": (False, {}, GROUP),
+    "norm_adv_by_std": (False, {}, GROUP),
     "std_eps": (0.5, {}, GROUP),
-    "turns": ("outcome_and_turn", {}, BY_TURN),
-    "discount": (0.5, TO_GO, BY_TURN),
-    "omega": (0.5, {"turns": "same_state"}, BY_TURN),
-    "gae_over": ("turns", {}, CRITIC),
-    "gae_lambda": (0.5, {}, CRITIC),
-    "whiten": (False, {}, CRITIC),
-    "clip_low": (0.4, {}, EVERY - {"sapo"}),
-    "clip_high": (0.4, {}, EVERY - {"sapo"}),
-    "dual_clip": (1.2, {}, CLIPPED),
+    "turn_credit": ("outcome_and_turn", {}, BY_TURN),
+    "gamma": (0.5, TO_GO, BY_TURN),
+    "gigpo_step_weight": (0.5, {"turn_credit": "gigpo"}, BY_TURN),
+    "gae_level": ("turns", {}, CRITIC),
+    "lam": (0.5, {}, CRITIC),
+    "whiten_advantages": (False, {}, CRITIC),
+    "clip_ratio_low": (0.4, {}, EVERY - {"sapo"}),
+    "clip_ratio_high": (0.4, {}, EVERY - {"sapo"}),
+    "clip_ratio_c": (1.2, {}, CLIPPED),
     "sapo_tau_positive": (2.0, {}, {"sapo"}),
     "sapo_tau_negative": (2.0, {}, {"sapo"}),
     "kl_coef": (0.1, {}, EVERY),
     "kl_estimator": ("k2", KL, EVERY),
-    "kl_in_reward": (True, KL, EVERY),
-    "thought_coef": (0.5, {}, EVERY),
+    "use_kl_in_reward": (True, KL, EVERY),
+    "thought_logprob_scale": (0.5, {}, EVERY),
     "entropy_coef": (0.1, {}, EVERY),
-    "correction": ("token_tis", {}, EVERY),
-    "correction_over": ("turns", {"correction": "sequence_tis"}, EVERY),
-    "correction_cap": (1.1, TIS, EVERY),
-    **{name: (value, {"correction": name.rpartition("_")[0]}, EVERY) for name, value in BOUNDS.items()},
+    "rollout_correction": ("token_tis", {}, EVERY),
+    "rollout_correction_level": ("turns", {"rollout_correction": "sequence_tis"}, EVERY),
+    "is_weight_cap": (1.1, TIS, EVERY),
+    **{name: (value, {"rollout_correction": name.rpartition("_")[0]}, EVERY) for name, value in BOUNDS.items()},
 }
 """For each setting a value that is not its default, what else must be set for it to matter, and the rows that it then moves."""
 
@@ -293,16 +309,16 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
     ]
     for number, rollout in enumerate(rollouts):
         penalize(rollout, *(0.3 * math.sin(number + place) for place in range(rollout.num_sampled)))
-        for context in rollout.contexts:
-            context.attach("values", [math.cos(number + place) for place in range(len(context.token_ids))])
+        for context in rollout.sequences:
+            context.set_column("values", [math.cos(number + place) for place in range(len(context.token_ids))])
         for turn in rollout.turns:
-            turn.action = turn.span[1] - 1
-    weigh_thoughts(rollouts, algo.thought_coef)
+            turn.action_start = turn.token_span[1] - 1
+    scale_thought_logprobs(rollouts, algo.thought_logprob_scale)
     coefficients = [
-        c.coefficients[place] for each in rollouts for c in each.contexts for place, sampled in enumerate(c.loss_mask) if sampled
+        c.logprob_scale[place] for each in rollouts for c in each.sequences for place, sampled in enumerate(c.loss_mask) if sampled
     ]
-    ALGORITHMS[algo.name].credit(rollouts, algo)
-    credits = [credit for rollout in rollouts for context in rollout.contexts for credit in context.advantages if credit]
+    ALGORITHMS[algo.name].advantage_fn(rollouts, algo)
+    credits = [credit for rollout in rollouts for context in rollout.sequences for credit in context.advantages if credit]
     segments = [number for number, each in enumerate(lengths) for _ in range(sum(each))]
     turns = [turn for turn, length in enumerate(length for each in lengths for length in each) for _ in range(length)]
     size = len(segments)
@@ -312,8 +328,8 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
     d = [each + (0.6 if segment % 2 else -0.6) for each, segment in zip(d, segments, strict=True)]
     old = [-1.0] * size
     rows = make_rows(
-        d, credits, segments=segments, turns=turns, coefficient=coefficients, old=old, engine=[-1.0 + g for g in gap],
-        reference=[-1.0 + r for r in reference], entropy=[0.5] * size,
+        d, credits, segments=segments, turns=turns, logprob_scale=coefficients, old=old, rollout_logprob=[-1.0 + g for g in gap],
+        ref_logprob=[-1.0 + r for r in reference], entropy=[0.5] * size,
     )  # fmt: skip
     loss, gradient_R, *_ = loss_and_gradient(rows, algo)
     return credits, loss, gradient_R.tolist()
@@ -324,8 +340,8 @@ def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> Non
     value, base, rows = WIRING[field]
     assert value != getattr(AlgoSettings(), field), "a default moves nothing"
     moved = set()
-    dual_clipped = [name for name, row in ALGORITHMS.items() if row.dual_clips]
-    takers = {"turns": BY_TURN, "discount": BY_TURN, "omega": BY_TURN, "dual_clip": dual_clipped}
+    dual_clipped = [name for name, row in ALGORITHMS.items() if row.supports_dual_clip]
+    takers = {"turn_credit": BY_TURN, "gamma": BY_TURN, "gigpo_step_weight": BY_TURN, "clip_ratio_c": dual_clipped}
     for name in takers.get(field, ALGORITHMS):  # others refuse them
         before = AlgoSettings(name=name, **base)
         after = dataclasses.replace(before, **{field: value})

@@ -14,14 +14,14 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.kl import MAX_LOG_RATIO
 from megatron_rl.algo.policy_losses import MAX_DPPO_RATIO, segment_mean
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Rows
+from megatron_rl.types import LossInputs
 from tests.support.rows import floats, make_rows, random_rows, tensor
 
-CLIPS = AlgoSettings(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+CLIPS = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
 LOG_15, LOG_05 = math.log(1.5), math.log(0.5)
 
 
-def losses_and_gradient(surrogate: policy_losses.Surrogate, rows: Rows, algo: AlgoSettings) -> tuple[list[float], list[float]]:
+def losses_and_gradient(surrogate: policy_losses.PolicyLossFn, rows: LossInputs, algo: AlgoSettings) -> tuple[list[float], list[float]]:
     """The loss of each token, and the gradient of their sum."""
     loss_R = surrogate(rows, algo)
     (gradient_R,) = torch.autograd.grad(loss_R.sum(), rows.logprob_R)
@@ -50,7 +50,7 @@ CASES = [  # ratio, advantage, loss = -max(min(r A, clip(r, 0.8, 1.3) A), 3 A if
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient"), CASES)
 def test_clipped_by_hand(ratio: float, advantage: float, loss: float, gradient: float) -> None:
     rows = make_rows([math.log(ratio)], [advantage])
-    assert losses_and_gradient(policy_losses.clipped, rows, CLIPS) == (near(loss), near(gradient))
+    assert losses_and_gradient(policy_losses.ppo_clip, rows, CLIPS) == (near(loss), near(gradient))
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient"), CASES)
@@ -59,21 +59,21 @@ def test_gspo_is_the_same_with_one_ratio_for_a_context(ratio: float, advantage: 
     d = math.log(ratio)
     rows = make_rows([3 * d, -d, d, 0.0, 0.0], [advantage] * 3 + [1.0] * 2, segments=[2, 2, 2, 5, 5])
     expected = (near(*[loss] * 3, -1.0, -1.0), near(*[gradient] * 3, -1.0, -1.0))
-    assert losses_and_gradient(policy_losses.sequence_clipped, rows, CLIPS) == expected
+    assert losses_and_gradient(policy_losses.gspo, rows, CLIPS) == expected
 
 
 def test_gspo_by_hand() -> None:
     """Ratios 1.5 and 0.5: sqrt(0.75) = 0.8660. Value and gradient over n tokens are those of one ratio exp(mean log r) times n."""
     rows = make_rows([LOG_15, LOG_05], [1.0, 1.0])
     ratio = math.sqrt(0.75)
-    assert losses_and_gradient(policy_losses.sequence_clipped, rows, CLIPS) == (near(-ratio, -ratio), near(-ratio, -ratio))
+    assert losses_and_gradient(policy_losses.gspo, rows, CLIPS) == (near(-ratio, -ratio), near(-ratio, -ratio))
     assert ratio == pytest.approx(0.8660, abs=5e-5)
-    narrow = AlgoSettings(clip_low=3e-4, clip_high=4e-4)
-    assert losses_and_gradient(policy_losses.sequence_clipped, make_rows([LOG_15, LOG_05], [-1.0, -1.0]), narrow) == (
+    narrow = AlgoSettings(clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+    assert losses_and_gradient(policy_losses.gspo, make_rows([LOG_15, LOG_05], [-1.0, -1.0]), narrow) == (
         near(0.9997, 0.9997), near(0.0, 0.0),
     )  # fmt: skip
     above = make_rows([LOG_15, 0.0], [1.0, 1.0])
-    assert losses_and_gradient(policy_losses.sequence_clipped, above, narrow) == (near(-1.0004, -1.0004), near(0.0, 0.0))
+    assert losses_and_gradient(policy_losses.gspo, above, narrow) == (near(-1.0004, -1.0004), near(0.0, 0.0))
 
 
 def test_gmpo_by_hand() -> None:
@@ -81,17 +81,17 @@ def test_gmpo_by_hand() -> None:
 
     A = -1: the lower bound holds for the second: exp((0.4055 - 0.2) / 2). Each token has the value of its context.
     """
-    algo = AlgoSettings(clip_low=0.2, clip_high=0.28)
+    algo = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.28)
     value = math.exp((0.28 + LOG_05) / 2)
     assert value == pytest.approx(0.8134, abs=5e-5)
     rows = make_rows([LOG_15, LOG_05, 0.1], [1.0, 1.0, -2.0], segments=[0, 0, 4])
-    assert losses_and_gradient(policy_losses.geometric, rows, algo) == (
+    assert losses_and_gradient(policy_losses.gmpo, rows, algo) == (
         near(-value, -value, 2 * math.exp(0.1)), near(0.0, -value, 2 * math.exp(0.1)),
     )  # fmt: skip
     negative = math.exp((LOG_15 - 0.2) / 2)
     rows = make_rows([LOG_15, LOG_05], [-1.0, -1.0])
-    assert losses_and_gradient(policy_losses.geometric, rows, algo) == (near(negative, negative), near(negative, 0.0))
-    assert losses_and_gradient(policy_losses.geometric, make_rows([LOG_15, 5.0], [0.0, 0.0]), algo) == (near(0, 0), near(0, 0))
+    assert losses_and_gradient(policy_losses.gmpo, rows, algo) == (near(negative, negative), near(negative, 0.0))
+    assert losses_and_gradient(policy_losses.gmpo, make_rows([LOG_15, 5.0], [0.0, 0.0]), algo) == (near(0, 0), near(0, 0))
 
 
 def test_sapo_by_hand() -> None:
@@ -106,7 +106,7 @@ def test_sapo_by_hand() -> None:
     rows = make_rows([LOG_15, LOG_05, LOG_15, 0.0, LOG_15], [1.0, 3.0, -1.0, -1.0, 0.0])
     slope = 4 * sigmoid(0.5) * sigmoid(-0.5)
     negative = 2 * sigmoid(1.0)  # 4 / 2
-    assert losses_and_gradient(policy_losses.sigmoid_gated, rows, algo) == (
+    assert losses_and_gradient(policy_losses.sapo, rows, algo) == (
         near(-up, -3 * down, negative, 1.0, 0.0),
         near(-1.5 * slope, -3 * 0.5 * slope, 1.5 * 4 * sigmoid(1.0) * sigmoid(-1.0), 1.0, 0.0),
     )
@@ -119,8 +119,8 @@ def test_cispo_by_hand() -> None:
     logprobs, advantages = (LOG_15 - 1, LOG_05 - 1, -0.9, LOG_15 - 1), (2.0, 2.0, 2.0, -2.0)
     expected = [-weight * a for weight, a in zip(weights, advantages, strict=True)]
     values = [slope * logprob for slope, logprob in zip(expected, logprobs, strict=True)]
-    assert losses_and_gradient(policy_losses.stopped_ratio, rows, CLIPS) == (near(*values), near(*expected))
-    unbounded = losses_and_gradient(policy_losses.stopped_ratio, rows, AlgoSettings(clip_low=1.0, clip_high=0.3))[1]
+    assert losses_and_gradient(policy_losses.cispo, rows, CLIPS) == (near(*values), near(*expected))
+    unbounded = losses_and_gradient(policy_losses.cispo, rows, AlgoSettings(clip_ratio_low=1.0, clip_ratio_high=0.3))[1]
     assert unbounded == near(-2.6, -1.0, -2 * math.exp(0.1), 2.6), "clip_low=1 is no lower bound"
 
 
@@ -136,20 +136,20 @@ def test_dppo_by_hand(old: float, now: float, advantage: float, kept: bool) -> N
     rows = make_rows([math.log(now / old)], [advantage], old=[math.log(old)])
     slope = -min(now / old, 20.0) * advantage * kept
     assert MAX_DPPO_RATIO == 20.0
-    assert losses_and_gradient(policy_losses.divergence_bounded, rows, CLIPS) == (near(slope * math.log(now)), near(slope))
+    assert losses_and_gradient(policy_losses.dppo, rows, CLIPS) == (near(slope * math.log(now)), near(slope))
 
 
 def test_dual_clip_zero_is_off() -> None:
     # r = 5, A = -2: 5 * 2 = 10 instead of 6
-    rows, off = make_rows([math.log(5.0)], [-2.0]), AlgoSettings(clip_low=0.2, clip_high=0.3, dual_clip=0.0)
-    assert losses_and_gradient(policy_losses.clipped, rows, off) == (near(10.0), near(10.0))
-    assert losses_and_gradient(policy_losses.sequence_clipped, rows, off) == (near(10.0), near(10.0))
+    rows, off = make_rows([math.log(5.0)], [-2.0]), AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=0.0)
+    assert losses_and_gradient(policy_losses.ppo_clip, rows, off) == (near(10.0), near(10.0))
+    assert losses_and_gradient(policy_losses.gspo, rows, off) == (near(10.0), near(10.0))
 
 
-@pytest.mark.parametrize("surrogate", [policy_losses.clipped, policy_losses.sequence_clipped])
-def test_the_dual_clip_bounds_negative_advantages_alone(surrogate: policy_losses.Surrogate) -> None:
+@pytest.mark.parametrize("surrogate", [policy_losses.ppo_clip, policy_losses.gspo])
+def test_the_dual_clip_bounds_negative_advantages_alone(surrogate: policy_losses.PolicyLossFn) -> None:
     """A dual clip of 1.1, below 1 + clip_high: at r = 1.25 it holds for A = -2 (1.1 * 2), and not for A = 2 (1.25 * 2)."""
-    algo = AlgoSettings(clip_low=0.2, clip_high=0.3, dual_clip=1.1)
+    algo = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.1)
     rows = make_rows([math.log(1.25)] * 2, [2.0, -2.0], segments=[0, 1])
     assert losses_and_gradient(surrogate, rows, algo) == (near(-2.5, 2.2), near(-2.5, 0.0))
 
@@ -162,8 +162,8 @@ def test_the_dual_clip_bounds_negative_advantages_alone(surrogate: policy_losses
 def test_on_policy_the_gradient_is_reinforce_even_with_an_empty_clip_range(name: str, clip: float) -> None:
     advantages = [1.5, 1.5, 1.5, -0.5, -0.5, 0.0]
     rows = make_rows([0.0] * 6, advantages, segments=[0, 0, 0, 1, 1, 3], turns=range(6))
-    algo = AlgoSettings(name=name, clip_low=clip, clip_high=clip, dual_clip=3.0)
-    assert losses_and_gradient(ALGORITHMS[name].surrogate, rows, algo)[1] == near(*(-a for a in advantages))
+    algo = AlgoSettings(name=name, clip_ratio_low=clip, clip_ratio_high=clip, clip_ratio_c=3.0)
+    assert losses_and_gradient(ALGORITHMS[name].policy_loss, rows, algo)[1] == near(*(-a for a in advantages))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -171,7 +171,7 @@ def test_on_policy_the_gradient_is_reinforce_even_with_an_empty_clip_range(name:
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0, 89.0, 21.0])
 def test_extreme_ratios_stay_finite_in_float32(name: str, log_ratio: float, advantage: float) -> None:
     rows = make_rows([log_ratio], [advantage], old=[-1.0], dtype=torch.float32)
-    (loss,), (gradient,) = losses_and_gradient(ALGORITHMS[name].surrogate, rows, AlgoSettings(name=name, clip_low=1.0))
+    (loss,), (gradient,) = losses_and_gradient(ALGORITHMS[name].policy_loss, rows, AlgoSettings(name=name, clip_ratio_low=1.0))
     assert math.isfinite(loss) and math.isfinite(gradient)
     assert abs(gradient) <= math.exp(MAX_LOG_RATIO) * 1.001
 
@@ -180,7 +180,7 @@ def test_extreme_ratios_stay_finite_in_float32(name: str, log_ratio: float, adva
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0, -math.inf])
 def test_extreme_ratios_by_hand_in_float32(log_ratio: float, advantage: float) -> None:
     rows = make_rows([log_ratio], [advantage], old=[0.0], dtype=torch.float32)
-    (loss,), (gradient,) = losses_and_gradient(policy_losses.clipped, rows, AlgoSettings())
+    (loss,), (gradient,) = losses_and_gradient(policy_losses.ppo_clip, rows, AlgoSettings())
     ratio = math.exp(min(log_ratio, MAX_LOG_RATIO))
     assert loss == pytest.approx(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage), rel=1e-6)
     assert gradient == 0.0  # bounded, ended by the cap, or multiplied by a ratio of 0
@@ -195,20 +195,20 @@ def test_segment_mean_by_hand() -> None:
 # Textbook loops ---------------------------------------------------------------------------------------------------------------------------
 
 
-def textbook(name: str, rows: Rows, algo: AlgoSettings) -> tuple[list[float], list[float], list[bool], list[bool]]:
+def textbook(name: str, rows: LossInputs, algo: AlgoSettings) -> tuple[list[float], list[float], list[bool], list[bool]]:
     """Loss and gradient of each token, and whether it is past the lower and the upper bound, in plain floats, context by context."""
     columns = floats(rows)
-    lo, hi, contexts = algo.clip_low, algo.clip_high, defaultdict(list)
-    out: tuple[list, list, list, list] = tuple([0.0] * len(columns["old"]) for _ in range(4))
-    for t, context in enumerate(columns["context"]):
+    lo, hi, contexts = algo.clip_ratio_low, algo.clip_ratio_high, defaultdict(list)
+    out: tuple[list, list, list, list] = tuple([0.0] * len(columns["old_logprob"]) for _ in range(4))
+    for t, context in enumerate(columns["sequence"]):
         contexts[context].append(t)
     for tokens in contexts.values():
-        d = [columns["logprob"][t] - columns["old"][t] for t in tokens]
+        d = [columns["logprob"][t] - columns["old_logprob"][t] for t in tokens]
         mean, count, a = sum(d) / len(d), len(d), columns["advantage"][tokens[0]]
         bounded = [max(-lo, min(hi, x)) if (x > hi) == (a > 0) else x for x in d]  # gmpo's, where the sign makes a bound hold
         whole = math.exp(sum(bounded) / count)
         for t, x, k in zip(tokens, d, bounded, strict=True):
-            now, old = math.exp(columns["logprob"][t]), math.exp(columns["old"][t])
+            now, old = math.exp(columns["logprob"][t]), math.exp(columns["old_logprob"][t])
             r = math.exp({"gspo": mean, "ppo_turn": sum(d)}.get(name, x))  # each context of random_rows is one turn
             low, high = {"gmpo": (x < -lo, x > hi), "dppo": (now - old < -lo, now - old > hi), "sapo": (False, False)}.get(
                 name, (r < 1 - lo, r > 1 + hi)
@@ -216,14 +216,14 @@ def textbook(name: str, rows: Rows, algo: AlgoSettings) -> tuple[list[float], li
             is_bound, logprob = (a > 0 and high) or (a < 0 and low), columns["logprob"][t]
             gate = {True: algo.sapo_tau_positive, False: algo.sapo_tau_negative}[a > 0]
             sigmoid = 1 / (1 + math.exp(-gate * (r - 1)))
-            clip, dual = max(1 - lo, min(1 + hi, r)), a < 0 and r > algo.dual_clip
+            clip, dual = max(1 - lo, min(1 + hi, r)), a < 0 and r > algo.clip_ratio_c
             loss, slope = {
                 "gmpo": (-a * whole, -a * whole * (k == x)),
                 "cispo": (-clip * a * logprob, -clip * a),
                 "sapo": (-4 / gate * sigmoid * a, -4 * sigmoid * (1 - sigmoid) * r * a),
                 "dppo": (-min(r, 20) * a * logprob * (not is_bound), -min(r, 20) * a * (not is_bound)),
-                "ppo_turn": (-a * (clip if is_bound else algo.dual_clip if dual else r), 0.0 if is_bound or dual else -a * r * count),
-            }.get(name, (-a * (clip if is_bound else algo.dual_clip if dual else r), 0.0 if is_bound or dual else -a * r))
+                "ppo_turn": (-a * (clip if is_bound else algo.clip_ratio_c if dual else r), 0.0 if is_bound or dual else -a * r * count),
+            }.get(name, (-a * (clip if is_bound else algo.clip_ratio_c if dual else r), 0.0 if is_bound or dual else -a * r))
             for column, value in zip(out, (loss, slope, low, high), strict=True):
                 column[t] = value
     return out
@@ -233,12 +233,12 @@ def textbook(name: str, rows: Rows, algo: AlgoSettings) -> tuple[list[float], li
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 9), max_size=5), st.sampled_from([0.1, 1.0]))
 def test_surrogates_and_bounds_are_the_textbook_loop(name: str, seed: int, lengths: list[int], spread: float) -> None:
-    algo = AlgoSettings(name=name, clip_low=0.1, clip_high=0.2, dual_clip=1.5, sapo_tau_positive=0.7, sapo_tau_negative=1.3)
+    algo = AlgoSettings(name=name, clip_ratio_low=0.1, clip_ratio_high=0.2, clip_ratio_c=1.5, sapo_tau_positive=0.7, sapo_tau_negative=1.3)
     rows, algorithm = random_rows(seed, lengths, spread=spread), ALGORITHMS[name]
     losses, gradient, below, above = textbook(name, rows, algo)
-    assert losses_and_gradient(algorithm.surrogate, rows, algo) == (
+    assert losses_and_gradient(algorithm.policy_loss, rows, algo) == (
         pytest.approx(losses, rel=1e-12, abs=1e-12), pytest.approx(gradient, rel=1e-12, abs=1e-12),
     )  # fmt: skip
-    below_R, above_R = algorithm.bounds(rows, algo)
+    below_R, above_R = algorithm.clip_bounds(rows, algo)
     assert (below_R.tolist(), above_R.tolist()) == (below, above)
     assert below_R.dtype == above_R.dtype == torch.bool

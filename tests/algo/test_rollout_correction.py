@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
-from megatron_rl.algo.objective import objective
-from megatron_rl.algo.rollout_correction import CORRECTIONS, correct
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.algo.rollout_correction import CORRECTIONS, compute_is_weights
 from megatron_rl.batching.packing import loss_rows, pack
 from megatron_rl.config import AlgoSettings
-from megatron_rl.types import Context, Rows
+from megatron_rl.types import LossInputs, TokenSequence
 from tests.support.corrections import textbook_weights
 from tests.support.packed import weighted
 from tests.support.rows import make_rows, random_rows
@@ -26,11 +26,11 @@ WIDE = {"token_mask_low": 0.6, "token_mask_high": 2.5, "geo_mask_low": 0.8, "geo
 """Bounds that the random rows of these tests lie on both sides of."""
 
 
-def rows_of(*gaps: float, segments: list[int] | None = None, dtype: torch.dtype = torch.float64, **given: list) -> Rows:
+def rows_of(*gaps: float, segments: list[int] | None = None, dtype: torch.dtype = torch.float64, **given: list) -> LossInputs:
     """On-policy rows whose old logprob, -1, is this much above the engine's."""
     size, advantage = len(gaps), given.pop("advantage", [1.0] * len(gaps))
     return make_rows(
-        [0.0] * size, advantage, old=[-1.0] * size, engine=[-1.0 - gap for gap in gaps], segments=segments, dtype=dtype, **given
+        [0.0] * size, advantage, old=[-1.0] * size, rollout_logprob=[-1.0 - gap for gap in gaps], segments=segments, dtype=dtype, **given
     )
 
 
@@ -45,9 +45,9 @@ GAPS = (LOG3, math.log(1.5), -LOG3, math.log(2), math.log(0.1))
         ("none", {}, [1, 1, 1, 1, 1]),
         ("bypass", {}, [1, 1, 1, 1, 1]),
         ("token_tis", {}, [2, 1.5, 1 / 3, 2, 0.1]),
-        ("token_tis", {"correction_cap": 5.0}, [3, 1.5, 1 / 3, 2, 0.1]),
+        ("token_tis", {"is_weight_cap": 5.0}, [3, 1.5, 1 / 3, 2, 0.1]),
         ("sequence_tis", {}, [1.5, 1.5, 1.5, 0.2, 0.2]),
-        ("sequence_tis", {"correction_cap": 1.25}, [1.25, 1.25, 1.25, 0.2, 0.2]),
+        ("sequence_tis", {"is_weight_cap": 1.25}, [1.25, 1.25, 1.25, 0.2, 0.2]),
         ("token_mask", {}, [3, 1.5, 0, 2, 0]),  # 1/3 and 0.1 are below 0.5
         ("token_mask", {"token_mask_low": 0.3, "token_mask_high": 1.9}, [0, 1.5, 1 / 3, 0, 0]),
         ("sequence_mask", {}, [1.5, 1.5, 1.5, 0.2, 0.2]),
@@ -62,9 +62,9 @@ GAPS = (LOG3, math.log(1.5), -LOG3, math.log(2), math.log(0.1))
     ],
 )
 def test_weights_by_hand(correction: str, given: dict, weights: list[float]) -> None:
-    algo = AlgoSettings(correction=correction, **given)
+    algo = AlgoSettings(rollout_correction=correction, **given)
     check_algorithm(algo)
-    assert correct(rows_of(*GAPS, segments=CONTEXTS), algo).tolist() == pytest.approx(weights, abs=1e-12)
+    assert compute_is_weights(rows_of(*GAPS, segments=CONTEXTS), algo).tolist() == pytest.approx(weights, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -73,59 +73,61 @@ def test_weights_by_hand(correction: str, given: dict, weights: list[float]) -> 
 def test_long_sequences_have_weights_in_float32(correction: str, weights: list[float]) -> None:
     """300 tokens at r = 2 and 300 at r = 1/2: products of 2^300 and of 2^-300 are beyond float32, and inf * 0 is no weight."""
     gaps = [math.log(2)] * 300 + [-math.log(2)] * 300
-    found = correct(rows_of(*gaps, segments=[0] * 300 + [1] * 300, dtype=torch.float32), AlgoSettings(correction=correction))
+    found = compute_is_weights(
+        rows_of(*gaps, segments=[0] * 300 + [1] * 300, dtype=torch.float32), AlgoSettings(rollout_correction=correction)
+    )
     assert found.tolist() == pytest.approx([weights[0]] * 300 + [weights[1]] * 300, abs=1e-8)
 
 
 def test_opsm_by_hand() -> None:
     """Means of engine - logprob of 0.6, 0.4 and 0.6; only a negative advantage is masked, token by token; the old logprob has no part."""
     engine = [0.1, 1.1, 0.4, 0.2, 1.0]
-    rows = make_rows([0.0] * 5, [-1.0, 1.0, -1.0, -2.0, -1.0], old=[0.0] * 5, engine=engine, segments=[0, 0, 1, 2, 2])
-    for each in (rows, dataclasses.replace(rows, old_R=rows.engine_R)):
-        assert correct(each, AlgoSettings(correction="opsm")).tolist() == [0, 1, 1, 0, 0]
-        assert correct(each, AlgoSettings(correction="opsm", opsm_delta=0.3)).tolist() == [0, 1, 0, 0, 0]
-        assert correct(each, AlgoSettings(correction="opsm", opsm_delta=0.7)).tolist() == [1, 1, 1, 1, 1]
+    rows = make_rows([0.0] * 5, [-1.0, 1.0, -1.0, -2.0, -1.0], old=[0.0] * 5, rollout_logprob=engine, segments=[0, 0, 1, 2, 2])
+    for each in (rows, dataclasses.replace(rows, old_logprob_R=rows.rollout_logprob_R)):
+        assert compute_is_weights(each, AlgoSettings(rollout_correction="opsm")).tolist() == [0, 1, 1, 0, 0]
+        assert compute_is_weights(each, AlgoSettings(rollout_correction="opsm", opsm_delta=0.3)).tolist() == [0, 1, 0, 0, 0]
+        assert compute_is_weights(each, AlgoSettings(rollout_correction="opsm", opsm_delta=0.7)).tolist() == [1, 1, 1, 1, 1]
 
 
 def test_a_sequence_may_be_a_turn() -> None:
     """One context of two turns, r = 4, 1/2 | 1/4: products 2 and 1/4 in place of 1/2."""
     rows = rows_of(math.log(4), -math.log(2), -math.log(4), turns=[0, 0, 1])
-    by_turn = AlgoSettings(correction="sequence_mask", correction_over="turns")
-    assert correct(rows, AlgoSettings(correction="sequence_mask")).tolist() == pytest.approx([0.5] * 3, abs=1e-14)
-    assert correct(rows, by_turn).tolist() == pytest.approx([2.0, 2.0, 0.25], abs=1e-14)
-    geo = AlgoSettings(correction="geo_mask", correction_over="turns", geo_mask_high=1.5)
-    assert correct(rows, geo).tolist() == [1.0, 1.0, 0.0]
+    by_turn = AlgoSettings(rollout_correction="sequence_mask", rollout_correction_level="turns")
+    assert compute_is_weights(rows, AlgoSettings(rollout_correction="sequence_mask")).tolist() == pytest.approx([0.5] * 3, abs=1e-14)
+    assert compute_is_weights(rows, by_turn).tolist() == pytest.approx([2.0, 2.0, 0.25], abs=1e-14)
+    geo = AlgoSettings(rollout_correction="geo_mask", rollout_correction_level="turns", geo_mask_high=1.5)
+    assert compute_is_weights(rows, geo).tolist() == [1.0, 1.0, 0.0]
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 9), max_size=5), st.sampled_from(EVERY), st.booleans())
 def test_weights_are_the_textbooks(seed: int, lengths: list[int], correction: str, by_turn: bool) -> None:
     by_turn = by_turn and any(CORRECTIONS[name].by_sequence for name in correction.split("+"))
-    algo = AlgoSettings(correction=correction, correction_over="turns" if by_turn else "contexts", **WIDE)
+    algo = AlgoSettings(rollout_correction=correction, rollout_correction_level="turns" if by_turn else "sequences", **WIDE)
     rows = random_rows(seed, lengths)
     rows = dataclasses.replace(rows, turn_R=torch.arange(sum(lengths)) // 2)
     check_algorithm(algo)
     expected = textbook_weights(
         algo,
-        log_r=(rows.old_R - rows.engine_R).tolist(),
-        drift=(rows.engine_R - rows.logprob_R).tolist(),
+        log_r=(rows.old_logprob_R - rows.rollout_logprob_R).tolist(),
+        drift=(rows.rollout_logprob_R - rows.logprob_R).tolist(),
         advantage=rows.advantage_R.tolist(),
-        sequence=(rows.turn_R if by_turn else rows.context_R).tolist(),
+        sequence=(rows.turn_R if by_turn else rows.sequence_R).tolist(),
     )
-    assert correct(rows, algo).tolist() == pytest.approx(expected, rel=1e-10)
+    assert compute_is_weights(rows, algo).tolist() == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("gap", [1000.0, 89.0, 20.0, -20.0, -1000.0, math.inf, -math.inf])
 @pytest.mark.parametrize("correction", EVERY)
 def test_weights_stay_finite_in_float32(correction: str, gap: float) -> None:
     """A log r counts as 20 at most and -20 at least."""
-    algo = AlgoSettings(correction=correction, sequence_mask_high=math.inf, token_mask_low=0.0, token_mask_high=math.inf)
-    (weight,) = correct(rows_of(gap, dtype=torch.float32), algo).tolist()
+    algo = AlgoSettings(rollout_correction=correction, sequence_mask_high=math.inf, token_mask_low=0.0, token_mask_high=math.inf)
+    (weight,) = compute_is_weights(rows_of(gap, dtype=torch.float32), algo).tolist()
     held = math.exp(math.copysign(20, gap))
     masked = {"geo_mask", "k3_mask"} & set(correction.split("+"))
     ratio = {"token_tis": min(held, 2.0), "sequence_tis": min(held, 2.0), "token_mask": held, "sequence_mask": held}
     assert weight == pytest.approx(0.0 if masked else ratio.get(correction, 1.0), rel=1e-6)
-    both = correct(rows_of(gap, -gap, dtype=torch.float32), dataclasses.replace(algo, correction="sequence_tis"))
+    both = compute_is_weights(rows_of(gap, -gap, dtype=torch.float32), dataclasses.replace(algo, rollout_correction="sequence_tis"))
     assert both.tolist() == [1.0, 1.0], "tokens are held before they are summed"
 
 
@@ -137,11 +139,16 @@ def test_where_engine_and_trainer_agree_nothing_is_corrected(name: str, correcti
     results = []
     for each in ("none", correction):
         rows = random_rows(3, [4, 1, 7], spread=0.0 if looks_at_now else 0.7)
-        rows.engine_R.copy_(rows.old_R)
-        loss, metrics = objective(AlgoSettings(name=name, correction=each, kl_coef=0.1, entropy_coef=0.01))(rows)
+        rows.rollout_logprob_R.copy_(rows.old_logprob_R)
+        loss, metrics = make_policy_objective(AlgoSettings(name=name, rollout_correction=each, kl_coef=0.1, entropy_coef=0.01))(rows)
         results.append((loss.item(), torch.autograd.grad(loss, rows.logprob_R)[0].tolist()))
-        told = {metric: value.item() for metric, value in metrics.sums.items() if re.search("correction|truncated|masked", metric)}
-        share = {"engine/correction": 12, "engine/correction_squared": 12, "engine/truncated_fraction": 0, "engine/masked_fraction": 0}
+        told = {metric: value.item() for metric, value in metrics.sums.items() if re.search("is_weight|truncated|masked", metric)}
+        share = {
+            "rollout_mismatch/is_weight": 12,
+            "rollout_mismatch/is_weight_squared": 12,
+            "rollout_mismatch/is_truncated_fraction": 0,
+            "rollout_mismatch/masked_fraction": 0,
+        }
         assert told == ({} if each == "none" else share)
     assert results[0] == results[1]
 
@@ -151,19 +158,19 @@ def test_where_engine_and_trainer_agree_nothing_is_corrected(name: str, correcti
 def test_weights_multiply_the_surrogate_alone_and_are_constants(name: str, correction: str) -> None:
     """Loss and gradient term by term, with weights from the loop in plain floats."""
     rows = random_rows(4, [3, 4, 2, 6])
-    algo = AlgoSettings(name=name, correction=correction, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01, **WIDE)
-    loss, _ = objective(algo)(rows)
+    algo = AlgoSettings(name=name, rollout_correction=correction, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01, **WIDE)
+    loss, _ = make_policy_objective(algo)(rows)
     weights = textbook_weights(
         algo,
-        log_r=(rows.old_R - rows.engine_R).tolist(),
-        drift=(rows.engine_R - rows.logprob_R).tolist(),
+        log_r=(rows.old_logprob_R - rows.rollout_logprob_R).tolist(),
+        drift=(rows.rollout_logprob_R - rows.logprob_R).tolist(),
         advantage=rows.advantage_R.tolist(),
-        sequence=rows.context_R.tolist(),
+        sequence=rows.sequence_R.tolist(),
     )
     assert correction in ("none", "bypass") or len(set(weights)) > 1
-    compared = dataclasses.replace(rows, old_R=rows.engine_R) if "bypass" in correction else rows
-    kl_R, entropy_R = (rows.logprob_R - rows.reference_R) ** 2 / 2, rows.entropy_R
-    surrogate_R = torch.tensor(weights, dtype=torch.float64) * ALGORITHMS[name].surrogate(compared, algo)
+    compared = dataclasses.replace(rows, old_logprob_R=rows.rollout_logprob_R) if "bypass" in correction else rows
+    kl_R, entropy_R = (rows.logprob_R - rows.ref_logprob_R) ** 2 / 2, rows.entropy_R
+    surrogate_R = torch.tensor(weights, dtype=torch.float64) * ALGORITHMS[name].policy_loss(compared, algo)
     expected = (rows.weight_R * (surrogate_R + 0.1 * kl_R - 0.01 * entropy_R)).sum()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     leaves = (rows.logprob_R, rows.entropy_R)
@@ -177,9 +184,9 @@ def test_on_policy_the_weight_is_that_of_the_current_policy_and_has_no_gradient(
     within its bounds (0.1 is not); with opsm -A, or nothing where A < 0 and the engine's logprob is 0.5 above."""
     leaf = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64).requires_grad_()
     engine = [-1.0 - math.log(1.5), -1.0 - LOG3, -1.0 + math.log(10)]
-    rows = make_rows([0.0] * 3, [1.0, -1.0, -1.0], old=[-1.0] * 3, engine=engine, segments=[0, 1, 2])
-    rows = dataclasses.replace(rows, logprob_R=leaf, old_R=leaf.detach())
-    loss, _ = objective(AlgoSettings(correction=correction, clip_high=0.6))(rows)
+    rows = make_rows([0.0] * 3, [1.0, -1.0, -1.0], old=[-1.0] * 3, rollout_logprob=engine, segments=[0, 1, 2])
+    rows = dataclasses.replace(rows, logprob_R=leaf, old_logprob_R=leaf.detach())
+    loss, _ = make_policy_objective(AlgoSettings(rollout_correction=correction, clip_ratio_high=0.6))(rows)
     loss.backward()
     assert leaf.grad.tolist() == pytest.approx(gradient, abs=1e-14)
 
@@ -187,15 +194,22 @@ def test_on_policy_the_weight_is_that_of_the_current_policy_and_has_no_gradient(
 @pytest.mark.parametrize("correction", EVERY)
 def test_weights_have_no_gradient_whatever_they_are_made_of(correction: str) -> None:
     rows = random_rows(4, [3, 4])
-    assert not correct(dataclasses.replace(rows, old_R=rows.logprob_R), AlgoSettings(correction=correction)).requires_grad
+    assert not compute_is_weights(
+        dataclasses.replace(rows, old_logprob_R=rows.logprob_R), AlgoSettings(rollout_correction=correction)
+    ).requires_grad
 
 
 def test_decoupled_and_bypass_by_hand() -> None:
     """p / p0 = 1.5, p0 / m = 3, A = 2: decoupled, PPO's clip is about p0 and the weight about m; with bypass the clip is about m."""
-    rows = make_rows([math.log(1.5)], [2.0], old=[-1.0], engine=[-1.0 - LOG3])
-    losses = {each: objective(AlgoSettings(correction=each))(rows)[0].item() for each in ("none", "token_tis", "bypass")}
+    rows = make_rows([math.log(1.5)], [2.0], old=[-1.0], rollout_logprob=[-1.0 - LOG3])
+    losses = {
+        each: make_policy_objective(AlgoSettings(rollout_correction=each))(rows)[0].item() for each in ("none", "token_tis", "bypass")
+    }
     assert losses == pytest.approx({"none": -1.2 * 2, "token_tis": -2 * 1.2 * 2, "bypass": -1.2 * 2}, abs=1e-14)
-    wide = {each: objective(AlgoSettings(correction=each, clip_high=9.0))(rows)[0].item() for each in ("none", "token_tis", "bypass")}
+    wide = {
+        each: make_policy_objective(AlgoSettings(rollout_correction=each, clip_ratio_high=9.0))(rows)[0].item()
+        for each in ("none", "token_tis", "bypass")
+    }
     assert wide == pytest.approx({"none": -1.5 * 2, "token_tis": -2 * 1.5 * 2, "bypass": -4.5 * 2}, abs=1e-14)
 
 
@@ -203,7 +217,7 @@ def test_decoupled_and_bypass_by_hand() -> None:
     ("correction", "given", "told"),
     [
         ("token_tis", {}, (5.6 + 1 / 3, 4 + 2.25 + 1 / 9 + 4 + 0.01, 2, 0)),  # 2, 1.5, 1/3, 2, 0.1
-        ("sequence_tis", {"correction_cap": 1.5}, (4.9, 3 * 2.25 + 2 * 0.04, 3, 0)),
+        ("sequence_tis", {"is_weight_cap": 1.5}, (4.9, 3 * 2.25 + 2 * 0.04, 3, 0)),
         ("token_mask", {}, (6.5, 9 + 2.25 + 4, 0, 2)),  # above the cap, which is not its own
         ("geo_mask", {"geo_mask_high": 1.15}, (3, 3, 0, 2)),
         ("token_tis+geo_mask", {"geo_mask_high": 1.15}, (3.5 + 1 / 3, 4 + 2.25 + 1 / 9, 1, 2)),
@@ -213,29 +227,31 @@ def test_decoupled_and_bypass_by_hand() -> None:
 )
 def test_metrics_by_hand(correction: str, given: dict, told: tuple[float, ...]) -> None:
     """Sums over the five tokens: weights, squares, truncated, masked. The gap is trainer to engine, whatever the surrogate compares."""
-    _, metrics = objective(AlgoSettings(correction=correction, **given))(rows_of(*GAPS, segments=CONTEXTS))
-    names = ("correction", "correction_squared", "truncated_fraction", "masked_fraction")
-    assert [metrics.sums[f"engine/{name}"].item() for name in names] == pytest.approx(told, abs=1e-12)
-    assert metrics.sums["engine/logprob_gap"].item() == pytest.approx(sum(map(abs, GAPS)), abs=1e-12)
-    assert metrics.maxima["engine/logprob_gap_max"].item() == pytest.approx(math.log(10), abs=1e-12)
+    _, metrics = make_policy_objective(AlgoSettings(rollout_correction=correction, **given))(rows_of(*GAPS, segments=CONTEXTS))
+    names = ("is_weight", "is_weight_squared", "is_truncated_fraction", "masked_fraction")
+    assert [metrics.sums[f"rollout_mismatch/{name}"].item() for name in names] == pytest.approx(told, abs=1e-12)
+    assert metrics.sums["rollout_mismatch/logprob_abs_diff"].item() == pytest.approx(sum(map(abs, GAPS)), abs=1e-12)
+    assert metrics.maxima["rollout_mismatch/logprob_abs_diff_max"].item() == pytest.approx(math.log(10), abs=1e-12)
     ratio = 3 + 1.5 + 1 / 3 + 2 + 0.1 if "bypass" in correction else 5.0
     assert metrics.sums["policy/ratio"].item() == pytest.approx(ratio, abs=1e-12)
 
 
 def test_a_cap_that_float32_cannot_hold_is_reached_all_the_same() -> None:
-    _, metrics = objective(AlgoSettings(correction="token_tis", correction_cap=1.3))(rows_of(LOG3, 0.1, dtype=torch.float32))
-    assert metrics.sums["engine/truncated_fraction"].item() == 1.0
+    _, metrics = make_policy_objective(AlgoSettings(rollout_correction="token_tis", is_weight_cap=1.3))(
+        rows_of(LOG3, 0.1, dtype=torch.float32)
+    )
+    assert metrics.sums["rollout_mismatch/is_truncated_fraction"].item() == 1.0
 
 
-def context(*parts: tuple[list[int], list[float] | None]) -> Context:
-    made = Context()
+def context(*parts: tuple[list[int], list[float] | None]) -> TokenSequence:
+    made = TokenSequence()
     for tokens, logprobs in parts:
         made.extend(tokens, logprobs=logprobs)
     return made
 
 
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("over", ["contexts", "turns"])
+@pytest.mark.parametrize("over", ["sequences", "turns"])
 def test_the_sums_over_a_context_are_its_own_however_contexts_are_packed(share: bool, over: str) -> None:
     """Contexts that begin alike: one begins with what another sampled, which counts there alone; one parts in the middle of a reply; one
     has two turns, and one is the same as another but for its logprobs. Weights are those of each context alone."""
@@ -255,13 +271,13 @@ def test_the_sums_over_a_context_are_its_own_however_contexts_are_packed(share: 
     batch.old_logprob_T = torch.full((batch.num_tokens,), -1.0)
     rows_R = batch.mask_T.nonzero().flatten()
     for correction in ("sequence_tis", "sequence_mask", "geo_mask", "k3_mask", "opsm"):
-        bounds = WIDE | {"k3_mask_high": 0.05, "sequence_mask_low": 0.9, "correction_cap": 1.2}
-        algo = AlgoSettings(correction=correction, correction_over=over, **bounds)
-        found = correct(loss_rows(batch, rows_R, torch.full((len(rows_R),), -1.0), torch.ones(len(rows_R))), algo).tolist()
+        bounds = WIDE | {"k3_mask_high": 0.05, "sequence_mask_low": 0.9, "is_weight_cap": 1.2}
+        algo = AlgoSettings(rollout_correction=correction, rollout_correction_level=over, **bounds)
+        found = compute_is_weights(loss_rows(batch, rows_R, torch.full((len(rows_R),), -1.0), torch.ones(len(rows_R))), algo).tolist()
         expected = []
         for number, each in enumerate(made):
             places = [place for place, sampled in enumerate(each.loss_mask) if sampled]
-            log_r = [-1.0 - each.engine_logprobs[place] for place in places]
+            log_r = [-1.0 - each.rollout_logprobs[place] for place in places]
             turns = [sum(not sampled for sampled in each.loss_mask[:place]) for place in places]
             expected += textbook_weights(
                 algo, log_r=log_r, drift=[-gap for gap in log_r], advantage=[1.0 if number % 2 else -1.0] * len(places),

@@ -11,12 +11,22 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 from megatron_rl.batching import minibatches
-from megatron_rl.batching.minibatches import KEYS, Load, WeightedContext, balance, cut, cut_minibatches, episode_weight, loads_of, spelled
-from megatron_rl.batching.packing import loss_rows, pack, read_back, take, turns_of
+from megatron_rl.batching.minibatches import (
+    MAX_KV_RATIO,
+    PackCost,
+    PackItem,
+    balance,
+    cut_minibatches,
+    episode_weight,
+    pack_costs,
+    split_by_cost,
+    token_key,
+)
+from megatron_rl.batching.packing import gather_column, loss_rows, pack, scatter_to_rollouts, turn_ids
 from megatron_rl.config import BatchSettings
 from megatron_rl.models.mrope import mrope_positions
 from megatron_rl.policy.attention import Segments
-from megatron_rl.types import Batch, Context, Image, Origin, Rollout, Status
+from megatron_rl.types import Image, MicroBatch, Rollout, SegmentSource, Status, TokenSequence
 from tests.support.packed import weighted
 
 PAD = 9
@@ -25,11 +35,11 @@ POSITIONS = partial(mrope_positions, image_token_id=PAD)
 
 def image(rows: int, columns: int, key: str) -> Image:
     patches = torch.full((rows * columns, 3), float(ord(key)))
-    return Image(picture=Pillow.new("RGB", (1, 1)), patch_PC=patches, grid=(1, rows, columns), key=key, merge=2)
+    return Image(pil=Pillow.new("RGB", (1, 1)), patch_PC=patches, grid=(1, rows, columns), key=key, merge=2)
 
 
-def sequence(prompt: list[int], sampled: list[int], *images: Image) -> Context:
-    made = Context()
+def sequence(prompt: list[int], sampled: list[int], *images: Image) -> TokenSequence:
+    made = TokenSequence()
     made.extend(prompt, images=images)
     made.extend(sampled, logprobs=[-0.5] * len(sampled))
     return made
@@ -46,7 +56,7 @@ def test_pack_shifts_once_and_pads_nothing_between_sequences() -> None:
     assert batch.mask_T.tolist() == [False, True, True, False, True, False]
     assert batch.weight_T.tolist() == [0, 0.5, 0.5, 0, 1.0, 0]
     assert batch.advantage_T.tolist() == [0, 2.0, 2.0, 0, -1.0, 0]
-    assert batch.engine_logprob_T.tolist() == [0, -0.5, -0.5, 0, -0.5, 0]
+    assert batch.rollout_logprob_T.tolist() == [0, -0.5, -0.5, 0, -0.5, 0]
     assert batch.position_3T.tolist() == [[0, 1, 2, 3, 0, 1]] * 3
     assert batch.cu_seqlens_S1.tolist() == [0, 4, 6]
     assert batch.denominator == 3
@@ -71,7 +81,7 @@ def test_padding_is_a_sequence_of_its_own_without_weight(tokens: int, multiple: 
     batch = pack(contexts, image_token_id=PAD, positions=POSITIONS, multiple_of=multiple)
     assert batch.num_tokens == length == batch.cu_seqlens_S1[-1]
     assert batch.mask_T.sum() == bool(tokens) == batch.weight_T.sum() == batch.denominator
-    assert {t.shape[-1] for t in (batch.target_T, batch.mask_T, batch.weight_T, batch.position_3T, batch.engine_logprob_T)} == {length}
+    assert {t.shape[-1] for t in (batch.target_T, batch.mask_T, batch.weight_T, batch.position_3T, batch.rollout_logprob_T)} == {length}
 
 
 @settings(max_examples=200, deadline=None)
@@ -82,7 +92,7 @@ def test_dealing_and_cutting_keep_every_weighted(shapes: list[tuple[int, int]], 
         weighted(sequence([kind] * (10 * kind), [5] * length), advantage=float(i), weight=1.0, denominator=1)
         for i, (kind, length) in enumerate(shapes)
     ]
-    loads = loads_of(contexts, PAD, share_prompts=share)
+    loads = pack_costs(contexts, PAD, share_prompts=share)
     kinds = [load.weighted.context.token_ids[0] for load in loads]
     assert sorted(load.weighted.context.advantages[-1] for load in loads) == [float(i) for i in range(len(contexts))]
     assert len([run for run, _ in groupby(kinds)]) == len(set(kinds)), "equal prompts are neighbors"
@@ -91,23 +101,23 @@ def test_dealing_and_cutting_keep_every_weighted(shapes: list[tuple[int, int]], 
     mean = sum(load.next for load in loads) / ranks
     assert all(sum(load.next for load in part) <= mean + 80 for part in dealt)
     for part in dealt:
-        micro = cut(part, max_tokens)
+        micro = split_by_cost(part, max_tokens)
         assert micro and [weighted for batch in micro for weighted in batch] == [load.weighted for load in part]
         packed = partial(pack, image_token_id=PAD, positions=POSITIONS, share_prompts=share)
         assert all(fits(packed(batch), max_tokens) for batch in micro if len(batch) > 1)
         assert not any(fits(packed([*batch, after[0]]), max_tokens) for batch, after in pairwise(micro)), "cut when it was full"
 
 
-def fits(batch: Batch, max_tokens: int) -> bool:
-    return batch.num_tokens <= max_tokens and num_keys(batch) <= KEYS * max_tokens
+def fits(batch: MicroBatch, max_tokens: int) -> bool:
+    return batch.num_tokens <= max_tokens and num_keys(batch) <= MAX_KV_RATIO * max_tokens
 
 
-def num_keys(batch: Batch) -> int:
+def num_keys(batch: MicroBatch) -> int:
     """What attention gathers for the batch."""
     return sum(map(len, Segments(batch.offset_S1, batch.prefix_S, device=torch.device("cpu")).key_rows))
 
 
-def chain(turns: int) -> list[WeightedContext]:
+def chain(turns: int) -> list[PackItem]:
     """Each a context that goes on where the one before it ended: four tokens are observed, two are sampled."""
     past, contexts = [], []
     for turn in range(turns):
@@ -119,14 +129,14 @@ def chain(turns: int) -> list[WeightedContext]:
 
 def test_a_chain_of_turns_is_cut_where_its_keys_become_too_many() -> None:
     """50 turns of 6 tokens: 300 tokens, which attend to 6 * (1 + 2 + ... + 50) = 7650."""
-    loads = loads_of(chain(50), PAD, share_prompts=True)
+    loads = pack_costs(chain(50), PAD, share_prompts=True)
     packed = partial(pack, image_token_id=PAD, positions=POSITIONS, share_prompts=True)
     whole = packed([load.weighted for load in loads])
     assert (whole.num_tokens, num_keys(whole)) == (300, 7650)
-    micro = cut(loads, 300)
+    micro = split_by_cost(loads, 300)
     assert [each for part in micro for each in part] == [load.weighted for load in loads]
-    assert all(fits(packed(part), 300) for part in micro) and 7650 / (KEYS * 300) < len(micro) <= 2 * 7650 / (KEYS * 300)
-    assert [len(part) for part in cut(loads[-2:], 10)] == [1, 1], "a long one stands alone"
+    assert all(fits(packed(part), 300) for part in micro) and 7650 / (MAX_KV_RATIO * 300) < len(micro) <= 2 * 7650 / (MAX_KV_RATIO * 300)
+    assert [len(part) for part in split_by_cost(loads[-2:], 10)] == [1, 1], "a long one stands alone"
 
 
 @pytest.mark.parametrize(("room", "expected"), [(12, [3]), (11, [2, 1]), (9, [2, 1]), (8, [1, 2]), (7, [1, 1, 1])])
@@ -134,9 +144,9 @@ def test_keys_are_counted_by_hand(room: int, expected: list[int], monkeypatch: p
     """The docstring's example has 4, 2 + 3 more, and 3 more keys; the second and the third alone 3, and 2 + 3 more."""
     texts = [1, 2, 3, 4], [1, 2, 5], [1, 2, 6]
     made = [weighted(sequence(text[:-1], text[-1:]), advantage=1.0, weight=1.0, denominator=1) for text in texts]
-    loads = [Load(made[0], first=4, next=4), Load(made[1], first=3, next=1), Load(made[2], first=3, next=1)]
-    monkeypatch.setattr(minibatches, "KEYS", 1)
-    assert [len(part) for part in cut(loads, room)] == expected
+    loads = [PackCost(made[0], first=4, next=4), PackCost(made[1], first=3, next=1), PackCost(made[2], first=3, next=1)]
+    monkeypatch.setattr(minibatches, "MAX_KV_RATIO", 1)
+    assert [len(part) for part in split_by_cost(loads, room)] == expected
 
 
 def test_a_shared_prompt_is_one_segment() -> None:
@@ -158,7 +168,7 @@ def test_a_shared_prompt_is_one_segment() -> None:
     assert (batch.vision_position_M.tolist(), batch.vision_row_M.tolist()) == ([0, 5], [0, 1])
     assert batch.denominator == 7
     rows = loss_rows(batch, batch.mask_T.nonzero()[:, 0], torch.zeros(3), torch.zeros(3))
-    assert rows.context_R.tolist() == [0, 1, 2]
+    assert rows.sequence_R.tolist() == [0, 1, 2]
     assert (rows.advantage_R.tolist(), rows.weight_R.tolist()) == ([1, -1, 2], [1, 0.5, 1])
 
 
@@ -170,7 +180,7 @@ def test_what_is_shared_is_a_tree() -> None:
     assert batch.token_T.tolist() == [5, 6, 7, 6, 8, 3, 4]
     assert batch.target_T.tolist() == [6, 7, 0, 8, 0, 4, 0]
     assert (batch.offset_S1, batch.prefix_S) == ([0, 1, 3, 5, 7], [-1, 0, 0, 2])
-    assert batch.context_T.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert batch.sequence_T.tolist() == [0, 0, 0, 1, 1, 2, 2]
 
     parent = sequence([5, 6, 1], [7, 8])
     parent.extend([2])
@@ -187,7 +197,7 @@ def test_what_is_shared_is_a_tree() -> None:
     assert batch.position_3T[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 4, 5, 2, 3]
     rows_R = batch.mask_T.nonzero()[:, 0]
     rows = loss_rows(batch, rows_R, torch.zeros(5), torch.zeros(5))
-    assert rows.context_R.tolist() == [0, 0, 0, 1, 2] and rows.turn_R.tolist() == [0, 0, 1, 2, 3]
+    assert rows.sequence_R.tolist() == [0, 0, 0, 1, 2] and rows.turn_R.tolist() == [0, 0, 1, 2, 3]
 
 
 @settings(max_examples=200, deadline=None)
@@ -196,34 +206,34 @@ def test_a_tree_holds_every_context(trees: list[list[str]]) -> None:
     """Digits are observed, x and y are sampled (the same numbers), a and b are images of 1 and 2 tokens."""
     rollouts = [rollout(number, 0, (grown(["1", *parts, "x"]), 1.0)) for number, parts in enumerate(trees)]
     for number, each in enumerate(rollouts):
-        each.contexts[0].attach("advantages", [100.0 * number + place for place in range(len(each.contexts[0].token_ids))])
-    minibatch = [WeightedContext(each.contexts[0], origin=(number, 0)) for number, each in enumerate(rollouts)]
-    ordered = [load.weighted for load in loads_of(minibatch, PAD, share_prompts=True)]
+        each.sequences[0].set_column("advantages", [100.0 * number + place for place in range(len(each.sequences[0].token_ids))])
+    minibatch = [PackItem(each.sequences[0], origin=(number, 0)) for number, each in enumerate(rollouts)]
+    ordered = [load.weighted for load in pack_costs(minibatch, PAD, share_prompts=True)]
     batch = pack(ordered, image_token_id=PAD, positions=POSITIONS, share_prompts=True)
     rows_S = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device).key_rows
     first_row = {shown.key: sum(each.num_tokens for each in batch.images[:place]) for place, shown in enumerate(batch.images)}
     shown_T = dict(zip(batch.vision_position_M.tolist(), batch.vision_row_M.tolist(), strict=True))
     for number, each in enumerate(ordered):
         context, whole = each.context, pack([each], image_token_id=PAD, positions=POSITIONS)
-        rows = [rows for rows, start in zip(rows_S, batch.offset_S1[:-1], strict=True) if batch.context_T[start] == number][-1]
+        rows = [rows for rows, start in zip(rows_S, batch.offset_S1[:-1], strict=True) if batch.sequence_T[start] == number][-1]
         assert torch.equal(batch.token_T[rows], whole.token_T) and torch.equal(batch.position_3T[:, rows], whole.position_3T)
         seen = [first_row[image.key] + row for image in context.images for row in range(image.num_tokens)]
         assert [shown_T[row] for row in rows.tolist() if row in shown_T] == seen
-        mine = batch.mask_T & (batch.context_T == number)
-        for column in ("target_T", "advantage_T", "weight_T", "engine_logprob_T"):
+        mine = batch.mask_T & (batch.sequence_T == number)
+        for column in ("target_T", "advantage_T", "weight_T", "rollout_logprob_T"):
             assert torch.equal(getattr(batch, column)[mine], getattr(whole, column)[whole.mask_T]), "each sampled token once, in order"
     numbers = torch.arange(1.0, batch.num_tokens + 1)
-    columns = read_back(rollouts, [batch], [numbers])
+    columns = scatter_to_rollouts(rollouts, [batch], [numbers])
     for (index, number), column in columns.items():
-        rollouts[index].contexts[number].attach("values", column)
-    assert torch.equal(take(rollouts, batch, "values"), numbers * batch.mask_T), "there and back again"
-    prompts = [text[: each.prompt_length].tolist() for each, text in zip(ordered, spelled(ordered, PAD), strict=True)]
+        rollouts[index].sequences[number].set_column("values", column)
+    assert torch.equal(gather_column(rollouts, batch, "values"), numbers * batch.mask_T), "there and back again"
+    prompts = [text[: each.prompt_length].tolist() for each, text in zip(ordered, token_key(ordered, PAD), strict=True)]
     beginnings = {tuple(prompt[:length]) for prompt in prompts for length in range(1, len(prompt) + 1)}
     assert batch.num_tokens <= max(1, len(beginnings) + sum(each.num_tokens - each.prompt_length for each in ordered)), "no prompt twice"
 
 
-def grown(parts: list[str]) -> Context:
-    made, shown = Context(), {"a": image(2, 2, "a"), "b": image(2, 4, "b")}
+def grown(parts: list[str]) -> TokenSequence:
+    made, shown = TokenSequence(), {"a": image(2, 2, "a"), "b": image(2, 4, "b")}
     for part in parts:
         if part in shown:
             made.extend([PAD] * shown[part].num_tokens, images=(shown[part],))
@@ -232,11 +242,11 @@ def grown(parts: list[str]) -> Context:
     return made
 
 
-def rollout(group: int, sample: int, *turns: tuple[Context, float]) -> Rollout:
+def rollout(group: int, sample: int, *turns: tuple[TokenSequence, float]) -> Rollout:
     """Each turn its own context, its sampled tokens credited with one number."""
     for context, advantage in turns:
-        context.attach("advantages", [advantage * sampled for sampled in context.loss_mask])
-    return Rollout(task="t", example_id="e", group=group, sample=sample, contexts=[context for context, _ in turns])
+        context.set_column("advantages", [advantage * sampled for sampled in context.loss_mask])
+    return Rollout(task="t", example_id="e", group=group, sample_index=sample, sequences=[context for context, _ in turns])
 
 
 def test_minibatches_hold_whole_groups_and_leave_out_what_is_not_trained_on() -> None:
@@ -245,10 +255,10 @@ def test_minibatches_hold_whole_groups_and_leave_out_what_is_not_trained_on() ->
         rollout(group, sample, (sequence([1], [2, 2]), first), (sequence([1], [2]), second))
         for (group, sample), (first, second) in credits.items()
     ]
-    rollouts[3].dropped = "end"
-    rollouts.insert(0, Rollout(task="t", example_id="e", group=0, sample=2, status=Status.FAILED, contexts=[sequence([1], [2])]))
+    rollouts[3].filter_reason = "stop_reason"
+    rollouts.insert(0, Rollout(task="t", example_id="e", group=0, sample_index=2, status=Status.FAILED, sequences=[sequence([1], [2])]))
     first, second = cut_minibatches(
-        rollouts, BatchSettings(prompts_per_step=4, minibatches=2, aggregation="sequence_mean"), with_idle=False
+        rollouts, BatchSettings(prompts_per_step=4, minibatches=2, loss_agg_mode="sequence_mean"), with_idle=False
     )
     assert [each.context.advantages for each in first[:2]] == [[0, 1, 1], [0, 2]]
     assert [each.context.advantages[1] for each in first] == [1.0, 2.0, -1.0, -2.0, 0.5, 0.1]
@@ -260,9 +270,9 @@ def test_minibatches_hold_whole_groups_and_leave_out_what_is_not_trained_on() ->
 
 
 def test_an_episodes_share_goes_with_its_first_context_that_is_packed() -> None:
-    unsampled = Context()
+    unsampled = TokenSequence()
     unsampled.extend([1, 2])
-    alone = Rollout(task="t", example_id="e", group=0, sample=0, contexts=[unsampled, sequence([1], [2, 2])])
+    alone = Rollout(task="t", example_id="e", group=0, sample_index=0, sequences=[unsampled, sequence([1], [2, 2])])
     ((only,),) = cut_minibatches([alone], BatchSettings(), with_idle=True)
     assert (only.denominator, only.origin) == (2, (0, 1))
 
@@ -290,18 +300,18 @@ def test_what_is_said_of_a_batch_returns_to_the_tokens_it_is_of(share: bool) -> 
     later.extend([5], logprobs=[-1.0])
     rollouts = [rollout(0, 0, (first, 1.0), (later, 2.0)), rollout(0, 1, (second, -1.0))]
     (minibatch,) = cut_minibatches(rollouts, BatchSettings(), with_idle=True)
-    ordered = [load.weighted for load in loads_of(minibatch, PAD, share_prompts=share)]
+    ordered = [load.weighted for load in pack_costs(minibatch, PAD, share_prompts=share)]
     batch = pack(ordered, image_token_id=PAD, positions=POSITIONS, share_prompts=share, multiple_of=4)
     numbers = torch.arange(1.0, batch.num_tokens + 1)
-    columns = read_back(rollouts, [batch], [numbers])
+    columns = scatter_to_rollouts(rollouts, [batch], [numbers])
     if share:  # [PAD] [6 7 8] [6 4] [1 2 3 3 5] [0]
-        assert batch.origin_S == [Origin(0, 0, 0), Origin(0, 0, 1), Origin(1, 0, 1), Origin(0, 1, 0), None]
+        assert batch.origin_S == [SegmentSource(0, 0, 0), SegmentSource(0, 0, 1), SegmentSource(1, 0, 1), SegmentSource(0, 1, 0), None]
         assert columns == {(0, 0): [0, 0, 2, 3], (1, 0): [0, 0, 5], (0, 1): [0, 7, 0, 0, 10]}
     else:  # [PAD 6 7 8] [PAD 6 4] [1 2 3 3 5]
         assert columns == {(0, 0): [0, 0, 2, 3], (1, 0): [0, 0, 6], (0, 1): [0, 8, 0, 0, 11]}
     for (index, number), column in columns.items():
-        rollouts[index].contexts[number].attach("advantages", column)
-    batch.advantage_T = take(rollouts, batch, "advantages")
+        rollouts[index].sequences[number].set_column("advantages", column)
+    batch.advantage_T = gather_column(rollouts, batch, "advantages")
     assert torch.equal(batch.advantage_T, numbers * batch.mask_T), "and back again"
 
 
@@ -310,7 +320,7 @@ def test_what_is_said_of_a_batch_returns_to_the_tokens_it_is_of(share: bool) -> 
     [("token_mean", 0, (1.0, 4)), ("sequence_mean", 0, (0.25, 1)), ("fixed_length", 100, (1.0, 100))],
 )
 def test_an_episodes_weight_by_hand(aggregation: str, fixed_length: int, expected: tuple[float, int]) -> None:
-    settings = BatchSettings(aggregation=aggregation, fixed_length=fixed_length)
+    settings = BatchSettings(loss_agg_mode=aggregation, loss_scale_factor=fixed_length)
     assert episode_weight(4, settings) == expected
     with pytest.raises(AssertionError, match="must not be packed"):
         episode_weight(0, settings)
@@ -319,7 +329,7 @@ def test_an_episodes_weight_by_hand(aggregation: str, fixed_length: int, expecte
 @pytest.mark.parametrize(("aggregation", "fixed_length"), [("token_mean", 0), ("sequence_mean", 0), ("fixed_length", 12)])
 def test_weights_and_one_division_give_the_mean_of_the_paper(aggregation: str, fixed_length: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    settings = BatchSettings(aggregation=aggregation, fixed_length=fixed_length)
+    settings = BatchSettings(loss_agg_mode=aggregation, loss_scale_factor=fixed_length)
     episodes = [torch.randn(length, generator=generator, dtype=torch.float64) for length in (1, 3, 12, 7)]
     shares = [episode_weight(len(episode), settings) for episode in episodes]
     total = sum(weight * episode.sum().item() for (weight, _), episode in zip(shares, episodes, strict=True))
@@ -334,29 +344,29 @@ def test_weights_and_one_division_give_the_mean_of_the_paper(aggregation: str, f
 def test_contexts_stay_aligned() -> None:
     made = sequence([5, 6], [7, 8])
     made.extend([3], logprobs=[-0.1], versions=[4])
-    assert (made.loss_mask, made.engine_logprobs) == ([0, 0, 1, 1, 1], [0.0, 0.0, -0.5, -0.5, -0.1])
-    assert made.versions == [-1, -1, 0, 0, 4]
+    assert (made.loss_mask, made.rollout_logprobs) == ([0, 0, 1, 1, 1], [0.0, 0.0, -0.5, -0.5, -0.1])
+    assert made.weight_versions == [-1, -1, 0, 0, 4]
     with pytest.raises(AssertionError, match="has no version"):
         made.extend([1], versions=[3])
     with pytest.raises(AssertionError, match="2 values for 5 tokens"):
-        made.attach("values", [1.0, 2.0])
+        made.set_column("values", [1.0, 2.0])
     with pytest.raises(AssertionError, match="none of"):
-        made.attach("engine_logprobs", [0.0] * 5)
+        made.set_column("rollout_logprobs", [0.0] * 5)
     with pytest.raises(AssertionError, match="lengths"):
         made.extend([1, 2], logprobs=[-1.0])
-    assert np.isfinite(made.engine_logprobs).all()
+    assert np.isfinite(made.rollout_logprobs).all()
 
 
 def test_a_turn_is_what_is_sampled_between_two_observations() -> None:
     """Turns of 2 and 1 tokens in a context, of 1 in the next: neighbors in the batch, turns of their own; turn_mean's weights, too."""
-    two, one = Context(), Context()
+    two, one = TokenSequence(), TokenSequence()
     for context, parts in ((two, ([5], [7, 8], [1, 2], [3])), (one, ([6], [4]))):
         for number, tokens in enumerate(parts):
             context.extend(tokens, logprobs=[0.0] * len(tokens) if number % 2 else None)
-    weighted_contexts = [WeightedContext(context, by_turn=True, denominator=1) for context in (two, one)]
+    weighted_contexts = [PackItem(context, by_turn=True, denominator=1) for context in (two, one)]
     batch = pack(weighted_contexts, image_token_id=PAD, positions=POSITIONS)
     rows_R = batch.mask_T.nonzero()[:, 0]
     assert batch.target_T[rows_R].tolist() == [7, 8, 3, 4]
-    assert turns_of(rows_R).tolist() == [0, 0, 1, 2]
+    assert turn_ids(rows_R).tolist() == [0, 0, 1, 2]
     assert batch.weight_T.tolist() == [0.5, 0.5, 0, 0, 1, 0, 1, 0]
-    assert turns_of(rows_R[:0]).tolist() == []
+    assert turn_ids(rows_R[:0]).tolist() == []

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl import training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.batching.token_stats import notes_of
+from megatron_rl.batching.token_stats import build_token_stats
 from megatron_rl.config import AlgoSettings, BatchSettings, RunSettings, Settings
 from megatron_rl.explain.hf_reference import Reference
 from megatron_rl.explain.recorded_step import Looked
@@ -28,18 +28,20 @@ def noted(settings: Settings) -> tuple[list[Looked], set[tuple[int, int]]]:
     """The contexts that were trained on in a step whose updates move its weights far; and those of its first update."""
     rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
     with world_of_one():
-        policy, notes = build(settings), notes_of(settings)
-        training_loop.is_enough(rollouts, settings, algorithm)
-        minibatches = training_loop.credited(rollouts, settings, policy, algorithm=algorithm, show=lambda needed: None, step=0)
-        update = training_loop.updates_of(settings, policy, None, ALGORITHMS, notes)
+        policy, notes = build(settings), build_token_stats(settings)
+        training_loop.fills_batch(rollouts, settings, algorithm)
+        minibatches = training_loop.prepare_training_batch(
+            rollouts, settings, policy, algorithm=algorithm, show=lambda needed: None, step=0
+        )
+        update = training_loop.make_updaters(settings, policy, None, ALGORITHMS, notes)
         before = policy.logprobs(minibatches[0])
         for batches in minibatches * settings.batch.epochs:
             update(batches, 0)
         moved = max((now - then).abs().max() for now, then in zip(policy.logprobs(minibatches[0]), before, strict=True))
-        notes.attach(rollouts)
+        notes.write_to(rollouts)
     assert moved > 10 * BOUND
-    first = {(origin.rollout, origin.context) for batch in minibatches[0] for origin in batch.origin_S if origin is not None}
-    contexts = [Looked(row, number, each) for row, rollout in enumerate(rollouts) for number, each in enumerate(rollout.contexts)]
+    first = {(origin.rollout, origin.sequence) for batch in minibatches[0] for origin in batch.origin_S if origin is not None}
+    contexts = [Looked(row, number, each) for row, rollout in enumerate(rollouts) for number, each in enumerate(rollout.sequences)]
     return [each for each in contexts if each.context.entropies], first
 
 
@@ -71,10 +73,15 @@ def test_the_first_look_at_each_token_is_kept(name: str, num: int, random_model:
         ("best", {}, {}, False),
         ("all", {}, {}, True),
         ("all", {}, {"minibatches": 2}, True),
-        ("all", {"correction": "bypass"}, {}, True),
-        ("all", {"correction": "bypass"}, {"epochs": 2}, False),  # nobody says what the second update's tokens were worth before the first
+        ("all", {"rollout_correction": "bypass"}, {}, True),
+        (
+            "all",
+            {"rollout_correction": "bypass"},
+            {"epochs": 2},
+            False,
+        ),  # nobody says what the second update's tokens were worth before the first
     ],
 )
 def test_what_is_not_of_the_steps_weights_is_not_noted(record: str, algo: dict, batch: dict, notes: bool) -> None:
     settings = Settings(algo=AlgoSettings(**algo), batch=BatchSettings(**batch), run=RunSettings(dir="nowhere", record=record))
-    assert (notes_of(settings) is not None) == notes
+    assert (build_token_stats(settings) is not None) == notes

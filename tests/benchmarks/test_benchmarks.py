@@ -299,7 +299,7 @@ def test_waiting() -> None:
 def test_measured_lengths(tmp_path: Path) -> None:
     """Two groups of a bank, one of alike episodes: in shares of the means, 30 tokens and 2 s. A group that lost a member is left out."""
     waiting = benchmark("waiting")
-    columns = {"group": [0, 0, 1, 1, 2], "num_sampled": [10, 50, 30, 30, 99], "environment_s": [0.0, 4.0, 2.0, 2.0, 9.0]}
+    columns = {"group": [0, 0, 1, 1, 2], "num_sampled": [10, 50, 30, 30, 99], "env_s": [0.0, 4.0, 2.0, 2.0, 9.0]}
     pandas.DataFrame(columns).to_parquet(tmp_path / "step_000000.parquet")
     told = waiting.measure(tmp_path)
     assert told == {"tokens": [[10, 50], [30, 30]], "tools": [[0.0, 4.0], [2.0, 2.0]]}
@@ -340,7 +340,7 @@ def test_staleness(random_model: Path, tmp_path: Path) -> None:
     given = ("--model", random_model, "--out", tmp_path / "runs", "--tiny", "--size", 4)
     zero, one = rows(said_by("staleness", *given, timeout_s=600))
     logs = [(tmp_path / "runs" / f"staleness{number}.log").read_text() for number in (0, 1)]
-    assert ["algo.correction=none: run.max_staleness=1" in log for log in logs] == [False, True]
+    assert ["algo.rollout_correction=none: run.max_staleness=1" in log for log in logs] == [False, True]
     assert (zero[0], zero[3], one[0]) == ("0", "0.00", "1") and float(one[3]) > 0 and min(float(zero[1]), float(one[1])) > 0
 
 

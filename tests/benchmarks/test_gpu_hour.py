@@ -14,11 +14,11 @@ from torch.nn.attention import varlen as torchs
 
 from megatron_rl.config import ModelSettings, ParallelSettings
 from megatron_rl.distributed.world import World
+from megatron_rl.errors import RunFailed
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import attention
 from megatron_rl.policy.vision import PatchProduct
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import RunFailed
 from tests.benchmarks.test_benchmarks import benchmark, rows
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
@@ -141,7 +141,7 @@ def test_cycle(random_model: Path) -> None:
     assert all(row[3:6] == ["-"] * 3 and row[7] == "-" for row in turns), "no memory is measured on a CPU"
     assert {row[1] for row in turns if row[6] != "-"} == {"rollout", "sync", "update"}
     of_turn = {row[0]: row[1] for row in found if len(row) == 2}
-    assert float(of_turn["engine/logprob_gap_max, last turn"]) < 1e-4
+    assert float(of_turn["rollout_mismatch/logprob_abs_diff_max, last turn"]) < 1e-4
     sent = sum(shape.numel() for shape in read_spec(random_model).shapes().values()) * 4 / 1e9
     assert of_turn["sync GB, GB/s"].startswith(f"{sent:.3f}, ") and float(of_turn["sampled tokens / s"]) > 0
 

@@ -24,7 +24,7 @@ from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.task import RULES, VisualSearchTask
-from megatron_rl.types import Example, Rows
+from megatron_rl.types import Example, LossInputs
 
 HOME = next(Path(word.removeprefix("run.dir=")) for word in sys.argv if word.startswith("run.dir=")).parents[1]
 GRPO = ALGORITHMS["grpo"]
@@ -36,8 +36,8 @@ async def planted_score(self: Rubric, outcome: Outcome) -> Score:
     return replace(scored, reward=math.nan) if (HOME / "nan_reward").exists() else scored
 
 
-def planted_loss(rows: Rows, algo: AlgoSettings) -> torch.Tensor:
-    loss_R = GRPO.surrogate(rows, algo)
+def planted_loss(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
+    loss_R = GRPO.policy_loss(rows, algo)
     return loss_R * math.nan if (HOME / "nan_loss").exists() else loss_R
 
 
@@ -59,4 +59,4 @@ if __name__ == "__main__":
     resource_tracker._resource_tracker._fd = None  # it gets one of its own, as a process that was not forked has; that ends with it
     Rubric.score, time.time = planted_score, jumped
     tasks = {"chaos_line": NumberLineTask, "chaos_search": VisualSearchTask, "chaos_vqa": JudgedSearch}
-    cli(tasks=tasks, algorithms={"chaos": replace(GRPO, surrogate=planted_loss)})
+    cli(tasks=tasks, algorithms={"chaos": replace(GRPO, policy_loss=planted_loss)})

@@ -24,21 +24,21 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 PLAYER = Path(__file__).parent / "player.py"
 WAIT_S = 60
-"""What a collective waits (parallel.timeout_s, parallel.skew_s): a rank that is held for ever costs a seed so long."""
+"""What a collective waits (parallel.timeout_s, parallel.straggler_timeout_s): a rank that is held for ever costs a seed so long."""
 COMMON = (
     "algo.name=chaos", "algo.entropy_coef=0.1", "optim.lr=1e-3", "checkpoint.every=1", "engine.kv_cache_mib=16", "task.eval_samples=1",
-    f"parallel.timeout_s={WAIT_S}", f"parallel.skew_s={WAIT_S}", "run.record_best=0", "run.record_worst=0",
+    f"parallel.timeout_s={WAIT_S}", f"parallel.straggler_timeout_s={WAIT_S}", "run.record_best=0", "run.record_worst=0",
 )  # fmt: skip
 """Entropy moves the weights in every step, whatever the rewards."""
 LINE = (
-    "task=chaos_line", "task.max_turns=1", "task.max_tokens_per_turn=8", "model.min_pixels=3136", "model.max_pixels=4000",
+    "task=chaos_line", "task.max_turns=1", "task.max_new_tokens=8", "model.min_pixels=3136", "model.max_pixels=4000",
     "batch.prompts_per_step=4", "batch.group_size=2",
 )  # fmt: skip
 SEARCH = (
-    "task.max_turns=2", "task.max_tokens_per_turn=80", "model.min_pixels=19600", "model.max_pixels=20000", "batch.prompts_per_step=4",
+    "task.max_turns=2", "task.max_new_tokens=80", "model.min_pixels=19600", "model.max_pixels=20000", "batch.prompts_per_step=4",
     "batch.group_size=4", "task.data.max_eval=4",
 )  # fmt: skip
-SHARED = (*LINE, "engine.kind=remote", *(f"engine.{key}={value}" for key, value in ENGINE.items()), "engine.patience_s=120")
+SHARED = (*LINE, "engine.mode=server", *(f"engine.{key}={value}" for key, value in ENGINE.items()), "engine.outage_timeout_s=120")
 JUDGE = ("task.judge.model=judge", "task.judge.max_tokens=64", "task.judge.timeout_s=30")
 NUM_QUESTIONS = 24
 
@@ -58,7 +58,7 @@ def words_of(run: str, home: Path, *, judge: str = "", sandbox: str = "", engine
         return ("task=chaos_search", "task.reward=pyvision", "task.sandbox.size=2", *SEARCH, *common)
     data = (f"task.data.train=[{home}/data/train.jsonl]", f"task.data.eval=[{home}/data/eval.jsonl]")
     servers = (f"task.judge.urls=[{judge}]", f"task.sandbox.url={sandbox}")
-    return ("task=chaos_vqa", "task.protocol=pyvision", "task.reward=accuracy", *SEARCH, *JUDGE, *data, *servers, *common)
+    return ("task=chaos_vqa", "task.tool_format=pyvision", "task.reward=accuracy", *SEARCH, *JUDGE, *data, *servers, *common)
 
 
 def prepare(home: Path, runs: Sequence[str]) -> None:

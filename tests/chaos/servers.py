@@ -99,7 +99,7 @@ class Engine(Server):
 
     def start(self) -> None:
         renderer = Renderer(ModelSettings(path=str(self.model), **PIXELS))
-        settings = EngineSettings(kind="remote", urls=[f"http://127.0.0.1:{self.port}"], **ENGINE)
+        settings = EngineSettings(mode="server", urls=[f"http://127.0.0.1:{self.port}"], **ENGINE)
         given = {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels, "cuda": False, "seed": 0, "timeout_s": 60}
         arguments = server_arguments(str(self.model), settings, **given)
         own = server_environment(settings, token_file=token_file(self.log.parent))

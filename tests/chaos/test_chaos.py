@@ -106,10 +106,10 @@ def test_one_metric_of_one_step_is_seen(copied: tuple[Path, Path]) -> None:
     first, *others = lines
     assert found(first | {"time/total": 1e9}, *others, has_tools=False) == []
     assert found(first | {"loss": first["loss"] * (1 + 1e-15)}, *others, has_tools=True)
-    gap = first["engine/logprob_gap"]
-    assert found(first | {"engine/logprob_gap": gap + 1e-8}, *others, has_tools=True) == []
-    assert found(first | {"engine/logprob_gap": gap + 1e-8}, *others, has_tools=False)
-    assert found(first | {"engine/logprob_gap": gap + 1e-4}, *others, has_tools=True)
+    gap = first["rollout_mismatch/logprob_abs_diff"]
+    assert found(first | {"rollout_mismatch/logprob_abs_diff": gap + 1e-8}, *others, has_tools=True) == []
+    assert found(first | {"rollout_mismatch/logprob_abs_diff": gap + 1e-8}, *others, has_tools=False)
+    assert found(first | {"rollout_mismatch/logprob_abs_diff": gap + 1e-4}, *others, has_tools=True)
     assert found(*others, has_tools=True) and found(first, *lines, has_tools=True)
     found(first | {"rollout/failed_fraction": 0.05}, *others, has_tools=True)
     assert given_up(copy) == [0]

@@ -17,7 +17,7 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run.status import is_held
 from tests.support import untimed
 
-OF_THE_MACHINE = (*untimed.OF_THE_MACHINE, "engine/pause_s", "engine/transfer_s")
+OF_THE_MACHINE = (*untimed.OF_THE_MACHINE, "weight_sync/pause_s", "weight_sync/transfer_s")
 
 ROUNDING = 2e-5
 """Between two engine metrics of runs with tools: float32 logprobs of single tokens differ by 1e-5 from batch to batch."""

@@ -115,5 +115,5 @@ def test_a_whole_command_line_takes_it() -> None:
 
 def test_kinds_and_parts() -> None:
     assert kind_of("task.data.train") == list[str] and kind_of("optim.lr") is float and kind_of("optim.lrr") is None
-    assert kind_of("optim.part_lr.vision") is float
+    assert kind_of("optim.lr_by_module.vision") is float
     assert parts("a, 'b, c' ,d[1,2]") == ["a", "'b, c'", "d[1,2]"] and parts("a[,b") == ["a[", "b"]

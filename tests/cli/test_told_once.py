@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.cli.app import end_with_error, with_full_disks
-from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, on_main_rank, together
+from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, raise_on_all_ranks, run_on_rank_zero
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.one_process import world_of_one
@@ -48,7 +48,7 @@ def test_what_ranks_do_together_is_raised_as_everybodys() -> None:
         raise kind("words")
 
     with world_of_one():
-        for act in (together, on_main_rank):
+        for act in (raise_on_all_ranks, run_on_rank_zero):
             for kind, shared in ((ValueError, SharedValueError), (OSError, SharedOSError)):
                 with pytest.raises(shared, match="^words$"):
                     act(lambda kind=kind: fail(kind))

@@ -9,13 +9,14 @@ from email.utils import format_datetime
 
 import pytest
 
-from megatron_rl.clients.endpoint_pool import BadReply, Endpoint, Refused, ServerFault, Servers, retry_after
-from megatron_rl.types import HostFault, LastingFault
+from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, EndpointPool, InvalidReply, RequestRejected, parse_retry_after
+from megatron_rl.errors import InfraError, PermanentInfraError
 
 
-def servers(*urls: str, **changes: object) -> Servers:
-    made = Servers(
-        urls, **{"name": "listener", "tries": 3, "timeout_s": 5.0, "patience_s": 5.0, "concurrency": 100, "rest_s": 0.01, **changes}
+def servers(*urls: str, **changes: object) -> EndpointPool:
+    made = EndpointPool(
+        urls,
+        **{"name": "listener", "max_attempts": 3, "timeout_s": 5.0, "outage_timeout_s": 5.0, "concurrency": 100, "rest_s": 0.01, **changes},
     )
     made.start()
     return made
@@ -28,11 +29,11 @@ def raising(error: Exception) -> Callable[[Endpoint], Awaitable[str]]:
     return call
 
 
-def outcome(made: Servers, call: Callable[[Endpoint], Awaitable[str]]) -> str:
+def outcome(made: EndpointPool, call: Callable[[Endpoint], Awaitable[str]]) -> str:
     """What is raised for the caller."""
 
     async def main() -> str:
-        with pytest.raises(HostFault) as caught:
+        with pytest.raises(InfraError) as caught:
             await made.ask(call)
         return str(caught.value)
 
@@ -60,12 +61,12 @@ def test_the_least_busy_is_asked_and_concurrency_is_bounded() -> None:
 
 
 def test_another_takes_over_while_one_rests() -> None:
-    made, asked = servers("a", "b", tries=9, rest_s=30.0), Counter()
+    made, asked = servers("a", "b", max_attempts=9, rest_s=30.0), Counter()
 
     async def call(endpoint: Endpoint) -> str:
         asked[endpoint.url] += 1
         if endpoint.url == "a":
-            raise ServerFault("out of memory")
+            raise EndpointError("out of memory")
         return "well"
 
     async def main() -> list[str]:
@@ -77,7 +78,12 @@ def test_another_takes_over_while_one_rests() -> None:
 
 @pytest.mark.parametrize(
     ("error", "tries", "rests"),
-    [(ServerFault("no memory"), 3, True), (TimeoutError(), 3, True), (BadReply("no score"), 3, False), (Refused("too long"), 1, False)],
+    [
+        (EndpointError("no memory"), 3, True),
+        (TimeoutError(), 3, True),
+        (InvalidReply("no score"), 3, False),
+        (RequestRejected("too long"), 1, False),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_a_call_raises_tells_how_it_went(error: Exception, tries: int, rests: bool) -> None:
@@ -90,8 +96,8 @@ def test_what_a_call_raises_tells_how_it_went(error: Exception, tries: int, rest
 
 
 def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
-    made = servers("http://a", patience_s=1.0)
-    assert outcome(made, raising(ServerFault("busy", rest_s=600))) == (
+    made = servers("http://a", outage_timeout_s=1.0)
+    assert outcome(made, raising(EndpointError("busy", rest_s=600))) == (
         "listener: http://a rests for 600 s more after 0.0 s of waiting, and so do all others; the last failure: http://a: busy"
     )
     made, times = servers("http://a"), []
@@ -99,7 +105,7 @@ def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
     async def call(endpoint: Endpoint) -> str:
         times.append(time.monotonic())
         if len(times) == 1:
-            raise ServerFault("busy", rest_s=0.3)
+            raise EndpointError("busy", rest_s=0.3)
         return "well"
 
     assert asyncio.run(made.ask(call)) == "well" and 0.3 <= times[1] - times[0] < 3
@@ -107,25 +113,25 @@ def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
 
 def test_failures_that_overlap_are_one_failure() -> None:
     """Eight requests are under way when the first fails; seven more fail one by one, after its rest even: they began before it."""
-    made = servers("http://a", concurrency=8, tries=1, rest_s=0.02)
+    made = servers("http://a", concurrency=8, max_attempts=1, rest_s=0.02)
 
     async def call(endpoint: Endpoint) -> str:
         number = made.requests
         await asyncio.sleep(0.03 * number)
-        raise ServerFault("no memory")
+        raise EndpointError("no memory")
 
     async def main() -> list[BaseException]:
         return await asyncio.gather(*(made.ask(call) for _ in range(8)), return_exceptions=True)
 
-    assert [type(fault) for fault in asyncio.run(main())] == [HostFault] * 8 and made.failures == 8
+    assert [type(fault) for fault in asyncio.run(main())] == [InfraError] * 8 and made.failures == 8
     (endpoint,) = made.endpoints
     assert endpoint.failures == 1
 
 
 def test_no_rest_is_longer_than_the_patience() -> None:
     """Nine failures in a row of a lone server; the time-out of a request is shorter than any of its rests and does not matter."""
-    made = servers("http://a", tries=9, rest_s=0.05, patience_s=0.1, timeout_s=0.01)
-    assert "nothing after 9 of 9 tries" in outcome(made, raising(ServerFault("no memory")))
+    made = servers("http://a", max_attempts=9, rest_s=0.05, outage_timeout_s=0.1, timeout_s=0.01)
+    assert "nothing after 9 of 9 tries" in outcome(made, raising(EndpointError("no memory")))
     (endpoint,) = made.endpoints
     assert endpoint.failures == 9 and endpoint.rest_until - time.monotonic() <= 0.1
 
@@ -134,20 +140,24 @@ def test_trouble_that_waiting_cannot_mend_is_told_apart() -> None:
     """A server that was in trouble once may be well later; one that is well and says nothing of use, or refuses, stays as it is."""
 
     def raised(*errors: Exception) -> type:
-        made, remaining = servers("http://a", tries=len(errors)), iter(errors)
+        made, remaining = servers("http://a", max_attempts=len(errors)), iter(errors)
 
         async def call(endpoint: Endpoint) -> str:
             raise next(remaining)
 
         return type(asyncio.run(caught(made, call)))
 
-    async def caught(made: Servers, call: Callable[[Endpoint], Awaitable[str]]) -> HostFault:
-        with pytest.raises(HostFault) as info:
+    async def caught(made: EndpointPool, call: Callable[[Endpoint], Awaitable[str]]) -> InfraError:
+        with pytest.raises(InfraError) as info:
             await made.ask(call)
         return info.value
 
-    assert raised(BadReply("no score"), BadReply("no score")) is raised(Refused("too long")) is LastingFault
-    assert raised(BadReply("no score"), ServerFault("no memory")) is raised(ServerFault("no memory"), BadReply("no score")) is HostFault
+    assert raised(InvalidReply("no score"), InvalidReply("no score")) is raised(RequestRejected("too long")) is PermanentInfraError
+    assert (
+        raised(InvalidReply("no score"), EndpointError("no memory"))
+        is raised(EndpointError("no memory"), InvalidReply("no score"))
+        is InfraError
+    )
 
 
 def test_an_answer_that_is_late_is_none() -> None:
@@ -155,7 +165,7 @@ def test_an_answer_that_is_late_is_none() -> None:
         await asyncio.sleep(9)
         return "late"
 
-    assert outcome(servers("http://a", timeout_s=0.02, tries=1), call).endswith(
+    assert outcome(servers("http://a", timeout_s=0.02, max_attempts=1), call).endswith(
         "nothing after 1 of 1 tries; the last: http://a: TimeoutError: "
     )
 
@@ -180,5 +190,5 @@ def test_a_mistake_of_ours_comes_out_and_leaves_no_slot_taken() -> None:
     [("7", 7), ("", 0), ("soon", 0), ("-3", 0), ("1e9", 0), ("\u0663", 0), ("9" * 40, 0), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)],
 )
 def test_retry_after_reads_seconds_and_dates(header: str, seconds: float) -> None:
-    assert retry_after(header) == seconds
-    assert retry_after(format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)) == pytest.approx(3600, abs=30)
+    assert parse_retry_after(header) == seconds
+    assert parse_retry_after(format_datetime(datetime.now(UTC) + timedelta(hours=1), usegmt=True)) == pytest.approx(3600, abs=30)

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_rl.clients.proxies import proxy_of, proxy_words
 from megatron_rl.config import ListenerSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
-from megatron_rl.types import HostFault
 from tests.conftest import ROOT
 from tests.support.judges import PROMPT, fields, held, right, serving, settings
 
@@ -85,7 +85,7 @@ def test_a_proxy_that_is_none_harms_nobody_who_needs_it_not(wrong: str, monkeypa
     with serving(right) as server:
         assert held(settings(server), lambda judge: judge.verdict(PROMPT, fields=fields())).servers.failures == 0
     server.url = "http://judge.invalid/v1"
-    with pytest.raises(HostFault, match=rf"^HTTP_PROXY={wrong}: is no proxy that can be used; .*NO_PROXY=judge.invalid"):
+    with pytest.raises(InfraError, match=rf"^HTTP_PROXY={wrong}: is no proxy that can be used; .*NO_PROXY=judge.invalid"):
         start(Judge(settings(server)))
 
 
@@ -103,7 +103,7 @@ def test_an_error_names_the_proxy_without_its_password(monkeypatch: pytest.Monke
     with serving(right) as server:
         server.url = "http://judge.invalid:8000/v1"
         line = rf"judge.invalid.*ConnectError.* \(asked through HTTP_PROXY=\*\*\*@{place}; unset it, or set NO_PROXY=judge.invalid\)"
-        with pytest.raises(HostFault, match=line) as told:
+        with pytest.raises(InfraError, match=line) as told:
             start(Judge(settings(server)))
     assert "SECRET" not in str(told.value)
 
@@ -112,7 +112,7 @@ def test_what_the_proxy_itself_refuses_names_it(monkeypatch: pytest.MonkeyPatch)
     with serving(right) as server, proxying(status=403) as (proxy, _):
         monkeypatch.setenv("HTTP_PROXY", proxy)
         server.url = "http://judge.invalid:8000/v1"
-        with pytest.raises(HostFault, match=rf"asked through HTTP_PROXY={proxy}; unset it"):
+        with pytest.raises(InfraError, match=rf"asked through HTTP_PROXY={proxy}; unset it"):
             start(Judge(settings(server)))
 
 
@@ -120,7 +120,7 @@ def test_what_the_proxy_itself_refuses_names_it(monkeypatch: pytest.MonkeyPatch)
 def test_listeners_are_asked_through_it_where_that_is_set(uses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", refusing())
     client = ListenerClient(ListenerSettings(urls=["http://listener.invalid:1"], proxy=uses))
-    with pytest.raises(HostFault, match="no listener can be asked") as told:
+    with pytest.raises(InfraError, match="no listener can be asked") as told:
         asyncio.run(client.start())
     assert ("asked through HTTP_PROXY" in str(told.value)) == uses
 

@@ -77,7 +77,7 @@ def test_defaults_live_in_the_dataclasses() -> None:
     """Without an experiment only the task's yaml has a say: everything else is what megatron_rl/config says."""
     plain = Settings()
     chosen = settings_of(*GIVEN)
-    for room in ("parallel", "engine", "optim", "batch", "select", "algo", "critic", "sft", "wandb"):
+    for room in ("parallel", "engine", "optim", "batch", "filter", "algo", "critic", "sft", "wandb"):
         assert asdict(chosen)[room] == asdict(plain)[room]
     assert (chosen.model.path, chosen.run.dir) == ("here", "there")
 
@@ -101,9 +101,9 @@ def test_a_key_in_a_yaml_that_is_no_key_is_refused(tmp_path: Path) -> None:
 
 def test_cfg_job_shows_what_a_run_would_use() -> None:
     experiment = EXPERIMENTS[0]
-    shown = leaves(yaml.safe_load(train(f"experiment={experiment}", "algo.clip_high=0.28", "--cfg", "job")))
-    used = leaves(asdict(settings_of(f"experiment={experiment}", "algo.clip_high=0.28")))
-    assert shown["algo.clip_high"] == 0.28
+    shown = leaves(yaml.safe_load(train(f"experiment={experiment}", "algo.clip_ratio_high=0.28", "--cfg", "job")))
+    used = leaves(asdict(settings_of(f"experiment={experiment}", "algo.clip_ratio_high=0.28")))
+    assert shown["algo.clip_ratio_high"] == 0.28
     assert shown.keys() == used.keys()
     for key, value in used.items():
         assert value == (float(shown[key]) if isinstance(value, float) else shown[key]), key  # YAML 1.1 reads 1e-06 as text

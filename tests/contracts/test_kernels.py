@@ -107,6 +107,6 @@ def test_the_doctor_says_whose_kernels_run(monkeypatch: pytest.MonkeyPatch) -> N
     (warning,) = report.warnings
     assert warning.startswith("apex=unknown: is another project of that name, without apex.optimizers; pip uninstall apex")
     monkeypatch.setattr(kernels, "find_spec", lambda name: True if name.startswith("apex") else None)
-    assert kernels.apex_trouble() == ""
+    assert kernels.apex_error() == ""
     monkeypatch.setattr(kernels.layers, "_grad_accum_fusion_available", True)
     assert kernels.kernels(settings.lora)["gradient accumulation"] == "megatron (apex's fused one is there, and off)"

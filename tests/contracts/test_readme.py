@@ -120,7 +120,7 @@ def is_named_rightly(name: str) -> bool:
     return (
         name.startswith("task.options.")
         or name in keys(Settings())
-        or name.rpartition(".")[0] == "optim.part_lr"
+        or name.rpartition(".")[0] == "optim.lr_by_module"
         or name.rpartition(".")[2] in ("py", "md", "yaml", "json", "jsonl", "sh", "onnx")
     )
 
@@ -132,7 +132,7 @@ def test_a_setting_that_is_named_exists(name: str) -> None:
 
 
 def test_a_setting_that_moved_is_noticed() -> None:
-    said = "`optim.part_lr={vision:1e-7}`, `algo.lr`, `RUN/run.json`, run.py and task.data.trian=[x]"
+    said = "`optim.lr_by_module={vision:1e-7}`, `algo.lr`, `RUN/run.json`, run.py and task.data.trian=[x]"
     assert [named for named in NAMED.findall(said) if not is_named_rightly(named)] == ["algo.lr", "task.data.trian"]
 
 

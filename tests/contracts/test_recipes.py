@@ -12,7 +12,7 @@ from megatron_rl.memory_plan.gpu_specs import GPUS
 from megatron_rl.memory_plan.rank_shares import shares
 from megatron_rl.memory_plan.step_time import Case, case_of, expected, in_words
 from megatron_rl.models.known_models import known_spec
-from megatron_rl.registry import check_sizes, has_boxes, has_critic
+from megatron_rl.registry import check_sizes, has_critic, uses_sandbox
 from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
 from tests.support import forked
@@ -93,7 +93,7 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     model = known_spec(settings.model.path)
     check_sizes(settings, model, settings.run.world)
     planned = plan(
-        model, settings, world_size=settings.run.world, has_values=has_critic(settings), has_boxes=has_boxes(settings)
+        model, settings, world_size=settings.run.world, has_values=has_critic(settings), has_boxes=uses_sandbox(settings)
     )  # fmt: skip
     adapters = adapters_of(settings) + head_of(settings)
     expected = shares_of(settings)
@@ -116,7 +116,7 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
 def test_what_rounds_to_bfloat16_is_corrected_and_nothing_else_is(experiment: str) -> None:
     settings = settings_of(f"experiment={experiment}")
     rounds = settings.stage == "rl" and "bfloat16" in (settings.model.dtype, settings.engine.dtype)
-    assert settings.algo.correction == ("token_tis" if rounds else "none")
+    assert settings.algo.rollout_correction == ("token_tis" if rounds else "none")
     assert rounds == (experiment in RECIPES)
 
 
@@ -166,9 +166,9 @@ def test_an_episode_that_rambles_ends_long_before_others_stop_waiting(recipe: st
     twice what its tokens take, and to a fraction of what ranks wait for each other."""
     settings = settings_of(f"experiment={recipe}")
     task, most = settings.task, settings.engine.max_model_len
-    longest = min(task.max_turns * task.max_tokens_per_turn, most) / SLOWEST
+    longest = min(task.max_turns * task.max_new_tokens, most) / SLOWEST
     assert (task.max_seconds > 0) == (longest > 300), (recipe, longest)
-    assert task.max_seconds == 0 or 2 * longest <= task.max_seconds <= settings.parallel.skew_s / 4
+    assert task.max_seconds == 0 or 2 * longest <= task.max_seconds <= settings.parallel.straggler_timeout_s / 4
 
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 4, 1), (2, 2, 7), (4, 2, 1), (4, 7, 2)])

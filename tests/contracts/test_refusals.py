@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.registry import build_task, check, check_sizes
+from megatron_rl.registry import build_task, check_settings, check_sizes
 from tests.contracts.test_configs import settings_of
 
 MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key/value heads, 4 layers
@@ -31,7 +31,7 @@ def test_a_misfit_is_told_with_its_key_and_what_to_do(override: str, random_mode
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     num_processes, remedy = MISFITS[override]
     with pytest.raises(ValueError, match=f"^{re.escape(f'{override}: {remedy}')}$"):
-        check(settings_of(f"model.path={random_model}", "run.dir=there", override), num_processes)
+        check_settings(settings_of(f"model.path={random_model}", "run.dir=there", override), num_processes)
 
 
 @pytest.mark.parametrize(
@@ -66,64 +66,76 @@ def test_tokens_without_a_row_are_refused_before_anything_is_built(random_model:
     last = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
     said = f"^model.path={folder}: its tokenizer has ids up to {last}, config.json has vocab_size=900, model.embed_tokens.weight has"
     with pytest.raises(ValueError, match=f"{said} 1024 rows, lm_head.weight has 1024 rows; set vocab_size to 1024 in config.json$"):
-        check(settings_of(f"model.path={folder}", "run.dir=there"), 1)
+        check_settings(settings_of(f"model.path={folder}", "run.dir=there"), 1)
 
 
 def test_a_frozen_part_beside_adapters(random_model: Path) -> None:
     remedy = r"^model.frozen=\['vision'\]: with lora.rank the whole base is frozen; choose what is trained by lora.targets$"
     with pytest.raises(ValueError, match=remedy):
-        check(settings_of(f"model.path={random_model}", "run.dir=there", "model.frozen=[vision]", "lora.rank=8"), 1)
+        check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "model.frozen=[vision]", "lora.rank=8"), 1)
 
 
 def test_more_staleness_than_engines_hold(random_model: Path) -> None:
     """Rounds of 24 prompts of 8 episodes: two of them are 384 episodes, three are 576. Two engines of tp 2 hold 2 * 192."""
     given = (f"model.path={random_model}", "run.dir=there", "experiment=numberline_grpo_cpu", "engine.tp=2", "engine.max_num_seqs=192")
-    check(settings_of(*given, "run.max_staleness=1"), 4)
-    check(settings_of(*given, "run.max_staleness=2", "stage=sft"), 4)
+    check_settings(settings_of(*given, "run.max_staleness=1"), 4)
+    check_settings(settings_of(*given, "run.max_staleness=2", "stage=sft"), 4)
     told = (
         "run.max_staleness=2: 3 times batch.prompts_per_step=24 times batch.group_size=8 episodes are under way, "
         "and 2 engines hold engine.max_num_seqs=192 each; set that to 288"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
-        check(settings_of(*given, "run.max_staleness=2"), 4)
-    check(settings_of(*given, "run.max_staleness=2", "engine.max_num_seqs=288"), 4)
-    check(settings_of(*given, "engine.max_num_seqs=1"), 4)
+        check_settings(settings_of(*given, "run.max_staleness=2"), 4)
+    check_settings(settings_of(*given, "run.max_staleness=2", "engine.max_num_seqs=288"), 4)
+    check_settings(settings_of(*given, "engine.max_num_seqs=1"), 4)
 
 
-REMOTE = ("engine.kind=remote", "engine.urls=[http://a:1,http://b:1]")
+REMOTE = ("engine.mode=server", "engine.urls=[http://a:1,http://b:1]")
 
 
 def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> None:
     """And hold what they hold, however many trainers there are."""
     given = (f"model.path={random_model}", "run.dir=there", "experiment=numberline_grpo_cpu", "engine.max_num_seqs=192", *REMOTE)
-    check(settings_of(*given, "engine.tp=2"), 3)
-    check(settings_of(*given, "run.max_staleness=1"), 1)
-    for engines in (REMOTE, ("engine.kind=remote", "engine.servers=2", "engine.urls=[]")):
+    check_settings(settings_of(*given, "engine.tp=2"), 3)
+    check_settings(settings_of(*given, "run.max_staleness=1"), 1)
+    for engines in (REMOTE, ("engine.mode=server", "engine.num_local_servers=2", "engine.urls=[]")):
         with pytest.raises(ValueError, match=r"^run.max_staleness=2: .* and 2 engines hold engine.max_num_seqs=192 each; set that to 288$"):
-            check(settings_of(*given, *engines, "run.max_staleness=2"), 8)
+            check_settings(settings_of(*given, *engines, "run.max_staleness=2"), 8)
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("engine.kind=ray",), "engine.kind=ray: choose one of local, remote"),
+        (("engine.mode=ray",), "engine.mode=ray: choose one of colocated, server"),
         (
-            ("engine.kind=remote",),
-            "engine.urls=[]: is needed by engine.kind=remote; name its servers, or have the run start some: engine.servers=2",
+            ("engine.mode=server",),
+            "engine.urls=[]: is needed by engine.mode=server; name its servers, or have the run start some: engine.num_local_servers=2",
         ),
-        (("engine.servers=1",), "engine.servers=1: are asked by engine.kind=remote alone; choose it, or leave them out"),
-        (("engine.kind=remote", "engine.servers=-1"), "engine.urls=[]: is needed by engine.kind=remote; name its servers, or have"),
-        ((*REMOTE, "engine.servers=-1"), "engine.servers=-1: must not be negative; 0 starts none"),
-        ((*REMOTE, "engine.servers=2"), "engine.servers=2: are started by the run, and engine.urls names others; give one of both"),
-        ((*REMOTE[:1], "engine.servers=2", "engine.start_s=nan"), "engine.start_s=nan: must be a number of seconds"),
-        (("engine.urls=[http://a:1]",), "engine.urls=['http://a:1']: are asked by engine.kind=remote alone; choose it, or leave them out"),
-        (("engine.kind=remote", "engine.urls=[a:1]"), "engine.urls=a:1: is no address; give http://HOST:PORT"),
         (
-            ("engine.kind=remote", "engine.urls=[http://a:1,http://a:1/]"),
+            ("engine.num_local_servers=1",),
+            "engine.num_local_servers=1: are asked by engine.mode=server alone; choose it, or leave them out",
+        ),
+        (
+            ("engine.mode=server", "engine.num_local_servers=-1"),
+            "engine.urls=[]: is needed by engine.mode=server; name its servers, or have",
+        ),
+        ((*REMOTE, "engine.num_local_servers=-1"), "engine.num_local_servers=-1: must not be negative; 0 starts none"),
+        (
+            (*REMOTE, "engine.num_local_servers=2"),
+            "engine.num_local_servers=2: are started by the run, and engine.urls names others; give one of both",
+        ),
+        (
+            (*REMOTE[:1], "engine.num_local_servers=2", "engine.startup_timeout_s=nan"),
+            "engine.startup_timeout_s=nan: must be a number of seconds",
+        ),
+        (("engine.urls=[http://a:1]",), "engine.urls=['http://a:1']: are asked by engine.mode=server alone; choose it, or leave them out"),
+        (("engine.mode=server", "engine.urls=[a:1]"), "engine.urls=a:1: is no address; give http://HOST:PORT"),
+        (
+            ("engine.mode=server", "engine.urls=[http://a:1,http://a:1/]"),
             "engine.urls=['http://a:1', 'http://a:1/']: names an engine twice; name each once",
         ),
-        ((*REMOTE, "engine.probe_s=0"), "engine.probe_s=0.0: must be a number of seconds"),
-        ((*REMOTE, "engine.turn_s=-1"), "engine.turn_s=-1.0: must be a number of seconds"),
+        ((*REMOTE, "engine.health_timeout_s=0"), "engine.health_timeout_s=0.0: must be a number of seconds"),
+        ((*REMOTE, "engine.request_timeout_s=-1"), "engine.request_timeout_s=-1.0: must be a number of seconds"),
     ],
 )
 def test_engines_that_cannot_be_asked(overrides: tuple[str, ...], told: str) -> None:
@@ -132,20 +144,20 @@ def test_engines_that_cannot_be_asked(overrides: tuple[str, ...], told: str) -> 
 
 
 def test_what_fits_is_not_refused(random_model: Path) -> None:
-    check(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2", "engine.tp=2"), 8)
+    check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2", "engine.tp=2"), 8)
 
 
 def test_a_layout_needs_its_processes(random_model: Path) -> None:
     with pytest.raises(ValueError, match=r"parallel.tp\*parallel.pp=4: must divide the 6 processes; start torchrun with --nproc_per_node"):
-        check(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2"), 6)
+        check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2"), 6)
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^model.path={tmp_path}: .*give a Hugging Face model folder"):
-        check(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
+        check_settings(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=f"^model.path={tmp_path}: config.json is damaged"):
-        check(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
+        check_settings(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
 
 
 def test_a_task_that_does_not_exist() -> None:

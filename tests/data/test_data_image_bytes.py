@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data.images import StoredImage, stored_image
-from megatron_rl.types import LastingFault
+from megatron_rl.errors import PermanentInfraError
 from tests.support.tables import png
 
 PNG = png(size=(40, 30), color="red")
@@ -71,7 +71,7 @@ def test_bytes_that_are_no_picture_are_named(kind: str, is_file: bool, tmp_path:
     with pytest.raises(ValueError, match=rf"^rows.jsonl row 3: images\[0\]: {named}{said}") as error:
         image.size()
     assert "object at" not in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(LastingFault, match=said.removesuffix("$")):
+    with pytest.raises(PermanentInfraError, match=said.removesuffix("$")):
         image.open()
     assert "Größe" not in str(error.value)  # a listener would show a file's words to whoever names it
 

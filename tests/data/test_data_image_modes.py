@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data.images import StoredImage
-from megatron_rl.types import HostFault
+from megatron_rl.errors import InfraError
 from tests.support import tiff_files as tiff
 from tests.support.png_files import COLOR, COLOR_ALPHA, GRAY, GRAY_ALPHA, INDEXED, chunk, write_png
 from tests.support.tiff_files import write_tiff
@@ -42,7 +42,7 @@ def refusal(content: bytes) -> str:
     image = StoredImage(content, "rows.jsonl row 3: images[0]")
     with pytest.raises(ValueError, match=r"^rows.jsonl row 3: images\[0\]: ") as error:
         start(image)
-    with pytest.raises(HostFault):
+    with pytest.raises(InfraError):
         image.open()
     assert "\n" not in str(error.value) and "object at" not in str(error.value)
     return str(error.value)

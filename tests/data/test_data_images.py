@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from megatron_rl.data.images import StoredImage, flatten
-from megatron_rl.types import HostFault
+from megatron_rl.errors import InfraError
 from tests.support.tables import png
 
 
@@ -143,7 +143,7 @@ def test_a_picture_that_must_not_be_decoded(content: bytes, said: str) -> None:
     image = StoredImage(content, "own.parquet row 0: images[0]")
     with pytest.raises(ValueError, match=rf"^own.parquet row 0: images\[0\]: .*({said})"):
         image.size()
-    with pytest.raises(HostFault, match=rf"^own.parquet row 0: images\[0\]: cannot be opened \(.*({said})"):
+    with pytest.raises(InfraError, match=rf"^own.parquet row 0: images\[0\]: cannot be opened \(.*({said})"):
         image.open()
 
 
@@ -167,5 +167,5 @@ def test_any_damage_to_a_picture_is_a_host_fault() -> None:
 def opened_or_fault(image: StoredImage) -> str:
     try:
         return image.open().mode
-    except HostFault as fault:
+    except InfraError as fault:
         return str(fault)

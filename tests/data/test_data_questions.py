@@ -18,7 +18,7 @@ from megatron_rl.data import images
 from megatron_rl.data.images import flatten
 from megatron_rl.data.questions import open_questions, questions, split_of
 from megatron_rl.data.survey import survey
-from megatron_rl.types import HostFault
+from megatron_rl.errors import InfraError
 from tests.support.tables import SUFFIXES, png, write
 
 
@@ -204,11 +204,11 @@ def test_decoding_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert [example.payload["answer"] for example in found] == [str(number) for number in range(50)]
     assert decoded == []
     assert found[3].payload["images"][0].open().size == (64, 64) and len(decoded) == 1
-    with pytest.raises(HostFault, match=r"^own.jsonl row 40: image: cannot be opened \("):
+    with pytest.raises(InfraError, match=r"^own.jsonl row 40: image: cannot be opened \("):
         found[40].payload["images"][0].open()
     (image,) = found[41].payload["images"]
     (tmp_path / "41.png").unlink()
-    with pytest.raises(HostFault, match=r"^own.jsonl row 41: image: cannot be opened"):
+    with pytest.raises(InfraError, match=r"^own.jsonl row 41: image: cannot be opened"):
         image.open()
 
 
@@ -217,7 +217,7 @@ def test_content_that_is_not_what_its_hash_says(tmp_path: Path) -> None:
     (tmp_path / f"{digest}.png").write_bytes(png("red"))
     path = write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "images": [digest]}])
     found = questions([str(path)], images_root="", name="train")
-    with pytest.raises(HostFault, match="does not have the SHA-256 that names it"):
+    with pytest.raises(InfraError, match="does not have the SHA-256 that names it"):
         found[0].payload["images"][0].open()
 
 

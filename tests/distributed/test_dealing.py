@@ -15,7 +15,7 @@ from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of, said
 @pytest.fixture(scope="module")
 def alone(random_model: Path) -> str:
     """What one engine makes of all groups."""
-    return repr(said(fleet_of(Renderer(ModelSettings(path=str(random_model)))).play(EXAMPLES, samples=2, settings=EPISODE)))
+    return repr(said(fleet_of(Renderer(ModelSettings(path=str(random_model)))).run_examples(EXAMPLES, samples=2, settings=EPISODE)))
 
 
 def played(random_model: Path, tmp_path: Path, case: str) -> list[dict]:

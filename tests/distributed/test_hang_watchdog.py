@@ -20,24 +20,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter, Metadata
 
-from megatron_rl.distributed.hang_watchdog import ANSWER_S, Answer, Watch, verdict, waits
-from megatron_rl.distributed.world import World, of_collective
-from megatron_rl.types import HostFault, Parted, RunFailed
+from megatron_rl.distributed.hang_watchdog import REPLY_TIMEOUT_S, HangWatchdog, RankReport, diagnose, is_waiting
+from megatron_rl.distributed.world import World, is_collective_error
+from megatron_rl.errors import InfraError, PeerLost, RunFailed
 from tests.conftest import SUPPORT
 from tests.support import forked
 
 HERE = f"(node 0, {socket.gethostname()})"
 
 
-def at_work(where: str, *, node: str = "node 0, a", waits: bool = False) -> Answer:
-    return Answer(node=node, at=where, waits=waits)
+def at_work(where: str, *, node: str = "node 0, a", waits: bool = False) -> RankReport:
+    return RankReport(node=node, at=where, waits=waits)
 
 
 def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
     """Rank 1 sleeps; the others say so once, before and when they end, within the limit and the time for answers."""
     limit_s = 10  # a tenth of it lies between the warning and the end
     done = forked.world(3, SUPPORT / "watched.py", tmp_path, "lags", limit_s, timeout_s=100)
-    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < limit_s + ANSWER_S + forked.GRACE_S
+    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < limit_s + REPLY_TIMEOUT_S + forked.GRACE_S
     last, first = sorted(line for line in done.stdout.splitlines() if "rank 1" in line)  # "error" comes before "warning"
     behind = rf"rank 1 {re.escape(HERE)} is behind, at watched.py:\d+ in dawdle"
     why = rf"{behind}; the others wait at .*in all_gather; stacks: {tmp_path}/hang"
@@ -110,7 +110,7 @@ def test_a_first_node_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is no use to ask it: it answers no more, and its connection stays."""
-    monkeypatch.setattr("megatron_rl.distributed.hang_watchdog.LEAVE_S", 3.0)
+    monkeypatch.setattr("megatron_rl.distributed.hang_watchdog.EXIT_TIMEOUT_S", 3.0)
     ours, theirs = multiprocessing.Pipe()
     first = multiprocessing.get_context("fork").Process(target=keep_store, args=[theirs])
     first.start()
@@ -118,7 +118,7 @@ def test_a_first_node_that_hangs_is_not_waited_for(
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(ours.recv()))
         world = World(rank=1, size=2, local_rank=1, device=torch.device("cpu"))
-        with pytest.raises(Parted), Watch(world, folder=tmp_path, timeout_s=7.0):
+        with pytest.raises(PeerLost), HangWatchdog(world, folder=tmp_path, timeout_s=7.0):
             hang(first)
         said = capfd.readouterr().err
     finally:
@@ -137,19 +137,19 @@ def test_a_first_node_that_hangs_is_not_waited_for(
             "rank 1 (node 1, b) is behind, at b.py:2 in g; the others wait at a.py:1 in f; stacks: hang",
         ),
         (
-            {0: at_work("x", waits=True), 3: at_work("y", waits=True)}, {1: Answer(node="n, b"), 2: Answer(node="n, b")},
+            {0: at_work("x", waits=True), 3: at_work("y", waits=True)}, {1: RankReport(node="n, b"), 2: RankReport(node="n, b")},
             "no answer from ranks 1 and 2 (n, b); was a node lost, memory short, or did someone end them?",
         ),
         (
-            {0: at_work("x", waits=True), 1: Answer(node="n", ended="a=b: c")}, {2: Answer(node="n")},
+            {0: at_work("x", waits=True), 1: RankReport(node="n", ended="a=b: c")}, {2: RankReport(node="n")},
             "a=b: c (rank 1, n)",
         ),
         ({0: at_work("x"), 1: at_work("x")}, {}, "ranks 0 and 1 (node 0, a) are behind, at x; nobody waits for them; stacks: hang"),
         ({0: at_work("x", waits=True), 1: at_work("y", waits=True)}, {}, "all ranks wait, each for another, at x, y; stacks: hang"),
     ],
 )  # fmt: skip
-def test_what_is_said_of_answers(answers: dict[int, Answer], gone: dict[int, Answer], line: str) -> None:
-    assert verdict(answers, gone, stacks=Path("hang")) == line
+def test_what_is_said_of_answers(answers: dict[int, RankReport], gone: dict[int, RankReport], line: str) -> None:
+    assert diagnose(answers, gone, stacks=Path("hang")) == line
 
 
 def test_who_writes_a_checkpoint_waits_for_no_other(tmp_path: Path) -> None:
@@ -171,12 +171,14 @@ def test_who_writes_a_checkpoint_waits_for_no_other(tmp_path: Path) -> None:
             break
         assert thread.is_alive() and time.monotonic() < deadline
         time.sleep(0.01)
-    assert "/torch/distributed/" in frames[-1][0].f_code.co_filename and not waits(frames)
+    assert "/torch/distributed/" in frames[-1][0].f_code.co_filename and not is_waiting(frames)
     os.close(reader)  # which the writer meets as a broken pipe
     thread.join(30)
 
 
 def test_a_mistake_of_ours_is_no_collectives_failure() -> None:
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
-    assert of_collective(RuntimeError(gloo)) and of_collective(dist.DistNetworkError("reset"))
-    assert not any(map(of_collective, (RuntimeError("mat1 and mat2 do not fit"), ValueError(gloo), RunFailed(gloo), HostFault(gloo))))
+    assert is_collective_error(RuntimeError(gloo)) and is_collective_error(dist.DistNetworkError("reset"))
+    assert not any(
+        map(is_collective_error, (RuntimeError("mat1 and mat2 do not fit"), ValueError(gloo), RunFailed(gloo), InfraError(gloo)))
+    )

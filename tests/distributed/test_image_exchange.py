@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.distributed import image_exchange, world
-from megatron_rl.distributed.image_exchange import Gallery, Hanging, _rollouts_of, _words_of, hang
+from megatron_rl.distributed.image_exchange import ImageExchange, TransferPlan, _decode_rollouts, _encode_rollouts, plan_transfers
 from megatron_rl.observe.recorder import read
-from megatron_rl.types import ATTACHED, Context, Image, Rollout
+from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 from tests.conftest import SUPPORT
 from tests.support import forked
 from tests.support.gallery_world import picture
@@ -25,15 +25,17 @@ def test_four_ranks_of_two_nodes_show_each_other_their_pictures(tmp_path: Path) 
     assert result.returncode == 0, result.stdout
     for step in (1, 2):
         entries = read(tmp_path / f"step_{step}.jsonl")
-        assert [(entry.rollout.group, entry.rollout.sample) for entry in entries] == [(rank, n) for rank in (0, 2, 3) for n in range(2)]
+        assert [(entry.rollout.group, entry.rollout.sample_index) for entry in entries] == [
+            (rank, n) for rank in (0, 2, 3) for n in range(2)
+        ]
         for entry in entries:
-            assert [seen.picture.tobytes() for seen in entry.rollout.images] == [
+            assert [seen.pil.tobytes() for seen in entry.rollout.images] == [
                 picture(int(seen.key[1:])).tobytes() for seen in entry.rollout.images
             ]
 
 
 def test_the_example() -> None:
-    found = hang({1: ["a"], 2: ["a"], 3: ["a"]}, {"a": 0}, [0, 0, 1, 1], {"a": 8})
+    found = plan_transfers({1: ["a"], 2: ["a"], 3: ["a"]}, {"a": 0}, [0, 0, 1, 1], {"a": 8})
     assert [(route.key, route.sender, route.receiver) for route in found.routes] == [("a", 0, 2)]
     assert found.places == {1: {"a": 0}, 2: {"a": 2}, 3: {"a": 2}} and found.shelves == {0: {"a": 0}, 2: {"a": 0}}
 
@@ -46,7 +48,7 @@ def test_everyone_finds_what_it_needs_on_its_node(data: st.DataObject) -> None:
     holders = {key: data.draw(st.integers(0, ranks - 1)) for key in keys}
     needed = {rank: data.draw(st.lists(st.sampled_from(keys))) for rank in data.draw(st.sets(st.integers(0, ranks - 1)))}
     sizes = {key: 3 + number for number, key in enumerate(keys)}
-    found = hang(needed, holders, nodes, sizes)
+    found = plan_transfers(needed, holders, nodes, sizes)
     received = {(route.receiver, route.key) for route in found.routes}
     for rank, wanted in needed.items():
         assert found.places.get(rank, {}).keys() == {key for key in wanted if holders[key] != rank}
@@ -63,7 +65,7 @@ def test_everyone_finds_what_it_needs_on_its_node(data: st.DataObject) -> None:
         assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])], "one after the other, without a gap"
 
 
-def pictures_received(found: Hanging, sizes: dict[str, int], ranks: int) -> int:
+def pictures_received(found: TransferPlan, sizes: dict[str, int], ranks: int) -> int:
     """Bytes of the rank that is sent most."""
     sent = [0] * ranks
     for route in found.routes:
@@ -89,22 +91,22 @@ def test_what_a_rank_is_sent_does_not_grow_with_the_world() -> None:
         for ranks in (32, 1024):
             groups = 1024 if scale == "fixed" else 4 * ranks
             needed, holders, sizes = step_of(groups, ranks, shift=8)
-            most[ranks] = pictures_received(hang(needed, holders, [rank // 8 for rank in range(ranks)], sizes), sizes, ranks)
+            most[ranks] = pictures_received(plan_transfers(needed, holders, [rank // 8 for rank in range(ranks)], sizes), sizes, ranks)
             share = max(sum(sizes[key] for key in keys) for keys in needed.values())
             assert 0 < most[ranks] <= share
         assert most[1024] <= most[32] if scale == "grows" else most[1024] == most[32] / 32
 
 
 def rollout_of(num_observed: int, num_sampled: int) -> Rollout:
-    context = Context()
+    context = TokenSequence()
     context.extend([151_655] * num_observed, images=(Image(picture(1), None, (1, 4, 2), "k1", 2),))
     context.extend([150_000] * num_sampled, logprobs=[-1 / 3] * num_sampled, versions=[7] * num_sampled)
-    return Rollout(task="t", example_id="e", group=0, sample=0, contexts=[context])
+    return Rollout(task="t", example_id="e", group=0, sample_index=0, sequences=[context])
 
 
 def test_the_words_of_a_token_take_few_bytes() -> None:
     def size(*tokens: int) -> int:
-        return len(pickle.dumps(_words_of([rollout_of(*tokens)])))
+        return len(pickle.dumps(_encode_rollouts([rollout_of(*tokens)])))
 
     base = size(100, 100)
     assert size(10_100, 100) - base == pytest.approx(5 * 10_000, rel=0.01)
@@ -116,7 +118,7 @@ def words_sent(monkeypatch: pytest.MonkeyPatch, *, groups: int, ranks: int) -> i
     """Bytes that the first rank hands to the collectives of Gallery.gather, in a world whose other ranks have what they would say, and are
     not there: 8 episodes of 600 tokens for each of the first `groups`, of one rank each; the others lead no engine."""
     parts = [[rollout_of(500, 100) for _ in range(8)] if rank < groups else None for rank in range(ranks)]
-    said = [pickle.dumps(None if part is None else _words_of(part)) for part in parts]
+    said = [pickle.dumps(None if part is None else _encode_rollouts(part)) for part in parts]
     sent = []
 
     def all_reduce(tensor: torch.Tensor, group: object) -> None:
@@ -129,7 +131,7 @@ def words_sent(monkeypatch: pytest.MonkeyPatch, *, groups: int, ranks: int) -> i
     for name, told in {"get_world_size": lambda: ranks, "get_rank": lambda: 0, "all_reduce": all_reduce}.items():
         monkeypatch.setattr(world.dist, name, told)
     monkeypatch.setattr(image_exchange, "gather", lambda mine, group: [mine] * ranks)
-    assert len(Gallery(patch=14).gather(parts[0])) == 8 * groups
+    assert len(ImageExchange(patch=14).gather_rollouts(parts[0])) == 8 * groups
     return sum(sent)
 
 
@@ -142,14 +144,14 @@ def test_words_take_no_more_in_a_larger_world(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_column_travels() -> None:
     (sent,) = [rollout_of(3, 4)]
-    context = sent.contexts[0]
-    for number, name in enumerate(ATTACHED):
-        context.attach(name, [number / 3 + place for place in range(7)])
-    (back,) = _rollouts_of(pickle.loads(pickle.dumps(_words_of([sent]))))
-    for field in fields(Context):
-        came, went = getattr(back.contexts[0], field.name), getattr(context, field.name)
+    context = sent.sequences[0]
+    for number, name in enumerate(TOKEN_COLUMNS):
+        context.set_column(name, [number / 3 + place for place in range(7)])
+    (back,) = _decode_rollouts(pickle.loads(pickle.dumps(_encode_rollouts([sent]))))
+    for field in fields(TokenSequence):
+        came, went = getattr(back.sequences[0], field.name), getattr(context, field.name)
         assert went, field.name
         if field.name == "images":
-            assert [(seen.picture, seen.key, seen.grid, seen.merge) for seen in came] == [(None, "k1", (1, 4, 2), 2)]
+            assert [(seen.pil, seen.key, seen.grid, seen.merge) for seen in came] == [(None, "k1", (1, 4, 2), 2)]
         else:
             assert (came, list(map(type, came))) == (went, list(map(type, went))), field.name

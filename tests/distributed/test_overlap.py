@@ -1,4 +1,4 @@
-"""Gradients reduced beside the backward pass (parallel.overlap_reductions) by two data-parallel ranks, against those reduced after it."""
+"""Gradients reduced beside the backward pass (parallel.overlap_grad_reduce) by two data-parallel ranks, against those reduced after it."""
 
 from pathlib import Path
 
@@ -38,5 +38,5 @@ def test_it_overlaps_where_every_rank_has_all_gradients(found: dict) -> None:
 
 
 def test_pipelines_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^parallel.overlap_reductions=True: needs parallel.pp=1$"):
-        ParallelSettings(overlap_reductions=True, pp=2)
+    with pytest.raises(ValueError, match=r"^parallel.overlap_grad_reduce=True: needs parallel.pp=1$"):
+        ParallelSettings(overlap_grad_reduce=True, pp=2)

@@ -1,4 +1,5 @@
-"""One engine plays, and one rank writes, longer than parallel.timeout_s: that is no failure until parallel.skew_s has passed."""
+"""One engine plays, and one rank writes, longer than parallel.timeout_s: that is no failure until parallel.straggler_timeout_s has
+passed."""
 
 from pathlib import Path
 
@@ -16,5 +17,7 @@ def test_who_takes_longer_is_waited_for(tmp_path: Path) -> None:
 def test_but_not_for_ever(tmp_path: Path) -> None:
     done = forked.world(2, SUPPORT / "skewed.py", tmp_path, 2, timeout_s=100)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and line.startswith("error: parallel.skew_s=2: a collective waited longer; rank 1 "), done.stdout
+    assert done.returncode == 1 and line.startswith("error: parallel.straggler_timeout_s=2: a collective waited longer; rank 1 "), (
+        done.stdout
+    )
     assert not list(tmp_path.glob("through_*"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.cli.app import end_with_error
-from megatron_rl.distributed.world import SharedOSError, SharedValueError, connect, expand_segments, place, together
+from megatron_rl.distributed.world import SharedOSError, SharedValueError, connect, expand_segments, raise_on_all_ranks, read_world
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 
@@ -19,7 +19,7 @@ def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    world = place()
+    world = read_world()
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.num_nodes) == (13, 16, 5, 8, 1, 2)
     assert world.device == torch.device("cuda", 5) and not world.is_main and not world.is_first_here
 
@@ -33,12 +33,12 @@ def test_a_mistake_that_every_rank_raises_is_known_as_such(kind: type[Exception]
 
     monkeypatch.setattr("megatron_rl.distributed.world.gather", lambda mine, *, group: [mine] * 3)
     with pytest.raises((SharedValueError, SharedOSError), match="^parallel.tp=3: too many$") as told:
-        together(fail)
+        raise_on_all_ranks(fail)
     assert isinstance(told.value, kind)
     shown: list[bool] = []
     monkeypatch.setattr("megatron_rl.cli.app.end", lambda line, world, *, seen_by_all=False: shown.append(seen_by_all))
-    end_with_error(told.value, place())
-    end_with_error(kind("another"), place())
+    end_with_error(told.value, read_world())
+    end_with_error(kind("another"), read_world())
     assert shown == [True, False]
 
 
@@ -50,7 +50,7 @@ def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
     line = r"^--nnodes=1: the 1 processes did not meet within parallel.timeout_s=5 \(.*none0.*\); .*interface .* GLOO_SOCKET_IFNAME"
     with pytest.raises(ValueError, match=line):
-        connect(place(), timeout_s=5)
+        connect(read_world(), timeout_s=5)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from PIL import Image
 
+from megatron_rl.errors import InfraError
 from megatron_rl.rollout.task import Step
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
@@ -16,7 +17,7 @@ from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.function_tools import Functions
 from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
-from megatron_rl.types import Example, HostFault
+from megatron_rl.types import Example
 from sandbox import Limits, Sandbox
 from sandbox.client import SandboxClient
 from tests.support.agent_room import NOISE, Held, env_of, pictures, play, run, same, text
@@ -91,7 +92,7 @@ def test_zoom_and_rotate_act_on_the_original(room: Room) -> None:
         assert same(pictures(zoomed)[0], NOISE.crop((10, 20, 60, 80)))
         assert same(pictures(turned)[0], NOISE.transpose(Image.Transpose.ROTATE_90))
         assert same(pictures(again)[0], NOISE.crop((92, 50, 120, 90)))
-        assert [each.call.frame for each in (zoomed, turned, outside)] == [(120, 90)] * 3, "what boxes are told in"
+        assert [each.tool_call.frame for each in (zoomed, turned, outside)] == [(120, 90)] * 3, "what boxes are told in"
         assert "outside of the image" in outside.call.error and "120 wide and 90 high" in text(outside)
         assert (outside.call.tool, outside.call.ran, outside.done, pictures(outside)) == ("zoom", True, False, [])
     (nothing,) = play(room, DeepEyes(), DeepEyes().write_call("rotate", {"angle": 1}), images=())
@@ -172,7 +173,7 @@ def test_a_box_killed_from_outside_is_ours(room: Room) -> None:
         finally:
             await env.close()
 
-    with pytest.raises(HostFault, match="somebody on the host killed the box"):
+    with pytest.raises(InfraError, match="somebody on the host killed the box"):
         room.do(killed())
     assert "42" in text(run(room, "print(42)")[0])
 
@@ -197,5 +198,5 @@ def test_a_pool_that_closes_and_a_server_that_is_gone_are_ours() -> None:
             await client.close()
 
     for trouble in (closed, gone):
-        with pytest.raises(HostFault, match="sandbox: "):
+        with pytest.raises(InfraError, match="sandbox: "):
             asyncio.run(trouble())

@@ -14,13 +14,13 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data.images import StoredImage
+from megatron_rl.errors import InfraError
 from megatron_rl.rollout.transcript_segments import pictures_of
 from megatron_rl.tasks.visual_python.codev import CodeV
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
 from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
-from megatron_rl.types import HostFault
 from tests.support.agent_room import NOISE, Held, env_of, play, text
 from tests.support.sandbox_room import Room, started
 
@@ -52,7 +52,7 @@ def test_a_bad_picture_of_the_data_set_is_ours_and_named(room: Room, tmp_path: P
     path.write_bytes(content)
     for source in (content, path):
         env = env_of(room, PyVision(), StoredImage(source, "train.parquet row 7: images[0]"))
-        with pytest.raises(HostFault, match=f"example row7: train.parquet row 7.*{says}"):
+        with pytest.raises(InfraError, match=f"example row7: train.parquet row 7.*{says}"):
             room.do(env.reset(0))
 
 
@@ -63,12 +63,12 @@ def test_a_picture_of_one_pixel_is_a_picture(room: Room) -> None:
 
 def test_a_question_with_too_many_places_is_ours(room: Room) -> None:
     env = env_of(room, PyVision(), Held(NOISE), question="<image> or <image>?")
-    with pytest.raises(HostFault, match="example row7: the question has 2 places for pictures .* 1 pictures"):
+    with pytest.raises(InfraError, match="example row7: the question has 2 places for pictures .* 1 pictures"):
         room.do(env.reset(0))
 
 
 def test_a_file_name_that_no_box_takes_is_ours(room: Room) -> None:
-    with pytest.raises(HostFault, match=r"example row7: sandbox: '\.\./photo\.jpg' is no name"):
+    with pytest.raises(InfraError, match=r"example row7: sandbox: '\.\./photo\.jpg' is no name"):
         play(room, CodeV(("../photo.jpg",)), CodeV().write_code("1"))
     assert room.pool.num_open == 0
 

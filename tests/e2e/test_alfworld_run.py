@@ -23,7 +23,7 @@ def folder(torchrun, alfworld_games: Path, tmp_path_factory: pytest.TempPathFact
     make(home / "nano", words=alfworld_games / "words.txt")
     games = [f"task.data.{split}=[{alfworld_games / split}]" for split in ("train", "eval")]
     sizes = (
-        "task.data.max_eval=3", "task.eval_samples=1", "task.max_turns=3", "task.max_tokens_per_turn=8", "task.options.invalid=random",
+        "task.data.max_eval=3", "task.eval_samples=1", "task.max_turns=3", "task.max_new_tokens=8", "task.options.invalid=random",
         "engine.kv_cache_mib=16", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=1", "run.record_best=4",
     )  # fmt: skip
     own = ("experiment=alfworld_grpo_cpu", f"model.path={home / 'nano'}", f"run.dir={home / 'grpo'}")
@@ -40,14 +40,14 @@ def test_games_were_played_and_counted(folder: Path) -> None:
     played = rollouts(folder)
     assert len(played) == 4 and {rollout.task for rollout in played} == {"alfworld"}
     for rollout in played:
-        assert len(rollout.contexts) == len(rollout.turns) == 3 and all(len(context.images) == 1 for context in rollout.contexts)
-        assert len({context.images[0].key for context in rollout.contexts}) > 1, "commands were given"
-        assert all(turn.call.error for turn in rollout.turns if not turn.text.startswith("{"))
-        assert rollout.rewards["won"] == 0 and rollout.reward == pytest.approx(sum(turn.reward for turn in rollout.turns))
-        (kind,) = [name for name in rollout.rewards if name.startswith("won_")]
+        assert len(rollout.sequences) == len(rollout.turns) == 3 and all(len(context.images) == 1 for context in rollout.sequences)
+        assert len({context.images[0].key for context in rollout.sequences}) > 1, "commands were given"
+        assert all(turn.tool_call.error for turn in rollout.turns if not turn.text.startswith("{"))
+        assert rollout.reward_terms["won"] == 0 and rollout.reward == pytest.approx(sum(turn.reward for turn in rollout.turns))
+        (kind,) = [name for name in rollout.reward_terms if name.startswith("won_")]
         assert kind.removeprefix("won_") in ("pick", "look", "clean", "heat", "cool", "two")
     (step,) = [step for step in read_metrics(folder / "metrics.jsonl") if "reward/mean" in step]
-    assert step["rollout/failed_fraction"] == 0 and step["engine/logprob_gap_max"] < 1e-4
+    assert step["rollout/failed_fraction"] == 0 and step["rollout_mismatch/logprob_abs_diff_max"] < 1e-4
     assert step["rollout/tool_errors"] > 0.5 and step["time/episode_environment"] > 0
 
 

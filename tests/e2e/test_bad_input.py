@@ -16,7 +16,7 @@ from tests.support import forked
 
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (
-    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=4",
+    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2",
 )  # fmt: skip
 SAID = re.compile(r"^error: (\S+?)=(\S+): (.+)$", re.MULTILINE)

@@ -28,14 +28,18 @@ def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_a_step_plays_scores_and_updates(game: str, folder: Path) -> None:
     step, _ = read_metrics(folder / game / "metrics.jsonl")
     assert (step["rollout/completed"] + step["rollout/truncated"], step["rollout/failed"]) == (8, 0)
-    assert step["grad_norm"] > 0 and step["engine/logprob_gap_max"] <= 1e-4 and step["rollout/tool_calls"] == step["rollout/turns"]
+    assert (
+        step["grad_norm"] > 0
+        and step["rollout_mismatch/logprob_abs_diff_max"] <= 1e-4
+        and step["rollout/tool_calls"] == step["rollout/turns"]
+    )
     rollouts = [entry.rollout for entry in read(folder / game / "rollouts" / "step_000000.jsonl")]
-    calls = [(turn, turn.call) for rollout in rollouts for turn in rollout.turns]
+    calls = [(turn, turn.tool_call) for rollout in rollouts for turn in rollout.turns]
     assert calls and all(turn.state and call.tool == "move" and call.ran != bool(call.error) for turn, call in calls)
     for rollout in rollouts:
         assert rollout.reward == sum(turn.reward for turn in rollout.turns)
-        assert all(turn.reward == -1 for turn in rollout.turns if not turn.call.ran) or game != "ez_points"
-        assert all(turn.reward == 0 for turn in rollout.turns if not turn.call.ran) or game != "points24"
+        assert all(turn.reward == -1 for turn in rollout.turns if not turn.tool_call.ran) or game != "ez_points"
+        assert all(turn.reward == 0 for turn in rollout.turns if not turn.tool_call.ran) or game != "points24"
 
 
 @pytest.mark.parametrize("game", GAMES)

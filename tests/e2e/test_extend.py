@@ -22,7 +22,7 @@ TINY = {
     "model": {"min_pixels": 784, "max_pixels": 3136},
     "engine": {"kv_cache_mib": 16, "max_model_len": 256},
     "batch": {"prompts_per_step": 2, "group_size": 4},
-    "task": {"max_turns": 1, "max_tokens_per_turn": 8, "eval_samples": 1},
+    "task": {"max_turns": 1, "max_new_tokens": 8, "eval_samples": 1},
     "run": {"steps": 1, "record_best": 8},
 }
 
@@ -99,10 +99,10 @@ def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None
     rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
     assert len(rollouts) == 8
     for rollout in rollouts:
-        assert rollout.rewards["short"] == pytest.approx(1 / (1 + len(rollout.turns[-1].text)))
-        assert rollout.reward == pytest.approx(rollout.rewards["accuracy"] + rollout.rewards["short"])
+        assert rollout.reward_terms["short"] == pytest.approx(1 / (1 + len(rollout.turns[-1].text)))
+        assert rollout.reward == pytest.approx(rollout.reward_terms["accuracy"] + rollout.reward_terms["short"])
     (step, _) = read_metrics(home / "out" / "metrics.jsonl")
-    assert step["reward/short"] == pytest.approx(sum(rollout.rewards["short"] for rollout in rollouts) / 8)
+    assert step["reward/short"] == pytest.approx(sum(rollout.reward_terms["short"] for rollout in rollouts) / 8)
 
 
 def test_a_task_of_fifteen_lines_runs(home: Path) -> None:
@@ -127,14 +127,14 @@ def test_a_mistake_in_one_reply_fails_that_rollout(home: Path) -> None:
     rows = [{"question": f"Say {number}.", "answer": str(number)} for number in (1, 2)]
     (home / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (home / "one.jsonl").write_text(json.dumps(rows[0]) + "\n")
-    given = ("task=vqa", "task.reward=picky", "experiment=mine", "run.dir=out", "run.max_failed=0.5")
+    given = ("task=vqa", "task.reward=picky", "experiment=mine", "run.dir=out", "run.max_failed_fraction=0.5")
     said = run(home, "picky", *given, "task.data.train=[two.jsonl]", "task.data.eval=[one.jsonl]")
     assert re.search(
         r"^no further try can mend it: train/1: reward picky on train/1: KeyError: '2' \(.*picky.py:3\)$", said, re.MULTILINE
     ), said
     (step, _) = read_metrics(home / "out" / "metrics.jsonl")
     assert (step["rollout/failed"], step["rollout/completed"] + step["rollout/truncated"]) == (4.0, 4.0)
-    assert step["rollout/end_lasting_fault"] == 4.0 and step["reward/picky"] == step["reward/mean"]
+    assert step["rollout/stop_permanent_infra_error"] == 4.0 and step["reward/picky"] == step["reward/mean"]
 
 
 def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
@@ -143,7 +143,7 @@ def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
     At the first update every ratio is 1: the loss is minus the mean advantage of the tokens.
     """
     own = "import gradient, short\nfrom megatron_rl.algo.algorithms import Algorithm\nfrom megatron_rl.algo import advantages\n"
-    own += "row = Algorithm(credit=advantages.leave_one_out, surrogate=gradient.policy_gradient)\n"
+    own += "row = Algorithm(advantage_fn=advantages.rloo, policy_loss=gradient.policy_gradient)\n"
     (home / "both.py").write_text(own + "short.cli(rewards={'short': short.short}, algorithms={'gradient': row})\n")
     data = ("task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]")
     run(

@@ -21,7 +21,10 @@ def test_a_run_of_two_steps(family: str, ranks: int, torchrun: Callable[..., str
     model = add_tokens(tmp_path / "model", tmp_path / "odd") if ranks > 1 else tmp_path / "model"
     torchrun(ranks, SUPPORT / "family_run.py", model, tmp_path / "run")
     first, second, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert all(step["engine/logprob_gap_max"] <= 1e-4 and step["grad_norm"] > 0 and step["rollout/failed"] == 0 for step in (first, second))
+    assert all(
+        step["rollout_mismatch/logprob_abs_diff_max"] <= 1e-4 and step["grad_norm"] > 0 and step["rollout/failed"] == 0
+        for step in (first, second)
+    )
     before, (after, report) = (
         AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         for folder in (model, tmp_path / "run" / "final")

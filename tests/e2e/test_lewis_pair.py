@@ -22,7 +22,7 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 # A random listener never says yes or no, and all its rewards are alike: the entropy bonus moves it.
-MOVING = ("optim.lr=1e-2", "algo.entropy_coef=0.1", "batch.group_size=2", "task.max_tokens_per_turn=4")
+MOVING = ("optim.lr=1e-2", "algo.entropy_coef=0.1", "batch.group_size=2", "task.max_new_tokens=4")
 SPEAKS, HEARS = 2, 3
 """Steps."""
 
@@ -54,8 +54,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     words = [*data, f"task.data.images={home}/pictures", *SIZES]
     hears = forked.Process(
         ROOT / "launch" / "train.py", "task=lewis_listener", "task.options.reward=heard", f"model.path={home}/listener", *words, *MOVING,
-        f"run.dir={home}/listener_run", f"run.steps={HEARS}", f"task.speaker.urls=[{says}]", f"audience.urls=[{listens}]",
-        f"task.speaker.token_file={token}", f"audience.token_file={token}",
+        f"run.dir={home}/listener_run", f"run.steps={HEARS}", f"task.speaker.urls=[{says}]", f"weight_publish.urls=[{listens}]",
+        f"task.speaker.token_file={token}", f"weight_publish.token_file={token}",
     )  # fmt: skip
     runs, versions, is_over = [hears], {name: [] for name in services}, threading.Event()
     watcher = threading.Thread(target=watch, args=({name: each.url for name, each in services.items()}, versions, is_over))
@@ -65,8 +65,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         hears.send_signal(signal.SIGSTOP)
         runs.append(forked.Process(
             ROOT / "launch" / "train.py", "task=lewis_speaker", f"model.path={home}/speaker", *words, f"run.dir={home}/speaker_run",
-            f"run.steps={SPEAKS}", f"task.listener.urls=[{listens}]", "task.listener.follows=true", f"audience.urls=[{says}]",
-            f"task.listener.token_file={token}", f"audience.token_file={token}",
+            f"run.steps={SPEAKS}", f"task.listener.urls=[{listens}]", "task.listener.partner_is_training=true",
+            f"weight_publish.urls=[{says}]",
+            f"task.listener.token_file={token}", f"weight_publish.token_file={token}",
         ))  # fmt: skip
         said, _ = runs[1].communicate(400)
         assert runs[1].returncode == 0, said[-6000:]
@@ -101,7 +102,7 @@ def test_each_partners_version_moves_with_its_steps(pair: Pair) -> None:
     assert {name: len(found) for name, found in pair.versions.items()} == {"listener": 2 + HEARS, "speaker": 2 + SPEAKS}
     for name, num in (("listener_run", HEARS), ("speaker_run", SPEAKS)):
         steps = read_metrics(pair.home / name / "metrics.jsonl")[:-1]
-        assert [step["audience/behind"] for step in steps] == [0.0] * num and min(step["grad_norm"] for step in steps) > 0
+        assert [step["weight_publish/num_behind"] for step in steps] == [0.0] * num and min(step["grad_norm"] for step in steps) > 0
 
 
 def test_a_speakers_rewards_are_by_what_the_listener_had_become(pair: Pair) -> None:
@@ -111,7 +112,7 @@ def test_a_speakers_rewards_are_by_what_the_listener_had_become(pair: Pair) -> N
     scores = {round(line["reward_score"], 6) for line in lines}
     files = [pair.home / "speaker_run" / "rollouts" / f"step_{step:06d}.jsonl" for step in range(SPEAKS)]
     rollouts = [entry.rollout for file in files for entry in read(file)]
-    paid = [rollout.rewards["accuracy"] for rollout in rollouts if rollout.rewards["accuracy"]]
+    paid = [rollout.reward_terms["accuracy"] for rollout in rollouts if rollout.reward_terms["accuracy"]]
     assert len(rollouts) == SPEAKS * 16 and len(paid) > 4 and {round(value, 6) for value in paid} <= scores
 
 

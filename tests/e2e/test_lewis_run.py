@@ -33,10 +33,10 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 pytestmark = pytest.mark.timeout(600)
 SIZES = (
-    "model.min_pixels=7056", "model.max_pixels=7100", "engine.kv_cache_mib=32", "engine.max_model_len=512", "task.max_tokens_per_turn=48",
+    "model.min_pixels=7056", "model.max_pixels=7100", "engine.kv_cache_mib=32", "engine.max_model_len=512", "task.max_new_tokens=48",
     "batch.prompts_per_step=4", "batch.group_size=4", "run.record_best=16", "run.record_worst=0", "task.data.max_eval=2", "optim.lr=1e-5",
 )  # fmt: skip
-HASTY = ("task.listener.tries=2", "task.listener.backoff_s=0.1", "task.listener.patience_s=0.2")
+HASTY = ("task.listener.max_attempts=2", "task.listener.backoff_s=0.1", "task.listener.outage_timeout_s=0.2")
 STEPS = 3
 
 
@@ -116,16 +116,16 @@ def test_rewards_are_what_the_listener_says_when_it_is_asked_by_hand(played: Pla
     paid = {number: value for number, rollout in enumerate(rollouts) if (value := accuracy_by_hand(played, rollout)) is not None}
     assert len(rollouts) == STEPS * 16 and len(paid) > 40 and len({round(value, 4) for value in paid.values()}) > 3
     for number, accuracy in paid.items():
-        assert rollouts[number].rewards["accuracy"] == pytest.approx(accuracy, abs=1e-4)
+        assert rollouts[number].reward_terms["accuracy"] == pytest.approx(accuracy, abs=1e-4)
         assert rollouts[number].reward == pytest.approx(accuracy + 1.0, abs=1e-4)
     lines = [json.loads(line) for line in (played.home / "log.jsonl").read_text().splitlines()]
     told = {(line["content"], round(line["reward"], 6)) for line in lines}
-    assert {(rollout.turns[-1].text, round(rollout.rewards["accuracy"], 6)) for rollout in rollouts} <= told
+    assert {(rollout.turns[-1].text, round(rollout.reward_terms["accuracy"], 6)) for rollout in rollouts} <= told
 
 
 def test_weights_move_and_engine_and_trainer_agree(played: Played) -> None:
     steps = read_metrics(played.run / "metrics.jsonl")[:-1]
-    assert len(steps) == STEPS and max(step["engine/logprob_gap_max"] for step in steps) <= 1e-4
+    assert len(steps) == STEPS and max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps) <= 1e-4
     before, after = (load_file(played.home / "speaker" / "model.safetensors"), {})
     for file in (played.run / "final").glob("*.safetensors"):
         after |= load_file(file)

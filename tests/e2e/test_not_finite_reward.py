@@ -19,10 +19,10 @@ def test_the_rollouts_of_the_step_are_left_behind(random_model: Path, tmp_path: 
     (_, step, path), *others = said
     assert Path(path) == run / "not_finite" / f"step_00000{step}.jsonl" and all(other == said[0] for other in others)
     rollouts = [entry.rollout for entry in read(Path(path))]
-    assert [(rollout.group, rollout.sample) for rollout in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(rollout.group, rollout.sample_index) for rollout in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [rollout.example_id for rollout in rollouts if math.isnan(rollout.reward)] == ["blue", "blue"]
     for rollout in rollouts:
-        (context,) = rollout.contexts
-        assert [image.picture.size for image in context.images] == [(112, 112), (168, 84)] and rollout.oldest_version == int(step)
-        assert min(context.engine_logprobs) < 0 and len(rollout.turns) == 3
+        (context,) = rollout.sequences
+        assert [image.pil.size for image in context.images] == [(112, 112), (168, 84)] and rollout.oldest_version == int(step)
+        assert min(context.rollout_logprobs) < 0 and len(rollout.turns) == 3
     assert len(read_metrics(run / "metrics.jsonl")) == int(step) and not (run / "final").exists()

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.run.checkpoints import published, recall
+from megatron_rl.run.checkpoints import list_checkpoints, read_state
 from tests.conftest import ROOT
 from tests.support import forked
 
 SMALL = (
     "task=number_line", "model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1",
-    "task.max_tokens_per_turn=16", "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "algo.entropy_coef=0.1",
+    "task.max_new_tokens=16", "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "algo.entropy_coef=0.1",
 )  # fmt: skip
 
 
@@ -25,6 +25,6 @@ def test_a_learning_rate_of_a_million(random_model: Path, tmp_path: Path) -> Non
     assert 1 <= step < 6 and "not finite" in line and str(folder / "not_finite") in line, line
     kept = torch.load(folder / "not_finite" / f"step_{step:08d}_rank_0_micro_batch_0.pt", weights_only=True)
     assert kept["mask_T"].any() and kept["token_T"].shape == kept["advantage_T"].shape
-    (newest,) = published(folder / "checkpoints")
-    assert recall(newest).step == step, "the last step that ended well is there, whole"
+    (newest,) = list_checkpoints(folder / "checkpoints")
+    assert read_state(newest).step == step, "the last step that ended well is there, whole"
     assert not (folder / "final").exists() and not (folder / "eval.json").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.run.checkpoint_state import recall
+from megatron_rl.run.checkpoint_state import read_state
 from tests.conftest import ROOT
 from tests.support import forked
 
@@ -24,7 +24,7 @@ def test_a_run_does_not_go_on_with_another_base(random_model: Path, tmp_path: Pa
     overrides = (*RUN, f"model.path={model}", f"run.dir={folder}")
     begun = forked.run(ROOT / "launch" / "train.py", *overrides, "run.steps=1", timeout_s=200)
     assert begun.returncode == 0, begun.stdout[-6000:]
-    base = recall(folder / "checkpoints" / "step_00000001").inputs.model
+    base = read_state(folder / "checkpoints" / "step_00000001").inputs.model
     shutil.copytree(model, first)
     tensors = load_file(model / "model.safetensors")
     name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))

@@ -37,9 +37,9 @@ def test_engine_and_trainer_agree_on_a_context_with_two_images(folder: Path) -> 
     """At every step, each of them after three more updates that did change the policy."""
     assert len(steps(folder)) == 4
     for step in steps(folder):
-        assert step["engine/logprob_gap_max"] <= 1e-4
+        assert step["rollout_mismatch/logprob_abs_diff_max"] <= 1e-4
         assert step["policy/first_ratio"] == pytest.approx(1, abs=1e-5)
-        assert step["grad_norm"] > 0 and step["policy/ratio_gap_max"] > 1e-3
+        assert step["grad_norm"] > 0 and step["policy/ratio_abs_dev_max"] > 1e-3
 
 
 def test_the_context_was_continued(folder: Path) -> None:
@@ -47,13 +47,13 @@ def test_the_context_was_continued(folder: Path) -> None:
     for records in rollouts(folder):
         assert len(records) == 12, "every rollout of the step is recorded"
         for record in records:
-            (context,) = record.contexts
-            assert [turn.context for turn in record.turns] == [0, 0, 0]
-            spans = [turn.span for turn in record.turns]
+            (context,) = record.sequences
+            assert [turn.sequence for turn in record.turns] == [0, 0, 0]
+            spans = [turn.token_span for turn in record.turns]
             ends = [0, *(end for _, end in spans)]
             assert all(start > end for (start, _), end in zip(spans, ends[:-1], strict=True)), "an observation lies before each reply"
             assert record.num_sampled == sum(end - start for start, end in spans) and spans[-1][1] == len(context.token_ids)
-            assert [image.picture.size for image in context.images] == [(112, 112), (168, 84)]
+            assert [image.pil.size for image in context.images] == [(112, 112), (168, 84)]
             assert record.reason == "asked thrice" and record.task == "mine"
         assert {record.example_id for record in records} == {"red", "green", "blue"}, "dealt without repetition"
 
@@ -63,12 +63,12 @@ def test_the_rubric_is_the_users(folder: Path) -> None:
     for records in rollouts(folder):
         for record in records:
             text = "".join(turn.text for turn in record.turns)
-            assert record.rewards["vowels"] == pytest.approx(sum(letter in "aeiou" for letter in text) / max(len(text), 1))
+            assert record.reward_terms["vowels"] == pytest.approx(sum(letter in "aeiou" for letter in text) / max(len(text), 1))
             assert [turn.reward for turn in record.turns] == pytest.approx([-len(turn.text) / 100 for turn in record.turns])
-            assert record.reward == pytest.approx(record.rewards["vowels"] - 0.5 * len(text) / 100)
+            assert record.reward == pytest.approx(record.reward_terms["vowels"] - 0.5 * len(text) / 100)
     for step, records in zip(steps(folder), rollouts(folder), strict=True):
         assert step["reward/mean"] == pytest.approx(sum(record.reward for record in records) / 12)
-        assert step["reward/vowels"] == pytest.approx(sum(record.rewards["vowels"] for record in records) / 12)
+        assert step["reward/vowels"] == pytest.approx(sum(record.reward_terms["vowels"] for record in records) / 12)
 
 
 def test_the_evaluation_is_the_users(folder: Path) -> None:

@@ -20,7 +20,7 @@ from megatron_rl.io.jsonl import read_lines
 from megatron_rl.io.rollout_codec import to_record
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import as_played, path_of, read_rollouts
-from megatron_rl.run.checkpoints import recall
+from megatron_rl.run.checkpoints import read_state
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 from tests.support.rotten import turn_signs
@@ -29,13 +29,14 @@ from tests.support.untimed import untimed
 TRAIN = ROOT / "launch" / "train.py"
 SMALL_DISK, HELD = SUPPORT / "small_disk.py", SUPPORT / "held_train.py"
 STOPPED = 75
-CLOCKS = ("wall_s", "environment_s", "scoring_s", "reply_s")
+CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
 """Of a rollout, its turns and its verdicts."""
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = (
     "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
     "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "run.record=all",
-    "select.drop=[zero_std]", "select.max_generations=2", "select.rank_by_std=true", "algo.turns=return_to_go", "algo.discount=0.9",
+    "filter.drop=[zero_std]", "filter.max_num_gen_batches=2", "filter.prefer_high_std=true", "algo.turn_credit=return_to_go",
+    "algo.gamma=0.9",
 )  # fmt: skip
 SFT = (
     "stage=sft", "sft.splits=[correct,biased]", "sft.steps=[35,5]", "sft.batch_size=30", "sft.num_demonstrations=60", "optim.lr=1e-3",
@@ -120,7 +121,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def alike(line: dict[str, float]) -> dict[str, float]:
     """A clock's digits have a size on disk, too."""
-    return {name: value for name, value in untimed(line).items() if name != "bank/gb"}
+    return {name: value for name, value in untimed(line).items() if name != "store/gb"}
 
 
 def scalars(run: Path) -> list[tuple[int, float]]:
@@ -141,24 +142,24 @@ def unbroken(warm: Path) -> Path:
     end(begin(*GRPO, f"model.path={warm / 'final'}", f"run.dir={folder}", "checkpoint.save_last=false"))
     assert not (folder / "checkpoints").exists()
     steps = read_metrics(folder / "metrics.jsonl")[:-1]
-    assert len({step["reward/mean"] for step in steps}) > 2 and steps[-1]["policy/kl_reference"] > 1e-6, "nothing to tell apart"
+    assert len({step["reward/mean"] for step in steps}) > 2 and steps[-1]["policy/kl_ref"] > 1e-6, "nothing to tell apart"
     check_selection(folder, steps)
     return folder
 
 
 def check_selection(folder: Path, steps: list[dict[str, float]]) -> None:
     """Every rollout is kept or counted; rounds stop at the first that fills the step; each prompt's statistics are those of the steps."""
-    assert {step["rollout/rounds"] for step in steps} == {1, 2}, "nothing to tell apart"
+    assert {step["rollout/num_gen_batches"] for step in steps} == {1, 2}, "nothing to tell apart"
     for step in steps:
-        dropped = step["rollout/dropped_zero_std"] + step["rollout/dropped_surplus"]
-        assert 12 * step["rollout/rounds"] == dropped + 3 * step["rollout/kept_groups"]
-        assert step["rollout/kept_groups"] <= 4
-        assert step["rollout/rounds"] == 2 or step["rollout/kept_groups"] == 4
+        dropped = step["rollout/filtered_zero_std"] + step["rollout/filtered_surplus"]
+        assert 12 * step["rollout/num_gen_batches"] == dropped + 3 * step["rollout/num_groups_used"]
+        assert step["rollout/num_groups_used"] <= 4
+        assert step["rollout/num_gen_batches"] == 2 or step["rollout/num_groups_used"] == 4
     prompts = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    assert sum(prompt["episodes"] for prompt in prompts) == sum(12 * step["rollout/rounds"] for step in steps)
+    assert sum(prompt["episodes"] for prompt in prompts) == sum(12 * step["rollout/num_gen_batches"] for step in steps)
     assert {prompt["last_step"] for prompt in prompts} <= set(range(6)) and len(prompts) > 8
     total = sum(prompt["episodes"] * prompt["mean"] for prompt in prompts)
-    assert total == pytest.approx(sum(12 * step["rollout/rounds"] * step["reward/mean"] for step in steps))
+    assert total == pytest.approx(sum(12 * step["rollout/num_gen_batches"] * step["reward/mean"] for step in steps))
 
 
 def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
@@ -170,18 +171,18 @@ def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
     kill_when_there_is(run / "checkpoints" / ".step_00000003.partial", begin(*overrides))
     assert names(run) >= {"step_00000002", ".step_00000003.partial"} and "step_00000003" not in names(run)
 
-    second = begin(*overrides, "checkpoint.background=false", "parallel.offload_parameters=true")
+    second = begin(*overrides, "checkpoint.background=false", "parallel.offload_params=true")
     kill_when_there_is(run / "checkpoints" / "step_00000003", second)
     said = second.output.read_text()
     assert f"resume: {run}/checkpoints/step_00000002; changed since: checkpoint.background=False (was True), " in said
     assert "step_00000004" not in names(run) and not (run / "final").exists()
 
-    third = (*overrides, "parallel.offload_parameters=true")
+    third = (*overrides, "parallel.offload_params=true")
     assert f"resume: {run}/checkpoints/step_00000003; changed since: checkpoint.background=True (was False)\n" in end(begin(*third))
     check_equal(run, unbroken)
     assert {"step_00000005", "step_00000006"} <= names(run) and len(names(run)) <= 3, "the last two and the best"
     evaluation = json.loads((run / "eval.json").read_text())
-    assert recall(run / "checkpoints" / "step_00000006").success == evaluation["greedy_success"]
+    assert read_state(run / "checkpoints" / "step_00000006").success == evaluation["greedy_success"]
 
     assert end(begin(*third)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}, sampled ")
     told = f"error: run.dir={run}: holds a run with other settings: run.steps=5 (was 6); run.overwrite=true moves it aside"
@@ -215,7 +216,7 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
     (first,) = names(run)
     step = int(first.removeprefix("step_"))
     assert output.endswith(f"\nstopped at step {step} of 6; the same command goes on\n") and 2 <= step <= 3
-    assert not (run / "final").exists() and recall(run / "checkpoints" / first).success is not None
+    assert not (run / "final").exists() and read_state(run / "checkpoints" / first).success is not None
 
     (tmp_path / "hold_train").touch()
     hasty = (*overrides, "run.grace_s=0.1")
@@ -228,7 +229,7 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
     output = stop_when_there_is(tmp_path / "hold_eval_is_felt", begin(*hasty, script=HELD), signal.SIGINT)
     assert output.endswith(f"\nstopped at step {step + 1} of 6; the same command goes on\n")
     assert names(run) == {first, f"step_{step + 1:08d}"} and len(read_metrics(run / "metrics.jsonl")) == step
-    assert recall(run / "checkpoints" / f"step_{step + 1:08d}").history.owed["reward/mean"] is not None
+    assert read_state(run / "checkpoints" / f"step_{step + 1:08d}").history.pending_metrics["reward/mean"] is not None
 
     (tmp_path / "hold_eval").unlink()
     done = end(begin(*overrides, script=HELD)).splitlines()[-1]
@@ -252,8 +253,8 @@ def test_rollouts_without_a_trainer(warm: Path, unbroken: Path, tmp_path: Path) 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert end(begin(*given, f"run.dir={whole}")).endswith(f"\ndone: not evaluated; {whole}\n") and not (whole / "final").exists()
     first, trained_on = (read_rollouts(path_of(run / "rollouts", 0), pictures=False) for run in (whole, unbroken))
-    assert [as_played(each).contexts for each in first] == [as_played(each).contexts for each in trained_on]
-    assert [each.contexts[0].advantages for each in first] == [each.contexts[0].advantages for each in trained_on]
+    assert [as_played(each).sequences for each in first] == [as_played(each).sequences for each in trained_on]
+    assert [each.sequences[0].advantages for each in first] == [each.sequences[0].advantages for each in trained_on]
     kill_when_there_is(path_of(broken / "rollouts", 1), begin(*given, f"run.dir={broken}"))
     end(begin(*given, f"run.dir={broken}"))
     for step in range(3):
@@ -277,7 +278,7 @@ def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_pat
     expected, found = weights_of(unbroken / "final"), weights_of(again / "final")
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
     both = (read_rollouts(path_of(run / "rollouts", 5), pictures=False) for run in (unbroken, again))
-    assert [rollout.contexts for rollout in next(both)] == [rollout.contexts for rollout in next(both)], "advantages and all"
+    assert [rollout.sequences for rollout in next(both)] == [rollout.sequences for rollout in next(both)], "advantages and all"
 
     few = ("run.steps=2", "optim.eps=1e-3", "run.record=best")
     one, two = (
@@ -285,15 +286,16 @@ def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_pat
         for name, layout, num in (("one", (), 1), ("two", ("parallel.tp=2", "parallel.sequence_parallel=true"), 2))
     )
     for line, other in zip(one, two, strict=True):
-        assert line.keys() == other.keys() and {"loss", "grad_norm", "policy/kl_reference"} < line.keys()
-        for name in ("loss", "grad_norm", "policy/kl_reference", "policy/entropy"):
+        assert line.keys() == other.keys() and {"loss", "grad_norm", "policy/kl_ref"} < line.keys()
+        for name in ("loss", "grad_norm", "policy/kl_ref", "policy/entropy"):
             assert other[name] == pytest.approx(line[name], rel=1e-4, abs=1e-5), name
         for name in [name for name in line if name.startswith(("reward/", "rollout/"))]:
             assert other[name] == line[name], name
 
 
 PPO = (
-    "algo=ppo", "algo.gae_over=turns", "algo.discount=0.9", "algo.thought_coef=0.5", "batch.aggregation=turn_mean", "optim.lr=3e-4",
+    "algo=ppo", "algo.gae_level=turns", "algo.gamma=0.9", "algo.thought_logprob_scale=0.5", "batch.loss_agg_mode=turn_mean",
+    "optim.lr=3e-4",
     "batch.prompts_per_step=6", "batch.minibatches=2", "batch.epochs=2", "batch.micro_batch_tokens=1500", "run.steps=4",
     "critic.normalize_returns=true", "critic.head_sizes=[8]", "critic.lr=1e-3", "critic.warmup_steps=2",
 )  # fmt: skip
@@ -306,7 +308,7 @@ def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> N
     The merger makes the policy of such a checkpoint, and says what it leaves out.
     """
     unbroken, run = tmp_path / "unbroken", tmp_path / "run"
-    overrides = (*PPO, f"model.path={warm / 'final'}", f"critic.trunk={trunk}")
+    overrides = (*PPO, f"model.path={warm / 'final'}", f"critic.backbone={trunk}")
     end(begin(*overrides, f"run.dir={unbroken}"))
     overrides = (*overrides, f"run.dir={run}", "checkpoint.every=1", "checkpoint.background=false", "checkpoint.keep_last=9")
     kill_when_there_is(run / "checkpoints" / "step_00000002", begin(*overrides))
@@ -316,7 +318,7 @@ def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> N
     assert left == expected
     ours, theirs, start = (weights_of(folder / "final") for folder in (run, unbroken, warm))
     assert all(torch.equal(ours[name], theirs[name]) for name in start)
-    assert all(step["value/error"] > 0 for step in expected[:4]) and {"value/loss", "value/explained_variance"} <= expected[3].keys()
+    assert all(step["value/rmse"] > 0 for step in expected[:4]) and {"value/loss", "value/explained_variance"} <= expected[3].keys()
     trained = ["policy/ratio" in step for step in expected[:4]]
     assert trained == ([True] * 4 if trunk == "shared" else [False, False, True, True]), "an own critic warms up alone"
     part = "critic/" if trunk == "own" else "value_head.weights.0"
@@ -375,7 +377,7 @@ def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_mode
 def test_a_disk_that_fills_up_in_the_background_ends_the_run(random_model: Path, tmp_path: Path) -> None:
     """One line, and no checkpoint is listed: no file can grow beyond 2 MB there."""
     paths = (f"model.path={random_model}", f"run.dir={tmp_path / 'run'}")
-    overrides = ("task.max_tokens_per_turn=4", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=2", "checkpoint.every=1")
+    overrides = ("task.max_new_tokens=4", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=2", "checkpoint.every=1")
     output = end(begin(*paths, *overrides, script=SMALL_DISK), code=1)
     (error,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert error.startswith(f"error: run.dir={tmp_path / 'run'}: could not be written (rank 0: [Errno 27] File too large)")

@@ -37,8 +37,8 @@ def rollouts(folder: Path) -> list[list[Rollout]]:
 
 def test_engine_and_trainer_agree_on_the_steps_own_tokens(folder: Path) -> None:
     assert [step["step"] for step in steps(folder)] == list(range(STEPS))
-    assert max(step["engine/logprob_gap_max"] for step in steps(folder)) <= 1e-4
-    fractions = [step["engine/current_fraction"] for step in steps(folder)]
+    assert max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps(folder)) <= 1e-4
+    fractions = [step["rollout/on_policy_fraction"] for step in steps(folder)]
     assert fractions[0] == 1 and min(fractions) < 1 and all(0 <= fraction <= 1 for fraction in fractions)
 
 
@@ -50,8 +50,8 @@ def test_episodes_went_on_over_updates(folder: Path) -> None:
         ages = [number - rollout.oldest_version for rollout in played]
         assert step["rollout/staleness"] == statistics.fmean(ages) and step["rollout/staleness_max"] == max(ages) <= 1
         for rollout in played:
-            (context,) = rollout.contexts
-            versions = [version for version in context.versions if version >= 0]
+            (context,) = rollout.sequences
+            versions = [version for version in context.weight_versions if version >= 0]
             assert versions == sorted(versions) and versions[-1] <= number and len(context.images) == 2
             spans += len(set(versions)) > 1
     assert spans > 0 and sum(step["rollout/staleness"] for step in steps(folder)) > 0

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.distributed.hang_watchdog import ANSWER_S
+from megatron_rl.distributed.hang_watchdog import REPLY_TIMEOUT_S
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 
 TRAIN, SPAWN = ROOT / "launch" / "train.py", ROOT / "launch" / "spawn.py"
 TINY = (
-    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_tokens_per_turn=4",
+    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=500",
 )  # fmt: skip
 
@@ -43,7 +43,7 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
         assert ranks[1].poll() is None, "who is not the main rank leaves the last word to it"
         ranks[1].send_signal(signal.SIGTERM)  # as torchrun does when a process ends with a code other than 0
         # rank 0 held the store that the watch of rank 1 says its last word to, which is given up after ANSWER_S
-        said.append(ranks[1].communicate(timeout=120 + 2 * ANSWER_S)[0])
+        said.append(ranks[1].communicate(timeout=120 + 2 * REPLY_TIMEOUT_S)[0])
     finally:
         for rank in ranks:
             rank.kill()

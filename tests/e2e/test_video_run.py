@@ -83,7 +83,7 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
     words = (
         "task=visual_python", f"task.data.train=[{home}/questions.jsonl]", f"task.data.eval=[{home}/questions.jsonl]",
         f"task.data.demonstrations=[{home}/demonstrations.jsonl]", "task.reward=pyvision", "task.max_turns=3",
-        "task.max_tokens_per_turn=60", "task.sandbox.size=2", "task.eval_samples=1", "engine.kv_cache_mib=32", "engine.max_model_len=1024",
+        "task.max_new_tokens=60", "task.sandbox.size=2", "task.eval_samples=1", "engine.kv_cache_mib=32", "engine.max_model_len=1024",
         *(f"model.{name}={value}" for name, value in PIXELS.items()),
     )  # fmt: skip
     warm = ("stage=sft", "sft.splits=[transcripts]", "sft.steps=[40]", "sft.batch_size=4", "sft.num_demonstrations=8", "optim.lr=3e-3")
@@ -99,19 +99,19 @@ def test_the_record_holds_frames_where_code_fetched_them(finished: Finished) -> 
     renderer, num_fetched = Renderer(ModelSettings(path=str(finished.home / "nano"), **PIXELS)), 0
     names = {f"train/{number}": name for number, name in enumerate(COLORS)}
     for rollout in [*finished.recorded(0), *finished.recorded(1)]:
-        (context,) = rollout.contexts
-        prompt = renderer.tokenizer.decode(context.token_ids[: rollout.turns[0].span[0]])
+        (context,) = rollout.sequences
+        prompt = renderer.tokenizer.decode(context.token_ids[: rollout.turns[0].token_span[0]])
         assert f"[video_clue_0] What color is frame {SHOWN}?" in prompt and "video_clue_0.get_avg_fps()" in prompt
-        assert renderer.image_token_id not in context.token_ids[: rollout.turns[0].span[0]]
+        assert renderer.image_token_id not in context.token_ids[: rollout.turns[0].token_span[0]]
         assert context.images == [image for turn in rollout.turns for image in turn.images]
         for turn in rollout.turns:
             if not turn.images:
                 continue
-            asked = re.findall(r"video_clue_0\[(\d+)\]", turn.call.source)
-            assert turn.call.ran and not turn.call.error and len(asked) == len(turn.images) == 1
+            asked = re.findall(r"video_clue_0\[(\d+)\]", turn.tool_call.source)
+            assert turn.tool_call.ran and not turn.tool_call.error and len(asked) == len(turn.images) == 1
             clip = Clip(str(finished.home / f"{names[rollout.example_id]}.mp4"))
             frame = renderer.image(pil.fromarray(clip[int(asked[0])].asnumpy()))
-            assert np.array_equal(np.asarray(turn.images[0].picture), np.asarray(frame.picture))
+            assert np.array_equal(np.asarray(turn.images[0].pil), np.asarray(frame.pil))
             num_fetched += 1
     assert num_fetched >= 4, "a warm start that fetches nothing shows nothing"
 
@@ -122,10 +122,10 @@ def test_frames_are_trained_on_and_paid_for(finished: Finished) -> None:
     assert len(steps) == 2
     for number, line in enumerate(steps):
         played = finished.recorded(number)
-        assert len(played) == 8 and line["engine/logprob_gap_max"] < 1e-4 and line["rollout/failed_fraction"] == 0
+        assert len(played) == 8 and line["rollout_mismatch/logprob_abs_diff_max"] < 1e-4 and line["rollout/failed_fraction"] == 0
         for rollout in played:
-            used = sum(turn.call is not None and turn.call.ran for turn in rollout.turns)
-            assert rollout.reward == pytest.approx(rollout.rewards["accuracy"] * (1 + 0.1 * used)), rollout.turns
+            used = sum(turn.tool_call is not None and turn.tool_call.ran for turn in rollout.turns)
+            assert rollout.reward == pytest.approx(rollout.reward_terms["accuracy"] * (1 + 0.1 * used)), rollout.turns
         assert line["reward/mean"] == pytest.approx(np.mean([rollout.reward for rollout in played]))
 
 

@@ -14,7 +14,7 @@ from megatron_rl.tasks.visual_python.clip import Clip
 from megatron_rl.tasks.visual_python.pyvision import PyVision
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.vqa import VqaTask
-from megatron_rl.types import End, Example, Image, Status
+from megatron_rl.types import Example, Image, Status, StopReason
 from tests.e2e.test_visual_python_task import Said, color_of, play, task_of
 
 NUM_FRAMES, RED, GREEN = 200, (220, 20, 20), (20, 200, 20)
@@ -69,8 +69,8 @@ def test_code_fetches_the_frames_that_the_policy_sees(questions: Path, renderer:
     played = play(task_of(questions), renderer, looks_at(LATE + 5), looks_at(LATE - 1), looks_at(NUM_FRAMES))
     right, wrong, mended = (rollouts[0] for rollouts in played)
     assert [rollout.reward for rollout in (right, wrong, mended)] == [1.0, 0.0, 1.0]
-    assert right.contexts[0].images and "a video of 200 frames, 25.00 a second" in right.turns[0].call.text
-    assert "IndexError" in mended.turns[0].call.error and mended.status is Status.COMPLETED and mended.end is End.DONE
+    assert right.sequences[0].images and "a video of 200 frames, 25.00 a second" in right.turns[0].tool_call.text
+    assert "IndexError" in mended.turns[0].tool_call.error and mended.status is Status.COMPLETED and mended.stop_reason is StopReason.DONE
 
 
 def test_gold_earns_full_marks(questions: Path, renderer: Renderer) -> None:
@@ -144,7 +144,7 @@ def test_only_code_sees_videos(questions: Path) -> None:
     data = DataSettings(train=[str(questions)], eval=[str(questions)])
     for task in (
         VqaTask(TaskSettings(name="vqa", data=data)),
-        VisualPythonTask(TaskSettings(name="visual_python", protocol="codev", data=data)),
+        VisualPythonTask(TaskSettings(name="visual_python", tool_format="codev", data=data)),
     ):
         with pytest.raises(ValueError, match=r"^task.data.train=.*q.jsonl row 0 shows a video, which only the code of task=visual_python"):
             task.examples("train")

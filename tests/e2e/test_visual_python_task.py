@@ -16,12 +16,13 @@ import pytest
 from PIL import Image as Pillow
 
 from megatron_rl.config import DataSettings, ModelSettings, SandboxSettings, TaskSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.rollout.conversation import TokenConversation
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.task import PROTOCOLS, VisualPythonTask
-from megatron_rl.types import End, Example, HostFault, Image, Rollout, Status
+from megatron_rl.types import Example, Image, Rollout, Status, StopReason
 from sandbox import SandboxFault
 from sandbox.layers import choose, offered
 from tests.conftest import ROOT
@@ -29,7 +30,7 @@ from tests.support.judges import Reply, completion, serving
 from tests.support.judges import settings as judged_by
 
 COLORS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220), "yellow": (230, 220, 20)}
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=4000, max_context=9000, max_images=6, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=4000, max_context=9000, max_images=6, seed=0)
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of the image processor (Qwen2.5-VL's preprocessor_config.json)."""
 
@@ -44,12 +45,12 @@ class Policy:
     said: Said
     weight_version: int = 0
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         text = self.said(self.renderer.tokenizer.decode(token_ids), images)
         ids = self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
         ended = any(text.endswith(stop) for stop in sampling.stop)
         ids += [] if ended else [self.renderer.end_id]
-        return Completion(ids, [-0.5] * len(ids), finished=True, versions=[0] * len(ids))
+        return Completion(ids, [-0.5] * len(ids), finish_reason=True, versions=[0] * len(ids))
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +148,12 @@ def test_an_answer_that_stands_only_in_a_picture_of_turn_two_is_found(renderer: 
     assert [rollout.reward for rollout in blind] == [1.0, 0.0, 0.0, 0.0]
     assert [task.success(rollout) for rollout in blind] == [True, False, False, False]
     for name, rollout in zip(COLORS, seen, strict=True):
-        (context,) = rollout.contexts
+        (context,) = rollout.sequences
         (image,) = context.images
         assert rollout.turns[0].images == [image] and color_of(image) == name
         assert context.token_ids.count(renderer.image_token_id) == image.num_tokens == 2
-        assert (rollout.status, rollout.end, len(rollout.turns)) == (Status.COMPLETED, End.DONE, 2)
-        assert rollout.turns[0].text.endswith("</code>") and rollout.turns[0].call.ran
+        assert (rollout.status, rollout.stop_reason, len(rollout.turns)) == (Status.COMPLETED, StopReason.DONE, 2)
+        assert rollout.turns[0].text.endswith("</code>") and rollout.turns[0].tool_call.ran
 
 
 @pytest.mark.parametrize(
@@ -176,10 +177,10 @@ def test_gold_earns_full_marks_and_no_gold_none(
         return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
 
     rollouts, idle = play(task, renderer, gold, lambda example: lambda context, images: "I do not know.")
-    assert [rollout.reward for rollout in rollouts] == pytest.approx([full] * 4), [rollout.rewards for rollout in rollouts]
+    assert [rollout.reward for rollout in rollouts] == pytest.approx([full] * 4), [rollout.reward_terms for rollout in rollouts]
     assert all(task.success(rollout) for rollout in rollouts)
-    assert all(rollout.end is End.MAX_TURNS and rollout.reward <= 0 for rollout in idle)
-    assert all(turn.call.error and not turn.call.ran for rollout in idle for turn in rollout.turns)
+    assert all(rollout.stop_reason is StopReason.MAX_TURNS and rollout.reward <= 0 for rollout in idle)
+    assert all(turn.tool_call.error and not turn.tool_call.ran for rollout in idle for turn in rollout.turns)
 
 
 @pytest.mark.parametrize(("reward", "full", "verdicts"), [("codev", 1.0 + 0.3 + 0.5, 4), ("tapo", 1.0 + 0.5, 4)])
@@ -207,8 +208,8 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(
             return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
 
         rollouts, strayed = play(task, renderer, gold, beside)
-    assert [rollout.reward for rollout in rollouts] == pytest.approx([full] * 4), [rollout.rewards for rollout in rollouts]
-    assert [rollout.reward for rollout in strayed] == pytest.approx([full - 0.5] * 4), [rollout.rewards for rollout in strayed]
+    assert [rollout.reward for rollout in rollouts] == pytest.approx([full] * 4), [rollout.reward_terms for rollout in rollouts]
+    assert [rollout.reward for rollout in strayed] == pytest.approx([full - 0.5] * 4), [rollout.reward_terms for rollout in strayed]
     assert len(judge.bodies) == 2 * 4, "one judgement of each episode; the answer needs none"
 
 
@@ -225,11 +226,13 @@ def test_a_server_of_boxes_gives_what_boxes_of_ones_own_give(renderer: Renderer,
         task = task_of(questions, reward="pyvision", sandbox=where)
         write_code = task.protocol.write_code
         played.append(play(task, renderer, gold)[0])
-    remote, own = ([(r.reward, [turn.call and (turn.call.text, turn.call.error) for turn in r.turns]) for r in each] for each in played)
+    remote, own = (
+        [(r.reward, [turn.tool_call and (turn.tool_call.text, turn.tool_call.error) for turn in r.turns]) for r in each] for each in played
+    )
     assert remote == own and [reward for reward, _ in own] == pytest.approx([1.3] * 4), own
     for here, there in zip(*played, strict=True):
-        assert [image.patch_PC.tolist() for image in here.contexts[0].images] == [
-            image.patch_PC.tolist() for image in there.contexts[0].images
+        assert [image.patch_PC.tolist() for image in here.sequences[0].images] == [
+            image.patch_PC.tolist() for image in there.sequences[0].images
         ]
 
 
@@ -297,5 +300,5 @@ def test_no_data_says_so() -> None:
 def test_a_server_that_is_not_there_is_ours(questions: Path) -> None:
     data = DataSettings(train=[str(questions)])
     settings = TaskSettings(name="visual_python", data=data, sandbox=SandboxSettings(url="http://127.0.0.1:9"))
-    with pytest.raises(HostFault, match=r"task.sandbox.url=http://127\.0\.0\.1:9"):
+    with pytest.raises(InfraError, match=r"task.sandbox.url=http://127\.0\.0\.1:9"):
         asyncio.run(VisualPythonTask(settings).start())

@@ -42,27 +42,27 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
 
 def test_the_sandbox_ran_the_policys_code_and_the_policy_saw_the_crop(finished: Finished) -> None:
     """What came back is a second picture in the context, at the size of the first, and the turn after it was sampled."""
-    looked = [rollout for rollout in finished.recorded if rollout.turns[0].call is not None and rollout.turns[0].images]
+    looked = [rollout for rollout in finished.recorded if rollout.turns[0].tool_call is not None and rollout.turns[0].images]
     assert len(finished.recorded) == 32
     assert len(looked) >= 4, [rollout.turns for rollout in finished.recorded]
     for rollout in looked:
         first, second = rollout.turns
-        assert first.call.tool == "python"
-        assert first.call.ran and not first.call.error
-        assert ".crop((x + 25, y + 25, x + 75, y + 75)).show()" in first.call.source
+        assert first.tool_call.tool == "python"
+        assert first.tool_call.ran and not first.tool_call.error
+        assert ".crop((x + 25, y + 25, x + 75, y + 75)).show()" in first.tool_call.source
         assert first.text.endswith("</code>"), "the stop text stays in the reply"
-        (context,) = rollout.contexts
+        (context,) = rollout.sequences
         assert context.images[1:] == first.images
         assert len(context.token_ids) - rollout.num_sampled >= 2 * 25
-        assert rollout.num_sampled == sum(turn.span[1] - turn.span[0] for turn in rollout.turns)
-        assert second.span[0] > first.span[1] + 25, "the crop's 25 image tokens stand between the turns"
+        assert rollout.num_sampled == sum(turn.token_span[1] - turn.token_span[0] for turn in rollout.turns)
+        assert second.token_span[0] > first.token_span[1] + 25, "the crop's 25 image tokens stand between the turns"
 
 
 def test_engine_and_trainer_agree_on_contexts_with_two_pictures(finished: Finished) -> None:
     steps = [step for step in read_metrics(finished.grpo / "metrics.jsonl") if "reward/mean" in step]
     assert len(steps) == 2
     for step in steps:
-        assert step["engine/logprob_gap_max"] < 1e-4
+        assert step["rollout_mismatch/logprob_abs_diff_max"] < 1e-4
         assert step["rollout/failed_fraction"] == 0
         assert step["rollout/tool_use"] > 0
 
@@ -70,9 +70,11 @@ def test_engine_and_trainer_agree_on_contexts_with_two_pictures(finished: Finish
 def test_rewards_are_those_of_the_rule(finished: Finished) -> None:
     """1.1 for a right answer after a look, 1 for a right guess, else 0: counted from the record alone."""
     for rollout in finished.recorded:
-        expected = rollout.rewards["accuracy"] * (1 + 0.1 * sum(turn.call is not None and turn.call.ran for turn in rollout.turns))
+        expected = rollout.reward_terms["accuracy"] * (
+            1 + 0.1 * sum(turn.tool_call is not None and turn.tool_call.ran for turn in rollout.turns)
+        )
         assert rollout.reward == pytest.approx(expected)
-        assert rollout.rewards["accuracy"] in (0.0, 1.0)
+        assert rollout.reward_terms["accuracy"] in (0.0, 1.0)
 
 
 def test_both_stages_tell_accuracy_and_tool_use(finished: Finished) -> None:

@@ -20,7 +20,7 @@ from tools.data.make_tiny_qwen2_5_vl import make
 
 TRAIN, EVALUATE, COMPARE = (ROOT / "launch" / name for name in ("train.py", "evaluate.py", "compare.py"))
 TINY = (
-    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "engine.max_model_len=512", "task.max_tokens_per_turn=6",
+    "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "engine.max_model_len=512", "task.max_new_tokens=6",
 )  # fmt: skip
 GAME = (*TINY, "task=number_line", "task.max_turns=4", "task.options.invalid=random", "run.seed=5")
 """What such a model says is no move: the game's dice make one, by the seed of the example's place."""
@@ -173,10 +173,14 @@ def test_asked_to_stop_it_stops_between_chunks(rows: Path, tmp_path: Path) -> No
 def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model: Path, tmp_path: Path) -> None:
     """Other settings, other weights, a run's folder, a split without examples: one line each. And overwrite moves aside."""
     refusals = {
-        ("task.max_tokens_per_turn=7",): f"run.dir={unbroken}: holds an evaluation with other settings: task.max_tokens_per_turn=7 (was 6)",
+        ("task.max_new_tokens=7",): f"run.dir={unbroken}: holds an evaluation with other settings: task.max_new_tokens=7 (was 6)",
         (f"run.dir={trained}",): f"run.dir={trained}: holds a training run; run.overwrite=true moves it aside",
         (f"evaluation.weights={tmp_path}", f"run.dir={tmp_path}/no"): f"evaluation.weights={tmp_path}: holds no checkpoint",
-        ("engine.kind=remote", "engine.servers=1", f"run.dir={tmp_path}/no"): "engine.servers=1: are for a run; name servers",
+        (
+            "engine.mode=server",
+            "engine.num_local_servers=1",
+            f"run.dir={tmp_path}/no",
+        ): "engine.num_local_servers=1: are for a run; name servers",
         ("evaluation.split=train", f"run.dir={tmp_path}/no"): "task.data.train=[]: give the files of questions",
     }
     for words, line in refusals.items():

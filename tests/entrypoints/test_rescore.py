@@ -12,7 +12,7 @@ from megatron_rl.io.jsonl import replace_lines
 from megatron_rl.observe.recorder import store_pictures
 from megatron_rl.observe.rollout_store import path_of, read_rollouts, rounds_of, write
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import End, Rollout, Status, Turn, Verdict
+from megatron_rl.types import JudgeResult, Rollout, Status, StopReason, Turn
 from tests.conftest import ROOT
 from tests.observe.test_recorder import picture
 from tests.support import forked
@@ -23,14 +23,14 @@ SAID = [("0", "<answer>red</answer>"), ("0", "<answer>blue</answer>"), ("1", "<a
 
 
 def rollout_of(example: str, said: str, renderer: Renderer, *, sample: int) -> Rollout:
-    messages = [{"role": "user", "content": [{"type": "image", "image": picture(sample).picture}]}, {"role": "assistant", "content": said}]
+    messages = [{"role": "user", "content": [{"type": "image", "image": picture(sample).pil}]}, {"role": "assistant", "content": said}]
     context = renderer.transcript(messages)
     span = (context.loss_mask.index(1), len(context.token_ids))
-    turn = Turn(context=0, span=span, text=said, reward=0.0, score=9.0, gain=9.0)
+    turn = Turn(sequence=0, token_span=span, text=said, reward=0.0, step_score=9.0, reward_delta=9.0)
     return Rollout(
-        task="vqa", example_id=f"train/{example}", group=int(example), sample=sample, contexts=[context], turns=[turn], end=End.DONE,
-        reward=9.0 - sample, outcome=9.0, rewards={"old": 9.0}, dropped="zero_std", scoring_s=3.0,
-        verdicts=[Verdict(judge="old", prompt="accuracy", value=1.0)],
+        task="vqa", example_id=f"train/{example}", group=int(example), sample_index=sample, sequences=[context], turns=[turn],
+        stop_reason=StopReason.DONE, reward=9.0 - sample, outcome_reward=9.0, reward_terms={"old": 9.0}, filter_reason="zero_std",
+        scoring_s=3.0, verdicts=[JudgeResult(judge="old", prompt="accuracy", value=1.0)],
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def recorded(random_model: Path, tmp_path: Path) -> Path:
     rows = [{"question": "Which <image>?", "answer": answer, "images": []} for name, answer in ANSWERS.items()]
     replace_lines(tmp_path / "questions.jsonl", [{**row, "question": "Which?"} for row in rows])
     rollouts = [rollout_of(example, said, renderer, sample=sample) for sample, (example, said) in enumerate(SAID)]
-    failed = replace(rollouts[0], status=Status.FAILED, end=End.FAULT, reward=None, rewards={}, reason="judge down")
+    failed = replace(rollouts[0], status=Status.FAILED, end=StopReason.INFRA_ERROR, reward=None, rewards={}, reason="judge down")
     folder = tmp_path / "run" / "rollouts"
     for step, played in enumerate(([*rollouts, failed], rollouts[::-1])):
         store_pictures(folder, played)
@@ -68,12 +68,17 @@ def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
     assert rewards(out, 0) == [1.0, 0.0, 1.0, 0.0, None] and rewards(out, 1) == [0.0, 1.0, 0.0, 1.0]
     old, new = (read_rollouts(path_of(folder, 0))[0] for folder in (recorded, out / "rollouts"))
     assert (
-        new.rewards["accuracy"] == 1.0
-        and "old" not in new.rewards
-        and (new.turns[0].score, new.turns[0].gain, new.dropped, new.verdicts) == (None, 0.0, "", [])
+        new.reward_terms["accuracy"] == 1.0
+        and "old" not in new.reward_terms
+        and (new.turns[0].step_score, new.turns[0].reward_delta, new.filter_reason, new.verdicts) == (None, 0.0, "", [])
     )
-    assert new.outcome == 1.0 and new.scoring_s < 1.0 and new.contexts == replace(old).contexts and new.turns[0].text == old.turns[0].text
-    assert rounds_of(path_of(out / "rollouts", 1)) == 3 and new.images[0].picture.tobytes() == old.images[0].picture.tobytes()
+    assert (
+        new.outcome_reward == 1.0
+        and new.scoring_s < 1.0
+        and new.sequences == replace(old).sequences
+        and new.turns[0].text == old.turns[0].text
+    )
+    assert rounds_of(path_of(out / "rollouts", 1)) == 3 and new.images[0].pil.tobytes() == old.images[0].pil.tobytes()
     told = json.loads((out / "scores.json").read_text())
     assert told == {
         "rollouts": 8.0,
@@ -102,8 +107,8 @@ def test_by_a_judge(recorded: Path, random_model: Path, tmp_path: Path) -> None:
             "task.reward=accuracy",
             f"task.judge.urls=[{server.url}]",
             "task.judge.model=judge",
-            "task.judge.tries=1",
-            "task.judge.patience_s=1",
+            "task.judge.max_attempts=1",
+            "task.judge.outage_timeout_s=1",
         )
         said = rescored(recorded, random_model, tmp_path / "down", *down)
     assert "failed_now" in said and None in rewards(tmp_path / "down", 1)
@@ -126,12 +131,12 @@ def test_what_is_refused(recorded: Path, random_model: Path, tmp_path: Path) -> 
 def test_the_pictures_of_the_first_prompt(random_model: Path) -> None:
     """Those before the first sampled token, not those of what was observed later."""
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
-    shown = [[{"type": "image", "image": picture(seed).picture} for seed in seeds] for seeds in ((1, 2), (3,))]
+    shown = [[{"type": "image", "image": picture(seed).pil} for seed in seeds] for seeds in ((1, 2), (3,))]
     messages = [
         {"role": "user", "content": shown[0]}, {"role": "assistant", "content": "a"}, {"role": "user", "content": shown[1]},
         {"role": "assistant", "content": "b"},
     ]  # fmt: skip
     context = renderer.transcript(messages)
-    rollout = Rollout(task="t", example_id="e", group=0, sample=0, contexts=[context])
+    rollout = Rollout(task="t", example_id="e", group=0, sample_index=0, sequences=[context])
     assert len(context.images) == 3 and first_shown(rollout, renderer.image_token_id) == context.images[:2]
-    assert first_shown(replace(rollout, contexts=[]), renderer.image_token_id) == []
+    assert first_shown(replace(rollout, sequences=[]), renderer.image_token_id) == []

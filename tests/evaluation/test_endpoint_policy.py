@@ -12,13 +12,14 @@ import pytest
 from PIL import Image as pil
 
 from megatron_rl.config import EvaluationSettings, ModelSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.evaluation.endpoint_policy import ChatConversation, Speaker, ended_at, image_of
 from megatron_rl.io.jsonl import read_lines, replace_lines
 from megatron_rl.observe.recorder import read
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import End, HostFault, Status
+from megatron_rl.types import Status, StopReason
 from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.judges import Reply, completion, serving
@@ -28,8 +29,8 @@ from tests.support.tables import png
 EVALUATE = ROOT / "launch" / "evaluate.py"
 SIZES = ("model.min_pixels=3136", "model.max_pixels=4000")
 ENGINE = ("engine.kv_cache_mib=16", "engine.max_model_len=512")
-GAME = (*SIZES, "task=number_line", "task.max_turns=3", "task.max_tokens_per_turn=6", "task.options.invalid=random", "run.seed=5")
-LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_tokens_per_turn=6, max_context=512, max_images=2, seed=0)
+GAME = (*SIZES, "task=number_line", "task.max_turns=3", "task.max_new_tokens=6", "task.options.invalid=random", "run.seed=5")
+LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=6, max_context=512, max_images=2, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def questions(tmp_path: Path) -> Path:
 
 def asked_of(questions: Path, url: str, *words: str) -> tuple[str, ...]:
     own = ("task=vqa", f"task.data.train=[{questions}]", f"task.data.eval=[{questions}]", "model.path=someone", f"evaluation.urls=[{url}]")
-    return (*own, "evaluation.patience_s=0.2", "evaluation.tries=2", *words)
+    return (*own, "evaluation.outage_timeout_s=0.2", "evaluation.max_attempts=2", *words)
 
 
 def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path) -> None:
@@ -91,11 +92,11 @@ def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path)
         return completion(f"<answer>{number + (1 if number < 6 else 2)}</answer>")
 
     with serving(behave) as server:
-        words = asked_of(questions, server.url, "task.max_tokens_per_turn=7", "run.max_failed=0.2", "run.patience_s=0")
+        words = asked_of(questions, server.url, "task.max_new_tokens=7", "run.max_failed_fraction=0.2", "run.outage_timeout_s=0")
         said = evaluated(tmp_path / "out", *words)
         first = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
         assert first["success"] == pytest.approx(6 / 9) and first["failed_fraction"] == pytest.approx(0.1)
-        assert "1 replies were cut off by task.max_tokens_per_turn" in said
+        assert "1 replies were cut off by task.max_new_tokens" in said
         (failed,) = [
             each.rollout for each in read(tmp_path / "out" / "rollouts" / "step_000000.jsonl") if each.rollout.status is Status.FAILED
         ]
@@ -117,8 +118,8 @@ def test_mistakes_are_told_in_a_line(questions: Path, tmp_path: Path) -> None:
     assert "error: evaluation.weights=w: an endpoint serves weights of its own" in line(
         *asked_of(questions, "http://x/v1", "evaluation.weights=w")
     )
-    down = line(*asked_of(questions, "http://127.0.0.1:9/v1", "run.patience_s=0"))
-    assert down.startswith("error: evaluation: 10 of 10 episodes failed, run.max_failed=0.1; first reason: evaluation: ")
+    down = line(*asked_of(questions, "http://127.0.0.1:9/v1", "run.outage_timeout_s=0"))
+    assert down.startswith("error: evaluation: 10 of 10 episodes failed, run.max_failed_fraction=0.1; first reason: evaluation: ")
 
 
 def test_a_conversation_in_messages() -> None:
@@ -130,7 +131,7 @@ def test_a_conversation_in_messages() -> None:
     async def talk(url: str) -> tuple[ChatConversation, list]:
         speaker = Speaker(EvaluationSettings(urls=[url]), ModelSettings(path="someone", min_pixels=3136, max_pixels=12800))
         talked = ChatConversation(speaker, LIMITS)
-        sampling = Sampling(6, 0.0, seed=3, stop=("</stop>",))
+        sampling = SamplingSettings(6, 0.0, seed=3, stop=("</stop>",))
         ends = [await talked.open([{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "image", "image": picture}]}])]
         assert await talked.say(sampling) == "one </stop>" and talked.place_of(2) is None
         heard = [{"type": "text", "text": "T"}, {"type": "image", "image": picture}]
@@ -144,18 +145,18 @@ def test_a_conversation_in_messages() -> None:
 
     with serving(lambda _: completion(next(replies))) as server:
         talked, ends = asyncio.run(talk(server.url))
-    assert ends == [None, None, End.MAX_IMAGES, None]
+    assert ends == [None, None, StopReason.MAX_IMAGES, None]
     roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["user"]]
     assert server.bodies[1]["messages"][2]["content"] == "one </stop>" and server.bodies[2]["messages"][0]["content"] == "anew"
     shown = server.bodies[1]["messages"][3]["content"]
     assert [part["type"] for part in shown] == ["text", "image_url"] and shown[1]["image_url"]["url"].startswith("data:image/png;base64,")
     sent = pil.open(io.BytesIO(base64.b64decode(shown[1]["image_url"]["url"].partition(",")[2])))
-    assert sent.tobytes() == talked.contexts[0].images[1].picture.tobytes() and (sent.size, sent.getpixel((0, 0))) == (
+    assert sent.tobytes() == talked.sequences[0].images[1].pil.tobytes() and (sent.size, sent.getpixel((0, 0))) == (
         (56, 84),
         (255, 0, 0),
     )
-    assert [(turn.text, turn.context, len(turn.images)) for turn in talked.turns] == [
+    assert [(turn.text, turn.sequence, len(turn.images)) for turn in talked.turns] == [
         ("one </stop>", 0, 1),
         ("three", 0, 0),
         ("four", 1, 0),
@@ -167,7 +168,7 @@ def test_a_conversation_in_messages() -> None:
 def test_pictures_are_as_large_as_the_trainer_would_have_them(size: tuple[int, int], random_model: Path) -> None:
     model = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800)
     own, ours = Renderer(model).image(pil.new("RGB", size, "blue")), image_of(pil.new("RGB", size, "blue"), model)
-    assert (ours.grid, ours.key, ours.merge) == (own.grid, own.key, own.merge) and ours.picture.tobytes() == own.picture.tobytes()
+    assert (ours.grid, ours.key, ours.merge) == (own.grid, own.key, own.merge) and ours.pil.tobytes() == own.pil.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -185,17 +186,17 @@ def test_a_reply_ends_at_the_first_of_these(text: str, stop: Sequence[str], expe
 
 
 def test_trouble_is_ours() -> None:
-    """A server that refuses, hangs, or says what is no completion: HostFault each time."""
+    """A server that refuses, hangs, or says what is no completion: InfraError each time."""
     for reply in (Reply("no", status=400), Reply("{}"), Reply("null"), Reply('{"choices": []}'), Reply("", hang_s=1.0)):
 
         async def ask(url: str) -> None:
-            speaker = Speaker(EvaluationSettings(urls=[url], tries=1, timeout_s=0.5, patience_s=0), ModelSettings(path="m"))
+            speaker = Speaker(EvaluationSettings(urls=[url], max_attempts=1, timeout_s=0.5, outage_timeout_s=0), ModelSettings(path="m"))
             try:
-                await speaker.reply([{"role": "user", "content": "?"}], Sampling(5, 0.0, seed=1))
+                await speaker.reply([{"role": "user", "content": "?"}], SamplingSettings(5, 0.0, seed=1))
             finally:
                 await speaker.close()
 
-        with serving(lambda _: reply) as server, pytest.raises(HostFault, match="evaluation: nothing after 1 of 1 tries"):  # noqa: B023
+        with serving(lambda _: reply) as server, pytest.raises(InfraError, match="evaluation: nothing after 1 of 1 tries"):  # noqa: B023
             asyncio.run(ask(server.url))
 
 

@@ -23,14 +23,14 @@ from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.visual_search.drawing import Scene
 from megatron_rl.tasks.visual_search.task import VisualSearchTask, middle
-from megatron_rl.types import End, Example, Rollout
+from megatron_rl.types import Example, Rollout, StopReason
 from tests.conftest import ROOT
 from tests.e2e.test_visual_python_task import COLORS, Policy, room_or_skip
 from tests.support import forked
 from tests.support.judges import Reply, completion, serving
 
 PIXELS = {"min_pixels": 3136, "max_pixels": 20000}
-LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_tokens_per_turn=4000, max_context=9000, max_images=6, seed=0)
+LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=4000, max_context=9000, max_images=6, seed=0)
 SPEECH = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 PICTURE = re.compile(r"<\|vision_start\|>(<\|image_pad\|>)+<\|vision_end\|>")
 Heard = tuple[str, str, list[bytes]]
@@ -39,7 +39,7 @@ Heard = tuple[str, str, list[bytes]]
 
 def visual_search(_: Path) -> tuple[Task, list[str]]:
     settings = TaskSettings(
-        name="visual_search", reward="pyvision", protocol="pyvision", data=DataSettings(max_eval=4), sandbox=SandboxSettings(size=2)
+        name="visual_search", reward="pyvision", tool_format="pyvision", data=DataSettings(max_eval=4), sandbox=SandboxSettings(size=2)
     )
     return VisualSearchTask(settings), ["task=visual_search", "task.data.max_eval=4"]
 
@@ -75,7 +75,7 @@ def played(task: Task, examples: list[Example], scripts: list[list[str]], render
 
     def policy(number: int) -> Callable:
         def said(text: str, images: list) -> str:
-            speeches, pictures = SPEECH.findall(text), iter(image.picture.tobytes() for image in images)
+            speeches, pictures = SPEECH.findall(text), iter(image.pil.tobytes() for image in images)
             heard[number] = [(who, PICTURE.sub("", words), [next(pictures) for _ in PICTURE.findall(words)]) for who, words in speeches]
             return scripts[number][sum(who == "assistant" for who, _ in speeches)]
 
@@ -107,9 +107,19 @@ def heard_of(message: dict) -> Heard:
 
 
 def told(rollout: Rollout) -> tuple:
-    turns = [(turn.text, turn.call, [image.key for image in turn.images]) for turn in rollout.turns]
-    shown = [image.key for context in rollout.contexts for image in context.images]
-    return rollout.example_id, rollout.reward, rollout.rewards, rollout.outcome, rollout.end, rollout.status, rollout.reason, turns, shown
+    turns = [(turn.text, turn.tool_call, [image.key for image in turn.images]) for turn in rollout.turns]
+    shown = [image.key for context in rollout.sequences for image in context.images]
+    return (
+        rollout.example_id,
+        rollout.reward,
+        rollout.reward_terms,
+        rollout.outcome_reward,
+        rollout.stop_reason,
+        rollout.status,
+        rollout.reason,
+        turns,
+        shown,
+    )
 
 
 @pytest.mark.parametrize("made", [visual_search, visual_python])
@@ -130,21 +140,21 @@ def test_tools_of_an_endpoint_are_those_of_our_engine(
         far_heard[number] = messages
         return completion(scripts[number][sum(who == "assistant" for who, _, _ in messages)])
 
-    limits = ("task.max_turns=3", "task.max_tokens_per_turn=4000", *(f"model.{name}={value}" for name, value in PIXELS.items()))
+    limits = ("task.max_turns=3", "task.max_new_tokens=4000", *(f"model.{name}={value}" for name, value in PIXELS.items()))
     with serving(behave) as server:
         given = (*words, *limits, "task.sandbox.size=2", "model.path=someone", f"evaluation.urls=[{server.url}]")
         result = forked.run(ROOT / "launch" / "evaluate.py", *given, f"run.dir={tmp_path}/out", timeout_s=120)
     assert result.returncode == 0, result.stdout
     far = [each.rollout for each in read(tmp_path / "out" / "rollouts" / "step_000000.jsonl")]
     assert [told(rollout) for rollout in far] == [told(rollout) for rollout in own]
-    assert [rollout.end for rollout in far] == [End.DONE, End.DONE, End.DONE, End.MAX_TURNS]
+    assert [rollout.stop_reason for rollout in far] == [StopReason.DONE, StopReason.DONE, StopReason.DONE, StopReason.MAX_TURNS]
     assert [rollout.reward for rollout in far[2:]] == [0.0, 0.0] and min(rollout.reward for rollout in far[:2]) > 1
     assert far_heard == heard, "words and pixels of every message that either was shown"
     assert "ZeroDivisionError" in heard[1][3][1] and "before" in heard[1][3][1] and not heard[1][3][2]
     assert len(heard[3][5][2]) == 2, "both pictures of one call"
     by_hand = pictures_by_hand(task, examples[0])
     shown = heard[0][3][2]
-    assert shown == [renderer.image(by_hand).picture.tobytes()]
+    assert shown == [renderer.image(by_hand).pil.tobytes()]
 
 
 def pictures_by_hand(task: Task, example: Example) -> pil.Image:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import AlgoSettings, ModelSettings, Settings, TaskSettings
+from megatron_rl.errors import NonFiniteValue, RunFailed
 from megatron_rl.evaluation.in_run import evaluate, summarize
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Example, NotFinite, Rollout, RunFailed, Status
+from megatron_rl.types import Example, Rollout, Status
 from tests.support.scripted_fleet import Scripted, fleet_of
 
 
@@ -30,7 +31,7 @@ EXAMPLES = [Example("a", {}, probability=0.25), Example("b", {}, probability=0.7
 
 def rollout(group: int, reward: float | None) -> Rollout:
     status = Status.FAILED if reward is None else Status.COMPLETED
-    return Rollout(task="t", example_id="e", group=group, sample=0, status=status, reward=reward, reason="judge: 429")
+    return Rollout(task="t", example_id="e", group=group, sample_index=0, status=status, reward=reward, reason="judge: 429")
 
 
 def test_weights_are_those_of_the_scored() -> None:
@@ -63,7 +64,7 @@ def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
 def test_a_part_is_a_mean_over_those_that_it_judged() -> None:
     """Here one of weight 1/4 with 1, and one of weight 3/4 with 0.5; a part never hides what every evaluation tells."""
     rollouts = [rollout(0, 2.0), rollout(0, 2.0), rollout(1, -1.0)]
-    rollouts[0].rewards, rollouts[2].rewards = {"won": 1.0, "return": 9.0}, {"won": 0.5}
+    rollouts[0].reward_terms, rollouts[2].reward_terms = {"won": 1.0, "return": 9.0}, {"won": 0.5}
     scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0)
     assert scores["won"] == pytest.approx(0.25 * 1 + 0.75 * 0.5) and scores["return"] == pytest.approx((2 * 0.25 * 2 - 0.75) / 1.25)
 
@@ -78,7 +79,7 @@ def test_success_is_told_by_data_source() -> None:
 
 
 def test_too_many_failures_are_no_score() -> None:
-    with pytest.raises(RunFailed, match="1 of 2 episodes failed, run.max_failed=0.1; first reason: judge: 429"):
+    with pytest.raises(RunFailed, match="1 of 2 episodes failed, run.max_failed_fraction=0.1; first reason: judge: 429"):
         summarize(Positive(), EXAMPLES, [rollout(0, None), rollout(1, 1.0)], max_failed=0.1)
     with pytest.raises(RunFailed, match="2 of 2"):
         summarize(Positive(), EXAMPLES, [rollout(0, None)] * 2, max_failed=0.99)
@@ -86,7 +87,7 @@ def test_too_many_failures_are_no_score() -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_no_failure_of_the_policy(reward: float) -> None:
-    with pytest.raises(NotFinite, match=rf"^task=t: e#0 was rewarded {reward}; mend its reward function$"):
+    with pytest.raises(NonFiniteValue, match=rf"^task=t: e#0 was rewarded {reward}; mend its reward function$"):
         summarize(Positive(), EXAMPLES, [rollout(0, 1.0), rollout(1, reward), rollout(1, None)], max_failed=0.5)
 
 
@@ -96,12 +97,12 @@ def test_an_evaluation_is_the_same_whenever_it_takes_place(random_model: Path) -
     settings = Settings(model=ModelSettings(path=str(random_model)), task=task, algo=AlgoSettings(temperature=0.6))
     engine = Scripted()
     fleet = fleet_of(Renderer(settings.model), engine)
-    fleet.take(0, enough=lambda _: True)
+    fleet.generate(0, enough=lambda _: True)
     training, engine.asked = engine.asked, []
     scores = evaluate(fleet.task, settings, fleet=fleet)
     assert (scores["eval/greedy_success"], scores["eval/sampled_return"]) == (1.0, 1.0)
     once, engine.asked = engine.asked, []
-    fleet.take(1, enough=lambda _: True)
+    fleet.generate(1, enough=lambda _: True)
     engine.asked = []
     evaluate(fleet.task, settings, fleet=fleet)
     assert engine.asked == once and [sampling.temperature for sampling in once] == [0.0] * 2 + [0.6] * 6

@@ -20,7 +20,7 @@ from tools.data.make_tiny_qwen2_5_vl import make
 EVALUATE = ROOT / "launch" / "evaluate.py"
 GAME = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "engine.max_model_len=512", "run.seed=5",
-    "task=number_line", "task.max_turns=2", "task.max_tokens_per_turn=6", "task.options.invalid=random",
+    "task=number_line", "task.max_turns=2", "task.max_new_tokens=6", "task.options.invalid=random",
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def played(out: Path, *words: str) -> str:
 def logprobs(out: Path) -> torch.Tensor:
     """Of every sampled token: one that is as likely as before is no proof of the same weights, its probability is."""
     entries = read(out / "rollouts" / "step_000000.jsonl", pictures=False)
-    return torch.tensor([logprob for entry in entries for context in entry.rollout.contexts for logprob in context.engine_logprobs])
+    return torch.tensor([logprob for entry in entries for context in entry.rollout.sequences for logprob in context.rollout_logprobs])
 
 
 def test_a_checkpoint_of_megatrons(base: str, random_model: Path, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_on_a_server_that_runs_elsewhere(base: str, random_model: Path, tmp_path
     settings = replace(SETTINGS, kv_cache_mib=16, max_model_len=512)
     with servers(random_model, tmp_path, num=1, settings=settings, limits={"min_pixels": 3136, "max_pixels": 4000}) as (url,):
         asked = (f"engine.urls=[{url}]", f"engine.token_file={tmp_path}/token")
-        remote = ("engine.kind=remote", *asked, "engine.probe_s=60", f"model.path={random_model}")
+        remote = ("engine.mode=server", *asked, "engine.health_timeout_s=60", f"model.path={random_model}")
         first = played(tmp_path / "first", *remote)
         second = played(tmp_path / "second", *remote, f"evaluation.weights={tmp_path}/other")
     assert first == base and second == played(tmp_path / "expected", f"model.path={random_model}", f"evaluation.weights={tmp_path}/other")

@@ -43,7 +43,7 @@ def mistakes(random_model: Path, older: Path) -> dict[str, dict]:
 def trainer_said_so(rollouts: list[Rollout]) -> None:
     """The trainer made the mistake, too."""
     for rollout in rollouts:
-        rollout.contexts[0].attach("old_logprobs", list(rollout.contexts[0].engine_logprobs))
+        rollout.sequences[0].set_column("old_logprobs", list(rollout.sequences[0].rollout_logprobs))
 
 
 def explained(said: str, who: str) -> list[str]:
@@ -87,7 +87,7 @@ def test_of_those_that_hold_the_best_is_named(planted: str, older: Path, tmp_pat
     if planted:
         with torch.no_grad():
             dict(hf.named_parameters())[nested(planted)].copy_(others.read(planted))
-    context = rollouts_of(renderer)[0].contexts[0]
+    context = rollouts_of(renderer)[0].sequences[0]
     say(hf, renderer, context, Said())
     looked = Looked(0, 0, context)
     reference = Reference(

@@ -105,9 +105,9 @@ def test_of_two_pictures_the_second_is_found(random_model: Path, tmp_path: Path,
 
 def test_a_mistake_that_is_nobodys_is_not_explained(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def noise(rollouts: list[Rollout]) -> None:
-        context = rollouts[0].contexts[0]
+        context = rollouts[0].sequences[0]
         place = max(place for place, sampled in enumerate(context.loss_mask) if sampled)
-        context.engine_logprobs[place] -= 0.01
+        context.rollout_logprobs[place] -= 0.01
 
     run = write_run(tmp_path / "run", random_model, spoil=noise)
     assert main([str(run), "--step", "0"]) == 1
@@ -118,8 +118,8 @@ def test_what_the_trainer_said_then(random_model: Path, tmp_path: Path, capsys: 
     """Of one context; of the other it was not asked."""
 
     def old(rollouts: list[Rollout]) -> None:
-        context = rollouts[1].contexts[0]
-        context.attach("old_logprobs", [logprob - 0.02 * (logprob != 0.0) for logprob in context.engine_logprobs])
+        context = rollouts[1].sequences[0]
+        context.set_column("old_logprobs", [logprob - 0.02 * (logprob != 0.0) for logprob in context.rollout_logprobs])
 
     run = write_run(tmp_path / "run", random_model, spoil=old)
     assert main([str(run), "--step", "0"]) == 1
@@ -179,15 +179,15 @@ def test_what_the_trainer_does_is_named(
     run = write_run(tmp_path / "run", random_model)
     renderer = Renderer(ModelSettings(path=str(random_model)))
     seen: dict[str, Image] = {}
-    write_run(tmp_path / "other", random_model, spoil=lambda rollouts: seen.update({i.key: i for i in rollouts[0].contexts[0].images}))
+    write_run(tmp_path / "other", random_model, spoil=lambda rollouts: seen.update({i.key: i for i in rollouts[0].sequences[0].images}))
     first, second = seen
 
     def swapped(image: Image) -> torch.Tensor:
         other = {first: second, second: first}.get(image.key, image.key)
-        return seen[other].patch_PC if other in seen else renderer.patches(image, lambda each: each.picture)
+        return seen[other].patch_PC if other in seen else renderer.patches(image, lambda each: each.pil)
 
     def twice(image: Image) -> torch.Tensor:
-        return resized(image, renderer, (56, 28)).patch_PC if image.key == second else renderer.patches(image, lambda each: each.picture)
+        return resized(image, renderer, (56, 28)).patch_PC if image.key == second else renderer.patches(image, lambda each: each.pil)
 
     monkeypatch.setattr(replay_forward, "Trainer", spoiled(kind, older_tensor, swapped if kind == "swapped" else twice))
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
@@ -216,9 +216,9 @@ def test_pictures_whose_files_were_swapped_or_resized(random_model: Path, tmp_pa
 
 SPOILS: dict[str, tuple[str, Callable]] = {
     "masks, spans, logprobs": ("the spans of its turns", lambda rollout: rollout.turns.pop()),
-    "banned ids": ("which is never sampled", lambda rollout: rollout.contexts[0].token_ids.__setitem__(-1, 0)),
-    "weight versions": ("of version 2, but step 0", lambda rollout: rollout.contexts[0].versions.__setitem__(-1, 2)),
-    "placeholders and grids": ("placeholders, but", lambda rollout: rollout.contexts[0].images.pop()),
+    "banned ids": ("which is never sampled", lambda rollout: rollout.sequences[0].token_ids.__setitem__(-1, 0)),
+    "weight versions": ("of version 2, but step 0", lambda rollout: rollout.sequences[0].weight_versions.__setitem__(-1, 2)),
+    "placeholders and grids": ("placeholders, but", lambda rollout: rollout.sequences[0].images.pop()),
 }
 
 
@@ -230,7 +230,7 @@ def test_what_needs_no_model(name: str, random_model: Path, tmp_path: Path, caps
     def both(rollouts: list[Rollout]) -> None:
         spoil(rollouts[1])
         if name == "banned ids":
-            rollouts[1].contexts[0].token_ids[-1] = never
+            rollouts[1].sequences[0].token_ids[-1] = never
 
     run = write_run(tmp_path / "run", random_model, spoil=both)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
@@ -242,8 +242,8 @@ def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: 
     """What was sampled by nobody's weights is told of its masks; the page is there."""
 
     def forgotten(rollouts: list[Rollout]) -> None:
-        context = rollouts[1].contexts[0]
-        context.versions = [-1] * len(context.token_ids)
+        context = rollouts[1].sequences[0]
+        context.weight_versions = [-1] * len(context.token_ids)
 
     run = write_run(tmp_path / "run", random_model, spoil=forgotten)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
@@ -253,9 +253,9 @@ def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: 
 
 def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def stale(rollouts: list[Rollout]) -> None:
-        context = rollouts[0].contexts[0]
+        context = rollouts[0].sequences[0]
         place = context.loss_mask.index(1)
-        context.versions[place] = 1
+        context.weight_versions[place] = 1
 
     run = write_run(tmp_path / "run", random_model, spoil=stale)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
@@ -323,7 +323,7 @@ def test_bounds_of_either_precision() -> None:
 def test_weights_that_were_not_kept(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def later(rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
-            rollout.contexts[0].versions = [2 if version == 0 else version for version in rollout.contexts[0].versions]
+            rollout.sequences[0].weight_versions = [2 if version == 0 else version for version in rollout.sequences[0].weight_versions]
 
     run = write_run(tmp_path / "run", random_model, spoil=later)
     for path in (run / FOLDER).glob("step_*"):

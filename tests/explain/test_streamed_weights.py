@@ -14,7 +14,7 @@ from megatron_rl.explain.hf_reference import Reference
 from megatron_rl.explain.recorded_step import Looked
 from megatron_rl.explain.sequence_checks import of_pixels
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.name_mapping import canonical
+from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from tests.conftest import ROOT
@@ -49,7 +49,7 @@ def test_it_is_the_whole_model(name: str, tmp_path: Path) -> None:
     """With none, half and all of it held."""
     make(tmp_path / "model", init="random", seed=1, **MODELS[name])
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
-    context = rollouts_of(renderer)[0].contexts[0]
+    context = rollouts_of(renderer)[0].sequences[0]
     looked = Looked(0, 0, context)
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     expected = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[looked.rows]
@@ -61,7 +61,7 @@ def test_it_is_the_whole_model(name: str, tmp_path: Path) -> None:
             read_spec(str(tmp_path / "model")), source, banned_ids=renderer.banned_ids, patches=of_pixels(renderer),
             device=torch.device("cpu"), held_bytes=held,
         )  # fmt: skip
-        assert set(reference.weights.names) == {canonical(each) for each, _ in hf.named_parameters()} == set(source.specs)
+        assert set(reference.weights.names) == {canonical_name(each) for each, _ in hf.named_parameters()} == set(source.specs)
         for _ in range(2):
             logits_RV = reference.logits(looked).double().masked_fill(reference.banned, -torch.inf)
             torch.testing.assert_close(logits_RV, expected, rtol=0, atol=0)

@@ -9,7 +9,7 @@ from megatron_rl.config import ModelSettings
 from megatron_rl.export.rl_logging_board import write_board
 from megatron_rl.observe.rollout_store import path_of, write
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context, Rollout, Turn
+from megatron_rl.types import Rollout, TokenSequence, Turn
 
 
 @pytest.fixture(scope="module")
@@ -20,29 +20,34 @@ def renderer(random_model: Path) -> Renderer:
 def two_turns(renderer: Renderer) -> Rollout:
     """In two contexts; the first turn gained 0.5, the second -0.25, the outcome is worth 2."""
     ids = [renderer.tokenizer(text)["input_ids"] for text in ("Which?", "one two", "So?", "three")]
-    contexts = [Context(), Context()]
+    contexts = [TokenSequence(), TokenSequence()]
     for context, asked, said, base in ((contexts[0], ids[0], ids[1], 1.0), (contexts[1], ids[2], ids[3], 5.0)):
         context.extend(asked)
         context.extend(said, logprobs=[-base - place for place in range(len(said))], versions=[0] * len(said))
     spans = [(len(ids[0]), len(ids[0] + ids[1])), (len(ids[2]), len(ids[2] + ids[3]))]
-    turns = [Turn(context=0, span=spans[0], text="one two", gain=0.5), Turn(context=1, span=spans[1], text="three", gain=-0.25)]
-    return Rollout(task="t", example_id="e", group=0, sample=0, contexts=contexts, turns=turns, reward=2.25, outcome=2.0, answer="three")
+    turns = [
+        Turn(sequence=0, token_span=spans[0], text="one two", reward_delta=0.5),
+        Turn(sequence=1, token_span=spans[1], text="three", reward_delta=-0.25),
+    ]
+    return Rollout(
+        task="t", example_id="e", group=0, sample_index=0, sequences=contexts, turns=turns, reward=2.25, outcome_reward=2.0, answer="three"
+    )
 
 
 def test_a_rollout_token_by_token(renderer: Renderer, tmp_path: Path) -> None:
     rollout = two_turns(renderer)
-    failed = Rollout(task="t", example_id="e", group=0, sample=1)
+    failed = Rollout(task="t", example_id="e", group=0, sample_index=1)
     write(path_of(tmp_path, 3), [rollout, failed], step=3, rounds=1)
     assert write_board(tmp_path, tmp_path / "board", renderer, file_mib=1) == 1
     (line,) = [json.loads(line) for line in (tmp_path / "board" / "rollout_data_rank0.jsonl").read_text().splitlines()]
-    num = [last - first for first, last in (turn.span for turn in rollout.turns)]
+    num = [last - first for first, last in (turn.token_span for turn in rollout.turns)]
     assert line["token_rewards"] == [0.0] * (num[0] - 1) + [0.5] + [0.0] * (num[1] - 1) + [1.75]
     assert sum(line["token_rewards"]) == line["reward"] == 2.25 and "values" not in line
     assert "".join(line["response_tokens"]) == "one twothree" and (line["prompt"], line["response"]) == ("Which?", "one two\nthree")
     assert line["logprobs"] == [-1.0 - place for place in range(num[0])] + [-5.0 - place for place in range(num[1])]
     assert (line["step"], line["ground_truth"], line["end"]) == (3, "three", "done")
-    for context in rollout.contexts:
-        context.attach("values", [0.125] * len(context.token_ids))
+    for context in rollout.sequences:
+        context.set_column("values", [0.125] * len(context.token_ids))
     write(path_of(tmp_path, 3), [rollout], step=3, rounds=1)
     write_board(tmp_path, tmp_path / "board", renderer, file_mib=1)
     assert json.loads((tmp_path / "board" / "rollout_data_rank0.jsonl").read_text())["values"] == [0.125] * sum(num)

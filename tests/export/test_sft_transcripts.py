@@ -20,7 +20,7 @@ from megatron_rl.observe.rollout_store import path_of, write
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
-from megatron_rl.types import Context, Message, Rollout, Status
+from megatron_rl.types import Message, Rollout, Status, TokenSequence
 from tests.conftest import ROOT
 from tests.observe.test_recorder import rollout
 from tests.support import forked
@@ -29,7 +29,7 @@ from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorl
 SIZES = {"min_pixels": 3136, "max_pixels": 12800}
 CUT_AT = 40
 NO_TEXT, EMPTY, NUL = "a reply is no text", "a reply says nothing", "a message holds a NUL character, which files of transcripts may not"
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=CUT_AT, max_context=2000, max_images=5, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=CUT_AT, max_context=2000, max_images=5, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def played(seed: int, renderer: Renderer, protocol: ToolProtocol) -> tuple[Rollo
     return rollout, world, engine
 
 
-def told(context: Context, renderer: Renderer) -> list[Message] | Untold:
+def told(context: TokenSequence, renderer: Renderer) -> list[Message] | Untold:
     try:
         return messages_of(context, renderer, cut_at=CUT_AT)
     except Untold as why:
@@ -75,12 +75,12 @@ def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -
         rollout, world, engine = played(seed, renderer, protocol)
         if rollout.status is Status.FAILED:
             continue
-        (context,) = rollout.contexts
+        (context,) = rollout.sequences
         found = told(context, renderer)
         if isinstance(found, Untold):
             words = [renderer.tokenizer.decode(ids) for ids in engine.said]
             reasons = {
-                RESIZED: any(renderer.final_size(*image.picture.size) != image.picture.size for image in context.images),
+                RESIZED: any(renderer.final_size(*image.pil.size) != image.pil.size for image in context.images),
                 NO_TEXT: any("\ufffd" in each for each in words),
                 NUL: any("\0" in each for each in (*words, *(spoken(message, renderer)[1] for heard in world.said for message in heard))),
                 EMPTY: any(not each.removesuffix("<|im_end|>").strip() for each in words),
@@ -107,7 +107,7 @@ def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
     cut = replace(context, token_ids=context.token_ids[:-1], loss_mask=context.loss_mask[:-1])
     num = sum(cut.loss_mask)
     assert messages_of(cut, renderer, cut_at=num + 1)[-1] == messages[-1]
-    with pytest.raises(Untold, match=r"^a reply was cut off by task.max_tokens_per_turn$"):
+    with pytest.raises(Untold, match=r"^a reply was cut off by task.max_new_tokens$"):
         messages_of(cut, renderer, cut_at=num)
     assert messages_of(context, renderer, cut_at=num)[-1] == messages[-1], "it has ended by itself"
 
@@ -115,10 +115,10 @@ def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
 def test_pictures_that_would_change_are_refused(renderer: Renderer, random_model: Path) -> None:
     other = Renderer(ModelSettings(path=str(random_model), min_pixels=784, max_pixels=1600))
     rollouts = (played(seed, renderer, PROTOCOLS[0])[0] for seed in range(50))
-    rollout = next(each for each in rollouts if each.images and not isinstance(told(each.contexts[0], renderer), Untold))
+    rollout = next(each for each in rollouts if each.images and not isinstance(told(each.sequences[0], renderer), Untold))
     with pytest.raises(Untold, match=f"^{RESIZED}$"):
-        messages_of(rollout.contexts[0], other, cut_at=CUT_AT)
-    bare = replace(rollout.contexts[0], images=[replace(image, picture=None) for image in rollout.contexts[0].images])
+        messages_of(rollout.sequences[0], other, cut_at=CUT_AT)
+    bare = replace(rollout.sequences[0], images=[replace(image, pil=None) for image in rollout.sequences[0].images])
     with pytest.raises(Untold, match=r"^one of its pictures is not there$"):
         messages_of(bare, renderer, cut_at=CUT_AT)
 
@@ -136,14 +136,23 @@ def recorded(renderer: Renderer, random_model: Path, tmp_path_factory: pytest.Te
             context = renderer.transcript([*prompt, {"role": "assistant", "content": said}])
             rollout = played(3, renderer, PROTOCOLS[0])[0]
             status = Status.FAILED if reward is None else Status.COMPLETED
-            turn = replace(rollout.turns[0], text=said, span=(context.loss_mask.index(1), len(context.token_ids)), images=[], action=None)
-            own = {"contexts": [context], "turns": [turn], "reward": reward, "status": status, "example_id": example, "sample": sample}
+            turn = replace(
+                rollout.turns[0], text=said, token_span=(context.loss_mask.index(1), len(context.token_ids)), images=[], action_start=None
+            )
+            own = {
+                "sequences": [context],
+                "turns": [turn],
+                "reward": reward,
+                "status": status,
+                "example_id": example,
+                "sample_index": sample,
+            }
             own |= {"source": "mine", "question": f"Which is {example}?", "answer": example.upper()}
             rollouts.append(replace(rollout, **own))
         store_pictures(run / "rollouts", rollouts)
         write(path_of(run / "rollouts", step), rollouts, step=step, rounds=1)
     (run / "config.yaml").write_text(
-        f"model: {{path: {random_model}, min_pixels: 3136, max_pixels: 12800}}\ntask: {{max_tokens_per_turn: {CUT_AT}}}\n"
+        f"model: {{path: {random_model}, min_pixels: 3136, max_pixels: 12800}}\ntask: {{max_new_tokens: {CUT_AT}}}\n"
     )
     return run
 
@@ -219,6 +228,6 @@ def test_pictures_go_along(renderer: Renderer, tmp_path: Path) -> None:
     assert not any("not read" in line for line in shown.warnings)
     assert len(lines) == exported.num_transcripts > 10 and sum(exported.left_out.values()) == len(rollouts) - len(lines)
     words = {renderer.shown(renderer.transcript(each.messages)).removesuffix("<|im_end|>") for each in shown}
-    sources = [each.contexts[0] for each in rollouts if each.example_id in {line["id"] for line in lines}]
+    sources = [each.sequences[0] for each in rollouts if each.example_id in {line["id"] for line in lines}]
     assert words == {renderer.shown(context).removesuffix("<|im_end|>") for context in sources}
     assert sum(len(context.images) for context in sources) > 10

@@ -21,21 +21,21 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import EngineSettings, ModelSettings, TaskSettings  # noqa: E402 (the script's own tree comes first)
-from megatron_rl.distributed.world import connect, place  # noqa: E402
+from megatron_rl.distributed.world import connect, read_world  # noqa: E402
 from megatron_rl.observe.recorder import write  # noqa: E402
-from megatron_rl.rollout.colocated import LocalEngine  # noqa: E402
+from megatron_rl.rollout.colocated import ColocatedEngine  # noqa: E402
 from megatron_rl.rollout.episode import EpisodeSettings  # noqa: E402
-from megatron_rl.rollout.manager import Fleet  # noqa: E402
+from megatron_rl.rollout.manager import RolloutManager  # noqa: E402
 from megatron_rl.rollout.renderer import Renderer  # noqa: E402
-from megatron_rl.rollout.scheduler import RoundSettings  # noqa: E402
+from megatron_rl.rollout.scheduler import GenerationSettings  # noqa: E402
 from megatron_rl.tasks.gym_cards.task import NumberLineTask  # noqa: E402
-from megatron_rl.types import End, Rollout, Status  # noqa: E402
+from megatron_rl.types import Rollout, Status, StopReason  # noqa: E402
 from tests.support.one_process import world_of_one  # noqa: E402
 from tests.support.own_task import TwoLooksTask  # noqa: E402
 from tests.support.recorded import CASES, GOLDEN, PIXELS, taught  # noqa: E402
 from tools.data.make_tiny_qwen2_5_vl import make  # noqa: E402
 
-HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_tokens_per_turn=16, max_context=512, max_images=4, seed=7)
+HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=16, max_context=512, max_images=4, seed=7)
 STOP = ("s", "y")
 """Texts that end a turn: an untrained model ends hardly any by itself, and turns of one length would hide what is divided by lengths."""
 EQUAL, FAILED = 1, (2, 2)
@@ -57,23 +57,23 @@ class Nobody:
 
 
 def play(model: Path) -> None:
-    connect(place(), timeout_s=60)
+    connect(read_world(), timeout_s=60)
     renderer = Renderer(ModelSettings(path=str(model), **PIXELS))
-    engine = LocalEngine(
+    engine = ColocatedEngine(
         str(model), EngineSettings(kv_cache_mib=16, max_model_len=512), image_token_id=renderer.image_token_id,
         banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
     )  # fmt: skip
     line, looks = NumberLineTask(TaskSettings(name="number_line")), TwoLooksTask(TaskSettings(name="two_looks"))
     line.stop = looks.stop = STOP
     starts = [line.examples("train")[number] for number in (0, 7, 13)]
-    rounds = RoundSettings(num_prompts=3, group_size=3, max_rounds=1)
+    rounds = GenerationSettings(num_prompts=3, group_size=3, max_rounds=1)
     fleets = [
-        Fleet(task, engine=engine, renderer=renderer, trainer=Nobody(), gather=list, episode=HOW, round_settings=rounds)
+        RolloutManager(task, engine=engine, renderer=renderer, trainer=Nobody(), gather=list, episode=HOW, round_settings=rounds)
         for task in (line, looks)
     ]
-    rollouts = fleets[0].play(starts, samples=3, settings=HOW)
+    rollouts = fleets[0].run_examples(starts, samples=3, settings=HOW)
     twice = replace(HOW, max_turns=3)
-    rollouts += fleets[1].play(looks.examples("eval"), samples=3, settings=twice, first_group=len(starts))
+    rollouts += fleets[1].run_examples(looks.examples("eval"), samples=3, settings=twice, first_group=len(starts))
     assert all(rollout.is_scored for rollout in rollouts), [rollout.reason for rollout in rollouts]
     draw = random.Random(0)
     for rollout in rollouts:
@@ -85,19 +85,24 @@ def play(model: Path) -> None:
 
 def reward(rollout: Rollout, draw: random.Random) -> None:
     """An untrained model earns the same everywhere: rewards, scores and gains are made up, and add up."""
-    rollout.wall_s = rollout.environment_s = rollout.scoring_s = 0.0
+    rollout.wall_s = rollout.env_s = rollout.scoring_s = 0.0
     for turn in rollout.turns:
-        turn.reply_s = turn.environment_s = 0.0
-    if (rollout.group, rollout.sample) == FAILED:
-        rollout.status, rollout.end, rollout.reason, rollout.reward = Status.FAILED, End.FAULT, "made up: no sandbox answered", None
+        turn.generation_s = turn.env_s = 0.0
+    if (rollout.group, rollout.sample_index) == FAILED:
+        rollout.status, rollout.stop_reason, rollout.reason, rollout.reward = (
+            Status.FAILED,
+            StopReason.INFRA_ERROR,
+            "made up: no sandbox answered",
+            None,
+        )
         return
     for number, turn in enumerate(rollout.turns):
         is_equal = rollout.group == EQUAL
-        turn.gain = 0.0 if is_equal else round(draw.uniform(-1, 1), 3)
-        turn.score = None if is_equal or number == 1 else round(draw.uniform(-1, 1), 3)
-    rollout.outcome = 1.0 if rollout.group == EQUAL else float(draw.randrange(3))
-    rollout.reward = rollout.outcome + sum(turn.gain for turn in rollout.turns)
-    rollout.rewards = {"made up": rollout.reward}
+        turn.reward_delta = 0.0 if is_equal else round(draw.uniform(-1, 1), 3)
+        turn.step_score = None if is_equal or number == 1 else round(draw.uniform(-1, 1), 3)
+    rollout.outcome_reward = 1.0 if rollout.group == EQUAL else float(draw.randrange(3))
+    rollout.reward = rollout.outcome_reward + sum(turn.reward_delta for turn in rollout.turns)
+    rollout.reward_terms = {"made up": rollout.reward}
 
 
 def expect(model: Path) -> None:

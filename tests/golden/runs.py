@@ -30,7 +30,7 @@ SFT = (
 )  # fmt: skip
 GRPO = (
     "optim.lr=1e-3", "batch.prompts_per_step=4", "batch.group_size=4", "algo.kl_coef=0.01", "batch.micro_batch_tokens=1500",
-    "batch.minibatches=2", "batch.epochs=2", "algo.clip_high=0.28", "algo.temperature=0.9", "run.steps=6", *SMALL,
+    "batch.minibatches=2", "batch.epochs=2", "algo.clip_ratio_high=0.28", "algo.temperature=0.9", "run.steps=6", *SMALL,
 )  # fmt: skip
 SEARCH = ("engine.kv_cache_mib=16", "task.eval_samples=1", "task.data.max_eval=8", "task.sandbox.size=4")
 LOOK = (
@@ -42,7 +42,7 @@ LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,proje
 
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sft": ("nano", SFT),
-    "grpo": ("sft", (*GRPO, "select.drop=[zero_std]", "select.max_generations=2", "algo.turns=return_to_go", "algo.discount=0.9")),
+    "grpo": ("sft", (*GRPO, "filter.drop=[zero_std]", "filter.max_num_gen_batches=2", "algo.turn_credit=return_to_go", "algo.gamma=0.9")),
     "lora": ("sft", (*GRPO, *LORA)),
     "tp2": ("sft", (*GRPO, "parallel.tp=2", "parallel.sequence_parallel=true")),
     "pp2": ("sft", (*GRPO, "parallel.pp=2", "engine.tp=2")),

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.batching import minibatches
 from megatron_rl.batching.minibatches import episode_weight, weighted_contexts
-from megatron_rl.batching.packing import Segment, WeightedContext, read_back
+from megatron_rl.batching.packing import PackItem, Segment, scatter_to_rollouts
 from megatron_rl.config import BatchSettings, Settings
 from tests.support.one_process import world_of_one
 from tests.support.recorded import BOUND, CASES, GOLDEN, build, differences, recorded, taught
@@ -51,13 +51,13 @@ def test_the_trainer_agrees_with_the_engine_that_sampled(random_model: Path) -> 
     contexts = [each for index, rollout in enumerate(rollouts) for each in weighted_contexts(rollout, BatchSettings(), index=index)]
     batches = policy.pack(contexts, max_tokens=400)
     gaps = []
-    for (rollout, number), column in read_back(rollouts, batches, policy.logprobs(batches)).items():
-        context = rollouts[rollout].contexts[number]
-        sampled = zip(column, context.engine_logprobs, context.loss_mask, strict=True)
+    for (rollout, number), column in scatter_to_rollouts(rollouts, batches, policy.logprobs(batches)).items():
+        context = rollouts[rollout].sequences[number]
+        sampled = zip(column, context.rollout_logprobs, context.loss_mask, strict=True)
         gaps += [abs(ours - theirs) for ours, theirs, is_sampled in sampled if is_sampled]
     assert len(gaps) == sum(rollout.num_sampled for rollout in rollouts) > 100 and max(gaps) <= BOUND, max(gaps)
-    lengths = {turn.span[1] - turn.span[0] for rollout in rollouts for turn in rollout.turns}
-    assert min(lengths) == 1 and len(lengths) > 5 and max(len(context.images) for each in rollouts for context in each.contexts) == 2
+    lengths = {turn.token_span[1] - turn.token_span[0] for rollout in rollouts for turn in rollout.turns}
+    assert min(lengths) == 1 and len(lengths) > 5 and max(len(context.images) for each in rollouts for context in each.sequences) == 2
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Planted:
     shows: str
 
 
-def unshifted(cls: type, weighted: WeightedContext, *arguments: object, number: int) -> Segment:
+def unshifted(cls: type, weighted: PackItem, *arguments: object, number: int) -> Segment:
     return replace(whole(weighted, *arguments, number=number), advantages=weighted.context.advantages)
 
 
@@ -99,7 +99,7 @@ def test_a_planted_mistake_is_noticed(mistake: str, random_model: Path, monkeypa
 
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
-    ("case", "setting", "value"), [("grpo", "clip_high", 0.09), ("gspo", "clip_low", 0.09), ("lora", "kl_coef", 0.0501)]
+    ("case", "setting", "value"), [("grpo", "clip_ratio_high", 0.09), ("gspo", "clip_ratio_low", 0.09), ("lora", "kl_coef", 0.0501)]
 )
 def test_a_setting_that_slipped_is_noticed(case: str, setting: str, value: float, random_model: Path) -> None:
     settings = CASES[case].settings(random_model)
@@ -108,10 +108,10 @@ def test_a_setting_that_slipped_is_noticed(case: str, setting: str, value: float
 
 
 def test_a_difference_is_told_with_its_place() -> None:
-    expected = {"loss": 1.0, "dropped": ["", "end"], "engine/logprob_gap": 1e-6}
-    assert differences(expected, {"loss": 1.000001, "dropped": ["", "end"], "engine/logprob_gap": 9e-5}) == []
-    assert differences(expected, {"loss": 1.0001, "dropped": ["", ""], "engine/logprob_gap": 2e-4}) == [
-        "dropped[1]: end is now ", "engine/logprob_gap: 0.0002 is above 0.0001", "loss: 1.0 is now 1.0001",
+    expected = {"loss": 1.0, "dropped": ["", "stop_reason"], "rollout_mismatch/logprob_abs_diff": 1e-6}
+    assert differences(expected, {"loss": 1.000001, "dropped": ["", "stop_reason"], "rollout_mismatch/logprob_abs_diff": 9e-5}) == []
+    assert differences(expected, {"loss": 1.0001, "dropped": ["", ""], "rollout_mismatch/logprob_abs_diff": 2e-4}) == [
+        "dropped[1]: stop_reason is now ", "loss: 1.0 is now 1.0001", "rollout_mismatch/logprob_abs_diff: 0.0002 is above 0.0001",
     ]  # fmt: skip
     assert differences({"loss": 1.0}, {"loss": float("nan")}), "NaN is never near"
     assert differences({"loss": 1.0}, {}) == ["loss: 1.0 is now None"] and differences([1], [1, 2]) == [": [1] is now [1, 2]"]

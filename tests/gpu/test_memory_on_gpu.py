@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.memory_plan.activations import activations
 from megatron_rl.memory_plan.rank_shares import held_by
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.types import Context, LossMetrics
+from megatron_rl.types import LossMetrics, TokenSequence
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = 32768
@@ -24,7 +24,7 @@ NUM_TOKENS = 32768
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    connect(place(), timeout_s=120)
+    connect(read_world(), timeout_s=120)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -40,10 +40,10 @@ def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path
         settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(), num_steps=2,
         banned_ids=[], image_token_id=7,
     )  # fmt: skip
-    context = Context()
+    context = TokenSequence()
     context.extend([11] * (NUM_TOKENS - 2048))
     context.extend([12] * 2048, logprobs=[0.0] * 2048)
-    batches = policy.pack([WeightedContext(context)], max_tokens=NUM_TOKENS)
+    batches = policy.pack([PackItem(context)], max_tokens=NUM_TOKENS)
 
     def step() -> None:
         policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)

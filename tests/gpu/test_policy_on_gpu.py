@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.attention import Segments, packed_attention
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.parallel import build_layout
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def make_policy(random_model: Path) -> Callable[..., Policy]:
-    connect(place(), timeout_s=120)
+    connect(read_world(), timeout_s=120)
     layout = build_layout(ParallelSettings(), seed=0)
     renderer = Renderer(ModelSettings(path=str(random_model)))
 
@@ -80,13 +80,13 @@ def test_bfloat16_is_as_near_to_the_truth_as_hf_is(layers: str, make_policy: Cal
 def test_an_update_with_everything_offloaded(make_policy: Callable[..., Policy], random_model: Path) -> None:
     """The same step with optimizer and parameters on the host between updates as with all of it on the device."""
     renderer = Renderer(ModelSettings(path=str(random_model)))
-    stays, leaves = make_policy("bfloat16"), make_policy("bfloat16", offload_optimizer=True, offload_parameters=True)
+    stays, leaves = make_policy("bfloat16"), make_policy("bfloat16", offload_optimizer=True, offload_params=True)
     leaves.sleep()
     leaves.wake()
     assert all(host.is_pinned() for _, host in leaves.network._offload.host.pairs)
     before = {name: tensor.float().clone() for name, tensor in stays.hf_weights()}
     for policy in (stays, leaves):
-        policy.update(policy.pack(example_contexts(renderer), max_tokens=200), objective(AlgoSettings()), step=0)
+        policy.update(policy.pack(example_contexts(renderer), max_tokens=200), make_policy_objective(AlgoSettings()), step=0)
     for (name, ours), (_, theirs) in zip(leaves.hf_weights(), stays.hf_weights(), strict=True):
         change = theirs.float() - before[name]
         assert change.norm() > 0, name

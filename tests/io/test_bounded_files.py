@@ -15,7 +15,8 @@ from megatron_rl.cli import compare
 from megatron_rl.cli.app import end
 from megatron_rl.data.clips import StoredClip
 from megatron_rl.data.images import StoredImage
-from megatron_rl.distributed.world import place
+from megatron_rl.distributed.world import read_world
+from megatron_rl.errors import PermanentInfraError
 from megatron_rl.evaluation.paired_comparison import Evaluation
 from megatron_rl.explain.recorded_step import read_step
 from megatron_rl.export.sft_transcripts import link_pictures
@@ -28,12 +29,12 @@ from megatron_rl.observe import plot
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import keys_in, picture_loader, read
 from megatron_rl.observe.rollout_store import keys_in_step, num_rows, read_columns, read_rollouts, write
-from megatron_rl.preflight.nodes import described
-from megatron_rl.run.checkpoints import recall
+from megatron_rl.preflight.nodes import describe_path
+from megatron_rl.run.checkpoints import read_state
 from megatron_rl.run.directory import read_settings
 from megatron_rl.run.model_card import _metadata_of
 from megatron_rl.services.address import find
-from megatron_rl.types import Context, Image, LastingFault, Rollout
+from megatron_rl.types import Image, Rollout, TokenSequence
 from megatron_rl.weights.formats import pickle_tensors
 from megatron_rl.weights.formats.digests import recorded_files
 from sandbox.token import read_token
@@ -51,12 +52,12 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "rollouts": ("x.parquet", lambda folder: read_rollouts(folder / "x.parquet")),
     "rows": ("x.parquet", lambda folder: num_rows(folder / "x.parquet")),
     "picture": ("images/a.png", lambda folder: picture_loader(folder)("images/a.png")),
-    "state": ("run/state.json", recall),
+    "state": ("run/state.json", read_state),
     "step": ("rollouts/step_000001.jsonl", lambda folder: read_step(folder, 1)),
     "sweep": ("sweep.yaml", lambda folder: read_sweep(folder / "sweep.yaml")),
     "pickle": ("x.pt", lambda folder: pickle_tensors.load(folder / "x.pt")),
     "model": ("config.json", read_spec),
-    "model on nodes": ("config.json", described),
+    "model on nodes": ("config.json", describe_path),
     "token": ("token", lambda folder: read_token(folder / "token")),
 }
 """A name -> the file that is something else, and who reads it."""
@@ -195,15 +196,15 @@ def test_links_of_strangers_are_not_exported(tmp_path: Path) -> None:
 def test_a_bank_knows_keys_that_name_files(tmp_path: Path) -> None:
     """A run that goes on looks for the pictures of all of them."""
     images = (picture(0), replace(picture(1), key="x" * 300))
-    rollout = Rollout(contexts=[context_of(*images)], task="t", example_id="e", group=0, sample=0)
+    rollout = Rollout(sequences=[context_of(*images)], task="t", example_id="e", group=0, sample_index=0)
     write(tmp_path / "step_000001.parquet", [rollout], step=1, rounds=1)
     assert keys_in_step(tmp_path / "step_000001.parquet") == {picture(0).key}
     with pytest.raises(ValueError, match="no key of a picture"):
         read_rollouts(tmp_path / "step_000001.parquet", pictures=False)
 
 
-def context_of(*images: Image) -> Context:
-    context = Context()
+def context_of(*images: Image) -> TokenSequence:
+    context = TokenSequence()
     context.extend([1], images=images)
     return context
 
@@ -239,7 +240,7 @@ def test_pictures_and_videos_of_questions_are_regular_files(kind: str, tmp_path:
         os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
     image, clip = StoredImage(paths[0], "row 1"), StoredClip(paths[1], "row 1")
     for reads in (image.open, image.read, clip.read):
-        with pytest.raises(LastingFault, match=r"^row 1: cannot be opened \(is no regular file\)$"):
+        with pytest.raises(PermanentInfraError, match=r"^row 1: cannot be opened \(is no regular file\)$"):
             reads()
     for reads in (image.size, image.require_whole, clip.require_sound):
         with pytest.raises(ValueError, match=r"is no regular file$"):
@@ -255,7 +256,7 @@ def test_words_of_files_leave_the_terminal_alone(tmp_path: Path, capsys: pytest.
     stated = [Evaluation(run, {"a": 1.0, "b": 0.0}, {"temperature": f"{escape}]0;owned"}, False) for escape in ("\x1b", "\x9b")]
     compare.show(stated, Console(width=160))
     with pytest.raises(SystemExit):
-        end("model_type \x1b]0;owned\x07", place())
+        end("model_type \x1b]0;owned\x07", read_world())
     said = capsys.readouterr()
     assert not {"\x1b", "\x9b", "\x07"} & {*said.out, *said.err} and said.err.count("?[2Jrun") == 2
     assert (

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.io.histogram import HIGHEST, LOWEST, NUM_BINS, STEPS, counts_of, quantile
-from megatron_rl.policy.loss_metrics import read_numbers, reduce_numbers
+from megatron_rl.policy.loss_metrics import read_metrics, reduce_metrics
 from megatron_rl.types import LossMetrics
 
-NAME = "engine/logprob_gap"
+NAME = "rollout_mismatch/logprob_abs_diff"
 
 
 def by_bin(size_R: torch.Tensor) -> dict[int, int]:
@@ -55,7 +55,7 @@ def test_an_update_has_the_quantile_of_all_its_tokens(cuts: list[int], monkeypat
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    found = reduce_numbers(read_numbers([told(part_R) for part_R in size_R.split(cuts)]), trouble="")
+    found = reduce_metrics(read_metrics([told(part_R) for part_R in size_R.split(cuts)]), trouble="")
     truth = float(size_R.sort().values[989])  # 0.5
     assert truth <= found[f"{NAME}_p99"] <= truth * 2 ** (1 / STEPS) and found["tokens"] == 2000
     assert found[NAME] == pytest.approx(float(size_R.mean())) and found[f"{NAME}_max"] == 1.5
@@ -68,4 +68,4 @@ def test_a_quantile_is_never_above_the_largest(monkeypatch: pytest.MonkeyPatch) 
         size_R = torch.tensor([value])
         sums = {"tokens": 1.0, "denominator": 1.0}
         one = LossMetrics(sums=sums, maxima={f"{NAME}_max": size_R.max()}, histograms={NAME: counts_of(size_R)})
-        assert reduce_numbers(read_numbers([one]), trouble="")[f"{NAME}_p99"] == pytest.approx(value)
+        assert reduce_metrics(read_metrics([one]), trouble="")[f"{NAME}_p99"] == pytest.approx(value)

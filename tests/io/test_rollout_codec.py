@@ -16,19 +16,19 @@ from PIL import Image as pil
 
 from megatron_rl.io.jsonl import to_line
 from megatron_rl.io.rollout_codec import VERSION, from_record, to_record
-from megatron_rl.types import Context, End, Image, Rollout, Status, ToolCall, Turn, Verdict
+from megatron_rl.types import Image, JudgeResult, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 
 FIELDS = {
-    Rollout: "task example_id group sample source question answer extra contexts turns status end reason reward outcome dropped "
-    "rewards verdicts wall_s environment_s scoring_s",
-    Context: "token_ids loss_mask engine_logprobs versions images old_logprobs reference_logprobs values advantages returns coefficients "
-    "entropies",
-    Turn: "context span text action reward score gain call images state reply_s environment_s",
+    Rollout: "task example_id group sample_index source question answer extra sequences turns status stop_reason reason "
+    "reward outcome_reward filter_reason reward_terms verdicts wall_s env_s scoring_s",
+    TokenSequence: "token_ids loss_mask rollout_logprobs weight_versions images old_logprobs reference_logprobs values advantages "
+    "returns logprob_scale entropies",
+    Turn: "sequence token_span text action_start reward step_score reward_delta tool_call images state generation_s env_s",
     ToolCall: "tool source text error ran frame",
-    Verdict: "judge prompt value turn wall_s words",
-    Image: "picture patch_PC grid key merge",
+    JudgeResult: "judge prompt value turn wall_s reasoning",
+    Image: "pil patch_PC grid key merge",
 }
-"""Of version 6."""
+"""Of version 7."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
@@ -55,7 +55,7 @@ def travelled(rollout: Rollout) -> Rollout:
 
     def store(image: Image) -> str:
         assert image.key not in pictures, "stored twice"
-        pictures[image.key] = image.picture
+        pictures[image.key] = image.pil
         return f"name of {image.key}"
 
     line = to_line(to_record(rollout, store))
@@ -64,31 +64,31 @@ def travelled(rollout: Rollout) -> Rollout:
 
 
 @st.composite
-def contexts(draw: st.DrawFn, images: list[Image]) -> Context:
+def contexts(draw: st.DrawFn, images: list[Image]) -> TokenSequence:
     length = draw(st.integers(0, 6))
 
     def column(values: st.SearchStrategy, *, may_lack: bool = False) -> list:
         return [] if may_lack and draw(st.booleans()) else draw(st.lists(values, min_size=length, max_size=length))
 
-    return Context(
-        token_ids=column(st.integers(0, 200_000)), loss_mask=column(st.integers(0, 1)), engine_logprobs=column(NUMBERS),
-        versions=column(st.integers(-1, 9)), images=draw(st.lists(st.sampled_from(images), max_size=2)),
+    return TokenSequence(
+        token_ids=column(st.integers(0, 200_000)), loss_mask=column(st.integers(0, 1)), rollout_logprobs=column(NUMBERS),
+        weight_versions=column(st.integers(-1, 9)), images=draw(st.lists(st.sampled_from(images), max_size=2)),
         old_logprobs=column(NUMBERS, may_lack=True), reference_logprobs=column(NUMBERS, may_lack=True),
         values=column(NUMBERS, may_lack=True), advantages=column(NUMBERS, may_lack=True),
-        returns=column(NUMBERS, may_lack=True), coefficients=column(NUMBERS, may_lack=True),
+        returns=column(NUMBERS, may_lack=True), logprob_scale=column(NUMBERS, may_lack=True),
     )  # fmt: skip
 
 
 @st.composite
-def turns(draw: st.DrawFn, shown: list[Context], images: list[Image]) -> Turn:
+def turns(draw: st.DrawFn, shown: list[TokenSequence], images: list[Image]) -> Turn:
     number = draw(st.integers(0, len(shown) - 1))
     span = tuple(sorted(draw(st.tuples(*[st.integers(0, len(shown[number].token_ids))] * 2))))
     call = st.builds(ToolCall, tool=TEXT, source=TEXT, text=TEXT, error=TEXT, ran=st.booleans())
     return Turn(
-        context=number, span=span, text=draw(TEXT), action=draw(st.sampled_from([None, *range(*span)])),
-        reward=draw(NUMBERS), score=draw(st.none() | NUMBERS), gain=draw(NUMBERS),
-        call=draw(st.none() | call), images=draw(st.lists(st.sampled_from(images), max_size=2)), state=draw(TEXT),
-        reply_s=draw(NUMBERS), environment_s=draw(NUMBERS),
+        sequence=number, token_span=span, text=draw(TEXT), action_start=draw(st.sampled_from([None, *range(*span)])),
+        reward=draw(NUMBERS), step_score=draw(st.none() | NUMBERS), reward_delta=draw(NUMBERS),
+        tool_call=draw(st.none() | call), images=draw(st.lists(st.sampled_from(images), max_size=2)), state=draw(TEXT),
+        generation_s=draw(NUMBERS), env_s=draw(NUMBERS),
     )  # fmt: skip
 
 
@@ -102,12 +102,12 @@ def rollouts(draw: st.DrawFn) -> Rollout:
     images = [Image(pil.new("L", (1, number + 1)), None, grid, f"{number}a", merge=3) for number, grid in enumerate(grids)]
     shown = draw(st.lists(contexts(images), max_size=3))
     return Rollout(
-        task=draw(TEXT), example_id=draw(TEXT), source=draw(TEXT), group=draw(st.integers(0, 99)), sample=draw(st.integers(0, 99)),
-        contexts=shown, question=draw(TEXT), answer=draw(TEXT), extra=draw(TEXT),
+        task=draw(TEXT), example_id=draw(TEXT), source=draw(TEXT), group=draw(st.integers(0, 99)), sample_index=draw(st.integers(0, 99)),
+        sequences=shown, question=draw(TEXT), answer=draw(TEXT), extra=draw(TEXT),
         turns=draw(st.lists(turns(shown, images), max_size=3)) if shown else [], status=draw(st.sampled_from(Status)),
-        end=draw(st.sampled_from(End)), reason=draw(TEXT), reward=draw(st.none() | NUMBERS), outcome=draw(NUMBERS), dropped=draw(TEXT),
-        rewards=draw(st.dictionaries(TEXT, NUMBERS, max_size=3)),
-        wall_s=draw(NUMBERS), environment_s=draw(NUMBERS), scoring_s=draw(NUMBERS),
+        stop_reason=draw(st.sampled_from(StopReason)), reason=draw(TEXT), reward=draw(st.none() | NUMBERS), outcome_reward=draw(NUMBERS),
+        filter_reason=draw(TEXT), reward_terms=draw(st.dictionaries(TEXT, NUMBERS, max_size=3)),
+        wall_s=draw(NUMBERS), env_s=draw(NUMBERS), scoring_s=draw(NUMBERS),
     )  # fmt: skip
 
 
@@ -121,23 +121,23 @@ def test_a_rollout_comes_back_bit_for_bit(rollout: Rollout) -> None:
 def full() -> Rollout:
     """No field of it has its default."""
     image = Image(PICTURE, torch.zeros(4, 1176), (1, 2, 2), "ab12", merge=2)
-    context = Context(
-        token_ids=[5, 6, 7], loss_mask=[0, 0, 1], engine_logprobs=[0.0, 0.0, -0.1], versions=[-1, -1, 4], images=[image],
+    context = TokenSequence(
+        token_ids=[5, 6, 7], loss_mask=[0, 0, 1], rollout_logprobs=[0.0, 0.0, -0.1], weight_versions=[-1, -1, 4], images=[image],
         old_logprobs=[0.0, 0.0, -0.2], reference_logprobs=[0.0, 0.0, -0.3], values=[0.0, 0.0, 0.4], advantages=[0.0, 0.0, -0.0],
-        returns=[0.0, 0.0, 0.7], coefficients=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
+        returns=[0.0, 0.0, 0.7], logprob_scale=[0.0, 0.0, 0.5], entropies=[0.0, 0.0, 1.5],
     )  # fmt: skip
     call = ToolCall(tool="python", source="1 / 0", text="it was told", error="ZeroDivisionError", ran=False, frame=(80, 60))
     turn = Turn(
-        context=0, span=(2, 3), text="\u4e2d\ud800\n", action=2, reward=0.5, score=0.25, gain=0.125, call=call, images=[image], state="2 5",
-        reply_s=1.5, environment_s=0.75,
+        sequence=0, token_span=(2, 3), text="\u4e2d\ud800\n", action_start=2, reward=0.5, step_score=0.25, reward_delta=0.125,
+        tool_call=call, images=[image], state="2 5", generation_s=1.5, env_s=0.75,
     )  # fmt: skip
     return Rollout(
-        task="mine", example_id="e-1", group=3, sample=4, source="vstar", contexts=[context], turns=[turn],
+        task="mine", example_id="e-1", group=3, sample_index=4, source="vstar", sequences=[context], turns=[turn],
         question="<image>\nHow many?", answer="4", extra='{"index": 7}',
-        status=Status.TRUNCATED, end=End.MAX_TURNS,
-        reason="why", reward=math.nan, outcome=-math.inf, dropped="zero_std", rewards={"a": 1 / 3, "": -0.0},
-        verdicts=[Verdict(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5, words="Hm.")],
-        wall_s=3.0, environment_s=2.0, scoring_s=1.0,
+        status=Status.TRUNCATED, stop_reason=StopReason.MAX_TURNS,
+        reason="why", reward=math.nan, outcome_reward=-math.inf, filter_reason="zero_std", reward_terms={"a": 1 / 3, "": -0.0},
+        verdicts=[JudgeResult(judge="j", prompt="p 1", value=0.25, turn=0, wall_s=0.5, reasoning="Hm.")],
+        wall_s=3.0, env_s=2.0, scoring_s=1.0,
     )  # fmt: skip
 
 
@@ -147,62 +147,64 @@ def test_every_field_is_carried() -> None:
     back = travelled(rollout)
     for kind, (sent, came) in {
         Rollout: (rollout, back),
-        Context: (rollout.contexts[0], back.contexts[0]),
+        TokenSequence: (rollout.sequences[0], back.sequences[0]),
         Turn: (rollout.turns[0], back.turns[0]),
-        ToolCall: (rollout.turns[0].call, back.turns[0].call),
-        Verdict: (rollout.verdicts[0], back.verdicts[0]),
-        Image: (rollout.contexts[0].images[0], back.contexts[0].images[0]),
+        ToolCall: (rollout.turns[0].tool_call, back.turns[0].tool_call),
+        JudgeResult: (rollout.verdicts[0], back.verdicts[0]),
+        Image: (rollout.sequences[0].images[0], back.sequences[0].images[0]),
     }.items():
         for field in fields(kind):
             value = getattr(sent, field.name)
             default = field.default if field.default_factory is MISSING else field.default_factory()
             assert value is not None and repr(value) != repr(default), f"give {kind.__name__}.{field.name} a value in full()"
             assert field.name == "patch_PC" or bits(getattr(came, field.name)) == bits(value), f"{kind.__name__}.{field.name} is lost"
-    assert back.contexts[0].images[0].patch_PC is None
-    assert back.contexts[0].images[0] is back.turns[0].images[0], "one picture in memory, however often it is shown"
+    assert back.sequences[0].images[0].patch_PC is None
+    assert back.sequences[0].images[0] is back.turns[0].images[0], "one picture in memory, however often it is shown"
 
 
 def test_other_fields_are_another_version() -> None:
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
-    assert (VERSION, now) == (6, FIELDS), "records of before can no longer be read: raise wire.VERSION, and pin the fields here"
+    assert (VERSION, now) == (7, FIELDS), "records of before can no longer be read: raise rollout_codec.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
-    (image,) = from_record(to_record(full(), lambda image: image.key), lambda name: None).contexts[0].images
-    assert (image.picture, image.grid, image.key, image.num_tokens) == (None, (1, 2, 2), "ab12", 1)
+    (image,) = from_record(to_record(full(), lambda image: image.key), lambda name: None).sequences[0].images
+    assert (image.pil, image.grid, image.key, image.num_tokens) == (None, (1, 2, 2), "ab12", 1)
 
 
 def test_numbers_of_others_become_ours() -> None:
     """What a user's environment hands in as numpy's: JSON takes it, and gives Python's back."""
     rollout = full()
-    rollout.reward, rollout.group, rollout.turns[0].gain, rollout.rewards = np.float32(0.1), np.int64(7), True, {"a": 3}
+    rollout.reward, rollout.group, rollout.turns[0].reward_delta, rollout.reward_terms = np.float32(0.1), np.int64(7), True, {"a": 3}
     back = travelled(rollout)
-    assert bits([back.reward, back.group, back.turns[0].gain, back.rewards]) == bits([float(np.float32(0.1)), 7, 1.0, {"a": 3.0}])
+    assert bits([back.reward, back.group, back.turns[0].reward_delta, back.reward_terms]) == bits(
+        [float(np.float32(0.1)), 7, 1.0, {"a": 3.0}]
+    )
 
 
 DAMAGED: dict[str, tuple[tuple, object]] = {
-    "turns\\[0\\].action: 3: not within the span \\(2, 3\\)": (("turns", 0, "action"), 3),
-    "version: 1: this program reads 6": (("version",), 1),
-    "version: None: this program reads 6": (("version",), None),
+    "turns\\[0\\].action_start: 3: not within the span \\(2, 3\\)": (("turns", 0, "action_start"), 3),
+    "version: 1: this program reads 7": (("version",), 1),
+    "version: None: this program reads 7": (("version",), None),
     "rollout: \\['new'\\]: no such field": (("new",), 1),
     "rollout.reward: 'nan': no number": (("reward",), "nan"),
     "rollout.reward: True: no number": (("reward",), True),
     "rollout.group: 1.0: no integer of 64 bits": (("group",), 1.0),
     "rollout.group: 9223372036854775808: no integer of 64 bits": (("group",), 1 << 63),
     "rollout.status: 'Failed': none of completed, truncated, failed": (("status",), "Failed"),
-    "rollout.rewards\\['a'\\]: None: no number": (("rewards", "a"), None),
-    "rollout.contexts: {}: not a list": (("contexts",), {}),
-    "rollout.contexts\\[0\\]: \\[\\]: not an object": (("contexts", 0), []),
-    "rollout.contexts\\[0\\].images\\[0\\]: 'x': none of the record's images": (("contexts", 0, "images", 0), "x"),
-    "contexts\\[0\\].versions: 2: not as many as the 3 tokens": (("contexts", 0, "versions"), [1, 2]),
-    "contexts\\[0\\].values: 1: not as many as the 3 tokens": (("contexts", 0, "values"), [1.0]),
-    "contexts\\[0\\].engine_logprobs: 0: not as many": (("contexts", 0, "engine_logprobs"), []),
-    "contexts\\[0\\].token_ids: \\[5, -6, 7\\]: tokens below 0": (("contexts", 0, "token_ids", 1), -6),
-    "contexts\\[0\\].loss_mask: \\[0, 2, 1\\]: not 0 and 1": (("contexts", 0, "loss_mask", 1), 2),
-    "turns\\[0\\].context: 1: none of 1 contexts": (("turns", 0, "context"), 1),
-    "turns\\[0\\].span: \\(2, 4\\): not within the 3 tokens of its context": (("turns", 0, "span"), [2, 4]),
-    "rollout.turns\\[0\\].span: \\[2\\]: not 2 values": (("turns", 0, "span"), [2]),
-    "rollout.turns\\[0\\].call.ran: 1: neither true nor false": (("turns", 0, "call", "ran"), 1),
+    "rollout.reward_terms\\['a'\\]: None: no number": (("reward_terms", "a"), None),
+    "rollout.sequences: {}: not a list": (("sequences",), {}),
+    "rollout.sequences\\[0\\]: \\[\\]: not an object": (("sequences", 0), []),
+    "rollout.sequences\\[0\\].images\\[0\\]: 'x': none of the record's images": (("sequences", 0, "images", 0), "x"),
+    "sequences\\[0\\].weight_versions: 2: not as many as the 3 tokens": (("sequences", 0, "weight_versions"), [1, 2]),
+    "sequences\\[0\\].values: 1: not as many as the 3 tokens": (("sequences", 0, "values"), [1.0]),
+    "sequences\\[0\\].rollout_logprobs: 0: not as many": (("sequences", 0, "rollout_logprobs"), []),
+    "sequences\\[0\\].token_ids: \\[5, -6, 7\\]: tokens below 0": (("sequences", 0, "token_ids", 1), -6),
+    "sequences\\[0\\].loss_mask: \\[0, 2, 1\\]: not 0 and 1": (("sequences", 0, "loss_mask", 1), 2),
+    "turns\\[0\\].sequence: 1: none of 1 sequences": (("turns", 0, "sequence"), 1),
+    "turns\\[0\\].token_span: \\(2, 4\\): not within the 3 tokens of its sequence": (("turns", 0, "token_span"), [2, 4]),
+    "rollout.turns\\[0\\].token_span: \\[2\\]: not 2 values": (("turns", 0, "token_span"), [2]),
+    "rollout.turns\\[0\\].tool_call.ran: 1: neither true nor false": (("turns", 0, "tool_call", "ran"), 1),
     "rollout.turns\\[0\\].text: None: no text": (("turns", 0, "text"), None),
     "images: None: not named pictures": (("images",), None),
     "images\\['ab12'\\]: \\[1, 0, 2\\]: no grid of patches": (("images", "ab12", "grid"), [1, 0, 2]),
@@ -227,8 +229,8 @@ def test_a_damaged_record_is_told_in_a_line(said: str) -> None:
 
 def test_a_field_that_lacks_is_named() -> None:
     record = to_record(full(), lambda image: image.key)
-    del record["turns"][0]["gain"]
-    with pytest.raises(ValueError, match=r"^rollout record: rollout.turns\[0\]: \['gain'\]: lacking$"):
+    del record["turns"][0]["reward_delta"]
+    with pytest.raises(ValueError, match=r"^rollout record: rollout.turns\[0\]: \['reward_delta'\]: lacking$"):
         from_record(record, lambda name: None)
 
 

@@ -78,14 +78,14 @@ def play(bench: Path, *words: str) -> int:
 
 
 def test_all_are_composed_before_any_begins(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write("list: [{run.seed: 0}, {optim.lr: fast}, {algo: grop}, {optim.lr: fast, run.seed: 5}, {select.drop: 'a,b'}]")
+    write("list: [{run.seed: 0}, {optim.lr: fast}, {algo: grop}, {optim.lr: fast, run.seed: 5}, {filter.drop: 'a,b'}]")
     for words in (["--print"], ["--local", "2"], ["--task", "0"]):
         assert play(bench, *words) == 1
         said = capsys.readouterr()
         assert said.out == "" and said.err.splitlines() == [
             "error: optim.lr=fast: expects a number (task 1)",
             "error: algo=grop: no such algo; did you mean grpo? --help lists all (task 2)",
-            "error: select.drop=a,b: holds a comma; write 'select.drop=[a,b]'; "
+            "error: filter.drop=a,b: holds a comma; write 'filter.drop=[a,b]'; "
             "an entry that has one itself stands in double quotes (task 4)",
         ]
     assert not Path("runs").exists()

@@ -30,16 +30,16 @@ def test_a_grid_is_every_combination_with_its_values_as_typed(tmp_path: Path) ->
 
 
 def test_a_list_is_what_it_names(tmp_path: Path) -> None:
-    sweep = swept(tmp_path, "list: [{}, {algo: gspo}, {+optim.part_lr.vision: 1e-7, run.dry: true}]\nfolder: there\nprocesses: 2\n")
+    sweep = swept(tmp_path, "list: [{}, {algo: gspo}, {+optim.lr_by_module.vision: 1e-7, run.dry: true}]\nfolder: there\nprocesses: 2\n")
     assert sweep.processes == 2
     assert [task.overrides for task in sweep.tasks] == [
         ["run.dir=there/as_it_is"],
         ["algo=gspo", "run.dir=there/algo_gspo"],
-        ["+optim.part_lr.vision=1e-7", "run.dry=true", "run.dir=there/optim.part_lr.vision_1e-7+run.dry_true"],
+        ["+optim.lr_by_module.vision=1e-7", "run.dry=true", "run.dir=there/optim.lr_by_module.vision_1e-7+run.dry_true"],
     ]
 
 
-RANDOM = "random: {{draws: {draws}, seed: {seed}, optim.lr: {{log: [1e-5, 1e-3]}}, algo.clip_high: {{uniform: [0.2, 0.4]}}{more}}}\n"
+RANDOM = "random: {{draws: {draws}, seed: {seed}, optim.lr: {{log: [1e-5, 1e-3]}}, algo.clip_ratio_high: {{uniform: [0.2, 0.4]}}{more}}}\n"
 
 
 def drawn(tmp_path: Path, *, draws: int = 200, seed: int = 0, more: str = "") -> list[dict[str, str]]:
@@ -49,7 +49,7 @@ def drawn(tmp_path: Path, *, draws: int = 200, seed: int = 0, more: str = "") ->
 def test_draws_are_spread_as_they_say(tmp_path: Path) -> None:
     """Half of the learning rates below the geometric middle, a tenth of the interval holds a tenth."""
     draws = drawn(tmp_path)
-    rates, clips = ([float(draw[key]) for draw in draws] for key in ("optim.lr", "algo.clip_high"))
+    rates, clips = ([float(draw[key]) for draw in draws] for key in ("optim.lr", "algo.clip_ratio_high"))
     assert 1e-5 <= min(rates) < 1.5e-5 and 7e-4 < max(rates) <= 1e-3
     assert sum(rate < 1e-4 for rate in rates) == pytest.approx(100, abs=3 * math.sqrt(50))
     assert 0.2 <= min(clips) < 0.21 and sum(clip < 0.22 for clip in clips) == pytest.approx(20, abs=3 * math.sqrt(18))

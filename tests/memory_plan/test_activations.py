@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megatron_rl.batching.minibatches import KEYS
+from megatron_rl.batching.minibatches import MAX_KV_RATIO
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import LoraSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.memory_plan.activations import LOGIT_BYTES, activations, language_layer, mergers, vision_block
 from megatron_rl.models.hf_config import parse_spec
 from megatron_rl.models.known_models import released_config
@@ -28,7 +28,7 @@ from megatron_rl.policy.optimizer import with_gradients
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.transformer import build_chunks
 from megatron_rl.policy.vision import encode
-from megatron_rl.types import Batch
+from megatron_rl.types import MicroBatch
 from tests.support import gpu_kernels
 
 HIDDEN, VISION, PATCHES = 256, 160, 1024
@@ -37,7 +37,7 @@ FROZEN = ["vision", "merger"]
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -91,24 +91,24 @@ def build(model: ModelSpec, dtype: torch.dtype, *, recompute: str = "none", lora
     return chunk.train()
 
 
-def batch_of(num_tokens: int, *, num_patches: int) -> Batch:
+def batch_of(num_tokens: int, *, num_patches: int) -> MicroBatch:
     zeros = torch.zeros(num_tokens)
     vision = torch.arange(num_patches // 4)
-    return Batch(
+    return MicroBatch(
         token_T=zeros.long(), target_T=zeros.long(), mask_T=zeros.bool(), weight_T=zeros,
         position_3T=torch.arange(num_tokens).expand(3, -1),
         cu_seqlens_S1=torch.tensor([0, num_tokens], dtype=torch.int32), offset_S1=[0, num_tokens], prefix_S=[-1], origin_S=[None],
-        context_T=zeros.long(),
+        sequence_T=zeros.long(),
         images=[], patch_PC=torch.randn(num_patches, 1176),
         grid_I3=torch.tensor([[1, 16, num_patches // 16]]), vision_position_M=vision, vision_row_M=vision, denominator=1,
-        advantage_T=zeros, engine_logprob_T=zeros,
+        advantage_T=zeros, rollout_logprob_T=zeros,
     )  # fmt: skip
 
 
-def sharing(batch: Batch) -> Batch:
+def sharing(batch: MicroBatch) -> MicroBatch:
     """Its 512 tokens as a prompt of 448 that eight segments of 8 tokens continue: as many keys as a micro-batch may have."""
     offsets = [0, *range(448, 513, 8)]
-    assert 448 + 8 * 456 == KEYS * batch.num_tokens == KEYS * offsets[-1]
+    assert 448 + 8 * 456 == MAX_KV_RATIO * batch.num_tokens == MAX_KV_RATIO * offsets[-1]
     return replace(batch, cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32), offset_S1=offsets, prefix_S=[-1] + [0] * 8)
 
 
@@ -227,7 +227,7 @@ def test_a_pass_stays_below_the_plan_and_near_it(
     """Forward and backward of a whole model, with as many keys as may be gathered: never above what is planned, and where the batch is as
     full of images as the plan assumes, within a third of it."""
     gpu_kernels.use_varlen(monkeypatch)
-    model, num_tokens, parallel = MADE[family](4), 512, ParallelSettings(recompute=recompute, logprob_rows=1)
+    model, num_tokens, parallel = MADE[family](4), 512, ParallelSettings(recompute=recompute, log_probs_chunk_size=1)
     chunk = build(model, dtype, recompute=recompute, lora=lora, frozen=frozen)
     batch = sharing(batch_of(num_tokens, num_patches=num_patches))
     known = [*chunk.parameters(), *chunk.module.buffers(), *(buffer.grad_data for buffer in chunk.buffers), batch.patch_PC]

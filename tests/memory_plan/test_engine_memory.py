@@ -24,7 +24,7 @@ from megatron_rl.memory_plan.engine_memory import (
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.rollout.colocated import LocalEngine
+from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.vllm.sampler import EngineNoise
 from tests.conftest import SUPPORT
 from tests.contracts.test_configs import settings_of
@@ -134,8 +134,8 @@ def test_an_engine_of_qwen3_holds_what_its_layers_add() -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: Path) -> Iterator[LocalEngine]:
-    made = LocalEngine(str(random_model), EngineSettings(kv_cache_mib=32), image_token_id=1, banned_ids=[3], stop_ids=[2], group=None)
+def engine(random_model: Path) -> Iterator[ColocatedEngine]:
+    made = ColocatedEngine(str(random_model), EngineSettings(kv_cache_mib=32), image_token_id=1, banned_ids=[3], stop_ids=[2], group=None)
     yield made
     made.close()
 
@@ -146,7 +146,7 @@ def model(random_model: Path) -> ModelSpec:
 
 
 @pytest.fixture
-def runner(engine: LocalEngine) -> GPUModelRunner:
+def runner(engine: ColocatedEngine) -> GPUModelRunner:
     return engine._core._engine.model_executor.driver_worker.worker.model_runner
 
 

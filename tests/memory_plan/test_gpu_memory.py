@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_rl import build, config
-from megatron_rl.algo.value import value_objective
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.algo.value import make_value_objective
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import (
     AlgoSettings,
     CriticSettings,
@@ -32,10 +32,10 @@ from megatron_rl.memory_plan.rank_shares import Footprint, Share, shares
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import known_spec
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.patches import carried
+from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.policy import Policy
 from megatron_rl.registry import has_critic
-from megatron_rl.types import Context, LossMetrics
+from megatron_rl.types import LossMetrics, TokenSequence
 from tests.support.held import held_after_a_step
 from tests.support.one_process import opened, world_of_one
 from tools.data.make_tiny_qwen2_5_vl import make
@@ -46,7 +46,7 @@ KINDS = {
     "frozen": {"dtype": "bfloat16", "frozen": ["vision", "merger"]},
     "lora": {"lora": LoraSettings(rank=4, targets=["attention", "vision"])},
     "value head": {"critic": CriticSettings(head_sizes=[6], normalize_returns=True)},
-    "own critic": {"dtype": "bfloat16", "critic": CriticSettings(trunk="own", lora=LoraSettings(rank=2))},
+    "own critic": {"dtype": "bfloat16", "critic": CriticSettings(backbone="own", lora=LoraSettings(rank=2))},
 }
 
 
@@ -66,22 +66,22 @@ def world() -> Iterator[None]:
 
 def measured(settings: Settings) -> Footprint:
     """Build policy and critic, train them for one step, and add up the distinct storages of each kind."""
-    layout, is_own = build_layout(settings.parallel, seed=0), settings.critic.trunk == "own"
+    layout, is_own = build_layout(settings.parallel, seed=0), settings.critic.backbone == "own"
     policy = opened(Policy(
         settings.model, layout, parallel=settings.parallel, optim=settings.optim, num_steps=1, lora=settings.lora, banned_ids=[],
         image_token_id=7, critic=settings.critic if has_critic(settings) and not is_own else None,
     ))  # fmt: skip
-    context = Context()
+    context = TokenSequence()
     context.extend([11, 12])
     context.extend([13, 14], logprobs=[0.0, 0.0])
-    batches = policy.pack([WeightedContext(context)], max_tokens=10)
+    batches = policy.pack([PackItem(context)], max_tokens=10)
     for batch in batches:
         batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
     policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
     found = held_after_a_step(policy.network)
     if is_own:
-        critic = opened(build.build_critic(settings, layout, patches=carried, num_steps=1))
-        critic.update(batches, value_objective(settings.critic, over="tokens"), step=0)
+        critic = opened(build.build_critic(settings, layout, patches=patch_bytes, num_steps=1))
+        critic.update(batches, make_value_objective(settings.critic, over="tokens"), step=0)
         found = found + held_after_a_step(critic.network)
     return found
 
@@ -162,7 +162,7 @@ def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
         result = plan(model, settings, world_size=1)
         return result.ranks[0], result.host
 
-    (here, host_here), (away, host_away) = planned(), planned(offload_optimizer=True, offload_parameters=True)
+    (here, host_here), (away, host_away) = planned(), planned(offload_optimizer=True, offload_params=True)
     held = here.share.held
     assert here.sync - away.sync == here.optimizer - away.optimizer == held.moments
     assert here.rollout - away.rollout == held.moments + held.parameters + held.gradients
@@ -189,13 +189,13 @@ def test_an_engine_elsewhere_takes_nothing_here() -> None:
 
     def planned(**engine: object) -> tuple:
         settings = Settings(
-            model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", offload_parameters=True),
+            model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", offload_params=True),
             engine=EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, **engine), run=RunSettings(dir="there"),
         )  # fmt: skip
         result = plan(model, settings, world_size=1)
         return result.ranks[0], result.engine
 
-    (local, engine), (remote, _) = planned(), planned(kind="remote", urls=["http://node2:8000"])
+    (local, engine), (remote, _) = planned(), planned(mode="server", urls=["http://node2:8000"])
     held = local.share.held
     assert local.rollout - remote.rollout == engine.budget - held.parameters - held.gradients
     assert local.sync - remote.sync == engine.weights > 0 and local.update == remote.update
@@ -276,11 +276,11 @@ def test_boxes_and_checkpoints_by_hand() -> None:
     share = Share(tp_rank=0, pp_rank=0, num_parameters=50, num_trained=50, policy=held, pinned=900)
 
     def planned(
-        *, has_boxes: bool, tp: int = 1, background: bool = True, offload: bool = False, kind: str = "local"
+        *, has_boxes: bool, tp: int = 1, background: bool = True, offload: bool = False, kind: str = "colocated"
     ) -> host_memory.HostPlan:
         sandbox = config.SandboxSettings(memory_mib=1024, size=8)
         settings = Settings(
-            engine=EngineSettings(tp=tp, kind=kind, urls=["http://h:1"] if kind == "remote" else []),
+            engine=EngineSettings(tp=tp, mode=kind, urls=["http://h:1"] if kind == "server" else []),
             task=config.TaskSettings(name="mine", sandbox=sandbox), run=RunSettings(dir="there"),
             checkpoint=config.CheckpointSettings(background=background), parallel=ParallelSettings(offload_optimizer=offload),
         )  # fmt: skip
@@ -292,7 +292,7 @@ def test_boxes_and_checkpoints_by_hand() -> None:
     assert planned(has_boxes=False, offload=True).optimizer == 600 + 900
     whole = planned(has_boxes=True)
     assert (whole.sent, whole.of_node(2)) == (0, 2 * whole.total)
-    far = planned(has_boxes=True, kind="remote")
+    far = planned(has_boxes=True, kind="server")
     assert far.of_node(2) == 2 * far.total + 100, "all weights once, for an engine that comes back"
     assert whole.total == host_memory.PROCESS + whole.optimizer + whole.copies + whole.checkpoint + whole.pictures + whole.boxes
 

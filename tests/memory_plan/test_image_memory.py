@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, RunSettings, SelectSettings, Settings, TaskSettings
+from megatron_rl.config import BatchSettings, EngineSettings, FilterSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.memory_plan.image_memory import AHEAD, ENGINE_PATCHES, KEPT, MAKING, RENDERER_BYTES, THREADS, pictures
 from megatron_rl.models.known_models import known_spec
 from megatron_rl.rollout import renderer
@@ -20,7 +20,7 @@ def settings_of(*, steps: int = 40, **given: object) -> Settings:
     batch = {"prompts_per_step": 8, "group_size": 16, "micro_batch_tokens": 4000} | given.pop("batch", {})
     return Settings(
         model=ModelSettings(max_pixels=500_000), engine=EngineSettings(max_model_len=8000, max_images=4, tp=given.pop("tp", 1)),
-        batch=BatchSettings(**batch), select=SelectSettings(**given.pop("select", {})),
+        batch=BatchSettings(**batch), filter=FilterSettings(**given.pop("filter", {})),
         task=TaskSettings(name="number_line", **given), run=RunSettings(dir="there", steps=steps),
     )  # fmt: skip
 
@@ -84,9 +84,13 @@ def test_rounds_and_what_of_them_is_trained_on() -> None:
     step, group = 8 * 16 * 2_000_000, 16 * 2_000_000
     flying = KEPT * (3 + 1) * step + PIXEL * step + ENGINE_BYTES + RENDERER_BYTES + MAKING_ALL
     assert PIXEL * 2 * step > ENGINE_BYTES
-    assert pictures(MODEL, settings_of(select={"max_generations": 3}), world_size=1) == flying
+    assert pictures(MODEL, settings_of(filter={"max_num_gen_batches": 3}), world_size=1) == flying
     of_all, of_best = (
-        pictures(MODEL, settings_of(select={"max_generations": 3, "rank_by_std": best}, batch={"micro_batch_tokens": 10**6}), world_size=8)
+        pictures(
+            MODEL,
+            settings_of(filter={"max_num_gen_batches": 3, "prefer_high_std": best}, batch={"micro_batch_tokens": 10**6}),
+            world_size=8,
+        )
         for best in (False, True)
     )
     training = RENDERER_BYTES + 3 * 2 * 3 * group + AHEAD * PIXEL * 3 * group + MAKING * 500_000
@@ -112,4 +116,4 @@ def test_patches_of_qwen3_are_larger() -> None:
     remembered = (1 << 20) * 4 * 1536
     assert PIXEL * 2 * step > remembered > ENGINE_BYTES
     flying = KEPT * (3 + 1) * step + PIXEL * step + remembered + RENDERER_BYTES + MAKING_ALL
-    assert pictures(model, settings_of(select={"max_generations": 3}), world_size=1) == flying
+    assert pictures(model, settings_of(filter={"max_num_gen_batches": 3}), world_size=1) == flying

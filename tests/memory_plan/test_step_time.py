@@ -66,7 +66,7 @@ def tiny() -> Case:
         model=ModelSettings(min_pixels=784, max_pixels=784, dtype="bfloat16"), parallel=ParallelSettings(tp=2),
         engine=EngineSettings(max_model_len=100, max_num_seqs=2, max_images=1, dtype="bfloat16"),
         batch=BatchSettings(prompts_per_step=2, group_size=4, micro_batch_tokens=100),
-        task=TaskSettings(name="vqa", max_turns=2, max_tokens_per_turn=3), run=RunSettings(dir="there", gpu="l4"),
+        task=TaskSettings(name="vqa", max_turns=2, max_new_tokens=3), run=RunSettings(dir="there", gpu="l4"),
     )  # fmt: skip
     return Case(model=small(2), sizes=sizes_of(small(2)), settings=settings, world_size=4, cache_tokens=10_000, trained=1000, speeds=ROUND)
 
@@ -140,7 +140,7 @@ def test_sync_and_checkpoint_by_hand(tiny: Case) -> None:
     parameter at 10 a second."""
     total = parameters(tiny.model)
     assert sync_bytes(tiny) == total and sync(tiny)["weights"] == pytest.approx(total / 4)
-    away = with_settings(tiny, parallel={"offload_parameters": True})
+    away = with_settings(tiny, parallel={"offload_params": True})
     assert sync(away)["offload"] == pytest.approx(2 * (2 * total + 4000) / 2 / 2) and sync(tiny)["offload"] == 0
     assert checkpoint(tiny) == pytest.approx((2 * total + 12_000) / 10)
 

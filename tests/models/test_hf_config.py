@@ -11,7 +11,7 @@ from transformers import Qwen2_5_VLConfig
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import HUB_IDS, SIZES, known_spec, released_config
 from megatron_rl.models.model_spec import VisionSpec
-from megatron_rl.models.name_mapping import canonical
+from megatron_rl.models.name_mapping import canonical_name
 
 PARAMETERS = {"3B": 3.75e9, "7B": 8.29e9, "32B": 33.5e9, "72B": 73.4e9}
 """As published."""
@@ -161,4 +161,4 @@ def test_values_that_no_model_has(key: str, value: object, said: str, tmp_path: 
 
 def test_the_expected_tensors_are_those_that_transformers_saves(random_model: Path) -> None:
     saved = load_file(random_model / "model.safetensors")
-    assert read_spec(random_model).shapes() == {canonical(name): tensor.shape for name, tensor in saved.items()}
+    assert read_spec(random_model).shapes() == {canonical_name(name): tensor.shape for name, tensor in saved.items()}

@@ -9,14 +9,14 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLModel, Qwen3V
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from megatron_rl.models.mrope import in_turn, mrope_positions
+from megatron_rl.models.mrope import interleave_sections, mrope_positions
 from megatron_rl.types import Image
 
 PAD = 9
 
 
 def image(rows: int, columns: int, *, merge: int = 2) -> Image:
-    return Image(picture=Pillow.new("RGB", (1, 1)), patch_PC=None, grid=(1, rows * merge, columns * merge), key="a", merge=merge)
+    return Image(pil=Pillow.new("RGB", (1, 1)), patch_PC=None, grid=(1, rows * merge, columns * merge), key="a", merge=merge)
 
 
 def test_placeholders_must_match_the_images() -> None:
@@ -77,5 +77,5 @@ def test_axes_in_turn_are_those_of_hf(sections: tuple[int, int, int]) -> None:
     rotary = Qwen3VLTextRotaryEmbedding(Qwen3VLTextConfig(**text, rope_parameters=rope))
     axis_3P = torch.arange(3.0)[:, None].expand(3, pairs)
     taken = rotary.recomposition_frequencies(axis_3P.clone())[:pairs].tolist()
-    assert taken == [axis % 3 for axis, count in enumerate(in_turn(sections)) for _ in range(count)]
-    assert len(in_turn(sections)) % 3 == 0, "Megatron begins anew for the second half of a head"
+    assert taken == [axis % 3 for axis, count in enumerate(interleave_sections(sections)) for _ in range(count)]
+    assert len(interleave_sections(sections)) % 3 == 0, "Megatron begins anew for the second half of a head"

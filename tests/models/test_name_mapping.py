@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from megatron_rl.models.decoder import qwen2_rows as layer_rows
-from megatron_rl.models.name_mapping import Heads, Row, canonical, fuse_qkv, split_qkv, table
+from megatron_rl.models.name_mapping import AttentionHeads, Row, canonical_name, fuse_qkv, name_table, split_qkv
 
-HEADS = Heads(num_query=8, num_kv=4, dim=2)
+HEADS = AttentionHeads(num_query=8, num_kv=4, dim=2)
 
 
 def rows_of_a_layer() -> dict[str, object]:
-    rows = table(num_layers=1, heads=HEADS, tied=False, vocab_size=10, layer_rows=layer_rows, vision_names=["merger.ln_q.weight"])
+    rows = name_table(num_layers=1, heads=HEADS, tied=False, vocab_size=10, layer_rows=layer_rows, vision_names=["merger.ln_q.weight"])
     return {row.mcore: row for row in rows}
 
 
@@ -40,9 +40,9 @@ def test_every_row_comes_back_from_its_shards(name: str, tp: int) -> None:
     assert all(torch.equal(back, tensor) for back, tensor in zip(row.to_hf(shards), tensors, strict=True))
 
 
-@pytest.mark.parametrize("heads", [HEADS, Heads(num_query=6, num_kv=1, dim=2), Heads(num_query=3, num_kv=3, dim=2)])
+@pytest.mark.parametrize("heads", [HEADS, AttentionHeads(num_query=6, num_kv=1, dim=2), AttentionHeads(num_query=3, num_kv=3, dim=2)])
 @pytest.mark.parametrize("name", ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "linear_fc1.weight"])
-def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: Heads) -> None:
+def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: AttentionHeads) -> None:
     (row,) = (row for row in layer_rows(0, heads) if row.mcore.endswith(name))
     sizes = {"q": heads.num_query * heads.dim, "k": heads.num_kv * heads.dim, "v": heads.num_kv * heads.dim, "o": 5, "gate": 7, "up": 7}
     tensors = tuple(torch.rand(sizes[hf.split(".")[-2].removesuffix("_proj")], *[4][: hf.endswith("weight")]) for hf in row.hf)
@@ -65,15 +65,15 @@ def test_gate_and_up_of_a_rank_stand_together() -> None:
 
 
 def test_the_table_names_everything_once() -> None:
-    rows = table(num_layers=3, heads=HEADS, tied=False, vocab_size=10, layer_rows=layer_rows, vision_names=["a", "b"])
+    rows = name_table(num_layers=3, heads=HEADS, tied=False, vocab_size=10, layer_rows=layer_rows, vision_names=["a", "b"])
     hf = [name for row in rows for name in row.hf]
     assert len(set(hf)) == len(hf) == 2 + 1 + 3 * 12 + 1 + 1
     assert len({row.mcore for row in rows}) == len(rows)
-    tied = table(num_layers=1, heads=HEADS, tied=True, vocab_size=10, layer_rows=layer_rows, vision_names=[])
+    tied = name_table(num_layers=1, heads=HEADS, tied=True, vocab_size=10, layer_rows=layer_rows, vision_names=[])
     assert "lm_head.weight" not in {name for row in tied if row.exported for name in row.hf}
 
 
 def test_both_spellings_of_names_are_one() -> None:
-    assert canonical("model.language_model.layers.0.input_layernorm.weight") == "model.layers.0.input_layernorm.weight"
-    assert canonical("model.visual.merger.ln_q.weight") == "visual.merger.ln_q.weight"
-    assert canonical("lm_head.weight") == "lm_head.weight"
+    assert canonical_name("model.language_model.layers.0.input_layernorm.weight") == "model.layers.0.input_layernorm.weight"
+    assert canonical_name("model.visual.merger.ln_q.weight") == "visual.merger.ln_q.weight"
+    assert canonical_name("lm_head.weight") == "lm_head.weight"

@@ -231,7 +231,7 @@ log.close()
     assert others == [None, None] and (shown["width"], shown["height"]) == (56, 28)
     (stored,) = {data for data in waiting if hashlib.sha256(data).hexdigest() == shown["sha256"]}
     with Image.open(io.BytesIO(stored)) as file:
-        assert file.convert("RGB").tobytes() == picture(0).picture.tobytes()
+        assert file.convert("RGB").tobytes() == picture(0).pil.tobytes()
 
 
 def test_trackio_has_what_an_unbroken_run_would_have_given_it(tmp_path: Path):
@@ -288,9 +288,9 @@ def test_spans_count_each_second_once():
     with spans("environment"):
         clock.now += 4
     clock.now += 2
-    assert spans.take() == {"time/engine": 3, "time/environment": 6, "time/update": 2, "time/outside": 3, "time/total": 14}
+    assert spans.take() == {"time/engine": 3, "time/environment": 6, "time/update": 2, "time/unaccounted": 3, "time/total": 14}
     clock.now += 5
-    assert spans.take() == {"time/outside": 5, "time/total": 5}
+    assert spans.take() == {"time/unaccounted": 5, "time/total": 5}
 
 
 def test_seconds_added_inside_a_span_are_not_that_spans():
@@ -299,7 +299,7 @@ def test_seconds_added_inside_a_span_are_not_that_spans():
     with spans("environment"):
         clock.now += 10
         spans.add("engine", 7)
-    assert spans.take() == {"time/environment": 3, "time/engine": 7, "time/outside": 0, "time/total": 10}
+    assert spans.take() == {"time/environment": 3, "time/engine": 7, "time/unaccounted": 0, "time/total": 10}
 
 
 def test_take_inside_an_open_span_splits_it():
@@ -307,9 +307,9 @@ def test_take_inside_an_open_span_splits_it():
     spans = Spans(clock=clock)
     with spans("record"):
         clock.now += 1
-        assert spans.take() == {"time/record": 1, "time/outside": 0, "time/total": 1}
+        assert spans.take() == {"time/record": 1, "time/unaccounted": 0, "time/total": 1}
         clock.now += 4
-    assert spans.take() == {"time/record": 4, "time/outside": 0, "time/total": 4}
+    assert spans.take() == {"time/record": 4, "time/unaccounted": 0, "time/total": 4}
 
 
 def test_a_span_ends_with_an_error_and_watchers_hear_every_start():
@@ -324,7 +324,7 @@ def test_a_span_ends_with_an_error_and_watchers_hear_every_start():
     with pytest.raises(KeyError):
         fail()
     clock.now += 1
-    assert spans.take() == {"time/inner": 3, "time/outer": 0, "time/outside": 1, "time/total": 4}
+    assert spans.take() == {"time/inner": 3, "time/outer": 0, "time/unaccounted": 1, "time/total": 4}
     assert heard == ["outer", "inner"]
 
 

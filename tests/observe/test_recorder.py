@@ -11,24 +11,24 @@ import torch
 from PIL import Image as pil
 
 from megatron_rl.observe.recorder import Entry, Recorder, picture_path, read, write
-from megatron_rl.types import Context, End, Image, Rollout, Status, ToolCall, Turn
+from megatron_rl.types import Image, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 
 
 def picture(seed: int, *, width: int = 56, height: int = 28) -> Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     key = hashlib.sha256(pixels.tobytes()).hexdigest()[:32]
-    return Image(picture=pil.fromarray(pixels), patch_PC=torch.zeros(8, 1176), grid=(1, height // 14, width // 14), key=key, merge=2)
+    return Image(pil=pil.fromarray(pixels), patch_PC=torch.zeros(8, 1176), grid=(1, height // 14, width // 14), key=key, merge=2)
 
 
 def rollout(sample: int, reward: float | None, *, group: int = 0, images: tuple[Image, ...] = (), text: str = "+") -> Rollout:
-    context = Context()
+    context = TokenSequence()
     context.extend([1, 2, 3], images=images)
     context.extend([4, 5], logprobs=[-0.5, -1.5], versions=[7, 7])
     return Rollout(
-        task="number_line", example_id="1-4", group=group, sample=sample, contexts=[context],
-        turns=[Turn(context=0, span=(3, 5), text=text, reward=0.0 if reward is None else reward)],
+        task="number_line", example_id="1-4", group=group, sample_index=sample, sequences=[context],
+        turns=[Turn(sequence=0, token_span=(3, 5), text=text, reward=0.0 if reward is None else reward)],
         status=Status.FAILED if reward is None else Status.COMPLETED,
-        reason="engine down" if reward is None else "goal", reward=reward, rewards={} if reward is None else {"return": reward},
+        reason="engine down" if reward is None else "goal", reward=reward, reward_terms={} if reward is None else {"return": reward},
     )  # fmt: skip
 
 
@@ -37,14 +37,14 @@ def file_of(run_dir: Path, step: int) -> Path:
 
 
 def recorded(run_dir: Path, step: int) -> list[tuple[str, int]]:
-    return [(entry.kind, entry.rollout.sample) for entry in read(file_of(run_dir, step))]
+    return [(entry.kind, entry.rollout.sample_index) for entry in read(file_of(run_dir, step))]
 
 
 def test_best_and_worst_are_chosen_by_reward_and_failed_ones_are_only_counted(tmp_path: Path):
     rewards = [0.0, None, 2.0, -1.0, 2.0, None, 0.5]
     Recorder(tmp_path, best=2, worst=1).record(3, [rollout(sample, reward) for sample, reward in enumerate(rewards)])
     entries = read(file_of(tmp_path, 3))
-    told = [(entry.kind, entry.rollout.sample, entry.rollout.reward) for entry in entries]
+    told = [(entry.kind, entry.rollout.sample_index, entry.rollout.reward) for entry in entries]
     assert told == [("best", 2, 2.0), ("best", 4, 2.0), ("worst", 3, -1.0)]
     assert {(entry.step, entry.num_rollouts, entry.num_failed) for entry in entries} == {(3, 7, 2)}
 
@@ -74,16 +74,16 @@ def test_the_whole_rollout_comes_back(tmp_path: Path):
     """What people read and what is trained on; of the pictures the pixels, without the patches."""
     image = picture(0)
     source = rollout(4, 0.75, group=2, images=(image,), text='thoughts: "\u00e9\u4e2d\U0001f600"\n{"action": "+"}\u2028')
-    source.status, source.reason, source.rewards = Status.TRUNCATED, "turn limit", {"return": 0.75, "bonus": math.inf}
-    source.end, source.outcome = End.MAX_TURNS, -0.5
-    source.turns[0].score, source.turns[0].images = 0.25, [image]
-    source.turns[0].call = ToolCall(tool="move", source="+", text="moved")
-    source.contexts[0].attach("advantages", [0.0, 0.0, 0.0, 0.1, 0.1])
+    source.status, source.reason, source.reward_terms = Status.TRUNCATED, "turn limit", {"return": 0.75, "bonus": math.inf}
+    source.stop_reason, source.outcome_reward = StopReason.MAX_TURNS, -0.5
+    source.turns[0].step_score, source.turns[0].images = 0.25, [image]
+    source.turns[0].tool_call = ToolCall(tool="move", source="+", text="moved")
+    source.sequences[0].set_column("advantages", [0.0, 0.0, 0.0, 0.1, 0.1])
     Recorder(tmp_path, best=1, worst=0).record(12, [source])
     (entry,) = read(file_of(tmp_path, 12))
-    (context,) = entry.rollout.contexts
+    (context,) = entry.rollout.sequences
     (back,) = context.images
-    assert np.array_equal(np.asarray(back.picture), np.asarray(image.picture)) and back.patch_PC is None
+    assert np.array_equal(np.asarray(back.pil), np.asarray(image.pil)) and back.patch_PC is None
     assert entry.rollout.turns[0].images == [back]
     context.images = entry.rollout.turns[0].images = [image]
     assert entry == Entry(step=12, kind="best", num_rollouts=1, num_failed=0, rollout=source)
@@ -93,10 +93,10 @@ def test_a_reader_without_pictures_knows_where_they_lie(tmp_path: Path):
     image = picture(2)
     Recorder(tmp_path, best=1, worst=0).record(0, [rollout(0, 1.0, images=(image,))])
     (entry,) = read(file_of(tmp_path, 0), pictures=False)
-    (unseen,) = entry.rollout.contexts[0].images
-    assert (unseen.picture, unseen.key, unseen.grid) == (None, image.key, (1, 2, 4))
+    (unseen,) = entry.rollout.sequences[0].images
+    assert (unseen.pil, unseen.key, unseen.grid) == (None, image.key, (1, 2, 4))
     path = picture_path(file_of(tmp_path, 0), unseen)
-    assert np.array_equal(np.asarray(pil.open(path)), np.asarray(image.picture))
+    assert np.array_equal(np.asarray(pil.open(path)), np.asarray(image.pil))
     path.unlink()
     assert len(read(file_of(tmp_path, 0), pictures=False)) == 1
     with pytest.raises(ValueError, match=rf"step_000000.jsonl line 1: images/{image.key}.png: no picture can be read \(.*No such file"):
@@ -112,7 +112,7 @@ def test_equal_images_are_stored_once_over_rollouts_and_steps(tmp_path: Path):
     recorder.record(1, [rollout(0, 1.0, images=(other,))])
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "rollouts" / "images").iterdir()} == files
     best, worst = read(file_of(tmp_path, 0))
-    assert best.rollout.contexts[0].images[0].picture is worst.rollout.contexts[0].images[0].picture
+    assert best.rollout.sequences[0].images[0].pil is worst.rollout.sequences[0].images[0].pil
 
 
 def test_the_folder_can_be_moved(tmp_path: Path):
@@ -121,8 +121,8 @@ def test_the_folder_can_be_moved(tmp_path: Path):
     (tmp_path / "here" / "rollouts").rename(tmp_path / "there")
     path = tmp_path / "there" / "step_000000.jsonl"
     assert str(tmp_path) not in path.read_text()
-    (back,) = read(path)[0].rollout.contexts[0].images
-    assert np.array_equal(np.asarray(back.picture), np.asarray(image.picture))
+    (back,) = read(path)[0].rollout.sequences[0].images
+    assert np.array_equal(np.asarray(back.pil), np.asarray(image.pil))
 
 
 def test_lines_are_strict_json(tmp_path: Path):
@@ -135,11 +135,11 @@ def test_lines_are_strict_json(tmp_path: Path):
 def test_a_rollout_takes_what_is_promised(tmp_path: Path):
     """25 bytes an observed token and 56 a sampled one, with six digits of token id and doubles of any value."""
     draw = np.random.default_rng(0)
-    context = Context()
+    context = TokenSequence()
     context.extend(draw.integers(1000, 150_000, 5000).tolist())
     context.extend(draw.integers(1000, 150_000, 2000).tolist(), logprobs=(-3 * draw.random(2000)).tolist(), versions=[12] * 2000)
-    context.attach("advantages", [0.0] * 5000 + [-0.7071067811865475] * 2000)
-    source = Rollout(task="mine", example_id="1", group=0, sample=0, contexts=[context], reward=1.0)
+    context.set_column("advantages", [0.0] * 5000 + [-0.7071067811865475] * 2000)
+    source = Rollout(task="mine", example_id="1", group=0, sample_index=0, sequences=[context], reward=1.0)
     write(tmp_path / "a.jsonl", {"kept": [source]}, step=0, among=[source])
     assert (tmp_path / "a.jsonl").stat().st_size == pytest.approx(1000 + 25 * 5000 + 56 * 2000, rel=0.03)
 
@@ -162,7 +162,7 @@ def test_a_damaged_file_is_told_by_file_and_line(tmp_path: Path):
     assert "recursion" in refused("[" * 100_000)
     assert "not an entry" in refused([]) and "not an entry" in refused({**second, "new": 1})
     assert "step is '0'" in refused({**second, "step": "0"})
-    assert "version: 0: this program reads 6" in refused({**second, "rollout": {**second["rollout"], "version": 0}})
+    assert "version: 0: this program reads 7" in refused({**second, "rollout": {**second["rollout"], "version": 0}})
     for name in ("images/../../secret.png", "/etc/passwd", "images/.hidden.png", "../images/a.png", "images/a.png\n"):
         second["rollout"]["images"] = {"a": {"name": name, "grid": [1, 2, 4], "merge": 2}}
         assert "names no picture" in refused(second)

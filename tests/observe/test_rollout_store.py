@@ -25,7 +25,7 @@ from megatron_rl.observe.rollout_store import (
     steps,
     write,
 )
-from megatron_rl.types import ATTACHED, Context, End, Rollout, Status, ToolCall, Turn
+from megatron_rl.types import TOKEN_COLUMNS, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 from tests.observe.test_recorder import picture, rollout
 
 BYTES = 20_000
@@ -39,22 +39,22 @@ def many(num: int = 150) -> list[Rollout]:
 def full() -> Rollout:
     """Nothing in it has its default value."""
     image = picture(0)
-    context = Context()
+    context = TokenSequence()
     context.extend([1, 2, 3], images=(image,))
     context.extend([4, 5], logprobs=[-0.1, -math.inf], versions=[6, 7])
-    for column in ATTACHED:
-        context.attach(column, [0.1, math.nan, -0.0, 1e-300, 3.0])
+    for column in TOKEN_COLUMNS:
+        context.set_column(column, [0.1, math.nan, -0.0, 1e-300, 3.0])
     call = ToolCall(tool="zoom", source='{"box": [1, 2]}', text="\u00e9\u2028", error="no", ran=False)
     turn = Turn(
-        context=0, span=(3, 5), text="a\nb", action=4, reward=0.5, score=0.25, gain=0.1, call=call, images=[image], state="s",
-        reply_s=2.0, environment_s=0.5,
+        sequence=0, token_span=(3, 5), text="a\nb", action_start=4, reward=0.5, step_score=0.25, reward_delta=0.1, tool_call=call,
+        images=[image], state="s", generation_s=2.0, env_s=0.5,
     )  # fmt: skip
     return Rollout(
-        task="t", example_id="e", group=2, sample=3, source="vstar",
-        question="<image>\nHow many?", answer="4", extra='{"index": 7}', contexts=[context, Context()], turns=[turn],
-        status=Status.TRUNCATED, end=End.MAX_TURNS,
-        reason="r", reward=0.3, outcome=0.2, dropped="surplus", rewards={"a": math.inf, "b": -1.5},
-        wall_s=1.0, environment_s=0.5, scoring_s=0.25,
+        task="t", example_id="e", group=2, sample_index=3, source="vstar",
+        question="<image>\nHow many?", answer="4", extra='{"index": 7}', sequences=[context, TokenSequence()], turns=[turn],
+        status=Status.TRUNCATED, stop_reason=StopReason.MAX_TURNS,
+        reason="r", reward=0.3, outcome_reward=0.2, filter_reason="surplus", reward_terms={"a": math.inf, "b": -1.5},
+        wall_s=1.0, env_s=0.5, scoring_s=0.25,
     )  # fmt: skip
 
 
@@ -64,16 +64,16 @@ def test_rollouts_come_back(tmp_path: Path) -> None:
     Bank(tmp_path, limit_gb=1).record(12, rollouts, rounds=3)
     path = path_of(tmp_path / "rollouts", 12)
     assert rounds_of(path) == 3 and num_rows(path) == 151 and steps(tmp_path / "rollouts") == [path]
-    assert repr(read_rollouts(path)[0].contexts[0].returns) == repr(rollouts[0].contexts[0].returns), "NaN and the sign of zero too"
+    assert repr(read_rollouts(path)[0].sequences[0].returns) == repr(rollouts[0].sequences[0].returns), "NaN and the sign of zero too"
     pixels = read_rollouts(path, [140])[0].images[0]
-    assert pixels.picture.tobytes() == rollouts[140].images[0].picture.tobytes() and pixels.patch_PC is None
+    assert pixels.pil.tobytes() == rollouts[140].images[0].pil.tobytes() and pixels.patch_PC is None
     bare = read_rollouts(path, pictures=False)
     for each in rollouts:
         each.drop_patches()
-    without = [str(each).replace(str(each.images[0].picture), "None") for each in rollouts]
+    without = [str(each).replace(str(each.images[0].pil), "None") for each in rollouts]
     assert [str(each) for each in bare] == without
     places = [150, 3, 64, 63, 0]
-    assert [each.sample for each in read_rollouts(path, places)] == [149, 2, 63, 62, 3]
+    assert [each.sample_index for each in read_rollouts(path, places)] == [149, 2, 63, 62, 3]
 
 
 def test_columns_are_read_without_the_rest(tmp_path: Path) -> None:
@@ -89,19 +89,19 @@ def test_columns_are_read_without_the_rest(tmp_path: Path) -> None:
 def test_half_characters_cost_no_step(tmp_path: Path) -> None:
     """They become question marks, whatever text they stand in, and all else stays."""
     rollouts = [full(), rollout(1, 1.0)]
-    rollouts[0].turns[0].call = replace(rollouts[0].turns[0].call, text="a\ud800b\u00e9")
-    rollouts[0].reason, rollouts[0].rewards = "\udfff", {"x\ud800": 1.0}
+    rollouts[0].turns[0].tool_call = replace(rollouts[0].turns[0].tool_call, text="a\ud800b\u00e9")
+    rollouts[0].reason, rollouts[0].reward_terms = "\udfff", {"x\ud800": 1.0}
     write(path_of(tmp_path, 0), rollouts, step=0, rounds=1)
     found = read_rollouts(path_of(tmp_path, 0), pictures=False)
-    assert (found[0].turns[0].call.text, found[0].reason, found[0].rewards) == ("a?b\u00e9", "?", {"x?": 1.0})
-    assert found[0].contexts[0].token_ids == rollouts[0].contexts[0].token_ids and found[1].turns == rollouts[1].turns
+    assert (found[0].turns[0].tool_call.text, found[0].reason, found[0].reward_terms) == ("a?b\u00e9", "?", {"x?": 1.0})
+    assert found[0].sequences[0].token_ids == rollouts[0].sequences[0].token_ids and found[1].turns == rollouts[1].turns
 
 
 def test_as_played() -> None:
     """What a replay computes again is gone, what was sampled is not."""
     again = as_played(full())
-    assert not again.dropped and not any(getattr(again.contexts[0], column) for column in ATTACHED)
-    assert again.contexts[0].engine_logprobs == [0.0, 0.0, 0.0, -0.1, -math.inf] and again.turns[0].gain == 0.1
+    assert not again.filter_reason and not any(getattr(again.sequences[0], column) for column in TOKEN_COLUMNS)
+    assert again.sequences[0].rollout_logprobs == [0.0, 0.0, 0.0, -0.1, -math.inf] and again.turns[0].reward_delta == 0.1
 
 
 def bytes_of(folder: Path) -> int:
@@ -118,13 +118,13 @@ def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
         bank.record(step, [rollout(seed, 1.0, images=(picture(seed, width=112, height=112),)) for seed in seeds], rounds=1)
     lines = (folder / "step_000000.jsonl").stat().st_size
     figures = bank.figures()
-    assert round(figures["bank/gb"] * 1e9) == bytes_of(folder) - lines > 4 * BYTES and figures["bank/episodes"] == 5
+    assert round(figures["store/gb"] * 1e9) == bytes_of(folder) - lines > 4 * BYTES and figures["store/rollouts"] == 5
     room = (bytes_of(folder) - lines) / 1e9
     bank = Bank(tmp_path, limit_gb=room)
     bank.record(2, [rollout(3, 1.0, images=(picture(3, width=112, height=112),))], rounds=1)
     left = {path.stem for path in (folder / "images").iterdir()}
     assert left == {keys[1], keys[2], keys[3]} and [path.name for path in steps(folder)] == ["step_000001.parquet", "step_000002.parquet"]
-    assert bank.figures() == {"bank/gb": pytest.approx(bank.figures()["bank/gb"]), "bank/episodes": 3.0, "bank/episodes_gone": 3.0}
+    assert bank.figures() == {"store/gb": pytest.approx(bank.figures()["store/gb"]), "store/rollouts": 3.0, "store/evicted": 3.0}
     assert len(read_rollouts(path_of(folder, 1))) == 2, "its pictures are all there"
     tiny = Bank(tmp_path, limit_gb=1e-9)
     tiny.record(3, many(3), rounds=1)
@@ -135,7 +135,7 @@ def test_a_bank_holds_what_lies_there(tmp_path: Path) -> None:
     bank = Bank(tmp_path, limit_gb=1.0)
     for step in range(4):
         bank.record(step, many(2), rounds=1)
-    assert Bank(tmp_path, limit_gb=1.0).figures()["bank/episodes"] == 8.0
+    assert Bank(tmp_path, limit_gb=1.0).figures()["store/rollouts"] == 8.0
     assert Bank(tmp_path / "new", limit_gb=1.0).figures() == {}
 
 
@@ -201,7 +201,7 @@ def test_a_picture_that_lacks_is_named(whole: Path, tmp_path: Path) -> None:
     (path.parent / "images" / f"{key}.png").unlink()
     with pytest.raises(ValueError, match=rf"step_000000.parquet: .*{key}.png: no picture can be read"):
         read_rollouts(path)
-    assert read_rollouts(path, [0, 1])[1].sample == 0
+    assert read_rollouts(path, [0, 1])[1].sample_index == 0
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

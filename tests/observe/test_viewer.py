@@ -28,7 +28,7 @@ from megatron_rl.observe.viewer.demo import COLORS, make
 from megatron_rl.observe.viewer.store import COLUMNS, labelled
 from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl.services.supervised_process import free_port
-from megatron_rl.types import Context, End, Rollout, Status, ToolCall, Turn, Verdict
+from megatron_rl.types import JudgeResult, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 from tests.observe.test_recorder import picture
 
 ATTACKS = (
@@ -39,24 +39,24 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 
 def rollout(sample: int, reward: float | None, *, step: int, said: str = "one", group: int = 0, tool: str = "zoom") -> Rollout:
-    context = Context()
+    context = TokenSequence()
     context.extend([1, 2, 3, 3], images=(picture(0, width=28, height=28),))
     context.extend([4, 5], logprobs=[-0.5, -1.5], versions=[max(0, step - sample)] * 2)
-    context.attach("old_logprobs", [0.0, 0.0, 0.0, 0.0, -0.25, -1.5])
-    context.attach("advantages", [0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
-    context.attach("entropies", [0.0, 0.0, 0.0, 0.0, 0.75, 0.5])
+    context.set_column("old_logprobs", [0.0, 0.0, 0.0, 0.0, -0.25, -1.5])
+    context.set_column("advantages", [0.0, 0.0, 0.0, 0.0, 1.0, -1.0])
+    context.set_column("entropies", [0.0, 0.0, 0.0, 0.0, 0.75, 0.5])
     call = ToolCall(
         tool=tool, source='{"bbox_2d": [2, 4, 10, 20]}', text=f"told {said[:9]}", error="" if sample else "no such thing", frame=(56, 80)
     )
-    turn = Turn(context=0, span=(4, 6), text=said, reward=0.5, call=call, images=[picture(1)], reply_s=0.5, environment_s=1.25)
+    turn = Turn(sequence=0, token_span=(4, 6), text=said, reward=0.5, tool_call=call, images=[picture(1)], generation_s=0.5, env_s=1.25)
     status = Status.FAILED if reward is None else Status.COMPLETED
     return Rollout(
-        task="t", example_id=f"e{group}", source="cups" if group else "", group=group, sample=sample,
-        contexts=[context], turns=[turn], status=status, reward=reward,
-        end=End.DONE if sample % 2 else End.MAX_TURNS, rewards={"part": math.nan} if sample == 1 else {},
+        task="t", example_id=f"e{group}", source="cups" if group else "", group=group, sample_index=sample,
+        sequences=[context], turns=[turn], status=status, reward=reward,
+        stop_reason=StopReason.DONE if sample % 2 else StopReason.MAX_TURNS, reward_terms={"part": math.nan} if sample == 1 else {},
         verdicts=[
-            Verdict(judge="j", prompt="evidence 2", value=0.25, turn=0),
-            Verdict(judge="<b>j", prompt="whole 1", value=1.0, wall_s=2.5, words="<b>hm"),
+            JudgeResult(judge="j", prompt="evidence 2", value=0.25, turn=0),
+            JudgeResult(judge="<b>j", prompt="whole 1", value=1.0, wall_s=2.5, reasoning="<b>hm"),
         ],
     )  # fmt: skip
 
@@ -102,7 +102,7 @@ def found(client: TestClient, what: str, **params: object) -> object:
     [
         ({"step_from": 1, "step_to": 1}, [(1, place) for place in range(6)]),
         ({"reward_from": 2.25, "reward_to": 2.5}, [(2, 1), (2, 2), (2, 4), (2, 5)]),
-        ({"end": "done", "step_to": 0}, [(0, 1), (0, 4)]),
+        ({"stop_reason": "done", "step_to": 0}, [(0, 1), (0, 4)]),
         ({"status": "failed"}, [(1, 5)]),
         ({"example": "e1", "step_to": 0}, [(0, 3), (0, 4), (0, 5)]),
         ({"tool": "zoom", "text": "SAID 2 2"}, [(2, 2), (2, 5)]),
@@ -152,19 +152,19 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     shown = [found(client, "episode", step=step, place=place) for step, place in ((0, 0), (1, 0), (1, 5))]
     neighbors = [[each[name] for name in ("before", "after")] for each in shown]
     assert neighbors == [[None, [0, 1]], [[0, 5], [1, 1]], [[1, 4], [2, 0]]] and one["missing"] == []
-    assert (one["turns"][0]["reply_s"], one["turns"][0]["environment_s"]) == (0.5, 1.25)
+    assert (one["turns"][0]["generation_s"], one["turns"][0]["env_s"]) == (0.5, 1.25)
     (about,) = client.get("/api/runs").json()
-    assert (about["sources"], about["ends"]) == (["cups"], ["done", "max_turns"]) and "zoom" in about["tools"]
-    assert one["rewards"] == {"part": None} and one["no_words"] == "no tokenizer is at hand"
-    assert one["contexts"][0]["tokens"] == ["1", "2", "3", "3", "4", "5"]
+    assert (about["sources"], about["stop_reasons"]) == (["cups"], ["done", "max_turns"]) and "zoom" in about["tools"]
+    assert one["reward_terms"] == {"part": None} and one["no_words"] == "no tokenizer is at hand"
+    assert one["sequences"][0]["tokens"] == ["1", "2", "3", "3", "4", "5"]
     assert (
-        one["contexts"][0]["columns"]["engine_logprobs"] == [0.0, 0.0, 0.0, 0.0, -0.5, -1.5]
-        and "values" not in one["contexts"][0]["columns"]
+        one["sequences"][0]["columns"]["rollout_logprobs"] == [0.0, 0.0, 0.0, 0.0, -0.5, -1.5]
+        and "values" not in one["sequences"][0]["columns"]
     )
     assert [image["key"] for image in one["first"]] == [picture(0, width=28, height=28).key]
-    assert [image["key"] for image in one["turns"][0]["images"]] == [picture(1).key] and one["turns"][0]["call"]["tool"] == "zoom"
-    assert one["turns"][0]["call"]["frame"] == [56, 80] and one["contexts"][0]["columns"]["entropies"][4:] == [0.75, 0.5]
-    assert one["verdicts"][1] == {"judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None, "wall_s": 2.5, "words": "<b>hm"}
+    assert [image["key"] for image in one["turns"][0]["images"]] == [picture(1).key] and one["turns"][0]["tool_call"]["tool"] == "zoom"
+    assert one["turns"][0]["tool_call"]["frame"] == [56, 80] and one["sequences"][0]["columns"]["entropies"][4:] == [0.75, 0.5]
+    assert one["verdicts"][1] == {"judge": "<b>j", "prompt": "whole 1", "value": 1.0, "turn": None, "wall_s": 2.5, "reasoning": "<b>hm"}
     shown = client.get(f"/picture/run/{picture(1).key}.png")
     assert shown.headers["content-type"] == "image/png" and shown.content.startswith(b"\x89PNG")
     assert found(client, "curves")[1] == {"step": 1, "reward/mean": 0.5, "loss": None, "time/total": 2.0}
@@ -207,14 +207,14 @@ def test_best_and_worst_and_spoiled_files(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     Recorder(folder, best=1, worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(3)])
     app = TestClient(create_app(labelled([folder]), hosts=["testserver"]))
-    assert [(row["step"], row["sample"], row["reward"]) for row in found(app, "rollouts")["rows"]] == [(4, 2, 2.0), (4, 0, 0.0)]
-    assert found(app, "episode", step=4, place=1)["sample"] == 0
+    assert [(row["step"], row["sample_index"], row["reward"]) for row in found(app, "rollouts")["rows"]] == [(4, 2, 2.0), (4, 0, 0.0)]
+    assert found(app, "episode", step=4, place=1)["sample_index"] == 0
     lines = folder / "rollouts" / "step_000004.jsonl"
     best, worst = lines.read_text().splitlines()
     lines.write_text(f"{best.replace('told one', 'told ' + chr(92) + 'ud800')}\n{{no line\n{worst}\n")
     told = found(app, "rollouts")
     assert [row["place"] for row in told["rows"]] == [0, 2] and "step_000004.jsonl line 2: " in told["skipped"][0]
-    assert found(app, "episode", step=4, place=0)["turns"][0]["call"]["text"] == "told ?"
+    assert found(app, "episode", step=4, place=0)["turns"][0]["tool_call"]["text"] == "told ?"
     write(path_of(folder / "rollouts", 5), [rollout(0, 5.0, step=5)], step=5, rounds=1)
     assert found(app, "rollouts")["total"] == 3
     path_of(folder / "rollouts", 5).write_bytes(b"PAR1 no such thing")
@@ -315,7 +315,7 @@ VIEWS = {
     "curves?run=run": ["reward/mean", "time/total"],
     "rollouts?run=run": ["27 rollouts, 1 to 27", "said 1 2", "javascript:alert(1)"],
     "group?run=run&step=0&group=1": ["group 1", "standard deviation", "said 0 2"],
-    "episode?run=run&step=0&place=1&color=engine_logprobs": ["turn 1", "told said 0 1", "no tokenizer is at hand", "shown first"],
+    "episode?run=run&step=0&place=1&color=rollout_logprobs": ["turn 1", "told said 0 1", "no tokenizer is at hand", "shown first"],
     "episode?run=run&step=0&place=1&color=entropies": [
         "judge j, evidence 2 0.25",
         "judge &lt;b&gt;j, whole 1 1asked for 2.5 s&lt;b&gt;hm",

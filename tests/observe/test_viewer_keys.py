@@ -16,12 +16,12 @@ from megatron_rl.observe.rollout_store import path_of, write
 from megatron_rl.observe.viewer.store import labelled
 from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl.services.supervised_process import free_port
-from megatron_rl.types import Context
+from megatron_rl.types import TokenSequence
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import ATTACKS, CHROMIUM, rollout
 from tests.support.browser import Page, browser
 
-COLORS = ("engine_logprobs", "engine gap", "advantages", "loss_mask", "versions", "entropies")
+COLORS = ("rollout_logprobs", "engine gap", "advantages", "loss_mask", "weight_versions", "entropies")
 
 
 def grow(folder: Path, step: int) -> None:
@@ -164,7 +164,7 @@ def test_tokens_are_colored(page: Page, url: str) -> None:
     for color in COLORS:
         page.go(f"{url}#/episode?run=one&step=1&place=0&color={color}")
         shades = page.value("[...document.querySelectorAll('.tokens .sampled')].map(each => each.style.backgroundColor)")
-        assert len(shades) == 2 and (len(set(shades)) == 2) == (color not in ("loss_mask", "versions")), (color, shades)
+        assert len(shades) == 2 and (len(set(shades)) == 2) == (color not in ("loss_mask", "weight_versions")), (color, shades)
 
 
 @needs_chromium
@@ -191,10 +191,10 @@ def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
     prompt = "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 16 + "<|vision_end|>Which color?<|im_end|>\n"
     shown, ids = picture(0, width=56, height=56), tokenizer(prompt, add_special_tokens=False)["input_ids"]
     made = rollout(0, 1.0, step=0)
-    context = Context()
+    context = TokenSequence()
     context.extend(ids, images=(shown,))
     context.extend(said := tokenizer("red<|im_end|>", add_special_tokens=False)["input_ids"], logprobs=[-0.5] * len(said))
-    made.contexts, made.turns[0].span, made.turns[0].images = [context], (len(ids), len(ids) + len(said)), []
+    made.sequences, made.turns[0].token_span, made.turns[0].images = [context], (len(ids), len(ids) + len(said)), []
     folder = tmp_path / "run"
     write(path_of(folder / "rollouts", 0), [made], step=0, rounds=1)
     asked: dict[str, object] = {"run": "run", "step": 0, "place": 0}
@@ -203,9 +203,9 @@ def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
     (folder / "config.yaml").write_text(f"model: {{path: {random_model}}}\n")
     told = client.get("/api/episode", params=asked).json()
     assert told["no_words"] == "" and told["prompt"] == prompt.replace("<|image_pad|>" * 16, "<|image_pad|> \u00d7 16 ")
-    assert "".join(told["contexts"][0]["tokens"]) == prompt + "red<|im_end|>"
+    assert "".join(told["sequences"][0]["tokens"]) == prompt + "red<|im_end|>"
     (folder / "config.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
     told = TestClient(create_app(labelled([folder]), hosts=["testserver"])).get("/api/episode", params=asked).json()
     assert re.match(rf"{tmp_path}/tokenizer.json cannot be read \(\S.*\)$", told["no_words"])
-    assert told["contexts"][0]["tokens"][0] == str(ids[0])
+    assert told["sequences"][0]["tokens"][0] == str(ids[0])

@@ -53,7 +53,7 @@ def test_settings_of_aliases_name_no_model(folder: Path, client: TestClient) -> 
     for path in ("*a4", "[a, b]", "!!int ''"):
         (folder / "config.yaml").write_text(f"{text}model: {{path: {path}}}\n")
         assert Folder(folder).model() == "" and not Folder(folder).stays()
-        assert found(client, "episode", step=0, place=0)["contexts"][0]["tokens"][:2] == ["1", "2"]
+        assert found(client, "episode", step=0, place=0)["sequences"][0]["tokens"][:2] == ["1", "2"]
     (folder / "config.yaml").write_text("model: {path: a}\nrun: {rollout_only: true}\n")
     assert Folder(folder).model() == "a" and Folder(folder).stays()
 
@@ -98,7 +98,7 @@ def test_a_key_that_names_no_file(key: str, tmp_path: Path) -> None:
     assert [row["place"] for row in told["rows"]] == [1] and "no key of a picture" in told["skipped"][0]
     assert app.get("/api/episode", params={"run": "run", "step": 4, "place": 0}).status_code == 404
     assert app.get("/api/episode", params={"run": "run", "step": 10**300, "place": 0}).status_code == 404
-    assert found(app, "episode", step=4, place=1)["sample"] == 0
+    assert found(app, "episode", step=4, place=1)["sample_index"] == 0
 
 
 def test_metrics_without_an_end(folder: Path, client: TestClient) -> None:
@@ -174,11 +174,11 @@ def test_a_tokenizer_that_has_changed_is_read_again(folder: Path, client: TestCl
     (folder / "final").mkdir()
     (folder / "final" / "tokenizer.json").write_text("{}")
     told = found(client, "episode", step=0, place=0)
-    assert "final/tokenizer.json cannot be read" in told["no_words"] and told["contexts"][0]["tokens"][0] == "1"
+    assert "final/tokenizer.json cannot be read" in told["no_words"] and told["sequences"][0]["tokens"][0] == "1"
     words = ["zero", "one", "two", "three", "four", "five"]
     tokenizer(folder / "final" / "tokenizer.json", words, decoders.Fuse())
     told = found(client, "episode", step=0, place=0)
-    assert (told["no_words"], told["contexts"][0]["tokens"][:2]) == ("", ["one", "two"])
+    assert (told["no_words"], told["sequences"][0]["tokens"][:2]) == ("", ["one", "two"])
 
 
 def test_a_token_is_asked_for(folder: Path) -> None:

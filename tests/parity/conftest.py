@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.colocated import LocalEngine
+from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.sampled import engine_of
 
@@ -24,6 +24,6 @@ def hf(random_model: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
+def engine(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
     with engine_of(random_model, renderer) as engine:
         yield engine

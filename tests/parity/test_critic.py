@@ -81,7 +81,7 @@ class Truth:
             value = (nn.functional.silu(kept[-1][rows] @ w1.T + b1) @ w2.T + b2)[:, 0]
             targets = torch.tensor([((7 * tokens[t] + 3 * tokens[t + 1]) % 11) / 2.0 for t in rows])
             target, old = (targets - mean) / scale, (0.5 * targets - mean) / scale
-            clipped = old + (value - old).clamp(-CRITIC["clip"], CRITIC["clip"])
+            clipped = old + (value - old).clamp(-CRITIC["cliprange_value"], CRITIC["cliprange_value"])
             value_loss = value_loss + (weighted.weight * 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2)).sum()
             distribution = sampled_distribution(logits[rows], renderer.banned_ids)
             logprob = distribution.gather(1, torch.tensor([tokens[t + 1] for t in rows])[:, None])[:, 0]

@@ -8,20 +8,21 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Completion, Sampling, placeholder_offsets
+from megatron_rl.errors import InfraError
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import Completion, SamplingSettings, placeholder_offsets
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context, HostFault
+from megatron_rl.types import TokenSequence
 from tests.support.packed import picture, prompts, user
 from tests.support.sampled import BOUND, check_frequencies, gap, generate, policy_logits
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-def test_logprobs_are_those_of_the_policy(engine: LocalEngine, hf: HF, renderer: Renderer, temperature: float) -> None:
+def test_logprobs_are_those_of_the_policy(engine: ColocatedEngine, hf: HF, renderer: Renderer, temperature: float) -> None:
     """Text only, one image, two images of different sizes; then a second turn with another image in the grown context."""
     contexts = prompts(renderer)
     for turn in range(2):
-        samplings = [Sampling(max_tokens=12, temperature=temperature, seed=10 * turn + i) for i in range(len(contexts))]
+        samplings = [SamplingSettings(max_tokens=12, temperature=temperature, seed=10 * turn + i) for i in range(len(contexts))]
         completions = generate(engine, contexts, samplings)
         for index, (context, completion) in enumerate(zip(contexts, completions, strict=True)):
             difference = gap(hf, context, completion, temperature=temperature, renderer=renderer)
@@ -32,9 +33,9 @@ def test_logprobs_are_those_of_the_policy(engine: LocalEngine, hf: HF, renderer:
             context.extend(more.token_ids, images=tuple(more.images))
 
 
-def test_greedy_is_hf_argmax(engine: LocalEngine, hf: HF, renderer: Renderer) -> None:
+def test_greedy_is_hf_argmax(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
     for context in prompts(renderer):
-        (completion,) = generate(engine, [context], [Sampling(max_tokens=8, temperature=0.0, seed=0)])
+        (completion,) = generate(engine, [context], [SamplingSettings(max_tokens=8, temperature=0.0, seed=0)])
         token_ids = list(context.token_ids)
         for token in completion.token_ids:
             logits = policy_logits(hf, token_ids, context.images, renderer=renderer)[-1]
@@ -42,14 +43,14 @@ def test_greedy_is_hf_argmax(engine: LocalEngine, hf: HF, renderer: Renderer) ->
             token_ids.append(token)
 
 
-def test_frequencies_follow_the_probabilities(engine: LocalEngine, hf: HF, renderer: Renderer) -> None:
+def test_frequencies_follow_the_probabilities(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
     """3000 seeds at temperature 2: chi-squared of the first tokens, and of the second ones after the 20 most frequent first ones."""
     context, num = prompts(renderer)[1], 3000
 
     def probability(token_ids: list[int]) -> torch.Tensor:
         return policy_logits(hf, token_ids, context.images, renderer=renderer)[-1].div(2).softmax(-1)
 
-    completions = generate(engine, [context] * num, [Sampling(max_tokens=2, temperature=2.0, seed=seed) for seed in range(num)])
+    completions = generate(engine, [context] * num, [SamplingSettings(max_tokens=2, temperature=2.0, seed=seed) for seed in range(num)])
     first = Counter(c.token_ids[0] for c in completions)
     assert not {token for c in completions for token in c.token_ids} & set(renderer.banned_ids)
     check_frequencies(num * probability(context.token_ids), first)
@@ -58,10 +59,10 @@ def test_frequencies_follow_the_probabilities(engine: LocalEngine, hf: HF, rende
     check_frequencies(expected, Counter(c.token_ids[1] for c in completions if c.token_ids[0] in contexts))
 
 
-def test_the_prompt_of_a_group_is_computed_once(engine: LocalEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_of_a_group_is_computed_once(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks first: the others find its whole blocks in the cache. What is sampled is what each would have been given alone."""
     contexts = [prompts(renderer)[1]] * 5 + [prompts(renderer)[2]] + [prompts(renderer)[1]]
-    samplings = [Sampling(max_tokens=12, temperature=1.0, seed=i) for i in range(len(contexts))]
+    samplings = [SamplingSettings(max_tokens=12, temperature=1.0, seed=i) for i in range(len(contexts))]
     alone = [generate(engine, [context], [sampling])[0].token_ids for context, sampling in zip(contexts, samplings, strict=True)]
     engine._core._forget()
     cached, step = {}, engine._core._engine.step
@@ -77,38 +78,40 @@ def test_the_prompt_of_a_group_is_computed_once(engine: LocalEngine, renderer: R
     assert whole > 0 and sorted(cached.values()) == [0, 0] + [whole] * 5
 
 
-def test_a_seed_decides_whatever_the_company(engine: LocalEngine, renderer: Renderer) -> None:
+def test_a_seed_decides_whatever_the_company(engine: ColocatedEngine, renderer: Renderer) -> None:
     """Alone, and behind 70 prompts with images (more than one step holds: prompts are computed in parts); other seeds, other tokens."""
     contexts = prompts(renderer)
-    samplings = [Sampling(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(len(contexts))]
+    samplings = [SamplingSettings(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(len(contexts))]
     alone = [generate(engine, [s], [sampling])[0].token_ids for s, sampling in zip(contexts, samplings, strict=True)]
     engine.sleep()
     engine.wake()
     crowd = [renderer.prompt([user("Crowd.", picture(100 + i, 224, 224))]) for i in range(70)]
-    others = [Sampling(max_tokens=3, temperature=1.0, seed=i) for i in range(70)]
+    others = [SamplingSettings(max_tokens=3, temperature=1.0, seed=i) for i in range(70)]
     together = generate(engine, crowd + contexts, others + samplings)
     assert [c.token_ids for c in together[70:]] == alone
-    reseeded = generate(engine, contexts, [Sampling(max_tokens=16, temperature=1.0, seed=i) for i in range(len(contexts))])
+    reseeded = generate(engine, contexts, [SamplingSettings(max_tokens=16, temperature=1.0, seed=i) for i in range(len(contexts))])
     assert all(c.token_ids != ids for c, ids in zip(reseeded, alone, strict=True))
 
 
-def test_exactly_the_stop_ids_end_a_turn(engine: LocalEngine, renderer: Renderer) -> None:
+def test_exactly_the_stop_ids_end_a_turn(engine: ColocatedEngine, renderer: Renderer) -> None:
     """The stop id is part of the turn; the tokenizer's other end tokens are tokens like any other; the rest ran to max_tokens."""
     (stop,) = renderer.stop_ids
     other_end = renderer.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     num = 400
-    completions = generate(engine, prompts(renderer)[:1] * num, [Sampling(max_tokens=24, temperature=2.0, seed=i) for i in range(num)])
-    finished = [c for c in completions if c.finished]
+    completions = generate(
+        engine, prompts(renderer)[:1] * num, [SamplingSettings(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
+    )
+    finished = [c for c in completions if c.finish_reason]
     assert len(finished) > 3
     assert all(c.token_ids[-1] == stop and c.token_ids.count(stop) == 1 for c in finished)
-    assert all(stop not in c.token_ids and len(c.token_ids) == 24 for c in completions if not c.finished)
+    assert all(stop not in c.token_ids and len(c.token_ids) == 24 for c in completions if not c.finish_reason)
     assert any(other_end in c.token_ids[:-1] for c in completions)
 
 
-def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: LocalEngine, renderer: Renderer) -> None:
+def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: ColocatedEngine, renderer: Renderer) -> None:
     """What is sampled is a function of seed and position: with stop texts a turn is the free one up to the token that completes one."""
     stop, num = ("z", "the"), 100
-    free = [Sampling(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
+    free = [SamplingSettings(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
     whole = generate(engine, prompts(renderer)[:1] * num, free)
     stopped = generate(engine, prompts(renderer)[:1] * num, [replace(sampling, stop=stop) for sampling in free])
     early = 0
@@ -116,20 +119,20 @@ def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: LocalEngine, renderer: 
         length = next((n for n in range(1, 25) if any(text in renderer.tokenizer.decode(sampled.token_ids[:n]) for text in stop)), None)
         assert cut.token_ids == sampled.token_ids[:length]
         assert cut.logprobs == pytest.approx(sampled.logprobs[:length], abs=1e-5)
-        assert cut.finished == (length is not None or sampled.finished)
+        assert cut.finish_reason == (length is not None or sampled.finish_reason)
         early += length is not None and length < len(sampled.token_ids)
     assert 10 < early < num
 
 
-def test_a_full_context_is_unfinished(engine: LocalEngine, renderer: Renderer) -> None:
-    long = Context(token_ids=[65] * 1020)
-    full = Context(token_ids=[65] * 1024)
-    room, none = generate(engine, [long, full], [Sampling(max_tokens=64, temperature=1.0, seed=1)] * 2)
-    assert (len(room.token_ids), room.finished) == (4, False)
-    assert (none.token_ids, none.finished) == ([], False)
+def test_a_full_context_is_unfinished(engine: ColocatedEngine, renderer: Renderer) -> None:
+    long = TokenSequence(token_ids=[65] * 1020)
+    full = TokenSequence(token_ids=[65] * 1024)
+    room, none = generate(engine, [long, full], [SamplingSettings(max_tokens=64, temperature=1.0, seed=1)] * 2)
+    assert (len(room.token_ids), room.finish_reason) == (4, False)
+    assert (none.token_ids, none.finish_reason) == ([], False)
 
 
-def test_the_engine_sees_what_vllms_own_processor_would_make(engine: LocalEngine, renderer: Renderer) -> None:
+def test_the_engine_sees_what_vllms_own_processor_would_make(engine: ColocatedEngine, renderer: Renderer) -> None:
     """vLLM's processor on the pictures and one placeholder each, against the expanded ids, patches and positions that we hand over."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
@@ -137,7 +140,7 @@ def test_the_engine_sees_what_vllms_own_processor_would_make(engine: LocalEngine
     own = renderer.image_token_id
     collapsed = [t for i, t in enumerate(context.token_ids) if t != own or context.token_ids[i - 1] != own]
     limits = {"size": {"shortest_edge": renderer.min_pixels, "longest_edge": renderer.max_pixels}}
-    data = {"image": [image.picture for image in context.images]}
+    data = {"image": [image.pil for image in context.images]}
     raw = {"prompt_token_ids": collapsed, "multi_modal_data": data, "mm_processor_kwargs": limits}
     llm = engine._core._llm
     (theirs,) = llm.renderer.render_cmpl([parse_model_prompt(llm.model_config, raw)], llm.renderer.default_cmpl_tok_params)
@@ -150,7 +153,7 @@ def test_the_engine_sees_what_vllms_own_processor_would_make(engine: LocalEngine
         assert tuple(item["image_grid_thw"].data.tolist()) == image.grid
 
 
-def test_wrong_placeholders_are_refused(engine: LocalEngine, renderer: Renderer) -> None:
+def test_wrong_placeholders_are_refused(engine: ColocatedEngine, renderer: Renderer) -> None:
     """One too few, an image too many, one too few: both lengths and the first difference are named."""
     context = prompts(renderer)[2]
     length, own = len(context.token_ids), renderer.image_token_id
@@ -164,14 +167,14 @@ def test_wrong_placeholders_are_refused(engine: LocalEngine, renderer: Renderer)
     ]
     for token_ids, images, given, expanded, difference in cases:
         with pytest.raises(RuntimeError, match=f"has {given} tokens, but {expanded} when .* differ at position {difference}$"):
-            generate(engine, [Context(token_ids=token_ids, images=images)], [Sampling(max_tokens=1, temperature=1.0, seed=0)])
+            generate(engine, [TokenSequence(token_ids=token_ids, images=images)], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)])
 
 
-def test_a_refused_request_leaves_the_others_alone(engine: LocalEngine, renderer: Renderer) -> None:
+def test_a_refused_request_leaves_the_others_alone(engine: ColocatedEngine, renderer: Renderer) -> None:
     (context, *_) = prompts(renderer)
 
     async def main() -> list:
-        calls = (engine.generate(context.token_ids, [], Sampling(max_tokens=3, temperature=t, seed=0)) for t in (1.0, 5.0))
+        calls = (engine.generate(context.token_ids, [], SamplingSettings(max_tokens=3, temperature=t, seed=0)) for t in (1.0, 5.0))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     completion, refused = engine.run(main())
@@ -179,12 +182,12 @@ def test_a_refused_request_leaves_the_others_alone(engine: LocalEngine, renderer
     assert isinstance(refused, ValueError) and "temperature" in str(refused)
 
 
-def test_an_exception_comes_out_of_run(engine: LocalEngine, renderer: Renderer) -> None:
+def test_an_exception_comes_out_of_run(engine: ColocatedEngine, renderer: Renderer) -> None:
     """And the requests that were under way are gone."""
     (context, *_) = prompts(renderer)
 
     async def main() -> None:
-        waiting = asyncio.create_task(engine.generate(context.token_ids, [], Sampling(max_tokens=900, temperature=1.0, seed=0)))
+        waiting = asyncio.create_task(engine.generate(context.token_ids, [], SamplingSettings(max_tokens=900, temperature=1.0, seed=0)))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         raise KeyError("mine")
@@ -194,8 +197,8 @@ def test_an_exception_comes_out_of_run(engine: LocalEngine, renderer: Renderer) 
     assert not engine._core.is_busy()
 
 
-def test_a_failing_step_fails_all_who_wait(engine: LocalEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in flight and those who come later, each with a HostFault; no one waits for ever."""
+def test_a_failing_step_fails_all_who_wait(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those in flight and those who come later, each with a InfraError; no one waits for ever."""
     monkeypatch.setattr(engine, "_error", None)
     contexts, steps, step = prompts(renderer), 0, engine._core.step
 
@@ -207,7 +210,7 @@ def test_a_failing_step_fails_all_who_wait(engine: LocalEngine, renderer: Render
         return step()
 
     async def main() -> list:
-        sampling = Sampling(max_tokens=50, temperature=1.0, seed=0)
+        sampling = SamplingSettings(max_tokens=50, temperature=1.0, seed=0)
         outcomes = await asyncio.gather(*(engine.generate(s.token_ids, s.images, sampling) for s in contexts), return_exceptions=True)
         late = await asyncio.gather(engine.generate(contexts[0].token_ids, [], sampling), return_exceptions=True)
         return outcomes + late
@@ -216,19 +219,19 @@ def test_a_failing_step_fails_all_who_wait(engine: LocalEngine, renderer: Render
         patch.setattr(engine._core, "step", broken)
         outcomes = engine.run(main())
     assert len(outcomes) == len(contexts) + 1
-    assert all(isinstance(outcome, HostFault) and "no more memory" in str(outcome) for outcome in outcomes)
+    assert all(isinstance(outcome, InfraError) and "no more memory" in str(outcome) for outcome in outcomes)
     engine._core.abort([str(index) for index in range(next(engine._ids))])
     assert not engine._core.is_busy()
 
 
-def test_cancelling_aborts_the_request(engine: LocalEngine, renderer: Renderer) -> None:
+def test_cancelling_aborts_the_request(engine: ColocatedEngine, renderer: Renderer) -> None:
     """The others end as they would have without it."""
     contexts = prompts(renderer)[1:3]
-    sampling = Sampling(max_tokens=20, temperature=1.0, seed=5)
+    sampling = SamplingSettings(max_tokens=20, temperature=1.0, seed=5)
     alone = [c.token_ids for c in generate(engine, contexts, [sampling] * 2)]
 
     async def main() -> list[Completion]:
-        endless = Sampling(max_tokens=900, temperature=1.0, seed=1)
+        endless = SamplingSettings(max_tokens=900, temperature=1.0, seed=1)
         long = asyncio.create_task(engine.generate(contexts[0].token_ids, contexts[0].images, endless))
         others = [asyncio.create_task(engine.generate(s.token_ids, s.images, sampling)) for s in contexts]
         await asyncio.sleep(0.02)
@@ -241,7 +244,7 @@ def test_cancelling_aborts_the_request(engine: LocalEngine, renderer: Renderer) 
     assert [c.token_ids for c in engine.run(main())] == alone
 
 
-def test_a_slow_tool_delays_only_its_own(engine: LocalEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_tool_delays_only_its_own(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And while nothing is in flight the pump sleeps."""
     (context, *_) = prompts(renderer)
     turns, turn, order = 0, engine._turn, []
@@ -253,7 +256,7 @@ def test_a_slow_tool_delays_only_its_own(engine: LocalEngine, renderer: Renderer
 
     async def episode(name: str, delay: float) -> None:
         for index in range(2):
-            await engine.generate(context.token_ids, [], Sampling(max_tokens=4, temperature=1.0, seed=index))
+            await engine.generate(context.token_ids, [], SamplingSettings(max_tokens=4, temperature=1.0, seed=index))
             await asyncio.sleep(delay)
         order.append(name)
 
@@ -266,9 +269,9 @@ def test_a_slow_tool_delays_only_its_own(engine: LocalEngine, renderer: Renderer
     assert turns < 40, "16 steps of 3 episodes of 2 turns of 4 tokens at most, and a wake-up each"
 
 
-def test_sleep_and_wake_change_nothing(engine: LocalEngine, renderer: Renderer) -> None:
+def test_sleep_and_wake_change_nothing(engine: ColocatedEngine, renderer: Renderer) -> None:
     contexts = prompts(renderer)
-    samplings = [Sampling(max_tokens=8, temperature=1.0, seed=i) for i in range(len(contexts))]
+    samplings = [SamplingSettings(max_tokens=8, temperature=1.0, seed=i) for i in range(len(contexts))]
     before = generate(engine, contexts, samplings)
     engine.sleep()
     engine.wake()
@@ -276,9 +279,9 @@ def test_sleep_and_wake_change_nothing(engine: LocalEngine, renderer: Renderer) 
     assert [c.token_ids for c in after] == [c.token_ids for c in before]
 
 
-def test_training_beside_the_engine_works(engine: LocalEngine, renderer: Renderer, hf: HF) -> None:
+def test_training_beside_the_engine_works(engine: ColocatedEngine, renderer: Renderer, hf: HF) -> None:
     """Autograd, default dtype and the number of threads are the trainer's, also while rollouts go on."""
-    generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
+    generate(engine, prompts(renderer), [SamplingSettings(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
     weight = torch.full((3,), 2.0, requires_grad=True)
     (weight**3).sum().backward()
     assert torch.equal(weight.grad, torch.full((3,), 12.0))
@@ -292,7 +295,7 @@ def test_training_beside_the_engine_works(engine: LocalEngine, renderer: Rendere
         assert torch.equal(held, hf.state_dict()["model.language_model.norm.weight"])
 
 
-def test_busy_seconds_only_grow(engine: LocalEngine, renderer: Renderer) -> None:
+def test_busy_seconds_only_grow(engine: ColocatedEngine, renderer: Renderer) -> None:
     before = engine.busy_s
-    generate(engine, prompts(renderer), [Sampling(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
+    generate(engine, prompts(renderer), [SamplingSettings(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
     assert before < engine.busy_s

@@ -4,20 +4,20 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed import prompts
 from tests.support.sampled import BOUND, generate, policy_logits
 
 
-def test_the_asked_logprobs_are_hugging_faces(engine: LocalEngine, hf: HF, renderer: Renderer) -> None:
+def test_the_asked_logprobs_are_hugging_faces(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
     """Lists of different lengths, and requests that ask for nothing, in one step; two tokens each. One list has a banned token in it."""
     contexts = prompts(renderer)
     lists = [(5, 300, 7), (300,), (), (renderer.banned_ids[0], 9)]
     pairs = [(context, asked) for context in contexts for asked in lists]
-    samplings = [Sampling(max_tokens=2, temperature=0.7, seed=number, asked=asked) for number, (_, asked) in enumerate(pairs)]
-    plain = [Sampling(max_tokens=2, temperature=0.7, seed=number) for number in range(len(pairs))]
+    samplings = [SamplingSettings(max_tokens=2, temperature=0.7, seed=number, asked=asked) for number, (_, asked) in enumerate(pairs)]
+    plain = [SamplingSettings(max_tokens=2, temperature=0.7, seed=number) for number in range(len(pairs))]
     completions = generate(engine, [context for context, _ in pairs], samplings)
     alone = generate(engine, [context for context, _ in pairs], plain)
     for (context, asked), completion, unasked in zip(pairs, completions, alone, strict=True):

@@ -8,8 +8,8 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.name_mapping import canonical
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed import picture, prompts, user
 from tests.support.sampled import BOUND, engine_of, gap, generate
@@ -24,13 +24,13 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
     make(tmp_path / "model", family=family, init="random", seed=1, vision_depth=4)
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    sent = {canonical(name): tensor for name, tensor in hf.state_dict().items()}
+    sent = {canonical_name(name): tensor for name, tensor in hf.state_dict().items()}
     assert sent.keys() == {name for row in read_spec(tmp_path / "model").rows() for name in row.hf}
     with engine_of(tmp_path / "model", renderer, reads_weights=False) as engine:
         engine.load_weights(iter(sent.items()), version=1)
         contexts = prompts(renderer)
         for turn in range(2):
-            samplings = [Sampling(max_tokens=8, temperature=0.7, seed=10 * turn + number) for number in range(len(contexts))]
+            samplings = [SamplingSettings(max_tokens=8, temperature=0.7, seed=10 * turn + number) for number in range(len(contexts))]
             for number, (context, completion) in enumerate(zip(contexts, generate(engine, contexts, samplings), strict=True)):
                 assert gap(hf, context, completion, temperature=0.7, renderer=renderer) <= BOUND
                 context.extend(completion.token_ids, logprobs=completion.logprobs)

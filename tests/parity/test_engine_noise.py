@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.sampler import EngineNoise
 from tests.support.packed import prompts
@@ -18,45 +18,45 @@ from tests.support.sampled import BOUND, check_frequencies, engine_of, gap, gene
 
 
 @pytest.fixture(scope="module")
-def bare(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
+def bare(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
     with engine_of(random_model, renderer, reads_weights=False) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def own(bare: LocalEngine, hf: HF, renderer: Renderer) -> LocalEngine:
+def own(bare: ColocatedEngine, hf: HF, renderer: Renderer) -> ColocatedEngine:
     """With HF's weights, and with the noise of an engine on CUDA."""
     with pytest.raises(AssertionError, match="generate before load_weights"):
-        generate(bare, prompts(renderer)[:1], [Sampling(max_tokens=1, temperature=1.0, seed=0)])
+        generate(bare, prompts(renderer)[:1], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)])
     bare.load_weights(((name, tensor) for name, tensor in hf.state_dict().items()), version=3)
     core = bare._core
     core._noise = EngineNoise(core._engine.model_executor.driver_worker.worker.model_runner)
     return bare
 
 
-def test_frequencies_follow_the_probabilities(own: LocalEngine, hf: HF, renderer: Renderer) -> None:
+def test_frequencies_follow_the_probabilities(own: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
     context, num = prompts(renderer)[1], 3000
     probability = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[-1].div(2).softmax(-1)
-    completions = generate(own, [context] * num, [Sampling(max_tokens=1, temperature=2.0, seed=seed) for seed in range(num)])
+    completions = generate(own, [context] * num, [SamplingSettings(max_tokens=1, temperature=2.0, seed=seed) for seed in range(num)])
     assert {each for completion in completions for each in completion.versions} == {3}
     first = Counter(completion.token_ids[0] for completion in completions)
     assert not first.keys() & set(renderer.banned_ids)
     check_frequencies(num * probability, first)
 
 
-def test_logprobs_are_those_of_the_weights_that_came(own: LocalEngine, hf: HF, renderer: Renderer) -> None:
+def test_logprobs_are_those_of_the_weights_that_came(own: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
     contexts = prompts(renderer)
-    completions = generate(own, contexts, [Sampling(max_tokens=12, temperature=0.7, seed=i) for i in range(len(contexts))])
+    completions = generate(own, contexts, [SamplingSettings(max_tokens=12, temperature=0.7, seed=i) for i in range(len(contexts))])
     for context, completion in zip(contexts, completions, strict=True):
         assert gap(hf, context, completion, temperature=0.7, renderer=renderer) < BOUND
 
 
-def test_the_first_seed_of_a_round_is_that_of_all(own: LocalEngine, renderer: Renderer) -> None:
+def test_the_first_seed_of_a_round_is_that_of_all(own: ColocatedEngine, renderer: Renderer) -> None:
     """The same round again is the same, whatever was played in between; another first seed is another round, of requests that differ."""
     contexts = prompts(renderer)[:1] * 4
 
     def played(*seeds: int) -> list[list[int]]:
-        samplings = [Sampling(max_tokens=12, temperature=2.0, seed=seed) for seed in seeds]
+        samplings = [SamplingSettings(max_tokens=12, temperature=2.0, seed=seed) for seed in seeds]
         return [completion.token_ids for completion in generate(own, contexts, samplings)]
 
     first, other = played(2**62 + 1, 2, 3, 4), played(5, 2, 3, 4)
@@ -85,4 +85,4 @@ def test_cuda_without_cuda_is_refused(random_model: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(ValueError, match="engine.device=cuda: .*use auto or cpu"):
-        LocalEngine(str(random_model), EngineSettings(device="cuda"), image_token_id=1, banned_ids=[], stop_ids=[], group=None)
+        ColocatedEngine(str(random_model), EngineSettings(device="cuda"), image_token_id=1, banned_ids=[], stop_ids=[], group=None)

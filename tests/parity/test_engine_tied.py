@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed import prompts
 from tests.support.sampled import BOUND, engine_of, gap, generate
@@ -17,16 +17,16 @@ HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
 @pytest.fixture
-def tied(tied_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
+def tied(tied_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
     with engine_of(tied_model, renderer, reads_weights=False) as engine:
         yield engine
 
 
-def test_a_tied_model_is_served(tied: LocalEngine, tied_model: Path, renderer: Renderer) -> None:
+def test_a_tied_model_is_served(tied: ColocatedEngine, tied_model: Path, renderer: Renderer) -> None:
     """Twice: the checkpoint's weights, and others. A head that is sent beside the embedding has no place."""
     hf = HF.from_pretrained(tied_model, dtype=torch.float32).eval()
     sequences = prompts(renderer)
-    samplings = [Sampling(max_tokens=8, temperature=1.0, seed=number) for number in range(len(sequences))]
+    samplings = [SamplingSettings(max_tokens=8, temperature=1.0, seed=number) for number in range(len(sequences))]
     for version in (1, 2):
         if version == 2:
             with torch.no_grad():

@@ -17,20 +17,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.batching.minibatches import weighted_contexts
-from megatron_rl.batching.packing import read_back
+from megatron_rl.batching.packing import scatter_to_rollouts
 from megatron_rl.config import BatchSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, disconnect, place
+from megatron_rl.distributed.world import connect, disconnect, read_world
 from megatron_rl.policy.parallel import Layout, build_layout, leave_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.conversation import ContextLimits, TokenConversation
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.conversation import SequenceLimits, TokenConversation
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
 from tests.support.packed import picture, user
 from tests.support.sampled import BOUND, engine_of
 
-LIMITS = ContextLimits(max_context=1000, max_images=9)
+LIMITS = SequenceLimits(max_context=1000, max_images=9)
 VERSIONS, TURNS, EPISODES = 3, 3, 6
 STOP = ("\x00never said",)
 """With a text to stop at vLLM spells out what it samples."""
@@ -40,7 +40,7 @@ STOP = ("\x00never said",)
 def policies(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Policy]]:
     """Trainers of one architecture, each of whose tensors differs from one to the next, those of the vision tower too."""
     with ExitStack() as closing:
-        connect(place(), timeout_s=60)
+        connect(read_world(), timeout_s=60)
         closing.callback(disconnect)
         layout = build_layout(ParallelSettings(), seed=0)
         closing.callback(leave_layout)
@@ -66,12 +66,12 @@ def policy_of(folder: Path, layout: Layout) -> Policy:
     renderer = Renderer(chosen)
     return Policy(
         chosen, layout, parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1, banned_ids=renderer.banned_ids,
-        image_token_id=renderer.image_token_id, patches=partial(renderer.patches, picture_of=attrgetter("picture")),
+        image_token_id=renderer.image_token_id, patches=partial(renderer.patches, picture_of=attrgetter("pil")),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def engine(policies: list[Policy], random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
+def engine(policies: list[Policy], random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
     with engine_of(random_model, renderer, reads_weights=False) as engine:
         yield engine
 
@@ -82,12 +82,12 @@ async def episode(conversation: TokenConversation, index: int) -> None:
     await conversation.open([user("What is this?", picture(scene, 112, 56))])
     for turn in range(TURNS):
         stop = STOP if index % 2 else ()
-        await conversation.say(Sampling(18 + 5 * index, 1.0, seed=10 * index + turn, stop=stop))
+        await conversation.say(SamplingSettings(18 + 5 * index, 1.0, seed=10 * index + turn, stop=stop))
         if turn < TURNS - 1:
             await conversation.hear([user("And this?", picture(10 * scene + turn, 84, 56))], anew=False)
 
 
-def played(engine: LocalEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:
+def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:
     """Each version but the last serves 20 engine steps."""
     conversations = [TokenConversation(engine, renderer, LIMITS) for _ in range(EPISODES)]
     episodes: list[asyncio.Task[None]] = []
@@ -116,7 +116,7 @@ def played(engine: LocalEngine, renderer: Renderer, policies: list[Policy]) -> l
         engine.run(some() if version < VERSIONS - 1 else rest())
         engine.sleep()
     engine._core.step = step
-    made = [Rollout("t", "e", 0, index, contexts=each.contexts, turns=each.turns) for index, each in enumerate(conversations)]
+    made = [Rollout("t", "e", 0, index, sequences=each.sequences, turns=each.turns) for index, each in enumerate(conversations)]
     for rollout in made:
         rollout.drop_patches()
     return made
@@ -128,33 +128,33 @@ def gaps(rollouts: list[Rollout], policies: list[Policy]) -> dict[tuple[int, int
     largest: dict[tuple[int, int], float] = {}
     for trainer, policy in enumerate(policies):
         batches = policy.pack(contexts, max_tokens=1500)
-        for (rollout, number), column in read_back(rollouts, batches, policy.logprobs(batches)).items():
-            context = rollouts[rollout].contexts[number]
-            for ours, theirs, version in zip(column, context.engine_logprobs, context.versions, strict=True):
+        for (rollout, number), column in scatter_to_rollouts(rollouts, batches, policy.logprobs(batches)).items():
+            context = rollouts[rollout].sequences[number]
+            for ours, theirs, version in zip(column, context.rollout_logprobs, context.weight_versions, strict=True):
                 if version >= 0:
                     key = (version, trainer)
                     largest[key] = max(largest.get(key, 0.0), abs(ours - theirs))
     return largest
 
 
-def test_every_token_is_of_its_version(engine: LocalEngine, renderer: Renderer, policies: list[Policy]) -> None:
+def test_every_token_is_of_its_version(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> None:
     rollouts = played(engine, renderer, policies)
-    spans = [rollout.contexts[0].versions[slice(*turn.span)] for rollout in rollouts for turn in rollout.turns]
+    spans = [rollout.sequences[0].weight_versions[slice(*turn.token_span)] for rollout in rollouts for turn in rollout.turns]
     assert sum(len(set(span)) == 2 for span in spans) >= 8, "replies that an update has cut"
     assert all(span == sorted(span) for span in spans)
     lengths = [18 + 5 * index for index in range(EPISODES) for _ in range(TURNS)]
     assert all(len(span) <= length for span, length in zip(spans, lengths, strict=True)), "no more than was asked for, cut or not"
     assert [len(span) for span in spans] != lengths, "a stop id ends a reply that was cut"
     for rollout in rollouts:
-        (context,) = rollout.contexts
-        assert {version for version in context.versions if version >= 0} == set(range(VERSIONS)) and len(context.images) == TURNS
+        (context,) = rollout.sequences
+        assert {version for version in context.weight_versions if version >= 0} == set(range(VERSIONS)) and len(context.images) == TURNS
     found = gaps(rollouts, policies)
     print({key: f"{value:.1e}" for key, value in sorted(found.items())})
     assert max(found[version, version] for version in range(VERSIONS)) <= BOUND
     assert min(value for (version, trainer), value in found.items() if version != trainer) > 100 * BOUND, "versions can be told apart"
 
 
-def test_what_an_update_does_not_touch_is_sampled_as_ever(engine: LocalEngine, renderer: Renderer, policies: list[Policy]) -> None:
+def test_what_an_update_does_not_touch_is_sampled_as_ever(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> None:
     """The same weights thrice: the tokens are those of episodes that nothing cut, as their seeds and places say."""
     cut = played(engine, renderer, [policies[0]] * VERSIONS)
     whole = [TokenConversation(engine, renderer, LIMITS) for _ in range(EPISODES)]
@@ -166,27 +166,27 @@ def test_what_an_update_does_not_touch_is_sampled_as_ever(engine: LocalEngine, r
     engine.wake()
     engine.run(main())
     for rollout, each in zip(cut, whole, strict=True):
-        assert rollout.contexts[0].token_ids == each.contexts[0].token_ids
-        assert rollout.contexts[0].engine_logprobs == pytest.approx(each.contexts[0].engine_logprobs, abs=BOUND)
-        assert set(each.contexts[0].versions) == {-1, 7}
+        assert rollout.sequences[0].token_ids == each.sequences[0].token_ids
+        assert rollout.sequences[0].rollout_logprobs == pytest.approx(each.sequences[0].rollout_logprobs, abs=BOUND)
+        assert set(each.sequences[0].weight_versions) == {-1, 7}
 
 
-def keep_prefixes(engine: LocalEngine) -> tuple[str, Callable]:
+def keep_prefixes(engine: ColocatedEngine) -> tuple[str, Callable]:
     return "reset_prefix_cache", lambda reset_running_requests=False: True
 
 
-def keep_pictures(engine: LocalEngine) -> tuple[str, Callable]:
+def keep_pictures(engine: ColocatedEngine) -> tuple[str, Callable]:
     return "reset_encoder_cache", lambda: None
 
 
-def keep_the_version(engine: LocalEngine) -> tuple[str, Callable]:
+def keep_the_version(engine: ColocatedEngine) -> tuple[str, Callable]:
     set_version = engine._core._engine.set_weight_version
     return "set_weight_version", lambda version: set_version(str(max(int(version) - 1, 0)))
 
 
 @pytest.mark.parametrize("mistake", [keep_prefixes, keep_pictures, keep_the_version])
 def test_what_old_weights_computed_is_noticed(
-    mistake: Callable, engine: LocalEngine, renderer: Renderer, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
+    mistake: Callable, engine: ColocatedEngine, renderer: Renderer, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(engine._core._engine, *mistake(engine))
@@ -197,7 +197,7 @@ def test_what_old_weights_computed_is_noticed(
     engine._core._forget()
 
 
-def test_what_was_given_up_is_gone(engine: LocalEngine, renderer: Renderer, policies: list[Policy]) -> None:
+def test_what_was_given_up_is_gone(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> None:
     """Cancelled in a later run: nothing of it is left in vLLM."""
     conversation, begun = TokenConversation(engine, renderer, LIMITS), []
     engine.load_weights(policies[0].hf_weights(), version=0)

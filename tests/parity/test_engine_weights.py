@@ -12,8 +12,8 @@ from vllm.config import ParallelConfig
 from vllm.v1.executor import Executor
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.engine_core import place_of
 from megatron_rl.rollout.vllm.weight_receiver import checksum
@@ -33,17 +33,17 @@ def perturbed(hf: HF, seed: int) -> HF:
 
 
 @pytest.fixture
-def own_weights(engine: LocalEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_weights(engine: ColocatedEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The engine serves the checkpoint again after the test."""
     yield
     monkeypatch.undo()
     engine.load_weights(iter(hf.state_dict().items()), version=0)
 
 
-def test_weights_are_replaced(engine: LocalEngine, hf: HF, renderer: Renderer, own_weights: None) -> None:
+def test_weights_are_replaced(engine: ColocatedEngine, hf: HF, renderer: Renderer, own_weights: None) -> None:
     """Twice, on prompts the caches know, in one bucket and in many: the logprobs are the new weights' and not the old ones'."""
     sequences = prompts(renderer)
-    samplings = [Sampling(max_tokens=8, temperature=1.0, seed=i) for i in range(len(sequences))]
+    samplings = [SamplingSettings(max_tokens=8, temperature=1.0, seed=i) for i in range(len(sequences))]
     previous, bucket = hf, engine._core.weights._bucket_bytes
     for version, bucket_bytes in ((1, bucket), (2, 100_000)):
         current = perturbed(hf, version)
@@ -58,7 +58,7 @@ def test_weights_are_replaced(engine: LocalEngine, hf: HF, renderer: Renderer, o
     engine._core.weights._bucket_bytes = bucket
 
 
-def test_buckets_bound_what_is_held(engine: LocalEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_bound_what_is_held(engine: ColocatedEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> None:
     """The iterator is drawn one bucket ahead of the loader, never further."""
     weights, drawn, largest = engine._core.weights, 0, 0
     deliver = weights.deliver
@@ -82,7 +82,9 @@ def test_buckets_bound_what_is_held(engine: LocalEngine, hf: HF, monkeypatch: py
     assert 300_000 <= largest < 300_000 + max(tensor.nbytes for tensor in hf.state_dict().values())
 
 
-def test_one_flipped_bit_of_any_tensor_is_noticed(engine: LocalEngine, hf: HF, monkeypatch: pytest.MonkeyPatch, own_weights: None) -> None:
+def test_one_flipped_bit_of_any_tensor_is_noticed(
+    engine: ColocatedEngine, hf: HF, monkeypatch: pytest.MonkeyPatch, own_weights: None
+) -> None:
     """Between sender and loader, in each tensor in turn, at a bit that moves from the first element's lowest to the last one's highest."""
     tensors = hf.state_dict()
     deliver, names = engine._core.weights.deliver, list(tensors)
@@ -116,7 +118,7 @@ def swap(one: str, other: str) -> Callable[[Tensors], Tensors]:
     ],
 )
 def test_swapped_tensors_are_noticed(
-    engine: LocalEngine, hf: HF, one: str, other: str, monkeypatch: pytest.MonkeyPatch, own_weights: None
+    engine: ColocatedEngine, hf: HF, one: str, other: str, monkeypatch: pytest.MonkeyPatch, own_weights: None
 ) -> None:
     """Same shapes, other places: the loader does not mind, the check does, and names both."""
     deliver, stem = engine._core.weights.deliver, "model.language_model.layers.1."
@@ -128,14 +130,14 @@ def test_swapped_tensors_are_noticed(
     assert stem + one in str(caught.value) and stem + other in str(caught.value)
 
 
-def test_q_and_k_swapped_by_the_sender_are_refused(engine: LocalEngine, hf: HF, own_weights: None) -> None:
+def test_q_and_k_swapped_by_the_sender_are_refused(engine: ColocatedEngine, hf: HF, own_weights: None) -> None:
     stem = "model.language_model.layers.0.self_attn."
     swapped = swap(stem + "q_proj.weight", stem + "k_proj.weight")(list(hf.state_dict().items()))
     with pytest.raises(RuntimeError, match=r"_proj.weight was sent as \(\d+, 128\), the engine's is"):
         engine.load_weights(iter(swapped), version=1)
 
 
-def test_every_tensor_is_sent_exactly_once(engine: LocalEngine, hf: HF, own_weights: None) -> None:
+def test_every_tensor_is_sent_exactly_once(engine: ColocatedEngine, hf: HF, own_weights: None) -> None:
     tensors = hf.state_dict()
     names = list(tensors)
     for missing in ("lm_head.weight", "model.language_model.layers.2.self_attn.k_proj.bias", "model.visual.merger.ln_q.weight"):
@@ -178,12 +180,12 @@ def test_the_engine_of_a_rank_is_on_its_device(monkeypatch: pytest.MonkeyPatch) 
     assert place(place_of(EngineSettings(), cuda=False))[1:] == (0, 0)
 
 
-def test_no_patches_outlive_the_rollout(engine: LocalEngine, renderer: Renderer) -> None:
+def test_no_patches_outlive_the_rollout(engine: ColocatedEngine, renderer: Renderer) -> None:
     """Those of every picture are remembered while episodes go on, and are gone when the engine sleeps; also what its worker had of the
     requests that ended last, of which it hears in the step after them."""
     contexts = [renderer.prompt([user("Look.", picture(70 + number, 56, 84))]) for number in range(3)]
     storages = [StorageWeakRef(context.images[0].patch_PC.untyped_storage()) for context in contexts]
-    generate(engine, contexts, [Sampling(max_tokens=number + 1, temperature=1.0, seed=number) for number in range(3)])
+    generate(engine, contexts, [SamplingSettings(max_tokens=number + 1, temperature=1.0, seed=number) for number in range(3)])
     contexts.clear()
     renderer._images.clear()
     gc.collect()

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from megatron_rl.models.name_mapping import canonical
+from megatron_rl.models.name_mapping import canonical_name
 from tests.conftest import SUPPORT
 from tests.support.hf_run import HfRun, hf_logits, relative, write_adapter
 from tools.data.make_tiny_qwen2_5_vl import make
@@ -51,7 +51,7 @@ def peft(models: Path, adapter: Path) -> HfRun:
 
 
 def released(name: str) -> str:
-    return canonical(name.replace(".default.", ".").replace(".base_layer.", "."))
+    return canonical_name(name.replace(".default.", ".").replace(".base_layer.", "."))
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.batching.minibatches import loads_of
+from megatron_rl.batching.minibatches import pack_costs
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import ModelSettings, RunSettings, Settings
 from megatron_rl.memory_plan.rank_shares import shares
@@ -203,7 +203,7 @@ def test_another_family_at_every_layout(family: str, models: Path, hf: dict[str,
 def test_the_example_is_a_tree(hf: dict[str, HfRun]) -> None:
     """A header, a picture behind it, a prompt, half of what was sampled behind that, and the branch: layouts pack it so."""
     run = hf["tied"]
-    ordered = [load.weighted for load in loads_of(run.contexts, run.renderer.image_token_id, share_prompts=True)]
+    ordered = [load.weighted for load in pack_costs(run.contexts, run.renderer.image_token_id, share_prompts=True)]
     batch = pack(ordered, image_token_id=run.renderer.image_token_id, positions=read_spec(run.folder).positions, share_prompts=True)
     depths: list[int] = []
     for prefix in batch.prefix_S:

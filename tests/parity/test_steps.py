@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.config import ModelSettings, OptimSettings
 from megatron_rl.models.family import FAMILIES
-from megatron_rl.models.name_mapping import canonical
+from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.hf_run import TEMPERATURE, forward, relative
 from tests.support.layouts import weighted_nll
@@ -46,7 +46,7 @@ def steps_of_hf(folder: Path) -> tuple[list[float], list[float], dict[str, torch
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad).item())
         optimizer.step()
-    return losses, norms, {canonical(name): p.detach() - before[name] for name, p in model.named_parameters()}
+    return losses, norms, {canonical_name(name): p.detach() - before[name] for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as HF
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rollout.colocated import LocalEngine
+from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
@@ -17,7 +17,7 @@ from tests.support.random_transcripts import PROTOCOLS, play
 from tests.support.sampled import BOUND, policy_logits
 
 NUM = 240
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_tokens_per_turn=16, max_context=1500, max_images=6, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=16, max_context=1500, max_images=6, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def renderer(random_model: Path) -> Renderer:
 
 
 @pytest.fixture(scope="module")
-def engine(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
-    engine = LocalEngine(
+def engine(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
+    engine = ColocatedEngine(
         str(random_model), EngineSettings(max_model_len=1536, kv_cache_mib=128),
         image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
     )  # fmt: skip
@@ -36,7 +36,7 @@ def engine(random_model: Path, renderer: Renderer) -> Iterator[LocalEngine]:
 
 
 @pytest.fixture(scope="module")
-def rollouts(engine: LocalEngine, renderer: Renderer) -> list[Rollout]:
+def rollouts(engine: ColocatedEngine, renderer: Renderer) -> list[Rollout]:
     """All at once; the policy is the model itself, which with random weights says junk of its own."""
 
     async def all_of_them() -> list[Rollout]:
@@ -62,12 +62,12 @@ def test_its_logprobs_are_those_of_hf_on_the_whole_sequence(rollouts: list[Rollo
     """One forward of HF a transcript: its own positions, all images, every turn; the engine went turn by turn, behind its caches."""
     gaps = []
     for rollout in rollouts:
-        (context,) = rollout.contexts
+        (context,) = rollout.sequences
         logits = policy_logits(hf, context.token_ids, context.images, renderer=renderer)
         next_T = torch.tensor(context.token_ids[1:])
         expected = logits.log_softmax(-1)[:-1].gather(1, next_T[:, None])[:, 0]
         sampled = torch.tensor(context.loss_mask[1:], dtype=torch.bool)
-        claimed = torch.tensor(context.engine_logprobs[1:], dtype=torch.float64)
+        claimed = torch.tensor(context.rollout_logprobs[1:], dtype=torch.float64)
         gaps.append((expected - claimed)[sampled].abs().max().item())
     print(f"{len(gaps)} transcripts, {sum(rollout.num_sampled for rollout in rollouts)} sampled tokens, largest gap {max(gaps):.1e}")
     assert len(gaps) >= 200 and max(gaps) <= BOUND

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_rl.errors import RunFailed
 from megatron_rl.policy.attention import Gathered, Segments, packed_attention, require_continuation, with_kernel
-from megatron_rl.types import RunFailed
 
 
 def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[int], prefix_S: list[int], *, causal: bool) -> torch.Tensor:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, OptimSettings
 from megatron_rl.observe.step_metrics import merge_updates
-from megatron_rl.types import Batch
+from megatron_rl.types import MicroBatch
 from tests.support.one_process import policy_of, world_of_one
 from tests.support.packed import example_contexts
 
@@ -31,22 +31,22 @@ def test_an_update_does_not_depend_on_how_it_was_cut(world: None, random_model: 
     cuts = {size: policy.pack(contexts, max_tokens=size) for size in (200, 10_000)}
     assert [len(batches) > 1 for batches in cuts.values()] == [True, False]
 
-    def told(algo: AlgoSettings, batches: list[Batch]) -> dict[str, float]:
-        metrics = merge_updates([policy.update(batches, objective(algo), step=0)])
+    def told(algo: AlgoSettings, batches: list[MicroBatch]) -> dict[str, float]:
+        metrics = merge_updates([policy.update(batches, make_policy_objective(algo), step=0)])
         return {name: value for name, value in metrics.items() if not name.endswith("lr")}
 
     for spread in (0.1, 0.0):
         for batches in cuts.values():
             for batch, said_T in zip(batches, policy.logprobs(batches), strict=True):
-                batch.engine_logprob_T = said_T + spread * torch.sin(3.0 * batch.target_T + 2.0) * batch.mask_T
+                batch.rollout_logprob_T = said_T + spread * torch.sin(3.0 * batch.target_T + 2.0) * batch.mask_T
         plain = told(AlgoSettings(), cuts[10_000])
         for correction in EVERY:
-            algo = AlgoSettings(correction=correction, **BOUNDS)
+            algo = AlgoSettings(rollout_correction=correction, **BOUNDS)
             whole, cut = (told(algo, batches) for batches in cuts.values())
             assert cut == pytest.approx(whole, rel=1e-5, abs=1e-5), correction
             if spread == 0.0:
                 assert whole["loss"] == pytest.approx(plain["loss"], abs=1e-5), "a mean of terms near 1 of either sign"
                 assert whole["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
             elif "mask" in correction or correction == "opsm":
-                assert 0 < whole["engine/masked_fraction"] < 1, (correction, whole)
-                assert whole["engine/effective_sample_size"] < 1
+                assert 0 < whole["rollout_mismatch/masked_fraction"] < 1, (correction, whole)
+                assert whole["rollout_mismatch/is_eff_sample_size"] < 1

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
-from megatron_rl.policy.deepstack import Stacked, stack, unstacked
+from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
 from tests.memory_plan.test_activations import FROZEN, MADE, batch_of, build
 from tests.support.one_process import world_of_one
 
@@ -18,10 +18,10 @@ def test_gradients_are_those_of_plain_additions(is_trained: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     embedded = torch.randn(5, 1, 12, generator=generator, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(3, 5, 1, 4, generator=generator, dtype=torch.float64)
-    hidden, stacked = unstacked(embedded, 4, is_trained=is_trained)
+    hidden, stacked = split_embeddings(embedded, 4, is_trained=is_trained)
     named = {"packed_seq_params": SimpleNamespace(stacked=stacked)}
     for number in range(2):
-        hidden, _ = stack(number, nn.Identity(), (), named, (hidden * weights[number], None))
+        hidden, _ = add_to_layer(number, nn.Identity(), (), named, (hidden * weights[number], None))
     (ours,) = torch.autograd.grad((hidden * weights[2]).sum(), embedded)
     first, second, third = embedded.split(4, -1)
     plain = ((first * weights[0] + second) * weights[1] + third) * weights[2]
@@ -36,7 +36,7 @@ def test_a_frozen_tower_leaves_no_gradients(lora: int, frozen: list[str], is_kep
     """Of a whole model; also where the embeddings are frozen, whose output yet requires a gradient: adapters of the language model."""
     with world_of_one():
         chunk = build(MADE["qwen3_vl"](4), torch.float32, lora=lora, frozen=frozen)
-        seen: list[Stacked] = []
+        seen: list[DeepStack] = []
         packed = chunk.module._packed
         monkeypatch.setattr(chunk.module, "_packed", lambda batch, stacked: seen.append(stacked) or packed(batch, stacked))
         with megatron_on_cpu():

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, OptimSettings
+from megatron_rl.errors import NonFiniteValue
 from megatron_rl.policy.loss_metrics import _add, _raise
 from megatron_rl.policy.policy import Policy
-from megatron_rl.types import Batch, LossMetrics, NotFinite, Rows
+from megatron_rl.types import LossInputs, LossMetrics, MicroBatch
 from tests.support.one_process import policy_of, world_of_one
 from tests.support.packed import example_contexts
 
@@ -22,7 +23,7 @@ def world() -> Iterator[None]:
         yield
 
 
-def built(model: Path, **optim: float) -> tuple[Policy, list[Batch]]:
+def built(model: Path, **optim: float) -> tuple[Policy, list[MicroBatch]]:
     """A policy and the example in several micro-batches."""
     policy, renderer = policy_of(model, OptimSettings(**optim))
     batches = policy.pack(example_contexts(renderer), max_tokens=200)
@@ -39,14 +40,14 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("column", "name"), [("engine_logprob_T", "the engine's logprob"), ("advantage_T", "the advantage")])
+@pytest.mark.parametrize(("column", "name"), [("rollout_logprob_T", "the engine's logprob"), ("advantage_T", "the advantage")])
 def test_what_came_in_is_named_with_its_micro_batch(world: None, random_model: Path, column: str, name: str, bad: float) -> None:
     policy, batches = built(random_model, lr=1e-3)
-    values = {"engine_logprob_T": batches[1].engine_logprob_T, "advantage_T": batches[1].advantage_T}[column]
+    values = {"rollout_logprob_T": batches[1].rollout_logprob_T, "advantage_T": batches[1].advantage_T}[column]
     values[batches[1].mask_T.nonzero()[3, 0]] = bad
     before = bits(weights(policy))
-    with pytest.raises(NotFinite, match=f"rank 0, micro-batch 1: {name} is not finite"):
-        policy.update(batches, objective(AlgoSettings()), step=0)
+    with pytest.raises(NonFiniteValue, match=f"rank 0, micro-batch 1: {name} is not finite"):
+        policy.update(batches, make_policy_objective(AlgoSettings()), step=0)
     assert bits(weights(policy)) == before and policy.network.num_updates == 0
 
 
@@ -55,8 +56,8 @@ def test_a_broken_weight_is_seen_in_the_trainers_logprob(world: None, random_mod
     with torch.no_grad():
         next(p for name, p in policy.network.chunks.named_parameters() if "linear_fc2" in name)[0, 0] = math.nan
     before = bits(weights(policy))
-    with pytest.raises(NotFinite, match="rank 0, micro-batch 0: the trainer's logprob is not finite"):
-        policy.update(batches, objective(AlgoSettings()), step=0)
+    with pytest.raises(NonFiniteValue, match="rank 0, micro-batch 0: the trainer's logprob is not finite"):
+        policy.update(batches, make_policy_objective(AlgoSettings()), step=0)
     assert bits(weights(policy)) == before
 
 
@@ -64,26 +65,26 @@ def test_a_gradient_that_overflows_names_its_parameter(world: None, random_model
     """The loss itself is finite: its value is cancelled, its gradient is not."""
     policy, batches = built(random_model, lr=1e-3)
 
-    def steep(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+    def steep(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
         scaled = (3e38 * (rows.logprob_R - rows.logprob_R.detach())).sum()
         return scaled, LossMetrics(sums={}, maxima={})
 
     before = bits(weights(policy))
-    with pytest.raises(NotFinite, match=r"rank 0, the gradient of \S+ is not finite"):
+    with pytest.raises(NonFiniteValue, match=r"rank 0, the gradient of \S+ is not finite"):
         policy.update(batches, steep, step=0)
     assert bits(weights(policy)) == before
 
 
 def test_an_infinite_loss_is_one(world: None, random_model: Path) -> None:
     policy, batches = built(random_model, lr=1e-3)
-    with pytest.raises(NotFinite, match="rank 0, micro-batch 0: the loss is inf"):
+    with pytest.raises(NonFiniteValue, match="rank 0, micro-batch 0: the loss is inf"):
         policy.update(batches, lambda rows: (rows.logprob_R.sum() + math.inf, LossMetrics(sums={}, maxima={})), step=0)
 
 
 def test_weights_that_an_update_broke_are_never_served(world: None, random_model: Path) -> None:
     policy, batches = built(random_model, lr=1e37, weight_decay=1.0)
-    with pytest.raises(NotFinite, match="weights are not finite after update 1: lower optim.lr"):
-        policy.update(batches, objective(AlgoSettings()), step=0)
+    with pytest.raises(NonFiniteValue, match="weights are not finite after update 1: lower optim.lr"):
+        policy.update(batches, make_policy_objective(AlgoSettings()), step=0)
 
 
 @pytest.mark.parametrize("order", [(5.0, math.nan, 0.2), (math.nan, 0.1), (0.1, math.nan)])

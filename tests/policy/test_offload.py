@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, OptimSettings
 from megatron_rl.policy import offload
 from megatron_rl.policy.offload import HostCopy
@@ -52,10 +52,10 @@ def test_they_leave_and_come_back_to_the_bit_by_the_same_room() -> None:
     for number in range(3):
         named["window"].add_(number)
         before = bits(named)
-        copy.take()
+        copy.copy_to_host()
         copy.empty()
         assert {p.untyped_storage().nbytes() for p in named.values()} == {0}
-        copy.give()
+        copy.restore()
         assert bits(named) == before
         assert places(copy) == room and [id(p) for p in named.values()] == ours
     named["window"].view(-1)[6] = 7.0
@@ -67,14 +67,14 @@ def test_they_change_places_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(offload, "_PIECE", 32)
     named = parameters()
     copy = HostCopy(named.values())
-    copy.take()
+    copy.copy_to_host()
     first, room = bits(named), places(copy)
     named["window"].mul_(2.0)
     named["halves"].add_(1.0)
     second = bits(named)
     assert first != second
     for expected in (first, second, first, second):
-        copy.exchange()
+        copy.swap()
         assert bits(named) == expected
     assert places(copy) == room
 
@@ -82,16 +82,16 @@ def test_they_change_places_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
 def test_memory_is_locked_once_a_storage_and_let_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[tuple[int, int]] = []
     freed: list[int] = []
-    monkeypatch.setattr(offload, "_is_far", lambda storage: True)
+    monkeypatch.setattr(offload, "_is_on_host", lambda storage: True)
     monkeypatch.setattr(offload, "pin_memory", lambda place, size: locked.append((place, size)))
     monkeypatch.setattr(offload, "unpin_memory", freed.append)
     copy = HostCopy(parameters().values())
     expected = [(host.data_ptr(), host.numel()) for _, host in copy.pairs]
     for _ in range(3):
-        copy.take()
+        copy.copy_to_host()
         copy.empty()
-        copy.give()
-        copy.exchange()
+        copy.restore()
+        copy.swap()
     assert locked == expected and freed == []
     del copy
     gc.collect()
@@ -101,7 +101,7 @@ def test_memory_is_locked_once_a_storage_and_let_go_at_the_end(monkeypatch: pyte
 def test_nothing_is_locked_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "pin_memory", None)
     copy = HostCopy(parameters().values())
-    copy.take()
+    copy.copy_to_host()
     assert copy.pairs and all(bytes(host.numpy()) == bytes(storage.tolist()) for storage, host in copy.pairs)
 
 
@@ -111,7 +111,7 @@ def test_the_reference_speaks_as_the_policy_did_and_leaves_no_trace(world: None,
     batches = policy.pack(example_contexts(renderer), max_tokens=10_000)
     (begun,), room = policy.logprobs(batches), places(policy.reference)
     for step in range(2):
-        policy.update(batches, objective(AlgoSettings()), step=step)
+        policy.update(batches, make_policy_objective(AlgoSettings()), step=step)
         before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
         assert torch.equal(policy.logprobs(batches, weights="reference")[0], begun)
         assert all(torch.equal(tensor, before[name]) for name, tensor in policy.hf_weights())

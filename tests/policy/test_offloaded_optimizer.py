@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.policy import network, optimizer
 from megatron_rl.policy.parallel import build_layout
@@ -75,7 +75,7 @@ def policy_of(model: Path, dtype: str = "bfloat16") -> Policy:
 
 def step(policy: Policy, model: Path, number: int) -> None:
     contexts = example_contexts(Renderer(ModelSettings(path=str(model))))
-    policy.update(policy.pack(contexts, max_tokens=10_000), objective(AlgoSettings()), step=number)
+    policy.update(policy.pack(contexts, max_tokens=10_000), make_policy_objective(AlgoSettings()), step=number)
 
 
 def main_weights(policy: Policy) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.config import OptimSettings
 from megatron_rl.policy.optimizer import build_schedule
-from megatron_rl.types import LossMetrics, Rows
+from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.one_process import policy_of, world_of_one
 from tests.support.packed import example_contexts
 
@@ -56,7 +56,7 @@ def test_one_step_alone_trains_at_its_peak(schedule: str) -> None:
     assert rates(num_steps=1, lr=0.5, schedule=schedule) == [0.5]
 
 
-def nothing(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+def nothing(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
     """A loss without a gradient: Adam stands still, and what moves a parameter is weight decay alone."""
     return 0.0 * rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})
 
@@ -64,7 +64,7 @@ def nothing(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
 @pytest.mark.parametrize("part_lr", [{}, {"vision": 0.05, "merger": 0.025}], ids=["one rate", "own rates"])
 def test_weight_decay_takes_matrices_by_their_rate_and_spares_biases_and_norms(world: None, random_model: Path, part_lr: dict) -> None:
     """AdamW: a matrix loses lr * weight_decay of itself; biases and norms nothing, whether parts have rates of their own or not."""
-    policy, renderer = policy_of(random_model, OptimSettings(lr=0.1, weight_decay=0.5, part_lr=part_lr))
+    policy, renderer = policy_of(random_model, OptimSettings(lr=0.1, weight_decay=0.5, lr_by_module=part_lr))
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     policy.update(policy.pack(example_contexts(renderer), max_tokens=10_000), nothing, step=0)
     decayed = set()

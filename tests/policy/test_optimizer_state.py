@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl.policy.optimizer_state import boxes
+from megatron_rl.policy.optimizer_state import split_into_boxes
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 2), (2, 1, 3, 2)])
@@ -14,7 +14,7 @@ def test_every_stretch_is_its_boxes_in_order(shape: tuple[int, ...]) -> None:
     entries = torch.arange(math.prod(shape)).reshape(shape)
     for start in range(entries.numel() + 1):
         for stop in range(start, entries.numel() + 1):
-            found = list(boxes(shape, start, stop))
+            found = list(split_into_boxes(shape, start, stop))
             parts = [entries[tuple(map(slice, at, (a + b for a, b in zip(at, size, strict=True))))] for at, size in found]
             assert [tuple(part.shape) for part in parts] == [size for _, size in found]
             assert [entry for part in parts for entry in part.flatten().tolist()] == list(range(start, stop))
@@ -22,4 +22,4 @@ def test_every_stretch_is_its_boxes_in_order(shape: tuple[int, ...]) -> None:
 
 
 def test_the_example() -> None:
-    assert list(boxes((3, 4), 2, 11)) == [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]
+    assert list(split_into_boxes((3, 4), 2, 11)) == [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_rl.algo.objective import objective
-from megatron_rl.batching.minibatches import loads_of
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.batching.minibatches import pack_costs
 from megatron_rl.config import AlgoSettings, OptimSettings
 from megatron_rl.memory_plan.image_memory import AHEAD
 from megatron_rl.policy import patches
 from megatron_rl.policy import policy as policy_module
-from megatron_rl.policy.patches import carried, encoded_by, one_ahead
+from megatron_rl.policy.patches import images_of_rank, patch_bytes, prefetch
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Image
 from tests.support.one_process import policy_of, world_of_one
@@ -42,7 +42,7 @@ def test_one_is_made_ahead_and_none_is_kept() -> None:
         alive.append(weakref.ref(made))
         return made
 
-    for made in one_ahead(make, range(6)):
+    for made in prefetch(make, range(6)):
         seen.append(made.number)
         due, end = min(len(seen) + 1, 6), time.monotonic() + 20
         while len(begun) < due and time.monotonic() < end:
@@ -63,7 +63,7 @@ def test_what_making_raises_is_raised_where_it_is_used() -> None:
             raise ValueError("of number 1")
         return number
 
-    coming = one_ahead(make, [0, 1, 2])
+    coming = prefetch(make, [0, 1, 2])
     assert next(coming) == 0
     with pytest.raises(ValueError, match="of number 1"):
         next(coming)
@@ -76,8 +76,8 @@ def image(key: str, patches: int) -> Image:
 def test_each_rank_encodes_its_own() -> None:
     """By hand: the largest first, to the rank with least. One rank takes them in order."""
     images = [image("a", 4), image("b", 16), image("c", 8), image("d", 4)]
-    assert [[each.key for each in share] for share in encoded_by(images, 2)] == [["b"], ["c", "a", "d"]]
-    assert encoded_by(images, 1) == [images]
+    assert [[each.key for each in share] for share in images_of_rank(images, 2)] == [["b"], ["c", "a", "d"]]
+    assert images_of_rank(images, 1) == [images]
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -89,7 +89,7 @@ def test_pictures_alone_train_as_patches_do(random_model: Path, is_read: bool) -
             policy, renderer = policy_of(random_model, OptimSettings(lr=1e-3))
             contexts = example_contexts(renderer)
             if not whole:
-                policy.network._patches = partial(renderer.patches, picture_of=attrgetter("picture"))
+                policy.network._patches = partial(renderer.patches, picture_of=attrgetter("pil"))
                 renderer._images.clear()
                 for each in contexts:
                     each.context.images = [seen.without_patches() for seen in each.context.images]
@@ -114,7 +114,7 @@ def test_patches_of_as_many_micro_batches_exist_as_the_plan_counts(
         return tensor
 
     def patches_of(image: Image) -> torch.Tensor:
-        patch_PC = renderer.patches(image, attrgetter("picture")).clone()
+        patch_PC = renderer.patches(image, attrgetter("pil")).clone()
         made.append(StorageWeakRef(patch_PC.untyped_storage()))
         seen.append((num_alive(joined), num_alive(made)))
         return patch_PC
@@ -135,7 +135,7 @@ def played(policy: Policy, contexts: list, *, is_read: bool) -> object:
     if is_read:
         result = [said.numpy().tobytes() for said in policy.logprobs(batches)]
     else:
-        policy.update(batches, objective(AlgoSettings()), step=0)
+        policy.update(batches, make_policy_objective(AlgoSettings()), step=0)
         result = {name: tensor.numpy().tobytes() for name, tensor in policy.hf_weights()}
     assert {batch.patch_PC for batch in batches} == {None}
     return result
@@ -144,12 +144,12 @@ def played(policy: Policy, contexts: list, *, is_read: bool) -> object:
 def test_contexts_are_dealt_once_for_their_pictures_and_for_their_batches(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pictures that this rank is said to encode are those of the batches that it packs; the contexts are ordered once."""
     ordered = []
-    monkeypatch.setattr(policy_module, "loads_of", lambda *given, **how: ordered.append(1) or loads_of(*given, **how))
+    monkeypatch.setattr(policy_module, "pack_costs", lambda *given, **how: ordered.append(1) or pack_costs(*given, **how))
     with world_of_one():
         policy, renderer = policy_of(random_model, OptimSettings())
         contexts = example_contexts(renderer) * 3
-        dealt = policy.deal(contexts, max_tokens=200)
-        shown, batches = policy.pictures(dealt), policy.packed(dealt)
+        dealt = policy.shard_across_dp(contexts, max_tokens=200)
+        shown, batches = policy.images(dealt), policy.pack_local(dealt)
         assert len(ordered) == 1 and len(batches) > 2
         assert [image.key for image in shown[0]] == [image.key for batch in batches for image in batch.images]
         assert [batch.token_T.tolist() for batch in policy.pack(contexts, max_tokens=200)] == [batch.token_T.tolist() for batch in batches]
@@ -157,4 +157,4 @@ def test_contexts_are_dealt_once_for_their_pictures_and_for_their_batches(random
 
 def test_an_image_without_patches_is_named() -> None:
     with pytest.raises(AssertionError, match="image a came without its patches"):
-        carried(image("a", 4))
+        patch_bytes(image("a", 4))

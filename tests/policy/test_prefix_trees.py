@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.batching.minibatches import WeightedContext, cut, loads_of
+from megatron_rl.batching.minibatches import PackItem, pack_costs, split_by_cost
 from megatron_rl.batching.packing import pack
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import CriticSettings, LoraSettings, OptimSettings
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Batch, Context, Image
+from megatron_rl.types import Image, MicroBatch, TokenSequence
 from megatron_rl.weights.stream import is_adapter
 from tests.support.one_process import policy_of, world_of_one
 from tests.support.packed import picture, user
@@ -25,8 +25,8 @@ TREES = st.lists(st.lists(st.sampled_from("12xyab"), max_size=10), min_size=2, m
 """By context: digits are observed, x and y are sampled, a and b are pictures."""
 
 
-def grown(parts: list[str], shown: dict[str, Image], renderer: Renderer) -> Context:
-    made = Context()
+def grown(parts: list[str], shown: dict[str, Image], renderer: Renderer) -> TokenSequence:
+    made = TokenSequence()
     for part in parts:
         if part in shown:
             made.extend([renderer.image_token_id] * shown[part].num_tokens, images=(shown[part],))
@@ -35,12 +35,12 @@ def grown(parts: list[str], shown: dict[str, Image], renderer: Renderer) -> Cont
     return made
 
 
-def said(policy: Policy, *batches: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def said(policy: Policy, *batches: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logprob, entropy and value [3, R] of each sampled token, and the gradient of their sum over all batches, each with a weight of its
     own."""
     seen: list[torch.Tensor] = []
 
-    def summed(given: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    def summed(given: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         seen.append(torch.stack([*policy._tokens(given, rows_R, hidden_RH), policy._value_R(given, rows_R, hidden_RH)]))
         last = sum(part.shape[1] for part in seen)
         weight_R = torch.arange(last - seen[-1].shape[1] + 1.0, last + 1)
@@ -61,7 +61,7 @@ def compared(policy: Policy, renderer: Renderer) -> Callable[[list[list[str]]], 
 
     def compare(trees: list[list[str]]) -> None:
         contexts = [grown(["1", *parts, "x"], shown, renderer) for parts in trees]
-        loads = loads_of([WeightedContext(each) for each in contexts], renderer.image_token_id, share_prompts=True)
+        loads = pack_costs([PackItem(each) for each in contexts], renderer.image_token_id, share_prompts=True)
         ordered = [load.weighted for load in loads]
         shared, whole = (pack(ordered, **how, share_prompts=share) for share in (True, False))
         assert shared.num_tokens == loads[0].first + sum(load.next for load in loads[1:]) <= whole.num_tokens
@@ -95,12 +95,12 @@ def test_a_chain_of_turns_in_several_micro_batches(random_model: Path) -> None:
         policy, renderer = policy_of(random_model, OptimSettings(), critic=CriticSettings(head_sizes=[8]))
         contexts = []
         for turn in range(1, 51):
-            contexts.append(Context())
+            contexts.append(TokenSequence())
             contexts[-1].extend(list(range(100, 98 + 3 * turn)))
             contexts[-1].extend([98 + 3 * turn, 99 + 3 * turn], logprobs=[-1.0, -1.0])
-        loads = loads_of([WeightedContext(each) for each in contexts], renderer.image_token_id, share_prompts=True)
+        loads = pack_costs([PackItem(each) for each in contexts], renderer.image_token_id, share_prompts=True)
         how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.positions}
-        (whole,), parts = ([pack(part, **how, share_prompts=True) for part in cut(loads, room)] for room in (150 * 50, 150))
+        (whole,), parts = ([pack(part, **how, share_prompts=True) for part in split_by_cost(loads, room)] for room in (150 * 50, 150))
         assert whole.num_tokens == 150 and 3 <= len(parts) <= 8 and all(part.num_tokens <= 150 for part in parts)
         (ours, gradients), (theirs, expected) = said(policy, *parts), said(policy, whole)
         assert ours.shape == (3, 100) and (ours - theirs).abs().max() <= 1e-5

@@ -12,7 +12,7 @@ def test_statistics_of_steps_are_those_of_all_returns() -> None:
     steps = [[3.0], list(generator.normal(5, 2, 7)), [], list(generator.normal(-20, 0.5, 40))]
     head = ValueHead(4, [], dtype=torch.float32, normalizes=True)
     for returns in steps:
-        head.see(returns)
+        head.update_return_stats(returns)
     every = np.concatenate([np.array(returns) for returns in steps])
     units = head.to_units(torch.tensor(every))
     assert np.allclose(units, (every - every.mean()) / every.std(), rtol=0, atol=1e-9)

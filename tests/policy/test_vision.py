@@ -58,7 +58,7 @@ def own_patches(ranks: int, patch_PC: torch.Tensor, grid_I3: torch.Tensor) -> li
         Image(None, part, tuple(grid), str(number), merge=1)
         for number, (part, grid) in enumerate(zip(patch_PC.split(grid_I3.prod(1).tolist()), grid_I3.tolist(), strict=True))
     ]
-    return [torch.cat([patch_PC[:0], *(image.patch_PC for image in share)]) for share in patches.encoded_by(images, ranks)]
+    return [torch.cat([patch_PC[:0], *(image.patch_PC for image in share)]) for share in patches.images_of_rank(images, ranks)]
 
 
 @pytest.mark.parametrize("merge", [1, 2, 3])

@@ -22,17 +22,17 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import sandbox.doctor
-from megatron_rl.algo.rollout_correction import uncorrected
+from megatron_rl.algo.rollout_correction import mismatch_metrics
 from megatron_rl.config import ColumnSettings, Settings
 from megatron_rl.data.questions import open_questions, questions
 from megatron_rl.data.survey import survey
+from megatron_rl.errors import InfraError
 from megatron_rl.preflight import doctor
 from megatron_rl.preflight.check_report import Report, show
 from megatron_rl.preflight.doctor import examine, look_at_judges, look_at_sandbox, tell_questions
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import ANSWER
-from megatron_rl.types import HostFault
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support import forked
@@ -56,7 +56,7 @@ def sound(random_model: Path, tmp_path: Path) -> list[str]:
     path = write(tmp_path / "mine.parquet", [ROW] * 3)
     limits = ["model.min_pixels=784", "model.max_pixels=3136"]
     return ["task=vqa", f"model.path={random_model}", f"run.dir={tmp_path}/run", f"task.data.train=[{path}]", f"task.data.eval=[{path}]",
-            "task.max_tokens_per_turn=100", "run.host_gb=100", *limits]  # fmt: skip
+            "task.max_new_tokens=100", "run.host_gb=100", *limits]  # fmt: skip
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path
 
 def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path, tmp_path: Path) -> None:
     """As the policy's is looked at, by its own name; what is wrong with it is told once."""
-    trunk, own = tmp_path / "trunk", ["algo=ppo", "critic.trunk=own"]
+    trunk, own = tmp_path / "trunk", ["algo=ppo", "critic.backbone=own"]
     shutil.copytree(random_model, trunk)
     well = examine(settings_of(*sound, *own, f"critic.path={trunk}"))
     assert well.errors == [] and dict(well.rows)["critic.path"].startswith(f"{trunk}: 4 layers of ")
@@ -181,7 +181,7 @@ def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path,
 def test_a_critic_that_the_layout_does_not_fit(sound: list[str], tmp_path: Path) -> None:
     """Its heads, not the policy's four."""
     make(tmp_path / "trunk", preset="nano", init="random", seed=1, hidden=96, heads=3, kv_heads=1)
-    (error,) = examine(settings_of(*sound, "algo=ppo", "critic.trunk=own", f"critic.path={tmp_path / 'trunk'}", "parallel.tp=2")).errors
+    (error,) = examine(settings_of(*sound, "algo=ppo", "critic.backbone=own", f"critic.path={tmp_path / 'trunk'}", "parallel.tp=2")).errors
     assert error == "parallel.tp=2: does not divide the critic's 3 attention heads; use one of 1"
 
 
@@ -198,7 +198,7 @@ def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random
     prompts = [renderer.prompt([{"role": "user", "content": content}]) for content in ([*parts, told], parts, [])]
     whole, asked, nothing = (len(prompt.token_ids) for prompt in prompts)
     length = asked - nothing
-    changes = [f"task.data.train=[{path}]", "engine.max_images=1", f"engine.max_model_len={whole}", "run.max_failed=0.5"]
+    changes = [f"task.data.train=[{path}]", "engine.max_images=1", f"engine.max_model_len={whole}", "run.max_failed_fraction=0.5"]
     report = examine(settings_of(*sound, *changes))
     assert report.errors == []
     assert report.warnings == [
@@ -207,9 +207,9 @@ def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random
         "task.data.train: long.json row 1: 2 pictures; raise engine.max_images=1",
     ]
     assert f"longest question {length} tokens" in dict(report.rows)["data.train"]
-    (error,) = examine(settings_of(*sound, *changes, "run.max_failed=0.49")).errors
-    assert error.startswith(f"task.data.train=['{path}']: 1 of 2 prompts do not fit, run.max_failed=0.49; long.json row 1: ")
-    shown = [f"task.data.eval=[{path}]", *changes[1:3], "run.max_failed=0"]
+    (error,) = examine(settings_of(*sound, *changes, "run.max_failed_fraction=0.49")).errors
+    assert error.startswith(f"task.data.train=['{path}']: 1 of 2 prompts do not fit, run.max_failed_fraction=0.49; long.json row 1: ")
+    shown = [f"task.data.eval=[{path}]", *changes[1:3], "run.max_failed_fraction=0"]
     assert examine(settings_of(*sound, *shown, "task.data.max_eval=1")).errors == [], "the row that does not fit is not played"
     assert len(examine(settings_of(*sound, *shown, "task.data.max_eval=2")).errors) == 1
     asked = ["stage=sft", "sft.splits=[transcripts]", "sft.steps=[1]"]
@@ -252,7 +252,7 @@ def refusals(settings: Settings) -> list[str]:
 
     try:
         asyncio.run(start())
-    except HostFault as fault:
+    except InfraError as fault:
         return [str(fault)]
     return []
 
@@ -345,10 +345,10 @@ def test_tasks_are_named_as_they_are() -> None:
 
 
 def test_staleness_without_a_correction_is_warned_of() -> None:
-    for words, num in ((["run.max_staleness=2"], 1), (["run.max_staleness=2", "algo.correction=token_tis"], 0), (["stage=sft"], 0)):
-        lines = uncorrected(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
-        told = "algo.correction=none: run.max_staleness=2 trains on what older weights sampled, which may end in collapse; use "
-        assert lines == [f"{told}algo.correction=bypass, and a lower learning rate"] * num
+    for words, num in ((["run.max_staleness=2"], 1), (["run.max_staleness=2", "algo.rollout_correction=token_tis"], 0), (["stage=sft"], 0)):
+        lines = mismatch_metrics(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
+        told = "algo.rollout_correction=none: run.max_staleness=2 trains on what older weights sampled, which may end in collapse; use "
+        assert lines == [f"{told}algo.rollout_correction=bypass, and a lower learning rate"] * num
 
 
 @pytest.mark.parametrize(
@@ -356,15 +356,15 @@ def test_staleness_without_a_correction_is_warned_of() -> None:
     [
         (["model.dtype=bfloat16"], 1),
         (["engine.dtype=bfloat16"], 1),
-        (["model.dtype=bfloat16", "algo.correction=token_tis"], 0),
-        (["model.dtype=bfloat16", "algo.correction=bypass+geo_mask"], 0),
-        (["model.dtype=bfloat16", "algo.correction=sequence_mask+opsm"], 0),
-        (["model.dtype=bfloat16", "algo.correction=opsm"], 1),
+        (["model.dtype=bfloat16", "algo.rollout_correction=token_tis"], 0),
+        (["model.dtype=bfloat16", "algo.rollout_correction=bypass+geo_mask"], 0),
+        (["model.dtype=bfloat16", "algo.rollout_correction=sequence_mask+opsm"], 0),
+        (["model.dtype=bfloat16", "algo.rollout_correction=opsm"], 1),
         (["model.dtype=bfloat16", "stage=sft"], 0),
         ([], 0),
     ],
 )
 def test_bfloat16_without_a_correction_is_warned_of(words: list[str], warned: int) -> None:
-    lines = uncorrected(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
-    told = ("algo.correction=none: engine and trainer", "algo.correction=opsm: engine and trainer")
+    lines = mismatch_metrics(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
+    told = ("algo.rollout_correction=none: engine and trainer", "algo.rollout_correction=opsm: engine and trainer")
     assert len(lines) == warned and all(line.startswith(told) for line in lines)

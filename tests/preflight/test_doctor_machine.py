@@ -13,7 +13,7 @@ from megatron_rl.config import ParallelSettings, Settings
 from megatron_rl.distributed import world
 from megatron_rl.preflight.check_report import Report
 from megatron_rl.preflight.doctor_machine import look_at_disk, look_at_files, look_at_gpus, look_at_plan, look_at_versions
-from megatron_rl.registry import Own
+from megatron_rl.registry import Plugins
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support.planted_gpus import H100, L4, plant
@@ -130,7 +130,7 @@ def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
     def told(*words: str) -> Report:
         report = Report()
         given = ("experiment=numberline_grpo_cpu", f"model.path={tmp_path}/wide", "run.host_gb=1000", *words)
-        look_at_plan(settings_of(*given), report, Own())
+        look_at_plan(settings_of(*given), report, Plugins())
         return report
 
     assert [name for name, _ in told().rows] == ["host"]
@@ -148,7 +148,7 @@ def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
     """Of two, the second has 10 of its 80 GiB left."""
     settings.run.host_gb, settings.run.gpu, settings.parallel = 1000, "h100", ParallelSettings()
     report = Report()
-    look_at_plan(settings, report, Own())
+    look_at_plan(settings, report, Plugins())
     (error,) = report.errors
     assert error.startswith("GPU 1: 10.7 GB of its 85.9 GB are free, and the plan needs ")
 
@@ -169,6 +169,6 @@ def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkey
     assert told() == []
     settings.run.host_gb, settings.run.gpu, settings.engine.gpu_memory_utilization = 1000, "h100", 0.5
     report = Report()
-    look_at_plan(settings, report, Own())
+    look_at_plan(settings, report, Plugins())
     (line,) = report.errors
     assert line.startswith("engine.gpu_memory_utilization=0.5: GPU 1 (NVIDIA L4) has 23.6 GB, and the plan needs 4")

@@ -20,22 +20,24 @@ def told(**engine: object) -> Report:
 
 
 def test_who_starts_none_hears_nothing() -> None:
-    assert told().rows == told(kind="remote", urls=["http://a:1"]).rows == []
+    assert told().rows == told(mode="server", urls=["http://a:1"]).rows == []
 
 
 def test_what_is_started_where_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each by its cores; fewer than ranks and servers are a warning."""
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
-    report = told(kind="remote", servers=3)
+    report = told(mode="server", num_local_servers=3)
     assert dict(report.rows) == {"engines": "3 servers: core 1, core 2, core 3"} and report.warnings == report.errors == []
-    report = told(kind="remote", servers=4)
-    assert report.warnings == ["engine.servers=4: there are fewer cores than the 1 ranks and the servers; they take turns"]
+    report = told(mode="server", num_local_servers=4)
+    assert report.warnings == ["engine.num_local_servers=4: there are fewer cores than the 1 ranks and the servers; they take turns"]
 
 
 def test_what_is_started_where_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: True)
     monkeypatch.setattr(doctor_services.torch.cuda, "device_count", lambda: 5)
-    assert dict(told(kind="remote", servers=2, tp=2).rows) == {"engines": "2 servers: GPU 1-2, GPU 3-4"}
-    (error,) = told(kind="remote", servers=3, tp=2).errors
-    assert error.startswith("engine.servers=3: 6 GPUs are needed beside those of the 1 ranks, and ") and error.endswith("5 in all; start 2")
+    assert dict(told(mode="server", num_local_servers=2, tp=2).rows) == {"engines": "2 servers: GPU 1-2, GPU 3-4"}
+    (error,) = told(mode="server", num_local_servers=3, tp=2).errors
+    assert error.startswith("engine.num_local_servers=3: 6 GPUs are needed beside those of the 1 ranks, and ") and error.endswith(
+        "5 in all; start 2"
+    )

@@ -14,8 +14,8 @@ from megatron_rl.distributed.world import World, connect
 from megatron_rl.entrypoints import train
 from megatron_rl.memory_plan.gpu_memory import plan
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.preflight.gpus import Gpu, check_gpus, driver_of, misfits, trouble_of
-from megatron_rl.registry import Own
+from megatron_rl.preflight.gpus import Gpu, check_gpus, driver_error, find_mismatches, read_driver_version
+from megatron_rl.registry import Plugins
 from tests.contracts.test_configs import settings_of
 from tests.support.planted_gpus import CLOSED_MODULE, H100, L4, L40S, OPEN_MODULE, SLICE, plant
 
@@ -36,15 +36,15 @@ def with_tp(settings: Settings, tp: int) -> Settings:
 def test_a_driver_is_read_as_its_module_says_it(tmp_path: Path) -> None:
     for number, (text, found) in enumerate([(OPEN_MODULE, "580.65.06"), (CLOSED_MODULE, "535.183.01"), ("nothing of it", "")]):
         (tmp_path / str(number)).write_text(text)
-        assert driver_of(tmp_path / str(number)) == found
-    assert driver_of(tmp_path / "absent") == ""
+        assert read_driver_version(tmp_path / str(number)) == found
+    assert read_driver_version(tmp_path / "absent") == ""
 
 
 def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
-    assert trouble_of("580.65.06", "13.0", num_devices=1) == trouble_of("535.183.01", "13.0", num_devices=1) == ""
-    assert trouble_of("535.183.01", "13.0", num_devices=0) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
-    assert "is built for CPUs, and this machine has NVIDIA's driver 580.1" in trouble_of("580.1", None, num_devices=0)
-    assert trouble_of("580.1", "13.0", num_devices=0).startswith("CUDA_VISIBLE_DEVICES=")
+    assert driver_error("580.65.06", "13.0", num_devices=1) == driver_error("535.183.01", "13.0", num_devices=1) == ""
+    assert driver_error("535.183.01", "13.0", num_devices=0) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
+    assert "is built for CPUs, and this machine has NVIDIA's driver 580.1" in driver_error("580.1", None, num_devices=0)
+    assert driver_error("580.1", "13.0", num_devices=0).startswith("CUDA_VISIBLE_DEVICES=")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_gpus_are_is_told_before_a_plan_that_fails_on_them(
     """The plan of the smallest GPU says that the engine has no room, which is not what is wrong with a slice or with one L4 among H100s."""
     plant(monkeypatch, tmp_path, gpus, shared=shared)
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
-        train.prepared(settings, Own(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
+        train.preflight(settings, Plugins(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
 
 
 def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +101,9 @@ def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_
 def test_layers_are_not_cut_across_nodes(settings: Settings) -> None:
     """Two nodes of two GPUs; of six; and one node, whose layout check_layout has looked at."""
     two, six = [H100] * 2, [H100] * 6
-    assert misfits(with_tp(settings, 2), two, num_ranks=4) == misfits(with_tp(settings, 4), [H100] * 4, num_ranks=4) == []
+    assert find_mismatches(with_tp(settings, 2), two, num_ranks=4) == find_mismatches(with_tp(settings, 4), [H100] * 4, num_ranks=4) == []
     for gpus, num_ranks, fitting in ((two, 4, "1, 2"), (six, 12, "1, 2")):
-        (line,) = misfits(with_tp(settings, 4), gpus, num_ranks=num_ranks)
+        (line,) = find_mismatches(with_tp(settings, 4), gpus, num_ranks=num_ranks)
         assert line == f"parallel.tp=4: would cut layers across nodes of {len(gpus)} GPUs; use one of {fitting}, or parallel.pp"
 
 
@@ -167,14 +167,14 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
     here = plan(read_spec(settings.model.path), l4, world_size=1, memory=L4.memory)
     share = settings.engine.gpu_memory_utilization
     assert named.engine.budget == int(share * 80e9) and here.engine.budget == int(share * L4.memory)
-    assert train.planned_bytes(settings, Own(), world=ALONE) == here.peak < L4.memory < named.peak
-    assert train.planned_bytes(settings, Own(), world=replace(ALONE, device=torch.device("cpu"))) == 0
+    assert train.plan_gpu_bytes(settings, Plugins(), world=ALONE) == here.peak < L4.memory < named.peak
+    assert train.plan_gpu_bytes(settings, Plugins(), world=replace(ALONE, device=torch.device("cpu"))) == 0
     lost = replace(settings, model=replace(settings.model, path="nowhere"))
-    told = train.planned_bytes(lost, Own(), world=ALONE)
+    told = train.plan_gpu_bytes(lost, Plugins(), world=ALONE)
     assert isinstance(told, ValueError) and str(told).startswith("model.path=nowhere: ")
     with pytest.raises(ValueError, match="^model.path=nowhere: "):  # where the ranks are together
-        train.prepared(lost, Own(), world=ALONE, needed=told, splits=())
-    assert train.planned_bytes(settings, Own(), world=replace(NODE, local_rank=3)) == 0
+        train.preflight(lost, Plugins(), world=ALONE, needed=told, splits=())
+    assert train.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, local_rank=3)) == 0
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_main_memory_that_is_stated_is_a_gate(
     plant(monkeypatch, tmp_path, [L4] * 3)
     monkeypatch.setattr("megatron_rl.memory_plan.host_memory.psutil.virtual_memory", lambda: SimpleNamespace(total=there))
     settings = replace(settings, run=replace(settings.run, host_gb=stated))
-    told = train.planned_bytes(settings, Own(), world=replace(NODE, size=6, local_size=3))
+    told = train.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, size=6, local_size=3))
     if line:
         assert isinstance(told, ValueError) and str(told).startswith(line) and "that 3 processes may need at most" in str(told)
     else:
@@ -208,7 +208,9 @@ def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: P
 
     settings = replace(settings, engine=replace(settings.engine, gpu_memory_utilization=0.97))
     plant(monkeypatch, tmp_path, [L4])
-    planted = {"place": lambda: ALONE, "connect": meet, "expand_segments": lambda: None, "build_task": None, "build": None}
+    planted = {
+        "read_world": lambda: ALONE, "connect": meet, "expand_segments": lambda: None, "build_task": None, "build_context": None,
+    }  # fmt: skip
     for name, value in planted.items():
         monkeypatch.setattr(train, name, value)
     with pytest.raises(ValueError, match=r"^engine.gpu_memory_utilization=0.97: GPU 0 \(NVIDIA L4\) has 23.6 GB, and the plan"):

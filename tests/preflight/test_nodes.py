@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, EngineSettings, JudgeSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.preflight.nodes import View, described, require_alike
+from megatron_rl.preflight.nodes import NodeReport, describe_path, require_same_nodes
 
 FILES = {"model.path": {"m/config.json": "d1", "m/model.safetensors": 100}, "task.data.train": {"a.jsonl": 5}}
-FIRST = View(host="a", node=0, num_processes=8, files=FILES)
-SECOND = View(host="b", node=1, num_processes=8, files=FILES)
+FIRST = NodeReport(host="a", node=0, num_processes=8, files=FILES)
+SECOND = NodeReport(host="b", node=1, num_processes=8, files=FILES)
 
 
 def settings_of(**engine: int) -> Settings:
@@ -20,7 +20,7 @@ def settings_of(**engine: int) -> Settings:
     return Settings(model=ModelSettings(path="m"), run=RunSettings(dir="runs/x"), task=task, engine=EngineSettings(**engine))
 
 
-def other(key: str, **files: object) -> View:
+def other(key: str, **files: object) -> NodeReport:
     return replace(SECOND, files={**FILES, key: files})
 
 
@@ -48,14 +48,14 @@ def other(key: str, **files: object) -> View:
         (replace(SECOND, sees_cache=True), "task.judge.cache=c.sqlite: is shared by node 0 (a) and node 1 (b), and SQLite"),
     ],
 )  # fmt: skip
-def test_what_differs_is_named(second: View, line: str) -> None:
+def test_what_differs_is_named(second: NodeReport, line: str) -> None:
     with pytest.raises(ValueError, match=re.escape(line)):
-        require_alike(settings_of(tp=4), [FIRST, second])
+        require_same_nodes(settings_of(tp=4), [FIRST, second])
 
 
 def test_nodes_that_are_alike_may_begin() -> None:
-    require_alike(settings_of(tp=4), [FIRST, SECOND])
-    require_alike(settings_of(tp=4), [FIRST, replace(SECOND, host="a", sees_cache=True)])
+    require_same_nodes(settings_of(tp=4), [FIRST, SECOND])
+    require_same_nodes(settings_of(tp=4), [FIRST, replace(SECOND, host="a", sees_cache=True)])
 
 
 def test_a_file_is_told_by_its_size_and_a_shape_by_its_digest(tmp_path: Path) -> None:
@@ -65,6 +65,6 @@ def test_a_file_is_told_by_its_size_and_a_shape_by_its_digest(tmp_path: Path) ->
         folder.mkdir()
         (folder / "config.json").write_text(text)
         (folder / "model.safetensors").write_bytes(b"x" * length)
-    one, two = ({Path(name).name: value for name, value in described(folder).items()} for folder in folders)
+    one, two = ({Path(name).name: value for name, value in describe_path(folder).items()} for folder in folders)
     assert one.keys() == two.keys() == {"config.json", "model.safetensors"} and all(one[name] != two[name] for name in one)
-    assert list(described(folders[0] / "config.json").values()) == [3] and described(Path("hub/name")) == {}
+    assert list(describe_path(folders[0] / "config.json").values()) == [3] and describe_path(Path("hub/name")) == {}

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config import DataSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.data.questions import questions
-from megatron_rl.preflight.prompts import tell_blanked, tell_column_warnings, tell_prompts
+from megatron_rl.preflight.prompts import report_blanked_tokens, report_column_warnings, report_prompts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import VqaTask
 from tests.support.one_process import world_of_one
@@ -37,8 +37,8 @@ def world() -> Iterator[None]:
 def settings_of(path: Path, *, room: int, max_failed: float) -> Settings:
     return Settings(
         engine=EngineSettings(max_images=2, max_model_len=room + 1),
-        task=TaskSettings(name="vqa", max_tokens_per_turn=10, data=DataSettings(train=[str(path)], eval=[str(path)])),
-        run=RunSettings(dir="nowhere", max_failed=max_failed),
+        task=TaskSettings(name="vqa", max_new_tokens=10, data=DataSettings(train=[str(path)], eval=[str(path)])),
+        run=RunSettings(dir="nowhere", max_failed_fraction=max_failed),
     )
 
 
@@ -49,12 +49,12 @@ def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.Mo
     fleet = fleet_of(renderer)
     fleet.task = VqaTask(settings_of(path, room=99, max_failed=0.9).task)
     unbounded = replace(EPISODE, max_turns=1, max_context=999, max_images=9)
-    (rollout,) = fleet.play(fleet.task.examples("train")[1:2], samples=1, settings=unbounded)
-    longest = sum(1 - mask for mask in rollout.contexts[0].loss_mask)
+    (rollout,) = fleet.run_examples(fleet.task.examples("train")[1:2], samples=1, settings=unbounded)
+    longest = sum(1 - mask for mask in rollout.sequences[0].loss_mask)
 
     def told(**changes: float) -> list[str]:
         lines: list[str] = []
-        tell_prompts(settings_of(path, **changes), fleet=fleet, tell=lines.append)
+        report_prompts(settings_of(path, **changes), fleet=fleet, tell=lines.append)
         return lines
 
     first, *lines = told(room=longest - 1, max_failed=0.9)
@@ -63,16 +63,18 @@ def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.Mo
     assert lines[1] == "warning: task.data.train: mine.jsonl row 2: 3 pictures; raise engine.max_images=2"
     assert [line.replace("eval", "train") for line in lines[2:]] == lines[:2]
     assert len(told(room=longest, max_failed=0.9)) == 3, "now it fits, to the token"
-    with pytest.raises(ValueError, match=r"^task.data.train=\['.*mine.jsonl'\]: 2 of 3 prompts do not fit, run.max_failed=0.5; .*row 1"):
+    with pytest.raises(
+        ValueError, match=r"^task.data.train=\['.*mine.jsonl'\]: 2 of 3 prompts do not fit, run.max_failed_fraction=0.5; .*row 1"
+    ):
         told(room=longest - 1, max_failed=0.5)
 
 
 def test_a_task_without_files_shows_its_prompt_and_followers_say_nothing(renderer: Renderer, tmp_path: Path) -> None:
     lines: list[str] = []
     settings = settings_of(tmp_path, room=99, max_failed=0.1)
-    tell_prompts(settings, fleet=fleet_of(renderer), tell=lines.append)
+    report_prompts(settings, fleet=fleet_of(renderer), tell=lines.append)
     assert len(lines) == 1 and lines[0].endswith("assistant") and "user\n    0" in lines[0]
-    tell_prompts(settings, fleet=fleet_of(renderer, Scripted(leads=False)), tell=lines.append)
+    report_prompts(settings, fleet=fleet_of(renderer, Scripted(leads=False)), tell=lines.append)
     assert len(lines) == 1
 
 
@@ -80,7 +82,7 @@ def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_
     rows = [{**ROWS[0], "question": words} for words in ("Where is <|box_start|>?", "Where?", "Which <|quad_end|>?")]
     questions = {"train": VqaTask(settings_of(write(tmp_path / "mine.jsonl", rows), room=99, max_failed=0.9).task).examples("train")}
     lines: list[str] = []
-    tell_blanked(questions, fleet=fleet_of(renderer), tell=lines.append)
+    report_blanked_tokens(questions, fleet=fleet_of(renderer), tell=lines.append)
     told = "2 questions name special tokens, written with a blank, as '< |box_start|>'"
     assert lines == [f"warning: task.data.train: {told}; task.data.allow_grounding_tokens=true keeps those of grounding"]
 
@@ -90,7 +92,7 @@ def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> Non
     row = {"question": "?", "answer": "a", "weight": 0}
     train = questions([str(write(tmp_path / "q.jsonl", [row] * 3))], images_root="", name="train")
     lines: list[str] = []
-    tell_column_warnings({"train": train, "eval": train[:1], "dealt": [train[0]]}, tell=lines.append)
+    report_column_warnings({"train": train, "eval": train[:1], "dealt": [train[0]]}, tell=lines.append)
     assert [line.partition(": the policy")[0] for line in lines[::3]] == [
         "warning: task.data.train: 0 images in 3 rows", "warning: task.data.eval: 0 images in 3 rows",
     ]  # fmt: skip

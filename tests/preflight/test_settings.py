@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config import DataSettings, JudgeSettings, TaskSettings
 from megatron_rl.models.known_models import known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.registry import Own, build_task, check_sight
+from megatron_rl.registry import Plugins, build_task, check_critic_vision
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.types import Example
 from tests.support.qwen3 import qwen3_4b
@@ -27,7 +27,7 @@ class OwnTask(Task):
         raise NotImplementedError
 
 
-OWN = Own(tasks={"own": OwnTask}, rewards={"short": lambda reply: -len(reply), "kind": lambda: 1})
+OWN = Plugins(tasks={"own": OwnTask}, rewards={"short": lambda reply: -len(reply), "kind": lambda: 1})
 
 
 def parts_of(name: str, reward: str) -> list[str]:
@@ -63,7 +63,7 @@ def test_a_task_is_a_subclass() -> None:
         pass
 
     with pytest.raises(ValueError, match=r"^tasks\['looks'\]=<class .*Looks'>: must be a class below megatron_rl.rollout.task.Task$"):
-        build_task(TaskSettings(name="looks"), Own(tasks={"looks": Looks}))
+        build_task(TaskSettings(name="looks"), Plugins(tasks={"looks": Looks}))
 
 
 def test_half_a_task() -> None:
@@ -72,7 +72,7 @@ def test_half_a_task() -> None:
             return []
 
     with pytest.raises(ValueError, match=r"^tasks\['half'\]=Half: lacks env$"):
-        build_task(TaskSettings(name="half"), Own(tasks={"half": Half}))
+        build_task(TaskSettings(name="half"), Plugins(tasks={"half": Half}))
 
 
 def test_options_that_cannot_be_kept() -> None:
@@ -113,9 +113,9 @@ VISION, FAMILY = MODEL.vision, MODEL.family
 )
 def test_a_critic_that_reads_something_else(other: ModelSpec, said: str) -> None:
     with pytest.raises(ValueError, match=rf"^critic.path=there: has {said}; take a model of the policy's family: "):
-        check_sight(other, MODEL, path="there")
+        check_critic_vision(other, MODEL, path="there")
 
 
 @pytest.mark.parametrize("size", ["3B", "7B", "72B"])
 def test_a_critic_of_another_size_reads_the_same(size: str) -> None:
-    check_sight(known_spec(f"Qwen/Qwen2.5-VL-{size}-Instruct"), MODEL, path="there")
+    check_critic_vision(known_spec(f"Qwen/Qwen2.5-VL-{size}-Instruct"), MODEL, path="there")

@@ -54,8 +54,10 @@ def test_a_killed_engine_loses_nothing_that_goes_on(random_model: Path, tmp_path
     assert [(kill["phase"], kill["way"]) for kill in kills] == [("generation", "killed"), ("generation", "core killed")], kills
     assert kills[0]["down_s"] > 0 and said.count("is started again in ") >= 1, said[-6000:]
     steps = steps_of(tmp_path / "run")
-    assert [step["step"] for step in steps] == list(range(5)) and max(step["engine/logprob_gap_max"] for step in steps) <= 1e-4
-    assert not any(step["rollout/failed"] or step["rollout/dropped_stale"] for step in steps)
+    assert [step["step"] for step in steps] == list(range(5)) and max(
+        step["rollout_mismatch/logprob_abs_diff_max"] for step in steps
+    ) <= 1e-4
+    assert not any(step["rollout/failed"] or step["rollout/filtered_stale"] for step in steps)
     assert max(step["rollout/staleness_max"] for step in steps) == 1
     lines = [read_lines(folder / "prompts.jsonl") for folder in (tmp_path / "run", tmp_path / "whole")]
     seen = [{line["id"]: line["episodes"] for line in each} for each in lines]
@@ -66,7 +68,7 @@ def test_a_killed_engine_loses_nothing_that_goes_on(random_model: Path, tmp_path
 @pytest.mark.timeout(5400)
 def test_twenty_killed_engines_change_nothing(random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """In generation, in pause and in transfer; killed, stopped, and ended with code 0. Each is back before the next one goes."""
-    words = ("run.steps=22", "engine.probe_s=5")
+    words = ("run.steps=22", "engine.health_timeout_s=5")
     torchrun(1, RUN, random_model, tmp_path / "colocated", *words, timeout_s=1200)
     said = torchrun(1, SCRIPT, random_model, tmp_path / "run", LONG_SEED, 20, *words, timeout_s=5000)
     kills = kills_of(tmp_path / "run")

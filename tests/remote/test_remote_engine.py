@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.server_engine import RemoteEngine
-from megatron_rl.rollout.vllm.client import Asking
-from megatron_rl.types import Context
+from megatron_rl.rollout.server_engine import ServerEngine
+from megatron_rl.rollout.vllm.client import GenerateClient
+from megatron_rl.types import TokenSequence
 from tests.parity.test_engine import (
     test_a_full_context_is_unfinished,
     test_a_refused_request_leaves_the_others_alone,
@@ -42,26 +42,26 @@ def hf(random_model: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 
 @pytest.fixture(scope="module")
-def engine(urls: list[str], random_model: Path, renderer: Renderer) -> Iterator[RemoteEngine]:
+def engine(urls: list[str], random_model: Path, renderer: Renderer) -> Iterator[ServerEngine]:
     with remote_engine(urls, renderer) as engine:
         engine.load_weights(iter(load_file(random_model / "model.safetensors").items()), version=4)
         yield engine
 
 
-def test_frequencies_follow_the_probabilities(engine: RemoteEngine, hf: Qwen2_5_VLForConditionalGeneration, renderer: Renderer) -> None:
+def test_frequencies_follow_the_probabilities(engine: ServerEngine, hf: Qwen2_5_VLForConditionalGeneration, renderer: Renderer) -> None:
     """By 3,000 seeds."""
     frequencies_follow_the_probabilities(engine, hf, renderer)
 
 
-def test_it_samples_what_the_engine_in_this_process_does(engine: RemoteEngine, random_model: Path, renderer: Renderer) -> None:
+def test_it_samples_what_the_engine_in_this_process_does(engine: ServerEngine, random_model: Path, renderer: Renderer) -> None:
     """The same tokens with the same logprobs, on whichever server, in conversations with pictures; their version is that of the weights."""
-    samplings = [Sampling(max_tokens=24, temperature=1.0, seed=2**40 + index) for index in range(12)]
+    samplings = [SamplingSettings(max_tokens=24, temperature=1.0, seed=2**40 + index) for index in range(12)]
     contexts = (prompts(renderer) * 2)[: len(samplings)]
     with engine_of(random_model, renderer) as local:
         expected = generate(local, contexts, samplings)
     completions = generate(engine, contexts, samplings)
     for ours, theirs in zip(completions, expected, strict=True):
-        assert (ours.token_ids, ours.finished) == (theirs.token_ids, theirs.finished)
+        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         assert ours.versions == [4] * len(ours.token_ids)
 
@@ -74,7 +74,7 @@ def test_a_picture_is_read_as_the_renderer_made_it(tp: int, random_model: Path, 
     renderer = Renderer(ModelSettings(path=str(random_model), **limits))
     context = renderer.prompt([user("what is this?", picture(0, 168, 112).resize((150, 100)))])
     assert context.images[0].num_tokens == 35
-    sampling = Sampling(max_tokens=12, temperature=1.0, seed=5)
+    sampling = SamplingSettings(max_tokens=12, temperature=1.0, seed=5)
     with engine_of(random_model, renderer) as local:
         (expected,) = generate(local, [context], [sampling])
     given = {"settings": replace(SETTINGS, tp=tp)}
@@ -89,24 +89,24 @@ def test_a_picture_is_read_as_the_renderer_made_it(tp: int, random_model: Path, 
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """By picture of a request: the server, and the picture's key, or nothing where that went in its place."""
     told: list[tuple[str, str]] = []
-    shown = Asking.shown
+    shown = GenerateClient.image_reference
 
-    async def watched(asking: Asking, image: object, server: object) -> dict[str, object]:
+    async def watched(asking: GenerateClient, image: object, server: object) -> dict[str, object]:
         made = await shown(asking, image, server)
         told.append((server.url, image.key if made["url"] else ""))
         return made
 
-    monkeypatch.setattr(Asking, "shown", watched)
+    monkeypatch.setattr(GenerateClient, "image_reference", watched)
     return told
 
 
-def test_a_picture_is_sent_once_to_each_server(engine: RemoteEngine, renderer: Renderer, sent: list[tuple[str, str]]) -> None:
+def test_a_picture_is_sent_once_to_each_server(engine: ServerEngine, renderer: Renderer, sent: list[tuple[str, str]]) -> None:
     """In what follows its key is enough, in the rest of the same turn, too; a server that has forgotten it is sent it again."""
     context = renderer.prompt([user("Look.", picture(51, 112, 56))])
 
     async def episode() -> None:
         for turn in range(3):
-            completion = await engine.generate(context.token_ids, context.images, Sampling(8, 1.0, seed=turn))
+            completion = await engine.generate(context.token_ids, context.images, SamplingSettings(8, 1.0, seed=turn))
             context.extend(completion.token_ids, logprobs=completion.logprobs)
             more = renderer.observation(context, [user("And this?", picture(52 + turn, 84, 56))])
             context.extend(more.token_ids, images=tuple(more.images))
@@ -122,11 +122,11 @@ def test_a_picture_is_sent_once_to_each_server(engine: RemoteEngine, renderer: R
 
 
 def test_a_group_that_begins_together_sends_its_picture_once(
-    engine: RemoteEngine, renderer: Renderer, random_model: Path, sent: list[tuple[str, str]]
+    engine: ServerEngine, renderer: Renderer, random_model: Path, sent: list[tuple[str, str]]
 ) -> None:
     """To each server; what is sampled is what the engine in this process samples, the first token of who sends it, too."""
     contexts = [renderer.prompt([user("Look.", picture(61, 112, 56))]) for _ in range(8)]
-    samplings = [Sampling(12, 1.0, seed=index) for index in range(8)]
+    samplings = [SamplingSettings(12, 1.0, seed=index) for index in range(8)]
     with engine_of(random_model, renderer) as local:
         expected = generate(local, contexts, samplings)
     completions = generate(engine, contexts, samplings)
@@ -134,41 +134,41 @@ def test_a_group_that_begins_together_sends_its_picture_once(
     assert sorted(each for each in sent if each[1]) == sorted((url, key) for url in engine.urls)
     assert len(sent) == 8 + 2, "who sends it asks twice"
     for ours, theirs in zip(completions, expected, strict=True):
-        assert (ours.token_ids, ours.finished) == (theirs.token_ids, theirs.finished)
+        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
-def test_a_stop_text_over_the_first_token_of_who_sends_a_picture(engine: RemoteEngine, renderer: Renderer, random_model: Path) -> None:
+def test_a_stop_text_over_the_first_token_of_who_sends_a_picture(engine: ServerEngine, renderer: Renderer, random_model: Path) -> None:
     """No request has sampled it whole: it ends the turn where the engine in this process ends it, at its second token."""
     context = renderer.prompt([user("Look.", picture(62, 112, 56))])
     with engine_of(random_model, renderer) as local:
         for seed in range(40):
-            (said,) = generate(local, [context], [Sampling(2, 1.0, seed=seed)])
+            (said,) = generate(local, [context], [SamplingSettings(2, 1.0, seed=seed)])
             first, second = (renderer.tokenizer.decode([token]) for token in said.token_ids)
             if (first + second).isascii() and first and second:
                 break
-        sampling = Sampling(12, 1.0, seed=seed, stop=(first[-1] + second[0],))
+        sampling = SamplingSettings(12, 1.0, seed=seed, stop=(first[-1] + second[0],))
         (expected,) = generate(local, [context], [sampling])
-    assert (len(expected.token_ids), expected.finished) == (2, True) and context.images[0].key not in engine._servers[0].known
+    assert (len(expected.token_ids), expected.finish_reason) == (2, True) and context.images[0].key not in engine._servers[0].known
     (completion,) = generate(engine, [context], [sampling])
-    assert (completion.token_ids, completion.finished) == (expected.token_ids, True)
+    assert (completion.token_ids, completion.finish_reason) == (expected.token_ids, True)
 
 
-def test_episodes_are_spread_over_the_servers(engine: RemoteEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_are_spread_over_the_servers(engine: ServerEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each goes to the least busy one, and stays there."""
     asked: dict[int, list[str]] = {}
-    ask = Asking.ask
+    ask = GenerateClient.generate
 
-    async def watched(asking: Asking, server: object, turn: object, said: object, **labels: str) -> object:
+    async def watched(asking: GenerateClient, server: object, turn: object, said: object, **labels: str) -> object:
         asked.setdefault(turn.sampling.seed // 10, []).append(server.url)
         return await ask(asking, server, turn, said, **labels)
 
-    monkeypatch.setattr(Asking, "ask", watched)
+    monkeypatch.setattr(GenerateClient, "generate", watched)
 
     async def episode(index: int) -> None:
         context = prompts(renderer)[0]
         for turn in range(2):
-            completion = await engine.generate(context.token_ids, [], Sampling(4, 1.0, seed=10 * index + turn))
+            completion = await engine.generate(context.token_ids, [], SamplingSettings(4, 1.0, seed=10 * index + turn))
             context.extend(completion.token_ids, logprobs=completion.logprobs)
 
     async def main() -> None:
@@ -180,11 +180,11 @@ def test_episodes_are_spread_over_the_servers(engine: RemoteEngine, renderer: Re
     assert sorted(homes.count(url) for url in engine.urls) == [3, 3]
 
 
-def test_a_turn_that_was_cut_is_what_it_would_have_been(engine: RemoteEngine, renderer: Renderer) -> None:
+def test_a_turn_that_was_cut_is_what_it_would_have_been(engine: ServerEngine, renderer: Renderer) -> None:
     """Cut again and again by what an update does: ids, logprobs, stop texts (whole or cut in two) and stop ids as without."""
     contexts = prompts(renderer) * 2
     stop = ("z", "the", "ing ")
-    samplings = [Sampling(80, 2.0, seed=index, stop=stop if index % 2 else ()) for index in range(len(contexts))]
+    samplings = [SamplingSettings(80, 2.0, seed=index, stop=stop if index % 2 else ()) for index in range(len(contexts))]
     expected = generate(engine, contexts, samplings)
     cuts = 0
 
@@ -201,16 +201,16 @@ def test_a_turn_that_was_cut_is_what_it_would_have_been(engine: RemoteEngine, re
     completions = engine.run(main())
     assert cuts > 2
     for ours, theirs in zip(completions, expected, strict=True):
-        assert (ours.token_ids, ours.finished) == (theirs.token_ids, theirs.finished)
+        assert (ours.token_ids, ours.finished) == (theirs.token_ids, theirs.finish_reason)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=BOUND)
         assert len(ours.versions) == len(ours.token_ids)
 
 
-def test_what_is_given_up_is_given_up_on_the_server(engine: RemoteEngine, renderer: Renderer) -> None:
-    context: Context = prompts(renderer)[0]
+def test_what_is_given_up_is_given_up_on_the_server(engine: ServerEngine, renderer: Renderer) -> None:
+    context: TokenSequence = prompts(renderer)[0]
 
     async def main() -> list[str]:
-        long = asyncio.create_task(engine.generate(context.token_ids, [], Sampling(900, 1.0, seed=1)))
+        long = asyncio.create_task(engine.generate(context.token_ids, [], SamplingSettings(900, 1.0, seed=1)))
         await asyncio.sleep(0.5)
         assert not long.done()
         long.cancel()

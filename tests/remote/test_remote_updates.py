@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.clients.endpoint_pool import ServerFault
+from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.conversation import TokenConversation
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.server_engine import RemoteEngine
-from megatron_rl.rollout.vllm.weight_sender import Line, require_same
+from megatron_rl.rollout.server_engine import ServerEngine
+from megatron_rl.rollout.vllm.weight_sender import Connection, require_matching
 from megatron_rl.types import Rollout
 from tests.parity.test_engine_versions import EPISODES, LIMITS, VERSIONS, episode, gaps, policies
 from tests.support.packed import prompts
@@ -26,12 +26,12 @@ __all__ = ["policies"]
 
 
 @pytest.fixture(scope="module")
-def engine(urls: list[str], policies: list[Policy], renderer: Renderer) -> Iterator[RemoteEngine]:
+def engine(urls: list[str], policies: list[Policy], renderer: Renderer) -> Iterator[ServerEngine]:
     with remote_engine(urls, renderer, name="versions", bucket_bytes=100_000) as engine:
         yield engine
 
 
-def played(engine: RemoteEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:
+def played(engine: ServerEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:
     """Each version but the last serves until a third more of all is said."""
     conversations = [TokenConversation(engine, renderer, LIMITS) for _ in range(EPISODES)]
     episodes: list[asyncio.Task[None]] = []
@@ -52,48 +52,48 @@ def played(engine: RemoteEngine, renderer: Renderer, policies: list[Policy]) -> 
     for version, policy in enumerate(policies):
         engine.load_weights(policy.hf_weights(), version=version)
         engine.run(some(EPISODES * (version + 1) - 2) if version < VERSIONS - 1 else rest())
-    made = [Rollout("t", "e", 0, index, contexts=each.contexts, turns=each.turns) for index, each in enumerate(conversations)]
+    made = [Rollout("t", "e", 0, index, sequences=each.sequences, turns=each.turns) for index, each in enumerate(conversations)]
     for rollout in made:
         rollout.drop_patches()
     return made
 
 
-def test_every_token_is_of_its_version(engine: RemoteEngine, renderer: Renderer, policies: list[Policy]) -> None:
+def test_every_token_is_of_its_version(engine: ServerEngine, renderer: Renderer, policies: list[Policy]) -> None:
     """Turns that an update cuts go on with it, on the tokens that are there: a trainer of each version agrees with its own tokens alone."""
     rollouts = played(engine, renderer, policies)
-    versions = {version for rollout in rollouts for version in rollout.contexts[0].versions if version >= 0}
+    versions = {version for rollout in rollouts for version in rollout.sequences[0].weight_versions if version >= 0}
     assert versions == set(range(VERSIONS))
-    spans = [rollout.contexts[0].versions[slice(*turn.span)] for rollout in rollouts for turn in rollout.turns]
+    spans = [rollout.sequences[0].weight_versions[slice(*turn.token_span)] for rollout in rollouts for turn in rollout.turns]
     assert all(span == sorted(span) for span in spans)
-    sampled_by = [{version for version in rollout.contexts[0].versions if version >= 0} for rollout in rollouts]
+    sampled_by = [{version for version in rollout.sequences[0].weight_versions if version >= 0} for rollout in rollouts]
     assert any(len(each) == VERSIONS for each in sampled_by), "an episode that spans all versions"
     found = gaps(rollouts, policies)
     print({key: f"{value:.1e}" for key, value in sorted(found.items())}, "cut:", sum(len(set(span)) > 1 for span in spans))
     assert max(found[version, version] for version in range(VERSIONS)) <= BOUND
     assert min(value for (version, trainer), value in found.items() if version != trainer) > 100 * BOUND, "versions can be told apart"
-    assert engine.figures().keys() == {"engine/pause_s", "engine/transfer_s"}
-    assert 0 < engine.figures()["engine/transfer_s"] < engine.figures()["engine/pause_s"]
+    assert engine.metrics().keys() == {"weight_sync/pause_s", "weight_sync/transfer_s"}
+    assert 0 < engine.metrics()["weight_sync/transfer_s"] < engine.metrics()["weight_sync/pause_s"]
 
 
 def without_salt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RemoteEngine, "salt", "the same")
+    patch.setattr(ServerEngine, "salt", "the same")
 
 
 def without_reset(patch: pytest.MonkeyPatch) -> None:
-    end = Line.end
+    end = Connection.end
 
-    def ended(line: Line, label: str) -> None:
+    def ended(line: Connection, label: str) -> None:
         call = line.server.call
         patch.setattr(line.server, "call", lambda path, *given, **more: None if "encoder" in path else call(path, *given, **more))
         end(line, label)
         patch.setattr(line.server, "call", call)
 
-    patch.setattr(Line, "end", ended)
+    patch.setattr(Connection, "end", ended)
 
 
 @pytest.mark.parametrize("mistake", [without_salt, without_reset])
 def test_what_old_weights_computed_is_noticed(
-    mistake: Callable, engine: RemoteEngine, renderer: Renderer, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
+    mistake: Callable, engine: ServerEngine, renderer: Renderer, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         mistake(patch)
@@ -106,13 +106,13 @@ def test_what_old_weights_computed_is_noticed(
         server.call("/reset_prefix_cache", {})
 
 
-def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: RemoteEngine, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: ServerEngine, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server that got it is out and serves nothing; the other one goes on. The next update, whole, brings it back."""
     tensors = load_file(random_model / "model.safetensors")
     bad = engine.urls[1]
-    send, num = Line.send, 0
+    send, num = Connection.send, 0
 
-    def flipped(line: Line, bucket: object, flat: torch.Tensor) -> None:
+    def flipped(line: Connection, bucket: object, flat: torch.Tensor) -> None:
         nonlocal num
         if line.server.url == bad:
             num += 1
@@ -121,7 +121,7 @@ def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: RemoteEngine, rando
                 flat[-20] ^= 1
         send(line, bucket, flat)
 
-    monkeypatch.setattr(Line, "send", flipped)
+    monkeypatch.setattr(Connection, "send", flipped)
     engine.load_weights(iter(tensors.items()), version=11)
     assert num > 3 and [server.is_in for server in engine._servers] == [True, False]
     assert [label(engine, url).rpartition(".")[2] == "11" for url in engine.urls] == [True, False]
@@ -129,7 +129,7 @@ def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: RemoteEngine, rando
     assert [server.is_in for server in engine._servers] == [True, True]
 
 
-def test_what_real_servers_say_that_they_hold_is_compared(engine: RemoteEngine, random_model: Path) -> None:
+def test_what_real_servers_say_that_they_hold_is_compared(engine: ServerEngine, random_model: Path) -> None:
     """vLLM's own /weight_checker, on CPUs: SHA-256 of every parameter. After one update both say the same; one that has another differs in
     what was changed alone, and would not be let in beside the other."""
     tensors, (first, second) = load_file(random_model / "model.safetensors"), engine._servers
@@ -141,21 +141,21 @@ def test_what_real_servers_say_that_they_hold_is_compared(engine: RemoteEngine, 
     name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
     changed = {**tensors, name: tensors[name].nextafter(tensors[name] + 1)}
     engine._sender.send(iter(changed.items()), "versions.changed", to=[second.url])
-    with pytest.raises(ServerFault, match=rf"holds other weights than {first.url}: 1 differ, dp0.*layers.0.mlp.down_proj.weight first"):
-        require_same(second.checksums(), held, of=first.url)
+    with pytest.raises(EndpointError, match=rf"holds other weights than {first.url}: 1 differ, dp0.*layers.0.mlp.down_proj.weight first"):
+        require_matching(second.checksums(), held, of=first.url)
     engine.load_weights(iter(tensors.items()), version=16)
     assert held == second.checksums() and all(server.is_in for server in engine._servers)
 
 
-def label(engine: RemoteEngine, url: str) -> str:
+def label(engine: ServerEngine, url: str) -> str:
     async def asked() -> str:
-        return await engine._lookout.label(next(server for server in engine._servers if server.url == url))
+        return await engine._lookout.check_version(next(server for server in engine._servers if server.url == url))
 
     return engine.run(asked())
 
 
 @pytest.mark.parametrize("mistake", ["missing", "unknown", "misshapen"])
-def test_an_update_that_is_none_is_not_served(engine: RemoteEngine, random_model: Path, mistake: str) -> None:
+def test_an_update_that_is_none_is_not_served(engine: ServerEngine, random_model: Path, mistake: str) -> None:
     """No server takes it, and what they said tells why; the next one they take."""
     tensors = load_file(random_model / "model.safetensors")
     name = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))
@@ -174,13 +174,13 @@ def test_an_update_that_is_none_is_not_served(engine: RemoteEngine, random_model
     assert all(server.is_in for server in engine._servers)
 
 
-def test_two_runs_do_not_have_one_engine(engine: RemoteEngine, urls: list[str], renderer: Renderer) -> None:
+def test_two_runs_do_not_have_one_engine(engine: ServerEngine, urls: list[str], renderer: Renderer) -> None:
     """The second is told whose it is; the first one goes on. Who is gone, or has let go, has it no more."""
     with pytest.raises(ValueError, match=f"^engine.urls={urls[0]}: cannot be had .*this engine is that of versions of a test"):
         remote_engine(urls, renderer, name="other").__enter__()
 
 
-def test_one_that_has_other_weights_is_given_those_that_are_served(engine: RemoteEngine, random_model: Path, renderer: Renderer) -> None:
+def test_one_that_has_other_weights_is_given_those_that_are_served(engine: ServerEngine, random_model: Path, renderer: Renderer) -> None:
     """As one that was started again has them: nobody asks it until it has all of them, and says so. Those who were with it go on."""
     engine.load_weights(iter(load_file(random_model / "model.safetensors").items()), version=40)
     said: list[str] = []
@@ -188,7 +188,7 @@ def test_one_that_has_other_weights_is_given_those_that_are_served(engine: Remot
     context, server = prompts(renderer)[1], engine._servers[0]
 
     async def main() -> list[Completion]:
-        samplings = [Sampling(300, 1.0, seed=index) for index in range(6)]
+        samplings = [SamplingSettings(300, 1.0, seed=index) for index in range(6)]
         turns = [asyncio.create_task(engine.generate(context.token_ids, context.images, sampling)) for sampling in samplings]
         await asyncio.sleep(0.3)
         await asyncio.to_thread(server.call, "/update_weight_version", {"new_version": "default"})
@@ -198,7 +198,7 @@ def test_one_that_has_other_weights_is_given_those_that_are_served(engine: Remot
         """Turns may have ended before it was looked at."""
         while not said or not all(each.is_in for each in engine._servers):
             await asyncio.sleep(0.1)
-        return await engine._lookout.label(server)
+        return await engine._lookout.check_version(server)
 
     completions = engine.run(main())
     assert all(completion.versions == [40] * len(completion.token_ids) for completion in completions)

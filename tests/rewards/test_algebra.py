@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.errors import InfraError
 from megatron_rl.rewards.algebra import Algebra, is_mathematics
-from megatron_rl.types import HostFault
 
 CASES = [
     ("1/2", "0.5", True),
@@ -145,7 +145,7 @@ def test_a_helper_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     os.kill(helper.pid, signal.SIGSTOP)
     with monkeypatch.context() as short:
         short.setattr("megatron_rl.rewards.algebra.ANSWER_S", 0.2)  # the one that comes after it has not loaded SymPy by then either
-        with pytest.raises(HostFault, match=r"algebra: no answer by 2 helpers; the last: it did not answer within 0\.2 s"):
+        with pytest.raises(InfraError, match=r"algebra: no answer by 2 helpers; the last: it did not answer within 0\.2 s"):
             asyncio.run(algebra.equal("1/2", "0.5"))
     assert helper.wait(10) == -9
     assert asyncio.run(algebra.equal("1/2", "0.5")) is True
@@ -214,7 +214,7 @@ def test_helpers_that_fail(failing: int, fails: str, reason: str, tmp_path: Path
     monkeypatch.setattr(sys, "executable", str(program))
     algebra = Algebra()
     if failing == 2:
-        with pytest.raises(HostFault, match=f"^algebra: no answer by 2 helpers; .*({reason})"):
+        with pytest.raises(InfraError, match=f"^algebra: no answer by 2 helpers; .*({reason})"):
             asyncio.run(algebra.equal("1/2", "0.5"))
         assert started.read_text() == "\n\n"
     assert asyncio.run(algebra.equal("1/2", "0.5")) is True
@@ -223,7 +223,7 @@ def test_helpers_that_fail(failing: int, fails: str, reason: str, tmp_path: Path
 
 def test_a_helper_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
-    with pytest.raises(HostFault, match="^algebra: .*missing"):
+    with pytest.raises(InfraError, match="^algebra: .*missing"):
         asyncio.run(Algebra().equal("1/2", "0.5"))
 
 

@@ -18,7 +18,7 @@ from tests.support.episodes import outcome_of
 
 
 def said(*replies: str) -> Outcome:
-    return outcome_of(*(Turn(context=0, span=(0, 1), text=reply) for reply in replies))
+    return outcome_of(*(Turn(sequence=0, token_span=(0, 1), text=reply) for reply in replies))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import math
 import numpy as np
 import pytest
 
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.functions import reward_of, rewarded_by
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric
-from megatron_rl.types import HostFault, LastingFault, Turn
+from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 
 PAYLOAD = {"question": "Which color?", "answer": "red", "extra": {"level": 3}}
-TURNS = [Turn(context=0, span=(0, 1), text="a look"), Turn(context=0, span=(2, 3), text="red")]
+TURNS = [Turn(sequence=0, token_span=(0, 1), text="a look"), Turn(sequence=0, token_span=(2, 3), text="red")]
 
 
 def scored(function: object, outcome: Outcome | None = None) -> float | None:
@@ -48,7 +49,7 @@ def test_what_counts_as_a_number(given: object, value: float | None) -> None:
 
 @pytest.mark.parametrize("given", [math.nan, math.inf, "1", [1.0], 1j])
 def test_what_is_no_number_fails_the_rollout(given: object) -> None:
-    with pytest.raises(LastingFault, match=r"^reward mine on e0: gave .* a finite number or None is needed$"):
+    with pytest.raises(PermanentInfraError, match=r"^reward mine on e0: gave .* a finite number or None is needed$"):
         scored(lambda: given)
 
 
@@ -57,17 +58,17 @@ def test_an_exception_names_function_line_and_example() -> None:
         return {"blue": 1}[answer]
 
     line = broken.__code__.co_firstlineno + 1
-    with pytest.raises(LastingFault, match=rf"^reward mine on e0: KeyError: 'red' \(.*test_functions.py:{line}\)$"):
+    with pytest.raises(PermanentInfraError, match=rf"^reward mine on e0: KeyError: 'red' \(.*test_functions.py:{line}\)$"):
         scored(broken)
-    with pytest.raises(LastingFault, match=r"^reward mine on e0: the task's examples have no 'answer'$"):
+    with pytest.raises(PermanentInfraError, match=r"^reward mine on e0: the task's examples have no 'answer'$"):
         scored(broken, outcome_of(*TURNS))
 
 
 def test_our_own_faults_stay_what_they_are() -> None:
     def asks():
-        raise HostFault("judge: down")
+        raise InfraError("judge: down")
 
-    with pytest.raises(HostFault, match=r"^judge: down$"):
+    with pytest.raises(InfraError, match=r"^judge: down$"):
         scored(asks)
 
 
@@ -97,7 +98,7 @@ def total(chosen: str, **own: object) -> tuple[float, dict[str, float], bool]:
     rubric = rewarded_by(chosen, SHIPPED, own)
     outcome = outcome_of(*TURNS, payload=PAYLOAD)
     score = asyncio.run(rubric.score(outcome))
-    outcome.rollout.reward, outcome.rollout.rewards = score.reward, score.rewards
+    outcome.rollout.reward, outcome.rollout.reward_terms = score.reward, score.rewards
     return score.reward, score.rewards, rubric.solves(outcome.rollout)
 
 
@@ -112,5 +113,5 @@ def test_a_function_is_the_reward_or_a_part_of_it() -> None:
 def test_no_opinion_counts_nothing_unless_nobody_has_one() -> None:
     assert total("accuracy+short", short=lambda: None) == (1.5, {"accuracy": 0.75, "veto empty": 0.0}, True)
     assert total("short+long", short=lambda: None, long=lambda: 0.5) == (0.5, {"long": 0.5}, False)
-    with pytest.raises(LastingFault, match=r"^rewards short, long: none has an opinion on e0; one must give a number$"):
+    with pytest.raises(PermanentInfraError, match=r"^rewards short, long: none has an opinion on e0; one must give a number$"):
         total("short+long", short=lambda: None, long=lambda: None)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from megatron_rl.errors import AccessDenied, InfraError
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load
 from megatron_rl.rewards.verdict_cache import Verdicts
-from megatron_rl.types import AccessDenied, HostFault
 from tests.support.episodes import episode
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
 
@@ -82,9 +82,9 @@ def test_a_verdict_keeps_the_judges_words(monkeypatch: pytest.MonkeyPatch, tmp_p
         held(settings(server, cache=str(tmp_path / "verdicts")), use)
         assert len(server.bodies) == 4
     for rollout in rollouts[:2]:
-        assert [said.words for said in rollout.verdicts] == ["It is red. " + "x" * 489, "*** is red", "", ""]
+        assert [said.reasoning for said in rollout.verdicts] == ["It is red. " + "x" * 489, "*** is red", "", ""]
     held(settings(model="judge", cache=str(tmp_path / "verdicts")), later)
-    assert rollouts[2].verdicts == rollouts[0].verdicts[:1] and rollouts[2].verdicts[0].words == "", "a file has verdicts alone"
+    assert rollouts[2].verdicts == rollouts[0].verdicts[:1] and rollouts[2].verdicts[0].reasoning == "", "a file has verdicts alone"
 
 
 def test_a_verdict_knows_what_it_was_waited_for() -> None:
@@ -144,7 +144,7 @@ def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path)
     with serving(lambda _: reply) as server:
 
         async def use(judge: Judge) -> None:
-            with pytest.raises(HostFault) as caught:
+            with pytest.raises(InfraError) as caught:
                 await judge.verdict(PROMPT, fields=fields())
             assert server.url in str(caught.value) and reason in str(caught.value), caught.value
             assert len(server.bodies) == judge.servers.requests == judge.servers.failures == 3
@@ -172,7 +172,7 @@ def test_a_key_of_a_file_that_is_not_accepted_names_the_file(tmp_path: Path) -> 
 
         held(keyed, use)
         server.greeting = Reply("", 401)
-        with pytest.raises(HostFault, match=rf": put its key into task.judge.token_file={tmp_path}/key"):
+        with pytest.raises(InfraError, match=rf": put its key into task.judge.token_file={tmp_path}/key"):
             held(keyed, use)
 
 
@@ -187,7 +187,7 @@ def test_a_key_that_is_not_accepted_is_no_outage(status: int) -> None:
                 await judge.verdict(PROMPT, fields=fields())
             assert len(server.bodies) == 1
 
-        held(settings(server, tries=50), use)
+        held(settings(server, max_attempts=50), use)
 
 
 def test_a_judge_that_redirects_is_not_followed() -> None:
@@ -195,7 +195,7 @@ def test_a_judge_that_redirects_is_not_followed() -> None:
     with serving(right) as good, serving(lambda _: Reply("", 307, {"Location": f"{good.url}/chat/completions"})) as server:
 
         async def use(judge: Judge) -> None:
-            with pytest.raises(HostFault, match="307"):
+            with pytest.raises(InfraError, match="307"):
                 await judge.verdict(PROMPT, fields=fields())
 
         held(settings(server), use)
@@ -212,7 +212,7 @@ def test_the_next_server_takes_over(name: str) -> None:
             for index in range(8):
                 assert await judge.verdict(PROMPT, fields=fields(f"{index}")) == 1.0
 
-        held(settings(bad, good, tries=50, timeout_s=1.0 if name == "hang" else 10.0), use)
+        held(settings(bad, good, max_attempts=50, timeout_s=1.0 if name == "hang" else 10.0), use)
     assert len(good.bodies) == 8
     assert len(bad.bodies) <= 1 or name == "prose", "a server that failed was not given its rest"
 
@@ -250,11 +250,11 @@ def test_neither_a_long_rest_nor_one_after_the_other_is_waited_for(rest: str, re
         async def use(judge: Judge) -> None:
             async with asyncio.timeout(1.0 if resting == 4 else 4.0):
                 faults = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{i}")) for i in range(4)), return_exceptions=True)
-            assert [type(fault) for fault in faults] == [HostFault] * 4
+            assert [type(fault) for fault in faults] == [InfraError] * 4
             assert sum(f"rests for {rest} s more after" in str(fault) for fault in faults) == resting
             assert sum("RateLimitError" in str(fault) for fault in faults) >= 1, "the last failure is told"
 
-        held(settings(server, concurrency=1, patience_s=1.2, tries=2), use)
+        held(settings(server, concurrency=1, outage_timeout_s=1.2, max_attempts=2), use)
     assert len(server.bodies) in ([1] if resting == 4 else [2, 3])
 
 
@@ -277,10 +277,10 @@ def test_rests_grow_while_nobody_answers() -> None:
 
         async def use(judge: Judge) -> None:
             judge.servers.endpoints[0].rest_s = 0.02
-            with pytest.raises(HostFault):
+            with pytest.raises(InfraError):
                 await judge.verdict(PROMPT, fields=fields())
 
-        held(settings(server, tries=5), use)
+        held(settings(server, max_attempts=5), use)
     gaps = [later - sooner for sooner, later in zip(server.times, server.times[1:], strict=False)]
     assert all(gap >= 0.01 * 2**index for index, gap in enumerate(gaps)) and len(gaps) == 4
 
@@ -322,7 +322,7 @@ def test_a_request_that_is_refused_is_not_repeated() -> None:
     with serving(lambda _: Reply('{"error": {"message": "prompt too long"}}', 400)) as server:
 
         async def use(judge: Judge) -> None:
-            with pytest.raises(HostFault, match=r"nothing after 1 of 3 tries.*prompt too long"):
+            with pytest.raises(InfraError, match=r"nothing after 1 of 3 tries.*prompt too long"):
                 await judge.verdict(PROMPT, fields=fields())
             server.behave = right
             await judge.verdict(PROMPT, fields=fields("other"))
@@ -353,7 +353,7 @@ def test_duplicates_share_one_request_and_one_failure() -> None:
             assert len(server.bodies) == 1 and judge.cache_hits == 10
             server.behave = lambda _: Reply("", 500, hang_s=0.1)
             results = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields("x")) for _ in range(5)), return_exceptions=True)
-            assert [type(result) for result in results] == [HostFault] * 5 and len(server.bodies) == 1 + 3
+            assert [type(result) for result in results] == [InfraError] * 5 and len(server.bodies) == 1 + 3
 
         held(settings(server), use)
 

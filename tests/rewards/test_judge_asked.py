@@ -23,7 +23,7 @@ from megatron_rl.rewards.judge import Judge
 from megatron_rl.rewards.judge_prompt import load, without_places
 from megatron_rl.rewards.rubrics import build
 from megatron_rl.run.record import History, Run
-from megatron_rl.types import Rollout, Verdict
+from megatron_rl.types import JudgeResult, Rollout
 from tests.rewards.test_rubrics import turn
 from tests.support.episodes import episode, outcome_of
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
@@ -143,7 +143,7 @@ class Counter:
 
 def judged(reward: float, *, by_judge: bool) -> Rollout:
     rollout = episode(0, reward)
-    rollout.verdicts = [Verdict(judge="qwen", prompt="p 1", value=1.0)] if by_judge else []
+    rollout.verdicts = [JudgeResult(judge="qwen", prompt="p 1", value=1.0)] if by_judge else []
     return rollout
 
 
@@ -159,9 +159,9 @@ def run_of(
         rollouts = [judged(float(number), by_judge=number < decided) for number in range(4)]
         judge.now = {name: judge.now[name] + counts.get(name, 0) for name in judge.now}
         run.history.add(step, rollouts, rounds=1)
-        run.trained(step, rollouts, metrics := rollout_metrics(rollouts, rounds=1))
+        run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, rounds=1))
         run.record(step, metrics)
-    run.history.learned = 1
+    run.history.has_learned = 1
     run.finish({})
     run.close()
     return read_metrics(folder / "metrics.jsonl"), shown.getvalue().splitlines()[-1], run.history

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.clients import health_check
 from megatron_rl.config import JudgeSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge, judge_of
-from megatron_rl.types import HostFault
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
 
 HTML = Reply("<html><body>Bad gateway, but politely</body></html>", headers={"Content-Type": "text/html"})
@@ -22,7 +22,7 @@ def test_nobody_listens() -> None:
         pass
     began = time.monotonic()
     with pytest.raises(
-        HostFault, match=rf"^task.judge.urls=\['{gone.url}'\]: no judge can be asked \({gone.url}: ConnectError.*; start one"
+        InfraError, match=rf"^task.judge.urls=\['{gone.url}'\]: no judge can be asked \({gone.url}: ConnectError.*; start one"
     ):
         held(settings(gone), lambda _: asyncio.sleep(0))
     assert time.monotonic() - began < 5
@@ -39,12 +39,14 @@ def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_check, "GREETING_S", 0.3)
+    monkeypatch.setattr(health_check, "HEALTH_TIMEOUT_S", 0.3)
     with serving(right) as server:
-        with pytest.raises(HostFault, match=r"serves served, judge, other, not task.judge.model=another: choose one of these\); start one"):
+        with pytest.raises(
+            InfraError, match=r"serves served, judge, other, not task.judge.model=another: choose one of these\); start one"
+        ):
             held(settings(server, model="another"), lambda _: asyncio.sleep(0))
         server.greeting = Reply("", hang_s=1.0)
-        with pytest.raises(HostFault, match=rf"no judge can be asked \({server.url}: no answer within 0 s\)"):
+        with pytest.raises(InfraError, match=rf"no judge can be asked \({server.url}: no answer within 0 s\)"):
             held(settings(server), lambda _: asyncio.sleep(0))
         for busy in (Reply("", 429), Reply("", 404), HTML):
             server.greeting = busy
@@ -57,7 +59,7 @@ def test_a_key_that_is_not_accepted_ends_the_start(status: int, kind: str) -> No
     with serving(right) as server, serving(right) as well:
         server.greeting = Reply("", status)
         for urls in ((server,), (server, well)):
-            with pytest.raises(HostFault, match=rf"^task.judge.urls=.*{server.url}: {kind}.*: set OPENAI_API_KEY"):
+            with pytest.raises(InfraError, match=rf"^task.judge.urls=.*{server.url}: {kind}.*: set OPENAI_API_KEY"):
                 held(settings(*urls), lambda _: asyncio.sleep(0))
 
 
@@ -85,10 +87,10 @@ def test_a_server_with_every_fault_at_once() -> None:
             lacking, rounds = range(16), 0
             while lacking:
                 given = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{i}")) for i in lacking), return_exceptions=True)
-                assert all(verdict == 1.0 or isinstance(verdict, HostFault) for verdict in given)
+                assert all(verdict == 1.0 or isinstance(verdict, InfraError) for verdict in given)
                 assert not any("rests for" in str(verdict) for verdict in given), "the patience ran out before the tries did"
                 lacking = [place for place, verdict in zip(lacking, given, strict=True) if verdict != 1.0]
                 rounds += 1
             assert rounds <= 9
 
-        held(settings(server, tries=5, timeout_s=0.5), use)
+        held(settings(server, max_attempts=5, timeout_s=0.5), use)

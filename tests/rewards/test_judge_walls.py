@@ -17,12 +17,13 @@ from transformers import AutoProcessor
 
 from megatron_rl.clients import openai as openai_client
 from megatron_rl.config import JudgeSettings
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards import judge, judge_prompt
 from megatron_rl.rewards.judge import Judge, key_of
 from megatron_rl.rewards.judge_prompt import Malformed
 from megatron_rl.rewards.rubrics import Evidence, Process
 from megatron_rl.rewards.verdict_cache import Verdicts
-from megatron_rl.types import HostFault, Image, LastingFault, ToolCall, Turn
+from megatron_rl.types import Image, ToolCall, Turn
 from tests.support.episodes import outcome_of
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
 
@@ -52,7 +53,7 @@ def _peak() -> float:
 
 
 async def fault_of(asked: Judge) -> str:
-    with pytest.raises(HostFault) as caught:
+    with pytest.raises(InfraError) as caught:
         await asked.verdict(PROMPT, fields=fields())
     return str(caught.value)
 
@@ -67,13 +68,13 @@ def test_a_long_reply_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) ->
                 r"Unread: the reply (is longer than|has 104857600 bytes, more than) 1048576|is compressed", await fault_of(asked)
             )
 
-        assert grown(lambda: held(settings(server, tries=5, timeout_s=60), use)) < 8
+        assert grown(lambda: held(settings(server, max_attempts=5, timeout_s=60), use)) < 8
 
         async def read(asked: Judge) -> None:
             await fault_of(asked)
 
         monkeypatch.setitem(openai_client.BOUNDED, "event_hooks", {})
-        assert grown(lambda: held(settings(server, tries=1, timeout_s=60), read)) > 90
+        assert grown(lambda: held(settings(server, max_attempts=1, timeout_s=60), read)) > 90
 
 
 def test_a_reply_of_a_mebibyte_is_read() -> None:
@@ -93,7 +94,7 @@ def test_a_long_list_of_models_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
         server.greeting = Reply(PAGE, times=100)
 
         def greet() -> None:
-            with pytest.raises(HostFault, match=r"no judge can be asked .*Unread: the reply has 104857600 bytes"):
+            with pytest.raises(InfraError, match=r"no judge can be asked .*Unread: the reply has 104857600 bytes"):
                 held(settings(server), lambda _: asyncio.sleep(0))
 
         assert grown(greet) < 8
@@ -113,7 +114,7 @@ def test_a_key_that_a_server_repeats_is_told_to_nobody(status: int, monkeypatch:
             assert key[:6] not in await fault_of(asked)
 
         for _ in bodies:  # a judge of its own each: one rests twice as long after each failure
-            held(settings(server, tries=1), use)
+            held(settings(server, max_attempts=1), use)
     assert next(saying, "") == "" and all(key in body for body in bodies), "the server did repeat it"
 
 
@@ -125,7 +126,7 @@ def test_a_key_of_one_character_hides_no_verdict(monkeypatch: pytest.MonkeyPatch
         async def use(asked: Judge) -> None:
             assert await asked.verdict(PROMPT, fields=fields()) == 1.0
 
-        held(settings(server, tries=1), use)
+        held(settings(server, max_attempts=1), use)
 
 
 def test_a_date_that_is_no_date() -> None:
@@ -150,12 +151,12 @@ def test_a_line_moves_no_cursor() -> None:
             said = await fault_of(asked)
             assert said.isprintable() and len(said) < 600 and "?[2J" in said
             with pytest.raises(openai.InternalServerError) as bare:
-                await openai_client.client_of(server.url).chat.completions.create(model="judge", messages=[])
+                await openai_client.make_client(server.url).chat.completions.create(model="judge", messages=[])
             assert "\x1b" in str(bare.value) or "\\x1b" in str(bare.value), "the server did say it"
 
         held(settings(server), use)
         server.models = (nasty, "\x1b[2J")
-        with pytest.raises(HostFault, match=r"serves \?\[2J") as caught:
+        with pytest.raises(InfraError, match=r"serves \?\[2J") as caught:
             held(settings(server), lambda _: asyncio.sleep(0))
         assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
     assert "\x1b" in " ".join(nasty.split()), "what a line of it would hold"
@@ -172,7 +173,7 @@ def test_a_file_of_verdicts_gives_none_that_its_judge_cannot_give(value: object,
 
     async def use(asked: Judge) -> None:
         with pytest.raises(
-            LastingFault, match=rf"^judge: {path} holds .* for answer_equivalence 2, which is no verdict of it; remove the file"
+            PermanentInfraError, match=rf"^judge: {path} holds .* for answer_equivalence 2, which is no verdict of it; remove the file"
         ):
             await asked.verdict(PROMPT, fields=fields())
 
@@ -221,7 +222,7 @@ def test_pictures_are_those_that_were_shown(process: bool, random_model: Path, m
     def asked(words: str) -> dict:
         picture = Image(Pictures.new("RGB", (56, 56), "red"), None, (1, 4, 4), "red", merge=2)
         call = ToolCall(tool="python" if process else f"python{words}", source="crop()", error="", ran=True)
-        turns = [Turn(0, (0, 1), words, call=call, images=[picture]), Turn(0, (2, 3), f"<answer>{words}</answer>")]
+        turns = [Turn(0, (0, 1), words, tool_call=call, images=[picture]), Turn(0, (2, 3), f"<answer>{words}</answer>")]
         payload = {"question": f"What? {words}", "answer": words, "data_source": f"vstar{words}"}
         outcome = outcome_of(*turns, payload=payload, images=[picture])
         with serving(lambda _: completion('{"score": 0.25}')) as server:

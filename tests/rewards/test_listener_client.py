@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ListenerSettings
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.lewis.listener_client import ListenerClient, Shown
 from megatron_rl.tasks.lewis.listener_protocol import heard
-from megatron_rl.types import HostFault, LastingFault
 from tests.support.listeners import Room
 from tests.support.listening import SHOWN, listener_of, right, settings
 
@@ -76,7 +76,7 @@ def seconds_of(chosen: ListenerSettings, fault: str) -> tuple[float, ListenerCli
 
     async def use(client: ListenerClient) -> None:
         began = time.monotonic()
-        with pytest.raises(HostFault, match=fault):
+        with pytest.raises(InfraError, match=fault):
             await client.hear(SHOWN[:2], "This?")
         took.append(time.monotonic() - began)
 
@@ -88,12 +88,12 @@ def test_a_timeout_tries_and_rests_are_those_that_are_set() -> None:
     """LISTENER_TIMEOUT, LISTENER_MAX_RETRIES and LISTENER_BACKOFF_FACTOR: a second is too long for a fifth of one; there are as many
     requests as tries; two rests of 0.4 s and twice that, each shortened by half at most, are 0.6 s at least."""
     with listener_of(Room(delay_s=1.0)) as url:
-        assert seconds_of(settings(url, timeout_s=0.2, tries=1), "TimeoutError")[0] < 1.0
-        held(settings(url, timeout_s=20.0, tries=1), lambda client: client.hear(SHOWN[:2], "This?"))
+        assert seconds_of(settings(url, timeout_s=0.2, max_attempts=1), "TimeoutError")[0] < 1.0
+        held(settings(url, timeout_s=20.0, max_attempts=1), lambda client: client.hear(SHOWN[:2], "This?"))
     with listener_of(Room(answer=lambda p: [float("nan")] * 3)) as url:
         for tries in (1, 4):
-            assert seconds_of(settings(url, tries=tries), f"nothing after {tries} of {tries} tries")[1].servers.requests == tries
-        assert seconds_of(settings(url, tries=3, backoff_s=0.4, patience_s=60.0), "no number")[0] >= 0.6
+            assert seconds_of(settings(url, max_attempts=tries), f"nothing after {tries} of {tries} tries")[1].servers.requests == tries
+        assert seconds_of(settings(url, max_attempts=3, backoff_s=0.4, outage_timeout_s=60.0), "no number")[0] >= 0.6
 
 
 def test_a_request_waits_for_others_as_long_as_is_set() -> None:
@@ -134,7 +134,7 @@ def test_who_sees_the_same_disk_sends_paths(tmp_path: Path) -> None:
 
     with listener_of(Room(), tmp_path, body_bytes=1500) as url:
         held(settings(url, send="paths"), use)
-        with pytest.raises(LastingFault, match="413"):
+        with pytest.raises(PermanentInfraError, match="413"):
             held(settings(url, send="files"), use)
 
 
@@ -145,7 +145,7 @@ def test_one_bad_question_takes_no_other_with_it() -> None:
         bad = [SHOWN[0], Shown(b"no picture")]
         asked = [client.hear(SHOWN[:2], "a?"), client.hear(bad, "b?"), client.hear(SHOWN[2:4], "c?"), client.hear(SHOWN[4:6], "d?")]
         one, two, three, four = await asyncio.gather(*asked, return_exceptions=True)
-        assert isinstance(two, LastingFault) and "HTTP 422" in str(two) and "candidate 1" in str(two)
+        assert isinstance(two, PermanentInfraError) and "HTTP 422" in str(two) and "candidate 1" in str(two)
         for answer, indices, question in ((one, (0, 1), "a?"), (three, (2, 3), "c?"), (four, (4, 5), "d?")):
             assert answer.yes_probabilities == pytest.approx(right(indices, question))
 
@@ -154,19 +154,19 @@ def test_one_bad_question_takes_no_other_with_it() -> None:
 
 
 def test_a_failure_is_a_fault_and_is_not_kept(tmp_path: Path) -> None:
-    """The engine gives no number: HostFault after all tries. A moment later it does, and the same question is answered."""
+    """The engine gives no number: InfraError after all tries. A moment later it does, and the same question is answered."""
     room = Room(answer=lambda p: [float("nan")] * 3)
     cache = tmp_path / "heard.sqlite"
 
     async def use(client: ListenerClient) -> None:
-        with pytest.raises(HostFault, match=r"^listener: nothing after 3 of 3 tries; the last: http.* HTTP 503: .*no number"):
+        with pytest.raises(InfraError, match=r"^listener: nothing after 3 of 3 tries; the last: http.* HTTP 503: .*no number"):
             await client.hear(SHOWN[:2], "This?")
         room.answer = Room.answer
         client.servers.endpoints[0].rest_until = 0
         assert (await client.hear(SHOWN[:2], "This?")).yes_probabilities == pytest.approx(right((0, 1), "This?"))
 
     with listener_of(room) as url:
-        held(settings(url, cache=str(cache), patience_s=5), use)
+        held(settings(url, cache=str(cache), outage_timeout_s=5), use)
 
 
 def test_what_was_heard_is_kept_between_runs_by_version(tmp_path: Path) -> None:
@@ -192,13 +192,13 @@ def test_listeners_must_be_the_same_one() -> None:
 
     async def nothing(client: ListenerClient) -> None: ...
 
-    with listener_of(Room()) as one, listener_of(Room(version="two")) as two, pytest.raises(HostFault, match="different listeners"):
+    with listener_of(Room()) as one, listener_of(Room(version="two")) as two, pytest.raises(InfraError, match="different listeners"):
         held(settings(one, two), nothing)
     room = Room()
 
     async def use(client: ListenerClient) -> None:
         room.version = "two"
-        with pytest.raises(HostFault, match="is another listener now: version two, not one"):
+        with pytest.raises(InfraError, match="is another listener now: version two, not one"):
             await client.hear(SHOWN[:2], "This?")
 
     with listener_of(room) as url:
@@ -208,15 +208,15 @@ def test_listeners_must_be_the_same_one() -> None:
 def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
     async def nothing(client: ListenerClient) -> None: ...
 
-    with pytest.raises(HostFault, match=r"^task.listener.urls=\['http://127.0.0.1:9'\]: no listener can be asked .*start one, or correct"):
+    with pytest.raises(InfraError, match=r"^task.listener.urls=\['http://127.0.0.1:9'\]: no listener can be asked .*start one, or correct"):
         held(settings("http://127.0.0.1:9"), nothing)
     word = tmp_path / "word"
     word.write_text("a-word-of-many-letters\n")
     with listener_of(Room(), token="a-word-of-many-letters") as url:
-        with pytest.raises(HostFault, match="asks for its token: task.listener.token_file=FILE"):
+        with pytest.raises(InfraError, match="asks for its token: task.listener.token_file=FILE"):
             held(settings(url), nothing)
         held(settings(url, token_file=str(word)), nothing)
-    with listener_of(Room(is_well=False)) as url, pytest.raises(HostFault, match="ServerFault: HTTP 503: .*the engine has failed; start"):
+    with listener_of(Room(is_well=False)) as url, pytest.raises(InfraError, match="ServerFault: HTTP 503: .*the engine has failed; start"):
         held(settings(url), nothing)
 
 
@@ -245,5 +245,5 @@ def test_a_file_of_nonsense_is_named(tmp_path: Path) -> None:
         held(settings(url, cache=str(cache)), ask)
         with sqlite3.connect(cache) as file:
             file.execute("UPDATE verdicts SET verdict = 0.5")
-        with pytest.raises(LastingFault, match="no logarithm of a probability; remove the file"):
+        with pytest.raises(PermanentInfraError, match="no logarithm of a probability; remove the file"):
             held(settings(url, cache=str(cache)), ask)

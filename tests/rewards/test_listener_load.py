@@ -10,8 +10,8 @@ from socket import create_server
 
 import pytest
 
+from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
-from megatron_rl.types import HostFault
 from tests.chaos.proxy import Proxy
 from tests.support.listening import SHOWN, right, settings
 
@@ -35,7 +35,7 @@ def test_nothing_is_lost_when_lines_are_cut_and_a_listener_starts_anew(tmp_path:
     answers: dict[tuple[int, int], tuple[tuple[int, ...], str, list[float]]] = {}
 
     async def one(number: int, urls: list[str]) -> None:
-        client = ListenerClient(settings(*urls, tries=40, backoff_s=0.05, patience_s=60.0, timeout_s=30.0, chunk_size=2))
+        client = ListenerClient(settings(*urls, max_attempts=40, backoff_s=0.05, outage_timeout_s=60.0, timeout_s=30.0, chunk_size=2))
         await begun(client)
         try:
             for turn in range(3):
@@ -51,7 +51,7 @@ def test_nothing_is_lost_when_lines_are_cut_and_a_listener_starts_anew(tmp_path:
         for _ in range(20):
             try:
                 return await client.start()
-            except HostFault:
+            except InfraError:
                 await asyncio.sleep(0.05)
         raise AssertionError("no listener could be greeted in 20 tries")
 

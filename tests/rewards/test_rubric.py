@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.errors import InfraError
 from megatron_rl.rewards.rubric import CORRECT, Outcome, Part, Reward, Rubric, TurnPart, environment_rewards, running
-from megatron_rl.types import HostFault, Turn
+from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 
 
 def outcome(*rewards: float) -> Outcome:
-    turns = [Turn(context=0, span=(index, index + 1), text=f"reply {index}", reward=reward) for index, reward in enumerate(rewards)]
+    turns = [Turn(sequence=0, token_span=(index, index + 1), text=f"reply {index}", reward=reward) for index, reward in enumerate(rewards)]
     return outcome_of(*turns)
 
 
@@ -121,9 +122,9 @@ def test_a_veto_takes_what_is_good_and_leaves_what_is_bad() -> None:
 
 def test_trouble_is_no_score() -> None:
     async def down(_: Outcome) -> float:
-        raise HostFault("judge: down")
+        raise InfraError("judge: down")
 
-    with pytest.raises(HostFault, match="judge: down"):
+    with pytest.raises(InfraError, match="judge: down"):
         asyncio.run(Rubric(parts={"accuracy": Part(gives(1.0)), "process": Part(down)}).score(outcome()))
 
 

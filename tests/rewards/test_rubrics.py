@@ -8,6 +8,7 @@ import pytest
 from PIL import Image as Pictures
 
 from megatron_rl.config import JudgeSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.rewards.accuracy import family
 from megatron_rl.rewards.judge import Judge, judge_of, key_of
 from megatron_rl.rewards.judge_prompt import load
@@ -15,7 +16,7 @@ from megatron_rl.rewards.rubric import Outcome, Score
 from megatron_rl.rewards.rubrics import build
 from megatron_rl.rewards.tool_use import codev_format, deepeyes_format, executed_code, red_lines
 from megatron_rl.rewards.verdict_cache import Verdicts
-from megatron_rl.types import End, HostFault, Image, ToolCall, Turn
+from megatron_rl.types import Image, StopReason, ToolCall, Turn
 from tests.support.episodes import outcome_of
 
 BOXED = "<answer>\n\\boxed{%s}\n</answer>"
@@ -26,14 +27,14 @@ def shown(color: str) -> Image:
 
 
 def turn(text: str, call: ToolCall | None = None, *images: Image) -> Turn:
-    return Turn(context=0, span=(0, 1), text=text, call=call, images=list(images))
+    return Turn(sequence=0, token_span=(0, 1), text=text, tool_call=call, images=list(images))
 
 
 def python(source: str = "crop()", *, error: str = "", ran: bool = True) -> ToolCall:
     return ToolCall(tool="python", source=source, error=error, ran=ran)
 
 
-def played(*turns: Turn, truth: str = "red", source: str = "vstar", end: End = End.DONE) -> Outcome:
+def played(*turns: Turn, truth: str = "red", source: str = "vstar", end: StopReason = StopReason.DONE) -> Outcome:
     payload = {"question": "What color is the cup?", "answer": truth, "data_source": source}
     return outcome_of(*turns, payload=payload, end=end, images=[shown("white")])
 
@@ -262,9 +263,9 @@ def test_the_judge_is_asked_where_rules_leave_it_open() -> None:
 def test_a_judge_in_trouble_is_no_score() -> None:
     class Down(Scripted):
         async def said(self, prompt, *, fields, images=()) -> tuple[float, str]:  # noqa: ANN001
-            raise HostFault("judge: down")
+            raise InfraError("judge: down")
 
-    with pytest.raises(HostFault, match="down"):
+    with pytest.raises(InfraError, match="down"):
         score("pyvision", played(turn(BOXED % "crimson")), judge=Down({}))
 
 
@@ -303,7 +304,7 @@ def test_a_recorded_judge_replays(tmp_path) -> None:  # noqa: ANN001
         await judge.start()
         rubric = build("accuracy", judge=judge, protocol="pyvision")
         assert (await rubric.score(played(turn(BOXED % "crimson")))).reward == 1.0
-        with pytest.raises(HostFault, match=r"verdicts.sqlite holds no verdict of answer_equivalence 2 by judge"):
+        with pytest.raises(InfraError, match=r"verdicts.sqlite holds no verdict of answer_equivalence 2 by judge"):
             await rubric.score(played(turn(BOXED % "scarlet")))
         assert (judge.cache_hits, judge.servers.requests) == (1, 0)
         await judge.close()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import SpeakerSettings
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.lewis.speaker_client import SpeakerClient
-from megatron_rl.types import HostFault, LastingFault
 from tests.support.model_servers import as_base64
 
 
@@ -95,16 +95,16 @@ def test_one_that_fails_is_asked_again_and_one_that_refuses_is_not() -> None:
         return await client.describe(b"x", category="mug")
 
     with speaking((503, {"detail": "busy"}), (200, {"words": 1}), (200, {"text": "a"})) as server:
-        assert used(SpeakerSettings(urls=[server.url], tries=3), use) == "a" and len(server.asked) == 3
+        assert used(SpeakerSettings(urls=[server.url], max_attempts=3), use) == "a" and len(server.asked) == 3
     with speaking((422, {"detail": "no picture"})) as server:
-        with pytest.raises(LastingFault, match="HTTP 422.*no picture"):
-            used(SpeakerSettings(urls=[server.url], tries=3), use)
+        with pytest.raises(PermanentInfraError, match="HTTP 422.*no picture"):
+            used(SpeakerSettings(urls=[server.url], max_attempts=3), use)
         assert len(server.asked) == 1
-    with speaking((500, {"detail": "x"})) as server, pytest.raises(HostFault, match="speaker: nothing after 2 of 2 tries") as caught:
-        used(SpeakerSettings(urls=[server.url], tries=2), use)
-    assert not isinstance(caught.value, LastingFault)
+    with speaking((500, {"detail": "x"})) as server, pytest.raises(InfraError, match="speaker: nothing after 2 of 2 tries") as caught:
+        used(SpeakerSettings(urls=[server.url], max_attempts=2), use)
+    assert not isinstance(caught.value, PermanentInfraError)
 
 
 def test_none_that_answers_ends_the_start() -> None:
-    with pytest.raises(HostFault, match=r"task.speaker.urls=\['http://127.0.0.1:9'\]: no speaker can be asked"):
+    with pytest.raises(InfraError, match=r"task.speaker.urls=\['http://127.0.0.1:9'\]: no speaker can be asked"):
         used(SpeakerSettings(urls=["http://127.0.0.1:9"]), lambda client: asyncio.sleep(0))

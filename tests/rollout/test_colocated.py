@@ -15,15 +15,15 @@ from PIL.Image import Image as Picture
 from benchmarks.engine_stalls import FixedCore, fixed_engine
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout import colocated
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.conversation import ContextLimits, Opening, TokenConversation
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.conversation import SequenceLimits, SharedPrompt, TokenConversation
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import SMALL_PIXELS, Renderer, small_pixels
 from megatron_rl.rollout.transcript_segments import pictures_of
-from megatron_rl.types import Context, Image, Message, Turn
+from megatron_rl.types import Image, Message, TokenSequence, Turn
 
 STEP_S, RENDER_S = 0.005, 0.3
-LIMITS = ContextLimits(max_context=9000, max_images=9)
+LIMITS = SequenceLimits(max_context=9000, max_images=9)
 LARGE = (SMALL_PIXELS // 256, 256)
 
 
@@ -33,13 +33,13 @@ def renderer(random_model: Path) -> Renderer:
 
 
 @pytest.fixture
-def engine(random_model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, FixedCore]:
+def engine(random_model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> tuple[ColocatedEngine, FixedCore]:
     monkeypatch.setattr(colocated, "VllmCore", None)  # and back again afterwards
     return fixed_engine(random_model, renderer, step_s=STEP_S, max_model_len=9000)
 
 
 @pytest.fixture
-def seen(renderer: Renderer, engine: tuple[LocalEngine, FixedCore], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def seen(renderer: Renderer, engine: tuple[ColocatedEngine, FixedCore], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Engine steps when a picture began to be rendered, and when it was done, which takes RENDER_S."""
     image, steps = renderer.image, []
 
@@ -59,12 +59,12 @@ def asked(color: int, size: tuple[int, int] = LARGE) -> list[Message]:
     return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "?"}]}]
 
 
-def of_length(num: int) -> Sampling:
+def of_length(num: int) -> SamplingSettings:
     """A reply of exactly so many tokens, as FixedCore reads a seed."""
-    return Sampling(max_tokens=num, temperature=1.0, seed=num - 1)
+    return SamplingSettings(max_tokens=num, temperature=1.0, seed=num - 1)
 
 
-async def beside(engine: LocalEngine, act: Callable[[], object]) -> None:
+async def beside(engine: ColocatedEngine, act: Callable[[], object]) -> None:
     """`act` while another episode's long reply is under way."""
     other = asyncio.create_task(engine.generate([65], [], of_length(2000)))
     await asyncio.sleep(5 * STEP_S)
@@ -73,7 +73,7 @@ async def beside(engine: LocalEngine, act: Callable[[], object]) -> None:
 
 
 def test_steps_go_on_while_pictures_are_rendered(
-    engine: tuple[LocalEngine, FixedCore], renderer: Renderer, seen: list[tuple[int, int]]
+    engine: tuple[ColocatedEngine, FixedCore], renderer: Renderer, seen: list[tuple[int, int]]
 ) -> None:
     """A prompt, an observation and a prompt anew. In 0.3 s the engine makes 60 steps where nothing else wants the processor."""
     conversation = TokenConversation(engine[0], renderer, LIMITS)
@@ -86,11 +86,11 @@ def test_steps_go_on_while_pictures_are_rendered(
 
     engine[0].run(beside(engine[0], episode))
     assert len(seen) == 3 and all(after - before >= 6 for before, after in seen), seen
-    assert [len(context.images) for context in conversation.contexts] == [2, 1]
+    assert [len(context.images) for context in conversation.sequences] == [2, 1]
 
 
 def test_small_pictures_are_rendered_at_once(
-    renderer: Renderer, engine: tuple[LocalEngine, FixedCore], seen: list[tuple[int, int]]
+    renderer: Renderer, engine: tuple[ColocatedEngine, FixedCore], seen: list[tuple[int, int]]
 ) -> None:
     """So that requests come in the same order every time. One pixel more, over all pictures, and the loop goes on."""
     width, height = LARGE
@@ -105,15 +105,16 @@ def test_small_pictures_are_rendered_at_once(
 
 
 @pytest.mark.parametrize(("kind", "size", "is_aside"), [
-    ("local", LARGE, True), ("local", (56, 56), False), ("remote", LARGE, True), ("remote", (56, 56), True), ("remote", None, False),
+    ("colocated", LARGE, True), ("colocated", (56, 56), False), ("server", LARGE, True), ("server", (56, 56), True), ("server", None,
+    False),
 ])  # fmt: skip
 def test_who_renders(kind: str, size: tuple[int, int] | None, is_aside: bool, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop itself, which the episodes of engines elsewhere share by the thousand, renders no picture of theirs."""
-    settings = EngineSettings(kind=kind, urls=["http://a:1"] if kind == "remote" else [])
+    settings = EngineSettings(mode=kind, urls=["http://a:1"] if kind == "server" else [])
     renderer, threads = Renderer(ModelSettings(path=str(random_model)), small_pixels=small_pixels(settings)), []
     prompt = renderer.prompt
 
-    def noted(messages: Sequence[Message]) -> Context:
+    def noted(messages: Sequence[Message]) -> TokenSequence:
         threads.append(threading.current_thread())
         return prompt(messages)
 
@@ -136,7 +137,7 @@ def test_the_prompt_of_a_group_is_rendered_once(
     renderer: Renderer, colors: tuple[int, ...], num_rendered: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other objects with the same pixels are the same pictures. Members of a group whose messages differ have prompts of their own."""
-    rendered, prompt, opening = [], renderer.prompt, Opening(renderer, 4)
+    rendered, prompt, opening = [], renderer.prompt, SharedPrompt(renderer, 4)
     monkeypatch.setattr(renderer, "prompt", lambda messages: (rendered.append(messages), prompt(messages))[1])
     members = [TokenConversation(None, renderer, LIMITS, opening) for _ in range(4)]
     shown = [asked(color, size) for color in colors]
@@ -146,16 +147,16 @@ def test_the_prompt_of_a_group_is_rendered_once(
 
     asyncio.run(all_open())
     assert len(rendered) == num_rendered
-    assert [member.contexts for member in members] == [[prompt(messages)] for messages in shown]
-    members[0].contexts[0].extend([5], logprobs=[-1.0])
-    assert members[1].contexts == [prompt(shown[1])], "each has a context of its own"
+    assert [member.sequences for member in members] == [[prompt(messages)] for messages in shown]
+    members[0].sequences[0].extend([5], logprobs=[-1.0])
+    assert members[1].sequences == [prompt(shown[1])], "each has a context of its own"
 
 
 @pytest.mark.parametrize("colors", [(7, 7, 7), (7, 8, 7)])
 def test_nothing_of_a_prompt_is_kept_once_a_group_has_begun(renderer: Renderer, colors: tuple[int, ...]) -> None:
     """Its pictures as they were given are nobody's then, while the episodes go on; and its patches are theirs and the renderer's. A member
     that begins anew has the same prompt."""
-    opening = Opening(renderer, len(colors))
+    opening = SharedPrompt(renderer, len(colors))
     members = [TokenConversation(None, renderer, LIMITS, opening) for _ in colors]
     shown = [asked(color) for color in colors]
     given = [weakref.ref(picture) for messages in shown for picture in pictures_of(messages)]
@@ -169,8 +170,8 @@ def test_nothing_of_a_prompt_is_kept_once_a_group_has_begun(renderer: Renderer, 
         return alive
 
     assert asyncio.run(all_open()) == [3, 2, 0], "the first waits for the others' to be held against it"
-    assert members[2].contexts[0].images[0] is members[0].contexts[0].images[0]
-    patches = weakref.ref(members[0].contexts[0].images[0].patch_PC)
+    assert members[2].sequences[0].images[0] is members[0].sequences[0].images[0]
+    patches = weakref.ref(members[0].sequences[0].images[0].patch_PC)
     members.clear()
     renderer._images.clear()
     gc.collect()
@@ -178,12 +179,12 @@ def test_nothing_of_a_prompt_is_kept_once_a_group_has_begun(renderer: Renderer, 
     renderer._finals.clear()
     again = TokenConversation(None, renderer, LIMITS, opening)
     asyncio.run(again.open(asked(7)))
-    assert again.contexts == [renderer.prompt(asked(7))]
+    assert again.sequences == [renderer.prompt(asked(7))]
 
 
 def test_a_prompt_that_cannot_be_rendered_is_everyones_own_trouble(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for ever for the first, which has failed, or was given up."""
-    opening, tries = Opening(renderer, 3), []
+    opening, tries = SharedPrompt(renderer, 3), []
 
     def broken(messages: Sequence[Message]) -> None:
         tries.append(messages)

@@ -10,12 +10,12 @@ from PIL import Image as pil
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
-from megatron_rl.rollout.conversation import ContextLimits, TokenConversation
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.conversation import SequenceLimits, TokenConversation
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Env, Step
-from megatron_rl.types import Context, End, Example, Image, Message, Status, Turn
+from megatron_rl.types import Example, Image, Message, Status, StopReason, TokenSequence, Turn
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +28,12 @@ class Talkative:
     """An engine that says as many tokens as it may, and never ends a turn."""
 
     weight_version: int = 4
-    asked: list[Sampling] = field(default_factory=list)
+    asked: list[SamplingSettings] = field(default_factory=list)
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         self.asked.append(sampling)
         ids = [65 + len(self.asked)] * sampling.max_tokens
-        return Completion(ids, [-0.5] * len(ids), finished=False, versions=[4] * len(ids))
+        return Completion(ids, [-0.5] * len(ids), finish_reason=False, versions=[4] * len(ids))
 
 
 def user(text: str) -> list[Message]:
@@ -41,10 +41,10 @@ def user(text: str) -> list[Message]:
 
 
 def say(conversation: TokenConversation, max_tokens: int) -> str:
-    return asyncio.run(conversation.say(Sampling(max_tokens, 1.0, seed=1)))
+    return asyncio.run(conversation.say(SamplingSettings(max_tokens, 1.0, seed=1)))
 
 
-def hear(conversation: TokenConversation, text: str, *, anew: bool) -> End | None:
+def hear(conversation: TokenConversation, text: str, *, anew: bool) -> StopReason | None:
     return asyncio.run(conversation.hear(user(text), anew=anew))
 
 
@@ -53,14 +53,14 @@ def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
     prompt = len(renderer.prompt(user("?")).token_ids)
     for room in (1, 5, 12, 40):
         engine = Talkative()
-        conversation = TokenConversation(engine, renderer, ContextLimits(max_context=prompt + room, max_images=0))
+        conversation = TokenConversation(engine, renderer, SequenceLimits(max_context=prompt + room, max_images=0))
         assert asyncio.run(conversation.open(user("?"))) is None
         end = None
         while end is None:
             say(conversation, 12)
             end = hear(conversation, "Go on.", anew=False)
-        (context,) = conversation.contexts
-        assert end is End.MAX_TOKENS and len(context.token_ids) <= prompt + room
+        (context,) = conversation.sequences
+        assert end is StopReason.MAX_TOKENS and len(context.token_ids) <= prompt + room
         if room <= 12:
             assert [asked.max_tokens for asked in engine.asked] == [room] and context.loss_mask == [0] * prompt + [1] * room
 
@@ -68,18 +68,18 @@ def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
 @pytest.mark.parametrize("num_held", [0, 3])
 def test_a_context_has_room_for_one_token_of_the_policy(num_held: int) -> None:
     """Of a limit of 5 an observation may fill 4."""
-    held, limits = Context(), ContextLimits(max_context=5, max_images=0)
+    held, limits = TokenSequence(), SequenceLimits(max_context=5, max_images=0)
     held.extend([1] * num_held)
-    for num, end in ((4, None), (5, End.MAX_TOKENS), (6, End.MAX_TOKENS)):
-        more = Context()
+    for num, end in ((4, None), (5, StopReason.MAX_TOKENS), (6, StopReason.MAX_TOKENS)):
+        more = TokenSequence()
         more.extend([2] * (num - num_held))
-        assert limits.overrun(held, more) is end
+        assert limits.exceeds(held, more) is end
 
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_turn_has_the_pictures_that_answered_it(renderer: Renderer, anew: bool) -> None:
     """Those of the message behind it, whether that goes on or begins anew; the last turn was not answered."""
-    conversation = TokenConversation(Talkative(), renderer, ContextLimits(max_context=400, max_images=3))
+    conversation = TokenConversation(Talkative(), renderer, SequenceLimits(max_context=400, max_images=3))
     asyncio.run(conversation.open(user("?")))
     pictures = [pil.new("RGB", (56, 56), color) for color in ("red", "green")]
     for picture in pictures:
@@ -94,50 +94,53 @@ def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:
     """Together the two contexts would be too long."""
     first, second = user("Where is it? " * 10), user("And now?")
     begins = [len(renderer.prompt(messages).token_ids) for messages in (first, second)]
-    limits = ContextLimits(max_context=sum(begins), max_images=0)
+    limits = SequenceLimits(max_context=sum(begins), max_images=0)
     conversation = TokenConversation(Talkative(), renderer, limits)
     asyncio.run(conversation.open(first))
     said = [say(conversation, 2), asyncio.run(conversation.hear(second, anew=True))]
     said += [say(conversation, 3), hear(conversation, "And?", anew=False)]
     assert said == [renderer.text([66] * 2), None, renderer.text([67] * 3), None]
-    before, after = conversation.contexts
-    assert [(turn.context, turn.span) for turn in conversation.turns] == [(0, (begins[0], begins[0] + 2)), (1, (begins[1], begins[1] + 3))]
+    before, after = conversation.sequences
+    assert [(turn.sequence, turn.token_span) for turn in conversation.turns] == [
+        (0, (begins[0], begins[0] + 2)),
+        (1, (begins[1], begins[1] + 3)),
+    ]
     assert before.loss_mask == [0] * begins[0] + [1] * 2
     assert sum(after.loss_mask) == 3 and len(after.token_ids) > begins[1] + 3, "an observation follows in the same context"
 
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_what_does_not_fit_is_not_written(renderer: Renderer, anew: bool) -> None:
-    conversation = TokenConversation(Talkative(), renderer, ContextLimits(max_context=80, max_images=0))
+    conversation = TokenConversation(Talkative(), renderer, SequenceLimits(max_context=80, max_images=0))
     asyncio.run(conversation.open(user("?")))
     say(conversation, 3)
-    (context,) = conversation.contexts
+    (context,) = conversation.sequences
     before = len(context.token_ids)
-    assert hear(conversation, "word " * 80, anew=anew) is End.MAX_TOKENS
-    assert conversation.contexts == [context] and len(context.token_ids) == before and conversation.turns[0].images == []
-    misfit = TokenConversation(Talkative(), renderer, ContextLimits(max_context=80, max_images=0))
-    assert asyncio.run(misfit.open(user("word " * 80))) is End.MAX_TOKENS and len(misfit.contexts[0].token_ids) > 80
+    assert hear(conversation, "word " * 80, anew=anew) is StopReason.MAX_TOKENS
+    assert conversation.sequences == [context] and len(context.token_ids) == before and conversation.turns[0].images == []
+    misfit = TokenConversation(Talkative(), renderer, SequenceLimits(max_context=80, max_images=0))
+    assert asyncio.run(misfit.open(user("word " * 80))) is StopReason.MAX_TOKENS and len(misfit.contexts[0].token_ids) > 80
 
 
 @dataclass
 class Words:
     """A conversation without tokens, as an OpenAI-compatible server would give it."""
 
-    contexts: list[Context] = field(default_factory=list)
+    contexts: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     heard: list[Message] = field(default_factory=list)
     weight_version: int = 0
 
-    async def open(self, messages: Sequence[Message]) -> End | None:
+    async def open(self, messages: Sequence[Message]) -> StopReason | None:
         self.heard += messages
 
-    async def say(self, sampling: Sampling) -> str:
-        self.turns.append(Turn(context=0, span=(0, 0), text=f"reply {len(self.turns)}"))
+    async def generate(self, sampling: SamplingSettings) -> str:
+        self.turns.append(Turn(sequence=0, token_span=(0, 0), text=f"reply {len(self.turns)}"))
         return self.turns[-1].text
 
-    async def hear(self, messages: Sequence[Message], *, anew: bool) -> End | None:
+    async def observe(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
         self.heard += messages
-        return End.MAX_TOKENS if len(self.turns) == 3 else None
+        return StopReason.MAX_TOKENS if len(self.turns) == 3 else None
 
 
 class Listens(Env):
@@ -162,9 +165,9 @@ class ListensTask:
 
 
 def test_an_episode_needs_no_tokens() -> None:
-    settings = EpisodeSettings(temperature=1.0, max_turns=9, max_tokens_per_turn=5, max_context=1, max_images=0, seed=0)
+    settings = EpisodeSettings(temperature=1.0, max_turns=9, max_new_tokens=5, max_context=1, max_images=0, seed=0)
     words = Words()
     rollout = asyncio.run(run_episode(ListensTask(), Example("e", {}), conversation=words, settings=settings, group=0, sample=0))
-    assert (rollout.status, rollout.end, rollout.contexts) == (Status.TRUNCATED, End.MAX_TOKENS, [])
+    assert (rollout.status, rollout.stop_reason, rollout.sequences) == (Status.TRUNCATED, StopReason.MAX_TOKENS, [])
     assert [turn.text for turn in rollout.turns] == ["reply 0", "reply 1", "reply 2"] and rollout.reward is not None
     assert [message["content"] for message in words.heard] == ["Begin.", *(f"You said reply {number}." for number in range(3))]

@@ -10,17 +10,18 @@ import pytest
 from PIL import Image as Pillow
 
 from megatron_rl.config import ModelSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.observe.trace import Trace
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
 from megatron_rl.rollout.conversation import TokenConversation
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Env, Step
-from megatron_rl.types import End, Example, HostFault, Image, Message, Rollout, Status, ToolCall
+from megatron_rl.types import Example, Image, Message, Rollout, Status, StopReason, ToolCall
 
 EXAMPLE = Example("e", {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG"}}, source="mine")
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=9, max_tokens_per_turn=5, max_context=400, max_images=8, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=9, max_new_tokens=5, max_context=400, max_images=8, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +34,13 @@ class Scripted:
     """An engine that says "ok" in every turn."""
 
     renderer: Renderer
-    asked: list[Sampling] = field(default_factory=list)
+    asked: list[SamplingSettings] = field(default_factory=list)
     weight_version: int = 3
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         self.asked.append(sampling)
         ids = [*self.renderer.tokenizer("ok", add_special_tokens=False)["input_ids"], self.renderer.end_id]
-        return Completion(ids, [-0.5] * len(ids), finished=True, versions=[3] * len(ids))
+        return Completion(ids, [-0.5] * len(ids), finish_reason=True, versions=[3] * len(ids))
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Looks(Env):
         self.replies.append(text)
         await asyncio.sleep(self.delay_s)
         if self.fault:
-            raise HostFault("the sandbox is down")
+            raise InfraError("the sandbox is down")
         done = len(self.replies) == self.turns
         call = ToolCall(tool="look", source=text, error=self.error)
         return Step(messages=[] if done else [self._show()], reward=1.0, done=done, reason="enough" if done else "", call=call)
@@ -78,7 +79,7 @@ class Looks(Env):
 
 
 async def one(outcome: Outcome) -> float:
-    assert [image.picture.size for image in outcome.images] == [(56, 56)], "those of the prompt"
+    assert [image.pil.size for image in outcome.images] == [(56, 56)], "those of the prompt"
     return 1.0
 
 
@@ -109,31 +110,31 @@ def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS)
     rollout = asyncio.run(episode(task, engine, settings=settings))
     assert world.closed == 1, "an environment is closed however the episode ends"
     assert all(sampling.stop == ("</end>",) for sampling in engine.asked)
-    for context in rollout.contexts:
+    for context in rollout.sequences:
         assert context.token_ids.count(renderer.image_token_id) == sum(image.num_tokens for image in context.images)
     return rollout
 
 
 def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) -> None:
     rollout = play(renderer, Looks(turns=3))
-    assert (rollout.status, rollout.end, rollout.reason, rollout.source) == (Status.COMPLETED, End.DONE, "enough", "mine")
+    assert (rollout.status, rollout.stop_reason, rollout.reason, rollout.source) == (Status.COMPLETED, StopReason.DONE, "enough", "mine")
     assert (rollout.question, rollout.answer, rollout.extra) == ("How many?", "4", '{"index": 7}')
     assert [turn.text for turn in rollout.turns] == ["ok"] * 3
     # turn scores: none, 1, 2; their mean over the two that are steps is 1.5, weighted 0.75
-    assert (rollout.reward, rollout.outcome, rollout.rewards) == (1.75, 1.0, {"one": 1.0, "number": 1.5})
-    assert [turn.score for turn in rollout.turns] == [None, 0.5, 1.0]
-    assert [turn.gain for turn in rollout.turns] == [0.0, 0.5, 0.25], "the mean so far moves from 0 to 1 to 1.5"
+    assert (rollout.reward, rollout.outcome_reward, rollout.reward_terms) == (1.75, 1.0, {"one": 1.0, "number": 1.5})
+    assert [turn.step_score for turn in rollout.turns] == [None, 0.5, 1.0]
+    assert [turn.reward_delta for turn in rollout.turns] == [0.0, 0.5, 0.25], "the mean so far moves from 0 to 1 to 1.5"
     assert [len(turn.images) for turn in rollout.turns] == [1, 1, 0]
     assert [turn.state for turn in rollout.turns] == ["after 0", "after 1", "after 2"], "the one that the reply answers"
-    assert [image.picture.getpixel((0, 0)) for image in rollout.contexts[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
-    assert rollout.turns[0].images[0] is rollout.contexts[0].images[1]
+    assert [image.pil.getpixel((0, 0)) for image in rollout.sequences[0].images] == [(0, 0, 0), (1, 0, 0), (2, 0, 0)]
+    assert rollout.turns[0].images[0] is rollout.sequences[0].images[1]
 
 
 def test_a_trace_names_its_tools(renderer: Renderer) -> None:
     """A row of its own; the second turn's step is the last thing that the environment does."""
     trace, engine = Trace(1), Scripted(renderer)
     conversation = TokenConversation(engine, renderer, SETTINGS)
-    told = {"settings": SETTINGS, "group": 4, "sample": 2, "timed": trace.episode(4, 2)}
+    told = {"settings": SETTINGS, "group": 4, "sample_index": 2, "timed": trace.episode(4, 2)}
     asyncio.run(run_episode(LooksTask(Looks(turns=2)), Example("e", {}), conversation=conversation, **told))
     events = trace.take()
     assert {row for row, *_ in events} == {"episode 4#2"}
@@ -144,20 +145,20 @@ def test_a_trace_names_its_tools(renderer: Renderer) -> None:
 @pytest.mark.parametrize(
     ("change", "end", "num_turns", "num_images"),
     [
-        ({"max_turns": 2}, End.MAX_TURNS, 2, 2),
-        ({"max_images": 3}, End.MAX_IMAGES, 3, 3),
-        ({"max_pixels": 2 * 3136}, End.MAX_PIXELS, 2, 2),
-        ({"max_pixels": 2 * 3136 - 1}, End.MAX_PIXELS, 1, 1),
-        ({"max_seconds": 0.02}, End.MAX_SECONDS, 1, 1),
+        ({"max_turns": 2}, StopReason.MAX_TURNS, 2, 2),
+        ({"max_images": 3}, StopReason.MAX_IMAGES, 3, 3),
+        ({"max_pixels": 2 * 3136}, StopReason.MAX_PIXELS, 2, 2),
+        ({"max_pixels": 2 * 3136 - 1}, StopReason.MAX_PIXELS, 1, 1),
+        ({"max_seconds": 0.02}, StopReason.MAX_SECONDS, 1, 1),
     ],
     ids=["turns", "images", "pixels", "pixels, one less", "seconds"],
 )
-def test_a_budget_that_runs_out_truncates(renderer: Renderer, change: dict, end: End, num_turns: int, num_images: int) -> None:
+def test_a_budget_that_runs_out_truncates(renderer: Renderer, change: dict, end: StopReason, num_turns: int, num_images: int) -> None:
     rollout = play(renderer, Looks(delay_s=0.03 if "max_seconds" in change else 0.0), replace(SETTINGS, **change))
-    assert (rollout.status, rollout.end) == (Status.TRUNCATED, end)
-    assert (len(rollout.turns), len(rollout.contexts[0].images)) == (num_turns, num_images)
+    assert (rollout.status, rollout.stop_reason) == (Status.TRUNCATED, end)
+    assert (len(rollout.turns), len(rollout.sequences[0].images)) == (num_turns, num_images)
     assert rollout.reward is not None, "scored and trained on"
-    assert rollout.contexts[0].loss_mask[-1] == 1, "an observation that nobody answers is not shown"
+    assert rollout.sequences[0].loss_mask[-1] == 1, "an observation that nobody answers is not shown"
 
 
 def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(renderer: Renderer) -> None:
@@ -167,8 +168,8 @@ def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(
         if rollout.status is Status.FAILED:
             assert "raise engine.max_model_len" in rollout.reason and not lengths, "too short for the question, and only then"
             continue
-        (context,) = rollout.contexts
-        assert rollout.end is End.MAX_TOKENS and rollout.status is Status.TRUNCATED
+        (context,) = rollout.sequences
+        assert rollout.stop_reason is StopReason.MAX_TOKENS and rollout.status is Status.TRUNCATED
         assert context.loss_mask[-1] == 1
         lengths.add(len(context.token_ids))
     assert max(lengths) < 90 and len(lengths) > 2
@@ -176,15 +177,20 @@ def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(
 
 def test_an_error_ends_the_episode_where_it_should(renderer: Renderer) -> None:
     mended = play(renderer, Looks(turns=3, error="no such box"))
-    assert (mended.end, len(mended.turns)) == (End.DONE, 3)
+    assert (mended.stop_reason, len(mended.turns)) == (StopReason.DONE, 3)
     ended = play(renderer, Looks(turns=3, error="no such box"), replace(SETTINGS, errors_end=True))
-    assert (ended.status, ended.end, ended.reason, len(ended.turns)) == (Status.COMPLETED, End.TOOL_ERROR, "no such box", 1)
+    assert (ended.status, ended.stop_reason, ended.reason, len(ended.turns)) == (Status.COMPLETED, StopReason.TOOL_ERROR, "no such box", 1)
     assert ended.reward is not None
 
 
 def test_a_fault_of_ours_is_no_score(renderer: Renderer) -> None:
     rollout = play(renderer, Looks(fault=True))
-    assert (rollout.status, rollout.end, rollout.reason, rollout.reward) == (Status.FAILED, End.FAULT, "the sandbox is down", None)
+    assert (rollout.status, rollout.stop_reason, rollout.reason, rollout.reward) == (
+        Status.FAILED,
+        StopReason.INFRA_ERROR,
+        "the sandbox is down",
+        None,
+    )
 
 
 @pytest.mark.parametrize("hangs_in", ["reset", "step"])
@@ -213,8 +219,8 @@ def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, render
 
     hanging = Hanging()
     failed, other = asyncio.run(together())
-    assert (failed.status, failed.end, failed.reward, hanging.closed) == (Status.FAILED, End.LASTING_FAULT, None, 1)
-    assert failed.reason == "task=looks: its environment took more than 0.3 s (task.environment_s)" and 0.3 <= failed.wall_s < 5
+    assert (failed.status, failed.stop_reason, failed.reward, hanging.closed) == (Status.FAILED, StopReason.PERMANENT_INFRA_ERROR, None, 1)
+    assert failed.reason == "task=looks: its environment took more than 0.3 s (task.env_timeout_s)" and 0.3 <= failed.wall_s < 5
     assert (other.status, other.reward) == (Status.COMPLETED, 1.75)
     stays = play(renderer, Staying(turns=3), replace(SETTINGS, environment_s=0.3))
     assert (stays.status, stays.reward) == (Status.COMPLETED, 1.75) and stays.wall_s >= 0.3, "it costs its episode time alone"
@@ -224,7 +230,7 @@ def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, render
 
 def test_a_judge_that_is_down_is_no_score(renderer: Renderer) -> None:
     async def down(outcome: Outcome) -> float:
-        raise HostFault("http://judge: no answer")
+        raise InfraError("http://judge: no answer")
 
     world, engine = Looks(turns=1), Scripted(renderer)
     task = LooksTask(world, rubric=Rubric(parts={"accuracy": Part(down)}))
@@ -264,10 +270,10 @@ def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
 
     engine, task = Scripted(renderer), LooksTask(Looks(turns=3, delay_s=0.2), rubric=Rubric(parts={"slow": Part(slow)}))
     rollout = asyncio.run(episode(task, engine))
-    assert rollout.environment_s >= 0.6 > 0.5 > rollout.scoring_s >= 0.1
-    assert rollout.environment_s + rollout.scoring_s <= rollout.wall_s
-    assert all(turn.environment_s >= 0.2 > 0.15 > turn.reply_s > 0 for turn in rollout.turns)
-    assert sum(turn.environment_s for turn in rollout.turns) == pytest.approx(rollout.environment_s)
+    assert rollout.env_s >= 0.6 > 0.5 > rollout.scoring_s >= 0.1
+    assert rollout.env_s + rollout.scoring_s <= rollout.wall_s
+    assert all(turn.env_s >= 0.2 > 0.15 > turn.generation_s > 0 for turn in rollout.turns)
+    assert sum(turn.env_s for turn in rollout.turns) == pytest.approx(rollout.env_s)
 
 
 @pytest.mark.parametrize(
@@ -276,5 +282,10 @@ def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
 )
 def test_a_question_that_does_not_fit_is_no_failure_of_the_policy(renderer: Renderer, change: dict, raised: str) -> None:
     rollout = play(renderer, Looks(), replace(SETTINGS, **change))
-    assert (rollout.status, rollout.end, rollout.reward, rollout.turns) == (Status.FAILED, End.LASTING_FAULT, None, [])
+    assert (rollout.status, rollout.stop_reason, rollout.reward, rollout.turns) == (
+        Status.FAILED,
+        StopReason.PERMANENT_INFRA_ERROR,
+        None,
+        [],
+    )
     assert rollout.reason.startswith("example e: its prompt has ") and f"raise {raised}," in rollout.reason

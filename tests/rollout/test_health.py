@@ -10,12 +10,12 @@ from functools import partial
 import httpx
 import pytest
 
-from megatron_rl.clients.endpoint_pool import ServerFault
+from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.config import EngineSettings
 from megatron_rl.rollout import health, server_engine
-from megatron_rl.rollout.engine import Sampling
-from megatron_rl.rollout.server_engine import RemoteEngine
-from megatron_rl.rollout.vllm.server_api import Server
+from megatron_rl.rollout.engine import SamplingSettings
+from megatron_rl.rollout.server_engine import ServerEngine
+from megatron_rl.rollout.vllm.server_api import VllmServer
 from sandbox.bounded_http import BoundedClient
 
 PROBE_S = 0.2
@@ -66,13 +66,13 @@ class Kept:
         self.said: list[tuple[str, bool]] = []
         self.well: set[str] = set()
 
-    def heard(self, url: str) -> None:
+    def report_alive(self, url: str) -> None:
         """Of no interest here."""
 
-    def is_well(self, url: str) -> None:
+    def is_healthy(self, url: str) -> None:
         self.well.add(url)
 
-    def revive(self, url: str, *, hangs: bool) -> None:
+    def restart(self, url: str, *, hangs: bool) -> None:
         self.said.append((url, hangs))
 
 
@@ -91,10 +91,10 @@ class Giver:
             self.fakes[url].label = label
         return list(to), {}
 
-    def admit(self, url: str) -> None:
+    def add_server(self, url: str) -> None:
         self.admitted.append(url)
         if self.refuses:
-            raise ServerFault("it would not")
+            raise EndpointError("it would not")
         self.fakes[url].label, self.fakes[url].samples = "run.0", True
 
     def release(self) -> None:
@@ -106,16 +106,18 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Fake]:
     both = [Fake(0), Fake(1)]
     wire = httpx.MockTransport(lambda request: next(each for each in both if each.url.endswith(f"{request.url.host}:1")).answer(request))
     monkeypatch.setattr(server_engine, "BoundedClient", partial(BoundedClient, transport=wire))
-    monkeypatch.setattr(health, "WATCH_S", 0.02)
+    monkeypatch.setattr(health, "POLL_S", 0.02)
     return both
 
 
 class Room:
     def __init__(self, fakes: list[Fake], *, own: bool, gives: bool = True) -> None:
         self.household, self.giver, self.told = Kept() if own else None, Giver(fakes), []
-        self.servers = [Server(fake.url) for fake in fakes]
-        settings = EngineSettings(kind="remote", urls=[fake.url for fake in fakes], probe_s=PROBE_S, turn_s=60.0, patience_s=60.0)
-        self.engine = RemoteEngine(
+        self.servers = [VllmServer(fake.url) for fake in fakes]
+        settings = EngineSettings(
+            mode="server", urls=[fake.url for fake in fakes], health_timeout_s=PROBE_S, request_timeout_s=60.0, outage_timeout_s=60.0
+        )
+        self.engine = ServerEngine(
             self.servers, settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=lambda mine: [mine or ([], {})],
             sender=self.giver if gives else None, household=self.household, tell=self.told.append,
         )  # fmt: skip
@@ -188,7 +190,7 @@ def test_one_that_samples_nothing_is_out(room: Room, fakes: list[Fake]) -> None:
     """Though it says all is well: as a server does that was paused and not resumed. Others' are given all weights again, own ones end."""
     fakes[0].samples = False
     room.until(lambda: not room.servers[0].is_in)
-    assert f"engine {fakes[0].url}: says that it is well, and samples nothing within engine.probe_s={PROBE_S}" in room.told
+    assert f"engine {fakes[0].url}: says that it is well, and samples nothing within engine.health_timeout_s={PROBE_S}" in room.told
     if room.household:
         room.until(lambda: (fakes[0].url, True) in room.household.said)
         room.rest(2 * PROBE_S)
@@ -263,7 +265,7 @@ def test_turns_of_one_that_falls_go_on_elsewhere(room: Room, fakes: list[Fake]) 
     fakes[0].samples = fakes[1].samples = False
 
     async def main() -> list:
-        turns = [asyncio.create_task(room.engine.generate([1, 2], [], Sampling(3, 1.0, seed=index))) for index in range(4)]
+        turns = [asyncio.create_task(room.engine.generate([1, 2], [], SamplingSettings(3, 1.0, seed=index))) for index in range(4)]
         while sum(fake.asked.count(GENERATE) for fake in fakes) < 4:
             await asyncio.sleep(0.01)
         fakes[0].answers, fakes[1].samples = False, True

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.errors import AccessDenied, InfraTimeout, PermanentInfraError, RunDenied
 from megatron_rl.evaluation.in_run import evaluate
 from megatron_rl.rollout import manager as fleet_module
-from megatron_rl.rollout.load_balancer import Seat
+from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import choose_prompts
-from megatron_rl.types import AccessDenied, End, Example, LastingFault, Rollout, RunDenied, Status, WaitedFault
+from megatron_rl.types import Example, Rollout, Status, StopReason
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, Scripted, fleet_of, said
 
 
@@ -75,36 +76,38 @@ def test_examples_with_probabilities_are_drawn_with_them() -> None:
 def test_rounds_are_played_until_there_is_enough(renderer: Renderer) -> None:
     """The sampler goes on where the last step stopped, be it in this life of the run or in an earlier one."""
     fleet, seen = fleet_of(renderer), []
-    first = fleet.take(0, enough=until(5, seen))
+    first = fleet.generate(0, enough=until(5, seen))
     assert seen == [6, 12, 18] and fleet.admission.rounds == 3, "three rounds of two groups of three; each time all of them are shown"
-    second = fleet.take(1, enough=until(1))
+    second = fleet.generate(1, enough=until(1))
     assert fleet.admission.rounds == 4
     dealt = prompts(EXAMPLES, 2, seed=5, rounds=range(4))
     assert [rollout.example_id for rollout in first + second] == [name for name in dealt for _ in range(3)]
-    assert [(rollout.group, rollout.sample) for rollout in first] == [(group, sample) for group in range(6) for sample in range(3)]
+    assert [(rollout.group, rollout.sample_index) for rollout in first] == [(group, sample) for group in range(6) for sample in range(3)]
     assert {rollout.oldest_version for rollout in first} == {7}
     resumed = fleet_of(renderer)
     resumed.admission.rounds = 3
-    again = resumed.take(1, enough=until(1))
-    assert [(r.example_id, r.group, r.sample, r.contexts) for r in again] == [(r.example_id, r.group, r.sample, r.contexts) for r in second]
+    again = resumed.generate(1, enough=until(1))
+    assert [(r.example_id, r.group, r.sample_index, r.sequences) for r in again] == [
+        (r.example_id, r.group, r.sample_index, r.sequences) for r in second
+    ]
 
 
 def test_rounds_end_where_they_may_be_no_more(renderer: Renderer) -> None:
     fleet = fleet_of(renderer, max_rounds=2)
-    rollouts = fleet.take(0, enough=lambda _: False)
+    rollouts = fleet.generate(0, enough=lambda _: False)
     assert (len(rollouts), fleet.admission.rounds, {rollout.group for rollout in rollouts}) == (12, 2, {0, 1, 2, 3})
 
 
 @pytest.mark.parametrize(("faults", "status", "tries"), [(0, Status.TRUNCATED, 1), (2, Status.TRUNCATED, 3), (3, Status.FAILED, 3)])
 def test_an_episode_has_three_tries(renderer: Renderer, faults: int, status: Status, tries: int) -> None:
     engine = Scripted(faults=faults)
-    rollouts = fleet_of(renderer, engine).play(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1))
+    rollouts = fleet_of(renderer, engine).run_examples(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1))
     assert [rollout.status for rollout in rollouts] == [status] * 6
     assert sorted(engine.tries.values()) == [tries] * 6, "each of the six asks with its own seed, and with the same one again"
     if status is Status.FAILED:
         assert {(rollout.reason, rollout.reward) for rollout in rollouts} == {("the engine is down", None)}
     else:
-        assert all(len(rollout.turns) == len(rollout.contexts) == 1 for rollout in rollouts), "nothing is left of a try that failed"
+        assert all(len(rollout.turns) == len(rollout.sequences) == 1 for rollout in rollouts), "nothing is left of a try that failed"
 
 
 def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[float]) -> None:
@@ -114,10 +117,13 @@ def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[fl
     fleet = fleet_of(renderer, Scripted(faults=20), patience_s=600.0, tell=told.append)
     unbroken = fleet_of(renderer)
     for step in range(2):
-        assert said(fleet.take(step, enough=until(4))) == said(unbroken.take(step, enough=until(4)))
+        assert said(fleet.generate(step, enough=until(4))) == said(unbroken.generate(step, enough=until(4)))
         fleet.engine.faults = 0
     assert set(fleet.task.worlds) == set(unbroken.task.worlds)
-    assert told[0] == "waiting: 6 of 6 rollouts failed (the engine is down); they are played again in 1 s, for 600 s more (run.patience_s)"
+    assert (
+        told[0]
+        == "waiting: 6 of 6 rollouts failed (the engine is down); they are played again in 1 s, for 600 s more (run.outage_timeout_s)"
+    )
     longer = [pause for pause in pauses if pause]
     assert longer[:6] == [1, 2, 4, 8, 16, 30] and set(longer[5:13]) == {30}, "14 times 3 tries"
     assert len(longer) == len(told) == 2 * 13, "the step has two rounds"
@@ -125,7 +131,7 @@ def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[fl
 
 def test_an_outage_is_waited_for_as_long_as_patience_lasts(renderer: Renderer, pauses: list[float]) -> None:
     fleet = fleet_of(renderer, Scripted(faults=10**6), patience_s=10.0, tell=lambda _: None)
-    rollouts = fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)
+    rollouts = fleet.run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)
     assert [pause for pause in pauses if pause] == [1, 2, 4, pytest.approx(3, abs=0.5)], "the tries' own seconds are none of the pauses"
     assert {rollout.status for rollout in rollouts} == {Status.FAILED} and len(rollouts) == 6
 
@@ -138,56 +144,58 @@ def test_an_evaluation_waits_too(renderer: Renderer, pauses: list[float]) -> Non
 
 
 def test_what_waiting_cannot_mend_is_not_waited_for(renderer: Renderer, pauses: list[float]) -> None:
-    engine = Scripted(faults=1, fault=LastingFault)
+    engine = Scripted(faults=1, fault=PermanentInfraError)
     fleet = fleet_of(renderer, engine, patience_s=600.0)
-    assert {rollout.end for rollout in fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)} == {End.LASTING_FAULT}
+    assert {rollout.stop_reason for rollout in fleet.run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)} == {
+        StopReason.PERMANENT_INFRA_ERROR
+    }
     assert set(engine.tries.values()) == {1} and not any(pauses)
 
 
 def test_a_key_that_is_not_accepted_ends_the_run_at_once(renderer: Renderer, pauses: list[float]) -> None:
-    """Nothing is tried again or waited for, whatever run.max_failed allows."""
+    """Nothing is tried again or waited for, whatever run.max_failed_fraction allows."""
     engine = Scripted(faults=10**6, fault=AccessDenied)
     fleet = fleet_of(renderer, engine, patience_s=600.0)
     with pytest.raises(RunDenied, match=r"^the engine is down$"):
-        fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)
+        fleet.run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)
     assert set(engine.tries.values()) == {1} and not any(pauses)
 
 
 @pytest.mark.parametrize("step", [1, 0])
 def test_what_was_done_before_a_key_was_refused_is_saved(step: int) -> None:
     """And the run ends with an error, not to be started again: the next life would only meet the same."""
-    from megatron_rl.entrypoints.train import played  # brings Megatron
+    from megatron_rl.entrypoints.train import train_and_finalize  # brings Megatron
 
     saved: list[int] = []
-    parts = SimpleNamespace(save_what_is_done=lambda: saved.append(step), run=SimpleNamespace(num_done=step, first_step=0))
+    parts = SimpleNamespace(save_progress=lambda: saved.append(step), run=SimpleNamespace(num_done=step, first_step=0))
 
     def play() -> None:
         raise RunDenied("engine.urls=http://a: /weight_info: 401")
 
     with pytest.raises(RunDenied, match="401"):
-        played(Settings(run=RunSettings(dir="none")), parts, play)
+        train_and_finalize(Settings(run=RunSettings(dir="none")), parts, play)
     assert saved == [step]
 
 
 @pytest.mark.parametrize(("faults", "status"), [(10**6, Status.FAILED), (1, Status.TRUNCATED)])
 def test_what_was_waited_for_is_waited_for_no_longer(renderer: Renderer, pauses: list[float], faults: int, status: Status) -> None:
-    """No episode is tried thrice, nobody waits run.patience_s besides: all are played once more at once: it may be back."""
-    engine, told = Scripted(faults=faults, fault=WaitedFault), []
+    """No episode is tried thrice, nobody waits run.outage_timeout_s besides: all are played once more at once: it may be back."""
+    engine, told = Scripted(faults=faults, fault=InfraTimeout), []
     fleet = fleet_of(renderer, engine, patience_s=600.0, tell=told.append)
-    rollouts = fleet.play(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1))
+    rollouts = fleet.run_examples(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1))
     assert [rollout.status for rollout in rollouts] == [status] * 6 and len(rollouts) == 6
     assert set(engine.tries.values()) == {2} and not any(pauses) and told == []
     if status is Status.FAILED:
-        assert {rollout.end for rollout in rollouts} == {End.WAITED_FAULT}
+        assert {rollout.stop_reason for rollout in rollouts} == {StopReason.INFRA_TIMEOUT}
     else:
-        assert said(rollouts) == said(fleet_of(renderer).play(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1)))
+        assert said(rollouts) == said(fleet_of(renderer).run_examples(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1)))
 
 
 def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
     """Of two engines one is down. What each of them gathers is everyone's, so both wait equally long and play their own groups again."""
     engines = [Scripted(), Scripted(faults=5)]
     rounds: list[list[Rollout]] = []
-    whole = fleet_of(renderer).play(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3)
+    whole = fleet_of(renderer).run_examples(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3)
 
     def gather_of(index: int) -> Callable[[list[Rollout]], list[Rollout]]:
         calls = iter(range(99))
@@ -206,12 +214,12 @@ def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
         fleet = fleet_of(
             renderer,
             engines[index],
-            seat=Seat(index=index, num_engines=2, max_episodes=99),
+            seat=EngineRank(index=index, num_engines=2, max_episodes=99),
             gather=gather_of(index),
             patience_s=60.0,
             tell=lambda _: None,
         )
-        played[index] = said(fleet.play(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3))
+        played[index] = said(fleet.run_examples(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3))
     assert played[0] == played[1] == said(whole)
     assert [pause for pause in pauses if pause] == [1, 2, 4] * 2, "eleven tries; each engine has waited for the one that is down"
     assert [len(mine) for mine in rounds] == [4] * 4 and set(engines[0].tries.values()) == {1}
@@ -221,10 +229,10 @@ def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
     parts: list[list[Rollout]] = []
     for index in range(2):
         fleet = fleet_of(
-            renderer, seat=Seat(index=index, num_engines=2, max_episodes=99), gather=lambda mine: parts.append(mine) or mine * 3
+            renderer, seat=EngineRank(index=index, num_engines=2, max_episodes=99), gather=lambda mine: parts.append(mine) or mine * 3
         )  # as if none were missing
-        fleet.play(EXAMPLES[:5], samples=2, settings=EPISODE, first_group=10)
-    groups = [[(rollout.group, rollout.sample, rollout.example_id) for rollout in part] for part in parts]
+        fleet.run_examples(EXAMPLES[:5], samples=2, settings=EPISODE, first_group=10)
+    groups = [[(rollout.group, rollout.sample_index, rollout.example_id) for rollout in part] for part in parts]
     assert groups[0] == [(10 + number, sample, f"{number}") for number in (0, 2, 4) for sample in range(2)]
     assert groups[1] == [(10 + number, sample, f"{number}") for number in (1, 3) for sample in range(2)]
 
@@ -232,9 +240,9 @@ def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
         assert mine is None
         return parts[1] + parts[0]
 
-    follower = fleet_of(renderer, Scripted(leads=False), seat=Seat(num_engines=2, max_episodes=99), gather=follow)
-    together = follower.play(EXAMPLES[:5], samples=2, settings=EPISODE)
-    assert [(rollout.group, rollout.sample) for rollout in together] == [
+    follower = fleet_of(renderer, Scripted(leads=False), seat=EngineRank(num_engines=2, max_episodes=99), gather=follow)
+    together = follower.run_examples(EXAMPLES[:5], samples=2, settings=EPISODE)
+    assert [(rollout.group, rollout.sample_index) for rollout in together] == [
         (10 + number, sample) for number in range(5) for sample in range(2)
     ]
 
@@ -244,7 +252,7 @@ def test_the_members_of_a_group_meet_the_same_world(renderer: Renderer) -> None:
     fleet, seeds = fleet_of(renderer), set()
     for step in range(3):
         fleet.task.worlds.clear()
-        fleet.take(step, enough=until(4))
+        fleet.generate(step, enough=until(4))
         worlds = Counter(fleet.task.worlds)
         assert len(worlds) == 4 and set(worlds.values()) == {3}
         seeds |= {seed for _, seed in worlds}
@@ -258,7 +266,7 @@ def test_every_request_has_its_own_seed(renderer: Renderer) -> None:
         engine = Scripted()
         fleet = fleet_of(renderer, engine, episode=replace(EPISODE, seed=run_seed))
         for step in range(2):
-            fleet.take(step, enough=until(4))
+            fleet.generate(step, enough=until(4))
         assert {sampling.temperature for sampling in engine.asked} == {0.9}
         return [sampling.seed for sampling in engine.asked]
 
@@ -269,10 +277,10 @@ def test_every_request_has_its_own_seed(renderer: Renderer) -> None:
 def test_the_end_of_the_context_bounds_a_reply(renderer: Renderer) -> None:
     prompt = len(renderer.prompt([{"role": "user", "content": "0"}]).token_ids)
     engine = Scripted()
-    settings = replace(EPISODE, max_tokens_per_turn=50, max_context=prompt + 20)
-    (rollout,) = fleet_of(renderer, engine).play(EXAMPLES[:1], samples=1, settings=settings)
+    settings = replace(EPISODE, max_new_tokens=50, max_context=prompt + 20)
+    (rollout,) = fleet_of(renderer, engine).run_examples(EXAMPLES[:1], samples=1, settings=settings)
     assert [sampling.max_tokens for sampling in engine.asked] == [20]
-    assert (rollout.end, len(rollout.contexts[0].token_ids)) == (End.MAX_TOKENS, prompt + 20)
+    assert (rollout.stop_reason, len(rollout.sequences[0].token_ids)) == (StopReason.MAX_TOKENS, prompt + 20)
 
 
 def test_a_device_is_used_in_turn(renderer: Renderer) -> None:
@@ -283,19 +291,19 @@ def test_a_device_is_used_in_turn(renderer: Renderer) -> None:
         assert log[-1] in ("trainer wakes", "update"), "they are read while the trainer is awake"
         yield name, torch.zeros(1)
 
-    fleet.serve(weights("a"), version=0)
+    fleet.update_weights(weights("a"), version=0)
     assert log == ["engine sleeps", "trainer wakes", "engine loads a as 0", "trainer sleeps", "engine wakes"]
-    fleet.take(0, enough=until(1))
+    fleet.generate(0, enough=until(1))
     log.clear()
-    with fleet.away():
+    with fleet.offloaded():
         log.append("update")
     with pytest.raises(AssertionError, match="the device is the trainer's"):
-        fleet.take(1, enough=until(1))
-    with fleet.away():
+        fleet.generate(1, enough=until(1))
+    with fleet.offloaded():
         assert log == ["engine sleeps", "trainer wakes", "update"], "it is the trainer's already"
-    fleet.serve(weights("b"), version=1)
+    fleet.update_weights(weights("b"), version=1)
     assert log[3:] == ["engine loads b as 1", "trainer sleeps", "engine wakes"]
-    assert fleet.take(1, enough=until(1)) and fleet.busy_s() == 1.5
+    assert fleet.generate(1, enough=until(1)) and fleet.busy_s() == 1.5
 
 
 def test_weights_that_do_not_arrive_are_not_served(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +315,7 @@ def test_weights_that_do_not_arrive_are_not_served(renderer: Renderer, monkeypat
 
     monkeypatch.setattr(engine, "load_weights", lose)
     with pytest.raises(RuntimeError, match="does not hold"):
-        fleet.serve(iter([]), version=1)
+        fleet.update_weights(iter([]), version=1)
     assert fleet.is_away and engine.log == ["engine sleeps", "trainer wakes"]
 
 
@@ -318,12 +326,12 @@ def test_patience_counts_the_seconds_of_the_tries(renderer: Renderer, pauses: li
         return [replace(rollout, wall_s=40.0) for rollout in mine]
 
     fleet = fleet_of(renderer, Scripted(faults=10**6), patience_s=100.0, tell=lambda _: None, gather=gather)
-    assert len(fleet.play(EXAMPLES[:2], samples=3, settings=EPISODE)) == 6
+    assert len(fleet.run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)) == 6
     assert [pause for pause in pauses if pause] == [1, 2, 4]
 
 
 def test_the_seconds_of_an_episode_are_those_of_all_its_tries(renderer: Renderer) -> None:
-    """Two tries fail after 0.1 s each, and the third has a reply of 0.1 s: what run.patience_s is counted by."""
+    """Two tries fail after 0.1 s each, and the third has a reply of 0.1 s: what run.outage_timeout_s is counted by."""
     fleet = fleet_of(renderer, Paced(faults=2, reply_s=0.1))
-    (rollout,) = fleet.play(EXAMPLES[:1], samples=1, settings=replace(EPISODE, max_turns=1))
+    (rollout,) = fleet.run_examples(EXAMPLES[:1], samples=1, settings=replace(EPISODE, max_turns=1))
     assert rollout.is_scored and 0.29 < rollout.wall_s < 5

@@ -16,12 +16,12 @@ from megatron_rl.models.mrope import mrope_positions
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
-from megatron_rl.types import End, Rollout, Status
+from megatron_rl.types import Rollout, Status, StopReason
 from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorld, play_alone, written
 
 NUM = 500
 MIN_PIXELS, MAX_PIXELS = 3136, 12800
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=6, max_tokens_per_turn=40, max_context=2000, max_images=5, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=6, max_new_tokens=40, max_context=2000, max_images=5, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -51,30 +51,30 @@ def test_random_transcripts(renderer: Renderer, hf: Qwen2_5_VLModel, protocol: T
         check_text(rollout, engine, world, renderer)
         check_images(rollout, world, renderer)
         check_positions(rollout, renderer, hf)
-        ends.add(rollout.end)
+        ends.add(rollout.stop_reason)
         num_images += sum(len(turn.images) for turn in rollout.turns)
-    assert ends == {End.DONE, End.MAX_TURNS, End.MAX_IMAGES, End.MAX_TOKENS}, "every limit was met"
+    assert ends == {StopReason.DONE, StopReason.MAX_TURNS, StopReason.MAX_IMAGES, StopReason.MAX_TOKENS}, "every limit was met"
     assert num_misfits < NUM / 3, "most questions have room"
     assert num_images > NUM / 2, "observations held pictures"
 
 
 def check_sampled(rollout: Rollout, engine: RandomPolicy) -> None:
     """The mask is 1 on exactly what was sampled, in its order; the engine saw what is trained on, turn by turn, images included."""
-    (context,) = rollout.contexts
+    (context,) = rollout.sequences
     sampled = [0] * len(context.token_ids)
     for turn, asked, shown, said in zip(rollout.turns, engine.asked, engine.shown, engine.said, strict=True):
-        start, end = turn.span
+        start, end = turn.token_span
         assert context.token_ids[:start] == asked and context.token_ids[start:end] == said
         assert context.images[: len(shown)] == shown
-        assert context.engine_logprobs[start:end] == [-1.0 - number for number in range(end - start)]
+        assert context.rollout_logprobs[start:end] == [-1.0 - number for number in range(end - start)]
         sampled[start:end] = [1] * (end - start)
     assert context.loss_mask == sampled
-    assert [value for value, mask in zip(context.engine_logprobs, sampled, strict=True) if not mask] == [0.0] * sampled.count(0)
+    assert [value for value, mask in zip(context.rollout_logprobs, sampled, strict=True) if not mask] == [0.0] * sampled.count(0)
 
 
 def check_text(rollout: Rollout, engine: RandomPolicy, world: RandomWorld, renderer: Renderer) -> None:
     """The ids decode to the conversation as it is written by hand."""
-    (context,) = rollout.contexts
+    (context,) = rollout.sequences
     names = [name for name in renderer.tokenizer.get_added_vocab() if name.startswith("<|")]
     images = list(context.images)
     text = written(world.said[0], images, names=names)
@@ -91,7 +91,7 @@ def check_images(rollout: Rollout, world: RandomWorld, renderer: Renderer) -> No
 
     Qwen makes no side shorter than 28 pixels, whatever the area then is.
     """
-    (context,) = rollout.contexts
+    (context,) = rollout.sequences
     own = renderer.image_token_id
     runs = [len(list(run)) for is_image, run in groupby(context.token_ids, key=lambda token: token == own) if is_image]
     grids = np.array([image.grid for image in context.images]).reshape(-1, 3)
@@ -101,14 +101,14 @@ def check_images(rollout: Rollout, world: RandomWorld, renderer: Renderer) -> No
     for image, picture in zip(context.images, shown, strict=False):
         frames, rows, columns = image.grid
         assert image.patch_PC.shape == (frames * rows * columns, 3 * 2 * 14 * 14)
-        assert image.picture.size == (14 * columns, 14 * rows)
-        assert MIN_PIXELS <= 14 * 14 * rows * columns <= MAX_PIXELS or min(image.picture.size) == 28
-        resized = picture.convert("RGB").resize(image.picture.size, Resampling.BICUBIC)
-        assert image.picture.tobytes() == resized.tobytes()
+        assert image.pil.size == (14 * columns, 14 * rows)
+        assert MIN_PIXELS <= 14 * 14 * rows * columns <= MAX_PIXELS or min(image.pil.size) == 28
+        resized = picture.convert("RGB").resize(image.pil.size, Resampling.BICUBIC)
+        assert image.pil.tobytes() == resized.tobytes()
 
 
 def check_positions(rollout: Rollout, renderer: Renderer, hf: Qwen2_5_VLModel) -> None:
-    (context,) = rollout.contexts
+    (context,) = rollout.sequences
     ids = torch.tensor([context.token_ids])
     grid = torch.tensor([image.grid for image in context.images]) if context.images else None
     expected, _ = hf.get_rope_index(ids, mm_token_type_ids=(ids == renderer.image_token_id).int(), image_grid_thw=grid)

@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context, Image
+from megatron_rl.types import Image, TokenSequence
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def assistant(text: str) -> dict:
 
 
 def bytes_of(image: Image) -> int:
-    return image.patch_PC.untyped_storage().nbytes() + 4 * image.picture.width * image.picture.height
+    return image.patch_PC.untyped_storage().nbytes() + 4 * image.pil.width * image.pil.height
 
 
 def gradient(width: int, height: int) -> Pillow.Image:
@@ -95,12 +95,12 @@ def test_patches_are_made_again_of_the_picture(renderer: Renderer, random_model:
 
     def picture_of(wanted: Image) -> Pillow.Image:
         asked.append(wanted.key)
-        return image.picture
+        return image.pil
 
-    assert bare.patch_PC is None and (bare.picture, bare.key, bare.grid) == (image.picture, image.key, image.grid)
+    assert bare.patch_PC is None and (bare.pil, bare.key, bare.grid) == (image.pil, image.key, image.grid)
     elsewhere = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
     for maker, times in ((renderer, 0), (elsewhere, 1), (elsewhere, 1)):
-        assert torch.equal(maker.patches(replace(bare, picture=None), picture_of), image.patch_PC)
+        assert torch.equal(maker.patches(replace(bare, pil=None), picture_of), image.patch_PC)
         assert asked == [image.key] * times
     assert elsewhere.patches(image, picture_of) is image.patch_PC
 
@@ -111,18 +111,18 @@ def test_a_final_picture_is_not_resized_again(random_model: Path) -> None:
     near, far, moved = Renderer(narrow), Renderer(narrow), 0
     for width, height in [(60, 50), (50, 60), (400, 100), (70, 300), (140, 140)]:
         (image,) = near.prompt([user("Look.", gradient(width, height))]).images
-        moved += near.final_size(*image.picture.size) != image.picture.size
-        assert torch.equal(far.patches(image.without_patches(), attrgetter("picture")), image.patch_PC)
-        assert far.image(image.picture).picture.size == near.final_size(*image.picture.size), "given anew it is a picture like any other"
+        moved += near.final_size(*image.pil.size) != image.pil.size
+        assert torch.equal(far.patches(image.without_patches(), attrgetter("pil")), image.patch_PC)
+        assert far.image(image.pil).pil.size == near.final_size(*image.pil.size), "given anew it is a picture like any other"
     assert moved >= 3, "the pictures of this test show nothing"
 
 
 def test_pictures_are_resized_once_within_the_limits(renderer: Renderer) -> None:
     image = renderer.image(gradient(300, 300))
-    assert image.picture.size == (112, 112) and image.grid == (1, 8, 8) and image.num_tokens == 16
+    assert image.pil.size == (112, 112) and image.grid == (1, 8, 8) and image.num_tokens == 16
     assert renderer.image(gradient(300, 300)) is image, "remembered by content"
-    assert renderer.image(image.picture).key == image.key, "a picture at its final size is left alone"
-    assert renderer.image(gradient(20, 20)).picture.size == (56, 56)
+    assert renderer.image(image.pil).key == image.key, "a picture at its final size is left alone"
+    assert renderer.image(gradient(20, 20)).pil.size == (56, 56)
 
 
 def test_threads_render_side_by_side(random_model: Path) -> None:
@@ -135,7 +135,7 @@ def test_threads_render_side_by_side(random_model: Path) -> None:
     for room in (100 * one, 4 * one):
         shared = Renderer(model, cached_bytes=room)
 
-        def all_of_them(start: int, shared: Renderer = shared) -> list[Context]:
+        def all_of_them(start: int, shared: Renderer = shared) -> list[TokenSequence]:
             order = [(start + 5 * number) % 12 for number in range(36)]
             made = {number: shared.prompt([user(f"Number {number}.", pictures[number])]) for number in order}
             return [made[number] for number in range(12)]
@@ -156,8 +156,8 @@ def test_what_is_remembered_is_counted_once(random_model: Path) -> None:
     model, one = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800), 112 * 112 * (4 + 3 * 2 * 4)
     renderer = Renderer(model, cached_bytes=3 * one)
     images = [renderer.image(picture) for picture in made[:3]]
-    assert {bytes_of(image) for image in images} == {one} and {image.picture.size for image in images} == {(112, 112)}
-    assert all(renderer.patches(image.without_patches(), attrgetter("picture")) is image.patch_PC for image in images)
+    assert {bytes_of(image) for image in images} == {one} and {image.pil.size for image in images} == {(112, 112)}
+    assert all(renderer.patches(image.without_patches(), attrgetter("pil")) is image.patch_PC for image in images)
     assert all(renderer.image(picture) is image for picture, image in zip(made[:3], images, strict=True))
     first = weakref.ref(images.pop(0).patch_PC)
     assert first() is not None

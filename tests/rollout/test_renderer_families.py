@@ -61,7 +61,7 @@ def test_ids_and_grids_are_those_of_its_processor(
     assert [list(image.grid) for image in context.images] == expected["image_grid_thw"].tolist()
     side = {"qwen2_5_vl": 28, "qwen2_vl": 28, "qwen3_vl": 32}[family]
     for image in context.images:
-        width, height = image.picture.size
+        width, height = image.pil.size
         assert width % side == height % side == 0 and LEAST <= width * height <= MOST
         assert image.num_tokens == width * height // side**2
     assert context.token_ids.count(renderer.image_token_id) == sum(image.num_tokens for image in context.images)

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from megatron_rl.distributed.world import place
+from megatron_rl.distributed.world import read_world
 from megatron_rl.observe.recorder import store_pictures
 from megatron_rl.observe.rollout_store import path_of, write
 from megatron_rl.rollout.replay import Replay
-from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.types import Rollout
 from tests.observe.test_recorder import rollout
 from tests.support.one_process import world_of_one
@@ -20,9 +20,9 @@ def test_a_replayed_step_counts_the_rounds_that_it_was_dealt(tmp_path: Path) -> 
         store_pictures(tmp_path, rollouts)
         write(path_of(tmp_path, step), rollouts, step=step, rounds=(1, 3, 2)[step])
     handed: list[list[Rollout]] = []
-    rounds = RoundSettings(num_prompts=2, group_size=1, max_rounds=9)
+    rounds = GenerationSettings(num_prompts=2, group_size=1, max_rounds=9)
     with world_of_one():
-        replay = Replay(tmp_path, world=place(), gather=list, rounds=rounds, episode=EPISODE)
+        replay = Replay(tmp_path, world=read_world(), gather=list, rounds=rounds, episode=EPISODE)
         for step, so_far in enumerate((1, 4, 6)):
             taken = replay.take(step, enough=handed.append)
             assert replay.admission.rounds == so_far

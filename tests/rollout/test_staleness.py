@@ -14,12 +14,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rollout.event_loop import StandingLoop
-from megatron_rl.rollout.load_balancer import Seat
+from megatron_rl.errors import GracefulStop
+from megatron_rl.rollout.event_loop import PausableEventLoop
+from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.scheduler import Admission, RoundSettings, choose_prompts
-from megatron_rl.rollout.work_buffer import Table
-from megatron_rl.types import End, Rollout, Status, Stopped
+from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, choose_prompts
+from megatron_rl.rollout.work_buffer import WorkBuffer
+from megatron_rl.types import Rollout, Status, StopReason
 from tests.support.lasting_fleet import HeldTask, Lasting, lasting_fleet, step_of, versions_of
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of, said
 
@@ -29,9 +30,9 @@ def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model)))
 
 
-def admission_of(*, max_staleness: int, num_steps: int | None = None) -> Admission:
-    rounds = RoundSettings(num_prompts=2, group_size=3, max_rounds=1, max_staleness=max_staleness, num_steps=num_steps)
-    return Admission(lambda: EXAMPLES, rounds=rounds, episode=EPISODE)
+def admission_of(*, max_staleness: int, num_steps: int | None = None) -> PromptScheduler:
+    rounds = GenerationSettings(num_prompts=2, group_size=3, max_rounds=1, max_staleness=max_staleness, num_steps=num_steps)
+    return PromptScheduler(lambda: EXAMPLES, rounds=rounds, episode=EPISODE)
 
 
 def dealt_names(num: int) -> list[str]:
@@ -41,19 +42,19 @@ def dealt_names(num: int) -> list[str]:
 def test_capacity_by_hand() -> None:
     """Rounds of 2, one version of staleness, 4 steps: 4 groups at first, 2 for every 2 that are taken, none that no step would train."""
     admission, names = admission_of(max_staleness=1, num_steps=4), dealt_names(4)
-    new = admission.admit(0)
+    new = admission.schedule(0)
     assert [(group, dealt.place, dealt.example.id) for group, dealt in new.items()] == [(n, n, names[n]) for n in range(4)]
     assert {dealt.settings for dealt in new.values()} == {EPISODE.at_step(0)} and admission.rounds == 2
-    admission.take([0, 3])
-    assert admission.not_trained_on == [1, 2]
-    assert admission.drop_stale(1, {1: 0, 2: None}) == [] and admission.due(1, {0: 0, 1: 0, 2: None}) == {1}, "0 is trained on"
-    new = admission.admit(1)
+    admission.finish([0, 3])
+    assert admission.unused_groups == [1, 2]
+    assert admission.drop_stale(1, {1: 0, 2: None}) == [] and admission.due_groups(1, {0: 0, 1: 0, 2: None}) == {1}, "0 is trained on"
+    new = admission.schedule(1)
     assert [(group, dealt.place, dealt.settings) for group, dealt in new.items()] == [(n, n, EPISODE.at_step(1)) for n in (4, 5)]
-    admission.take([4, 5])
+    admission.finish([4, 5])
     assert admission.drop_stale(2, {1: 0, 2: None}) == [1], "2 has not begun"
-    assert [(group, dealt.place) for group, dealt in admission.admit(2).items()] == [(6, 1), (7, 6), (8, 7)], "what is owed comes first"
-    admission.take([2, 6])
-    assert admission.drop_stale(3, {7: 2, 8: None}) == [] and admission.admit(3) == {} and admission.rounds == 4
+    assert [(group, dealt.place) for group, dealt in admission.schedule(2).items()] == [(6, 1), (7, 6), (8, 7)], "what is owed comes first"
+    admission.finish([2, 6])
+    assert admission.drop_stale(3, {7: 2, 8: None}) == [] and admission.schedule(3) == {} and admission.rounds == 4
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -62,11 +63,11 @@ def test_what_is_owed_outlives_a_second_stop(max_staleness: int) -> None:
     than are owed, and is stopped again; so is one that has begun none."""
     admission = admission_of(max_staleness=max_staleness)
     admission.rounds, admission.owed = 4, list(range(8))
-    assert admission.not_trained_on == list(range(8))
-    first, *others = admission.admit(0)
-    assert len(others) == 2 * max_staleness + 1 and admission.not_trained_on == list(range(8))
-    admission.take([first])
-    assert admission.not_trained_on == list(range(1, 8))
+    assert admission.unused_groups == list(range(8))
+    first, *others = admission.schedule(0)
+    assert len(others) == 2 * max_staleness + 1 and admission.unused_groups == list(range(8))
+    admission.finish([first])
+    assert admission.unused_groups == list(range(1, 8))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -77,25 +78,25 @@ def test_killed_anywhere_every_prompt_is_trained_on_once(max_staleness: int) -> 
         admission, taken = admission_of(max_staleness=max_staleness, num_steps=num_steps), []
         for step in range(num_steps):
             if rng.random() < 0.2:
-                state = (admission.rounds, admission.not_trained_on)
+                state = (admission.rounds, admission.unused_groups)
                 admission = admission_of(max_staleness=max_staleness, num_steps=num_steps)
                 admission.rounds, admission.owed = state
             oldest = {group: rng.choice([None, step, step - 1, step - 4]) for group in admission.waiting}
             admission.drop_stale(step, oldest)
-            admission.admit(step)
+            admission.schedule(step)
             waiting = admission.waiting
             assert 2 <= len(waiting) <= 2 * (max_staleness + 1) and len({dealt.place for dealt in waiting.values()}) == len(waiting)
             chosen = sorted(rng.sample(sorted(waiting), 2))
             taken += [waiting[group].place for group in chosen]
-            admission.take(chosen)
-        assert sorted(taken) == list(range(2 * num_steps)) and admission.not_trained_on == []
+            admission.finish(chosen)
+        assert sorted(taken) == list(range(2 * num_steps)) and admission.unused_groups == []
         assert max_staleness > 0 or taken == sorted(taken)
 
 
 def test_groups_go_to_the_engine_that_has_least() -> None:
     """Engines with 3, 0 and 1 groups: 1, 1, 2, 1, 2, and all have 3."""
-    hands = [Seat(index=index, num_engines=3).deal_by_load([10, 11, 12, 13, 14, 15], size=4, loads=[3, 0, 1]) for index in range(3)]
-    assert [hand.own for hand in hands] == [[15], [10, 11, 13], [12, 14]] and not any(hand.left for hand in hands)
+    hands = [EngineRank(index=index, num_engines=3).assign_by_load([10, 11, 12, 13, 14, 15], size=4, loads=[3, 0, 1]) for index in range(3)]
+    assert [hand.own for hand in hands] == [[15], [10, 11, 13], [12, 14]] and not any(hand.remaining for hand in hands)
 
 
 def test_a_step_ends_with_enough_groups_and_the_others_go_on(renderer: Renderer) -> None:
@@ -105,17 +106,17 @@ def test_a_step_ends_with_enough_groups_and_the_others_go_on(renderer: Renderer)
     fleet.task.held = {names[0]: range(1, 2)}
     first = step_of(fleet, 0)
     assert [rollout.example_id for rollout in first] == [name for name in names[1:3] for _ in range(3)]
-    assert fleet.admission.not_trained_on == [0, 3] and fleet.num_stale == 0
+    assert fleet.admission.unused_groups == [0, 3] and fleet.num_stale == 0
     fleet.task.held = {name: range(3) for name in names[4:]}
     second = step_of(fleet, 1)
-    assert [(r.example_id, r.group, r.sample) for r in second] == [(names[n], n, sample) for n in (0, 3) for sample in range(3)]
+    assert [(r.example_id, r.group, r.sample_index) for r in second] == [(names[n], n, sample) for n in (0, 3) for sample in range(3)]
     assert [versions_of(rollout) for rollout in second] == [[0, 0], [0, 1], [0, 0]] + [[0, 0]] * 3
     assert [rollout.oldest_version for rollout in second] == [0] * 6
     fleet.task.held.clear()
     third = step_of(fleet, 2)
     assert [rollout.example_id for rollout in third] == [name for name in names[4:] for _ in range(3)]
     assert [versions_of(rollout) for rollout in third] == [[1, 2]] * 6, "the last step waits for all"
-    assert fleet.admission.not_trained_on == [] and set(fleet.task.opened.values()) == {3} == set(fleet.task.closed.values())
+    assert fleet.admission.unused_groups == [] and set(fleet.task.opened.values()) == {3} == set(fleet.task.closed.values())
     rewards = [rollout.reward for rollout in first + second + third]
     assert rewards == [1.0] * 18, "the mean of two turns"
 
@@ -141,7 +142,7 @@ def test_what_grows_too_old_is_given_up_whole_and_dealt_again(renderer: Renderer
     """A tool that does not answer in steps 0 and 1, of a group that nobody knew was begun: it would be trained on two versions later. Its
     open environment is closed."""
     fleet, names = lasting_fleet(renderer, max_staleness=1, num_steps=4), dealt_names(4)
-    monkeypatch.setattr(Admission, "due", lambda self, step, oldest: set())
+    monkeypatch.setattr(PromptScheduler, "due_groups", lambda self, step, oldest: set())
     fleet.task.held = {names[1]: range(3)}
     for step, stale in ((0, 0), (1, 0), (2, 3)):
         rollouts = step_of(fleet, step)
@@ -157,9 +158,9 @@ def test_an_evaluation_lets_episodes_go_on(renderer: Renderer) -> None:
     fleet.task.held = {name: range(3) for name in names[2:]}
     step_of(fleet, 0)
     fleet.task.held.clear()
-    fleet.serve(iter(()), version=1)
-    evaluated = fleet.play(EXAMPLES[:2], samples=9, settings=EPISODE)
-    assert said(evaluated) == said(fleet_of(renderer, Lasting(weight_version=1)).play(EXAMPLES[:2], samples=9, settings=EPISODE))
+    fleet.update_weights(iter(()), version=1)
+    evaluated = fleet.run_examples(EXAMPLES[:2], samples=9, settings=EPISODE)
+    assert said(evaluated) == said(fleet_of(renderer, Lasting(weight_version=1)).run_examples(EXAMPLES[:2], samples=9, settings=EPISODE))
     second = step_of(fleet, 1)
     assert [rollout.example_id for rollout in second] == [name for name in names[2:] for _ in range(3)]
 
@@ -205,7 +206,7 @@ def test_what_is_down_is_waited_for(renderer: Renderer) -> None:
     assert [rollout.example_id for each in steps for rollout in each] == [name for name in dealt_names(2) for _ in range(3)]
     assert all(rollout.is_scored for each in steps for rollout in each)
     down = lasting_fleet(renderer, Lasting(faults=99), max_staleness=1, num_steps=2)
-    assert {(rollout.status, rollout.end) for rollout in step_of(down, 0)} == {(Status.FAILED, End.FAULT)}
+    assert {(rollout.status, rollout.stop_reason) for rollout in step_of(down, 0)} == {(Status.FAILED, StopReason.INFRA_ERROR)}
 
 
 def test_a_run_that_is_stopped_gives_up(renderer: Renderer) -> None:
@@ -219,7 +220,7 @@ def test_a_run_that_is_stopped_gives_up(renderer: Renderer) -> None:
         await asyncio.gather(work, return_exceptions=True)
 
     fleet.grace = impatient
-    with pytest.raises(Stopped):
+    with pytest.raises(GracefulStop):
         step_of(fleet, 0)
     assert fleet.task.opened == fleet.task.closed and sum(fleet.task.opened.values()) == 12
 
@@ -239,7 +240,7 @@ def steps_of(renderer: Renderer, tasks: Sequence[HeldTask], *, num_steps: int, m
         fleet = lasting_fleet(
             renderer, max_staleness=max_staleness, num_steps=num_steps, share=everyones,
             gather=lambda mine: [rollout for part in everyones(mine) for rollout in part],
-            seat=Seat(index=index, num_engines=len(tasks), max_episodes=99, counter=store),
+            seat=EngineRank(index=index, num_engines=len(tasks), max_episodes=99, counter=store),
         )  # fmt: skip
         fleet.task = tasks[index]
         steps = []
@@ -271,7 +272,7 @@ def test_engines_agree_on_what_is_enough(renderer: Renderer, max_staleness: int)
 
 def test_a_clock_stands_while_its_loop_does() -> None:
     """What was to be there within 0.2 s is waited for after a pause of 0.4 s, and no longer than that."""
-    with asyncio.Runner(loop_factory=StandingLoop) as runner:
+    with asyncio.Runner(loop_factory=PausableEventLoop) as runner:
 
         async def begin() -> tuple[asyncio.Task, asyncio.Task, float]:
             loop = asyncio.get_running_loop()
@@ -292,7 +293,7 @@ def test_a_clock_stands_while_its_loop_does() -> None:
 
 def test_a_group_is_as_old_as_its_oldest_episode() -> None:
     """By hand: members that began with versions 4, 2 and 3; one that has not begun beside one that has; a group that has not."""
-    table = Table()
+    table = WorkBuffer()
     for (group, sample), version in {(0, 0): 4, (0, 1): 2, (0, 2): 3, (1, 0): None, (1, 1): 5, (2, 0): None}.items():
         table.conversations[group, sample] = SimpleNamespace(oldest_version=version)
-    assert table.report(engine=0).oldest == {0: 2, 1: 5, 2: None}
+    assert table.state(engine=0).oldest == {0: 2, 1: 5, 2: None}

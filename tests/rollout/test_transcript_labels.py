@@ -11,8 +11,8 @@ from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import demonstrations_of
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.sft import Rendered
-from megatron_rl.types import Batch, Demonstration
+from megatron_rl.sft import RenderedDemonstrations
+from megatron_rl.types import Demonstration, MicroBatch
 from tests.support.tables import png, write
 
 SIZE = (56, 56)
@@ -24,10 +24,10 @@ def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
 
 
-def batch_of(row: dict, folder: Path, renderer: Renderer, model: Path) -> Batch:
+def batch_of(row: dict, folder: Path, renderer: Renderer, model: Path) -> MicroBatch:
     path = write(folder / "t.jsonl", [row])
     shown = demonstrations_of(DataSettings(demonstrations=[str(path)]), "transcripts", num=1, seed=0)
-    return pack([Rendered(renderer, shown)[0]], image_token_id=renderer.image_token_id, positions=read_spec(model).positions)
+    return pack([RenderedDemonstrations(renderer, shown)[0]], image_token_id=renderer.image_token_id, positions=read_spec(model).positions)
 
 
 def by_hand(renderer: Renderer, pieces: Sequence[tuple[str, int]]) -> tuple[list[int], list[int]]:
@@ -108,9 +108,9 @@ LATE = {
 def test_what_cannot_be_rendered_is_named_by_file_and_row(name: str, renderer: Renderer) -> None:
     messages, told = LATE[name]
     with pytest.raises(ValueError, match=f"^t.jsonl row 3: {told}"):
-        Rendered(renderer, [Demonstration(messages, where="t.jsonl row 3")])[0]
+        RenderedDemonstrations(renderer, [Demonstration(messages, where="t.jsonl row 3")])[0]
     with pytest.raises(ValueError, match=f"^demonstration 0: {told}"):
-        Rendered(renderer, [Demonstration(messages)])[0]
+        RenderedDemonstrations(renderer, [Demonstration(messages)])[0]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_chat_template_that_does_not_fit_is_named(template: str, told: str, re
     messages = [ASKED, {"role": "assistant", "content": "x"}, ASKED, {"role": "assistant", "content": "y"}]
     monkeypatch.setattr(renderer.processor, "chat_template", template)
     with pytest.raises(ValueError, match=f"^t.jsonl row 3: {told}"):
-        Rendered(renderer, [Demonstration(messages, where="t.jsonl row 3")])[0]
+        RenderedDemonstrations(renderer, [Demonstration(messages, where="t.jsonl row 3")])[0]
 
 
 def test_a_transcript_is_measured_without_its_pixels_and_refused_where_it_is_too_long(renderer: Renderer, tmp_path: Path) -> None:

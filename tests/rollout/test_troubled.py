@@ -12,13 +12,13 @@ import pytest
 
 from megatron_rl.clients.endpoint_pool import KeyRefused
 from megatron_rl.config import EngineSettings
+from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout
 from megatron_rl.rollout import health
-from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.health import WATCH_S
-from megatron_rl.rollout.server_engine import TRIES, RemoteEngine
+from megatron_rl.rollout.engine import Completion, SamplingSettings
+from megatron_rl.rollout.health import POLL_S
+from megatron_rl.rollout.server_engine import TRIES, ServerEngine
 from megatron_rl.rollout.vllm import server_api as server_module
-from megatron_rl.rollout.vllm.server_api import Server
-from megatron_rl.types import AccessDenied, HostFault, WaitedFault
+from megatron_rl.rollout.vllm.server_api import VllmServer
 from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
 
@@ -79,7 +79,7 @@ class Giver:
             self.servers[url].label = label
         return list(to), {}
 
-    def admit(self, url: str) -> None:
+    def add_server(self, url: str) -> None:
         """It has them."""
 
     def release(self) -> None:
@@ -94,16 +94,16 @@ def two() -> Iterator[list[Troubled]]:
         each.close()
 
 
-Open = Callable[[list[Troubled]], RemoteEngine]
+Open = Callable[[list[Troubled]], ServerEngine]
 
 
 def opened(
     stack: ExitStack, urls: list[str], *, probe_s: float, patience_s: float, meet: Callable[[object], list], sender: Giver | None
-) -> RemoteEngine:
+) -> ServerEngine:
     """Return an engine over the servers of these addresses, closed at the end of the stack, with weights of version 0."""
-    settings = EngineSettings(kind="remote", urls=urls, probe_s=probe_s, turn_s=60.0, patience_s=patience_s)
-    engine = RemoteEngine(
-        [Server(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=meet, sender=sender,
+    settings = EngineSettings(mode="server", urls=urls, health_timeout_s=probe_s, request_timeout_s=60.0, outage_timeout_s=patience_s)
+    engine = ServerEngine(
+        [VllmServer(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=meet, sender=sender,
         tell=lambda _: None,
     )  # fmt: skip
     stack.callback(engine.close)
@@ -116,7 +116,7 @@ def open_engine() -> Iterator[Open]:
     """An engine over these servers, all of which have its weights."""
     with ExitStack() as stack:
 
-        def opens(servers: list[Troubled]) -> RemoteEngine:
+        def opens(servers: list[Troubled]) -> ServerEngine:
             urls = [each.url for each in servers]
             giver = Giver(dict(zip(urls, servers, strict=True)))
             return opened(stack, urls, probe_s=PROBE_S, patience_s=60.0, meet=lambda mine: [mine or ([], {})], sender=giver)
@@ -124,40 +124,40 @@ def open_engine() -> Iterator[Open]:
         yield opens
 
 
-async def say(engine: RemoteEngine) -> Completion:
-    return await asyncio.wait_for(engine.generate([1, 2], [], Sampling(3, 1.0, seed=0)), 60)
+async def say(engine: ServerEngine) -> Completion:
+    return await asyncio.wait_for(engine.generate([1, 2], [], SamplingSettings(3, 1.0, seed=0)), 60)
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], RemoteEngine]]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ServerEngine]]:
     """An engine over one server of this address, which is believed to have its weights."""
-    monkeypatch.setattr(health, "WATCH_S", 0.05)
+    monkeypatch.setattr(health, "POLL_S", 0.05)
     with ExitStack() as stack:
         yield lambda url: opened(stack, [url], probe_s=0.3, patience_s=0.5, meet=lambda mine: [([url], {})], sender=None)
 
 
 @pytest.mark.parametrize("way", ["body by drops", "head by drops", "silent"])
-def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[str], RemoteEngine]) -> None:
+def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[str], ServerEngine]) -> None:
     """A drop is within every time-out of a read: its turn would wait for ever, and so would an update that has it give up what it has."""
     with hostile(way) as url:
         engine, began = alone(url), time.monotonic()
-        line = rf"^none of {url} was well for 0.5 s \(engine.patience_s\); the last failure: {url}: "
-        with pytest.raises(WaitedFault, match=line + "/weight_info: no whole answer within 0.3 s$"):
+        line = rf"^none of {url} was well for 0.5 s \(engine.outage_timeout_s\); the last failure: {url}: "
+        with pytest.raises(InfraTimeout, match=line + "/weight_info: no whole answer within 0.3 s$"):
             engine.run(say(engine))
         engine.load_weights(iter(()), version=1)
         assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(("way", "what"), [("packed", r"is compressed \('gzip'\)"), ("endless", r"has more than \d+ bytes")])
-def test_an_answer_without_end_is_not_read(way: str, what: str, alone: Callable[[str], RemoteEngine]) -> None:
+def test_an_answer_without_end_is_not_read(way: str, what: str, alone: Callable[[str], ServerEngine]) -> None:
     with hostile(way) as url:
         engine = alone(url)
-        with pytest.raises(WaitedFault, match=rf"the last failure: {url}: /\S+: the answer {what}"):
+        with pytest.raises(InfraTimeout, match=rf"the last failure: {url}: /\S+: the answer {what}"):
             engine.run(say(engine))
 
 
 @pytest.mark.parametrize("status", ["401", "403"])
-def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str], RemoteEngine]) -> None:
+def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str], ServerEngine]) -> None:
     """It is not waited for, and the line says what to do."""
     with hostile(status) as url:
         engine = alone(url)
@@ -168,10 +168,12 @@ def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str]
 
 def test_one_that_the_run_started_itself_has_no_token_of_the_users() -> None:
     with hostile("401") as url:
-        server = Server(url, token="t" * 40, is_own=True)
+        server = VllmServer(url, token="t" * 40, is_own=True)
         with pytest.raises(KeyRefused):
             server.call("/version")
-    assert server.denial.startswith(f"engine.urls={url}: /version: 401, no such key; this run started its own (engine.servers), and ")
+    assert server.denial.startswith(
+        f"engine.urls={url}: /version: 401, no such key; this run started its own (engine.num_local_servers), and "
+    )
     assert "engine.token_file" not in server.denial
 
 
@@ -188,31 +190,31 @@ def test_the_second_try_goes_to_another(how: str, two: list[Troubled], open_engi
 def test_tries_of_one_server_are_apart(how: str, two: list[Troubled], open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no other: each rest is twice the one before, less half at most, behind a 200 that cannot be believed too. Then the
     turn fails. A look would have found it out meanwhile: here none does."""
-    monkeypatch.setattr(server_module, "FIRST_REST_S", 0.1)
+    monkeypatch.setattr(server_module, "MIN_BACKOFF_S", 0.1)
     two[0].how[GENERATE] = how
     engine = open_engine(two[:1])
     engine._servers[0].heard = time.monotonic() + 1000
-    with pytest.raises(HostFault, match=f"{TRIES} tries$"):
+    with pytest.raises(InfraError, match=f"{TRIES} tries$"):
         engine.run(say(engine))
     gaps = [after - before for before, after in pairwise(two[0].asked)]
     assert len(gaps) == TRIES - 1 and all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps)), gaps
 
 
 def test_one_that_reads_its_weights_is_left_alone(two: list[Troubled], open_engine: Open) -> None:
-    """It answers nobody meanwhile, longer than engine.probe_s; behind it the same silence is a hang."""
+    """It answers nobody meanwhile, longer than engine.health_timeout_s; behind it the same silence is a hang."""
     engine = open_engine(two)
     bad = engine._servers[0]
 
     async def main() -> None:
         bad.is_reading = True
         two[0].how |= dict.fromkeys(ALL, "hangs")
-        await asyncio.sleep(WATCH_S + 2 * PROBE_S)
+        await asyncio.sleep(POLL_S + 2 * PROBE_S)
         assert bad.is_in
         bad.is_reading = False
         began = time.monotonic()
         while bad.is_in:
             await asyncio.sleep(0.01)
-        assert time.monotonic() - began < WATCH_S + 2 * PROBE_S + SLACK_S
+        assert time.monotonic() - began < POLL_S + 2 * PROBE_S + SLACK_S
 
     engine.run(main())
 
@@ -220,11 +222,15 @@ def test_one_that_reads_its_weights_is_left_alone(two: list[Troubled], open_engi
 @pytest.mark.parametrize(
     ("how", "paths", "within_s"),
     [
-        ("dead", (), WATCH_S),
-        ("500", ALL, WATCH_S),
-        ("garbage", ALL, WATCH_S),
-        ("hangs", ALL, WATCH_S + PROBE_S),
-        ("hangs", (GENERATE,), 2 * WATCH_S + 2 * PROBE_S),  # it is asked for a token when nothing was heard of it for engine.probe_s
+        ("dead", (), POLL_S),
+        ("500", ALL, POLL_S),
+        ("garbage", ALL, POLL_S),
+        ("hangs", ALL, POLL_S + PROBE_S),
+        (
+            "hangs",
+            (GENERATE,),
+            2 * POLL_S + 2 * PROBE_S,
+        ),  # it is asked for a token when nothing was heard of it for engine.health_timeout_s
     ],
 )
 def test_within_seconds_one_in_trouble_is_out(
@@ -275,9 +281,9 @@ def test_what_a_stop_text_cuts_off_leaves_nothing_behind(open_engine: Open) -> N
     server = CutOff()
     try:
         engine = open_engine([server])
-        turn = engine.generate([1, 2], [], Sampling(5, 1.0, seed=0, stop=("6, 7",)))
+        turn = engine.generate([1, 2], [], SamplingSettings(5, 1.0, seed=0, stop=("6, 7",)))
         completion = engine.run(asyncio.wait_for(turn, 60))
     finally:
         server.close()
     assert (completion.token_ids, completion.logprobs, completion.versions) == ([5, 6, 7], [-5.0, -6.0, -7.0], [0, 0, 0])
-    assert completion.finished
+    assert completion.finish_reason

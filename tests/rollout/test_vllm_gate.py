@@ -179,7 +179,7 @@ def test_the_command_has_the_gate_and_fetches_nothing(tmp_path: Path) -> None:
     alone = shell_lines("m", EngineSettings(token_file=file), **sizes, cuda=False)
     assert alone.endswith(" --seed $RANDOM --host 127.0.0.1 --port 8000") and f"'{TOKEN_FILE}={file}'" in alone
     assert alone.startswith("env -u OPENAI_API_KEY -u VLLM_API_KEY ") and " ".join(PROGRAM) in alone
-    both = shell_lines("m", EngineSettings(kind="remote", urls=urls, token_file=file), **sizes, cuda=False).splitlines()
+    both = shell_lines("m", EngineSettings(mode="server", urls=urls, token_file=file), **sizes, cuda=False).splitlines()
     assert [line.partition(" --host ")[2] for line in both] == ["node2 --port 8000", "10.0.0.3 --port 9"]
     with pytest.raises(ValueError, match=r"^engine.token_file=: servers ask for the token in a file; .* > FILE; engine.token_file=FILE$"):
         shell_lines("m", EngineSettings(), **sizes, cuda=False)

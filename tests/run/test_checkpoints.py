@@ -15,16 +15,16 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.config import CheckpointSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.errors import RunFailed
 from megatron_rl.run.checkpoint_state import InputDigests
-from megatron_rl.run.checkpoints import Checkpoints, RunState, find, published, recall, surplus, write_state
+from megatron_rl.run.checkpoints import Checkpoints, CheckpointState, expired, find_checkpoint, list_checkpoints, read_state, write_state
 from megatron_rl.run.record import History
-from megatron_rl.types import RunFailed
 
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     yield
     dist.destroy_process_group()
 
@@ -70,10 +70,10 @@ def write(settings: Settings, successes: list[float | None]) -> None:
     """A checkpoint after every step; None where it was not evaluated."""
     checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests(model={"config.json": "ab12"}))
     for step, success in enumerate(successes, start=1):
-        checkpoints.begin(step)
+        checkpoints.begin_step(step)
         metrics = {} if success is None else {"eval/greedy_success": success}
-        checkpoints.step_done(step, history=History(returns=[0.5] * step), metrics=metrics)
-    checkpoints.settle()
+        checkpoints.finish_step(step, history=History(returns=[0.5] * step), metrics=metrics)
+    checkpoints.wait_for_save()
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,16 @@ def write(settings: Settings, successes: list[float | None]) -> None:
     ],
 )
 def test_the_last_and_the_best_are_kept(successes: dict, keep_last: int, keep_best: int, gone: set[int]) -> None:
-    assert surplus(successes, keep_last=keep_last, keep_best=keep_best) == gone
+    assert expired(successes, keep_last=keep_last, keep_best=keep_best) == gone
 
 
 def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings) -> None:
-    assert find(settings) == (None, RunState())
+    assert find_checkpoint(settings) == (None, CheckpointState())
     write(settings, [0.2, 0.7, None, 0.1, None])
     assert names(settings) == ["step_00000002", "step_00000005"]
-    checkpoint, state = find(settings)
+    checkpoint, state = find_checkpoint(settings)
     assert (checkpoint.name, state.step, state.history.returns, state.success) == ("step_00000005", 5, [0.5] * 5, None)
-    assert recall(published(checkpoint.parent)[0]).success == 0.7
+    assert read_state(list_checkpoints(checkpoint.parent)[0]).success == 0.7
     assert state.settings["model"]["path"] == settings.model.path and state.inputs.model == {"config.json": "ab12"}
     assert {"tensors", "hf/config.json", "hf/tokenizer.json"} <= state.files.keys() and state.files["tensors"]["bytes"] == 4
     sums = subprocess.run(["sha256sum", *state.files], cwd=checkpoint, capture_output=True, text=True, check=True).stdout
@@ -112,22 +112,22 @@ def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
     policy = SlowPolicy()
     checkpoints = Checkpoints(settings, policy, start=None, inputs=InputDigests())
     for step in (1, 2):
-        checkpoints.begin(step)
-        checkpoints.step_done(step, history=History(), metrics={})
+        checkpoints.begin_step(step)
+        checkpoints.finish_step(step, history=History(), metrics={})
     assert names(settings) == [".step_00000002.partial", "step_00000001"]
     policy.saves[1].written = True
-    checkpoints.step_done(3, history=History(returns=[0.0]), metrics={})
+    checkpoints.finish_step(3, history=History(returns=[0.0]), metrics={})
     assert names(settings) == ["step_00000002"]
-    (checkpoint,) = published(Path(settings.run.dir) / "checkpoints")
-    assert recall(checkpoint).history.returns == [], "of its own step, not of the one that published it"
+    (checkpoint,) = list_checkpoints(Path(settings.run.dir) / "checkpoints")
+    assert read_state(checkpoint).history.returns == [], "of its own step, not of the one that published it"
 
 
 def test_in_the_foreground_it_is_there_at_the_end_of_its_step(settings: Settings) -> None:
     settings.checkpoint = CheckpointSettings(every=2, background=False)
     checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests())
     for step in (1, 2, 3):
-        checkpoints.begin(step)
-        checkpoints.step_done(step, history=History(), metrics={})
+        checkpoints.begin_step(step)
+        checkpoints.finish_step(step, history=History(), metrics={})
     assert names(settings) == ["step_00000002"]
 
 
@@ -135,7 +135,7 @@ def test_what_a_kill_left_is_removed(settings: Settings) -> None:
     write(settings, [None])
     leftover = Path(settings.run.dir) / "checkpoints" / ".step_00000002.partial" / "hf"
     leftover.mkdir(parents=True)
-    assert find(settings)[1].step == 1
+    assert find_checkpoint(settings)[1].step == 1
     assert names(settings) == ["step_00000001"]
 
 
@@ -145,13 +145,13 @@ def test_a_clock_writes_checkpoints_too(settings: Settings) -> None:
     now = 0.0
     checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests(), clock=lambda: now)
     for step, now in enumerate((10, 29, 31, 55, 60, 61, 200), start=1):  # noqa: B007 (the clock reads it)
-        checkpoints.begin(step)
-        checkpoints.step_done(step, history=History(), metrics={})
-    checkpoints.settle()
+        checkpoints.begin_step(step)
+        checkpoints.finish_step(step, history=History(), metrics={})
+    checkpoints.wait_for_save()
     assert names(settings) == ["step_00000003", "step_00000005", "step_00000007"]
     settings.checkpoint = CheckpointSettings(every_s=0.0)
-    checkpoints.begin(8)
-    checkpoints.settle()
+    checkpoints.begin_step(8)
+    checkpoints.wait_for_save()
     assert len(names(settings)) == 3
 
 
@@ -163,9 +163,9 @@ def test_the_last_step_leaves_a_checkpoint(settings: Settings) -> None:
         (Path(settings.run.dir) / "checkpoints").mkdir()
         checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests())
         for step in (1, 2, 3):
-            checkpoints.begin(step, is_last=step == 3)
-            checkpoints.step_done(step, history=History(), metrics={})
-        checkpoints.settle()
+            checkpoints.begin_step(step, is_last=step == 3)
+            checkpoints.finish_step(step, history=History(), metrics={})
+        checkpoints.wait_for_save()
         assert names(settings) == expected
     assert CheckpointSettings().save_last
 
@@ -178,9 +178,9 @@ def test_a_checkpoint_can_be_had_at_once(settings: Settings) -> None:
     checkpoints.save(0, history=History(), metrics={})
     assert policy.saves == []
     for step in (2, 3):  # begun because it was due, and not
-        checkpoints.begin(step)
-        checkpoints.save(step, history=History(returns=[0.25], owed={"loss": 1.5}), metrics={})
-        assert recall(published(Path(settings.run.dir) / "checkpoints")[-1]).history.owed == {"loss": 1.5}
+        checkpoints.begin_step(step)
+        checkpoints.save(step, history=History(returns=[0.25], pending_metrics={"loss": 1.5}), metrics={})
+        assert read_state(list_checkpoints(Path(settings.run.dir) / "checkpoints")[-1]).history.pending_metrics == {"loss": 1.5}
     checkpoints.save(3, history=History(), metrics={})
     assert names(settings) == ["step_00000002", "step_00000003"] and len(policy.saves) == 2
 
@@ -213,12 +213,12 @@ def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Sett
     """With one line, and the damaged one is kept; where no other is intact, nothing is moved and the run ends."""
     words, spoil = DAMAGES[damage]
     write(settings, [0.9, None])
-    first, second = published(Path(settings.run.dir) / "checkpoints")
+    first, second = list_checkpoints(Path(settings.run.dir) / "checkpoints")
     spoil(second)
     damaged = rf"{re.escape(str(second))}: damaged: {words}"
     kept = Path(settings.run.dir) / "superseded" / "checkpoints" / "step_00000002"
     for target in (kept, kept.with_name("step_00000002.1")):
-        checkpoint, state = find(settings)
+        checkpoint, state = find_checkpoint(settings)
         assert (checkpoint, state.step, names(settings)) == (first, 1, ["step_00000001"])
         moved = f"moved to {target}, the run goes on from step_00000001 and does the steps behind it again"
         assert re.fullmatch(f"{damaged}; {moved}\n", capfd.readouterr().out)
@@ -227,7 +227,7 @@ def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Sett
     spoil(first)
     remedy = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
     with pytest.raises(ValueError, match=rf"^{damaged}; {remedy}$"):
-        find(settings)
+        find_checkpoint(settings)
     assert names(settings) == ["step_00000001", "step_00000002"]
 
 
@@ -240,9 +240,9 @@ def test_a_checkpoint_is_published_beside_a_damaged_older_one(settings: Settings
     write(settings, [0.9])
     (Path(settings.run.dir) / "checkpoints" / "step_00000001" / "run" / "state.json").write_text("{")
     checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests())
-    checkpoints.begin(2)
-    checkpoints.step_done(2, history=History(), metrics={})
-    checkpoints.settle()
+    checkpoints.begin_step(2)
+    checkpoints.finish_step(2, history=History(), metrics={})
+    checkpoints.wait_for_save()
     assert names(settings) == ["step_00000001", "step_00000002"]
 
 
@@ -253,42 +253,42 @@ def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings
     ):  # fmt: skip
         changed = replace(settings, run=replace(settings.run, dir=f"{settings.run.dir}/{name}"))
         checkpoints = Checkpoints(changed, SlowPolicy(), start=None, inputs=InputDigests())
-        checkpoints.begin(1)
+        checkpoints.begin_step(1)
         for _ in range(num_recorded):
-            checkpoints.step_done(1, history=History(), metrics={"eval/greedy_success": 0.75})
-        run = SimpleNamespace(num_done=num_done, history=History(owed={"loss": 1.0}), metrics={"loss": 1.0})
-        with pytest.raises(RunFailed, match="judges are down"), checkpoints.settled_on_failure(run):
+            checkpoints.finish_step(1, history=History(), metrics={"eval/greedy_success": 0.75})
+        run = SimpleNamespace(num_done=num_done, history=History(pending_metrics={"loss": 1.0}), metrics={"loss": 1.0})
+        with pytest.raises(RunFailed, match="judges are down"), checkpoints.wait_for_save_on_failure(run):
             raise RunFailed("judges are down")
         assert names(changed) == [expected]
         if name != "step":
             state = json.loads((Path(changed.run.dir) / "checkpoints" / expected / "run" / "state.json").read_text())
-            assert (state["success"], state["history"]["owed"]) == ((0.75, {}) if name == "recorded" else (None, {"loss": 1.0}))
+            assert (state["success"], state["history"]["pending_metrics"]) == ((0.75, {}) if name == "recorded" else (None, {"loss": 1.0}))
 
 
 def test_an_evaluation_that_was_owed_is_paid_once(settings: Settings) -> None:
     write(settings, [None])
     (newest,) = (Path(settings.run.dir) / "checkpoints").iterdir()
-    Checkpoints(settings, SlowPolicy(), start=newest, inputs=InputDigests()).paid(
-        history=History(rounds=7), metrics={"eval/greedy_success": 0.5}
+    Checkpoints(settings, SlowPolicy(), start=newest, inputs=InputDigests()).mark_evaluated(
+        history=History(num_generation_batches=7), metrics={"eval/greedy_success": 0.5}
     )
-    _, state = find(settings)
-    assert (state.step, state.success, state.history) == (1, 0.5, History(rounds=7))
+    _, state = find_checkpoint(settings)
+    assert (state.step, state.success, state.history) == (1, 0.5, History(num_generation_batches=7))
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [("step", 1e999), ("step", -1), ("step", "3"), ("step", 1.5), ("step", None), ("step", True), ("success", "x"), ("settings", []),
-     ("history", {"rounds": "many"})],
+     ("history", {"num_generation_batches": "many"})],
 )  # fmt: skip
 def test_a_state_has_the_types_that_a_run_writes(key: str, value: object, tmp_path: Path) -> None:
     """Its digest is right: anybody can compute one. A run would meet the value hours later, or never."""
     (tmp_path / "run").mkdir()
     write_state(
-        tmp_path / "run" / "state.json", asdict(RunState(step=3, success=float("nan"), history=History(prompts={"a": [1, 0.5, 2]})))
+        tmp_path / "run" / "state.json", asdict(CheckpointState(step=3, success=float("nan"), history=History(prompts={"a": [1, 0.5, 2]})))
     )
-    intact = recall(tmp_path)
+    intact = read_state(tmp_path)
     assert (intact.step, intact.history) == (3, History(prompts={"a": [1, 0.5, 2]}))
     write_state(tmp_path / "run" / "state.json", {**asdict(intact), key: value})
     with pytest.raises(ValueError, match=rf"^{tmp_path}: damaged: run/state.json cannot be read \({key}.*: .*\)$") as refused:
-        recall(tmp_path)
+        read_state(tmp_path)
     assert "\n" not in str(refused.value)

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from megatron_rl.config import ListenerSettings, ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
-from megatron_rl.run.checkpoint_state import RunState, write_state
-from megatron_rl.run.directory import ENDED, FREE, LOCK, held, lock, look, may_change, told
-from megatron_rl.run.status import State, see
+from megatron_rl.run.checkpoint_state import CheckpointState, write_state
+from megatron_rl.run.directory import ENDED, LOCK, MUTABLE_KEYS, describe_changes, lock, locked, may_change, read_resume_state
+from megatron_rl.run.status import RunState, read_status
 from megatron_rl.tasks.task_options import AlfworldOptions, LewisSpeakerOptions
 from tests.support.one_process import world_of_one
 
@@ -40,7 +40,7 @@ def settings_of(folder: Path, *, stage: str = "rl", **changes: object) -> Settin
     """Settings whose rooms are changed as in `optim={"lr": 0.25}`."""
     settings = Settings(
         stage=stage, model=ModelSettings(path="model"), task=TaskSettings(name="alfworld", options=AlfworldOptions()),
-        optim=OptimSettings(part_lr={"vision": 0.5}), run=RunSettings(dir=str(folder), steps=40),
+        optim=OptimSettings(lr_by_module={"vision": 0.5}), run=RunSettings(dir=str(folder), steps=40),
         sft=SftSettings(splits=["a", "b"], steps=[30, 10]),
     )  # fmt: skip
     for room, values in changes.items():
@@ -70,7 +70,7 @@ def leave(folder: Path, state: str, *, stage: str = "rl") -> None:
 LR, LONGER, SHORTER, FREELY = {"optim": {"lr": 0.25}}, {"run": {"steps": 60}}, {"run": {"steps": 30}}, {"parallel": {"tp": 2}}
 MANY = {**FREELY, "engine": {"kv_cache_mib": 7}, "checkpoint": {"every": 3}, "wandb": {"mode": "offline"}, "run": {"gpu": "l4"}}
 HEARD = LewisSpeakerOptions(
-    log="here/log.jsonl", sheets="here/sheets", witnesses={"frozen": "http://a:9"}, witness_token_files={"frozen": "t"}
+    log="here/log.jsonl", sheets="here/sheets", held_out_listeners={"frozen": "http://a:9"}, held_out_token_files={"frozen": "t"}
 )  # fmt: skip
 REPEAT = {"checkpoint": {"allow_repeat": True}}
 BEGINS, RESUMES, FINISHED, REFUSED = "begins", "resumes", "finished", "refused"
@@ -79,11 +79,11 @@ TABLE = [  # what lies there, what is changed, what becomes of it
     ("steps", {}, BEGINS), ("steps", MANY, BEGINS), ("steps", LONGER, BEGINS), ("steps", SHORTER, REFUSED), ("steps", LR, REFUSED),
     ("steps checkpoint", {}, RESUMES), ("steps checkpoint", MANY, RESUMES), ("steps checkpoint", LONGER, RESUMES),
     ("steps checkpoint", SHORTER, REFUSED), ("steps checkpoint", LR, REFUSED), ("checkpoint", LR, REFUSED),
-    ("steps checkpoint", {"optim": {"part_lr": {"merger": 0.5}}}, REFUSED), ("steps checkpoint", {"lora": {"alpha": 5.0}}, REFUSED),
+    ("steps checkpoint", {"optim": {"lr_by_module": {"merger": 0.5}}}, REFUSED), ("steps checkpoint", {"lora": {"alpha": 5.0}}, REFUSED),
     ("steps checkpoint", {"task": {"options": AlfworldOptions(processes=2, call_s=90.0)}}, RESUMES),
     ("steps checkpoint", {"task": {"options": AlfworldOptions(history=6)}}, REFUSED),
     ("steps checkpoint", {"task": {"options": None}}, REFUSED),
-    ("steps checkpoint", {"optim": {"part_lr": {"vision": 0.25}}}, REFUSED),
+    ("steps checkpoint", {"optim": {"lr_by_module": {"vision": 0.25}}}, REFUSED),
     ("steps checkpoint", {"model": {"frozen": ["vision"]}}, REFUSED),
     ("steps checkpoint", {"task": {"name": "other"}}, REFUSED),
     ("steps checkpoint finished", {}, FINISHED), ("steps finished", {}, FINISHED), ("steps finished", MANY, FINISHED),
@@ -103,7 +103,7 @@ def test_the_rule(state: str, changes: dict, expected: str, tmp_path: Path) -> N
 
 
 def outcome(folder: Path, settings: Settings) -> str:
-    found = look(folder, settings)
+    found = read_resume_state(folder, settings)
     return REFUSED if found.refusal else FINISHED if found.is_finished else RESUMES if found.newest else BEGINS
 
 
@@ -133,7 +133,7 @@ def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_pat
     ran = tmp_path / "ran"
     for text in (f"!!python/object/apply:pathlib.Path.touch [{ran}]", "- a list", "{half"):
         (tmp_path / "config.yaml").write_text(text)
-        assert "whose config.yaml cannot be read" in look(tmp_path, settings_of(tmp_path)).refusal
+        assert "whose config.yaml cannot be read" in read_resume_state(tmp_path, settings_of(tmp_path)).refusal
     assert not ran.exists()
     (tmp_path / "config.yaml").unlink()
     assert outcome(tmp_path, settings_of(tmp_path)) == REFUSED
@@ -154,10 +154,10 @@ def test_a_key_that_only_one_of_the_two_has_is_a_change(key: str, expected: str,
     else:
         del group[name]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    found = look(tmp_path, settings_of(tmp_path))
+    found = read_resume_state(tmp_path, settings_of(tmp_path))
     assert (REFUSED if found.refusal else RESUMES) == expected
     change = f"{key}_of_old=absent (was 1)" if is_more else f"{key}="
-    said = found.refusal or told(found.changes)
+    said = found.refusal or describe_changes(found.changes)
     assert (change in said and (is_more or "(was absent)" in said)) or key == "run.steps"
 
 
@@ -168,12 +168,12 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
         leave(folder, state)
         checkpoint = folder / "checkpoints" / f"step_{name:08d}"
         (checkpoint / "run").mkdir()
-        write_state(checkpoint / "run" / "state.json", asdict(RunState(step=step)))
-        assert look(folder, settings_of(folder)).refusal == (
+        write_state(checkpoint / "run" / "state.json", asdict(CheckpointState(step=step)))
+        assert read_resume_state(folder, settings_of(folder)).refusal == (
             f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it step_{step:08d} again"
         )
         short = checkpoint.rename(checkpoint.with_name(f"step_{step}"))
-        assert look(folder, settings_of(folder)).refusal.startswith(f"{short} is the checkpoint of step {step}, ")
+        assert read_resume_state(folder, settings_of(folder)).refusal.startswith(f"{short} is the checkpoint of step {step}, ")
         short.rename(checkpoint.with_name(f"step_{step:08d}"))
         assert outcome(folder, settings_of(folder)) == RESUMES
 
@@ -188,17 +188,17 @@ def test_without_all_of_its_weights_a_run_is_not_finished(gone: str, tmp_path: P
         (final / "model.safetensors.index.json").write_text(json.dumps(index))
         for name in shards:
             (final / name).touch()
-    assert outcome(tmp_path, settings_of(tmp_path)) == FINISHED and see(tmp_path).state is State.FINISHED
+    assert outcome(tmp_path, settings_of(tmp_path)) == FINISHED and read_status(tmp_path).state is RunState.FINISHED
     (final / gone).unlink()
-    found, missing = look(tmp_path, settings_of(tmp_path)), gone.replace("model.safe", "*.safe")
+    found, missing = read_resume_state(tmp_path, settings_of(tmp_path)), gone.replace("model.safe", "*.safe")
     newest = tmp_path / "checkpoints" / "step_00000040"
     assert found.newest == newest and not found.is_finished
     assert found.describe_start(tmp_path, newest) == f"resume: {newest}; {final / missing} is missing, the run is not finished"
     newest.rename(newest.with_name("step_00000020"))
-    refusal = look(tmp_path, settings_of(tmp_path)).refusal
+    refusal = read_resume_state(tmp_path, settings_of(tmp_path)).refusal
     assert refusal.startswith(f"{final / missing} is missing, the newest checkpoint is of step 20, and the run has done 40 steps: ")
-    seen = see(tmp_path)
-    assert (seen.state, seen.error) == (State.FAILED, f"{final / missing} is missing; the same command writes it again")
+    seen = read_status(tmp_path)
+    assert (seen.state, seen.error) == (RunState.FAILED, f"{final / missing} is missing; the same command writes it again")
 
 
 def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
@@ -206,7 +206,7 @@ def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
     plain = settings_of(Path("run"))
     games = [replace(plain, task=replace(plain.task, options=options)) for options in (AlfworldOptions(), HEARD)]
     keys = {key for settings in games for key in dotted(asdict(settings))}
-    for free in FREE:
+    for free in MUTABLE_KEYS:
         named = {key for key in keys if (key.startswith(free) if free.endswith(".") else key == free)}
         assert named and free.endswith(".") == (named != {free}), f"{free}: {named}"
         assert all(may_change(key, old=1, new=2) for key in named), free
@@ -223,10 +223,10 @@ def test_a_game_goes_on_where_its_listeners_and_its_folder_are_now(tmp_path: Pat
         there = replace(task, options=options, listener=ListenerSettings(urls=["http://b:9000"], timeout_s=5.0))
         return outcome(tmp_path, replace(settings_of(tmp_path), task=there))
 
-    moved = replace(HEARD, log="there/log.jsonl", sheets="there/sheets", witnesses={"frozen": "http://b:9"})
-    moved = replace(moved, witness_token_files={"frozen": "u"})
+    moved = replace(HEARD, log="there/log.jsonl", sheets="there/sheets", held_out_listeners={"frozen": "http://b:9"})
+    moved = replace(moved, held_out_token_files={"frozen": "u"})
     assert now(moved) == RESUMES
-    assert now(replace(moved, witnesses={**moved.witnesses, "stranger": "http://b:8"})) == RESUMES
+    assert now(replace(moved, held_out_listeners={**moved.held_out_listeners, "stranger": "http://b:8"})) == RESUMES
     assert now(replace(moved, accuracy="binary")) == REFUSED
 
 
@@ -242,10 +242,10 @@ def test_what_a_refusal_and_a_resumption_say(tmp_path: Path, capsys: pytest.Capt
         f"run.dir={tmp_path}: holds a run with other settings: optim.lr=0.25 (was 1e-06), run.steps=30 (was 40); "
         "run.overwrite=true moves it aside, or choose another folder"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), held(settings_of(tmp_path, **LR, **SHORTER)):
+    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), locked(settings_of(tmp_path, **LR, **SHORTER)):
         pass
     for changes, line in (({}, ""), ({**LONGER, **FREELY}, "; changed since: parallel.tp=2 (was 1), run.steps=60 (was 40)")):
-        with held(settings_of(tmp_path, **changes)) as standing:
+        with locked(settings_of(tmp_path, **changes)) as standing:
             found = tmp_path / "checkpoints" / "step_00000007"
             assert standing.describe_start(tmp_path, found) == f"resume: {found}{line}"
         assert capsys.readouterr().out == "", "which checkpoint is intact is not known yet"
@@ -265,7 +265,7 @@ def test_an_older_checkpoint_is_refused_with_both_steps_and_every_remedy(tmp_pat
             f"(checkpoint.allow_repeat=true does, and keeps their records in {folder}/superseded); "
             "run.overwrite=true moves it aside, or choose another folder"
         )
-        with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), held(settings_of(folder, **changes)):
+        with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), locked(settings_of(folder, **changes)):
             pass
         assert (folder / ENDED).exists() == ("stopped" in state), "a refusal leaves the folder as it was"
 
@@ -273,7 +273,7 @@ def test_an_older_checkpoint_is_refused_with_both_steps_and_every_remedy(tmp_pat
 def test_a_run_that_is_stopped_while_it_starts_after_a_crash_goes_on(tmp_path: Path) -> None:
     """Killed at step 30 with a checkpoint of step 20; the next attempt is asked to stop before it has a step. Nobody lost a checkpoint."""
     leave(tmp_path, "steps checkpoint")
-    with held(settings_of(tmp_path)):
+    with locked(settings_of(tmp_path)):
         pass
     assert json.loads((tmp_path / ENDED).read_text()) == {"state": "stopped", "line": "", "step": 20}
     assert outcome(tmp_path, settings_of(tmp_path)) == RESUMES
@@ -283,7 +283,7 @@ def test_a_run_that_is_stopped_while_it_starts_after_a_crash_goes_on(tmp_path: P
 
 def test_a_finished_run_is_told_by_its_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path, "steps finished")
-    with held(settings_of(tmp_path)) as standing:
+    with locked(settings_of(tmp_path)) as standing:
         assert standing.is_finished and standing.evaluation == {"greedy_success": 0.5, "sampled_success": 0.25}
     assert capsys.readouterr().out == ""
 
@@ -295,7 +295,7 @@ def test_overwriting_moves_aside_and_loses_nothing(tmp_path: Path, capsys: pytes
     for number, (state, changes) in enumerate((("steps checkpoint", LR), ("steps finished", {})), start=2):
         leave(folder, state)
         before = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
-        with held(settings_of(folder, run={"overwrite": True}, **changes)) as standing:
+        with locked(settings_of(folder, run={"overwrite": True}, **changes)) as standing:
             assert (
                 not standing.is_finished
                 and standing.describe_start(folder, None) == ""
@@ -306,7 +306,7 @@ def test_overwriting_moves_aside_and_loses_nothing(tmp_path: Path, capsys: pytes
         assert before == after
         assert capsys.readouterr().out == f"run.overwrite=true: what was in {folder} is now in {aside}; a new run begins\n"
     leave(folder, "steps checkpoint")
-    with held(settings_of(folder, run={"overwrite": True})):
+    with locked(settings_of(folder, run={"overwrite": True})):
         assert (folder / "checkpoints").exists()
     assert not (tmp_path / "run.4").exists()
 
@@ -320,7 +320,7 @@ def test_a_folder_that_was_removed_hides_no_error(tmp_path: Path) -> None:
         shutil.rmtree(folder)
         raise OSError(f"run.dir={folder}: could not be written")
 
-    with pytest.raises(OSError, match="could not be written"), held(settings_of(folder)):
+    with pytest.raises(OSError, match="could not be written"), locked(settings_of(folder)):
         lose()
 
 
@@ -335,12 +335,12 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
             time.sleep(0.02)
         told = rf"^run.dir={folder}: a run is under way in it \(host \S+, pid {holder.pid}, since [-0-9]+ [:0-9]+\); choose another folder$"
         for overwrite in (False, True):
-            with pytest.raises(ValueError, match=told), held(settings_of(folder, run={"overwrite": overwrite})):
+            with pytest.raises(ValueError, match=told), locked(settings_of(folder, run={"overwrite": overwrite})):
                 pass
     finally:
         holder.kill()
         holder.join()
-    with held(settings_of(folder)):
+    with locked(settings_of(folder)):
         pass
 
 
@@ -352,7 +352,7 @@ def test_what_a_life_before_has_half_written_goes(tmp_path: Path) -> None:
     for path in halves + others:
         path.parent.mkdir(exist_ok=True)
         path.write_text("{")
-    with held(settings_of(tmp_path)) as standing:
+    with locked(settings_of(tmp_path)) as standing:
         assert not standing.is_finished and not any(path.exists() for path in halves) and all(path.exists() for path in others)
 
 
@@ -363,7 +363,7 @@ def test_a_disk_that_becomes_read_only_does_not_hide_what_a_run_ends_for(tmp_pat
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     def live() -> None:
-        with held(settings_of(tmp_path / "run")):
+        with locked(settings_of(tmp_path / "run")):
             assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
             monkeypatch.setattr(Path, "unlink", refuse)
             raise ValueError("model.path=a: is none")

@@ -7,11 +7,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.config import EngineSettings, ModelSettings, RunSettings, Settings
-from megatron_rl.policy.loss_metrics import reduce_numbers
+from megatron_rl.errors import LogprobMismatch
+from megatron_rl.policy.loss_metrics import reduce_metrics
 from megatron_rl.run.failure_checks import MismatchCheck
-from megatron_rl.types import LogprobMismatch
 
-GAP, LARGEST = "engine/logprob_gap", "engine/logprob_gap_max"
+GAP, LARGEST = "rollout_mismatch/logprob_abs_diff", "rollout_mismatch/logprob_abs_diff_max"
 
 
 def settings_of(*, model: str = "float32", engine: str = "float32", **run: object) -> Settings:
@@ -51,14 +51,14 @@ def test_the_coarser_precision_decides_unless_a_bound_is_set(settings: Settings,
 
 def test_tokens_of_older_weights_do_not_count() -> None:
     """0.0008 over all tokens is 0.0032 over the quarter of them that the current weights sampled."""
-    current = "engine/current_fraction"
+    current = "rollout/on_policy_fraction"
     assert is_refused(settings_of(), update(8e-4, **{current: 0.25})) and not is_refused(settings_of(), update(8e-4, **{current: 1.0}))
     assert not is_refused(settings_of(), update(0.0, **{current: 0.0}))
 
 
 def test_it_waits_for_tokens_and_compares_once() -> None:
     """An update that has none decides nothing; later ones differ by design (old logprobs are of the step's first weights)."""
-    nothing, stale = update(0.0, tokens=0.0), update(0.0, **{"engine/current_fraction": 0.0})
+    nothing, stale = update(0.0, tokens=0.0), update(0.0, **{"rollout/on_policy_fraction": 0.0})
     assert is_refused(settings_of(), nothing, stale, update(0.1))
     assert not is_refused(settings_of(), nothing, update(1e-5), update(0.1))
     assert not is_refused(settings_of(replay="recorded"), update(0.1)), "other weights may have sampled what is replayed"
@@ -82,7 +82,7 @@ def test_the_mean_is_over_the_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatc
         "the mean absolute difference of their logprobs of the sampled tokens is 0.0023 (largest 0.5), above the bound 0.001 (of float32)"
     )
     for own in numbers:
-        metrics = reduce_numbers([own], trouble="")
+        metrics = reduce_metrics([own], trouble="")
         assert metrics[GAP] == pytest.approx(0.92 / 400)
         with pytest.raises(LogprobMismatch, match=re.escape(said)):
             MismatchCheck(settings_of())(metrics)

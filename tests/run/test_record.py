@@ -8,52 +8,53 @@ import numpy
 import pytest
 import torch
 
-from megatron_rl.algo.advantages import spreads
+from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.filtering import REASONS, select
-from megatron_rl.config import AlgoSettings, RunSettings, SelectSettings, Settings
+from megatron_rl.algo.filtering import FILTERS, apply_filters
+from megatron_rl.config import AlgoSettings, FilterSettings, RunSettings, Settings
 from megatron_rl.distributed.world import World
+from megatron_rl.errors import InfraOutage, RunFailed
 from megatron_rl.observe.memory import GB, largest, peaks
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.progress import Progress
 from megatron_rl.observe.step_metrics import idle, merge_updates, rollout_metrics, staleness_metrics
 from megatron_rl.run.failure_checks import check_failures, check_improvement
 from megatron_rl.run.record import History, Run
-from megatron_rl.types import End, Outage, Rollout, RunFailed, Status, ToolCall
+from megatron_rl.types import Rollout, Status, StopReason, ToolCall
 from tests.support.episodes import episode
 
 
 def rollout(group: int, reward: float | None, sampled: int = 2) -> Rollout:
     made = episode(group, reward, lengths=(sampled,))
-    made.rewards = {} if reward is None else {"return": reward}
+    made.reward_terms = {} if reward is None else {"return": reward}
     made.reason = "sandbox down" if reward is None else "goal"
     made.wall_s, made.scoring_s = 9.0 if reward is None else 1.0 + group, 0.5
     return made
 
 
 def credited(rollouts: list[Rollout], *drop: str) -> list[Rollout]:
-    algo = AlgoSettings(normalize_std=False)
-    select(rollouts, SelectSettings(drop=list(drop)), num_groups=9, spread=spreads(rollouts, algo), needs_peers=True)
-    ALGORITHMS[algo.name].credit(rollouts, algo)
+    algo = AlgoSettings(norm_adv_by_std=False)
+    apply_filters(rollouts, FilterSettings(drop=list(drop)), num_groups=9, spread=group_std(rollouts, algo), needs_peers=True)
+    ALGORITHMS[algo.name].advantage_fn(rollouts, algo)
     return rollouts
 
 
 def test_failed_rollouts_end_the_run_above_the_limit() -> None:
     rollouts = [rollout(0, 1.0)] * 9 + [rollout(0, None)]
     check_failures(rollouts, limit=0.1)
-    with pytest.raises(RunFailed, match="1 of 10 rollouts failed, above run.max_failed=0.09; first reason: sandbox down"):
+    with pytest.raises(RunFailed, match="1 of 10 rollouts failed, above run.max_failed_fraction=0.09; first reason: sandbox down"):
         check_failures(rollouts, limit=0.09)
 
 
 def test_an_outage_is_told_from_what_no_waiting_mends() -> None:
     """A restart helps where the run would have gone on but for what is down."""
     good, down, lasting = rollout(0, 1.0), rollout(0, None), rollout(0, None)
-    down.end, lasting.end, lasting.reason = End.FAULT, End.LASTING_FAULT, "no room"
+    down.stop_reason, lasting.stop_reason, lasting.reason = StopReason.INFRA_ERROR, StopReason.PERMANENT_INFRA_ERROR, "no room"
     cases = [([down] * 3, True), ([down, down, lasting], True), ([down, lasting, lasting], False), ([lasting] * 2, False)]
     for failed, is_outage in cases:
         with pytest.raises(RunFailed) as error:
             check_failures([good] * 7 + failed, limit=0.1)
-        assert isinstance(error.value, Outage) == is_outage, failed
+        assert isinstance(error.value, InfraOutage) == is_outage, failed
         assert str(error.value).endswith(f"; first reason: {'sandbox down; the same command goes on' if is_outage else 'no room'}")
 
 
@@ -64,8 +65,8 @@ def test_a_failed_rollout_is_in_no_mean() -> None:
     assert metrics["reward/std"] == pytest.approx(2.75**0.5)  # squares of -0.5 -2.5 1.5 1.5: 11, of 4
     assert metrics["rollout/sampled_tokens"] == 2 + 4 + 2 + 2
     assert (metrics["rollout/failed"], metrics["rollout/completed"], metrics["rollout/failed_fraction"]) == (1, 4, pytest.approx(0.2))
-    assert metrics["rollout/degenerate_groups"] == 0.5
-    assert (metrics["rollout/rounds"], metrics["rollout/kept_groups"], metrics["rollout/turns"]) == (2, 2, 1)
+    assert metrics["rollout/zero_std_fraction"] == 0.5
+    assert (metrics["rollout/num_gen_batches"], metrics["rollout/num_groups_used"], metrics["rollout/turns"]) == (2, 2, 1)
     times = [metrics[f"time/{name}"] for name in ("episode", "episode_max", "episode_environment", "episode_scoring")]
     assert times == [1.5, 2.0, 0.0, 0.5]
 
@@ -73,10 +74,10 @@ def test_a_failed_rollout_is_in_no_mean() -> None:
 def test_lengths_by_hand() -> None:
     """Turns of 2 and 5 tokens in one context, and one of 3 in another; one of 4 alone. An observed token stands around each."""
     one, other = episode(0, 1.0, lengths=(2, 5, 3), contexts=(0, 0, 1)), episode(0, 0.0, lengths=(4,))
-    assert [len(context.token_ids) for context in (*one.contexts, *other.contexts)] == [11, 5, 6]
+    assert [len(context.token_ids) for context in (*one.sequences, *other.sequences)] == [11, 5, 6]
     metrics = rollout_metrics([one, other, rollout(0, None, sampled=99)], rounds=1)
-    expected = {"episode_tokens": 7.0, "episode_tokens_max": 10.0, "reply_tokens": 3.5, "reply_tokens_max": 5.0,
-                "context_tokens": 22 / 3, "context_tokens_max": 11.0, "sampled_tokens": 14.0}  # fmt: skip
+    expected = {"episode_tokens": 7.0, "episode_tokens_max": 10.0, "response_tokens": 3.5, "response_tokens_max": 5.0,
+                "sequence_tokens": 22 / 3, "sequence_tokens_max": 11.0, "sampled_tokens": 14.0}  # fmt: skip
     assert {name: metrics[f"rollout/{name}"] for name in expected} == expected
 
 
@@ -85,7 +86,7 @@ def test_data_sources_are_told_apart() -> None:
     rollouts = [rollout(group, reward) for group, reward in enumerate([1.0, 0.0, 3.0, 9.0, None])]
     for made, source in zip(rollouts, ["vstar", "vstar", "my data/v2\n", "", "vstar"], strict=True):
         made.source = source
-    rollouts[1].rewards["format"] = 0.5
+    rollouts[1].reward_terms["format"] = 0.5
     metrics = rollout_metrics(rollouts, rounds=1)
     assert {name: value for name, value in metrics.items() if name.startswith("source/")} == {
         "source/vstar/reward": 0.5, "source/vstar/return": 0.5, "source/vstar/format": 0.5,
@@ -122,18 +123,18 @@ def test_staleness_by_hand() -> None:
     """Trained at step 7: tokens of versions 5 and 6, of 7 alone, of 4 to 6. One is dropped, three were given up before."""
     rollouts = credited([rollout(0, 1.0, sampled=3), rollout(0, -1.0), rollout(1, 3.0, sampled=4), rollout(1, 3.0), rollout(2, 5.0)])
     for made, versions in zip(rollouts, ([5, 5, 6], [7, 7], [4, 5, 5, 6], [7, 7], [1, 1]), strict=True):
-        (context,) = made.contexts
+        (context,) = made.sequences
         sampled = iter(versions)
-        context.versions = [next(sampled) if mask else -1 for mask in context.loss_mask]
-    assert rollouts[4].dropped == "alone"
+        context.weight_versions = [next(sampled) if mask else -1 for mask in context.loss_mask]
+    assert rollouts[4].filter_reason == "no_peer"
     assert staleness_metrics(rollouts, step=7, num_stale=3) == {
         "rollout/staleness": (2 + 0 + 3 + 0) / 4, "rollout/staleness_max": 3, "rollout/versions": (2 + 1 + 3 + 1) / 4,
-        "rollout/dropped_stale": 3, "rollout/stale_fraction": 3 / 8,
+        "rollout/filtered_stale": 3, "rollout/stale_fraction": 3 / 8,
     }  # fmt: skip
     assert staleness_metrics(rollouts[4:], step=7, num_stale=0)["rollout/staleness_max"] == 0
-    times = {"time/engine": 2.0, "time/environment": 1.0, "time/update": 4.0, "time/outside": 1.0, "time/total": 8.0}
-    assert idle(times, busy_s=2.0) == {"engine/idle_fraction": 0.75, "trainer/idle_fraction": 0.375}
-    assert idle(times, busy_s=6.0) == {"engine/idle_fraction": 0.25, "trainer/idle_fraction": 0.375}, "it went on in the update"
+    times = {"time/engine": 2.0, "time/environment": 1.0, "time/update": 4.0, "time/unaccounted": 1.0, "time/total": 8.0}
+    assert idle(times, busy_s=2.0) == {"rollout/engine_idle_fraction": 0.75, "trainer/idle_fraction": 0.375}
+    assert idle(times, busy_s=6.0) == {"rollout/engine_idle_fraction": 0.25, "trainer/idle_fraction": 0.375}, "it went on in the update"
 
 
 def test_an_engine_that_goes_on_in_the_update_is_not_idle(tmp_path: Path) -> None:
@@ -142,13 +143,13 @@ def test_an_engine_that_goes_on_in_the_update_is_not_idle(tmp_path: Path) -> Non
     settings, worked = Settings(run=RunSettings(dir=str(tmp_path), max_staleness=1)), [2.0]
     run = Run(settings, World(0, 1, 0, torch.device("cpu")), num_steps=2)
     for step, (rolling, training) in enumerate(((1.0, 4.0), (3.0, 8.0))):
-        with run.rolling_out(lambda: sum(worked)):
+        with run.timed_rollout(lambda: sum(worked)):
             worked.append(rolling)
         worked.append(training)
         run.record(step, {})
     run.close()
     lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert [round((1 - line["engine/idle_fraction"]) * line["time/total"], 6) for line in lines] == [5.0, 11.0]
+    assert [round((1 - line["rollout/engine_idle_fraction"]) * line["time/total"], 6) for line in lines] == [5.0, 11.0]
     assert [line["time/engine"] for line in lines] == [1.0, 3.0]
 
 
@@ -157,46 +158,62 @@ def test_groups_that_teach_nothing_are_counted_without_those_that_have_nobody_to
     pairs = [(4, 1.0), (9, 2.0), (4, None), (7, 5.0), (4, 3.0), (7, None), (9, 2.0), (8, None)]
     for drop, zero_std, kept in (((), 0, 2), (("zero_std",), 2, 1)):
         metrics = rollout_metrics(credited([rollout(group, reward) for group, reward in pairs], *drop), rounds=1)
-        assert metrics["rollout/degenerate_groups"] == 0.5, "one of two, dropped or not"
-        dropped = {reason: metrics[f"rollout/dropped_{reason}"] for reason in REASONS}
-        assert dropped == dict.fromkeys(REASONS, 0) | {"alone": 1, "zero_std": zero_std}
-        assert (metrics["rollout/kept_groups"], metrics["rollout/failed"]) == (kept, 3)
+        assert metrics["rollout/zero_std_fraction"] == 0.5, "one of two, dropped or not"
+        dropped = {reason: metrics[f"rollout/filtered_{reason}"] for reason in FILTERS}
+        assert dropped == dict.fromkeys(FILTERS, 0) | {"no_peer": 1, "zero_std": zero_std}
+        assert (metrics["rollout/num_groups_used"], metrics["rollout/failed"]) == (kept, 3)
 
 
 def test_ends_and_tools_are_counted() -> None:
     """Four calls of two episodes, one that raised and one of no tool that exists; the second episode used none to any avail."""
     rollouts = [rollout(0, 1.0), rollout(0, 0.0)]
     rollouts[0].turns = episode(0, 1.0, lengths=(1, 1, 1)).turns
-    rollouts[0].turns[0].call = rollouts[0].turns[2].call = ToolCall(tool="zoom", source="{}")
-    rollouts[0].turns[1].call = ToolCall(tool="zoom", source="{}", error="no box")
-    rollouts[1].end, rollouts[1].status = End.MAX_TURNS, Status.TRUNCATED
-    rollouts[1].turns[0].call = ToolCall(tool="x", source="", error="no such tool", ran=False)
+    rollouts[0].turns[0].tool_call = rollouts[0].turns[2].tool_call = ToolCall(tool="zoom", source="{}")
+    rollouts[0].turns[1].tool_call = ToolCall(tool="zoom", source="{}", error="no box")
+    rollouts[1].stop_reason, rollouts[1].status = StopReason.MAX_TURNS, Status.TRUNCATED
+    rollouts[1].turns[0].tool_call = ToolCall(tool="x", source="", error="no such tool", ran=False)
     metrics = rollout_metrics(rollouts, rounds=1)
     assert (metrics["rollout/tool_use"], metrics["rollout/tool_calls"], metrics["rollout/tool_errors"]) == (0.5, 2.0, 0.5)
-    assert (metrics["rollout/end_done"], metrics["rollout/end_max_turns"], metrics["rollout/truncated"]) == (1, 1, 1)
+    assert (metrics["rollout/stop_done"], metrics["rollout/stop_max_turns"], metrics["rollout/truncated"]) == (1, 1, 1)
     assert metrics["rollout/turns"] == 2.0
 
 
 def test_a_steps_updates_are_one_line() -> None:
     """Means, maxima by name, and what is true of the first update only."""
-    gap = {"engine/logprob_gap": 0.01, "engine/logprob_gap_p99": 0.2, "engine/logprob_gap_max": 0.3}
-    first = {"policy/ratio": 1.0, "policy/loss": 2.0, "policy/ratio_gap_max": 0.1, **gap}
-    second = {"policy/ratio": 1.5, "policy/loss": 4.0, "policy/ratio_gap_max": 0.4, **{name: 3 * value for name, value in gap.items()}}
+    gap = {
+        "rollout_mismatch/logprob_abs_diff": 0.01,
+        "rollout_mismatch/logprob_abs_diff_p99": 0.2,
+        "rollout_mismatch/logprob_abs_diff_max": 0.3,
+    }
+    first = {"policy/ratio": 1.0, "policy/loss": 2.0, "policy/ratio_abs_dev_max": 0.1, **gap}
+    second = {"policy/ratio": 1.5, "policy/loss": 4.0, "policy/ratio_abs_dev_max": 0.4, **{name: 3 * value for name, value in gap.items()}}
     assert merge_updates([first]) == first and merge_updates([]) == {}
-    expected = {"policy/ratio": 1.25, "policy/first_ratio": 1.0, "policy/loss": 3.0, "policy/ratio_gap_max": 0.4}
+    expected = {"policy/ratio": 1.25, "policy/first_ratio": 1.0, "policy/loss": 3.0, "policy/ratio_abs_dev_max": 0.4}
     assert merge_updates([first, second]) == expected | gap
-    weights = [{"engine/correction": 1.5, "engine/correction_squared": 3.0}, {"engine/correction": 0.0, "engine/correction_squared": 0.0}]
+    weights = [
+        {"rollout_mismatch/is_weight": 1.5, "rollout_mismatch/is_weight_squared": 3.0},
+        {"rollout_mismatch/is_weight": 0.0, "rollout_mismatch/is_weight_squared": 0.0},
+    ]
     merged = merge_updates([update | {"policy/ratio": 1.0} for update in weights])
-    assert merged == {"engine/correction": 0.75, "engine/effective_sample_size": 0.375, "policy/ratio": 1.0, "policy/first_ratio": 1.0}
-    assert merge_updates(weights[:1])["engine/effective_sample_size"] == 0.75, "weights 1, 1, 1, 3 of four tokens: 36 / (4 * 12)"
-    broken = merge_updates([first, second | {"policy/ratio_gap_max": float("nan")}, first])
-    assert broken["policy/ratio_gap_max"] != broken["policy/ratio_gap_max"], "NaN is nobody's smaller number"
+    assert merged == {
+        "rollout_mismatch/is_weight": 0.75,
+        "rollout_mismatch/is_eff_sample_size": 0.375,
+        "policy/ratio": 1.0,
+        "policy/first_ratio": 1.0,
+    }
+    assert merge_updates(weights[:1])["rollout_mismatch/is_eff_sample_size"] == 0.75, "weights 1, 1, 1, 3 of four tokens: 36 / (4 * 12)"
+    broken = merge_updates([first, second | {"policy/ratio_abs_dev_max": float("nan")}, first])
+    assert broken["policy/ratio_abs_dev_max"] != broken["policy/ratio_abs_dev_max"], "NaN is nobody's smaller number"
 
 
 def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) -> None:
     """Two steps in which all are alike, one that teaches, and an example without room that is dealt in each of them."""
     lost = episode(2, None)
-    lost.example_id, lost.end, lost.reason = "train/7", End.LASTING_FAULT, "example train/7 (mine.jsonl row 7): its prompt has 9 tokens"
+    lost.example_id, lost.stop_reason, lost.reason = (
+        "train/7",
+        StopReason.PERMANENT_INFRA_ERROR,
+        "example train/7 (mine.jsonl row 7): its prompt has 9 tokens",
+    )
     alike = [rollout(0, 1.0), rollout(0, 1.0), rollout(1, 2.0), rollout(1, 2.0), rollout(3, 1.0), lost]
     unlike = [rollout(0, 1.0), rollout(0, 2.0), lost]
 
@@ -205,14 +222,14 @@ def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) 
         run.progress = Progress(3, title="rl", stream=(shown := io.StringIO()))
         for step, rollouts in enumerate(steps):
             run.history.add(step, credited(rollouts), rounds=1)
-            run.trained(step, rollouts, metrics := rollout_metrics(rollouts, rounds=1))
+            run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, rounds=1))
             run.record(step, metrics)
         run.finish({})
         run.close()
         lines = read_metrics(tmp_path / folder / "metrics.jsonl")
         expected = [float(rollouts is alike) for rollouts in steps]
-        assert [line["rollout/nothing_learned"] for line in lines[: len(steps)]] == expected
-        assert {line["rollout/faulty_prompts"] for line in lines[: len(steps)]} == {1.0}
+        assert [line["rollout/all_groups_zero_std"] for line in lines[: len(steps)]] == expected
+        assert {line["rollout/bad_prompts"] for line in lines[: len(steps)]} == {1.0}
         return shown.getvalue().splitlines()
 
     lines = played("some", alike, unlike, alike)
@@ -232,7 +249,7 @@ def test_a_run_must_improve() -> None:
 def test_a_step_whose_evaluation_is_owed_is_recorded_once(tmp_path: Path) -> None:
     """By the life that pays it, also where that ended before a checkpoint of its own."""
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(3)))
-    history = History(owed={"loss": 1.0})
+    history = History(pending_metrics={"loss": 1.0})
     run = Run(Settings(run=RunSettings(dir=str(tmp_path))), World(0, 1, 0, torch.device("cpu")), num_steps=9, first_step=3, history=history)
     run.record(2, {"loss": 1.0})
     run.close()

@@ -9,9 +9,9 @@ import pytest
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read
-from megatron_rl.run.checkpoints import recall
-from megatron_rl.run.directory import ENDED, look
-from megatron_rl.run.status import see
+from megatron_rl.run.checkpoints import read_state
+from megatron_rl.run.directory import ENDED, read_resume_state
+from megatron_rl.run.status import read_status
 from tests.run.test_directory import leave, settings_of
 from tests.support import bombs
 from tests.support.measured import cheap, told
@@ -19,8 +19,8 @@ from tests.support.measured import cheap, told
 DEEP = '{"a": ' + "[" * bombs.DEEP + "]" * bombs.DEEP + "}\n"
 READS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "metrics.jsonl": ("metrics.jsonl line 1", lambda folder: read_metrics(folder / "metrics.jsonl")),
-    ENDED: ("ended.json: cannot be read", see),
-    "run/state.json": ("damaged", recall),
+    ENDED: ("ended.json: cannot be read", read_status),
+    "run/state.json": ("damaged", read_state),
     "rollouts/step_00000001.jsonl": ("line 1", lambda folder: read(folder / "rollouts" / "step_00000001.jsonl")),
 }
 WRONG = {
@@ -52,7 +52,7 @@ def test_settings_that_stand_for_more_text_than_a_memory_holds(tmp_path: Path) -
     assert control is None or control.mb > 30
     leave(tmp_path, "steps")
     bombs.yaml_of_aliases(path)
-    standing = look(tmp_path, settings_of(tmp_path))
+    standing = read_resume_state(tmp_path, settings_of(tmp_path))
     assert "cannot be read" in standing.refusal and len(standing.refusal) < 400
 
 
@@ -61,7 +61,7 @@ def test_settings_that_are_none(text: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     leave(tmp_path, "steps")
     (tmp_path / "config.yaml").write_text(text)
-    assert "cannot be read" in look(tmp_path, settings_of(tmp_path)).refusal
+    assert "cannot be read" in read_resume_state(tmp_path, settings_of(tmp_path)).refusal
     assert not (tmp_path / "ran").exists()
 
 

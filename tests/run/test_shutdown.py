@@ -13,11 +13,12 @@ import pytest
 
 from megatron_rl import sft
 from megatron_rl.config import ModelSettings, Settings, SftSettings
+from megatron_rl.errors import GracefulStop
 from megatron_rl.observe.metrics import Spans
-from megatron_rl.rollout.manager import Play
+from megatron_rl.rollout.manager import PlayFn
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run.shutdown import SIGNALS, Stop
-from megatron_rl.types import Rollout, Stopped
+from megatron_rl.run.shutdown import SIGNALS, StopSignal
+from megatron_rl.types import Rollout
 from tests.support.one_process import world_of_one
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of
 
@@ -30,15 +31,15 @@ def send(*numbers: int) -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_asks_and_interrupts_nothing(number: int) -> None:
     before = [signal.getsignal(each) for each in SIGNALS]
-    with Stop(grace_s=9) as stop:
-        assert not stop.is_asked
+    with StopSignal(grace_s=9) as stop:
+        assert not stop.is_requested
         send(number)
-        assert stop.is_asked
+        assert stop.is_requested
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
 def test_only_a_second_sigint_interrupts() -> None:
-    with Stop(grace_s=9):
+    with StopSignal(grace_s=9):
         send(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
@@ -49,7 +50,7 @@ def test_another_thread_hears_no_signals_and_changes_no_handler() -> None:
     seen = []
 
     def enter() -> None:
-        with Stop(grace_s=9):
+        with StopSignal(grace_s=9):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=enter)
@@ -60,10 +61,10 @@ def test_another_thread_hears_no_signals_and_changes_no_handler() -> None:
 
 def test_ranks_agree() -> None:
     """Of two ranks in tests/e2e/test_stop.py."""
-    with world_of_one(), Stop(grace_s=9) as stop:
+    with world_of_one(), StopSignal(grace_s=9) as stop:
         stop.check()
         send(signal.SIGUSR1)
-        with pytest.raises(Stopped):
+        with pytest.raises(GracefulStop):
             stop.check()
 
 
@@ -83,7 +84,7 @@ def test_a_play_may_take_its_grace(asked: bool, passed_s: float, expected: str |
         finally:
             closed.append(True)
 
-    with Stop(grace_s=6, clock=lambda: now) as stop:
+    with StopSignal(grace_s=6, clock=lambda: now) as stop:
         assert asyncio.run(stop.within_grace(play)) == expected
     assert closed == [True]
 
@@ -104,7 +105,7 @@ def test_the_grace_is_counted_from_the_first_signal(
         await asyncio.sleep(0.5)
         return "played"
 
-    with Stop(grace_s=6, clock=lambda: now) as stop:
+    with StopSignal(grace_s=6, clock=lambda: now) as stop:
         assert asyncio.run(stop.within_grace(play)) == expected
 
 
@@ -113,7 +114,7 @@ def test_what_a_play_raises_comes_out() -> None:
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        asyncio.run(Stop(grace_s=6).within_grace(play))
+        asyncio.run(StopSignal(grace_s=6).within_grace(play))
 
 
 @pytest.fixture(scope="module")
@@ -121,19 +122,19 @@ def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model)))
 
 
-async def give_up(play: Play) -> None:
+async def give_up(play: PlayFn) -> None:
     """As if its grace were over at once."""
 
 
 def test_a_fleet_stops_where_one_engine_gave_up(renderer: Renderer) -> None:
     """All ranks see the same: fewer episodes than were dealt. The gather brings those of another engine, which had the patience."""
-    others: list[Rollout] = fleet_of(renderer).play(EXAMPLES[:2], samples=2, settings=EPISODE)
+    others: list[Rollout] = fleet_of(renderer).run_examples(EXAMPLES[:2], samples=2, settings=EPISODE)
     gathers: list[Callable[[list[Rollout] | None], list[Rollout]]] = [lambda mine: mine or [], lambda mine: [*(mine or []), *others[:2]]]
     for gather in gathers:
-        with pytest.raises(Stopped):
-            fleet_of(renderer, gather=gather, grace=give_up).play(EXAMPLES[:2], samples=2, settings=EPISODE)
+        with pytest.raises(GracefulStop):
+            fleet_of(renderer, gather=gather, grace=give_up).run_examples(EXAMPLES[:2], samples=2, settings=EPISODE)
     follower = fleet_of(renderer, gather=lambda mine: [*(mine or []), *others], grace=give_up)
-    assert follower.play(EXAMPLES[:2], samples=2, settings=EPISODE) == others
+    assert follower.run_examples(EXAMPLES[:2], samples=2, settings=EPISODE) == others
 
 
 @dataclass
@@ -146,7 +147,7 @@ class Asked:
     def check(self) -> None:
         self.log.append("check")
         if self.log.count("check") == self.at:
-            raise Stopped
+            raise GracefulStop
 
 
 @pytest.mark.parametrize(("at", "num_steps"), [(1, 0), (3, 2)])
@@ -154,14 +155,16 @@ def test_a_warm_start_stops_between_steps(at: int, num_steps: int, monkeypatch: 
     """Before the first, and after a step that is recorded and in its checkpoint."""
     stop = Asked(at)
     say: Callable[[str], Callable[..., dict]] = lambda word: lambda *_, **__: stop.log.append(word) or {}  # noqa: E731
-    monkeypatch.setattr(sft, "Rendered", lambda *_: range(9))
+    monkeypatch.setattr(sft, "RenderedDemonstrations", lambda *_: range(9))
     parts = {
         "task": SimpleNamespace(demonstrations=lambda *_, **__: []),
-        "policy": SimpleNamespace(pack=lambda *_, **__: [], update=say("update"), complete=None),
+        "policy": SimpleNamespace(pack=lambda *_, **__: [], update=say("update"), load_image_patches=None),
         "renderer": None,
-        "run": SimpleNamespace(spans=Spans(), first_step=0, keeping=lambda *_, **__: Spans()("keep"), record=say("record"), history=None),
-        "checkpoints": SimpleNamespace(restore=say("restore"), begin=say("begin"), step_done=say("saved")),
+        "run": SimpleNamespace(
+            spans=Spans(), first_step=0, dump_batches_on_error=lambda *_, **__: Spans()("keep"), record=say("record"), history=None
+        ),
+        "checkpoints": SimpleNamespace(restore=say("restore"), begin_step=say("begin"), finish_step=say("saved")),
     }
-    with pytest.raises(Stopped):
-        sft.warm_start(Settings(sft=SftSettings(splits=["a"], steps=[5], batch_size=1)), **parts, stop=stop)
+    with pytest.raises(GracefulStop):
+        sft.train_sft(Settings(sft=SftSettings(splits=["a"], steps=[5], batch_size=1)), **parts, stop=stop)
     assert stop.log == ["restore", "check", *["update", "begin", "record", "saved", "check"] * num_steps]

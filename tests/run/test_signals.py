@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_rl.distributed import world
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 
@@ -93,16 +93,16 @@ def test_a_meeting_that_nobody_comes_to_ends_in_time(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, str(value))
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"^--nnodes=1: the 2 processes did not meet within parallel.timeout_s=2 \(.*\); see that"):
-        connect(place(), timeout_s=2)
+        connect(read_world(), timeout_s=2)
     assert time.monotonic() - began < 20
 
 
 LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 try:
-    connect(place(), timeout_s=5)
+    connect(read_world(), timeout_s=5)
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 except ValueError as error:
     print(error)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.run.directory import ENDED, LOCK, held, lock
-from megatron_rl.run.process import LATEST, LOGS, Attempt, new_output
-from megatron_rl.run.status import State, is_held, see
+from megatron_rl.run.directory import ENDED, LOCK, lock, locked
+from megatron_rl.run.process import LATEST, LOGS, ManagedProcess, open_output
+from megatron_rl.run.status import RunState, is_held, read_status
 from tests.run.test_directory import leave, settings_of
 from tests.support.one_process import world_of_one
 
@@ -21,7 +21,7 @@ STEPS = "".join(json.dumps({"step": step, "reward/mean": 0.5, "time/total": 1800
 
 def say(folder: Path, *lines: str, age_s: float = 0.0) -> None:
     """As the newest attempt, so long ago."""
-    output = new_output(folder / LOGS)
+    output = open_output(folder / LOGS)
     output.write_text("".join(f"{line}\n" for line in lines))
     now = time.time() - age_s
     os.utime(output, (now, now))
@@ -39,39 +39,39 @@ def in_another_process(act: Callable[[Path], None], folder: Path) -> None:
 
 
 def test_what_lies_there_says_how_it_stands(tmp_path: Path) -> None:
-    def seen(name: str) -> tuple[State, str]:
-        found = see(tmp_path / name)
+    def seen(name: str) -> tuple[RunState, str]:
+        found = read_status(tmp_path / name)
         return found.state, found.error
 
-    assert seen("nowhere") == (State.WAITING, "")
+    assert seen("nowhere") == (RunState.WAITING, "")
     leave(tmp_path / "submitted", "config")
-    assert seen("submitted") == (State.WAITING, "")
+    assert seen("submitted") == (RunState.WAITING, "")
     leave(tmp_path / "killed", "steps")
-    assert seen("killed") == (State.FAILED, "ended without a word; was it killed?")
+    assert seen("killed") == (RunState.FAILED, "ended without a word; was it killed?")
     leave(tmp_path / "killed early", "checkpoint")
-    assert seen("killed early")[0] is State.FAILED
+    assert seen("killed early")[0] is RunState.FAILED
     for state, line in (("stopped", ""), ("failed", "optim.lr=9: too much")):
         leave(tmp_path / state, "steps checkpoint")
         end(tmp_path / state, state, line)
-        assert seen(state) == (State(state), line)
+        assert seen(state) == (RunState(state), line)
     leave(tmp_path / "finished", "steps finished")
     end(tmp_path / "finished", "failed", "an older life")
-    assert seen("finished") == (State.FINISHED, "")
+    assert seen("finished") == (RunState.FINISHED, "")
 
 
 def test_the_newest_word_counts(tmp_path: Path) -> None:
     """A model that could not be read begins no run and leaves nothing but its attempt; a life by hand leaves no attempt."""
     say(tmp_path, "resume: x", "error: model.path=x: no such folder", "2 nodes")
-    assert (see(tmp_path).state, see(tmp_path).error) == (State.FAILED, "model.path=x: no such folder")
+    assert (read_status(tmp_path).state, read_status(tmp_path).error) == (RunState.FAILED, "model.path=x: no such folder")
     say(tmp_path, "error: old", "stopped at step 2 of 5; the same command goes on", age_s=100)
-    assert see(tmp_path).state is State.STOPPED
+    assert read_status(tmp_path).state is RunState.STOPPED
     end(tmp_path, "failed", "newer")
-    assert see(tmp_path).error == "newer"
+    assert read_status(tmp_path).error == "newer"
     say(tmp_path)
-    assert see(tmp_path).error == "newer", "an attempt that said nothing of its end"
+    assert read_status(tmp_path).error == "newer", "an attempt that said nothing of its end"
     os.utime(tmp_path / ENDED, (1, 1))
     say(tmp_path, "error: newest", age_s=100)
-    assert see(tmp_path).error == "newest"
+    assert read_status(tmp_path).error == "newest"
     assert len(list((tmp_path / LOGS).glob("attempt_*"))) == 4 and (tmp_path / LOGS / "latest").resolve().name == "attempt_4"
 
 
@@ -80,31 +80,31 @@ def test_numbers_are_those_of_the_steps(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         STEPS + '{"step": 40, "eval/greedy_success": "NaN", "eval/greedy_episodes": 30, "time/total": 1}\n'
     )
-    seen = see(tmp_path)
+    seen = read_status(tmp_path)
     assert (seen.step, seen.num_steps, seen.hours) == (40, 40, pytest.approx((3 * 1800 + 1) / 3600))
-    assert seen.evaluation["greedy_episodes"] == 30 and seen.settings["optim.part_lr.vision"] == 0.5
+    assert seen.evaluation["greedy_episodes"] == 30 and seen.settings["optim.lr_by_module.vision"] == 0.5
     (tmp_path / "metrics.jsonl").write_text(STEPS + '{"step": 3, "rew')
-    assert (see(tmp_path).step, see(tmp_path).evaluation) == (3, {})
+    assert (read_status(tmp_path).step, read_status(tmp_path).evaluation) == (3, {})
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "stage": "sft"}))
-    assert see(tmp_path).num_steps == 30 + 10
+    assert read_status(tmp_path).num_steps == 30 + 10
     (tmp_path / "config.yaml").write_text("{half")
     with pytest.raises(ValueError, match="config.yaml: line 1 is no YAML"):
-        see(tmp_path)
+        read_status(tmp_path)
 
 
 def test_who_holds_it_runs(tmp_path: Path) -> None:
     """Its lock, or the output of an attempt; looking takes no lock."""
     leave(tmp_path, "steps finished")
     kept = lock(tmp_path)
-    in_another_process(lambda folder: _require(see(folder).state is State.RUNNING), tmp_path)
+    in_another_process(lambda folder: _require(read_status(folder).state is RunState.RUNNING), tmp_path)
     kept.close()
-    in_another_process(lambda folder: _require(not is_held(folder / LOCK) and see(folder).state is State.FINISHED), tmp_path)
-    attempt = Attempt(["sleep", "60"], output=new_output(tmp_path / LOGS))
-    in_another_process(lambda folder: _require(is_held(folder / LATEST) and see(folder).state is State.RUNNING), tmp_path)
-    attempt.tell(10)
+    in_another_process(lambda folder: _require(not is_held(folder / LOCK) and read_status(folder).state is RunState.FINISHED), tmp_path)
+    attempt = ManagedProcess(["sleep", "60"], output=open_output(tmp_path / LOGS))
+    in_another_process(lambda folder: _require(is_held(folder / LATEST) and read_status(folder).state is RunState.RUNNING), tmp_path)
+    attempt.forward_signal(10)
     assert attempt.wait() == os.EX_TEMPFAIL
-    in_another_process(lambda folder: _require(see(folder).state is State.FINISHED), tmp_path)
+    in_another_process(lambda folder: _require(read_status(folder).state is RunState.FINISHED), tmp_path)
 
 
 def _require(condition: bool) -> None:
@@ -115,7 +115,7 @@ def test_a_life_leaves_its_word(tmp_path: Path) -> None:
     """Of one that began: neither one that was refused, nor one that came to nothing, nor one that finished speaks."""
 
     def live(folder: Path, *, error: BaseException | None = None, finishes: bool = False, **changes: object) -> str:
-        with held(settings_of(folder, **changes)):
+        with locked(settings_of(folder, **changes)):
             if (folder / ENDED).exists():
                 return "the word of the life before"
             if finishes:

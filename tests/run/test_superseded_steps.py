@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.config import AlgoSettings, Settings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import Recorder, read
 from megatron_rl.observe.rollout_store import Bank, path_of, read_rollouts, steps
-from megatron_rl.run.checkpoints import published
-from megatron_rl.run.directory import held
+from megatron_rl.run.checkpoints import list_checkpoints
+from megatron_rl.run.directory import locked
 from megatron_rl.run.superseded_steps import supersede_records
 from tests.observe.test_recorder import picture, rollout
 from tests.support.untimed import untimed
@@ -25,7 +25,7 @@ RESULTS, MODELS = ("eval.json", "prompts.jsonl"), ("final", "adapter")
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     yield
     dist.destroy_process_group()
 
@@ -74,7 +74,7 @@ def test_after_a_kill_nothing_is_lost_and_each_step_is_there_once(tmp_path: Path
     assert {name for name in kept if name.endswith(".png")} == {f"rollouts/images/{picture(seed).key}.png" for seed in (2, 3, 4)}
     assert [entry.rollout.reward for entry in read(superseded / "rollouts" / "step_000003.jsonl")] == [1.0], "with its picture"
     assert len(read_rollouts(path_of(superseded / "rollouts", 2))) == 2
-    assert Bank(tmp_path, limit_gb=1.0).figures()["bank/episodes"] == 4.0 and len(steps(tmp_path / "rollouts")) == 2
+    assert Bank(tmp_path, limit_gb=1.0).figures()["store/rollouts"] == 4.0 and len(steps(tmp_path / "rollouts")) == 2
 
 
 def test_a_second_kill_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def test_a_finished_run_is_made_longer_behind_its_last_step(random_model: Path, 
     every step's metrics are those of a run of 6 steps."""
     whole, settings = (settings_of(tmp_path / name, random_model, AlgoSettings(name="rloo")) for name in ("whole", "run"))
     live(whole)
-    with held(of_steps(settings, 4)):
+    with locked(of_steps(settings, 4)):
         live(of_steps(settings, 4), stopped_after=2)
-    with held(of_steps(settings, 4)):
+    with locked(of_steps(settings, 4)):
         live(of_steps(settings, 4), evaluation={"eval/greedy_success": 0.5})
-    assert [path.name for path in published(tmp_path / "run" / "checkpoints")] == ["step_00000002", "step_00000004"]
-    with held(settings) as finished:
+    assert [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_00000002", "step_00000004"]
+    with locked(settings) as finished:
         policy = live(settings)
     assert not finished.is_finished and policy.told == ["load step_00000004", "update 4", "update 5"]
     lines, expected = ([untimed(line) for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole"))

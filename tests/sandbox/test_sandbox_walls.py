@@ -33,10 +33,10 @@ def test_what_may_be_accepted_is_what_a_room_can_lack():
     rooms = [choose(EVERYTHING | {name: "no"} | other) for name in set(NAMES) - {*REQUIRED, "watchdog"} for other in ({}, {"cgroup": "no"})]
     rooms.append(choose(EVERYTHING | {"cgroup": "no", "seccomp": "no"}))
     possible = set().union(*(open_walls(layers) for layers in rooms))
-    assert SandboxSettings(accept=sorted(possible)).accept == sorted(possible)
+    assert SandboxSettings(allow_missing=sorted(possible)).allow_missing == sorted(possible)
     for name in set(WALLS) - possible | {"everything"}:
-        with pytest.raises(ValueError, match=f"task.sandbox.accept={name}: choose one of "):
-            SandboxSettings(accept=[name])
+        with pytest.raises(ValueError, match=f"task.sandbox.allow_missing={name}: choose one of "):
+            SandboxSettings(allow_missing=[name])
 
 
 def test_a_pool_starts_where_all_that_is_open_was_named(monkeypatch: pytest.MonkeyPatch):

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from megatron_rl.config import EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.distributed.world import connect, disconnect, place
+from megatron_rl.distributed.world import connect, disconnect, read_world
+from megatron_rl.errors import GracefulStop
 from megatron_rl.services import address
 from megatron_rl.services import engine_servers as room
 from megatron_rl.services.address import is_proven, token_file
 from megatron_rl.services.engine_servers import ENGINES, Engine, Engines, check_engines, engines, placed, shares
-from megatron_rl.types import Stopped
 from sandbox.token import read_token, write_token
 from tests.conftest import SUPPORT
 from tests.support.hostile_server import hostile
@@ -30,7 +30,7 @@ HERE, HOST = "127.0.0.1", socket.gethostname()
 
 @pytest.fixture(autouse=True, scope="module")
 def world() -> Iterator[None]:
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     yield
     disconnect()
 
@@ -40,7 +40,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     """Says how the servers fare from now on: at first well."""
     monkeypatch.setattr(room, "words_of", lambda settings: [sys.executable, str(SUPPORT / "stand_in_engine.py"), str(tmp_path)])
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
-    monkeypatch.setattr(room, "FIRST_REST_S", 0.4)
+    monkeypatch.setattr(room, "MIN_BACKOFF_S", 0.4)
 
     def fare(how: str) -> None:
         (tmp_path / "next").write_text(how)
@@ -51,7 +51,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 
 def settings_of(run: Path, num: int = 2, **more: object) -> Settings:
-    engine = EngineSettings(kind="remote", servers=num, **more)
+    engine = EngineSettings(mode="server", num_local_servers=num, **more)
     return Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(run)), task=TaskSettings(name="vqa"), engine=engine)
 
 
@@ -90,7 +90,7 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
     """Two of them, each by its own port, as servers of vLLM that take weights, as no ranks, and without the user's keys: finding 4."""
     for name in ("RANK", "VLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "0")
-    with engines(settings_of(tmp_path), place(), go_on=go_on) as (urls, own):
+    with engines(settings_of(tmp_path), read_world(), go_on=go_on) as (urls, own):
         begun = starts(tmp_path)
         assert sorted(urls) == sorted(f"http://{HERE}:{each['port']}" for each in begun) and len(set(urls)) == 2 and own.urls == urls
         assert [(each["VLLM_SERVER_DEV_MODE"], each["RANK"]) for each in begun] == [("1", None)] * 2
@@ -108,13 +108,17 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("how", "more", "line"),
     [
-        ("ends", {}, "engine.servers=2: engine [01] has ended with exit code 3; .*engine_[01].log ends: ValueError: then why$"),
-        ("silent", {"start_s": 1.0}, r"engine.start_s=1.0: engine [01] does not answer; .*engine_[01].log has no word of it yet$"),
+        ("ends", {}, "engine.num_local_servers=2: engine [01] has ended with exit code 3; .*engine_[01].log ends: ValueError: then why$"),
+        (
+            "silent",
+            {"startup_timeout_s": 1.0},
+            r"engine.startup_timeout_s=1.0: engine [01] does not answer; .*engine_[01].log has no word of it yet$",
+        ),
     ],
 )
 def test_one_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, tmp_path: Path, stand_in: Callable) -> None:
     stand_in(how)
-    with pytest.raises(ValueError, match=f"^{line}"), engines(settings_of(tmp_path, **more), place(), go_on=go_on):
+    with pytest.raises(ValueError, match=f"^{line}"), engines(settings_of(tmp_path, **more), read_world(), go_on=go_on):
         pass
     assert all(gone(each["pid"]) for each in starts(tmp_path))
 
@@ -136,9 +140,9 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path, stand_in: Callabl
 
     def stop() -> None:
         if len(starts(tmp_path)) == 2:
-            raise Stopped
+            raise GracefulStop
 
-    with pytest.raises(Stopped), engines(settings_of(tmp_path), place(), go_on=stop):
+    with pytest.raises(GracefulStop), engines(settings_of(tmp_path), read_world(), go_on=stop):
         pass
     assert all(gone(each["pid"]) for each in starts(tmp_path))
 
@@ -146,7 +150,7 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path, stand_in: Callabl
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys: pytest.CaptureFixture) -> None:
     """At its address, the other untouched; who is well is let alone."""
-    with engines(settings_of(tmp_path), place(), go_on=go_on) as (urls, own):
+    with engines(settings_of(tmp_path), read_world(), go_on=go_on) as (urls, own):
         first = next(each for each in starts(tmp_path) if urls[1].endswith(f":{each['port']}"))
         own.revive(urls[1], hangs=False)
         assert len(starts(tmp_path)) == 2, "it runs"
@@ -161,7 +165,7 @@ def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys
 
 def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Stopped, it hears no request to end."""
-    with engines(settings_of(tmp_path, num=1), place(), go_on=go_on) as ((url,), own):
+    with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
         (first,) = starts(tmp_path)
         os.kill(first["pid"], signal.SIGSTOP)
         own.revive(url, hangs=False)
@@ -174,7 +178,7 @@ def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytes
 def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Callable, capsys: pytest.CaptureFixture) -> None:
     """One that ends at each start is left away after RESTARTS of them; the other one is not."""
     monkeypatch.setattr(room, "RESTARTS", 3)
-    with engines(settings_of(tmp_path), place(), go_on=go_on) as (urls, own):
+    with engines(settings_of(tmp_path), read_world(), go_on=go_on) as (urls, own):
         stand_in("ends")
         os.kill(next(each["pid"] for each in starts(tmp_path) if urls[0].endswith(f":{each['port']}")), signal.SIGKILL)
         times = []
@@ -194,7 +198,7 @@ def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
 
 def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(room, "STEADY_S", 0.3)
-    with engines(settings_of(tmp_path, num=1), place(), go_on=go_on) as ((url,), own):
+    with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
         for life in (0.0, 0.4, 0.0):
             own.heard(url)
             own.is_well(url)
@@ -208,7 +212,7 @@ def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch:
 
 
 def test_nothing_is_started_when_all_is_over(tmp_path: Path) -> None:
-    with engines(settings_of(tmp_path, num=1), place(), go_on=go_on) as ((url,), own):
+    with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
         pass
     own.revive(url, hangs=True)
     time.sleep(0.3)
@@ -217,8 +221,8 @@ def test_nothing_is_started_when_all_is_over(tmp_path: Path) -> None:
 
 def test_cores_by_hand() -> None:
     """What is left over is the ranks'; where there are too few nobody has any of his own."""
-    two, wide = EngineSettings(kind="remote", servers=2), EngineSettings(kind="remote", servers=2, tp=2)
-    assert shares([0, 1], EngineSettings(kind="remote", servers=1), num_ranks=1) == ([0], [[1]])
+    two, wide = EngineSettings(mode="server", num_local_servers=2), EngineSettings(mode="server", num_local_servers=2, tp=2)
+    assert shares([0, 1], EngineSettings(mode="server", num_local_servers=1), num_ranks=1) == ([0], [[1]])
     assert shares([0, 1], two, num_ranks=1) == ([], [])
     assert shares([3, 4, 5, 8, 9, 10, 11], two, num_ranks=1) == ([3, 4, 5], [[8, 9], [10, 11]])
     assert shares(list(range(14)), wide, num_ranks=2) == (list(range(6)), [[6, 7, 8, 9], [10, 11, 12, 13]])
@@ -229,7 +233,7 @@ def test_engine_and_trainer_have_a_core_each(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core")
-    with engines(settings_of(tmp_path, num=1), place(), go_on=go_on):
+    with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on):
         (begun,) = starts(tmp_path)
         own = os.sched_getaffinity(0)
         assert begun["cores"] and not own & {*begun["cores"]} and own | {*begun["cores"]} == before
@@ -247,10 +251,10 @@ def test_servers_have_the_gpus_behind_those_of_the_ranks(tmp_path: Path, monkeyp
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in own._engines.values()] == ["3,4", "5,7"]
     assert placed(settings.engine, num_ranks=3) == "GPU 3-4, GPU 5-6"
     check_engines(settings.engine, num_ranks=3, num_gpus=7)
-    few = f"^engine.servers=2: 4 GPUs are needed beside those of the 4 ranks, and {HOST} has 7 in all; start 1$"
+    few = f"^engine.num_local_servers=2: 4 GPUs are needed beside those of the 4 ranks, and {HOST} has 7 in all; start 1$"
     with pytest.raises(ValueError, match=few):
         check_engines(settings.engine, num_ranks=4, num_gpus=7)
-    with pytest.raises(ValueError, match=f"^engine.servers=2: {HOST} has 7 GPUs, and its 6 ranks leave none; start fewer ranks"):
+    with pytest.raises(ValueError, match=f"^engine.num_local_servers=2: {HOST} has 7 GPUs, and its 6 ranks leave none; start fewer ranks"):
         check_engines(settings.engine, num_ranks=6, num_gpus=7)
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
     check_engines(settings.engine, num_ranks=6, num_gpus=0)

@@ -76,7 +76,7 @@ class Saying(Speaking):
     async def generate(self, context: str, sampling: object):
         from megatron_rl.rollout.engine import Completion
 
-        return Completion(list(map(ord, "A photo of a mug.")), [], finished=True, versions=[])
+        return Completion(list(map(ord, "A photo of a mug.")), [], finish_reason=True, versions=[])
 
     async def load(self, tensors: object) -> None:
         return

@@ -127,7 +127,7 @@ def test_a_listener_of_its_own_has_the_last_gpu_and_the_run_the_others(tree: Pat
         ({"LISTENER_TIMEOUT": "45"}, "task.listener.timeout_s", "45"),
         ({"LISTENER_CHUNK_SIZE": "9"}, "task.listener.chunk_size", "9"),
         ({"LISTENER_CHUNK_DELAY": "0.5"}, "task.listener.chunk_delay_s", "0.5"),
-        ({"LISTENER_MAX_RETRIES": "7"}, "task.listener.tries", "7"),
+        ({"LISTENER_MAX_RETRIES": "7"}, "task.listener.max_attempts", "7"),
         ({"LISTENER_BACKOFF_FACTOR": "2.0"}, "task.listener.backoff_s", "2.0"),
         ({"LISTENER_REWARD_MODE": "binary"}, "task.options.accuracy", "binary"),
         ({"DEBUG_MODE": "true", "LOG_PATH": "x.jsonl"}, "task.options.log", "x.jsonl"),
@@ -185,7 +185,7 @@ def test_no_proxy_of_the_environment_takes_the_way_to_a_listener(tree: Path, mon
 def test_a_setting_of_one_run_of_a_pair_reaches_that_run_alone(tmp_path: Path) -> None:
     """In turns and at a time: what is said to both, to the speaker's (witnesses, with blanks in it) and to the listener's."""
     tree = laid(tmp_path, "lewis_pair.sh", PAIR_TELLS)
-    witnesses = "+task.options.witnesses={frozen: http://127.0.0.1:9002}"
+    witnesses = "+task.options.held_out_listeners={frozen: http://127.0.0.1:9002}"
     for mode in ("alternating", "simultaneous"):
         words = ["S", "L", str(tmp_path / "out"), "run.steps=2", f"speaker:{witnesses}", "listener:optim.lr=1"]
         told = subprocess.run(

@@ -15,11 +15,11 @@ import pytest
 
 from megatron_rl.config import JudgeSettings, ModelSettings, RunSettings, SandboxSettings, ServiceSettings, ServicesSettings, Settings
 from megatron_rl.config import TaskSettings as Task
-from megatron_rl.distributed.world import connect, disconnect, place
+from megatron_rl.distributed.world import connect, disconnect, read_world
+from megatron_rl.errors import GracefulStop
 from megatron_rl.services.address import file_of, find, publish, token_file
 from megatron_rl.services.service_launcher import addressed, check_service, serving
 from megatron_rl.services.supervised_process import environment
-from megatron_rl.types import Stopped
 from sandbox.token import write_token
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
@@ -31,7 +31,7 @@ HOST, HERE = socket.gethostname(), "127.0.0.1"
 
 @pytest.fixture(autouse=True, scope="module")
 def world() -> Iterator[None]:
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     yield
     disconnect()
 
@@ -75,7 +75,7 @@ def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pyt
     for name in ("VLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "the-users-own")
     settings = settings_of(tmp_path, service_of(tmp_path, args=["--more", "1"]))
-    with serving(settings, place(), go_on=go_on) as urls:
+    with serving(settings, read_world(), go_on=go_on) as urls:
         (url,) = urls.values()
         assert urls.keys() == {"judge"} and url.startswith("http://127.0.0.1:") and url.endswith("/v1")
         assert find(tmp_path, "judge", "vllm", is_gated=False) == url
@@ -113,7 +113,7 @@ def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
 def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It and its server end all the same, and what that had started."""
     monkeypatch.setattr("megatron_rl.services.supervised_process.END_S", 1.0)
-    with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on):
+    with serving(settings_of(tmp_path, service_of(tmp_path)), read_world(), go_on=go_on):
         (keeper,) = [child for child in psutil.Process().children() if str(tmp_path) in child.cmdline()]
         keeper.suspend()
     assert not keeper.is_running() and are_gone(tmp_path)
@@ -121,7 +121,7 @@ def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
 
 def test_the_address_of_another_is_not_used(tmp_path: Path) -> None:
     """A server answers there, but it is not the one that wrote the file; or the file is half."""
-    with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on) as urls:
+    with serving(settings_of(tmp_path, service_of(tmp_path)), read_world(), go_on=go_on) as urls:
         write_token(token_file(tmp_path, "listener"))
         publish(tmp_path, "listener", url=urls["judge"], nonce="of one that died")
         assert find(tmp_path, "judge", "vllm", is_gated=False) and not find(tmp_path, "listener", "vllm", is_gated=False)
@@ -133,25 +133,25 @@ def test_the_address_of_another_is_not_used(tmp_path: Path) -> None:
 
 def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
     """And left alone: it is not this run's to end."""
-    with serving(settings_of(tmp_path, service_of(tmp_path)), place(), go_on=go_on) as started:
-        with serving(settings_of(tmp_path, replace(service_of(tmp_path), elsewhere=True)), place(), go_on=go_on) as found:
+    with serving(settings_of(tmp_path, service_of(tmp_path)), read_world(), go_on=go_on) as started:
+        with serving(settings_of(tmp_path, replace(service_of(tmp_path), external=True)), read_world(), go_on=go_on) as found:
             assert found == started
         assert find(tmp_path, "judge", "vllm", is_gated=False) == started["judge"]
-    late = replace(service_of(tmp_path), elsewhere=True, start_s=0.2)
-    line = r"^services.judge.start_s=0.2: it does not answer; .*judge.json is to be written by launch/serve.py in another job$"
-    with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), place(), go_on=go_on):
+    late = replace(service_of(tmp_path), external=True, startup_timeout_s=0.2)
+    line = r"^services.judge.startup_timeout_s=0.2: it does not answer; .*judge.json is to be written by launch/serve.py in another job$"
+    with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), read_world(), go_on=go_on):
         pass
     with hostile("401") as url:  # a stranger who has the port of one that has died: the service may come yet
         write_token(token_file(tmp_path, "judge"))
         publish(tmp_path, "judge", url=url, nonce="n")
-        line = rf"^services.judge.start_s=0.2: {url} answers 401, no such key: the run gives its command a key in VLLM_API_KEY"
-        with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), place(), go_on=go_on):
+        line = rf"^services.judge.startup_timeout_s=0.2: {url} answers 401, no such key: the run gives its command a key in VLLM_API_KEY"
+        with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), read_world(), go_on=go_on):
             pass
 
 
 def test_a_service_that_asks_for_another_key_is_not_waited_for(tmp_path: Path) -> None:
     line = r"^services.judge.kind=vllm: http://127.0.0.1:\d+/v1 answers 401, .*: the run gives its command a key in VLLM_API_KEY"
-    with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, service_of(tmp_path, "denies")), place(), go_on=go_on):
+    with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, service_of(tmp_path, "denies")), read_world(), go_on=go_on):
         pass
     assert are_gone(tmp_path)
 
@@ -163,7 +163,7 @@ def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
     words = ("model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
     job = forked.Process(ROOT / "launch" / "serve.py", *words)
     try:
-        with serving(settings_of(tmp_path, replace(service_of(tmp_path), elsewhere=True)), place(), go_on=go_on) as found:
+        with serving(settings_of(tmp_path, replace(service_of(tmp_path), external=True)), read_world(), go_on=go_on) as found:
             assert found["judge"].startswith(f"http://{HERE}:")
         job.send_signal(signal.SIGTERM)
         said, _ = job.communicate(timeout=30)
@@ -195,9 +195,9 @@ def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
 def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
     def stop() -> None:
         if (tmp_path / "pids").exists():
-            raise Stopped
+            raise GracefulStop
 
-    with pytest.raises(Stopped), serving(settings_of(tmp_path, service_of(tmp_path, "silent")), place(), go_on=stop):
+    with pytest.raises(GracefulStop), serving(settings_of(tmp_path, service_of(tmp_path, "silent")), read_world(), go_on=stop):
         pass
     assert are_gone(tmp_path, within_s=0)
 
@@ -207,12 +207,16 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
     [
         ("ends", {}, "services.judge.kind=vllm: its server has ended with exit code 3; .*judge.log ends: stand-in: ends$"),
         ("nowhere", {"host": "192.0.2.1"}, f"services.judge.host=192.0.2.1: .*; give an address of {HOST}$"),
-        ("silent", {"start_s": 1.5}, "services.judge.start_s=1.5: it does not answer; .*judge.log ends: stand-in: silent$"),
+        (
+            "silent",
+            {"startup_timeout_s": 1.5},
+            "services.judge.startup_timeout_s=1.5: it does not answer; .*judge.log ends: stand-in: silent$",
+        ),
     ],
 )
 def test_a_service_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, tmp_path: Path) -> None:
     settings = settings_of(tmp_path, service_of(tmp_path, how, **more))
-    with pytest.raises(ValueError, match=f"^{line}"), serving(settings, place(), go_on=go_on):
+    with pytest.raises(ValueError, match=f"^{line}"), serving(settings, read_world(), go_on=go_on):
         pass
     assert (how == "nowhere" or are_gone(tmp_path, within_s=0)) and not file_of(tmp_path, "judge").exists()
 

@@ -26,12 +26,12 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
-from megatron_rl.distributed.world import connect, disconnect, place
+from megatron_rl.distributed.world import connect, disconnect, read_world
+from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.services.address import find, is_there, proves, token_file
 from megatron_rl.services.service_launcher import Service, addressed, serving
 from megatron_rl.tasks.visual_python.task import sandbox_client
-from megatron_rl.types import HostFault
 from sandbox import Sandbox, SandboxFault
 from sandbox.access import CHALLENGE, PROOF, proof_of
 from sandbox.client import SandboxClient
@@ -44,10 +44,10 @@ def test_the_runs_own_sandbox_asks_for_a_word_that_only_the_run_knows(tmp_path: 
     task = TaskSettings(name="vqa", sandbox=SandboxSettings(url="service:sandbox"))
     services = ServicesSettings(sandbox=ServiceSettings(kind="sandbox", args=["--size", "1"]))
     settings = Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(tmp_path)), task=task, services=services)
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     try:
         _needs_room()
-        with serving(settings, place(), go_on=lambda: None) as urls:
+        with serving(settings, read_world(), go_on=lambda: None) as urls:
             file = token_file(tmp_path, "sandbox")
             token = file.read_text()
             assert stat.S_IMODE(os.stat(file).st_mode) == 0o600 and len(token) >= 32
@@ -148,7 +148,7 @@ def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp
         assert server.keys == {f"Bearer {token}"}
         judges.held(replace(found, token_file=""), judged)
         assert server.keys == {f"Bearer {token}", "Bearer sk-canary-of-the-user-0123456789"}
-    with pytest.raises(HostFault, match=r"^task.judge.token_file=.*none: .*No such file"):
+    with pytest.raises(InfraError, match=r"^task.judge.token_file=.*none: .*No such file"):
         judges.held(replace(found, token_file=str(tmp_path / "none")), judged)
     mixed = TaskSettings(name="vqa", judge=JudgeSettings(urls=["service:judge", "http://far/v1"]))
     services = ServicesSettings(judge=ServiceSettings(kind="vllm", model="m"))

@@ -12,7 +12,7 @@ JUDGE_ARGS = (
 """A schema makes the nano give verdicts, as in tests/e2e/test_judge_server.py. Its environment has TORCHDYNAMO_DISABLE=1."""
 TINY = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "engine.max_model_len=4096", "task.max_turns=1",
-    "task.max_tokens_per_turn=4", "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2",
+    "task.max_new_tokens=4", "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2",
 )  # fmt: skip
 
 
@@ -22,7 +22,7 @@ def asking(home: Path, model: Path) -> list[str]:
     row = {"question": "What is 2 + 2?", "answer": "4", "data_source": "mine", "images": ["red.png"]}
     (home / "mine.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     return [
-        f"model.path={model}", f"run.dir={home}/run", "task=visual_python", "task.protocol=codev", "task.reward=codev",
+        f"model.path={model}", f"run.dir={home}/run", "task=visual_python", "task.tool_format=codev", "task.reward=codev",
         f"task.data.train=[{home}/mine.jsonl]", f"task.data.eval=[{home}/mine.jsonl]", "judge=vision", "task.judge.urls=[service:judge]",
         f"task.judge.cache={home}/verdicts.sqlite", *TINY,
     ]  # fmt: skip

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.optimizer_state import optimizer_tensors
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
@@ -89,7 +89,7 @@ class World:
     def update(self, policy: Policy) -> dict[str, object]:
         """One update: loss, and the change of every tensor; and what the generators give next."""
         before = weights(policy)
-        batches, loss = policy.pack(self.contexts, max_tokens=10_000), objective(AlgoSettings(entropy_coef=0.1))
+        batches, loss = policy.pack(self.contexts, max_tokens=10_000), make_policy_objective(AlgoSettings(entropy_coef=0.1))
         for batch in batches:
             batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
         metrics = policy.update(batches, loss, step=policy.network.num_updates)
@@ -273,7 +273,7 @@ def poisoned(world: World, name: str) -> None:
 
 
 def main() -> None:
-    connect(place(), timeout_s=60)
+    connect(read_world(), timeout_s=60)
     world = World(Path(sys.argv[1]), Path(sys.argv[2]))
     for command in sys.argv[3:]:
         verb, *arguments = command.split(":")

@@ -21,13 +21,13 @@ def textbook_weights(
         says = {
             "none": 1.0,
             "bypass": 1.0,
-            "token_tis": min(r, algo.correction_cap),
-            "sequence_tis": min(product, algo.correction_cap),
+            "token_tis": min(r, algo.is_weight_cap),
+            "sequence_tis": min(product, algo.is_weight_cap),
             "token_mask": r if algo.token_mask_low <= r <= algo.token_mask_high else 0.0,
             "sequence_mask": product if algo.sequence_mask_low <= product <= algo.sequence_mask_high else 0.0,
             "geo_mask": 1.0 if algo.geo_mask_low <= mean <= algo.geo_mask_high else 0.0,
             "k3_mask": 1.0 if k3 <= algo.k3_mask_high else 0.0,
             "opsm": 0.0 if advantage[t] < 0 and fmean(drift[s] for s in members) > algo.opsm_delta else 1.0,
         }
-        weights.append(math.prod(says[name] for name in algo.correction.split("+")))
+        weights.append(math.prod(says[name] for name in algo.rollout_correction.split("+")))
     return weights

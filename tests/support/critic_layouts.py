@@ -13,29 +13,29 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.objective import objective
-from megatron_rl.algo.value import head_alone, joint, value_objective
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.algo.value import make_value_objective, shared_value_loss, warmup_value_loss
 from megatron_rl.batching.packing import pack
 from megatron_rl.build import build_critic, build_policy
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, RunSettings, Settings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.patches import carried
+from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.policy import Policy
-from megatron_rl.policy.trainable_model import Learner
+from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run.checkpoint_state import InputDigests
-from megatron_rl.run.checkpoints import Checkpoints, published
+from megatron_rl.run.checkpoints import Checkpoints, list_checkpoints
 from megatron_rl.run.record import History
-from megatron_rl.training_loop import updates_of
-from megatron_rl.types import Batch
+from megatron_rl.training_loop import make_updaters
+from megatron_rl.types import MicroBatch
 from tests.support.layouts import Case, forget_layout
 from tests.support.packed import example_contexts
 
-CRITIC = {"head_sizes": [8], "normalize_returns": True, "lr": 0.05, "clip": 0.3}
+CRITIC = {"head_sizes": [8], "normalize_returns": True, "lr": 0.05, "cliprange_value": 0.3}
 SEEN = [1.0, 3.0, 5.0, 9.0]
 COEF = 0.25
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
@@ -50,7 +50,7 @@ def fill_head(network: Network) -> None:
             parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
-def told(batches: list[Batch]) -> list[Batch]:
+def told(batches: list[MicroBatch]) -> list[MicroBatch]:
     """With targets that depend on the tokens alone, not on how they were cut."""
     for batch in batches:
         batch.return_T = ((7 * batch.token_T + 3 * batch.target_T) % 11) / 2.0 * batch.mask_T
@@ -68,22 +68,22 @@ def walk(model: Path, out: Path, text: str) -> None:
         settings, layout, parallel=case.settings(), optim=optim, num_steps=3, banned_ids=renderer.banned_ids,
         image_token_id=renderer.image_token_id, temperature=0.7, critic=CriticSettings(**CRITIC),
     )  # fmt: skip
-    critic = Critic(CriticSettings(trunk="own", **CRITIC), layout, model=settings, parallel=case.settings(), optim=optim, num_steps=3)
+    critic = Critic(CriticSettings(backbone="own", **CRITIC), layout, model=settings, parallel=case.settings(), optim=optim, num_steps=3)
     for network in (policy.network, critic.network):
         fill_head(network)
     for each in (policy, critic):
-        each.see(SEEN[:1])
-        each.see(SEEN[1:])
-    of_policy, of_values = objective(AlgoSettings(name="ppo")), value_objective(CriticSettings(**CRITIC), over="tokens")
+        each.update_return_stats(SEEN[:1])
+        each.update_return_stats(SEEN[1:])
+    of_policy, of_values = make_policy_objective(AlgoSettings(name="ppo")), make_value_objective(CriticSettings(**CRITIC), over="tokens")
     result: dict[str, object] = {"mask": whole[0].mask_T, "values": policy.values(whole)[0], "own_values": critic.values(whole)[0]}
     result |= read_at_once(policy, whole)
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     batches = told(policy.pack(contexts, max_tokens=1))
-    result["alone"] = policy.update(batches, head_alone(of_policy, of_values), step=0, head_alone=True)
+    result["alone"] = policy.update(batches, warmup_value_loss(of_policy, of_values), step=0, head_alone=True)
     result["moved_alone"] = max((tensor - before[name]).abs().max().item() for name, tensor in policy.hf_weights())
     result["values_alone"] = policy.values(whole)[0]
     policy.restart_optimizer()
-    result["joint"] = policy.update(batches, joint(of_policy, of_values, COEF), step=0)
+    result["joint"] = policy.update(batches, shared_value_loss(of_policy, of_values, COEF), step=0)
     result["change"] = {name: tensor - before[name] for name, tensor in policy.hf_weights()}
     result["values_joint"] = policy.values(whole)[0]
     result["own"] = critic.update(batches, of_values, step=0)
@@ -93,12 +93,12 @@ def walk(model: Path, out: Path, text: str) -> None:
     forget_layout()
 
 
-def read_at_once(policy: Policy, whole: list[Batch]) -> dict[str, object]:
+def read_at_once(policy: Policy, whole: list[MicroBatch]) -> dict[str, object]:
     """Logprobs and values, each by itself and both together, with how often this rank's part of the trunk was gone through for each."""
     passes: list[int] = []
     hook = policy.network.chunks[0].register_forward_hook(lambda *_: passes.append(1))
 
-    def counted(read: Callable[[list[Batch]], list[torch.Tensor]]) -> tuple[torch.Tensor, int]:
+    def counted(read: Callable[[list[MicroBatch]], list[torch.Tensor]]) -> tuple[torch.Tensor, int]:
         passes.clear()
         (said,) = read(whole)
         return said, len(passes)
@@ -118,18 +118,18 @@ def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
     settings = Settings(
         model=ModelSettings(path=str(model)), lora=LORA, parallel=case.settings(), optim=OptimSettings(lr=1e-2, eps=1e-4),
         algo=AlgoSettings(name="ppo", temperature=0.7), run=RunSettings(dir=str(out / f"run {text}"), steps=4),
-        critic=CriticSettings(trunk="own", lora=replace(LORA, path=str(adapter)), **CRITIC),
+        critic=CriticSettings(backbone="own", lora=replace(LORA, path=str(adapter)), **CRITIC),
     )  # fmt: skip
 
     def built(seed: int) -> tuple[Policy, Critic]:
         ours = replace(settings, run=replace(settings.run, seed=seed))
-        given = {"patches": carried, "num_steps": 4}
+        given = {"patches": patch_bytes, "num_steps": 4}
         return build_policy(ours, layout, renderer, is_rl=True, has_values=True, **given), build_critic(ours, layout, **given)
 
     policy, critic = built(seed=5)
     fill_head(critic.network)
-    critic.see(SEEN)
-    batches, update = told(policy.pack(contexts, max_tokens=200)), updates_of(settings, policy, critic, ALGORITHMS)
+    critic.update_return_stats(SEEN)
+    batches, update = told(policy.pack(contexts, max_tokens=200)), make_updaters(settings, policy, critic, ALGORITHMS)
     result: dict[str, object] = {"mask": whole[0].mask_T, "own_values": critic.values(whole)[0]}
     before = {"policy": copied(policy), "critic": copied(critic)}
     result["steps"] = [update(batches, step) for step in range(3)]
@@ -138,22 +138,22 @@ def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
     result["parameters"] = found
     result["exported"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     Checkpoints(settings, policy, critic, start=None, inputs=InputDigests()).save(3, history=History(), metrics={})
-    (checkpoint,) = published(out / f"run {text}" / "checkpoints")
+    (checkpoint,) = list_checkpoints(out / f"run {text}" / "checkpoints")
     others = built(seed=9)
     Checkpoints(settings, *others, start=checkpoint, inputs=InputDigests()).restore()
     for name, (speaker, valuer) in {"straight": (policy, critic), "resumed": others}.items():
-        metrics = updates_of(settings, speaker, valuer, ALGORITHMS)(batches, 3)
+        metrics = make_updaters(settings, speaker, valuer, ALGORITHMS)(batches, 3)
         result[name] = {"metrics": metrics, "logprobs": speaker.logprobs(whole)[0], "values": valuer.values(whole)[0]}
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         torch.save(result, out / f"adapters {text}.pt")
     forget_layout()
 
 
-def copied(learner: Learner) -> dict[str, torch.Tensor]:
+def copied(learner: TrainableModel) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in learner.network.chunks.named_parameters()}
 
 
-def looked_at(learner: Learner, before: dict[str, torch.Tensor]) -> list[tuple[str, bool, bool]]:
+def looked_at(learner: TrainableModel, before: dict[str, torch.Tensor]) -> list[tuple[str, bool, bool]]:
     """Of each of this rank's parameters: its name, whether it has room for a gradient, whether it has moved."""
     live = learner.network.chunks.named_parameters()
     return [(name, "main_grad" in parameter.__dict__, not torch.equal(parameter, before[name])) for name, parameter in live]
@@ -161,7 +161,7 @@ def looked_at(learner: Learner, before: dict[str, torch.Tensor]) -> list[tuple[s
 
 def main() -> None:
     model, adapter, out, *layouts = sys.argv[1:]
-    connect(place(), timeout_s=240)
+    connect(read_world(), timeout_s=240)
     for layout in layouts:
         walk(Path(model), Path(out), layout)
     walk_adapters(Path(model), Path(adapter), Path(out), layouts[0])

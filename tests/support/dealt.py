@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.distributed.world import connect, disconnect, gather, meeting_store, patient, place
-from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.load_balancer import Seat
+from megatron_rl.distributed.world import connect, default_store, disconnect, gather, long_timeout_group, read_world
+from megatron_rl.rollout.engine import Completion, SamplingSettings
+from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout
 from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, fleet_of, said
@@ -22,14 +22,14 @@ REPLY_S = 0.2
 
 
 class Mistaken(Paced):
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         if len(self.asked) >= 3:  # of its first four, however slow it is
             raise KeyError("a mistake")
         return await super().generate(token_ids, images, sampling)
 
 
 def main(model: str, out: str, case: str) -> None:
-    world, played = place(), []
+    world, played = read_world(), []
     engine = Paced(reply_s=REPLY_S)
     if world.rank == (case == "fails"):  # rank 0 keeps the store
         made = {"slow": Paced(reply_s=8 * REPLY_S), "down": Paced(reply_s=REPLY_S, faults=4), "fails": Mistaken(reply_s=REPLY_S)}
@@ -37,18 +37,18 @@ def main(model: str, out: str, case: str) -> None:
     with ExitStack() as closing:
         connect(world, timeout_s=30)
         closing.callback(disconnect)
-        group = patient(timeout_s=30)
+        group = long_timeout_group(timeout_s=30)
 
         def noted(mine: list[Rollout]) -> list[Rollout]:
             played.append([rollout.group for rollout in mine])
             return [rollout for part in gather(mine, group=group) for rollout in part]
 
-        seat = Seat(index=world.rank, num_engines=world.size, max_episodes=4, counter=meeting_store())
+        seat = EngineRank(index=world.rank, num_engines=world.size, max_episodes=4, counter=default_store())
         fleet = fleet_of(
             Renderer(ModelSettings(path=model)), engine, seat=seat, gather=noted, patience_s=60, tell=lambda line: print(line, flush=True)
         )
         for _ in range(2):
-            rollouts = fleet.play(EXAMPLES, samples=2, settings=EPISODE)
+            rollouts = fleet.run_examples(EXAMPLES, samples=2, settings=EPISODE)
             engine.faults = 0
             Path(f"{out}.{world.rank}").write_text(json.dumps({"played": played, "said": repr(said(rollouts))}))
 

@@ -10,13 +10,13 @@ import time
 from dataclasses import asdict
 
 from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.distributed.world import place
+from megatron_rl.distributed.world import read_world
 from megatron_rl.preflight import doctor_job
 from megatron_rl.preflight.check_report import Report
 
 
 def main(model: str, run_dir: str) -> None:
-    world = place()
+    world = read_world()
     time_of_day = time.time
     time.time = lambda: time_of_day() + 5 * world.rank
     settings = Settings(model=ModelSettings(path=model), run=RunSettings(dir=run_dir), task=TaskSettings(name="number_line"))

@@ -18,32 +18,37 @@ from safetensors.torch import load_file
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context
+from megatron_rl.types import TokenSequence
 from tests.support.packed import prompts
 
 TURNS = 3
 
 
-async def episode(engine: LocalEngine, context: Context, *, delay: random.Random, index: int) -> list[Completion]:
+async def episode(engine: ColocatedEngine, context: TokenSequence, *, delay: random.Random, index: int) -> list[Completion]:
     """Several turns on a growing context, with a tool of random duration between them."""
     completions = []
     for _ in range(TURNS):
         await asyncio.sleep(delay.random() * 0.05)
-        completions.append(await engine.generate(context.token_ids, context.images, Sampling(max_tokens=6, temperature=0.0, seed=index)))
+        completions.append(
+            await engine.generate(context.token_ids, context.images, SamplingSettings(max_tokens=6, temperature=0.0, seed=index))
+        )
         context.extend(completions[-1].token_ids, logprobs=completions[-1].logprobs)
     return completions
 
 
-async def episodes(engine: LocalEngine, renderer: Renderer, *, delay: random.Random) -> list[list[Completion]]:
+async def episodes(engine: ColocatedEngine, renderer: Renderer, *, delay: random.Random) -> list[list[Completion]]:
     contexts = prompts(renderer) * 2
-    fresh = [Context(list(s.token_ids), list(s.loss_mask), list(s.engine_logprobs), list(s.versions), list(s.images)) for s in contexts]
+    fresh = [
+        TokenSequence(list(s.token_ids), list(s.loss_mask), list(s.rollout_logprobs), list(s.weight_versions), list(s.images))
+        for s in contexts
+    ]
     return await asyncio.gather(*(episode(engine, context, delay=delay, index=i) for i, context in enumerate(fresh)))
 
 
-async def fail_after_a_turn(engine: LocalEngine, renderer: Renderer) -> None:
+async def fail_after_a_turn(engine: ColocatedEngine, renderer: Renderer) -> None:
     waiting = asyncio.create_task(episodes(engine, renderer, delay=random.Random(0)))
     await asyncio.sleep(0.1)
     assert not waiting.done()
@@ -60,7 +65,7 @@ def main(model: str, tp: int, out: Path) -> None:
     rank = dist.get_rank()
     renderer = Renderer(ModelSettings(path=model))
     group = dist.group.WORLD if tp > 1 else None
-    engine = LocalEngine(
+    engine = ColocatedEngine(
         model, EngineSettings(tp=tp, max_num_seqs=16, kv_cache_mib=16),
         image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group, timeout_s=76.5,
     )  # fmt: skip
@@ -90,7 +95,7 @@ def main(model: str, tp: int, out: Path) -> None:
     engine.close()
 
 
-def spoil(engine: LocalEngine, tensors: dict[str, torch.Tensor], *, rank: int) -> None:
+def spoil(engine: ColocatedEngine, tensors: dict[str, torch.Tensor], *, rank: int) -> None:
     """One bit of a tensor is turned over on its way to the last rank: that rank names it, a rank that holds another slice does not care."""
     deliver = engine._core.weights.deliver
     for name in ("model.language_model.layers.0.self_attn.o_proj.weight", "model.visual.blocks.0.attn.qkv.weight", "lm_head.weight"):
@@ -108,7 +113,7 @@ def spoil(engine: LocalEngine, tensors: dict[str, torch.Tensor], *, rank: int) -
     engine._core.weights.deliver = deliver
 
 
-def load_elsewhere(engine: LocalEngine, tensors: dict[str, torch.Tensor]) -> None:
+def load_elsewhere(engine: ColocatedEngine, tensors: dict[str, torch.Tensor]) -> None:
     """Two engines of tp 1 both hold the spoiled element; of a tensor cut over two ranks only the last does."""
     if engine._group is None:
         expect(RuntimeError, "does not hold what was sent", engine.load_weights, iter(tensors.items()), version=9)

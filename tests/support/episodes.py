@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings
 from megatron_rl.rewards.rubric import Outcome
-from megatron_rl.types import Context, End, Image, Rollout, Status, Turn
+from megatron_rl.types import Image, Rollout, Status, StopReason, TokenSequence, Turn
 
 PICTURE = Image(None, None, (1, 2, 2), "a", merge=2)
 
@@ -13,8 +13,8 @@ PICTURE = Image(None, None, (1, 2, 2), "a", merge=2)
 def episode(
     group: int, reward: float | None = None, *,
     outcome: float | None = None, scores: Sequence[float | None] | None = None, gains: Sequence[float] | None = None,
-    lengths: Sequence[int] = (1,), contexts: Sequence[int] | None = None, end: End = End.DONE, image: bool = False, sample: int = 0,
-    states: Sequence[str] = (),
+    lengths: Sequence[int] = (1,), contexts: Sequence[int] | None = None, end: StopReason = StopReason.DONE, image: bool = False, sample:
+    int = 0, states: Sequence[str] = (),
 ) -> Rollout:  # fmt: skip
     """One that has a turn for each of `gains` (or `scores`, or `lengths`), of which turn k samples lengths[k] tokens in context number
     contexts[k].
@@ -32,59 +32,63 @@ def episode(
     if reward is not None and outcome is None:
         outcome = reward - sum(gains)
     made = Rollout(
-        task="t", example_id=f"e{group}", group=group, sample=sample, reward=reward, outcome=outcome or 0.0, end=end,
+        task="t", example_id=f"e{group}", group=group, sample_index=sample, reward=reward, outcome_reward=outcome or 0.0, stop_reason=end,
         status=Status.FAILED if reward is None else Status.COMPLETED,
-        contexts=[Context(images=[PICTURE] if image else []) for _ in range(max(contexts, default=0) + 1)],
+        sequences=[TokenSequence(images=[PICTURE] if image else []) for _ in range(max(contexts, default=0) + 1)],
     )  # fmt: skip
     for number, (place, length, score, gain) in enumerate(zip(contexts, lengths, scores, gains, strict=True)):
-        context = made.contexts[place]
+        context = made.sequences[place]
         context.extend([1])
         start = len(context.token_ids)
         context.extend([2] * length, logprobs=[-1.0] * length)
-        made.turns.append(Turn(context=place, span=(start, start + length), text=f"turn {number}", score=score, gain=gain))
+        made.turns.append(
+            Turn(sequence=place, token_span=(start, start + length), text=f"turn {number}", step_score=score, reward_delta=gain)
+        )
         context.extend([3])
     for turn, state in zip(made.turns, states, strict=False):
         turn.state = state
     return made
 
 
-def outcome_of(*turns: Turn, payload: Mapping[str, object] | None = None, end: End = End.DONE, images: Sequence[Image] = ()) -> Outcome:
+def outcome_of(
+    *turns: Turn, payload: Mapping[str, object] | None = None, end: StopReason = StopReason.DONE, images: Sequence[Image] = ()
+) -> Outcome:
     """What a rubric sees of an episode of these turns."""
-    rollout = Rollout(task="t", example_id="e0", group=0, sample=0, turns=list(turns), end=end)
+    rollout = Rollout(task="t", example_id="e0", group=0, sample_index=0, turns=list(turns), stop_reason=end)
     return Outcome(payload=payload or {}, rollout=rollout, images=list(images))
 
 
 def penalize(rollout: Rollout, *per_token: float) -> Rollout:
     """Let old and reference logprobs differ by these numbers, over the sampled tokens of all its contexts in order."""
     numbers = iter(per_token)
-    for context in rollout.contexts:
+    for context in rollout.sequences:
         column = [next(numbers) if sampled else 7.0 for sampled in context.loss_mask]
-        context.attach("old_logprobs", [number - 3.0 for number in column])
-        context.attach("reference_logprobs", [-3.0] * len(column))
+        context.set_column("old_logprobs", [number - 3.0 for number in column])
+        context.set_column("reference_logprobs", [-3.0] * len(column))
     assert next(numbers, None) is None, "more numbers than sampled tokens"
     return rollout
 
 
 def token_credits(rollout: Rollout) -> list[float]:
     """What its sampled tokens are credited with, in order; all others have exactly 0."""
-    pairs = [pair for context in rollout.contexts for pair in zip(context.advantages, context.loss_mask, strict=True)]
+    pairs = [pair for context in rollout.sequences for pair in zip(context.advantages, context.loss_mask, strict=True)]
     assert all(value == 0.0 for value, sampled in pairs if not sampled)
     return [value for value, sampled in pairs if sampled]
 
 
 def turn_credits(rollout: Rollout) -> list[float] | None:
     """What its turns are credited with: one number for all tokens of a turn. None where no credit was written."""
-    if not any(context.advantages for context in rollout.contexts):
+    if not any(context.advantages for context in rollout.sequences):
         return None
-    assert len(token_credits(rollout)) == sum(stop - start for start, stop in (turn.span for turn in rollout.turns))
+    assert len(token_credits(rollout)) == sum(stop - start for start, stop in (turn.token_span for turn in rollout.turns))
     values = []
     for turn in rollout.turns:
-        (value,) = set(rollout.contexts[turn.context].advantages[slice(*turn.span)])
+        (value,) = set(rollout.sequences[turn.sequence].advantages[slice(*turn.token_span)])
         values.append(value)
     return values
 
 
-def credits(rollouts: Sequence[Rollout], scheme: str, *, normalize_std: bool = False, **given: float | bool) -> list[list[float] | None]:
-    """What algo.turns=scheme credits every turn with; None where no credit was written."""
-    ALGORITHMS["grpo"].credit(rollouts, AlgoSettings(turns=scheme, normalize_std=normalize_std, **given))
+def credits(rollouts: Sequence[Rollout], scheme: str, *, norm_adv_by_std: bool = False, **given: float | bool) -> list[list[float] | None]:
+    """What algo.turn_credit=scheme credits every turn with; None where no credit was written."""
+    ALGORITHMS["grpo"].advantage_fn(rollouts, AlgoSettings(turn_credit=scheme, norm_adv_by_std=norm_adv_by_std, **given))
     return [turn_credits(rollout) for rollout in rollouts]

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.observe import recorder, rollout_store
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context, Image, Rollout, Turn
+from megatron_rl.types import Image, Rollout, TokenSequence, Turn
 from tests.support.packed import picture, user
 from tests.support.sampled import policy_logits
 
@@ -47,17 +47,17 @@ def rollouts_of(renderer: Renderer) -> list[Rollout]:
             first = len(context.token_ids)
             context.extend(generator.choice(allowed, REPLY).tolist(), logprobs=[-1.0] * REPLY)
             rollout.turns.append(Turn(0, (first, first + REPLY), text="..."))
-        rollout.contexts.append(context)
+        rollout.sequences.append(context)
         made.append(rollout)
     return made
 
 
-def say(model: PreTrainedModel, renderer: Renderer, context: Context, said: Said) -> None:
+def say(model: PreTrainedModel, renderer: Renderer, context: TokenSequence, said: Said) -> None:
     """Have the engine's logprobs in a context."""
     logits = policy_logits(model, context.token_ids, said.seen(context.images), renderer=renderer) / said.temperature
     logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(context.token_ids[1:])[:, None])[:, 0]
     pairs = zip([0.0, *logprobs.tolist()], context.loss_mask, strict=True)
-    context.engine_logprobs = [logprob if sampled else 0.0 for logprob, sampled in pairs]
+    context.rollout_logprobs = [logprob if sampled else 0.0 for logprob, sampled in pairs]
 
 
 def settings_of(model: Path, run: Path, *, dtype: str) -> Settings:
@@ -78,7 +78,7 @@ def write_run(
     change(hf)
     rollouts = rollouts_of(renderer)
     for rollout in rollouts:
-        say(hf, renderer, rollout.contexts[0], said)
+        say(hf, renderer, rollout.sequences[0], said)
     spoil(rollouts)
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of(model, run, dtype=dtype))))
@@ -93,9 +93,9 @@ def write_run(
 
 def resized(image: Image, renderer: Renderer, size: tuple[int, int]) -> Image:
     """The same picture after it went through another size, with the patches of that."""
-    again = image.picture.resize(size, 3).resize(image.picture.size, 3)
+    again = image.pil.resize(size, 3).resize(image.pil.size, 3)
     patches = renderer.processor.image_processor(images=[again], do_resize=False, return_tensors="pt")["pixel_values"]
-    return replace(image, picture=again, patch_PC=patches)
+    return replace(image, pil=again, patch_PC=patches)
 
 
 def exchanged(images: Sequence[Image]) -> list[Image]:
@@ -126,7 +126,7 @@ def engine_mistakes(renderer: Renderer, older: Path) -> dict[str, dict]:
             dict(model.named_parameters())[nested(STALE)].copy_(tensor)
 
     def resize_last(images: list[Image]) -> list[Image]:
-        width, height = images[-1].picture.size
+        width, height = images[-1].pil.size
         return [*images[:-1], resized(images[-1], renderer, (width // 2, height // 2))]
 
     return {

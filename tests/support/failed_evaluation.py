@@ -16,14 +16,15 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.entrypoints.train import run
-from megatron_rl.registry import Own
-from megatron_rl.types import Example, HostFault, Message
+from megatron_rl.errors import InfraError
+from megatron_rl.registry import Plugins
+from megatron_rl.types import Example, Message
 from tests.support.own_task import TwoLooks, TwoLooksTask
 
 
 class Down(TwoLooks):
     async def reset(self, seed: int) -> list[Message]:
-        raise HostFault("the world is down")
+        raise InfraError("the world is down")
 
 
 class DownAtTheEnd(TwoLooksTask):
@@ -40,8 +41,8 @@ if __name__ == "__main__":
         engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
         optim=OptimSettings(lr=3e-3),
         batch=BatchSettings(prompts_per_step=2, group_size=2),
-        task=TaskSettings(name="mine", max_tokens_per_turn=12, eval_samples=2),
-        run=RunSettings(dir=sys.argv[2], steps=2, patience_s=0.1),
+        task=TaskSettings(name="mine", max_new_tokens=12, eval_samples=2),
+        run=RunSettings(dir=sys.argv[2], steps=2, outage_timeout_s=0.1),
         checkpoint=CheckpointSettings(every=2),
     )
-    run(settings, Own(tasks={"mine": DownAtTheEnd}))
+    run(settings, Plugins(tasks={"mine": DownAtTheEnd}))

@@ -33,19 +33,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from megatron_rl.algo.objective import objective
-from megatron_rl.algo.value import joint, value_objective
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.algo.value import make_value_objective, shared_value_loss
 from megatron_rl.batching.packing import pack
 from megatron_rl.compat import megatron_cpu
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import attention, network, policy, transformer, vision
-from megatron_rl.policy.load_model import Built
+from megatron_rl.policy.load_model import LoadedModel
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.patches import encoded_by
+from megatron_rl.policy.patches import images_of_rank
 from megatron_rl.policy.transformer import build_chunks
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Batch
+from megatron_rl.types import MicroBatch
 from tests.support.packed import example_contexts
 
 DEVICE = "meta"
@@ -119,11 +119,11 @@ def on_host(of_grids, grids, sizes):  # noqa: ANN001
     return {name: tensor if name.startswith("cu_") else torch.empty_like(tensor) for name, tensor in known.items()}
 
 
-def on_device(batch: Batch, tp: int) -> Batch:
+def on_device(batch: MicroBatch, tp: int) -> MicroBatch:
     """The numbers of grid_I3 stay: they are the host's. So do the patches of the images that rank 0 encodes, until a pass sends them."""
-    columns = {name: getattr(batch, name) for name in Batch.__slots__ if name not in ("grid_I3", "patch_PC")}
+    columns = {name: getattr(batch, name) for name in MicroBatch.__slots__ if name not in ("grid_I3", "patch_PC")}
     tensors = {name: torch.empty_like(value, device=DEVICE) for name, value in columns.items() if isinstance(value, torch.Tensor)}
-    mine = encoded_by(batch.images, tp)[0]
+    mine = images_of_rank(batch.images, tp)[0]
     patch_PC = torch.empty(sum(len(image.patch_PC) for image in mine), mine[0].patch_PC.shape[1])
     return replace(batch, patch_PC=patch_PC, **tensors)
 
@@ -146,7 +146,7 @@ def empty_model(spec, layout, path, *, dtype, lora, heads, seed):  # noqa: ANN00
             setattr(module, name, torch.empty_like(buffer, device=DEVICE))
         if isinstance(module, MultimodalRotaryEmbedding):
             module.inv_freq = torch.empty_like(module.inv_freq, device=DEVICE)
-    return Built(chunks=chunks, rows=[], adapter_rows=[], placement=None)
+    return LoadedModel(chunks=chunks, rows=[], adapter_rows=[], placement=None)
 
 
 def looks(norm, x):  # noqa: ANN001
@@ -167,7 +167,7 @@ def alone(found: list, said: object, **_: object) -> None:
 def update(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: int) -> Counter[str]:
     """What one update waits for. It has a value head, pictures, a prompt that two contexts share, and more rows than a block of logits."""
     settings = ModelSettings(path=str(model))
-    parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1, recompute=recompute, logprob_rows=4)
+    parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1, recompute=recompute, log_probs_chunk_size=4)
     renderer, lora, waits = Renderer(settings), LoraSettings(rank=rank), Waits()
     batch = pack(
         example_contexts(renderer)[2:5], image_token_id=renderer.image_token_id, positions=read_spec(model).positions, multiple_of=tp,
@@ -180,7 +180,9 @@ def update(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: in
             settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(), num_steps=2, lora=lora, banned_ids=[],
             image_token_id=renderer.image_token_id, critic=CriticSettings(normalize_returns=True),
         )  # fmt: skip
-        loss = joint(objective(AlgoSettings(dual_clip=3.0)), value_objective(CriticSettings(), over="turns"), 0.5)
+        loss = shared_value_loss(
+            make_policy_objective(AlgoSettings(clip_ratio_c=3.0)), make_value_objective(CriticSettings(), over="turns"), 0.5
+        )
         here = on_device(batch, tp)
         waits.seen.clear()
         with waits:
@@ -193,11 +195,11 @@ def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
 
     megatron_cpu.megatron_on_cpu = lambda: megatron_cpu._stand_in(torch.device(DEVICE))
-    policy.load_model, policy.Export = empty_model, lambda *_, **__: None
+    policy.load_model, policy.HfWeightIterator = empty_model, lambda *_, **__: None
     attention.has_kernel, attention.varlen = lambda *_: True, stand_in
     vision.of_grids = partial(on_host, vision.of_grids)
     found = {}
-    network.one_ahead = lambda _, batches: iter(batches)
+    network.prefetch = lambda _, batches: iter(batches)
     dist.all_gather_object = alone
     for case in sys.argv[3:]:
         blocks, tp, recompute, rank, micro_batches, planted = case.split(",")

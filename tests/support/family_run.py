@@ -18,7 +18,7 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.entrypoints.train import run
-from megatron_rl.registry import Own
+from megatron_rl.registry import Plugins
 from megatron_rl.tasks.task_options import EZPointsOptions
 
 if __name__ == "__main__":
@@ -31,8 +31,8 @@ if __name__ == "__main__":
             algo=AlgoSettings(entropy_coef=0.1),
             optim=OptimSettings(lr=1e-2),
             batch=BatchSettings(prompts_per_step=2, group_size=4),
-            task=TaskSettings(name="ez_points", options=EZPointsOptions(), max_turns=2, max_tokens_per_turn=8, eval_samples=1),
+            task=TaskSettings(name="ez_points", options=EZPointsOptions(), max_turns=2, max_new_tokens=8, eval_samples=1),
             run=RunSettings(dir=folder, steps=2),
         ),
-        Own(),
+        Plugins(),
     )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.models.name_mapping import canonical
+from megatron_rl.models.name_mapping import canonical_name
 
 State = dict[str, torch.Tensor]
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, VISION_HEADS, VISION_DIM = 4, 2, 32, 4, 2, 32
@@ -25,7 +25,7 @@ BLOCK_MLP = {
 
 def tensors_of(folder: Path) -> State:
     """All tensors of a Hugging Face folder by the released names, through safetensors alone."""
-    return {canonical(name): tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+    return {canonical_name(name): tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def rows(tensor: torch.Tensor, head: int, dim: int) -> torch.Tensor:

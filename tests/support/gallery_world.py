@@ -14,10 +14,10 @@ import torch.distributed as dist
 from PIL import Image as pil
 
 from megatron_rl.distributed import image_exchange as gallery_module
-from megatron_rl.distributed.image_exchange import Gallery
-from megatron_rl.distributed.world import connect, disconnect, place, together
+from megatron_rl.distributed.image_exchange import ImageExchange
+from megatron_rl.distributed.world import connect, disconnect, raise_on_all_ranks, read_world
 from megatron_rl.observe.recorder import store_pictures, write
-from megatron_rl.types import Context, Image, Rollout, Turn
+from megatron_rl.types import Image, Rollout, TokenSequence, Turn
 
 PATCH = 14
 
@@ -36,12 +36,12 @@ def image(number: int) -> Image:
 def rollout(rank: int, sample: int, step: int) -> Rollout:
     """Sees the picture that all ranks of a step see, one of its own in its prompt, and one of its own that came back in a turn."""
     first = 1000 * step + 100 * rank + 10 * sample
-    context, seen = Context(), [image(1000 * step + 999), image(first + 1), image(first + 2)]
+    context, seen = TokenSequence(), [image(1000 * step + 999), image(first + 1), image(first + 2)]
     context.extend([5, 6, 7], images=tuple(seen[:2]))
     context.extend([8, 9], logprobs=[-0.1 * first, -1 / 3], versions=[step, step + 1])
     context.extend([10], images=(seen[2],))
     turn = Turn(0, (3, 5), "said", images=[seen[2]])
-    return Rollout(task="t", example_id="e", group=rank, sample=sample, contexts=[context], turns=[turn], reward=float(first))
+    return Rollout(task="t", example_id="e", group=rank, sample_index=sample, sequences=[context], turns=[turn], reward=float(first))
 
 
 def link(number: str) -> str:
@@ -54,35 +54,35 @@ def link(number: str) -> str:
 
 def words(rollout: Rollout) -> Rollout:
     """Without pictures."""
-    contexts = [replace(each, images=[seen.key for seen in each.images]) for each in rollout.contexts]
+    contexts = [replace(each, images=[seen.key for seen in each.images]) for each in rollout.sequences]
     turns = [replace(each, images=[(seen.key, seen.grid, seen.merge) for seen in each.images]) for each in rollout.turns]
-    return replace(rollout, contexts=contexts, turns=turns)
+    return replace(rollout, sequences=contexts, turns=turns)
 
 
 def main(out: Path) -> None:
-    world = place()
+    world = read_world()
     connect(world, timeout_s=60)
-    gallery_module._node = lambda: ("a node", world.rank // 2)
-    gallery = Gallery(patch=PATCH)
+    gallery_module._node_name = lambda: ("a node", world.rank // 2)
+    gallery = ImageExchange(patch=PATCH)
     for step in (1, 2):
         # Rank 1 leads no engine.
-        rollouts = gallery.gather(None if world.rank == 1 else [rollout(world.rank, sample, step) for sample in range(2)])
+        rollouts = gallery.gather_rollouts(None if world.rank == 1 else [rollout(world.rank, sample, step) for sample in range(2)])
         expected = [rollout(rank, sample, step) for rank in (0, 2, 3) for sample in range(2)]
         assert [words(each) for each in rollouts] == [words(each) for each in expected]
-        has = {(each.group == world.rank, seen.picture is not None) for each in rollouts for seen in each.images}
+        has = {(each.group == world.rank, seen.pil is not None) for each in rollouts for seen in each.images}
         assert has == ({(False, False)} if world.rank == 1 else {(True, True), (False, False)}), "no picture goes with the words"
         # Everyone encodes its own and what the rank but one after it has seen.
         needed = {
             rank: [seen for each in rollouts if each.group in (rank, (rank + 2) % 4) for seen in each.images] for rank in range(world.size)
         }
-        gallery.show(needed, rollouts)
+        gallery.fetch(needed, rollouts)
         for each in needed[world.rank]:
-            assert gallery.picture(each).tobytes() == picture(int(each.key[1:])).tobytes(), each.key
-        together(partial(store_pictures, out, rollouts))
+            assert gallery.image(each).tobytes() == picture(int(each.key[1:])).tobytes(), each.key
+        raise_on_all_ranks(partial(store_pictures, out, rollouts))
         if world.is_main:
             write(out / f"step_{step}.jsonl", {"kept": rollouts}, step=step, among=rollouts)
         dist.barrier()
-        gallery.forget()
+        gallery.release()
         assert "memfd:pictures" not in Path("/proc/self/maps").read_text(), "nothing of a step outlives it"
         assert not [number for number in os.listdir("/proc/self/fd") if "memfd:pictures" in link(number)]
     disconnect()

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from megatron_rl.distributed.world import return_freed_blocks
+from megatron_rl.distributed.world import trim_malloc
 
 BLOCK, SMALL = 6 << 20, 1 << 16
 
@@ -21,7 +21,7 @@ def main() -> None:
     heap = ctypes.CDLL(None)
     heap.malloc.restype, heap.malloc.argtypes, heap.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
     if sys.argv[1:] == ["returned"]:
-        return_freed_blocks()
+        trim_malloc()
     heap.free(heap.malloc(31 << 20))  # from here on the library maps no block of up to 31 MB by itself
     before, blocks = resident(), []
     for _ in range(60):

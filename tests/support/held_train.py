@@ -10,17 +10,17 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_rl.rollout.manager import Fleet
-from megatron_rl.rollout.scheduler import Dealt
-from megatron_rl.rollout.work_buffer import Table
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.scheduler import ScheduledGroup
+from megatron_rl.rollout.work_buffer import WorkBuffer
 from megatron_rl.types import Rollout
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 HOME = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir=")).parent
-episode = Fleet._episode
+episode = RolloutManager._episode
 
 
-async def held(self: Fleet, dealt: Dealt, table: Table, **given: object) -> Rollout:
+async def held(self: RolloutManager, dealt: ScheduledGroup, table: WorkBuffer, **given: object) -> Rollout:
     """The episode, and then a wait: it is what was sampled before that is given up."""
     kind = "hold_eval" if dealt.settings.seed == self.episode.at_step(-1).seed else "hold_train"
     rollout = await episode(self, dealt, table, **given)
@@ -31,6 +31,6 @@ async def held(self: Fleet, dealt: Dealt, table: Table, **given: object) -> Roll
 
 
 if __name__ == "__main__":
-    Fleet._episode = held
+    RolloutManager._episode = held
     sys.argv[0] = str(TRAIN)
     runpy.run_path(str(TRAIN), run_name="__main__")

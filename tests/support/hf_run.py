@@ -6,11 +6,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import ModelSettings
-from megatron_rl.models.name_mapping import canonical
+from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context
+from megatron_rl.types import TokenSequence
 from tests.support.packed import example_contexts
 from tools.convert.verify import logits_of
 
@@ -27,7 +27,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def hf_logits(model: PreTrainedModel, renderer: Renderer, context: Context) -> torch.Tensor:
+def hf_logits(model: PreTrainedModel, renderer: Renderer, context: TokenSequence) -> torch.Tensor:
     """HF's own forward of one context: logits [L, vocabulary]."""
     return logits_of(model, context, image_token_id=renderer.image_token_id)
 
@@ -52,7 +52,7 @@ def write_adapter(model: Path, folder: Path) -> Path:
     return folder
 
 
-def forward(model: PreTrainedModel, renderer: Renderer, contexts: list[WeightedContext]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(model: PreTrainedModel, renderer: Renderer, contexts: list[PackItem]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits [R, V] and logprobs [R] of what was sampled, and the loss of layouts.weighted_nll over the denominators, with its graph."""
     logits, logprobs, loss = [], [], torch.tensor(0.0)
     for weighted in contexts:
@@ -80,7 +80,7 @@ class HfRun:
         self.model = AutoModelForImageTextToText.from_pretrained(folder)
         if adapter:
             self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
-        self.contexts: list[WeightedContext] = example_contexts(self.renderer)
+        self.contexts: list[PackItem] = example_contexts(self.renderer)
         with torch.no_grad():
             logits, logprobs, _ = forward(self.model, self.renderer, self.contexts)
         self.model.double()
@@ -90,7 +90,7 @@ class HfRun:
         assert self.rounding < 2e-5
         loss.backward()
         self.loss = loss.item()
-        self.gradients = {canonical(name): parameter.grad for name, parameter in self.model.named_parameters()}
+        self.gradients = {canonical_name(name): parameter.grad for name, parameter in self.model.named_parameters()}
 
     @property
     def bound(self) -> float:

@@ -24,7 +24,7 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.entrypoints.train import run
-from megatron_rl.registry import Own
+from megatron_rl.registry import Plugins
 from tests.support.tables import png, write
 
 COLORS = ("red", "blue", "lime", "white")
@@ -54,7 +54,7 @@ def warm_start(model: Path, folder: Path) -> Settings:
         stage="sft", model=ModelSettings(path=str(model), min_pixels=3136, max_pixels=3200),
         engine=EngineSettings(kv_cache_mib=16, max_model_len=128), optim=OptimSettings(lr=2e-3, warmup_steps=5, beta2=0.95),
         sft=SftSettings(splits=["transcripts"], steps=[40], batch_size=12, num_demonstrations=24),
-        task=TaskSettings(name="vqa", data=data, prompt="{question}", max_turns=1, max_tokens_per_turn=16, eval_samples=1),
+        task=TaskSettings(name="vqa", data=data, prompt="{question}", max_turns=1, max_new_tokens=16, eval_samples=1),
         run=RunSettings(dir=str(folder / "sft")),
     )  # fmt: skip
 
@@ -64,8 +64,8 @@ def ppo(warm: Settings, folder: Path, url: str) -> Settings:
     judge = JudgeSettings(urls=[url], model="judge", max_tokens=64, timeout_s=120, temperature=2.0, cache=str(folder / "verdicts.sqlite"))
     return replace(
         warm, stage="rl", model=replace(warm.model, path=str(folder / "sft" / "final")), optim=OptimSettings(lr=3e-4),
-        algo=AlgoSettings(name="ppo", gae_lambda=0.95, kl_coef=0.05, kl_target=0.01, kl_horizon=100),
-        critic=CriticSettings(trunk="own", lr=1e-3), batch=BatchSettings(prompts_per_step=12, group_size=2, minibatches=2),
+        algo=AlgoSettings(name="ppo", lam=0.95, kl_coef=0.05, kl_target=0.01, kl_horizon=100),
+        critic=CriticSettings(backbone="own", lr=1e-3), batch=BatchSettings(prompts_per_step=12, group_size=2, minibatches=2),
         task=replace(warm.task, judge=judge), run=RunSettings(dir=str(folder / "ppo"), steps=2, record_best=24, record_worst=0),
         checkpoint=CheckpointSettings(every=2),
     )  # fmt: skip
@@ -74,5 +74,5 @@ def ppo(warm: Settings, folder: Path, url: str) -> Settings:
 if __name__ == "__main__":
     home = Path(sys.argv[2])
     first = warm_start(Path(sys.argv[1]), home)
-    run(first, Own())
-    run(ppo(first, home, sys.argv[3]), Own())
+    run(first, Plugins())
+    run(ppo(first, home, sys.argv[3]), Plugins())

@@ -148,4 +148,4 @@ def held(settings: JudgeSettings, use: Callable[[Judge], Awaitable[None]]) -> Ju
 
 
 def settings(*servers: Server, **changes: object) -> JudgeSettings:
-    return JudgeSettings(**{"urls": [server.url for server in servers], "model": "judge", "timeout_s": 5.0, "tries": 3, **changes})
+    return JudgeSettings(**{"urls": [server.url for server in servers], "model": "judge", "timeout_s": 5.0, "max_attempts": 3, **changes})

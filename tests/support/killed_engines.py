@@ -21,9 +21,9 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.rollout.server_engine import RemoteEngine
-from megatron_rl.rollout.vllm.client import Asking
-from megatron_rl.rollout.vllm.weight_sender import Line
+from megatron_rl.rollout.server_engine import ServerEngine
+from megatron_rl.rollout.vllm.client import GenerateClient
+from megatron_rl.rollout.vllm.weight_sender import Connection
 from megatron_rl.services import engine_servers
 from megatron_rl.services.engine_servers import Engines
 from tests.support.remote_run import REMOTE, play
@@ -53,7 +53,7 @@ class Killer:
         self.folder, self.left, self.kills = folder, moments(seed, num), []
         self.now, self.num_seen, self.version, self.since, self.household, self.struck = None, 0, 0, 0.0, None, None
 
-    def load_weights(self, engine: RemoteEngine, tensors: object, *, version: int) -> None:
+    def load_weights(self, engine: ServerEngine, tensors: object, *, version: int) -> None:
         self.version = version
         if version > 0 and self.now is None and self.left:
             deadline = time.monotonic() + BACK_S
@@ -66,15 +66,15 @@ class Killer:
         load_weights(engine, tensors, version=version)
         (self.folder / "kills.jsonl").write_text("".join(json.dumps(asdict(kill)) + "\n" for kill in self.kills))
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: Connection) -> None:
         self.maybe(line.server.url, "pause")
         begin(line)
 
-    def send(self, line: Line, bucket: object, flat: object) -> None:
+    def send(self, line: Connection, bucket: object, flat: object) -> None:
         self.maybe(line.server.url, "transfer")
         send(line, bucket, flat)
 
-    async def ask(self, asking: Asking, server: object, turn: object, said: object, **labels: str) -> object:
+    async def ask(self, asking: GenerateClient, server: object, turn: object, said: object, **labels: str) -> object:
         if turn.sampling.max_tokens > 1:  # the lookout asks for one
             asyncio.get_running_loop().call_later(0.02, self.maybe, server.url, "generation")
         return await ask(asking, server, turn, said, **labels)
@@ -115,7 +115,7 @@ def strike(keeper: int, way: str) -> None:
             process.send_signal(number)
 
 
-load_weights, begin, send, ask = RemoteEngine.load_weights, Line.begin, Line.send, Asking.ask
+load_weights, begin, send, ask = ServerEngine.load_weights, Connection.begin, Connection.send, GenerateClient.generate
 start = Engines.start
 
 if __name__ == "__main__":
@@ -126,10 +126,10 @@ if __name__ == "__main__":
         killer.household = household
         start(household)
 
-    RemoteEngine.load_weights = lambda engine, tensors, *, version: killer.load_weights(engine, tensors, version=version)
-    Line.begin, Line.send = lambda line: killer.begin(line), lambda line, bucket, flat: killer.send(line, bucket, flat)
-    Asking.ask = lambda asking, server, turn, said, **labels: killer.ask(asking, server, turn, said, **labels)
+    ServerEngine.load_weights = lambda engine, tensors, *, version: killer.load_weights(engine, tensors, version=version)
+    Connection.begin, Connection.send = lambda line: killer.begin(line), lambda line, bucket, flat: killer.send(line, bucket, flat)
+    GenerateClient.generate = lambda asking, server, turn, said, **labels: killer.ask(asking, server, turn, said, **labels)
     Engines.start = started
     engine_servers.STEADY_S = 0.0
-    sys.argv[1:] = [model, folder, *REMOTE, "engine.servers=2", "engine.bucket_mib=0.5", *more]
+    sys.argv[1:] = [model, folder, *REMOTE, "engine.num_local_servers=2", "engine.bucket_mib=0.5", *more]
     play()

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from tests.test_stale_run import live, settings_of
 
 if __name__ == "__main__":
     model, folder, where, step = sys.argv[1:]
-    connect(place(), timeout_s=30)
+    connect(read_world(), timeout_s=30)
     live(settings_of(Path(folder), Path(model), max_staleness=1), killed_in=(where, int(step)))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.rollout.event_loop import StandingLoop
-from megatron_rl.rollout.manager import Fleet
+from megatron_rl.rollout.event_loop import PausableEventLoop
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.task import Step
 from megatron_rl.types import Example, Message, Rollout
 from tests.support.scripted_fleet import EPISODE, Scripted, Talk, TalkTask, Trainer
@@ -21,7 +21,7 @@ class Lasting(Scripted):
     """Its tokens are of the weights that it serves when they are asked for."""
 
     weight_version: int = 0
-    loop: asyncio.Runner = field(default_factory=lambda: asyncio.Runner(loop_factory=StandingLoop))
+    loop: asyncio.Runner = field(default_factory=lambda: asyncio.Runner(loop_factory=PausableEventLoop))
 
     def run(self, main: Coroutine[object, object, object]) -> object:
         return self.loop.run(main)
@@ -70,22 +70,24 @@ class HeldTask(TalkTask):
         return Held(self.worlds, example, self)
 
 
-def lasting_fleet(renderer: Renderer, engine: Lasting | None = None, *, max_staleness: int, num_steps: int, **changes: object) -> Fleet:
+def lasting_fleet(
+    renderer: Renderer, engine: Lasting | None = None, *, max_staleness: int, num_steps: int, **changes: object
+) -> RolloutManager:
     """Rounds of 2 prompts of 3 episodes of 2 turns of 3 tokens."""
     engine = engine or Lasting()
     parts = {"trainer": Trainer(engine.log), "gather": lambda mine: mine, "episode": EPISODE, **changes}
-    rounds = RoundSettings(num_prompts=2, group_size=3, max_rounds=9, max_staleness=max_staleness, num_steps=num_steps)
-    return Fleet(HeldTask(), engine=engine, renderer=renderer, round_settings=rounds, **parts)
+    rounds = GenerationSettings(num_prompts=2, group_size=3, max_rounds=9, max_staleness=max_staleness, num_steps=num_steps)
+    return RolloutManager(HeldTask(), engine=engine, renderer=renderer, round_settings=rounds, **parts)
 
 
-def step_of(fleet: Fleet, step: int) -> list[Rollout]:
+def step_of(fleet: RolloutManager, step: int) -> list[Rollout]:
     """A training step of one round, under weights of the step's number."""
-    fleet.serve(iter(()), version=step)
-    return fleet.take(step, enough=lambda _: True)
+    fleet.update_weights(iter(()), version=step)
+    return fleet.generate(step, enough=lambda _: True)
 
 
 def versions_of(rollout: Rollout) -> list[int]:
     """Of the first token of each turn, all of whose tokens have the same."""
-    spans = [rollout.contexts[turn.context].versions[slice(*turn.span)] for turn in rollout.turns]
+    spans = [rollout.sequences[turn.sequence].weight_versions[slice(*turn.token_span)] for turn in rollout.turns]
     assert all(len(set(span)) == 1 for span in spans)
     return [span[0] for span in spans]

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
-from megatron_rl.algo.objective import objective
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import loss_rows, pack
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.padding import PADDED
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Batch, LossMetrics, Rows
+from megatron_rl.types import LossInputs, LossMetrics, MicroBatch
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.support.held import held_after_a_step
 from tests.support.packed import example_contexts
@@ -55,20 +55,25 @@ class Case:
     def settings(self) -> ParallelSettings:
         """Logits exist 100 rows at a time: the example has more than 300."""
         return ParallelSettings(
-            tp=self.tp, pp=self.pp, vpp=self.vpp, sequence_parallel=self.sequence_parallel, recompute=self.recompute, logprob_rows=100
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute,
+            log_probs_chunk_size=100,
         )
 
 
-def weighted_nll(rows: Rows) -> tuple[torch.Tensor, LossMetrics]:
+def weighted_nll(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
     """A loss in which every sampled token counts differently, and the entropy too."""
     return -(rows.weight_R * (rows.logprob_R + 0.3 * rows.entropy_R)).sum(), LossMetrics(sums={}, maxima={})
 
 
-def full_logits(policy: Policy, batch: Batch) -> torch.Tensor | None:
+def full_logits(policy: Policy, batch: MicroBatch) -> torch.Tensor | None:
     """Logits [R, vocabulary] on the last stage, None elsewhere."""
     layout: Layout = policy.layout
 
-    def collect(_batch: Batch, _rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
+    def collect(_batch: MicroBatch, _rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
         logits_RV = policy.network.chunks[-1].head(hidden_RH)
         parts = [torch.empty_like(logits_RV) for _ in range(layout.tp)]
         dist.all_gather(parts, logits_RV.contiguous(), group=layout.tp_group)
@@ -84,10 +89,10 @@ def reduce_whole_gradients(*arguments: object, **options: object) -> None:
     finalize_model_grads(*arguments, **{**options, "force_all_reduce": True})
 
 
-def gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
+def gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
     """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule (frozen parts: zeros)."""
 
-    def summed(batch: Batch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    def summed(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         value, _ = weighted_nll(loss_rows(batch, rows_R, *policy._tokens(batch, rows_R, hidden_RH)))
         return value, torch.tensor(batch.denominator, dtype=torch.int), {}
 
@@ -113,10 +118,10 @@ def make_policy(model: Path, renderer: Renderer, layout: Layout, case: Case, *, 
     )  # fmt: skip
 
 
-def steps(policy: Policy, contexts: list[WeightedContext], *, count: int, stored: HfTensors) -> dict[str, object]:
+def steps(policy: Policy, contexts: list[PackItem], *, count: int, stored: HfTensors) -> dict[str, object]:
     """GRPO steps, each context a micro-batch: losses, gradient norms and every tensor's change since it was `stored`. The lr keeps the
     change far above fp32's rounding of weights."""
-    loss = objective(AlgoSettings(entropy_coef=0.1))
+    loss = make_policy_objective(AlgoSettings(entropy_coef=0.1))
     metrics = [policy.update(policy.pack(contexts, max_tokens=1), loss, step=step) for step in range(count)]
     change = {name: tensor - stored.read(name) for name, tensor in policy.hf_weights()}
     return {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}
@@ -189,7 +194,7 @@ def forget_layout() -> None:
 
 def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    connect(place(), timeout_s=240)
+    connect(read_world(), timeout_s=240)
     for layout in sys.argv[3:]:
         walk(models, out, layout)
 

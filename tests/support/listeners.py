@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.tasks.lewis.server.image_cache import Pictures
 from megatron_rl.tasks.lewis.server.listener_app import Listener, create_app
 from megatron_rl.tasks.lewis.server.request_limiter import Limits
@@ -70,12 +70,12 @@ class Room:
     async def steady(self) -> AsyncIterator[str]:
         yield self.version
 
-    async def generate(self, context: Any, sampling: Sampling) -> Completion:
+    async def generate(self, context: Any, sampling: SamplingSettings) -> Completion:
         self.asked.append((context.images[0].key, context.question))
         assert sampling.asked == (0, 3, 2) and sampling.max_tokens == 1 and sampling.temperature == 1.0
         await asyncio.sleep(self.delay_s)
         yes, no, more = self.answer(context.p)
-        return Completion([0], [0.0], finished=False, versions=[0], asked=[[yes, more, no]])
+        return Completion([0], [0.0], finish_reason=False, versions=[0], asked=[[yes, more, no]])
 
 
 def app_of(

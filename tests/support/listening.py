@@ -40,7 +40,9 @@ def listener_of(room: Room, *roots: Path, **options: object) -> Iterator[str]:
 
 
 def settings(*urls: str, **changes: object) -> ListenerSettings:
-    return ListenerSettings(**{"urls": list(urls), "backoff_s": 0.01, "timeout_s": 20.0, "patience_s": 5.0, "tries": 3, **changes})
+    return ListenerSettings(
+        **{"urls": list(urls), "backoff_s": 0.01, "timeout_s": 20.0, "outage_timeout_s": 5.0, "max_attempts": 3, **changes}
+    )
 
 
 def right(indices: tuple[int, ...], question: str) -> list[float]:

@@ -13,20 +13,20 @@ from torch import nn
 
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import LoraSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.transformer import Chunk
+from megatron_rl.policy.transformer import ModelChunk
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.weights.stream import Placement, load_hf
+from megatron_rl.weights.stream import ShardLocation, load_hf
 
 
 def check(model: Path, checkpoint: Path, tp: int, pp: int) -> None:
     spec = read_spec(model)
     with megatron_on_cpu():
         layout = build_layout(ParallelSettings(tp=tp, pp=pp), seed=0)
-        ours, theirs = (Chunk(spec, layout, torch.float32, lora=LoraSettings()) for _ in range(2))
-        placement = Placement(
+        ours, theirs = (ModelChunk(spec, layout, torch.float32, lora=LoraSettings()) for _ in range(2))
+        placement = ShardLocation(
             layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=1, layers_per_chunk=spec.num_layers // pp
         )
         load_hf(nn.ModuleList([ours]), spec.rows(), placement, HfTensors(model).read)
@@ -44,7 +44,7 @@ def check(model: Path, checkpoint: Path, tp: int, pp: int) -> None:
 
 
 def main() -> None:
-    connect(place(), timeout_s=120)
+    connect(read_world(), timeout_s=120)
     cut = sys.argv.index("--")
     for folder in map(Path, sys.argv[cut + 1 :]):
         for layout in sys.argv[1:cut]:

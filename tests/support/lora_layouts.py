@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_rl.algo.objective import objective
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Batch
+from megatron_rl.types import MicroBatch
 from megatron_rl.weights.stream import is_adapter
 from tests.support.layouts import Case, copies, forget_layout, full_logits, gradients
 from tests.support.packed import example_contexts
@@ -29,7 +29,7 @@ from tests.support.packed import example_contexts
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
 
 
-def adapter_gradients(policy: Policy, batches: list[Batch]) -> dict[str, torch.Tensor]:
+def adapter_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
     gradients(policy, batches)
     live = policy.adapters.parameters
     policy.adapters.parameters = {name: parameter.main_grad for name, parameter in live.items()}
@@ -42,10 +42,10 @@ def base_bytes(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in policy.network.chunks.named_parameters() if not is_adapter(name)}
 
 
-def steps(policy: Policy, contexts: list[WeightedContext], *, count: int) -> dict[str, object]:
+def steps(policy: Policy, contexts: list[PackItem], *, count: int) -> dict[str, object]:
     """GRPO steps in several micro-batches: losses, gradient norms, the adapters afterwards, and whether the base is what it was."""
     before = base_bytes(policy)
-    loss = objective(AlgoSettings(entropy_coef=0.1))
+    loss = make_policy_objective(AlgoSettings(entropy_coef=0.1))
     metrics = [policy.update(policy.pack(contexts, max_tokens=200), loss, step=step) for step in range(count)]
     return {
         "loss": [m["loss"] for m in metrics],
@@ -66,7 +66,7 @@ def sizes(policy: Policy) -> dict[str, int]:
     }
 
 
-def resume(trained: Policy, make: Callable[[], Policy], contexts: list[WeightedContext], folder: Path) -> dict[str, object]:
+def resume(trained: Policy, make: Callable[[], Policy], contexts: list[PackItem], folder: Path) -> dict[str, object]:
     """The world's first layout writes its training state; every layout, the first too, reads it and takes one more step."""
     if not folder.exists():
         dist.barrier()
@@ -132,7 +132,7 @@ def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
 
 def main() -> None:
     models, adapter, out = (Path(argument) for argument in sys.argv[1:4])
-    connect(place(), timeout_s=240)
+    connect(read_world(), timeout_s=240)
     for layout in sys.argv[4:]:
         walk(models, adapter, out, layout)
 

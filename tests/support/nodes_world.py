@@ -13,11 +13,11 @@ import tempfile
 from pathlib import Path
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.distributed.hang_watchdog import Watch
-from megatron_rl.distributed.world import connect, gather, place
+from megatron_rl.distributed.hang_watchdog import HangWatchdog
+from megatron_rl.distributed.world import connect, gather, read_world
+from megatron_rl.errors import PeerLost
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Parted
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.support.layouts import Case, forget_layout, make_policy, steps
 from tests.support.packed import example_contexts
@@ -36,8 +36,8 @@ def train(models: Path, text: str) -> dict[str, object]:
 
 
 def main(models: Path, out: Path, *words: str) -> None:
-    world = place()
-    watch = Watch(world, folder=out, timeout_s=LIMIT_S)
+    world = read_world()
+    watch = HangWatchdog(world, folder=out, timeout_s=LIMIT_S)
     connect(world, timeout_s=LIMIT_S)
     with watch:
         trained = {text: train(models, text) for text in words if text != "until_lost"}
@@ -52,5 +52,5 @@ def main(models: Path, out: Path, *words: str) -> None:
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
-    except Parted:
+    except PeerLost:
         sys.exit(1)

@@ -8,9 +8,9 @@ import sys
 
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.entrypoints.train import run
-from megatron_rl.registry import Own
+from megatron_rl.errors import RunFailed
+from megatron_rl.registry import Plugins
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric
-from megatron_rl.types import RunFailed
 from tests.support.own_task import TwoLooksTask
 
 BAD = "blue"
@@ -32,11 +32,11 @@ if __name__ == "__main__":
         model=ModelSettings(path=sys.argv[1], min_pixels=3136, max_pixels=20000),
         engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
         batch=BatchSettings(prompts_per_step=2, group_size=2),
-        task=TaskSettings(name="mine", max_tokens_per_turn=8),
+        task=TaskSettings(name="mine", max_new_tokens=8),
         run=RunSettings(dir=sys.argv[2], steps=9),
     )
     try:
-        run(settings, Own(tasks={"mine": Broken}))
+        run(settings, Plugins(tasks={"mine": Broken}))
     except RunFailed as failed:
         print(f"said: {failed}", flush=True)
         sys.exit(1)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -24,7 +24,7 @@ def opened(policy: Policy) -> Policy:
 
 @contextmanager
 def world_of_one() -> Iterator[None]:
-    connect(place(), timeout_s=60)
+    connect(read_world(), timeout_s=60)
     try:
         yield
     finally:

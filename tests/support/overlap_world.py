@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron_rl.algo.objective import objective
-from megatron_rl.algo.value import head_alone, joint, value_objective
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.algo.value import make_value_objective, shared_value_loss, warmup_value_loss
 from megatron_rl.config import AlgoSettings, CriticSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, gather, place
+from megatron_rl.distributed.world import connect, gather, read_world
 from megatron_rl.policy import optimizer
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
@@ -36,13 +36,13 @@ def walk(model: Path, parallel: ParallelSettings) -> dict[str, object]:
     batches = policy.pack(example_contexts(renderer), max_tokens=1)
     for batch in batches:
         batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
-    of_policy, of_values = objective(AlgoSettings()), value_objective(CRITIC, over="tokens")
+    of_policy, of_values = make_policy_objective(AlgoSettings()), make_value_objective(CRITIC, over="tokens")
     found: dict[str, object] = {"metrics": [], "early": [], "words": gather([batch.grid_I3.shape[0] == 0 for batch in batches])}
     for step, last in enumerate(UPDATES):
         batches.sort(key=lambda batch, last=last: (batch.grid_I3.shape[0] == 0) == (last == "words"))
         early: list[int] = []
         with_early(policy, early)
-        loss = head_alone(of_policy, of_values) if last == "head" else joint(of_policy, of_values, 0.25)
+        loss = warmup_value_loss(of_policy, of_values) if last == "head" else shared_value_loss(of_policy, of_values, 0.25)
         found["metrics"].append(policy.update(batches, loss, step=step, head_alone=last == "head"))
         found["early"].append(gather(len(early)))
     weights = {name: tensor.clone() for name, tensor in policy.hf_weights()}
@@ -74,11 +74,11 @@ _START: Callable = _ParamAndGradBucketGroup.start_grad_sync
 
 def main() -> None:
     model, out = Path(sys.argv[1]), Path(sys.argv[2])
-    connect(place(), timeout_s=60)
+    connect(read_world(), timeout_s=60)
     whole = optimizer.DistributedDataParallelConfig
     result = {"after": walk(model, ParallelSettings())}
     optimizer.DistributedDataParallelConfig = partial(whole, bucket_size=20_000)
-    result["beside"] = walk(model, ParallelSettings(overlap_reductions=True))
+    result["beside"] = walk(model, ParallelSettings(overlap_grad_reduce=True))
     if dist.get_rank() == 0:
         torch.save(result, out / "overlap.pt")
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.entrypoints.train import run
-from megatron_rl.registry import Own
+from megatron_rl.registry import Plugins
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart, environment_rewards
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message, Rollout
@@ -73,7 +73,7 @@ if __name__ == "__main__":
         engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
         optim=OptimSettings(lr=3e-3),
         batch=BatchSettings(prompts_per_step=3, group_size=4, minibatches=3),
-        task=TaskSettings(name="mine", max_tokens_per_turn=12, eval_samples=2),
+        task=TaskSettings(name="mine", max_new_tokens=12, eval_samples=2),
         run=RunSettings(dir=sys.argv[2], steps=4, record_best=12),
     )
-    run(settings, Own(tasks={"mine": TwoLooksTask}))
+    run(settings, Plugins(tasks={"mine": TwoLooksTask}))

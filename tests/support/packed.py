@@ -4,9 +4,9 @@ different sizes, an image and a whole prompt that two contexts share, the same p
 import numpy as np
 from PIL import Image as Pillow
 
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context
+from megatron_rl.types import TokenSequence
 
 
 def picture(seed: int, width: int, height: int) -> Pillow.Image:
@@ -19,7 +19,7 @@ def user(text: str, *pictures: Pillow.Image) -> dict:
     return {"role": "user", "content": [*({"type": "image", "image": p} for p in pictures), {"type": "text", "text": text}]}
 
 
-def prompts(renderer: Renderer) -> list[Context]:
+def prompts(renderer: Renderer) -> list[TokenSequence]:
     wide, tall = picture(1, 112, 56), picture(2, 56, 140)
     return [
         renderer.prompt([user("No picture here, only words.")]),
@@ -31,15 +31,15 @@ def prompts(renderer: Renderer) -> list[Context]:
     ]
 
 
-def weighted(context: Context, *, advantage: float = 0.0, weight: float = 1.0, denominator: int = 1) -> WeightedContext:
+def weighted(context: TokenSequence, *, advantage: float = 0.0, weight: float = 1.0, denominator: int = 1) -> PackItem:
     """A context whose sampled tokens all have one advantage."""
-    context.attach("advantages", [advantage * sampled for sampled in context.loss_mask])
-    return WeightedContext(context, weight=weight, denominator=denominator)
+    context.set_column("advantages", [advantage * sampled for sampled in context.loss_mask])
+    return PackItem(context, weight=weight, denominator=denominator)
 
 
-def example_contexts(renderer: Renderer) -> list[WeightedContext]:
+def example_contexts(renderer: Renderer) -> list[PackItem]:
     """Contexts of different lengths with 40 to 76 sampled tokens each; weights and advantages differ by context."""
-    made: list[WeightedContext] = []
+    made: list[PackItem] = []
     for index in range(7):
         context = prompts(renderer)[index] if index < 6 else branch(renderer, made[1].context)
         generator = np.random.default_rng(index)
@@ -50,9 +50,9 @@ def example_contexts(renderer: Renderer) -> list[WeightedContext]:
     return made
 
 
-def branch(renderer: Renderer, parent: Context) -> Context:
+def branch(renderer: Renderer, parent: TokenSequence) -> TokenSequence:
     """What begins as an earlier context does, half of its reply included, and goes on with a picture."""
     tokens = parent.token_ids[: len(parent.token_ids) - sum(parent.loss_mask) // 2]
-    more, made = renderer.prompt([user("Go on.", picture(2, 56, 140))]), Context()
+    more, made = renderer.prompt([user("Go on.", picture(2, 56, 140))]), TokenSequence()
     made.extend(tokens + more.token_ids, images=(*parent.images, *more.images))
     return made

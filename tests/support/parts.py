@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -32,13 +32,13 @@ def one_step(model: Path, layout: Layout, parallel: ParallelSettings, case: str)
     frozen, part_lr = CASES[case]
     settings = ModelSettings(path=str(model), frozen=frozen)
     renderer = Renderer(settings)
-    optim = OptimSettings(lr=0.1, eps=1e-3, clip_grad=1e9, part_lr=part_lr)  # clipped, one part's gradient would change another's step
+    optim = OptimSettings(lr=0.1, eps=1e-3, clip_grad=1e9, lr_by_module=part_lr)  # clipped, one part's gradient would change another's step
     policy = Policy(
         settings, layout, parallel=parallel, optim=optim, num_steps=1,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
     )  # fmt: skip
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    policy.update(policy.pack(example_contexts(renderer), max_tokens=10_000), objective(AlgoSettings()), step=0)
+    policy.update(policy.pack(example_contexts(renderer), max_tokens=10_000), make_policy_objective(AlgoSettings()), step=0)
     mine = {name: p for name, p in policy.network.chunks.named_parameters() if "main_grad" in p.__dict__}
     state = sum(p.numel() for group in policy.network.optimizer.param_groups for p in group["params"])
     everyone = [None] * dist.get_world_size()
@@ -48,7 +48,7 @@ def one_step(model: Path, layout: Layout, parallel: ParallelSettings, case: str)
 
 def main() -> None:
     model, out, tp, pp = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    connect(place(), timeout_s=240)
+    connect(read_world(), timeout_s=240)
     parallel = ParallelSettings(tp=tp, pp=pp)
     layout = build_layout(parallel, seed=0)
     for case in sys.argv[5:]:

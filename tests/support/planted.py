@@ -19,7 +19,7 @@ from torch import nn
 from megatron_rl.models import decoder
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import VisionSpec
-from megatron_rl.models.name_mapping import Heads, Tensors, fuse_qkv, split_qkv
+from megatron_rl.models.name_mapping import AttentionHeads, Tensors, fuse_qkv, split_qkv
 from megatron_rl.policy import transformer
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.vision import encode_images
@@ -27,7 +27,7 @@ from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tools.convert.converter_hf_to_mcore import main
 
 
-def swap_heads(q: torch.Tensor, heads: Heads) -> torch.Tensor:
+def swap_heads(q: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
     """The first two query heads change places."""
     first, second, rest = q.split([heads.dim, heads.dim, q.shape[0] - 2 * heads.dim])
     return torch.cat([second, first, rest])
@@ -62,7 +62,7 @@ def _first_two_swapped(tensors: Tensors) -> Tensors:
     return (tensors[1], tensors[0], *tensors[2:])
 
 
-def _unswapped(tensors: Tensors, heads: Heads) -> Tensors:
+def _unswapped(tensors: Tensors, heads: AttentionHeads) -> Tensors:
     return (swap_heads(tensors[0], heads), *tensors[1:])
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from megatron_rl.run.checkpoints import RunState, recall, write_state
+from megatron_rl.run.checkpoints import CheckpointState, read_state, write_state
 from megatron_rl.weights.formats.digests import STATE, record
 
 
@@ -110,10 +110,10 @@ RUNS = {"metadata", "a weight called bytes", "a moment called bytes"}
 
 def renew_record(checkpoint: Path) -> None:
     """Let run/state.json record the files of a run's checkpoint as they are now."""
-    write_record(checkpoint, recall(checkpoint))
+    write_record(checkpoint, read_state(checkpoint))
 
 
-def write_record(checkpoint: Path, state: RunState, *, files: object = None) -> None:
+def write_record(checkpoint: Path, state: CheckpointState, *, files: object = None) -> None:
     """Write run/state.json with these records of files, or with those of what is there."""
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path != checkpoint / STATE]
     found = {str(path.relative_to(checkpoint)): record(path) for path in paths}

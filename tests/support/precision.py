@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -34,7 +34,7 @@ def main_weights(policy: Policy) -> torch.Tensor:
 
 
 def update(policy: Policy, renderer: Renderer) -> dict[str, float]:
-    return policy.update(policy.pack(example_contexts(renderer), max_tokens=200), objective(AlgoSettings()), step=0)
+    return policy.update(policy.pack(example_contexts(renderer), max_tokens=200), make_policy_objective(AlgoSettings()), step=0)
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def in_bfloat16(model: Path, layout: Layout, renderer: Renderer) -> dict[str, ob
 
 def away_and_back(model: Path, layout: Layout, renderer: Renderer) -> dict[str, object]:
     stays = make_policy(model, layout, dtype="float32", lr=1e-2)
-    leaves = make_policy(model, layout, dtype="float32", lr=1e-2, offload_parameters=True)
+    leaves = make_policy(model, layout, dtype="float32", lr=1e-2, offload_params=True)
     held = []
     for _ in range(2):
         update(stays, renderer)
@@ -74,7 +74,7 @@ def away_and_back(model: Path, layout: Layout, renderer: Renderer) -> dict[str, 
 
 def main() -> None:
     model, out = Path(sys.argv[1]), Path(sys.argv[2])
-    connect(place(), timeout_s=120)
+    connect(read_world(), timeout_s=120)
     layout = build_layout(ParallelSettings(), seed=0)
     renderer = Renderer(ModelSettings(path=str(model)))
     torch.save(in_bfloat16(model, layout, renderer), out / "bfloat16.pt")

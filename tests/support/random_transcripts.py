@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 
 from megatron_rl.rewards.rubric import Outcome, Part, Rubric
 from megatron_rl.rollout.conversation import TokenConversation
-from megatron_rl.rollout.engine import Completion, Engine, Sampling
+from megatron_rl.rollout.engine import Completion, InferenceEngine, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Env, Step
@@ -117,7 +117,7 @@ class RandomPolicy:
         never = {*self.renderer.banned_ids, self.renderer.end_id}
         self.allowed = [token for token in range(len(self.renderer.tokenizer)) if token not in never]
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         self.asked.append(list(token_ids))
         self.shown.append(list(images))
         renderer, draw = self.renderer, self.draw
@@ -129,10 +129,10 @@ class RandomPolicy:
         finished = draw.random() < 0.7 or not ids
         ids = [*ids, renderer.end_id] if finished else ids
         self.said.append(ids)
-        return Completion(ids, [-1.0 - number for number in range(len(ids))], finished=finished, versions=[0] * len(ids))
+        return Completion(ids, [-1.0 - number for number in range(len(ids))], finish_reason=finished, versions=[0] * len(ids))
 
 
-def play(seed: int, *, renderer: Renderer, engine: Engine, protocol: ToolProtocol, settings: EpisodeSettings) -> tuple:
+def play(seed: int, *, renderer: Renderer, engine: InferenceEngine, protocol: ToolProtocol, settings: EpisodeSettings) -> tuple:
     """The rollout of one random episode as a coroutine's parts: (coroutine, its world)."""
     world = RandomWorld(random.Random(seed), protocol)
     task, example = RandomTask(world), Example(id=str(seed), payload={})

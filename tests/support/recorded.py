@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.filtering import kept_groups
-from megatron_rl.algo.objective import objective
+from megatron_rl.algo.filtering import count_used_groups
+from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.build import build_policy
 from megatron_rl.config import (
     AlgoSettings,
     BatchSettings,
+    FilterSettings,
     LoraSettings,
     ModelSettings,
     OptimSettings,
     RunSettings,
-    SelectSettings,
     Settings,
     TaskSettings,
 )
@@ -33,8 +33,8 @@ from megatron_rl.observe.recorder import read
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.training_loop import credited, is_enough
-from megatron_rl.types import Batch, Rollout
+from megatron_rl.training_loop import fills_batch, prepare_training_batch
+from megatron_rl.types import MicroBatch, Rollout
 from tests.support.one_process import opened
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -48,9 +48,9 @@ FIRST, FIRST_CLOSE = "updates[0]/grad_norm", 4e-5
 make 1.7e-5 of it beside those for AVX2 (MKL_ENABLE_INSTRUCTIONS). Later norms, and all with LoRA, are no such."""
 BOUND = 1e-4
 """Of one token's logprob, in float32: the engine's against the trainer's, and a ratio against another machine's."""
-NOISE = ("engine/logprob_gap", "engine/logprob_gap_p99", "engine/logprob_gap_max")
+NOISE = ("rollout_mismatch/logprob_abs_diff", "rollout_mismatch/logprob_abs_diff_p99", "rollout_mismatch/logprob_abs_diff_max")
 """Rounding itself: no two machines have the same. They have the bound instead."""
-ONE_TOKEN = ("policy/ratio_gap_max",)
+ONE_TOKEN = ("policy/ratio_abs_dev_max",)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Case:
             lora=LoraSettings(**self.lora),
             optim=OptimSettings(lr=self.lr, eps=1e-2),
             batch=BatchSettings(prompts_per_step=4, group_size=3, micro_batch_tokens=200, **self.batch),
-            select=SelectSettings(drop=["zero_std"]),
+            filter=FilterSettings(drop=["zero_std"]),
             algo=AlgoSettings(**self.algo),
             task=TaskSettings(name="number_line"),
             run=RunSettings(dir="nowhere"),
@@ -77,14 +77,16 @@ class Case:
 
 
 CASES = {
-    "grpo": Case(algo={"kl_coef": 0.05, "clip_low": 0.05, "clip_high": 0.08}, batch={"minibatches": 2, "epochs": 2}),
-    "return_to_go": Case(algo={"turns": "return_to_go", "discount": 0.9}, batch={"aggregation": "sequence_mean"}),
+    "grpo": Case(algo={"kl_coef": 0.05, "clip_ratio_low": 0.05, "clip_ratio_high": 0.08}, batch={"minibatches": 2, "epochs": 2}),
+    "return_to_go": Case(algo={"turn_credit": "return_to_go", "gamma": 0.9}, batch={"loss_agg_mode": "sequence_mean"}),
     "lora": Case(
-        algo={"kl_coef": 0.05, "entropy_coef": 0.01, "clip_low": 0.02, "clip_high": 0.03}, batch={"minibatches": 2, "epochs": 2},
+        algo={"kl_coef": 0.05, "entropy_coef": 0.01, "clip_ratio_low": 0.02, "clip_ratio_high": 0.03}, batch={"minibatches": 2,
+        "epochs": 2},
         lora={"rank": 4, "alpha": 8, "targets": ["attention", "mlp", "vision", "projector"]}, lr=1e-3,
     ),
     "gspo": Case(
-        algo={"name": "gspo", "clip_low": 0.1, "clip_high": 0.15}, batch={"minibatches": 2, "epochs": 2, "aggregation": "sequence_mean"},
+        algo={"name": "gspo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.15}, batch={"minibatches": 2, "epochs": 2,
+        "loss_agg_mode": "sequence_mean"},
     ),
 }  # fmt: skip
 
@@ -98,7 +100,7 @@ def build(settings: Settings) -> Policy:
     renderer = Renderer(settings.model)
     return opened(build_policy(
         settings, build_layout(settings.parallel, seed=0), renderer,
-        patches=partial(renderer.patches, picture_of=attrgetter("picture")), num_steps=1, is_rl=True,
+        patches=partial(renderer.patches, picture_of=attrgetter("pil")), num_steps=1, is_rl=True,
     ))  # fmt: skip
 
 
@@ -106,24 +108,25 @@ def taught(settings: Settings) -> dict[str, Any]:
     """A step of training_loop.py on the recorded rollouts, in a world of one: what was dropped, packed and measured, as JSON values."""
     rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
     policy = build(settings)
-    is_enough(rollouts, settings, algorithm)
-    minibatches = credited(rollouts, settings, policy, algorithm=algorithm, show=lambda needed: None, step=0)
-    updates = [policy.update(batches, objective(settings.algo), step=0) for batches in minibatches * settings.batch.epochs]
+    fills_batch(rollouts, settings, algorithm)
+    minibatches = prepare_training_batch(rollouts, settings, policy, algorithm=algorithm, show=lambda needed: None, step=0)
+    updates = [policy.update(batches, make_policy_objective(settings.algo), step=0) for batches in minibatches * settings.batch.epochs]
     return {
-        "dropped": [rollout.dropped for rollout in rollouts],
-        "kept_groups": sorted(kept_groups(rollouts)),
+        "dropped": [rollout.filter_reason for rollout in rollouts],
+        "kept_groups": sorted(count_used_groups(rollouts)),
         "minibatches": [[described(batch) for batch in batches] for batches in minibatches],
-        "advantages": [sum(map(abs, context.advantages)) for rollout in rollouts for context in rollout.contexts],
+        "advantages": [sum(map(abs, context.advantages)) for rollout in rollouts for context in rollout.sequences],
         "weights": [[float(batch.weight_T.sum(dtype=torch.float64)) for batch in batches] for batches in minibatches],
         "updates": updates,
     }
 
 
-def described(batch: Batch) -> dict[str, Any]:
+def described(batch: MicroBatch) -> dict[str, Any]:
     """Its integers: sizes for people, and a digest of all of them."""
     integers = (batch.token_T, batch.target_T, batch.mask_T, batch.position_3T, batch.cu_seqlens_S1, batch.grid_I3, batch.vision_position_M)
     digest = hashlib.sha256(repr([each.tolist() for each in (*integers, batch.vision_row_M)]).encode())
-    digest.update(repr((batch.prefix_S, batch.origin_S)).encode())
+    sources = [each and (each.rollout, each.sequence, each.start) for each in batch.origin_S]
+    digest.update(repr((batch.prefix_S, sources)).encode())
     return {
         "tokens": batch.num_tokens, "segments": len(batch.prefix_S), "sampled": int(batch.mask_T.sum()), "images": len(batch.grid_I3),
         "denominator": batch.denominator, "digest": digest.hexdigest()[:16],

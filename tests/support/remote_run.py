@@ -9,10 +9,10 @@ from megatron_rl.cli import cli
 from tests.support.own_task import TwoLooksTask
 
 WORDS = (
-    "task=mine", "task.max_tokens_per_turn=12", "task.eval_samples=1", "run.steps=3", "batch.prompts_per_step=3", "batch.group_size=4",
+    "task=mine", "task.max_new_tokens=12", "task.eval_samples=1", "run.steps=3", "batch.prompts_per_step=3", "batch.group_size=4",
     "optim.lr=1e-4", "algo.kl_coef=0.01", "engine.kv_cache_mib=32", "checkpoint.every=3",
 )  # fmt: skip
-REMOTE = ("engine.kind=remote", "engine.probe_s=60")
+REMOTE = ("engine.mode=server", "engine.health_timeout_s=60")
 
 
 def play() -> None:

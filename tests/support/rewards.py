@@ -22,6 +22,6 @@ def rewards_of(cases: Iterable[tuple[str, str, str]], *, source: str = "") -> li
     def outcome(truth: str, answer: str, question: str) -> Outcome:
         reply = answer if "<answer>" in answer or answer.startswith("So ") else f"<answer>{answer}</answer>"
         payload = {"answer": unwrapped(truth), "question": question, "data_source": source}
-        return outcome_of(Turn(context=0, span=(0, 1), text=reply), payload=payload)
+        return outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=payload)
 
     return asyncio.run(ask())

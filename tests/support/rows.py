@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.types import Rows
+from megatron_rl.types import LossInputs
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -15,7 +15,7 @@ def make_rows(
     log_ratio: Sequence[float], advantage: Sequence[float], *,
     segments: Sequence[int] | None = None, turns: Sequence[int] | None = None, old: Sequence[float] | None = None,
     dtype: torch.dtype = torch.float64, **given: Sequence[float],
-) -> Rows:  # fmt: skip
+) -> LossInputs:  # fmt: skip
     """Rows whose logprob (a leaf with gradient) is old + log_ratio; without old ones -1, -2, -3, ... Other columns by their names."""
     size = len(log_ratio)
 
@@ -24,19 +24,19 @@ def make_rows(
 
     old_R = column(range(-1, -size - 1, -1) if old is None else old)
     columns = {f"{name}_R": column(values) for name, values in given.items()}
-    columns.setdefault("engine_R", old_R.clone())
+    columns.setdefault("rollout_logprob_R", old_R.clone())
     columns.setdefault("weight_R", torch.ones(size, dtype=dtype))
     columns.setdefault("entropy_R", torch.ones(size, dtype=dtype))
-    columns.setdefault("reference_R", None)
-    return Rows(
+    columns.setdefault("ref_logprob_R", None)
+    return LossInputs(
         **columns | {"entropy_R": columns["entropy_R"].requires_grad_()},
-        logprob_R=(old_R + column(log_ratio)).requires_grad_(), old_R=old_R, advantage_R=column(advantage),
-        context_R=torch.tensor([0] * size if segments is None else list(segments)),
+        logprob_R=(old_R + column(log_ratio)).requires_grad_(), old_logprob_R=old_R, advantage_R=column(advantage),
+        sequence_R=torch.tensor([0] * size if segments is None else list(segments)),
         turn_R=torch.tensor([0] * size if turns is None else list(turns)),
     )  # fmt: skip
 
 
-def random_rows(seed: int, lengths: Sequence[int], *, spread: float = 0.7) -> Rows:
+def random_rows(seed: int, lengths: Sequence[int], *, spread: float = 0.7) -> LossInputs:
     """Segments of these lengths, each with one advantage; numbered with gaps, as shared prompts leave them."""
     generator = torch.Generator().manual_seed(seed)
     size, lengths_S = sum(lengths), torch.tensor(lengths, dtype=torch.long)
@@ -45,20 +45,20 @@ def random_rows(seed: int, lengths: Sequence[int], *, spread: float = 0.7) -> Ro
         return scale * torch.randn(count, generator=generator, dtype=torch.float64)
 
     old_R = -normal(1.0).abs()
-    return Rows(
+    return LossInputs(
         logprob_R=(old_R + normal(spread)).requires_grad_(),
         entropy_R=normal(1.0).abs().requires_grad_(),
-        old_R=old_R,
-        engine_R=old_R + normal(0.5),
-        reference_R=old_R + normal(0.5),
+        old_logprob_R=old_R,
+        rollout_logprob_R=old_R + normal(0.5),
+        ref_logprob_R=old_R + normal(0.5),
         advantage_R=normal(1.0, len(lengths)).repeat_interleave(lengths_S),
         weight_R=normal(1.0).abs(),
-        context_R=(1 + 2 * torch.arange(len(lengths))).repeat_interleave(lengths_S),
+        sequence_R=(1 + 2 * torch.arange(len(lengths))).repeat_interleave(lengths_S),
         turn_R=torch.arange(len(lengths)).repeat_interleave(lengths_S),
     )
 
 
-def floats(rows: Rows) -> dict[str, list[float]]:
+def floats(rows: LossInputs) -> dict[str, list[float]]:
     """The columns as plain floats, by their names without the suffix."""
-    columns = ("logprob", "entropy", "old", "engine", "reference", "advantage", "weight", "context")
+    columns = ("logprob", "entropy", "old_logprob", "rollout_logprob", "ref_logprob", "advantage", "weight", "sequence")
     return {name: getattr(rows, f"{name}_R").tolist() for name in columns}

@@ -10,19 +10,19 @@ import torch
 from transformers import PreTrainedModel as HF
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import Context, Image
+from megatron_rl.types import Image, TokenSequence
 
 BOUND = 1e-4
 """Absolute, in float32; typical is 3e-6, the largest seen 1.8e-5."""
 
 
 @contextmanager
-def engine_of(model: Path, renderer: Renderer, *, reads_weights: bool = True) -> Iterator[LocalEngine]:
+def engine_of(model: Path, renderer: Renderer, *, reads_weights: bool = True) -> Iterator[ColocatedEngine]:
     """A real engine of a folder; without its weights it plays after the first load_weights."""
-    engine = LocalEngine(
+    engine = ColocatedEngine(
         str(model), EngineSettings(kv_cache_mib=32), reads_weights=reads_weights,
         image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
     )  # fmt: skip
@@ -30,7 +30,7 @@ def engine_of(model: Path, renderer: Renderer, *, reads_weights: bool = True) ->
     engine.close()
 
 
-def generate(engine: LocalEngine, contexts: list[Context], samplings: list[Sampling]) -> list[Completion]:
+def generate(engine: ColocatedEngine, contexts: list[TokenSequence], samplings: list[SamplingSettings]) -> list[Completion]:
     async def main() -> list[Completion]:
         pairs = zip(contexts, samplings, strict=True)
         return await asyncio.gather(*(engine.generate(s.token_ids, s.images, sampling) for s, sampling in pairs))
@@ -51,7 +51,7 @@ def policy_logits(hf: HF, token_ids: list[int], images: list[Image], *, renderer
     return logits.index_fill(1, torch.tensor(renderer.banned_ids), -torch.inf)
 
 
-def gap(hf: HF, context: Context, completion: Completion, *, temperature: float, renderer: Renderer) -> float:
+def gap(hf: HF, context: TokenSequence, completion: Completion, *, temperature: float, renderer: Renderer) -> float:
     """Largest difference between the engine's logprobs and HF's."""
     token_ids = context.token_ids + completion.token_ids
     logits = policy_logits(hf, token_ids, context.images, renderer=renderer) / (temperature or 1.0)

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.manager import Fleet
+from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.scheduler import RoundSettings
+from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.task import Env, Step
-from megatron_rl.types import Example, HostFault, Image, LastingFault, Message, Rollout
+from megatron_rl.types import Example, Image, Message, Rollout
 
 EXAMPLES = [Example(f"{number}", {}) for number in range(10)]
-EPISODE = EpisodeSettings(temperature=0.9, max_turns=2, max_tokens_per_turn=3, max_context=200, max_images=0, seed=5)
+EPISODE = EpisodeSettings(temperature=0.9, max_turns=2, max_new_tokens=3, max_context=200, max_images=0, seed=5)
 
 
 @dataclass
@@ -25,10 +26,10 @@ class Scripted:
     """An engine. Its replies have as many tokens as they may, as its seed says; the first `faults` requests of every seed fail."""
 
     faults: int = 0
-    fault: type[HostFault] = HostFault
+    fault: type[InfraError] = InfraError
     leads: bool = True
     log: list[str] = field(default_factory=list)
-    asked: list[Sampling] = field(default_factory=list)
+    asked: list[SamplingSettings] = field(default_factory=list)
     tries: Counter[int] = field(default_factory=Counter)
     weight_version: int = 7
     busy_s: float = 1.5
@@ -38,13 +39,13 @@ class Scripted:
             return asyncio.run(main)
         return main.close()
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         self.asked.append(sampling)
         self.tries[sampling.seed] += 1
         if self.tries[sampling.seed] <= self.faults:
             raise self.fault("the engine is down")
         num = sampling.max_tokens
-        return Completion([65 + sampling.seed % 9] * num, [-0.5] * num, finished=False, versions=[self.weight_version] * num)
+        return Completion([65 + sampling.seed % 9] * num, [-0.5] * num, finish_reason=False, versions=[self.weight_version] * num)
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         self.log.append(f"engine loads {','.join(name for name, _ in tensors)} as {version}")
@@ -55,7 +56,7 @@ class Scripted:
     def wake(self) -> None:
         self.log.append("engine wakes")
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {}
 
     def close(self) -> None:
@@ -71,9 +72,9 @@ class Paced(Scripted):
     under_way: int = 0
     most: int = 0
 
-    async def generate(self, token_ids: list[int], images: list[Image], sampling: Sampling) -> Completion:
+    async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         if len(self.asked) >= self.breaks:
-            raise LastingFault("the engine has failed")
+            raise PermanentInfraError("the engine has failed")
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         await asyncio.sleep(self.reply_s)
@@ -134,15 +135,15 @@ class TalkTask:
         return {}
 
 
-def fleet_of(renderer: Renderer, engine: Scripted | None = None, *, max_rounds: int = 9, **changes: object) -> Fleet:
+def fleet_of(renderer: Renderer, engine: Scripted | None = None, *, max_rounds: int = 9, **changes: object) -> RolloutManager:
     engine = engine or Scripted()
     parts = {"trainer": Trainer(engine.log), "gather": lambda mine: mine, "episode": EPISODE, **changes}
-    rounds = RoundSettings(num_prompts=2, group_size=3, max_rounds=max_rounds)
-    return Fleet(TalkTask(), engine=engine, renderer=renderer, round_settings=rounds, **parts)
+    rounds = GenerationSettings(num_prompts=2, group_size=3, max_rounds=max_rounds)
+    return RolloutManager(TalkTask(), engine=engine, renderer=renderer, round_settings=rounds, **parts)
 
 
 def said(rollouts: list[Rollout]) -> list[tuple]:
     """What was played, without its clocks."""
     turns = [[replace(turn, reply_s=0.0, environment_s=0.0) for turn in rollout.turns] for rollout in rollouts]
-    parts = [(r.example_id, r.group, r.sample, r.status, r.end, r.reward, r.rewards, r.contexts) for r in rollouts]
+    parts = [(r.example_id, r.group, r.sample_index, r.status, r.stop_reason, r.reward, r.reward_terms, r.sequences) for r in rollouts]
     return list(zip(parts, turns, strict=True))

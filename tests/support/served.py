@@ -10,16 +10,16 @@ import httpx
 
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.server_engine import RemoteEngine
-from megatron_rl.rollout.vllm.server_api import Server
+from megatron_rl.rollout.server_engine import ServerEngine
+from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.rollout.vllm.server_command import PROGRAM, nature_of, server_arguments, server_environment
-from megatron_rl.rollout.vllm.weight_sender import Sender
+from megatron_rl.rollout.vllm.weight_sender import WeightSender
 from megatron_rl.services.supervised_process import Kept, free_port
 from sandbox.token import bearer
 from tests.conftest import ROOT
 
 HOST, TOKEN = "127.0.0.1", "a-word-of-many-letters"
-SETTINGS = EngineSettings(kind="remote", urls=["http://127.0.0.1:1"], kv_cache_mib=32, probe_s=60)
+SETTINGS = EngineSettings(mode="server", urls=["http://127.0.0.1:1"], kv_cache_mib=32, health_timeout_s=60)
 """Of the servers; the addresses are known once they are started."""
 NO_LIMITS: Mapping[str, int] = {}
 
@@ -91,13 +91,13 @@ def servers(
 @contextmanager
 def remote_engine(
     urls: Sequence[str], renderer: Renderer, *, name: str = "test", settings: EngineSettings = SETTINGS, bucket_bytes: int = 1 << 20
-) -> Iterator[RemoteEngine]:
+) -> Iterator[ServerEngine]:
     """A run's way to these servers, which have no weights before the first load_weights."""
-    own = [Server(url, token=TOKEN) for url in urls]
+    own = [VllmServer(url, token=TOKEN) for url in urls]
     wanted = nature_of(settings, renderer.tokenizer.name_or_path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
-    sender = Sender(own, wanted=wanted, owner=f"{name} of a test", kind="gloo", bucket_bytes=bucket_bytes, timeout_s=20)
-    sender.claim()
-    engine = RemoteEngine(
+    sender = WeightSender(own, wanted=wanted, owner=f"{name} of a test", kind="gloo", bucket_bytes=bucket_bytes, timeout_s=20)
+    sender.lock_servers()
+    engine = ServerEngine(
         own, settings, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids, decode=renderer.tokenizer.decode,
         meet=lambda mine: [mine], sender=sender,
     )  # fmt: skip

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from megatron_rl import build
 from megatron_rl.config import ModelSettings, ParallelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.distributed.hang_watchdog import Watch
-from megatron_rl.distributed.image_exchange import Gallery
-from megatron_rl.distributed.world import World, connect, disconnect, gather, patient, place
+from megatron_rl.distributed.hang_watchdog import HangWatchdog
+from megatron_rl.distributed.image_exchange import ImageExchange
+from megatron_rl.distributed.world import World, connect, disconnect, gather, long_timeout_group, read_world
+from megatron_rl.errors import PeerLost
 from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.record import History
-from megatron_rl.run.shutdown import Stop
-from megatron_rl.types import Parted
+from megatron_rl.run.shutdown import StopSignal
 
 LATE_S = 3.0
 
@@ -58,11 +58,13 @@ class LatePolicy:
 
 
 def play(settings: Settings, world: World) -> None:
-    group, late_s = patient(timeout_s=settings.parallel.skew_s), LATE_S * world.rank
-    gallery = Gallery(patch=14, group=group)
-    build.build_engine = lambda *_: LateEngine(late_s)
-    fleet = build.build_fleet(settings, None, trainer=None, renderer=None, world=world, gallery=gallery, stop=Stop(grace_s=1), tell=print)
-    fleet.play([], samples=1, settings=fleet.episode)
+    group, late_s = long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s), LATE_S * world.rank
+    gallery = ImageExchange(patch=14, group=group)
+    build.build_colocated_engine = lambda *_: LateEngine(late_s)
+    fleet = build.build_rollout_manager(
+        settings, None, trainer=None, renderer=None, world=world, gallery=gallery, stop=StopSignal(grace_s=1), tell=print
+    )
+    fleet.run_examples([], samples=1, settings=fleet.episode)
     checkpoints = Checkpoints(settings, LatePolicy(late_s), start=None, inputs=InputDigests(), group=group)
     publish = checkpoints._publish
     checkpoints._publish = lambda pending: (time.sleep(LATE_S), publish(pending))
@@ -71,10 +73,10 @@ def play(settings: Settings, world: World) -> None:
 
 
 def main(out: Path, skew_s: float) -> None:
-    world, parallel = place(), ParallelSettings(timeout_s=1, skew_s=skew_s)
+    world, parallel = read_world(), ParallelSettings(timeout_s=1, straggler_timeout_s=skew_s)
     run, model = RunSettings(dir=str(out)), ModelSettings(path=str(out))
     settings = Settings(model=model, parallel=parallel, run=run, task=TaskSettings(name="number_line"))
-    watch = Watch(world, folder=out, timeout_s=parallel.timeout_s)
+    watch = HangWatchdog(world, folder=out, timeout_s=parallel.timeout_s)
     connect(world, timeout_s=parallel.timeout_s)
     with ExitStack() as closing, watch:
         closing.callback(disconnect)
@@ -84,5 +86,5 @@ def main(out: Path, skew_s: float) -> None:
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), float(sys.argv[2]))
-    except Parted:
+    except PeerLost:
         sys.exit(1)

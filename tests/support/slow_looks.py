@@ -20,7 +20,7 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.entrypoints.train import run
-from megatron_rl.registry import Own
+from megatron_rl.registry import Plugins
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message
 from tests.support.packed import picture, user
@@ -60,8 +60,8 @@ if __name__ == "__main__":
         engine=EngineSettings(kv_cache_mib=16, max_model_len=512, tp=int(sys.argv[3])),
         optim=OptimSettings(lr=3e-3),
         batch=BatchSettings(prompts_per_step=PROMPTS, group_size=SIZE),
-        algo=AlgoSettings(correction="token_tis"),
-        task=TaskSettings(name="looks", max_tokens_per_turn=16, eval_samples=1),
+        algo=AlgoSettings(rollout_correction="token_tis"),
+        task=TaskSettings(name="looks", max_new_tokens=16, eval_samples=1),
         run=RunSettings(dir=sys.argv[2], steps=STEPS, record_best=PROMPTS * SIZE, max_staleness=1),
     )
-    run(settings, Own(tasks={"looks": SlowLooksTask}))
+    run(settings, Plugins(tasks={"looks": SlowLooksTask}))

@@ -49,7 +49,7 @@ def told(capability: tuple[int, int]) -> dict[str, object]:
     """What is said where a GPU of this capability would be."""
     torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda: capability
     uses = [kernels.uses_transformer_engine(LoraSettings(rank=rank)) for rank in (0, 4)]
-    return {"trouble": kernels.transformer_engine_trouble(), "uses": uses, "kernels": kernels.kernels(LoraSettings())}
+    return {"trouble": kernels.transformer_engine_error(), "uses": uses, "kernels": kernels.kernels(LoraSettings())}
 
 
 def main() -> None:

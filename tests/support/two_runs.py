@@ -8,7 +8,7 @@ import sys
 
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.entrypoints.train import run
-from megatron_rl.registry import Own
+from megatron_rl.registry import Plugins
 from tests.support.own_task import TwoLooksTask
 
 
@@ -18,16 +18,16 @@ def settings(folder: str) -> Settings:
         engine=EngineSettings(kv_cache_mib=16, max_model_len=512),
         optim=OptimSettings(lr=3e-3),
         batch=BatchSettings(prompts_per_step=2, group_size=2),
-        task=TaskSettings(name="mine", max_tokens_per_turn=6, eval_samples=2),
+        task=TaskSettings(name="mine", max_new_tokens=6, eval_samples=2),
         run=RunSettings(dir=folder, steps=2),
     )
 
 
 async def cell() -> None:
-    print(repr(run(settings(sys.argv[3]), Own(tasks={"mine": TwoLooksTask}))))
+    print(repr(run(settings(sys.argv[3]), Plugins(tasks={"mine": TwoLooksTask}))))
 
 
 if __name__ == "__main__":
-    print(repr(run(settings(sys.argv[2]), Own(tasks={"mine": TwoLooksTask}))))
+    print(repr(run(settings(sys.argv[2]), Plugins(tasks={"mine": TwoLooksTask}))))
     asyncio.run(cell())
-    print(repr(run(settings(sys.argv[2]), Own(tasks={"mine": TwoLooksTask}))))
+    print(repr(run(settings(sys.argv[2]), Plugins(tasks={"mine": TwoLooksTask}))))

@@ -13,26 +13,26 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.run import shutdown
 
-shutdown.START_S, shutdown.AGAIN_S, shutdown.AT_ONCE_S, shutdown.CLOSING_S = 1.0, 1.0, 0.5, 0.5
+shutdown.STARTUP_TIMEOUT_S, shutdown.SECOND_SIGNAL_S, shutdown.IMMEDIATE_S, shutdown.CLOSE_TIMEOUT_S = 1.0, 1.0, 0.5, 0.5
 how, port = sys.argv[1:]
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2")
 
 
-def wait(asked: shutdown.Stop) -> None:
+def wait(asked: shutdown.StopSignal) -> None:
     if how == "store":
         print("waits", flush=True)
-    connect(place(), timeout_s=100)
-    if place().rank == 1:
+    connect(read_world(), timeout_s=100)
+    if read_world().rank == 1:
         time.sleep(100)
     asked.mark_started()
     print("waits", flush=True)
     dist.all_reduce(torch.zeros(1))
 
 
-with shutdown.Stop(grace_s=1.0, closing_s=90.0) as asked:
+with shutdown.StopSignal(grace_s=1.0, closing_s=90.0) as asked:
     if how == "forked":
         child = os.fork()
         if not child:
@@ -42,6 +42,6 @@ with shutdown.Stop(grace_s=1.0, closing_s=90.0) as asked:
         time.sleep(1.5)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        print("well", asked.is_asked)
+        print("well", asked.is_requested)
     else:
         wait(asked)

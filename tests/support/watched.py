@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.distributed import hang_watchdog as watch_module
-from megatron_rl.distributed.hang_watchdog import SILENT, Watch, _number
-from megatron_rl.distributed.world import connect, disconnect, gather, patient, place
-from megatron_rl.types import Parted
+from megatron_rl.distributed.hang_watchdog import MAX_MISSED_REPLIES, HangWatchdog, _request_number
+from megatron_rl.distributed.world import connect, disconnect, gather, long_timeout_group, read_world
+from megatron_rl.errors import PeerLost
 
 
 def dawdle() -> None:
@@ -34,23 +34,23 @@ def use_all_memory() -> None:
         held.append(bytearray(1 << 20))
 
 
-def write_long(watch: Watch) -> None:
-    while _number(watch._heard) <= SILENT:
+def write_long(watch: HangWatchdog) -> None:
+    while _request_number(watch._heard) <= MAX_MISSED_REPLIES:
         time.sleep(0.05)
 
 
 def main(out: Path, how: str, limit_s: float) -> None:
-    world = place()
-    watch = Watch(world, folder=out, timeout_s=limit_s)
+    world = read_world()
+    watch = HangWatchdog(world, folder=out, timeout_s=limit_s)
     waits_long = how in ("stops", "writes")
     connect(world, timeout_s=100.0 if waits_long else limit_s)
     with ExitStack() as closing, watch:
         closing.callback(disconnect)
         for _ in range(3):
             gather(world.rank)
-        group = patient(timeout_s=100.0) if waits_long else None
+        group = long_timeout_group(timeout_s=100.0) if waits_long else None
         if waits_long:
-            watch_module.ANSWER_S = 0.5  # the connection to the store has its own limit by now
+            watch_module.REPLY_TIMEOUT_S = 0.5  # the connection to the store has its own limit by now
         (out / f"began_{world.rank}").touch()
         if world.rank == 1:
             {"ends": end, "lags": dawdle, "memory": use_all_memory, "stops": stop, "writes": lambda: write_long(watch)}[how]()
@@ -68,7 +68,7 @@ def stop() -> None:
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
-    except Parted:
+    except PeerLost:
         sys.exit(1)
     except ValueError:  # what a process does that waits before it says why
         time.sleep(60)

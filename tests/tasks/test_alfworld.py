@@ -165,10 +165,10 @@ def test_success_is_told_by_kind(alfworld_games: Path) -> None:
     """The parts count nothing and tell who won."""
     rubric = task_of(alfworld_games).rubric
     for reason in ("won", ""):
-        rollout = Rollout(task="alfworld", example_id="e", group=0, sample=0, reason=reason)
+        rollout = Rollout(task="alfworld", example_id="e", group=0, sample_index=0, reason=reason)
         score = asyncio.run(rubric.score(Outcome(payload={"kind": "heat"}, rollout=rollout)))
         assert score.rewards == {"won": float(bool(reason)), "won_heat": float(bool(reason)), "return": 0.0} and score.reward == 0
-        rollout.rewards = score.rewards
+        rollout.reward_terms = score.rewards
         assert rubric.solves(rollout) == bool(reason)
 
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.alfworld.game_files import GAME
 from megatron_rl.tasks.alfworld.player_pool import Player, Players
 from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import AlfworldTask
-from megatron_rl.types import Example, HostFault, LastingFault
+from megatron_rl.types import Example
 from tests.conftest import ROOT
 from tests.support.households import episode, task_of
 
@@ -56,7 +57,7 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
             await good.reset(0)
             (mine,) = players_of(task)
             for name in HOSTILE:
-                with pytest.raises(HostFault) as fault:
+                with pytest.raises(InfraError) as fault:
                     await episode(task, examples[name], [look, inventory, look])
                 told[name] = str(fault.value)
                 assert not (await good.step(look)).call.error
@@ -68,7 +69,7 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
             await asyncio.sleep(0.2)
             (busy,) = [player for player in players_of(task) if player != mine]
             busy.kill()
-            with pytest.raises(HostFault, match="its process ended"):
+            with pytest.raises(InfraError, match="its process ended"):
                 await working
             await victim.close()
             assert (await good.step(inventory)).reward == 0
@@ -141,10 +142,10 @@ def test_a_game_that_is_none_fails_its_episode_alone(alfworld_games: Path, tmp_p
     bad = Example(id="bad", payload={**good.payload, "game": str(tmp_path / "a-Mug-None-Desk-1" / "b" / GAME)})
 
     async def both() -> None:
-        with pytest.raises(HostFault, match="did not load"):
+        with pytest.raises(InfraError, match="did not load"):
             await episode(task, bad, [])
         await episode(task, good, task.gold(good))
-        with pytest.raises(HostFault, match="FileNotFoundError"):
+        with pytest.raises(InfraError, match="FileNotFoundError"):
             await episode(task, bad, [])
         await episode(task, good, task.gold(good))
         await task.close()
@@ -179,7 +180,7 @@ def test_a_keeper_that_hangs_while_it_loads_is_not_waited_for(monkeypatch: pytes
         keeper = players._keeper
         keeper.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(30):
-            with pytest.raises(LastingFault, match="did not load no game"):
+            with pytest.raises(PermanentInfraError, match="did not load no game"):
                 await asked
         return keeper
 

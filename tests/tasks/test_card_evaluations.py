@@ -44,8 +44,8 @@ def answered(task: Task, answer: Callable[[Position, int], str]) -> list[Rollout
     for group, example in enumerate(task.examples("eval")):
         position, number = example.payload["position"], int(example.id.rpartition("_")[2])
         (step,) = play(task, example, [answer(position, number)])
-        turn = Turn(context=0, span=(0, 1), text="", call=step.call)
-        rollouts.append(Rollout(task="blackjack", example_id=example.id, group=group, sample=0, turns=[turn], reward=0.0))
+        turn = Turn(sequence=0, token_span=(0, 1), text="", tool_call=step.call)
+        rollouts.append(Rollout(task="blackjack", example_id=example.id, group=group, sample_index=0, turns=[turn], reward=0.0))
     return rollouts
 
 
@@ -72,7 +72,7 @@ def test_blackjacks_figures_are_those_of_games_played_with_its_answers() -> None
     for name, share in (("success", np.mean(np.array(rewards) > 0)), ("draws", np.mean(np.array(rewards) == 0))):
         assert abs(share - figures[name]) < 3.9 * (figures[name] * (1 - figures[name]) / num) ** 0.5, name
     assert abs(np.mean(rewards) - figures["return"]) < 3.9 * np.std(rewards) / num**0.5
-    silence = Turn(context=0, span=(0, 1), text="", call=ToolCall(tool="move", source="hit", ran=False))
+    silence = Turn(sequence=0, token_span=(0, 1), text="", tool_call=ToolCall(tool="move", source="hit", ran=False))
     silent = [replace(rollout, turns=[silence]) for rollout in mixed]
     assert task.figures(examples, silent) == {"invalid": 1.0, "success": 0.0, "draws": 0.0, "return": pytest.approx(-1.0)}
     assert task.figures(examples, mixed[:1])["return"] == pytest.approx(-1.0, abs=1e-3), "a position that nobody answered is given up"
@@ -96,9 +96,9 @@ def test_blackjacks_rules_are_those_of_its_evaluation() -> None:
     for rules in ({}, {"natural": True}, {"sab": True}):
         task = task_of("blackjack", **rules)
         stands = ToolCall(tool="move", source="stand")
-        turn = Turn(context=0, span=(0, 1), text="", call=stands)
+        turn = Turn(sequence=0, token_span=(0, 1), text="", tool_call=stands)
         rollouts = [
-            Rollout(task="blackjack", example_id=example.id, group=group, sample=0, turns=[turn], reward=0.0)
+            Rollout(task="blackjack", example_id=example.id, group=group, sample_index=0, turns=[turn], reward=0.0)
             for group, example in enumerate(task.examples("eval"))
         ]
         found[next(iter(rules), "")] = task.figures(task.examples("eval"), rollouts)
@@ -114,7 +114,7 @@ def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
     task = task_of("points24", legacy_rules=True)
     examples = task.examples("eval")
     won = [
-        Rollout(task="points24", example_id=each.id, group=number, sample=0, reward=10.0 * (number % 3 == 0))
+        Rollout(task="points24", example_id=each.id, group=number, sample_index=0, reward=10.0 * (number % 3 == 0))
         for number, each in enumerate(examples)
     ]
     could = [number for number, each in enumerate(examples) if solution(tuple(Card.named(card).value for card in each.payload["cards"]))]

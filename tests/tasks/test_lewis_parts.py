@@ -9,6 +9,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from megatron_rl.config import DataSettings, ListenerSettings, SpeakerSettings, TaskSettings
+from megatron_rl.errors import PermanentInfraError
 from megatron_rl.launcher.compose import composed
 from megatron_rl.registry import build_task
 from megatron_rl.tasks.lewis.colors import colors_of, listed, told, vague
@@ -17,7 +18,7 @@ from megatron_rl.tasks.lewis.description import PROMPT, described
 from megatron_rl.tasks.lewis.listener_protocol import heard
 from megatron_rl.tasks.lewis.sheets import GREEN, RED, Sheets
 from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
-from megatron_rl.types import LastingFault, Rollout, Turn
+from megatron_rl.types import Rollout, Turn
 from tests.rewards.test_speaker_client import speaking
 from tests.support.episodes import outcome_of
 from tests.support.listeners import Room, p_of
@@ -71,13 +72,13 @@ def data_of(built: tuple[Path, Path]) -> DataSettings:
 
 
 def speaker_of(built: tuple[Path, Path], url: str = "http://127.0.0.1:9", **options: object):
-    listener = ListenerSettings(urls=[url], backoff_s=0.01, tries=2)
+    listener = ListenerSettings(urls=[url], backoff_s=0.01, max_attempts=2)
     settings = TaskSettings(name="lewis_speaker", data=data_of(built), options=LewisSpeakerOptions(**options), listener=listener)
     return build_task(settings)
 
 
 def listener_task(built: tuple[Path, Path], *urls: str):
-    speaker = SpeakerSettings(urls=list(urls), tries=2)
+    speaker = SpeakerSettings(urls=list(urls), max_attempts=2)
     options = LewisListenerOptions(reward="heard")
     return build_task(TaskSettings(name="lewis_listener", data=data_of(built), options=options, speaker=speaker))
 
@@ -138,7 +139,7 @@ def test_a_listener_hears_of_a_target_and_of_another_in_turn(built: tuple[Path, 
             finally:
                 await task.close()
 
-        with pytest.raises(LastingFault, match=r"example train/0/yes .*the speaker describes nothing \('hm'\)"):
+        with pytest.raises(PermanentInfraError, match=r"example train/0/yes .*the speaker describes nothing \('hm'\)"):
             asyncio.run(ask())
 
 
@@ -146,7 +147,7 @@ def test_a_listener_hears_of_a_target_and_of_another_in_turn(built: tuple[Path, 
 def test_a_listener_is_paid_for_the_right_word_alone(built: tuple[Path, Path], reply: str, yes: float, no: float) -> None:
     task = listener_task(built)
     for example, worth in zip(task.examples("train")[:2], (yes, no), strict=True):
-        outcome = outcome_of(Turn(context=0, span=(0, 1), text=reply), payload=example.payload)
+        outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
         assert asyncio.run(task.rubric.score(outcome)).reward == worth
         assert task.gold(example) == [example.payload["answer"]]
 
@@ -159,10 +160,10 @@ def scored(task, examples: list, reply: str = REPLY) -> list[Rollout]:  # noqa: 
         try:
             rollouts = []
             for group, example in enumerate(examples):
-                outcome = outcome_of(Turn(context=0, span=(0, 1), text=reply), payload=example.payload)
+                outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
                 rollout = outcome.rollout
-                rollout.example_id, rollout.group, rollout.sample = example.id, group, 0
-                rollout.rewards = (await task.rubric.score(outcome)).rewards
+                rollout.example_id, rollout.group, rollout.sample_index = example.id, group, 0
+                rollout.reward_terms = (await task.rubric.score(outcome)).rewards
                 rollouts.append(rollout)
             return rollouts
         finally:
@@ -184,7 +185,7 @@ def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]
     with listener_of(Room()) as url, listener_of(frozen) as witness:
         task = speaker_of(built, url, accuracy="binary", witnesses={"frozen": witness})
         trained = scored(task, task.examples("train")[:3])
-        assert all("frozen" not in rollout.rewards and rollout.rewards["words"] == 10 for rollout in trained) and not frozen.asked
+        assert all("frozen" not in rollout.reward_terms and rollout.reward_terms["words"] == 10 for rollout in trained) and not frozen.asked
         held_out = scored(task, task.examples("eval"))
         figures = task.figures(task.examples("eval"), held_out)
     question = described(REPLY, category="kind0").question
@@ -193,13 +194,16 @@ def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]
         ps = [p_of(image.open(), question) for image in example.payload["candidates"]]
         target = example.payload["target"]
         picks.append((float(ps.index(max(ps)) == target), float(ps.index(min(ps)) == target)))
-        assert (rollout.rewards["picked"], rollout.rewards["frozen"], rollout.rewards["accuracy"]) == (*picks[-1], picks[-1][0])
+        assert (rollout.reward_terms["picked"], rollout.reward_terms["frozen"], rollout.reward_terms["accuracy"]) == (
+            *picks[-1],
+            picks[-1][0],
+        )
     shown = {image.read() for example in task.examples("eval") for image in example.payload["candidates"]}
     assert len({*frozen.asked}) == len(shown)
     assert figures["drift"] == pytest.approx(sum(partner - other for partner, other in picks) / len(picks)) and len({*picks}) > 1
     for wrong in ({"picked": "http://a:1"}, {"frozen": "a"}):
-        with pytest.raises(ValueError, match=r"^task.options.witnesses"):
-            LewisSpeakerOptions(witnesses=wrong)
+        with pytest.raises(ValueError, match=r"^task.options.held_out_listeners"):
+            LewisSpeakerOptions(held_out_listeners=wrong)
 
 
 def test_an_evaluation_leaves_one_sheet(built: tuple[Path, Path], tmp_path: Path) -> None:
@@ -216,7 +220,7 @@ def test_an_evaluation_leaves_one_sheet(built: tuple[Path, Path], tmp_path: Path
     assert [sheet.name for sheet in sheets] == ["evaluation_0000.png", "evaluation_0001.png"]
     colors = {color for _, color in Image.open(sheets[0]).getcolors(1 << 24)}
     rgb = {name: tuple(int(name[place : place + 2], 16) for place in (1, 3, 5)) for name in (GREEN, RED)}
-    num_wrong = sum(not rollout.rewards["picked"] for rollout in greedy)
+    num_wrong = sum(not rollout.reward_terms["picked"] for rollout in greedy)
     assert rgb[GREEN] in colors and (rgb[RED] in colors) == (num_wrong > 0)
 
 

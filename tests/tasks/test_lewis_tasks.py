@@ -8,12 +8,13 @@ import pytest
 from PIL import Image
 
 from megatron_rl.config import DataSettings, ListenerSettings, TaskSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.registry import build_task
 from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.lewis.description import described
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
-from megatron_rl.types import HostFault, Turn
+from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 from tests.support.listeners import Room, p_of
 from tests.support.listening import listener_of
@@ -40,7 +41,7 @@ def task_of(name: str, built: tuple[Path, Path], *urls: str, options: object = N
     pictures, rounds = built
     kind = name.removeprefix("lewis_")
     data = DataSettings(train=train or [f"{rounds}/{kind}:train"], eval=[f"{rounds}/{kind}:test"], images=str(pictures), max_eval=3)
-    listener = ListenerSettings(urls=list(urls), backoff_s=0.01, tries=2)
+    listener = ListenerSettings(urls=list(urls), backoff_s=0.01, max_attempts=2)
     return build_task(TaskSettings(name=name, data=data, options=options, listener=listener))
 
 
@@ -56,7 +57,7 @@ def scores(task: Task, replies: list[tuple[object, str]]) -> list[object]:
     async def score() -> list[object]:
         await task.start()
         try:
-            turns = [(example, Turn(context=0, span=(0, 1), text=text)) for example, text in replies]
+            turns = [(example, Turn(sequence=0, token_span=(0, 1), text=text)) for example, text in replies]
             outcomes = [outcome_of(turn, payload=example.payload) for example, turn in turns]
             for (example, _), outcome in zip(turns, outcomes, strict=True):
                 outcome.rollout.example_id = example.id
@@ -157,7 +158,7 @@ def test_a_listener_that_is_gone_is_no_score(built: tuple[Path, Path]) -> None:
     with listener_of(room) as url:
         task = task_of("lewis_speaker", built, url)
         (fault,) = scores(task, [(task.examples("train")[0], REPLY)])
-    assert isinstance(fault, HostFault) and "listener: nothing after 2 of 2 tries" in str(fault)
+    assert isinstance(fault, InfraError) and "listener: nothing after 2 of 2 tries" in str(fault)
 
 
 def test_a_witness_is_told_its_own_token_and_errors_name_it(
@@ -183,7 +184,7 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
     ):  # fmt: skip
         witnesses = {"frozen": frozen, "stranger": stranger}
         data = DataSettings(train=[f"{built[1]}/speaker:train"], eval=[f"{built[1]}/speaker:test"], images=str(built[0]), max_eval=3)
-        listener = ListenerSettings(urls=[url], token_file=str(words["listener"]), backoff_s=0.01, tries=2)
+        listener = ListenerSettings(urls=[url], token_file=str(words["listener"]), backoff_s=0.01, max_attempts=2)
 
         def task_with(**options: object) -> Task:
             task = build_task(TaskSettings(name="lewis_speaker", data=data, options=LewisSpeakerOptions(**options), listener=listener))
@@ -191,21 +192,21 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
                 client.__class__ = Told
             return task
 
-        task = task_with(witnesses=witnesses, witness_token_files={"frozen": str(words["frozen"])})
+        task = task_with(witnesses=witnesses, held_out_token_files={"frozen": str(words["frozen"])})
         (score,) = scores(task, [(task.examples("eval")[0], REPLY)])
         assert {"picked", "frozen", "stranger"} <= score.rewards.keys() and all(room.asked for room in rooms.values())
         assert heard == {url: {f"Bearer {'listener' * 8}"}, frozen: {f"Bearer {'frozen' * 8}"}, stranger: {""}}
         unknown = task_with(witnesses=witnesses)
         with pytest.raises(
-            HostFault, match=rf"^task.options.witnesses.frozen=\['{frozen}'\].*task.options.witness_token_files.frozen=FILE"
+            InfraError, match=rf"^task.options.held_out_listeners.frozen=\['{frozen}'\].*task.options.held_out_token_files.frozen=FILE"
         ):
             scores(unknown, [])
-        with pytest.raises(HostFault, match=r"^task.options.witnesses.gone=\['http://127.0.0.1:9'\]: no listener can be asked"):
+        with pytest.raises(InfraError, match=r"^task.options.held_out_listeners.gone=\['http://127.0.0.1:9'\]: no listener can be asked"):
             scores(task_with(witnesses={"gone": "http://127.0.0.1:9"}), [])
-        with pytest.raises(ValueError, match=r"^task.options.witness_token_files.frozen="):
-            task_with(witnesses=witnesses, witness_token_files={"frozen": str(tmp_path / "none")})
-    with pytest.raises(ValueError, match=r"^task.options.witness_token_files=other: names no witness"):
-        LewisSpeakerOptions(witnesses={"frozen": "http://a:1"}, witness_token_files={"other": "x"})
+        with pytest.raises(ValueError, match=r"^task.options.held_out_token_files.frozen="):
+            task_with(witnesses=witnesses, held_out_token_files={"frozen": str(tmp_path / "none")})
+    with pytest.raises(ValueError, match=r"^task.options.held_out_token_files=other: names no witness"):
+        LewisSpeakerOptions(held_out_listeners={"frozen": "http://a:1"}, held_out_token_files={"other": "x"})
 
 
 def test_a_listener_in_training_compares_or_selects(built: tuple[Path, Path]) -> None:

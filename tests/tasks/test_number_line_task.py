@@ -73,12 +73,12 @@ def play(task: Task, start: int, replies: list[str]) -> list[Step]:
 
 
 def scored(payload: dict, replies: list[str], steps: list[Step]) -> Score:
-    turns = [Turn(context=0, span=(0, 1), text=text, reward=step.reward) for text, step in zip(replies, steps, strict=True)]
+    turns = [Turn(sequence=0, token_span=(0, 1), text=text, reward=step.reward) for text, step in zip(replies, steps, strict=True)]
     return asyncio.run(TASK.rubric.score(outcome_of(*turns, payload=payload)))
 
 
 def rollout(reward: float) -> Rollout:
-    return Rollout(task="number_line", example_id="e", group=0, sample=0, reward=reward)
+    return Rollout(task="number_line", example_id="e", group=0, sample_index=0, reward=reward)
 
 
 def test_examples_are_the_30_starts_weighted_as_dealt_in_every_split() -> None:

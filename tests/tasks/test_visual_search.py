@@ -16,7 +16,7 @@ from megatron_rl.data.questions import questions
 from megatron_rl.tasks.visual_python.tool_protocol import Answer, Code
 from megatron_rl.tasks.visual_search.drawing import LABELS, LEVELS, SHAPES, Box, Scene, scene, shapes
 from megatron_rl.tasks.visual_search.task import DISCS, GUESSES, LEVEL, NUM_EVAL, Canvas, VisualSearchTask, look, middle
-from megatron_rl.types import End, ToolCall, Turn
+from megatron_rl.types import StopReason, ToolCall, Turn
 from tests.support.episodes import outcome_of
 from tools.data.make_visual_search import make, split_sprites
 
@@ -112,13 +112,18 @@ def test_gold_earns_full_marks_and_a_guess_none() -> None:
             code, answer = made.gold(example)
             assert made.protocol.read(code) == Code(look(Canvas(example.id).scene.target.cell))
             assert made.protocol.read(answer) == Answer(str(example.payload["answer"]))
-            ran = Turn(context=0, span=(0, 1), text=code, call=ToolCall(tool="python", source=code, ran=True))
-            told = Turn(context=0, span=(1, 2), text=answer)
+            ran = Turn(sequence=0, token_span=(0, 1), text=code, tool_call=ToolCall(tool="python", source=code, ran=True))
+            told = Turn(sequence=0, token_span=(1, 2), text=answer)
             gold = asyncio.run(made.rubric.score(outcome_of(ran, told, payload=example.payload)))
             assert gold.reward == pytest.approx(full)
             wrong = made.protocol.write_answer(str(9 - int(str(example.payload["answer"]))))
-            guess = Turn(context=0, span=(0, 1), text=wrong)
-            for turns, end in (([guess], End.DONE), ([ran, guess], End.DONE), ([ran], End.MAX_TURNS), ([ran, ran], End.MAX_TURNS)):
+            guess = Turn(sequence=0, token_span=(0, 1), text=wrong)
+            for turns, end in (
+                ([guess], StopReason.DONE),
+                ([ran, guess], StopReason.DONE),
+                ([ran], StopReason.MAX_TURNS),
+                ([ran, ran], StopReason.MAX_TURNS),
+            ):
                 score = asyncio.run(made.rubric.score(outcome_of(*turns, payload=example.payload, end=end)))
                 assert score.reward == 0.0
 
@@ -200,6 +205,6 @@ def test_bad_arguments_name_their_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--out"):
         make(tmp_path / "out", **chosen)
     with pytest.raises(ValueError, match="protocol"):
-        VisualSearchTask(TaskSettings(name="visual_search", protocol="deepeyes"))
+        VisualSearchTask(TaskSettings(name="visual_search", tool_format="deepeyes"))
     with pytest.raises(ValueError, match="kinds of thing"):
         scene(LEVELS["hard"], list(DISCS), seed="0")

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.vqa import ANSWER, VqaTask
-from megatron_rl.types import HostFault, Rollout, Turn
+from megatron_rl.types import Rollout, Turn
 from tests.support.episodes import outcome_of
 from tests.support.tables import png, write
 
@@ -36,7 +37,7 @@ def task_of(tmp_path: Path, **data: object) -> VqaTask:
 
 
 def score(task: VqaTask, example: object, reply: str) -> float:
-    outcome = outcome_of(Turn(context=0, span=(0, 1), text=reply), payload=example.payload)
+    outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
     return asyncio.run(task.rubric.score(outcome)).reward
 
 
@@ -83,9 +84,9 @@ def test_gold_earns_full_marks_and_a_constant_does_not(tmp_path: Path) -> None:
     assert [score(task, example, "It is 4. <answer>4</answer>") for example in examples] == [0, 1, 0, 0]
     assert [score(task, example, "$\\boxed{0.5}$") for example in examples] == [0, 0, 1, 0]
     assert [score(task, example, "") for example in examples] == [0, 0, 0, 0]
-    rollout = Rollout(task="vqa", example_id="", group=0, sample=0, rewards={"accuracy": 1.0})
+    rollout = Rollout(task="vqa", example_id="", group=0, sample_index=0, reward_terms={"accuracy": 1.0})
     assert task.success(rollout)
-    rollout.rewards["accuracy"] = 0.0
+    rollout.reward_terms["accuracy"] = 0.0
     assert not task.success(rollout)
 
 
@@ -101,7 +102,7 @@ def test_a_picture_that_vanished_fails_the_episode(tmp_path: Path) -> None:
     path = str(write(tmp_path / "mine.json", [{"question": "?", "answer": "x", "image": "a.png"}]))
     (example,) = VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[path]))).examples("eval")
     (tmp_path / "a.png").unlink()
-    with pytest.raises(HostFault, match=r"^mine.json row 0: image: cannot be opened"):
+    with pytest.raises(InfraError, match=r"^mine.json row 0: image: cannot be opened"):
         asyncio.run(VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[path]))).env(example).reset(0))
 
 

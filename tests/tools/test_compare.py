@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.models.name_mapping import nested
+from megatron_rl.models.name_mapping import nested_name
 from tests.support.foreign import State
 from tools.convert import compare, converter_hf_to_mcore
 
@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 def test_equal_across_formats_and_spellings(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All three against each other, tensors and what the models compute (transformers and Megatron on one CPU: 1e-4 of logits of 10)."""
-    newer = changed(random_model, tmp_path / "newer", lambda state: {nested(name): tensor for name, tensor in state.items()})
+    newer = changed(random_model, tmp_path / "newer", lambda state: {nested_name(name): tensor for name, tensor in state.items()})
     assert converter_hf_to_mcore.main(["--hf", str(newer), "--out", str(tmp_path / "mcore")]) == 0
     assert run(capsys, random_model, newer) == (0, "81 tensors equal to the last bit, 0 within 0, 0 beyond or on one side only\n")
     assert run(capsys, tmp_path / "mcore", random_model)[0] == 0

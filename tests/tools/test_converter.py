@@ -69,7 +69,7 @@ def by_hand(tensors: Tensors, *, heads: int = 4, kv_heads: int = 2) -> Tensors:
 
 
 def released(tensors: Tensors) -> Tensors:
-    return {name_mapping.canonical(name): tensor for name, tensor in tensors.items()}
+    return {name_mapping.canonical_name(name): tensor for name, tensor in tensors.items()}
 
 
 def assert_holds(checkpoint: Path, wanted: Tensors) -> None:
@@ -169,7 +169,7 @@ def assert_refused(hf: Path | str, out: Path, capsys: pytest.CaptureFixture[str]
 
 
 def without(tensors: Tensors, name: str) -> Tensors:
-    return {stored: tensor for stored, tensor in tensors.items() if name_mapping.canonical(stored) != name}
+    return {stored: tensor for stored, tensor in tensors.items() if name_mapping.canonical_name(stored) != name}
 
 
 UP = "model.layers.1.mlp.up_proj.weight"

@@ -14,8 +14,8 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import PEFT_PREFIX
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.weights.formats.base_digest import DIGEST, digest_of
-from megatron_rl.weights.formats.checkpoint_source import Source
-from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
+from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import peft_config
 
@@ -26,7 +26,7 @@ CHANGED = (
 )  # fmt: skip
 
 
-def opened(folder: Path, like: Path) -> Source:
+def opened(folder: Path, like: Path) -> TensorSource:
     return open_source(folder, read_spec(like), key="model.path")
 
 
@@ -83,10 +83,10 @@ def adapter(folder: Path, *, digest: str) -> Path:
 def test_an_adapter_goes_with_its_own_base_alone(random_model: Path, tied_model: Path, tmp_path: Path) -> None:
     digest = digest_of(opened(random_model, random_model))
     own, silent = adapter(tmp_path / "own", digest=digest), adapter(tmp_path / "silent", digest="")
-    assert Merged(opened(random_model, random_model), own, key="--lora").warning == ""
+    assert MergedTensors(opened(random_model, random_model), own, key="--lora").warning == ""
     with pytest.raises(ValueError, match=rf"^--lora={own}: was trained on another base \(runs/one/final\) than this one; give"):
-        Merged(opened(tied_model, tied_model), own, key="--lora")
-    warning = Merged(opened(tied_model, tied_model), silent, key="--lora").warning
+        MergedTensors(opened(tied_model, tied_model), own, key="--lora")
+    warning = MergedTensors(opened(tied_model, tied_model), silent, key="--lora").warning
     assert warning.startswith(f"--lora={silent}: its adapter_config.json has no base_model_digest: that runs/one/final is the base")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.run.checkpoints import RunState
+from megatron_rl.run.checkpoints import CheckpointState
 from megatron_rl.weights.formats.digests import STATE, check_records, digest, record, recorded_files
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.support.poisoned import write_record
@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
     make(folder)
     make(folder / "critic")
     (folder / "run").mkdir()
-    write_record(folder, RunState(step=1))
+    write_record(folder, CheckpointState(step=1))
     return folder
 
 
@@ -69,7 +69,7 @@ def test_small_files_are_compared_when_the_folder_is_opened(checkpoint: Path) ->
 def test_a_file_that_is_not_recorded_is_refused(checkpoint: Path) -> None:
     """A metadata file that leads to other tensors has another digest; where a record lacks the file, its numbers are nobody's."""
     files = {name: value for name, value in recorded_files(checkpoint).files.items() if name != "__0_1.distcp"}
-    write_record(checkpoint, RunState(step=1), files=files)
+    write_record(checkpoint, CheckpointState(step=1), files=files)
     assert McoreTensors(checkpoint).read("first")[0] == 0.5
     with pytest.raises(ValueError, match=r"damaged: __0_1.distcp is not recorded in run/state.json; "):
         McoreTensors(checkpoint).read("second")
@@ -87,6 +87,6 @@ def test_a_folder_of_no_run_has_no_record(checkpoint: Path, tmp_path: Path) -> N
 def test_a_record_of_a_stranger(files: object, checkpoint: Path) -> None:
     with pytest.raises((ValueError, TypeError)):
         check_records(files)
-    write_record(checkpoint, RunState(step=1), files=files)
+    write_record(checkpoint, CheckpointState(step=1), files=files)
     with pytest.raises(ValueError, match=r"^run.dir=.*: run/state.json cannot be read \(.*\); copy the whole checkpoint again$"):
         McoreTensors(checkpoint, key="run.dir")

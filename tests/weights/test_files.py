@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl.weights.formats import tensor_files
-from megatron_rl.weights.formats.tensor_files import SteadyFile, mapped, whole_or_absent
+from megatron_rl.weights.formats.tensor_files import FlushedFile, atomic_folder, map_tensor
 
 PAGES = 64
 
@@ -42,7 +42,7 @@ def is_cached(path: Path, page: int) -> bool:
 def test_a_mapped_tensor_is_the_files_and_changing_it_is_not_the_files(stored: Path) -> None:
     """At an offset that is no multiple of a page."""
     before = stored.read_bytes()
-    tensor = mapped(stored, offset=4100, dtype=torch.int16, shape=torch.Size([3, 5000]))
+    tensor = map_tensor(stored, offset=4100, dtype=torch.int16, shape=torch.Size([3, 5000]))
     assert tensor.shape == (3, 5000) and tensor.numpy().tobytes() == before[4100:34100]
     tensor.zero_()
     assert stored.read_bytes() == before
@@ -52,7 +52,7 @@ def test_a_mapped_tensor_is_the_files_and_changing_it_is_not_the_files(stored: P
 def test_what_is_read_once_leaves_the_page_cache_with_its_tensor(stored: Path, once: bool) -> None:
     if is_cached(stored, PAGES // 2):
         pytest.skip("the temporary folder lies on a file system that is its page cache")
-    tensor = mapped(stored, offset=0, dtype=torch.uint8, shape=torch.Size([PAGES * 4096]), once=once)
+    tensor = map_tensor(stored, offset=0, dtype=torch.uint8, shape=torch.Size([PAGES * 4096]), once=once)
     part = tensor[4096:]
     assert is_cached(stored, PAGES // 2)
     del tensor
@@ -67,7 +67,7 @@ def test_a_steady_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytes
     """In pieces that fall on both sides of where the kernel is told to begin; a tensor that is a view, and one without dimensions."""
     monkeypatch.setattr(tensor_files, "WRITE_BYTES", 7)
     columns, number = torch.arange(12, dtype=torch.int16).reshape(3, 4)[:, 1:3], torch.tensor(2.5)
-    file = SteadyFile(tmp_path / "file")
+    file = FlushedFile(tmp_path / "file")
     assert [file.write(data) for data in (b"abc", memoryview(b"defghijklmnopqrstuvwxyz"), b"")] == [3, 23, 0]
     file.write_tensor(columns)
     file.write_tensor(number)
@@ -82,7 +82,7 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
-        with pytest.raises(OSError, match="^weights.bin: File too large$"), SteadyFile(tmp_path / "weights.bin") as file:
+        with pytest.raises(OSError, match="^weights.bin: File too large$"), FlushedFile(tmp_path / "weights.bin") as file:
             file.write(bytes(2000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -100,15 +100,15 @@ def test_a_folder_that_is_replaced_is_never_lost(tmp_path: Path, monkeypatch: py
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(OSError, match="no more renames"), whole_or_absent(out):
+    with pytest.raises(OSError, match="no more renames"), atomic_folder(out):
         (tmp_path / ".out.partial").touch()
     monkeypatch.undo()
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
     out.rename(tmp_path / ".out.replaced")
-    with pytest.raises(ValueError, match="refused"), whole_or_absent(out):
+    with pytest.raises(ValueError, match="refused"), atomic_folder(out):
         raise ValueError("refused")
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/old"]
-    with whole_or_absent(out) as partial:
+    with atomic_folder(out) as partial:
         (partial / "new").touch()
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["out", "out/new"]
 
@@ -116,12 +116,12 @@ def test_a_folder_that_is_replaced_is_never_lost(tmp_path: Path, monkeypatch: py
 def test_parents_that_were_made_for_nothing_go(tmp_path: Path) -> None:
     """But those that were there, or that hold something by now, stay."""
     (tmp_path / "there").mkdir()
-    with pytest.raises(ValueError, match="refused"), whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
+    with pytest.raises(ValueError, match="refused"), atomic_folder(tmp_path / "there" / "a" / "b" / "out"):
         raise ValueError("refused")
     assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
 
     def refused_beside_a_file() -> None:
-        with whole_or_absent(tmp_path / "there" / "a" / "b" / "out"):
+        with atomic_folder(tmp_path / "there" / "a" / "b" / "out"):
             (tmp_path / "there" / "a" / "mine").touch()
             raise ValueError("refused")
 

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.models.name_mapping import PEFT_PREFIX, Heads, Row, canonical, fuse_qkv, nested
+from megatron_rl.models.name_mapping import PEFT_PREFIX, AttentionHeads, Row, canonical_name, fuse_qkv, nested_name
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.policy.lora import Adapter, adapt_vision, adapters_off, merged_weights
 from megatron_rl.weights.formats.peft import CONFIG, KNOWN, WEIGHTS, adapter_table, load_peft, peft_config, start_adapters, write_peft
-from megatron_rl.weights.stream import Placement
+from megatron_rl.weights.stream import ShardLocation
 
 TARGETS = {
     "attention": r"model\.language_model\..*self_attn\.[qkvo]_proj",
@@ -57,7 +57,7 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
     """The pattern in adapter_config.json meets exactly the modules that have tensors; all four targets are all linear layers."""
     wanted = {name for name in linears if any(re.fullmatch(TARGETS[target], name) for target in targets)}
     assert len(targets) < 4 or wanted == linears.keys()
-    names = [PEFT_PREFIX + nested(name) for row in rows_for(linears, targets) for name in row.hf]
+    names = [PEFT_PREFIX + nested_name(name) for row in rows_for(linears, targets) for name in row.hf]
     assert sorted(names) == sorted(f"base_model.model.{name}.lora_{half}.weight" for name in wanted for half in "AB")
     pattern = peft_config(rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base", vision_lora=VISION_LORA)["target_modules"]
     assert {name for name in linears if re.fullmatch(pattern, name)} == wanted
@@ -65,12 +65,12 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
 
 def test_names_go_there_and_back(linears: dict[str, nn.Linear]) -> None:
     for row in rows_for(linears, list(TARGETS)):
-        assert canonical(PEFT_PREFIX + nested(row.hf[0])) == row.hf[0]
+        assert canonical_name(PEFT_PREFIX + nested_name(row.hf[0])) == row.hf[0]
 
 
 def fused(dropout: float) -> Adapter:
     """Four query heads on two key/value heads of one number each."""
-    heads = Heads(num_query=4, num_kv=2, dim=1)
+    heads = AttentionHeads(num_query=4, num_kv=2, dim=1)
     adapter = Adapter(
         LoraSettings(rank=2, alpha=6.0, dropout=dropout), 5, {"q_proj": 4, "k_proj": 2, "v_proj": 2},
         dtype=torch.float32, fuse=partial(fuse_qkv, heads=heads),
@@ -117,7 +117,7 @@ class Merger(nn.Module):
 
 
 ONE = SimpleNamespace(size=lambda: 1)
-PLACEMENT = Placement(0, ONE, 0, ONE, chunks=1, layers_per_chunk=1)
+PLACEMENT = ShardLocation(0, ONE, 0, ONE, chunks=1, layers_per_chunk=1)
 NAMES = ["merger.mlp.0.weight", "merger.mlp.2.weight", "merger.mlp.0.bias"]
 ROWS = adapter_table(targets=["projector"], num_layers=0, vision_names=NAMES, vision_lora=VISION_LORA)
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.weights.formats.checkpoint_source import told_skipped
+from megatron_rl.weights.formats.checkpoint_source import describe_skipped
 from megatron_rl.weights.formats.open_checkpoint import open_source
 
 BUFFERS = ("model.layers.0.self_attn.rotary_emb.inv_freq", "visual.rotary_pos_emb.inv_freq", "model.layers.1.attn.masked_bias",
@@ -27,10 +27,10 @@ def test_buffers_are_left_out_with_one_line(random_model: Path, tmp_path: Path) 
     folder = beside(random_model, tmp_path / "with", BUFFERS)
     source, plain = (open_source(path, read_spec(random_model), key="model.path") for path in (folder, random_model))
     assert source.specs == plain.specs and sorted(source.skipped) == sorted(BUFFERS)
-    assert told_skipped(source).startswith(
+    assert describe_skipped(source).startswith(
         "left out: 5 stored tensors that are computed anew (model.layers.0.self_attn.rotary_emb.inv_freq, "
     )
-    assert told_skipped(plain) == ""
+    assert describe_skipped(plain) == ""
 
 
 @pytest.mark.parametrize("name", ["v_head.summary.weight", "model.layers.0.self_attn.inv_freq", "visual.blocks.0.attn.gate.bias"])

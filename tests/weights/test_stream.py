@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.models.decoder import qwen2_rows as layer_rows
-from megatron_rl.models.name_mapping import Heads, Row, table
-from megatron_rl.weights.stream import Export, Placement, _buckets, load_hf
+from megatron_rl.models.name_mapping import AttentionHeads, Row, name_table
+from megatron_rl.weights.stream import HfWeightIterator, ShardLocation, _buckets, load_hf
 
 WIDTH, FFN, VOCABULARY = 8, 12, 20
-ROWS = table(
+ROWS = name_table(
     num_layers=4,
-    heads=Heads(num_query=4, num_kv=2, dim=2),
+    heads=AttentionHeads(num_query=4, num_kv=2, dim=2),
     tied=False,
     vocab_size=VOCABULARY,
     layer_rows=layer_rows,
@@ -55,21 +55,21 @@ def chunk_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
 
 
 @pytest.fixture
-def alone() -> Iterator[Placement]:
+def alone() -> Iterator[ShardLocation]:
     """The placement of a world of one process."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     group = dist.group.WORLD
-    yield Placement(0, group, 0, group, chunks=1, layers_per_chunk=4)
+    yield ShardLocation(0, group, 0, group, chunks=1, layers_per_chunk=4)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 300, 1000, 1 << 20])
-def test_what_is_exported_is_what_was_loaded(bucket_bytes: int, alone: Placement) -> None:
+def test_what_is_exported_is_what_was_loaded(bucket_bytes: int, alone: ShardLocation) -> None:
     """In one bucket for each kind, in several, and with every parameter in a bucket of its own."""
     tensors = hf_tensors()
     chunks = nn.ModuleList([chunk_of(tensors)])
     load_hf(chunks, ROWS, alone, tensors.__getitem__)
-    export = Export(chunks, ROWS, alone, bucket_bytes=bucket_bytes)
+    export = HfWeightIterator(chunks, ROWS, alone, bucket_bytes=bucket_bytes)
     assert {0: len(ROWS), 1 << 20: 2}.get(bucket_bytes, len(export.buckets)) == len(export.buckets)
     assert (2 < len(export.buckets) < len(ROWS)) == (bucket_bytes in (300, 1000))
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_what_is_exported_is_what_was_loaded(bucket_bytes: int, alone: Placement
 def test_layers_go_round_the_stages_chunk_by_chunk(stages: int, chunks: int, layers: int) -> None:
     """As Megatron cuts a model (arXiv 2104.04473, 2.2): the model is walked through from its first layer, a chunk of each stage in turn."""
     group = SimpleNamespace(size=lambda: stages)
-    placement = Placement(0, SimpleNamespace(size=lambda: 1), 0, group, chunks=chunks, layers_per_chunk=layers)
+    placement = ShardLocation(0, SimpleNamespace(size=lambda: 1), 0, group, chunks=chunks, layers_per_chunk=layers)
     walked = [(stage, chunk, layer) for chunk in range(chunks) for stage in range(stages) for layer in range(layers)]
     for number, (stage, chunk, layer) in enumerate(walked):
         row = Row(f"language.decoder.layers.{number}.mlp.weight", ("x",), f"layer:{number}")
@@ -96,7 +96,7 @@ def test_layers_go_round_the_stages_chunk_by_chunk(stages: int, chunks: int, lay
 @pytest.mark.parametrize("max_numel", [0, 50, 100, 500, 1 << 20])
 def test_buckets_hold_every_row_once_and_no_more_than_they_may(max_numel: int) -> None:
     """Over two stages with two chunks each; a row that is larger than a bucket has one of its own."""
-    placement = Placement(0, SimpleNamespace(size=lambda: 2), 0, SimpleNamespace(size=lambda: 2), chunks=2, layers_per_chunk=1)
+    placement = ShardLocation(0, SimpleNamespace(size=lambda: 2), 0, SimpleNamespace(size=lambda: 2), chunks=2, layers_per_chunk=1)
     tensors = hf_tensors()
     shapes = {row.mcore: row.to_mcore(tuple(tensors[name] for name in row.hf), 0, 2).shape for row in ROWS}
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.weights.formats.checkpoint_source import NamedSource, Source
+from megatron_rl.weights.formats.checkpoint_source import NamedSource, TensorSource
 from megatron_rl.weights.formats.open_checkpoint import hf_part, kind_of, open_source
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tools.commands import in_words, quiet_libraries
@@ -45,7 +45,7 @@ class Difference:
         return self.largest is None or not self.largest <= atol
 
 
-def open_any(folder: Path) -> Source:
+def open_any(folder: Path) -> TensorSource:
     """A checkpoint of this trainer through the table, or a Hugging Face folder.
 
     Of the latter padding of the vocabulary and a copy of tied embeddings are left out; if it is no whole model of its config.json, it is
@@ -63,7 +63,7 @@ def open_any(folder: Path) -> Source:
     return open_source(folder, read_spec(like, key="folder"), key="folder", once=True)
 
 
-def differences(first: Source, second: Source) -> Iterator[Difference]:
+def differences(first: TensorSource, second: TensorSource) -> Iterator[Difference]:
     """Every name of either side, in the first's order."""
     for name in [*first.specs, *sorted(second.specs.keys() - first.specs.keys())]:
         sides = tuple(str(side.specs[name]) if name in side.specs else "nothing" for side in (first, second))

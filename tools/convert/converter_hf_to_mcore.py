@@ -20,11 +20,11 @@ from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import count_token_ids
-from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, NamedSource, told_skipped
+from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, NamedSource, describe_skipped
 from megatron_rl.weights.formats.open_checkpoint import as_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.weights.formats.tensor_files import copy_companions, whole_or_absent
-from megatron_rl.weights.formats.to_mcore import Import
+from megatron_rl.weights.formats.tensor_files import atomic_folder, copy_companions
+from megatron_rl.weights.formats.to_mcore import McoreImport
 from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
 
 PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
@@ -37,8 +37,8 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
     check_cut(spec, tp=tp, pp=pp)
     stored = HfTensors(hf, key="--hf", once=True)
     source = NamedSource(stored, spec.shapes(), num_token_ids=count_token_ids(hf))
-    plan = Import(source, spec.rows(), dtype=dtype)
-    with whole_or_absent(out) as partial:
+    plan = McoreImport(source, spec.rows(), dtype=dtype)
+    with atomic_folder(out) as partial:
         with progress_bar() as bar:
             task = bar.add_task("converting", total=plan.num_bytes)
             plan.write(partial, tp=tp, progress=lambda num_bytes: bar.advance(task, num_bytes))
@@ -52,7 +52,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
 
             console.print(verify(hf, partial, dtype=dtype), **PLAIN)
     if source.skipped:
-        console.print(told_skipped(source), **PLAIN)
+        console.print(describe_skipped(source), **PLAIN)
     padding = stored.specs[EMBEDDINGS].shape[0] - source.specs[EMBEDDINGS].shape[0]
     left_out = f"; {padding} rows of vocabulary padding (beyond config.vocab_size) left out" if padding else ""
     return f"{len(source.specs)} tensors as {len(plan.written)}, {plan.num_bytes:,} bytes, in {out}{left_out}"

@@ -14,14 +14,14 @@ import torch
 
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.name_mapping import nested
+from megatron_rl.models.name_mapping import nested_name
 from megatron_rl.models.vocabulary import count_token_ids
-from megatron_rl.weights.formats.checkpoint_source import NamedSource, Source, Spec, check_names, told_skipped
-from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.weights.formats.checkpoint_source import NamedSource, TensorSource, TensorSpec, check_names, describe_skipped
+from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import as_dtype, critics_part, hf_part, kind_of, open_source
 from megatron_rl.weights.formats.pixel_limits import read_pixel_limits
 from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
-from megatron_rl.weights.formats.tensor_files import made_ahead
+from megatron_rl.weights.formats.tensor_files import prefetch
 from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
 
 STYLES = ("released", "nested")
@@ -56,13 +56,13 @@ def merge(asked: Merge) -> str:
         reference = HfTensors(asked.reference, key="--reference")
         NamedSource(reference, spec.shapes(), num_token_ids=count_token_ids(like))  # raises unless it is a model of the same tensors
     if asked.lora is not None:
-        if isinstance(source, Merged):
+        if isinstance(source, MergedTensors):
             raise ValueError(f"--lora={asked.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out")
-        source = Merged(source, asked.lora, key="--lora")
+        source = MergedTensors(source, asked.lora, key="--lora")
         if source.warning:
             print(f"warning: {source.warning}", file=sys.stderr)
-    _check_verify(asked, kind, is_merged=isinstance(source, Merged))
-    specs = {name: Spec(asked.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
+    _check_verify(asked, kind, is_merged=isinstance(source, MergedTensors))
+    specs = {name: TensorSpec(asked.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
     size = sum(spec.nbytes for spec in specs.values())
 
     def check(partial: Path) -> None:
@@ -70,7 +70,7 @@ def merge(asked: Merge) -> str:
         if asked.verify:
             print(_verify(partial, asked.checkpoint), file=sys.stderr)
 
-    stored, named = read_json(like / "config.json"), nested if asked.style == "nested" else spec.released
+    stored, named = read_json(like / "config.json"), nested_name if asked.style == "nested" else spec.released
     trained = hf_part(asked.checkpoint)
     pixels = read_pixel_limits(trained) if trained is not None and asked.reference is not None else None
     with progress_bar() as progress:
@@ -80,7 +80,7 @@ def merge(asked: Merge) -> str:
             like=like, pixels=pixels, config=as_dtype(stored, asked.dtype) if asked.dtype else None, check=check,
         )  # fmt: skip
     if source.skipped:
-        print(told_skipped(source), file=sys.stderr)
+        print(describe_skipped(source), file=sys.stderr)
     for part in critics_part(asked.checkpoint, key="--checkpoint"):
         print(f"left out: {part} is the critic's", file=sys.stderr)
     for part in lacking:
@@ -126,17 +126,17 @@ def _verify(partial: Path, checkpoint: Path) -> str:
 
 
 def _tensors(
-    source: Source, specs: dict[str, Spec], rename: Callable[[str], str], advance: Callable[[int], None]
+    source: TensorSource, specs: dict[str, TensorSpec], rename: Callable[[str], str], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor once, under its name in the result."""
-    read = made_ahead(lambda name: source.read(name).to(specs[name].dtype), specs)
+    read = prefetch(lambda name: source.read(name).to(specs[name].dtype), specs)
     for (name, spec), tensor in zip(specs.items(), read, strict=True):
         assert tensor.shape == spec.shape, f"{name}: {tuple(tensor.shape)} was read, {spec} was planned"
         yield rename(name), tensor
         advance(spec.nbytes)
 
 
-def _check_written(folder: Path, specs: dict[str, Spec]) -> None:
+def _check_written(folder: Path, specs: dict[str, TensorSpec]) -> None:
     """Raise ValueError unless the files hold what was planned, tensor by tensor and in bytes."""
     written = HfTensors(folder, key="--out")
     check_names(written.specs, specs, source=f"--out={folder}", target="the checkpoint")

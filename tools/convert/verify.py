@@ -18,18 +18,18 @@ from PIL import Image as Pillow
 from torch import nn
 from transformers import PreTrainedModel
 
-from megatron_rl.batching.minibatches import WeightedContext
+from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import pack
 from megatron_rl.compat.megatron_cpu import on_cpu_too
 from megatron_rl.config import LoraSettings, ParallelSettings, require
-from megatron_rl.distributed.world import connect, place
+from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.policy.patches import carried
+from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.training_state import load_weights
-from megatron_rl.policy.transformer import Chunk
-from megatron_rl.types import Context, Image
+from megatron_rl.policy.transformer import ModelChunk
+from megatron_rl.types import Image, TokenSequence
 from megatron_rl.weights.formats.torch_dist import McoreTensors
 from megatron_rl.weights.stream import is_adapter
 
@@ -37,7 +37,7 @@ TOLERANCE = 1e-5
 """Of the largest logit; two fp32 forwards of a correct conversion differ by about 1e-6 of it."""
 
 
-def prompts(spec: ModelSpec) -> dict[str, Context]:
+def prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
     """A text and an image prompt of random token ids and patches; no two tokens of the images are alike."""
     generator = torch.Generator().manual_seed(0)
     special = (spec.image_token_id, spec.video_token_id, spec.vision_start_id, spec.vision_end_id)
@@ -50,15 +50,15 @@ def prompts(spec: ModelSpec) -> dict[str, Context]:
     for rows, columns in ((2 * merge, 3 * merge), (4 * merge, 2 * merge)):
         patch_PC = torch.randn(rows * columns, spec.vision.patch_numbers, generator=generator)
         images.append(Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, rows, columns), key=f"{rows} x {columns}", merge=merge))
-    shown = Context(text(5))
+    shown = TokenSequence(text(5))
     for image in images:
         placeholders = [spec.vision_start_id, *[spec.image_token_id] * image.num_tokens, spec.vision_end_id]
         shown.token_ids += placeholders + text(3)
         shown.images.append(image)
-    read = Context(text(24))
+    read = TokenSequence(text(24))
     for context in (read, shown):
         context.loss_mask = [0] * len(context.token_ids)
-        context.engine_logprobs = [0.0] * len(context.token_ids)
+        context.rollout_logprobs = [0.0] * len(context.token_ids)
     return {"text prompt": read, "two-image prompt": shown}
 
 
@@ -71,7 +71,7 @@ def hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--h
     return {name: logits_of(model, context, image_token_id=spec.image_token_id) for name, context in prompts(spec).items()}
 
 
-def logits_of(model: PreTrainedModel, context: Context, *, image_token_id: int) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, context: TokenSequence, *, image_token_id: int) -> torch.Tensor:
     """Transformers' own forward of one context: logits [L, vocabulary]."""
     ids = torch.tensor([context.token_ids])
     images = {}
@@ -93,12 +93,12 @@ def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, to
     require(not any(map(is_adapter, McoreTensors(checkpoint, key=key).specs)), key, checkpoint, remedy)
     _check_memory(spec, checkpoint, key=key)
     with _world_of_one():
-        model = Chunk(spec, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
+        model = ModelChunk(spec, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
         load_weights(nn.ModuleList([model]), checkpoint, key=key)
         logits = {}
         for name, context in prompts(spec).items():
-            batch = pack([WeightedContext(context)], image_token_id=spec.image_token_id, positions=spec.positions)
-            batch.patch_PC = torch.cat([carried(image) for image in batch.images]) if batch.images else None
+            batch = pack([PackItem(context)], image_token_id=spec.image_token_id, positions=spec.positions)
+            batch.patch_PC = torch.cat([patch_bytes(image) for image in batch.images]) if batch.images else None
             logits[name] = model.head(model(batch, torch.arange(batch.num_tokens)))
     return logits
 
@@ -106,7 +106,7 @@ def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, to
 @contextmanager
 def _world_of_one() -> Iterator[None]:
     """Megatron's process groups in a process that has none."""
-    connect(place(), timeout_s=60)
+    connect(read_world(), timeout_s=60)
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_rl.config import require
 from megatron_rl.data.images import SUFFIXES, UNREADABLE, StoredImage, shortened, stored_image
-from megatron_rl.types import HostFault
+from megatron_rl.errors import InfraError
 from tools.commands import ended
 
 QUALITY = 95
@@ -121,7 +121,7 @@ def _write(image: StoredImage, name: str, digest: str, out: Path) -> Written:
     if not _is_done(image, name, digest, out):
         try:
             picture = image.open()
-        except HostFault as fault:
+        except InfraError as fault:
             raise ValueError(str(fault)) from fault
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.{hash(image)}.partial")

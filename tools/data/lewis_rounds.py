@@ -16,8 +16,8 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import require
 from megatron_rl.data.images import FORMATS, StoredImage
+from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.description import PROMPT
-from megatron_rl.types import HostFault
 
 Catalogue = Mapping[str, Mapping[str, Sequence[str]]]
 """Category -> concept -> its pictures, relative to the root."""
@@ -111,7 +111,7 @@ def opened(path: Path) -> Picture:
     """As a run shows it: RGB, upright. ValueError names a file that is no picture, or half of one."""
     try:
         return StoredImage(path, str(path)).open()
-    except HostFault as error:
+    except InfraError as error:
         raise ValueError(f"{error}; take it away, or save it anew") from error
 
 

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron_rl.config import require
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.alfworld.game_files import GAME, TRANSCRIPTS, Transcript, Turn, require_packages, transcript_of
 from megatron_rl.tasks.alfworld.game_generator import Draft, House, drafts, house
 from megatron_rl.tasks.alfworld.goals import NAMES, Goal
@@ -31,7 +32,6 @@ from megatron_rl.tasks.alfworld.player_pool import Players
 from megatron_rl.tasks.alfworld.scene_prompts import View, prompt_of, thoughts_before, write_reply
 from megatron_rl.tasks.alfworld.search_expert import Searcher
 from megatron_rl.tasks.alfworld.task import MAX_STEPS
-from megatron_rl.types import HostFault, LastingFault
 
 TRIES = 20
 """Drafts of one game, until the planner wins one."""
@@ -64,7 +64,7 @@ def write_game(folder: Path, draft: Draft, rules: House, *, walkthrough: list[st
 
 
 async def transcribe(players: Players, game: Path, *, walkthrough: list[str]) -> dict[str, Transcript]:
-    """Who wins the game, and how: the planner, or the walkthrough that it left, and the searcher. HostFault: TextWorld failed."""
+    """Who wins the game, and how: the planner, or the walkthrough that it left, and the searcher. InfraError: TextWorld failed."""
     player, found = await players.take(str(game)), {}
     try:
         for name in TRANSCRIPTS:
@@ -99,9 +99,9 @@ async def make_one(out: Path, trial: str, players: Players, attempts: Iterator[D
         try:
             write_game(folder, draft, rules, walkthrough=[])
             transcripts = await transcribe(players, folder / GAME, walkthrough=[])
-        except LastingFault:
+        except PermanentInfraError:
             raise
-        except HostFault as fault:
+        except InfraError as fault:
             print(f"{trial}: another draft is tried ({fault})", file=sys.stderr)
             transcripts = {}
         if "planner" in transcripts and len(transcripts["planner"].turns) <= LONGEST:
@@ -225,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
     code = 0
     try:
         print(run(parse_arguments(arguments)))
-    except* (ValueError, LastingFault) as errors:
+    except* (ValueError, PermanentInfraError) as errors:
         print(*errors.exceptions, sep="\n", file=sys.stderr)
         code = 2
     return code

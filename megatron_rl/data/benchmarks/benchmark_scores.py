@@ -102,8 +102,8 @@ def scored_of(examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[
     found: dict[int, list[Scored]] = {}
     for rollout in rollouts:
         by = examples[rollout.group].payload.get("official")
-        if isinstance(by, Mapping) and PART in rollout.rewards:
-            found.setdefault(rollout.sample, []).append(Scored(by["unit"], by["labels"], rollout.rewards[PART]))
+        if isinstance(by, Mapping) and PART in rollout.reward_terms:
+            found.setdefault(rollout.sample_index, []).append(Scored(by["unit"], by["labels"], rollout.reward_terms[PART]))
     return [found[sample] for sample in sorted(found)]
 
 

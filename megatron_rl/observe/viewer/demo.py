@@ -14,7 +14,7 @@ from megatron_rl.io.jsonl import replace_lines
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER, store_pictures
 from megatron_rl.observe.rollout_store import path_of, write
-from megatron_rl.types import Context, End, Image, Rollout, ToolCall, Turn, Verdict
+from megatron_rl.types import Image, JudgeResult, Rollout, StopReason, TokenSequence, ToolCall, Turn
 
 STEPS, GROUPS, SIZE = 12, 4, 4
 COLORS = ("red", "green", "blue", "orange", "purple")
@@ -29,10 +29,10 @@ def make(run: Path) -> None:
         rollouts = [_episode(dice, step, group, sample) for group in range(GROUPS) for sample in range(SIZE)]
         for rollout in rollouts:
             mean = sum(each.reward for each in rollouts if each.group == rollout.group) / SIZE
-            context = rollout.contexts[0]
-            context.attach("old_logprobs", [logprob + dice.gauss(0, 1e-5) * mask for logprob, mask in _sampled(context)])
-            context.attach("entropies", [-0.7 * logprob for logprob in context.engine_logprobs])
-            context.attach("advantages", [(rollout.reward - mean) * mask for mask in context.loss_mask])
+            context = rollout.sequences[0]
+            context.set_column("old_logprobs", [logprob + dice.gauss(0, 1e-5) * mask for logprob, mask in _sampled(context)])
+            context.set_column("entropies", [-0.7 * logprob for logprob in context.rollout_logprobs])
+            context.set_column("advantages", [(rollout.reward - mean) * mask for mask in context.loss_mask])
         store_pictures(run / FOLDER, rollouts)
         write(path_of(run / FOLDER, step), rollouts, step=step, rounds=1)
         reward = sum(rollout.reward for rollout in rollouts) / len(rollouts)
@@ -42,8 +42,8 @@ def make(run: Path) -> None:
     replace_lines(run / METRICS_FILE, lines)
 
 
-def _sampled(context: Context) -> list[tuple[float, int]]:
-    return list(zip(context.engine_logprobs, context.loss_mask, strict=True))
+def _sampled(context: TokenSequence) -> list[tuple[float, int]]:
+    return list(zip(context.rollout_logprobs, context.loss_mask, strict=True))
 
 
 def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout:
@@ -56,7 +56,7 @@ def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout
     shift = 0 if is_right else SIDE // 4
     box = [max(0, left - shift), max(0, top - shift), max(0, left - shift) + SQUARE, max(0, top - shift) + SQUARE]
     shown, crop = _image(canvas), _image(canvas.crop(box))
-    context = Context()
+    context = TokenSequence()
     context.extend([1] * 8 + [2] * shown.num_tokens + [3] * 12, images=(shown,))
     spans = []
     for part, images in ((18, (crop,)), (9, ())):
@@ -70,18 +70,18 @@ def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout
         tool="image_zoom_in_tool", source=f'{{"bbox_2d": {box}, "label": "square"}}', text="the part that was asked for", frame=canvas.size
     )
     turns = [
-        Turn(context=0, span=spans[0], text="The square is small: I look closer.", call=call, images=[crop]),
-        Turn(context=0, span=spans[1], text=f"<answer>{said}</answer>", gain=float(is_right)),
+        Turn(sequence=0, token_span=spans[0], text="The square is small: I look closer.", tool_call=call, images=[crop]),
+        Turn(sequence=0, token_span=spans[1], text=f"<answer>{said}</answer>", reward_delta=float(is_right)),
     ]
     return Rollout(
-        task="made-up squares", example_id=f"square {step * GROUPS + group}", group=group, sample=sample, contexts=[context], turns=turns,
-        question="<image>\nWhat color is the square?", answer=color,
-        reward=float(is_right), outcome=float(is_right), rewards={"accuracy": float(is_right)}, end=End.DONE, reason="answered",
-        verdicts=[Verdict(judge="made-up judge", prompt="step_evidence 1", value=float(is_right), turn=0)],
-        wall_s=dice.uniform(1, 3), environment_s=dice.uniform(0, 0.5),
+        task="made-up squares", example_id=f"square {step * GROUPS + group}", group=group, sample_index=sample, sequences=[context],
+        turns=turns, question="<image>\nWhat color is the square?", answer=color,
+        reward=float(is_right), outcome_reward=float(is_right), reward_terms={"accuracy": float(is_right)}, stop_reason=StopReason.DONE,
+        reason="answered", verdicts=[JudgeResult(judge="made-up judge", prompt="step_evidence 1", value=float(is_right), turn=0)],
+        wall_s=dice.uniform(1, 3), env_s=dice.uniform(0, 0.5),
     )  # fmt: skip
 
 
 def _image(picture: pil.Image) -> Image:
     key = hashlib.sha256(picture.tobytes()).hexdigest()[:32]
-    return Image(picture=picture, patch_PC=None, grid=(1, picture.height // 14, picture.width // 14), key=key, merge=2)
+    return Image(pil=picture, patch_PC=None, grid=(1, picture.height // 14, picture.width // 14), key=key, merge=2)

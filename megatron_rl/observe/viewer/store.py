@@ -21,7 +21,8 @@ from megatron_rl.observe.rollout_store import SCHEMA, STEP, path_of, read_column
 from megatron_rl.types import Rollout
 
 COLUMNS = (
-    "step", "place", "task", "example_id", "source", "group", "sample", "reward", "status", "end", "dropped", "num_turns", "num_tokens",
+    "step", "place", "task", "example_id", "source", "group", "sample_index", "reward", "status", "stop_reason", "filter_reason",
+    "num_turns", "num_tokens",
     "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "said",
 )  # fmt: skip
 TABLE = pa.schema([SCHEMA.field(name) for name in COLUMNS])
@@ -46,7 +47,7 @@ class Filters(BaseModel):
     reward_from: float | None = None
     reward_to: float | None = None
     source: str = ""
-    end: str = ""
+    stop_reason: str = ""
     status: str = ""
     tool: str = ""
     example: str = ""
@@ -62,7 +63,12 @@ class Filters(BaseModel):
                 table = table.filter(pc.greater_equal(table[column], low))
             if high is not None:
                 table = table.filter(pc.less_equal(table[column], high))
-        for column, wanted in (("source", self.source), ("end", self.end), ("status", self.status), ("example_id", self.example)):
+        for column, wanted in (
+            ("source", self.source),
+            ("stop_reason", self.stop_reason),
+            ("status", self.status),
+            ("example_id", self.example),
+        ):
             if wanted:
                 table = table.filter(pc.equal(table[column], wanted))
         if self.tool:
@@ -167,14 +173,14 @@ class Folder:
         """Those of a step whose row is wanted, without pixels, each with its place. ValueError: they cannot be read."""
         path = path_of(self.path / FOLDER, step)
         if is_regular(path):
-            rows = read_columns(path, ["place", "group", "sample"]).to_pylist()
+            rows = read_columns(path, ["place", "group", "sample_index"]).to_pylist()
             places = [row["place"] for row in rows if wanted(row)]
             return list(zip(places, read_rollouts(path, places, pictures=False), strict=True))
         lines = self.path / FOLDER / f"step_{step:06d}.jsonl"
         if not is_regular(lines):
             raise ValueError(f"{self.path}: no rollout of step {step} is kept")
         found, _ = _lines(lines)
-        return [(place, each) for place, each in found if wanted({"place": place, "group": each.group, "sample": each.sample})]
+        return [(place, each) for place, each in found if wanted({"place": place, "group": each.group, "sample_index": each.sample_index})]
 
     def model(self) -> str:
         """Where its tokenizer may lie; empty where nobody says."""
@@ -222,7 +228,7 @@ def _of_lines(path: Path) -> tuple[pa.Table, str]:
         | summary(rollout, step=step_of(path), place=place)
         for place, rollout in found
     ]
-    plain = [{**row, "status": str(row["status"]), "end": str(row["end"])} for row in rows]
+    plain = [{**row, "status": str(row["status"]), "stop_reason": str(row["stop_reason"])} for row in rows]
     return pa.Table.from_pylist([{name: readable(value) for name, value in row.items()} for row in plain], schema=TABLE), skipped
 
 

@@ -24,7 +24,7 @@ from megatron_rl.io.rollout_codec import KEY
 from megatron_rl.observe.viewer.store import COLUMNS, Filters, Folder, page_of, readable
 from megatron_rl.observe.viewer.token_access import TokenAccess
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
-from megatron_rl.types import ATTACHED, Context, Image, Rollout, Turn
+from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence, Turn
 
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -143,7 +143,7 @@ def _told(folder: Folder, step: int, place: int, decoders: _Decoders) -> dict[st
         raise HTTPException(404, f"step {step} has no rollout {place}")
     shown = _episode(found[0][1], decoders.of(folder))
     before, after = folder.beside(step, place)
-    keys = [image.key for part in (*found[0][1].contexts, *found[0][1].turns) for image in part.images]
+    keys = [image.key for part in (*found[0][1].sequences, *found[0][1].turns) for image in part.images]
     return {**shown, "before": before, "after": after, "missing": folder.missing(keys)}
 
 
@@ -167,34 +167,36 @@ def _asked(read: Callable[[], list[tuple[int, Rollout]]]) -> list[tuple[int, Rol
 
 def _about(name: str, folder: Folder) -> dict[str, Any]:
     table, metrics = folder.table(), folder.metrics()
-    ends, sources = (sorted(filter(None, pc.unique(table[name]).to_pylist())) for name in ("end", "source"))
+    ends, sources = (sorted(filter(None, pc.unique(table[name]).to_pylist())) for name in ("stop_reason", "source"))
     tools = sorted(pc.unique(pc.list_flatten(table["tools"])).to_pylist())
     last = max((int(line["step"]) for line in metrics), default=None)
-    choices = {"ends": ends, "tools": tools, "sources": sources[:MOST_ROWS]}
+    choices = {"stop_reasons": ends, "tools": tools, "sources": sources[:MOST_ROWS]}
     return {"name": name, "rollouts": table.num_rows, "last_step": last, **choices, "skipped": folder.skipped}
 
 
 def _member(place: int, rollout: Rollout) -> dict[str, Any]:
     sampled = [
         advantage
-        for context in rollout.contexts
+        for context in rollout.sequences
         if context.advantages
         for advantage, mask in zip(context.advantages, context.loss_mask, strict=True)
         if mask
     ]
     return {
-        "place": place, "sample": rollout.sample, "reward": rollout.reward, "rewards": rollout.rewards, "status": str(rollout.status),
-        "end": str(rollout.end), "dropped": rollout.dropped, "reason": rollout.reason,
+        "place": place, "sample_index": rollout.sample_index, "reward": rollout.reward, "reward_terms": rollout.reward_terms,
+        "status": str(rollout.status),
+        "stop_reason": str(rollout.stop_reason), "filter_reason": rollout.filter_reason, "reason": rollout.reason,
         "advantage": fmean(sampled) if sampled else None, "turns": [_turn(turn) for turn in rollout.turns],
     }  # fmt: skip
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    call = turn.call and {name: getattr(turn.call, name) for name in ("tool", "source", "text", "error", "frame")}
+    call = turn.tool_call and {name: getattr(turn.tool_call, name) for name in ("tool", "source", "text", "error", "frame")}
     return {
-        "text": turn.text, "reward": turn.reward, "score": turn.score, "gain": turn.gain, "call": call, "context": turn.context,
-        "reply_s": turn.reply_s, "environment_s": turn.environment_s,
-        "span": list(turn.span), "images": [_image(image) for image in turn.images],
+        "text": turn.text, "reward": turn.reward, "step_score": turn.step_score, "reward_delta": turn.reward_delta, "tool_call": call,
+        "sequence": turn.sequence,
+        "generation_s": turn.generation_s, "env_s": turn.env_s,
+        "token_span": list(turn.token_span), "images": [_image(image) for image in turn.images],
     }  # fmt: skip
 
 
@@ -212,18 +214,19 @@ def _episode(rollout: Rollout, decoder: TokenDecoder | None) -> dict[str, Any]:
         "answer",
         "extra",
         "group",
-        "sample",
+        "sample_index",
         "reason",
         "reward",
-        "outcome",
-        "dropped",
-        "rewards",
+        "outcome_reward",
+        "filter_reason",
+        "reward_terms",
     )
-    seconds = ("wall_s", "environment_s", "scoring_s")
+    seconds = ("wall_s", "env_s", "scoring_s")
     return {
-        **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status), "end": str(rollout.end),
+        **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status),
+        "stop_reason": str(rollout.stop_reason),
         "verdicts": [asdict(each) for each in rollout.verdicts],
-        "turns": [_turn(turn) for turn in rollout.turns], "contexts": [_context(context, texts) for context in rollout.contexts],
+        "turns": [_turn(turn) for turn in rollout.turns], "sequences": [_context(context, texts) for context in rollout.sequences],
         "no_words": no_words, "prompt": prompt,
         "first": [_image(image) for image in _first_shown(rollout)],
     }  # fmt: skip
@@ -233,9 +236,9 @@ def _words(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[in
     """Return what the policy read before its first reply, a picture's places as one; the text of each token; or why there is neither."""
     if decoder is None:
         return "", {}, "no tokenizer is at hand"
-    stop = rollout.turns[0].span[0] if rollout.turns else None
-    first = rollout.contexts[0].token_ids[:stop] if rollout.contexts else []
-    tokens = sorted({token for context in rollout.contexts for token in context.token_ids})
+    stop = rollout.turns[0].token_span[0] if rollout.turns else None
+    first = rollout.sequences[0].token_ids[:stop] if rollout.sequences else []
+    tokens = sorted({token for context in rollout.sequences for token in context.token_ids})
     try:
         words, *texts = decoder.decode([first, *([token] for token in tokens)])
     except ValueError as error:
@@ -246,16 +249,20 @@ def _words(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[in
 
 def _first_shown(rollout: Rollout) -> list[Image]:
     """The pictures of the first prompt: those of its context that no turn has brought."""
-    if not rollout.contexts:
+    if not rollout.sequences:
         return []
-    stayed = [turn for turn, after in pairwise(rollout.turns) if turn.context == after.context == 0]
-    images = rollout.contexts[0].images
+    stayed = [turn for turn, after in pairwise(rollout.turns) if turn.sequence == after.sequence == 0]
+    images = rollout.sequences[0].images
     return images[: len(images) - sum(len(turn.images) for turn in stayed)]
 
 
-def _context(context: Context, texts: Mapping[int, str]) -> dict[str, Any]:
+def _context(context: TokenSequence, texts: Mapping[int, str]) -> dict[str, Any]:
     """Tokens with their columns; without their texts they are numbers."""
-    columns = {name: getattr(context, name) for name in ("loss_mask", "engine_logprobs", "versions", *ATTACHED) if getattr(context, name)}
+    columns = {
+        name: getattr(context, name)
+        for name in ("loss_mask", "rollout_logprobs", "weight_versions", *TOKEN_COLUMNS)
+        if getattr(context, name)
+    }
     return {
         "tokens": [texts.get(token, str(token)) for token in context.token_ids],
         "columns": columns,

@@ -17,10 +17,10 @@ from http import HTTPStatus
 
 from pydantic import BaseModel
 
-from megatron_rl.clients.endpoint_pool import ServerFault, one_line, told
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.clients.endpoint_pool import EndpointError, describe_error, to_one_line
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.vllm.sampler import FIRST, SEED
-from megatron_rl.rollout.vllm.server_api import Server
+from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.types import Image
 from sandbox.bounded_http import BoundedClient, NoAnswer
 
@@ -57,21 +57,21 @@ class _Reply(BaseModel):
     choices: list[_Choice]
 
 
-class _Unknown(ServerFault):
+class _Unknown(EndpointError):
     """It has forgotten a picture."""
 
 
 @dataclass(slots=True, frozen=True)
-class Turn:
+class GenerateRequest:
     """What is asked for, whole."""
 
     token_ids: list[int]
     images: list[Image]
-    sampling: Sampling
+    sampling: SamplingSettings
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class PartialCompletion:
     """What a server has sampled of a turn."""
 
     token_ids: list[int]
@@ -83,7 +83,7 @@ class Part:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Asking:
+class GenerateClient:
     http: BoundedClient
     image_token_id: int
     stop_ids: list[int]
@@ -91,25 +91,27 @@ class Asking:
     """Seconds for one request with its whole answer."""
     connect_s: float
 
-    async def ask(self, server: Server, turn: Turn, said: Completion, *, label: str, salt: str) -> Part:
+    async def generate(self, server: VllmServer, turn: GenerateRequest, said: Completion, *, label: str, salt: str) -> PartialCompletion:
         """The rest of a turn of which this much is said, by the weights of this label; `salt` tells prefixes in the server's cache apart.
 
         ServerFault: no answer, or one that is none; KeyRefused, which is one: the server asks for a key. ValueError: what vLLM does not
         take.
         """
-        call = partial(self._reminding, server, turn, label=label, salt=salt)
+        call = partial(self._send_with_images, server, turn, label=label, salt=salt)
         num_said, most = len(said.token_ids), turn.sampling.max_tokens
         if num_said == 0:
-            async with _bringing(server, {image.key for image in turn.images}) as brings:
+            async with _sending_images(server, {image.key for image in turn.images}) as brings:
                 first = await call([], most=1) if brings else None
             if first is not None:
                 if first.reason != "length" or most == 1:
                     return first
                 more = await call(first.token_ids, most=most - 1)
-                return Part(first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.reason, first=1)
+                return PartialCompletion(first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.reason, first=1)
         return await call(said.token_ids, most=most - num_said)
 
-    async def _reminding(self, server: Server, turn: Turn, said: list[int], *, most: int, label: str, salt: str) -> Part:
+    async def _send_with_images(
+        self, server: VllmServer, turn: GenerateRequest, said: list[int], *, most: int, label: str, salt: str
+    ) -> PartialCompletion:
         """At most so many tokens more; where the server has forgotten a picture, all of the turn's are sent again."""
         try:
             return await self._call(server, turn, said, most=most, label=label, salt=salt)
@@ -117,12 +119,14 @@ class Asking:
             server.known.difference_update(image.key for image in turn.images)
             return await self._call(server, turn, said, most=most, label=label, salt=salt)
 
-    async def _call(self, server: Server, turn: Turn, said: list[int], *, most: int, label: str, salt: str) -> Part:
+    async def _call(
+        self, server: VllmServer, turn: GenerateRequest, said: list[int], *, most: int, label: str, salt: str
+    ) -> PartialCompletion:
         asked, began = turn.token_ids + said, time.monotonic()
         body = {
-            "token_ids": self._collapsed(asked),
-            "content_parts": [await self.shown(image, server) for image in turn.images] or None,
-            "sampling_params": self._params(turn.sampling, len(said), most),
+            "token_ids": self._collapse_image_tokens(asked),
+            "content_parts": [await self.image_reference(image, server) for image in turn.images] or None,
+            "sampling_params": self._sampling_params(turn.sampling, len(said), most),
             "return_token_ids": True,
             "cache_salt": salt,
         }
@@ -131,14 +135,14 @@ class Asking:
             answer = await self.http.request("POST", server.url + GENERATE, body, **bounds)
         except NoAnswer as error:
             server.endpoint.failed(began=began)
-            raise ServerFault(f"{GENERATE}: {one_line(str(error))}") from error
+            raise EndpointError(f"{GENERATE}: {to_one_line(str(error))}") from error
         if answer.status == HTTPStatus.BAD_REQUEST:
             if turn.images and "data is not provided" in answer.text:
                 raise _Unknown("has forgotten a picture")
-            raise ValueError(one_line(answer.text))
+            raise ValueError(to_one_line(answer.text))
         try:
             part = _checked(server.content_of(answer, GENERATE), asked, label, most=most)
-        except ServerFault:
+        except EndpointError:
             server.endpoint.failed(began=began)
             raise
         server.known.update(image.key for image in turn.images)
@@ -146,7 +150,7 @@ class Asking:
         server.heard = time.monotonic()
         return part
 
-    def _params(self, sampling: Sampling, num_said: int, most: int) -> dict[str, object]:
+    def _sampling_params(self, sampling: SamplingSettings, num_said: int, most: int) -> dict[str, object]:
         return {
             "max_tokens": most,
             "temperature": sampling.temperature,
@@ -160,18 +164,18 @@ class Asking:
             "detokenize": bool(sampling.stop),
         }
 
-    def _collapsed(self, token_ids: list[int]) -> list[int]:
+    def _collapse_image_tokens(self, token_ids: list[int]) -> list[int]:
         """One placeholder a picture: the server expands them itself."""
         own, before = self.image_token_id, [None, *token_ids[:-1]]
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
 
-    async def shown(self, image: Image, server: Server) -> dict[str, object]:
+    async def image_reference(self, image: Image, server: VllmServer) -> dict[str, object]:
         data = None if image.key in server.known else await asyncio.to_thread(_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
 
 
 @asynccontextmanager
-async def _bringing(server: Server, shown: set[str]) -> AsyncIterator[bool]:
+async def _sending_images(server: VllmServer, shown: set[str]) -> AsyncIterator[bool]:
     """Whether who shows these pictures brings the server those that it lacks. What others are bringing is waited for first.
 
     ServerFault: it rests since one of them failed, and this one did not try.
@@ -181,7 +185,7 @@ async def _bringing(server: Server, shown: set[str]) -> AsyncIterator[bool]:
             break
         await server.coming[coming.pop()].wait()
         if server.endpoint.rest_until > time.monotonic():
-            raise ServerFault("rests: who brought it this turn's picture failed")
+            raise EndpointError("rests: who brought it this turn's picture failed")
     arrived = asyncio.Event()
     server.coming.update(dict.fromkeys(unknown, arrived))
     try:
@@ -192,14 +196,14 @@ async def _bringing(server: Server, shown: set[str]) -> AsyncIterator[bool]:
         arrived.set()
 
 
-def _checked(body: bytes, asked: list[int], label: str, *, most: int) -> Part:
+def _checked(body: bytes, asked: list[int], label: str, *, most: int) -> PartialCompletion:
     """ServerFault: that is no reply of an engine of this run, by the weights that it was asked for. RuntimeError: it has read other ids
     than those that are trained on."""
     try:
         reply = _Reply.model_validate_json(body)
         (choice,) = reply.choices
     except ValueError as error:  # pydantic's ValidationError is one
-        raise ServerFault(told(error)) from error
+        raise EndpointError(describe_error(error)) from error
     given = f"the engine read {len(reply.prompt_token_ids)} tokens, and was sent {len(asked)}"
     if reply.prompt_token_ids != asked:
         raise RuntimeError(f"{given}: it expands the placeholders of pictures otherwise than the renderer")
@@ -207,13 +211,13 @@ def _checked(body: bytes, asked: list[int], label: str, *, most: int) -> Part:
     labels, num_versions = {span.version for span in spans}, sum(span.end - span.start for span in spans)
     logprobs = [each.logprob for each in choice.logprobs.content] if choice.logprobs else []
     if choice.token_ids and (labels != {label} or not len(choice.token_ids) == len(logprobs) == num_versions):
-        raise ServerFault(f"{len(choice.token_ids)} tokens of weights {', '.join(sorted(labels))}, asked for {label}")
+        raise EndpointError(f"{len(choice.token_ids)} tokens of weights {', '.join(sorted(labels))}, asked for {label}")
     if len(choice.token_ids) > most:
-        raise ServerFault(f"{len(choice.token_ids)} tokens, asked for {most}")
-    return Part(choice.token_ids, logprobs, choice.finish_reason)
+        raise EndpointError(f"{len(choice.token_ids)} tokens, asked for {most}")
+    return PartialCompletion(choice.token_ids, logprobs, choice.finish_reason)
 
 
-def stop_place(token_ids: list[int], before: int, stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
+def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
     """Where a stop text is complete that no server has seen whole: it begins in the first `before` tokens and ends behind them.
 
     A token is a byte at least, a character four bytes at most.
@@ -233,5 +237,5 @@ def stop_place(token_ids: list[int], before: int, stop: Sequence[str], decode: C
 def _data_url(image: Image) -> str:
     """The picture at its final size, without loss."""
     file = io.BytesIO()
-    image.picture.save(file, "PNG", compress_level=1)
+    image.pil.save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_rl.config import EngineSettings, require
-from megatron_rl.rollout.engine import Completion, ImageInput, Request, Sampling
+from megatron_rl.rollout.engine import Completion, ImageInput, Request, SamplingSettings
 from megatron_rl.rollout.vllm.kv_cache_errors import cache_misfit
 from megatron_rl.rollout.vllm.patch_cache import keep_patches
 from megatron_rl.rollout.vllm.sampler import BANNED, SEED, EngineNoise, ban_and_seed, use_own_noise
@@ -234,7 +234,7 @@ class VllmCore:
         self._items.move_to_end(image.key)
         return self._items[image.key]
 
-    def _sampling_params(self, sampling: Sampling) -> "SamplingParams":
+    def _sampling_params(self, sampling: SamplingSettings) -> "SamplingParams":
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.clients.endpoint_pool import Endpoint, KeyRefused, ServerFault, one_line, told
+from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, KeyRefused, describe_error, to_one_line
 from megatron_rl.config import EngineSettings, Settings, require
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.server_command import PROGRAM, VLLM, nature_of, server_arguments, shell_lines
@@ -22,11 +22,13 @@ ANSWER_S, LOAD_S, CHECK_S = 10.0, 120.0, 600.0
 """What a server may take to say something of itself, for a call that changes it, and to read all of its weights."""
 MOST_BYTES, MOST_CHECKSUMS = 1 << 20, 64 << 20
 """Limits of an answer, and of the one that lists the checksums of all parameters of all workers."""
-FIRST_REST_S = 0.5
+MIN_BACKOFF_S = 0.5
 T = TypeVar("T", bound=BaseModel)
-HOW = "start it with the command that launch/engine.py prints"
+CONNECTION_HINT = "start it with the command that launch/engine.py prints"
 NO_KEY = "it does not accept this run's requests; give the file of its token as engine.token_file"
-OWN_NO_KEY = "this run started its own (engine.servers), and this one does not accept their token: another may have the port; start again"
+OWN_NO_KEY = (
+    "this run started its own (engine.num_local_servers), and this one does not accept their token: another may have the port; start again"
+)
 
 
 class _Version(BaseModel):
@@ -50,7 +52,7 @@ class _Natures(BaseModel):
 
 
 @dataclass(slots=True)
-class Work:
+class BusyTimer:
     """How long a server has had something under way; times are a clock's."""
 
     num_open: int = 0
@@ -71,7 +73,7 @@ class Work:
         return self.past_s + (now - self.since if self.num_open else 0.0)
 
 
-class Server:
+class VllmServer:
     """One server. Of the loop's thread, but for `call` and what is made of it."""
 
     def __init__(self, url: str, *, token: str = "", is_own: bool = False, longest_s: float = CHECK_S) -> None:
@@ -79,14 +81,14 @@ class Server:
         its whole answer."""
         self.url, self.token, self._longest_s = url.rstrip("/"), token, longest_s
         self._no_key = OWN_NO_KEY if is_own else NO_KEY
-        self.endpoint = Endpoint(self.url, FIRST_REST_S)
+        self.endpoint = Endpoint(self.url, MIN_BACKOFF_S)
         self.is_in = False
         """It holds the weights that are served now, as far as is known."""
         self.answers = True
         """It has said what weights it has when it was asked last, or was not asked yet."""
         self.is_reading = False
         """Its engine reads all of its weights because it was asked to, and answers nothing else meanwhile."""
-        self.work = Work()
+        self.work = BusyTimer()
         """Of this process's turns, on time.perf_counter's clock."""
         self.heard = 0.0
         """When it has sampled last, on time.monotonic's clock."""
@@ -107,7 +109,7 @@ class Server:
         try:
             answer = request(verb, self.url + path, body, limit_s=limit_s, max_bytes=max_bytes, token=self.token, query=query)
         except NoAnswer as error:
-            raise ServerFault(f"{path}: {one_line(str(error))}") from error
+            raise EndpointError(f"{path}: {to_one_line(str(error))}") from error
         return self.content_of(answer, path)
 
     async def call_in_loop(
@@ -117,17 +119,17 @@ class Server:
         try:
             answer = await http.request("GET" if body is None else "POST", self.url + path, body, limit_s=limit_s, max_bytes=max_bytes)
         except NoAnswer as error:
-            raise ServerFault(f"{path}: {one_line(str(error))}") from error
+            raise EndpointError(f"{path}: {to_one_line(str(error))}") from error
         return self.content_of(answer, path)
 
     def content_of(self, answer: Answer, path: str) -> bytes:
         """Return the content of an answer that is good. KeyRefused, ServerFault: it is none."""
-        text = f"{path}: {answer.status}, {one_line(answer.text)}"
+        text = f"{path}: {answer.status}, {to_one_line(answer.text)}"
         if answer.status in DENIED:
             self.denial = f"engine.urls={self.url}: {text}; {self._no_key}"
             raise KeyRefused(text)
         if not answer.is_success:
-            raise ServerFault(text)
+            raise EndpointError(text)
         return answer.content
 
     def ask(self, kind: type[T], path: str, body: object = None, *, timeout_s: float = ANSWER_S, max_bytes: int = MOST_BYTES) -> T:
@@ -136,7 +138,7 @@ class Server:
         try:
             return kind.model_validate_json(answer)
         except ValidationError as error:
-            raise ServerFault(f"{path}: is no answer of vLLM's, {one_line(answer[:80].decode(errors='replace'))}") from error
+            raise EndpointError(f"{path}: is no answer of vLLM's, {to_one_line(answer[:80].decode(errors='replace'))}") from error
 
     def num_workers(self) -> int:
         return self.ask(_WorldSize, "/get_world_size").world_size
@@ -155,30 +157,32 @@ class Server:
             version = self.ask(_Version, "/version").version
         except KeyRefused as error:
             raise ValueError(self.denial) from error
-        except ServerFault as error:
-            raise ValueError(f"engine.urls={self.url}: no server of vLLM answers there ({one_line(str(error))}); {HOW}") from error
+        except EndpointError as error:
+            raise ValueError(
+                f"engine.urls={self.url}: no server of vLLM answers there ({to_one_line(str(error))}); {CONNECTION_HINT}"
+            ) from error
         remedy = f"is a server of vLLM {version}, this is for {VLLM}; start one of that version"
         require(version.partition("+")[0] == VLLM, "engine.urls", self.url, remedy)
         try:
             natures = self.ask(_Natures, "/collective_rpc", {"method": "rl_nature"}, timeout_s=LOAD_S).results
         except KeyRefused as error:
             raise ValueError(self.denial) from error
-        except ServerFault as error:
-            raise ValueError(f"engine.urls={self.url}: is no engine of a run ({one_line(str(error))}); {HOW}") from error
+        except EndpointError as error:
+            raise ValueError(f"engine.urls={self.url}: is no engine of a run ({to_one_line(str(error))}); {CONNECTION_HINT}") from error
         for name, value in ((name, value) for given in natures for name, value in given.items()):
-            remedy = f"has {name} {value}, this run {wanted.get(name)}; {HOW}"
+            remedy = f"has {name} {value}, this run {wanted.get(name)}; {CONNECTION_HINT}"
             require(value == wanted.get(name), "engine.urls", self.url, remedy)
 
 
-def label_of(body: bytes) -> str:
+def server_label(body: bytes) -> str:
     """Of the answer of /weight_info. ServerFault: it is another server's."""
     try:
         return _WeightInfo.model_validate_json(body).weight_version
     except ValidationError as error:
-        raise ServerFault(told(error)) from error
+        raise EndpointError(describe_error(error)) from error
 
 
-def wanted_of(settings: Settings, renderer: Renderer) -> dict[str, str]:
+def expected_label(settings: Settings, renderer: Renderer) -> dict[str, str]:
     """What an engine of this run must be."""
     return nature_of(settings.engine, settings.model.path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
 
@@ -190,7 +194,7 @@ def command_of(settings: Settings) -> str:
     return shell_lines(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=cuda)
 
 
-def words_of(settings: Settings) -> list[str]:
+def error_text(settings: Settings) -> list[str]:
     """The same for a server beside this process, without its place and its seed."""
     renderer = Renderer(settings.model)
     given = server_arguments(
@@ -200,7 +204,7 @@ def words_of(settings: Settings) -> list[str]:
     return [*PROGRAM, *given]
 
 
-def token_of(settings: EngineSettings) -> str:
+def read_engine_token(settings: EngineSettings) -> str:
     """Return the token of the run's engines; empty without engine.token_file. ValueError: the file cannot be read."""
     try:
         return read_token(settings.token_file) if settings.token_file else ""
@@ -216,6 +220,6 @@ def check_servers(settings: Settings) -> None:
     """ValueError: one of engine.urls would not sample what this run samples."""
     if not settings.engine.urls:
         return
-    wanted = wanted_of(settings, Renderer(settings.model))
+    wanted = expected_label(settings, Renderer(settings.model))
     for url in settings.engine.urls:
-        Server(url, token=token_of(settings.engine), longest_s=settings.parallel.timeout_s).check(wanted)
+        VllmServer(url, token=read_engine_token(settings.engine), longest_s=settings.parallel.timeout_s).check(wanted)

@@ -17,7 +17,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from megatron_rl.models.name_mapping import canonical, nested
+from megatron_rl.models.name_mapping import canonical_name, nested_name
 
 CHUNK = 1 << 14
 """64-bit words that are summed with one set of factors."""
@@ -219,7 +219,7 @@ class Arrival:
     def take(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         """Hand (HF name, full tensor) pairs to vLLM's loader. RuntimeError: one is unexpected, was sent before, or has another shape."""
         fitting: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in ((nested(canonical(name)), tensor) for name, tensor in bucket):
+        for name, tensor in ((nested_name(canonical_name(name)), tensor) for name, tensor in bucket):
             own_name = self._weights.own_name(name)
             place = self._weights.place(own_name)
             if place is None:

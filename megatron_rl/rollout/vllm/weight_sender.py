@@ -15,22 +15,22 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_rl.clients.endpoint_pool import ServerFault, told
-from megatron_rl.rollout.vllm.server_api import LOAD_S, Server
+from megatron_rl.clients.endpoint_pool import EndpointError, describe_error
+from megatron_rl.rollout.vllm.server_api import LOAD_S, VllmServer
 from megatron_rl.rollout.vllm.weight_receiver import buckets
 from megatron_rl.rollout.vllm.weight_transport import WIRES, Bucket, Digest, Meeting, Wire, packed, store_of
 
-PAUSE_S = 30.0
+PAUSE_TIMEOUT_S = 30.0
 """What a server may take to end the step that it computes."""
-POISON = Bucket(names=["?"], dtypes=["float32"], shapes=[[1]], num_bytes=-1)
+ABORT_UPDATE = Bucket(names=["?"], dtypes=["float32"], shapes=[[1]], num_bytes=-1)
 """No update: a server that has one open from a trainer that is gone takes it for over."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Line:
+class Connection:
     """To one server. ServerFault from all calls: it did not do what it should."""
 
-    server: Server
+    server: VllmServer
     wanted: Mapping[str, str]
     owner: str
     kind: str
@@ -46,20 +46,22 @@ class Line:
         try:
             self.server.check(self.wanted)
         except ValueError as error:
-            raise ServerFault(str(error)) from error
+            raise EndpointError(str(error)) from error
         size = 1 + self.server.num_workers()
-        meeting = Meeting(address=address_towards(self.server.url), port=0, size=size, kind=self.kind, timeout_s=self.timeout_s)
+        meeting = Meeting(address=local_address_towards(self.server.url), port=0, size=size, kind=self.kind, timeout_s=self.timeout_s)
         store = store_of(meeting, rank=0)
         meeting = replace(meeting, port=store.port)
         claim = asdict(meeting) | {"owner": self.owner}
-        self.wire = self._both(lambda: WIRES[self.kind](meeting, store, rank=0), "/init_weight_transfer_engine", {"init_info": claim})
+        self.wire = self._on_both_ends(
+            lambda: WIRES[self.kind](meeting, store, rank=0), "/init_weight_transfer_engine", {"init_info": claim}
+        )
 
     def begin(self) -> None:
         self.open()
-        self.server.call("/pause", {}, timeout_s=PAUSE_S, mode="abort", clear_cache="false")
+        self.server.call("/pause", {}, timeout_s=PAUSE_TIMEOUT_S, mode="abort", clear_cache="false")
         try:
             self.server.call("/start_weight_update", {}, timeout_s=LOAD_S)
-        except ServerFault as fault:
+        except EndpointError as fault:
             if "already" not in str(fault):
                 raise
             self._end_what_is_open()
@@ -67,12 +69,12 @@ class Line:
 
     def _end_what_is_open(self) -> None:
         try:
-            self.server.call("/update_weights", {"update_info": asdict(POISON)}, timeout_s=LOAD_S)
-        except ServerFault:
+            self.server.call("/update_weights", {"update_info": asdict(ABORT_UPDATE)}, timeout_s=LOAD_S)
+        except EndpointError:
             return
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        self._both(lambda: self.wire.broadcast(flat), "/update_weights", {"update_info": asdict(bucket)})
+        self._on_both_ends(lambda: self.wire.broadcast(flat), "/update_weights", {"update_info": asdict(bucket)})
 
     def end(self, label: str) -> None:
         """Pictures that old weights have encoded go before it has the new label, by which it would be let in; prefixes are told apart by
@@ -81,20 +83,20 @@ class Line:
         self.server.call("/finish_weight_update", {"weight_version": label}, timeout_s=LOAD_S)
         self.server.call("/resume", {}, timeout_s=LOAD_S)
 
-    def _both(self, act: Callable[[], object], path: str, body: object) -> object:
+    def _on_both_ends(self, act: Callable[[], object], path: str, body: object) -> object:
         """What is done at this end while the server does it at the other; who fails does not leave the other one waiting."""
-        own, theirs = begun(act), begun(lambda: self.server.call(path, body, timeout_s=LOAD_S))
+        own, theirs = begin_update(act), begin_update(lambda: self.server.call(path, body, timeout_s=LOAD_S))
         done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
         try:
             for each in done:
                 each.result()
         except (OSError, RuntimeError, ValueError) as error:
-            raise ServerFault(f"{path}: {told(error)}") from error
+            raise EndpointError(f"{path}: {describe_error(error)}") from error
         if late:
-            raise ServerFault(f"{path}: no end within parallel.timeout_s={self.timeout_s:g}")
+            raise EndpointError(f"{path}: no end within parallel.timeout_s={self.timeout_s:g}")
         return own.result()
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Its group is of no use any more."""
         wire, self.wire = self.wire, None
         if wire is not None:
@@ -102,38 +104,38 @@ class Line:
 
     def release(self) -> None:
         """Another run may have it."""
-        self.break_off()
+        self.abort()
         try:
             self.server.call("/shutdown_weight_transfer_engine", {})
-        except ServerFault:
+        except EndpointError:
             return
 
 
-def begun(act: Callable[[], object]) -> "Future[object]":
+def begin_update(act: Callable[[], object]) -> "Future[object]":
     """In a thread that nobody waits for when the process ends: it may hang on a server that has died."""
     future: Future[object] = Future()
 
     def run() -> None:
         try:
             future.set_result(act())
-        except (OSError, RuntimeError, ServerFault, ValueError) as error:
+        except (OSError, RuntimeError, EndpointError, ValueError) as error:
             future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
     return future
 
 
-class Sender:
+class WeightSender:
     """To all servers. Its calls may come from any thread. Updates wait for each other, and not for a server that has come back and is being
     given the last one: it is left out, and given the next one when it has that."""
 
     def __init__(
-        self, servers: Sequence[Server], *, wanted: Mapping[str, str], owner: str, kind: str, bucket_bytes: int, timeout_s: float
+        self, servers: Sequence[VllmServer], *, wanted: Mapping[str, str], owner: str, kind: str, bucket_bytes: int, timeout_s: float
     ) -> None:
         """`wanted` is what they must be (command.nature_of), `owner` says whose they are while this lives, `kind` is one of
         transfer.WIRES."""
         own = {"wanted": wanted, "owner": owner, "kind": kind, "timeout_s": timeout_s}
-        self._lines = {server.url: Line(server=server, **own) for server in servers}
+        self._lines = {server.url: Connection(server=server, **own) for server in servers}
         self._bucket_bytes = bucket_bytes
         self._lock = Lock()
         self._kept: list[tuple[Bucket, torch.Tensor]] = []
@@ -141,12 +143,12 @@ class Sender:
         self.pause_s = self.transfer_s = 0.0
         """Of the last update: how long the servers stood, and how much of that their weights took."""
 
-    def claim(self) -> None:
+    def lock_servers(self) -> None:
         """ValueError: a server is another run's."""
         for url, line in self._lines.items():
             try:
                 line.open()
-            except ServerFault as fault:
+            except EndpointError as fault:
                 raise ValueError(f"engine.urls={url}: cannot be had ({fault}); end the run that has it, or start another one") from fault
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], label: str, *, to: Collection[str]) -> tuple[list[str], dict[str, str]]:
@@ -160,54 +162,56 @@ class Sender:
                     lines.append(line)
                 else:
                     faults[line.server.url] = "is still being given the weights before these"
-            lines, more = self._each(lines, Line.begin)
+            lines, more = self._for_each(lines, Connection.begin)
             faults, sent = faults | more, time.perf_counter()
             is_first, self._label, self._kept = not self._label, label, []
             digest, held = Digest(), None
             for bucket in buckets(tensors, self._bucket_bytes):
                 digest.add(bucket)
                 if held is not None:
-                    lines, faults = self._pass(lines, faults, held)
+                    lines, faults = self._send_buckets(lines, faults, held)
                 held = packed(bucket)
-            lines, faults = self._pass(lines, faults, (replace(held[0], digest=digest.text()), held[1]))
+            lines, faults = self._send_buckets(lines, faults, (replace(held[0], digest=digest.text()), held[1]))
             self.transfer_s = time.perf_counter() - sent
             if is_first and len(lines) > 1:
-                lines, more = self._alike(lines)
+                lines, more = self._check_same_label(lines)
                 faults |= more
-            lines, more = self._each(lines, lambda line: line.end(label))
+            lines, more = self._for_each(lines, lambda line: line.end(label))
             self.pause_s = time.perf_counter() - began
             return [line.server.url for line in lines], faults | more
 
-    def _pass(self, lines: list[Line], faults: dict[str, str], each: tuple[Bucket, torch.Tensor]) -> tuple[list[Line], dict[str, str]]:
+    def _send_buckets(
+        self, lines: list[Connection], faults: dict[str, str], each: tuple[Bucket, torch.Tensor]
+    ) -> tuple[list[Connection], dict[str, str]]:
         self._kept.append((each[0], each[1].cpu()))
-        left, more = self._each(lines, lambda line: line.send(*each))
+        left, more = self._for_each(lines, lambda line: line.send(*each))
         return left, faults | more
 
-    def _alike(self, lines: list[Line]) -> tuple[list[Line], dict[str, str]]:
+    def _check_same_label(self, lines: list[Connection]) -> tuple[list[Connection], dict[str, str]]:
         """Those that hold, by vLLM's own word, what the first of them holds, and what is to be said of the others."""
         sums: dict[str, dict[str, str]] = {}
 
-        def ask(line: Line) -> None:
+        def ask(line: Connection) -> None:
             sums[line.server.url] = line.server.checksums()
 
-        def compare(line: Line) -> None:
-            require_same(sums[line.server.url], sums[first.server.url], of=first.server.url)
+        def compare(line: Connection) -> None:
+            require_matching(sums[line.server.url], sums[first.server.url], of=first.server.url)
 
-        lines, faults = self._each(lines, ask)
+        lines, faults = self._for_each(lines, ask)
         if not lines:
             return lines, faults
         first = lines[0]
-        lines, more = self._each(lines, compare)
+        lines, more = self._for_each(lines, compare)
         return lines, faults | more
 
-    def _each(self, lines: list[Line], act: Callable[[Line], None]) -> tuple[list[Line], dict[str, str]]:
+    def _for_each(self, lines: list[Connection], act: Callable[[Connection], None]) -> tuple[list[Connection], dict[str, str]]:
         """Side by side; those for which it went well, and what is to be said of the others."""
 
-        def done(line: Line) -> str:
+        def done(line: Connection) -> str:
             try:
                 act(line)
-            except ServerFault as fault:
-                line.break_off()
+            except EndpointError as fault:
+                line.abort()
                 return str(fault)
             return ""
 
@@ -217,23 +221,23 @@ class Sender:
             said = dict(zip([line.server.url for line in lines], threads.map(done, lines), strict=True))
         return [line for line in lines if not said[line.server.url]], {url: fault for url, fault in said.items() if fault}
 
-    def admit(self, url: str) -> None:
+    def add_server(self, url: str) -> None:
         """Give one that has come back what was sent last, in a new group. ServerFault: it would not take it, or nothing was sent yet."""
         line = self._lines[url]
         with ExitStack() as held_back:
             with self._lock:
                 if not self._kept:
-                    raise ServerFault("no weights were sent yet")
+                    raise EndpointError("no weights were sent yet")
                 kept, label = list(self._kept), self._label
                 held_back.enter_context(line.lock)
-            line.break_off()
+            line.abort()
             try:
                 line.begin()
                 for bucket, flat in kept:
                     line.send(bucket, flat)
                 line.end(label)
-            except ServerFault:
-                line.break_off()
+            except EndpointError:
+                line.abort()
                 raise
 
     def release(self) -> None:
@@ -241,16 +245,16 @@ class Sender:
             line.release()
 
 
-def require_same(mine: Mapping[str, str], theirs: Mapping[str, str], *, of: str) -> None:
+def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, of: str) -> None:
     """ServerFault: checksums differ. Servers that span other numbers of processes (engine.tp) cut their weights otherwise, as the names of
     the parts say (dp0:pp0:pcp0:tp0:...): these are not compared."""
     if mine.keys() != theirs.keys():
         return
     if names := sorted(name for name in mine if mine[name] != theirs[name]):
-        raise ServerFault(f"holds other weights than {of}: {len(names)} differ, {names[0]} first (/weight_checker)")
+        raise EndpointError(f"holds other weights than {of}: {len(names)} differ, {names[0]} first (/weight_checker)")
 
 
-def address_towards(url: str) -> str:
+def local_address_towards(url: str) -> str:
     """This node's address on the way to a server: what the server finds it by. Nothing is sent."""
     place = urlsplit(url)
     try:
@@ -259,4 +263,4 @@ def address_towards(url: str) -> str:
             probe.connect(way)
             return probe.getsockname()[0]
     except OSError as error:
-        raise ServerFault(told(error)) from error
+        raise EndpointError(describe_error(error)) from error

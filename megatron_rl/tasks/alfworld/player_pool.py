@@ -1,6 +1,6 @@
 """Players: processes that run TextWorld, one for each episode on its way, used again by the next. The event loop never waits for one.
 
-A player that raises, is killed or takes too long fails the one episode that it plays (HostFault); the next one gets another.
+A player that raises, is killed or takes too long fails the one episode that it plays (InfraError); the next one gets another.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megatron_rl.types import HostFault, LastingFault
+from megatron_rl.errors import InfraError, PermanentInfraError
 
 MAX_GAMES = 200
 """Of one player; then another takes its place."""
@@ -36,7 +36,7 @@ class Player:
     num_games: int = 0
 
     async def ask(self, **question: object) -> dict[str, object]:
-        """One question and its answer (keeper.play). HostFault: there is none."""
+        """One question and its answer (keeper.play). InfraError: there is none."""
         assert self.is_free, "the player still answers, or is gone"
         self.is_free = False
         self.num_games += "game" in question
@@ -47,15 +47,15 @@ class Player:
                 await self.writer.drain()
                 line = await self.reader.readline()
         except TimeoutError as late:
-            raise HostFault(self._failed(question, f"no answer in {self.seconds:g} s, task.options.call_s")) from late
+            raise InfraError(self._failed(question, f"no answer in {self.seconds:g} s, task.options.call_s")) from late
         except OSError as gone:
-            raise HostFault(self._failed(question, str(gone))) from gone
+            raise InfraError(self._failed(question, str(gone))) from gone
         spent = time.monotonic() - started
         if not line.endswith(b"\n"):
-            raise HostFault(self._failed(question, f"its process ended after {spent:.1f} s of {self.seconds:g} (task.options.call_s)"))
+            raise InfraError(self._failed(question, f"its process ended after {spent:.1f} s of {self.seconds:g} (task.options.call_s)"))
         answer = json.loads(line)
         if "fault" in answer:
-            raise HostFault(self._failed(question, answer["fault"]))
+            raise InfraError(self._failed(question, answer["fault"]))
         self.is_free = True
         return answer
 
@@ -121,12 +121,13 @@ class Players:
                 except OSError as gone:
                     ours.close()
                     self._dismiss()
-                    raise HostFault(f"TextWorld's keeper is gone: {gone}") from gone
+                    raise InfraError(f"TextWorld's keeper is gone: {gone}") from gone
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_ANSWER_BYTES)
         return Player(reader, writer, self.seconds)
 
     async def _open(self, game: str) -> None:
-        """Start the keeper, in a session of its own: Ctrl-C is for the run, which may still need it. LastingFault: it does not load."""
+        """Start the keeper, in a session of its own: Ctrl-C is for the run, which may still need it. PermanentInfraError: it does not
+        load."""
         self._dismiss()
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
@@ -142,7 +143,9 @@ class Players:
                 has_loaded = await asyncio.get_running_loop().sock_recv(self._control, 1)
         if not has_loaded:
             self._dismiss()
-            raise LastingFault(f"TextWorld did not load {game}, or not in {self.seconds:g} s (task.options.call_s); its words stand above")
+            raise PermanentInfraError(
+                f"TextWorld did not load {game}, or not in {self.seconds:g} s (task.options.call_s); its words stand above"
+            )
 
     def _dismiss(self) -> None:
         """The keeper, and with it its players, idle or not."""

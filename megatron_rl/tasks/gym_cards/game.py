@@ -119,7 +119,7 @@ class GameTask(Task):
 
     def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """The share of replies without an action."""
-        calls = [turn.call for rollout in rollouts for turn in rollout.turns if turn.call is not None]
+        calls = [turn.tool_call for rollout in rollouts for turn in rollout.turns if turn.tool_call is not None]
         return {"invalid": sum(not call.ran for call in calls) / max(len(calls), 1)}
 
 

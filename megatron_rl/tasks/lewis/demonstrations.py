@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from megatron_rl.config import require_choice
 from megatron_rl.data.images import StoredImage
+from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.colors import COLORS, naming, told, vague
 from megatron_rl.tasks.lewis.description import PROMPT, described
 from megatron_rl.tasks.visual_python.message_parts import say
-from megatron_rl.types import Demonstration, Example, HostFault, Message
+from megatron_rl.types import Demonstration, Example, Message
 
 VAGUE = 0.7
 SPLITS = ("told", "vague", "heard")
@@ -33,7 +34,7 @@ class Shown(Sequence[Demonstration]):
         """ValueError: a picture cannot be opened."""
         try:
             return Demonstration(self.plans[index]())
-        except HostFault as fault:
+        except InfraError as fault:
             raise ValueError(str(fault)) from fault
 
 
@@ -78,7 +79,7 @@ def _heard(example: Example, *, is_target: bool, other: float) -> Callable[[], l
 
 
 def told_question(image: StoredImage, *, category: str) -> str:
-    """What a listener is asked where the rule of `told` is the speaker. HostFault: the picture cannot be opened."""
+    """What a listener is asked where the rule of `told` is the speaker. InfraError: the picture cannot be opened."""
     return described(told(image.open(), category=category), category=category).question
 
 

@@ -132,7 +132,7 @@ def _candidates(record: Record) -> tuple[tuple[StoredImage, ...], list[str]]:
 
 
 def shown_of(image: StoredImage) -> Shown:
-    """HostFault, LastingFault: as StoredImage.read."""
+    """InfraError, PermanentInfraError: as StoredImage.read."""
     return Shown(image.read(), str(image.source) if isinstance(image.source, Path) else "")
 
 
@@ -140,11 +140,11 @@ class PictureEnv(Env):
     """One picture and words behind it: the prompt that the services make of them, token for token."""
 
     def __init__(self, example: Example, ask: Callable[[Example], Awaitable[str]]) -> None:
-        """`ask` gives the words; HostFault: who has them is down."""
+        """`ask` gives the words; InfraError: who has them is down."""
         self._example, self._ask = example, ask
 
     async def reset(self, seed: int) -> list[Message]:
-        """HostFault: the picture cannot be opened, or there are no words."""
+        """InfraError: the picture cannot be opened, or there are no words."""
         (image,) = self._example.payload["images"]
         words = await self._ask(self._example)
         return [say("user", await asyncio.to_thread(image.open), words)]

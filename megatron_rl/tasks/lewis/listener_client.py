@@ -1,4 +1,4 @@
-"""Asks listeners of the Lewis game which picture a description means; every trouble of theirs is a HostFault and never a score.
+"""Asks listeners of the Lewis game which picture a description means; every trouble of theirs is a InfraError and never a score.
 
 What was heard is kept by picture, words and the listener's version, in memory and in a file: p(yes) of a picture does not depend on the
 others beside it, nor on their order. What is asked for at the same time is asked once, and travels in chunks, each to one of the servers
@@ -19,15 +19,15 @@ from functools import partial
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.clients.endpoint_pool import Endpoint, ServerFault, Servers, one_line, told
-from megatron_rl.clients.health_check import warning_of
-from megatron_rl.clients.openai import Unread
+from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, EndpointPool, describe_error, to_one_line
+from megatron_rl.clients.health_check import health_warning
+from megatron_rl.clients.openai import UnreadBody
 from megatron_rl.clients.proxies import proxy_words
 from megatron_rl.config import ListenerSettings, require
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.verdict_cache import Verdicts
 from megatron_rl.tasks.lewis.listener_protocol import Answers, Heard, heard
 from megatron_rl.tasks.lewis.partner_client import connection, greeting_of, require_answered, token_of
-from megatron_rl.types import HostFault, LastingFault
 from sandbox.messages import encoded
 
 
@@ -74,8 +74,9 @@ class ListenerClient:
 
     def __init__(self, settings: ListenerSettings, keys: Keys = Keys()) -> None:
         self.settings, self._keys = settings, keys
-        self.servers = Servers(
-            settings.urls, name=keys.name, tries=settings.tries, timeout_s=settings.timeout_s, patience_s=settings.patience_s,
+        self.servers = EndpointPool(
+            settings.urls, name=keys.name, max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
+            outage_timeout_s=settings.outage_timeout_s,
             concurrency=settings.concurrency, rest_s=settings.backoff_s,
         )  # fmt: skip
         self.version = ""
@@ -87,12 +88,12 @@ class ListenerClient:
         self._memory: OrderedDict[str, float] = OrderedDict()
         self._under_way: dict[tuple[str, frozenset[str]], asyncio.Future[dict[str, float]]] = {}
         self._chunk: list[_Asked] = []
-        self._tasks: set[asyncio.Task[list[dict[str, float] | HostFault]]] = set()
+        self._tasks: set[asyncio.Task[list[dict[str, float] | InfraError]]] = set()
         self._sent: dict[str, set[str]] = {url: set() for url in settings.urls}
         """Hashes that each server was sent."""
 
     async def start(self) -> None:
-        """In the event loop that will ask. HostFault: no listener answers, or they are not the same one."""
+        """In the event loop that will ask. InfraError: no listener answers, or they are not the same one."""
         settings = self.settings
         self._file = Verdicts(settings.cache, read_only=False, key="task.listener.cache") if settings.cache else None
         self.servers.start()
@@ -101,11 +102,11 @@ class ListenerClient:
             greeting_of(http, url, key=self._keys.token_file, token=self._token, proxy=self._proxy_words(url)) for url in self._sent
         ]  # fmt: skip
         greetings = dict(zip(self._sent, await asyncio.gather(*asked), strict=True))
-        if warning := warning_of(greetings, of="listener", key=self._keys.urls):
+        if warning := health_warning(greetings, of="listener", key=self._keys.urls):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         versions = {url: greeting.served[0] for url, greeting in greetings.items() if greeting.served}
         if len(set(versions.values())) > 1:
-            raise HostFault(f"{self._keys.urls}: these are different listeners ({versions}); start all of them alike")
+            raise InfraError(f"{self._keys.urls}: these are different listeners ({versions}); start all of them alike")
         self.version = next(iter(versions.values()))
 
     def _proxy_words(self, url: str) -> str:
@@ -124,12 +125,12 @@ class ListenerClient:
     async def hear(self, pictures: Sequence[Shown], question: str) -> Heard:
         """What the listener makes of a question about pictures, no two of them the same.
 
-        HostFault, naming server and reason, after the last try; LastingFault: what was asked is at fault.
+        InfraError, naming server and reason, after the last try; PermanentInfraError: what was asked is at fault.
         """
         shown = await asyncio.to_thread(lambda: {picture.sha256: picture for picture in pictures})
         if len(shown) < len(pictures):
-            raise LastingFault("listener: two of the candidates are the same picture")
-        known = {digest: None if self.settings.follows else self._known(digest, question) for digest in shown}
+            raise PermanentInfraError("listener: two of the candidates are the same picture")
+        known = {digest: None if self.settings.partner_is_training else self._known(digest, question) for digest in shown}
         if None not in known.values():
             self.cache_hits += 1
             return heard(list(known.values()))
@@ -177,7 +178,7 @@ class ListenerClient:
             self._tasks.add(task)
             task.add_done_callback(partial(self._settle, chunk))
 
-    def _settle(self, chunk: Sequence[_Asked], task: asyncio.Task[list[dict[str, float] | HostFault]]) -> None:
+    def _settle(self, chunk: Sequence[_Asked], task: asyncio.Task[list[dict[str, float] | InfraError]]) -> None:
         self._tasks.discard(task)
         failure = asyncio.CancelledError() if task.cancelled() else task.exception()
         results = [failure] * len(chunk) if failure else task.result()
@@ -192,17 +193,19 @@ class ListenerClient:
             else:
                 asked.heard.set_result(result)
 
-    async def _ask(self, chunk: Sequence[_Asked]) -> list[dict[str, float] | HostFault]:
+    async def _ask(self, chunk: Sequence[_Asked]) -> list[dict[str, float] | InfraError]:
         """Of each its answer, or what keeps it from one: where a request is at fault, each is asked by itself, and takes none with it."""
         try:
             answers = await self.servers.ask(lambda endpoint: self._answer(endpoint, chunk))
-        except LastingFault as fault:
+        except PermanentInfraError as fault:
             if len(chunk) == 1:
                 return [fault]
             return [result for asked in chunk for result in await self._ask([asked])]
-        except HostFault as fault:
+        except InfraError as fault:
             return [fault] * len(chunk)
-        for asked, logprobs in zip(chunk, [] if self.settings.follows else answers, strict=not self.settings.follows):
+        for asked, logprobs in zip(
+            chunk, [] if self.settings.partner_is_training else answers, strict=not self.settings.partner_is_training
+        ):
             for digest, logprob in logprobs.items():
                 key = self._key(digest, asked.question)
                 self._remember(key, logprob)
@@ -235,22 +238,22 @@ class ListenerClient:
             batch.append({"question": asked.question, "candidates": candidates})
         try:
             return await self._http.post(f"{endpoint.url}/batch_score", json={"batch": batch})
-        except (httpx2.HTTPError, httpx2.InvalidURL, Unread) as error:
-            raise ServerFault(told(error, secret=self._token) + self._proxy_words(endpoint.url)) from error
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnreadBody) as error:
+            raise EndpointError(describe_error(error, secret=self._token) + self._proxy_words(endpoint.url)) from error
 
     def _read(self, content: bytes, chunk: Sequence[_Asked]) -> list[dict[str, float]]:
         try:
             answers = Answers.model_validate_json(content)
         except ValidationError as error:
-            raise ServerFault(told(error)) from error
-        if answers.version != self.version and self.settings.follows:
+            raise EndpointError(describe_error(error)) from error
+        if answers.version != self.version and self.settings.partner_is_training:
             self.version = answers.version
             self.changes += 1
         if answers.version != self.version:
-            raise ServerFault(f"is another listener now: version {one_line(answers.version)}, not {self.version}")
+            raise EndpointError(f"is another listener now: version {to_one_line(answers.version)}, not {self.version}")
         lengths = [len(result.yes_logprobs) for result in answers.results]
         if lengths != [len(asked.shown) for asked in chunk]:
-            raise ServerFault(f"answers on {lengths} candidates, which are not those of the request")
+            raise EndpointError(f"answers on {lengths} candidates, which are not those of the request")
         return [dict(zip(asked.shown, result.yes_logprobs, strict=True)) for asked, result in zip(chunk, answers.results, strict=True)]
 
 
@@ -265,10 +268,10 @@ def _unknown_of(reply: httpx2.Response) -> list[str]:
     try:
         return _Unknown.model_validate_json(reply.content).detail.unknown
     except ValidationError as error:
-        raise ServerFault(f"HTTP 404: {one_line(reply.text)}") from error
+        raise EndpointError(f"HTTP 404: {to_one_line(reply.text)}") from error
 
 
 def _require_logprob(found: object, *, path: str) -> None:
-    """LastingFault: a file of what was heard holds something that no listener can have said."""
+    """PermanentInfraError: a file of what was heard holds something that no listener can have said."""
     if not isinstance(found, float) or not -math.inf < found <= 0:
-        raise LastingFault(f"listener: {path} holds {found!r:.40}, which is no logarithm of a probability; remove the file")
+        raise PermanentInfraError(f"listener: {path} holds {found!r:.40}, which is no logarithm of a probability; remove the file")

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
+from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.tasks.lewis.demonstrations import SPLITS, demonstrated, told_question
 from megatron_rl.tasks.lewis.description import described
@@ -13,7 +14,7 @@ from megatron_rl.tasks.lewis.rewards import listener_rubric
 from megatron_rl.tasks.lewis.speaker_client import SpeakerClient
 from megatron_rl.tasks.task_options import LewisListenerOptions
 from megatron_rl.tasks.vqa import VqaEnv
-from megatron_rl.types import Demonstration, Example, LastingFault
+from megatron_rl.types import Demonstration, Example
 
 
 class LewisListenerTask(Task):
@@ -53,14 +54,14 @@ class LewisListenerTask(Task):
         return PictureEnv(example, self._question) if self._is_heard else VqaEnv(example, prompt="{question}", system="")
 
     async def _question(self, example: Example) -> str:
-        """LastingFault: the speaker says nothing that could be asked about."""
+        """PermanentInfraError: the speaker says nothing that could be asked about."""
         shown, category = example.payload["shown"], str(example.payload["category"])
         if self.speaker is None:
             return await asyncio.to_thread(told_question, shown, category=category)
         reply = await self.speaker.describe(await asyncio.to_thread(shown.read), category=category)
         question = described(reply, category=category).question
         if not question:
-            raise LastingFault(f"{example}: the speaker describes nothing ({reply[:60]!r})")
+            raise PermanentInfraError(f"{example}: the speaker describes nothing ({reply[:60]!r})")
         return question
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx2
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.clients.endpoint_pool import KeyRefused, Refused, ServerFault, one_line, retry_after, told
-from megatron_rl.clients.health_check import GREETING_S, Greeting
-from megatron_rl.clients.openai import BOUNDED, Unread, proxies_of
+from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, RequestRejected, describe_error, parse_retry_after, to_one_line
+from megatron_rl.clients.health_check import HEALTH_TIMEOUT_S, HealthCheck
+from megatron_rl.clients.openai import BOUNDED, UnreadBody, proxies_of
 from sandbox.bounded_http import DENIED
 from sandbox.token import bearer, read_token
 
@@ -42,22 +42,22 @@ def require_answered(reply: httpx2.Response, *, key: str) -> None:
     if reply.status_code in DENIED:
         raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {key}=FILE")
     if reply.status_code in REFUSES:
-        raise Refused(f"HTTP {reply.status_code}: {one_line(reply.text)}")
+        raise RequestRejected(f"HTTP {reply.status_code}: {to_one_line(reply.text)}")
     if reply.status_code != 200:
-        rest_s = retry_after(reply.headers.get("retry-after", ""))
-        raise ServerFault(f"HTTP {reply.status_code}: {one_line(reply.text)}", rest_s=rest_s)
+        rest_s = parse_retry_after(reply.headers.get("retry-after", ""))
+        raise EndpointError(f"HTTP {reply.status_code}: {to_one_line(reply.text)}", rest_s=rest_s)
 
 
-async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: str, proxy: str = "") -> Greeting:
+async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: str, proxy: str = "") -> HealthCheck:
     """Its version, or its trouble; `key` is the setting of its token's file, `proxy` what an error adds (clients/proxies.py)."""
     try:
-        async with asyncio.timeout(GREETING_S):
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
             reply = await http.get(f"{url}/health")
         require_answered(reply, key=key)
-        return Greeting(served=[_Health.model_validate_json(reply.content).version])
+        return HealthCheck(served=[_Health.model_validate_json(reply.content).version])
     except KeyRefused as error:
-        return Greeting(trouble=str(error), is_denied=True)
+        return HealthCheck(trouble=str(error), is_denied=True)
     except TimeoutError:
-        return Greeting(trouble=f"no answer within {GREETING_S:.0f} s{proxy}")
-    except (httpx2.HTTPError, httpx2.InvalidURL, Unread, Refused, ServerFault, ValidationError) as error:
-        return Greeting(trouble=told(error, secret=token) + proxy)
+        return HealthCheck(trouble=f"no answer within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
+    except (httpx2.HTTPError, httpx2.InvalidURL, UnreadBody, RequestRejected, EndpointError, ValidationError) as error:
+        return HealthCheck(trouble=describe_error(error, secret=token) + proxy)

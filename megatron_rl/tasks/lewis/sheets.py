@@ -36,13 +36,13 @@ class Sheets:
         """Keep what was heard of a held-out game until the sheet is drawn."""
         rollout = outcome.rollout
         if is_held_out(rollout.example_id):
-            self._heard[rollout.example_id, rollout.sample, outcome.replies[-1]] = heard
+            self._heard[rollout.example_id, rollout.sample_index, outcome.replies[-1]] = heard
 
     def draw(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> None:
         """The sheet of the greedy episodes, of which an evaluation asks first (evaluation/in_run.py), and no other of those at temperature
         1."""
         if self._is_greedy:
-            known = [(each, (each.example_id, each.sample, each.turns[-1].text)) for each in rollouts if each.turns]
+            known = [(each, (each.example_id, each.sample_index, each.turns[-1].text)) for each in rollouts if each.turns]
             games = [(examples[each.group], key[2], self._heard[key]) for each, key in known if key in self._heard]
             if games:
                 self._keep(sheet_of(games[:MOST_GAMES]))

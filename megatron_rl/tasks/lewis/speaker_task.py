@@ -35,7 +35,7 @@ class LewisSpeakerTask(Task):
         options: LewisSpeakerOptions = settings.options or LewisSpeakerOptions()
         self.listener = listener_of(settings.listener)
         self.log = PredictionLog(options.log)
-        self.witnesses = {name: self._witness(name, options) for name in options.witnesses}
+        self.witnesses = {name: self._witness(name, options) for name in options.held_out_listeners}
         self.sheets = Sheets(Path(options.sheets)) if options.sheets else None
         self.rubric = speaker_rubric(
             hearing(self.listener, shown), parts=options.parts, mode=options.mode, variant=options.variant, tell=self.log,
@@ -48,9 +48,11 @@ class LewisSpeakerTask(Task):
 
     def _witness(self, name: str, options: LewisSpeakerOptions) -> ListenerClient:
         """Asked as the listener is, but for its address and its token: who is told the listener's could ask it in the run's name."""
-        keys = Keys(f"witness {name}", f"task.options.witnesses.{name}", f"task.options.witness_token_files.{name}")
-        token_file = options.witness_token_files.get(name, "")
-        settings = replace(self.settings.listener, urls=[options.witnesses[name]], token_file=token_file, follows=False, cache="")
+        keys = Keys(f"witness {name}", f"task.options.held_out_listeners.{name}", f"task.options.held_out_token_files.{name}")
+        token_file = options.held_out_token_files.get(name, "")
+        settings = replace(
+            self.settings.listener, urls=[options.held_out_listeners[name]], token_file=token_file, partner_is_training=False, cache=""
+        )
         return ListenerClient(settings, keys)
 
     async def start(self) -> None:
@@ -82,5 +84,5 @@ class LewisSpeakerTask(Task):
         """The drift, where a listener called frozen hears: the partner's share of right picks less that listener's."""
         if self.sheets is not None:
             self.sheets.draw(examples, rollouts)
-        both = [(each.rewards["picked"], each.rewards["frozen"]) for each in rollouts if "frozen" in each.rewards]
+        both = [(each.reward_terms["picked"], each.reward_terms["frozen"]) for each in rollouts if "frozen" in each.reward_terms]
         return {"drift": sum(partner - frozen for partner, frozen in both) / len(both)} if both else {}

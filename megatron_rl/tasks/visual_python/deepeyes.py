@@ -6,7 +6,8 @@ r"""DeepEyes' protocol: JSON tool calls on the original picture, zoom and rotate
     observation   <tool_response> picture </tool_response> and a reminder
 
 Boxes are in pixels of the ORIGINAL picture (the first of the question), whatever size the policy saw it at. Differs from the original: a
-reply with neither call nor answer ended the episode there; here it is an error that the policy may mend (task.errors_end ends there too).
+reply with neither call nor answer ended the episode there; here it is an error that the policy may mend (task.stop_on_tool_error ends
+there too).
 """
 
 import json
@@ -74,7 +75,7 @@ class DeepEyes:
         return {}
 
     def write_code(self, source: str) -> str:
-        raise ValueError(f"task.protocol=deepeyes: no code is run there ({source[:40]!r}); use pyvision, codev or functions")
+        raise ValueError(f"task.tool_format=deepeyes: no code is run there ({source[:40]!r}); use pyvision, codev or functions")
 
     def write_call(self, name: str, arguments: Mapping[str, object]) -> str:
         return write_tool_call(next(own for own, tool in TOOLS.items() if tool == name), arguments)

@@ -1,6 +1,6 @@
 """One episode of an agent with tools: replies are read by its protocol, code runs in a box of its own, pictures come back.
 
-Whatever the policy writes leads to an observation: it is never an exception here. HostFault is for what the policy cannot bring about: a
+Whatever the policy writes leads to an observation: it is never an exception here. InfraError is for what the policy cannot bring about: a
 picture of the data set that cannot be read, a box that cannot be had, a box or server that died from outside.
 """
 
@@ -13,11 +13,12 @@ from PIL.Image import Image as Picture
 
 import sandbox
 from megatron_rl.data.clips import StoredClip
+from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.rollout.task import Env, Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
 from megatron_rl.tasks.visual_python.pyvision import CLIP
 from megatron_rl.tasks.visual_python.tool_protocol import Answer, Call, Code, Malformed, ToolProtocol
-from megatron_rl.types import AccessDenied, Example, HostFault, LastingFault, Message, ToolCall
+from megatron_rl.types import Example, Message, ToolCall
 from sandbox.client import RemoteBox, SandboxClient
 from sandbox.images import encode
 
@@ -58,7 +59,7 @@ class AgentEnv(Env):
             pictures = [await asyncio.to_thread(self._picture, number) for number in range(len(stored))]
             messages = self.protocol.prompt(question, pictures)
         except ValueError as error:
-            raise LastingFault(f"{self.example}: {error}") from error
+            raise PermanentInfraError(f"{self.example}: {error}") from error
         self._names = [*self.protocol.inputs(pictures), *(CLIP.format(number) for number in range(len(self._stored_clips)))]
         self.num_shown = _num_pictures(messages)
         return messages
@@ -89,10 +90,10 @@ class AgentEnv(Env):
         except sandbox.AccessDenied as error:
             raise AccessDenied(f"task.sandbox.url={error}: task.sandbox.token_file=FILE") from error
         except (sandbox.SandboxFault, sandbox.PoolFull, sandbox.BoxClosed) as error:
-            raise HostFault(f"sandbox: {error}") from error
+            raise InfraError(f"sandbox: {error}") from error
         if result.fault is sandbox.Fault.HOST:
             assert result.error is not None, f"{result}"
-            raise HostFault(f"sandbox: {result.error.message}")
+            raise InfraError(f"sandbox: {result.error.message}")
         pictures = await asyncio.to_thread(lambda: [picture.image() for picture in result.images])
         text, error = describe(result, names=self._names)
         return ToolCall(tool="python", source=source, text=text, error=error), pictures
@@ -107,15 +108,15 @@ class AgentEnv(Env):
         try:
             return await self.pool.open(images=encoded, files=clips, preload=preload)
         except ValueError as error:  # a name, a picture: all of it is the data set's
-            raise LastingFault(f"{self.example}: sandbox: {error}") from error
+            raise PermanentInfraError(f"{self.example}: sandbox: {error}") from error
 
     def _clips(self) -> dict[str, bytes]:
-        """The question's videos, by the names of their files in the box. HostFault: one cannot be read."""
+        """The question's videos, by the names of their files in the box. InfraError: one cannot be read."""
         try:
             return {
                 f"{CLIP.format(number)}{stored.source.suffix.lower()}": stored.read() for number, stored in enumerate(self._stored_clips)
             }
-        except HostFault as fault:
+        except InfraError as fault:
             raise type(fault)(f"{self.example}: {fault}") from fault
 
     @property
@@ -126,10 +127,10 @@ class AgentEnv(Env):
 
     def _picture(self, number: int) -> Picture:
         """One of the question's, opened each time that it is looked at: as they are stored, those of a step's episodes are larger than
-        what the policy sees of them. HostFault: it cannot be opened."""
+        what the policy sees of them. InfraError: it cannot be opened."""
         try:
             return self.example.payload["images"][number].open()
-        except HostFault as fault:
+        except InfraError as fault:
             raise type(fault)(f"{self.example}: {fault}") from fault
 
     def _edit(self, name: str, arguments: dict[str, object]) -> tuple[ToolCall, list[Picture]]:

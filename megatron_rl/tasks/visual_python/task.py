@@ -9,6 +9,7 @@ import sandbox
 from megatron_rl.config import SandboxSettings, TaskSettings
 from megatron_rl.data.benchmarks.catalog import examples_of, figures
 from megatron_rl.data.prompt_lengths import HIDDEN
+from megatron_rl.errors import AccessDenied, InfraError
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import judge_of
 from megatron_rl.rollout.task import Task
@@ -18,7 +19,7 @@ from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.function_tools import Functions
 from megatron_rl.tasks.visual_python.pyvision import CLIP, PyVision
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
-from megatron_rl.types import AccessDenied, Example, HostFault, Rollout
+from megatron_rl.types import Example, Rollout
 from sandbox.client import SandboxClient
 from sandbox.token import read_token
 
@@ -50,11 +51,11 @@ PROTOCOLS: Mapping[str, Callable[[Payload], ToolProtocol]] = {
     "deepeyes": lambda _: DeepEyes(),
     "functions": lambda _: Functions(),
 }
-"""task.protocol -> the protocol as an example wants it."""
+"""task.tool_format -> the protocol as an example wants it."""
 
 
 class VisualPythonTask(Task):
-    """PyVision-RL, CodeV and DeepEyes are settings of it: task.protocol, task.reward and the data."""
+    """PyVision-RL, CodeV and DeepEyes are settings of it: task.tool_format, task.reward and the data."""
 
     rewards = rubrics.REWARDS
     runs_code = True
@@ -63,10 +64,10 @@ class VisualPythonTask(Task):
         super().__init__(settings)
         settings.require_no_words()
         self.reward = settings.reward or "accuracy"
-        self.protocol = PROTOCOLS[settings.protocol]({"env_name": "", "extra": {}, "videos": ()})
+        self.protocol = PROTOCOLS[settings.tool_format]({"env_name": "", "extra": {}, "videos": ()})
         self.stop = self.protocol.stop
         self.judge = judge_of(settings.judge)
-        self.rubric = rubrics.build(self.reward, judge=self.judge, protocol=settings.protocol)
+        self.rubric = rubrics.build(self.reward, judge=self.judge, protocol=settings.tool_format)
         self._pool = pool_of(settings.sandbox)
         self._splits: dict[str, Sequence[Example]] = {}
 
@@ -83,11 +84,11 @@ class VisualPythonTask(Task):
     def examples(self, split: str) -> Sequence[Example]:
         """The user's questions; every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
-            self._splits[split] = examples_of(self.settings.data, split, videos=self.settings.protocol == "pyvision")
+            self._splits[split] = examples_of(self.settings.data, split, videos=self.settings.tool_format == "pyvision")
         return self._splits[split]
 
     def env(self, example: Example) -> AgentEnv:
-        return AgentEnv(example, protocol=PROTOCOLS[self.settings.protocol](example.payload), pool=self._pool)
+        return AgentEnv(example, protocol=PROTOCOLS[self.settings.tool_format](example.payload), pool=self._pool)
 
     def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Those that are quoted of task.data.benchmark."""
@@ -95,7 +96,7 @@ class VisualPythonTask(Task):
 
     def gold(self, example: Example) -> list[str]:
         """Replies that earn full marks: the answer; before it, where tools are rewarded and there is a picture, a look at the first one."""
-        protocol = PROTOCOLS[self.settings.protocol](example.payload)
+        protocol = PROTOCOLS[self.settings.tool_format](example.payload)
         images, answer = example.payload["images"], example.payload["answer"]
         assert isinstance(images, tuple) and isinstance(answer, str), f"{example}"
         look = [look_at_first(protocol, images[0].open())] if images and self.reward != "accuracy" else []
@@ -113,7 +114,7 @@ def look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
 
 
 async def start_pool(pool: sandbox.Sandbox | SandboxClient, settings: SandboxSettings) -> None:
-    """Raises HostFault, under the setting that chose this pool."""
+    """Raises InfraError, under the setting that chose this pool."""
     try:
         await pool.start()
     except sandbox.AccessDenied as denied:
@@ -121,15 +122,17 @@ async def start_pool(pool: sandbox.Sandbox | SandboxClient, settings: SandboxSet
     except sandbox.SandboxFault as fault:
         url, isolation = settings.url, settings.isolation
         chosen = f"url={url}: {fault}; start it" if url else f"isolation={isolation}: {fault}; see what this machine lacks"
-        raise HostFault(f"task.sandbox.{chosen}: python -m sandbox {'serve' if url else 'doctor'}") from fault
+        raise InfraError(f"task.sandbox.{chosen}: python -m sandbox {'serve' if url else 'doctor'}") from fault
 
 
 def pool_of(settings: SandboxSettings) -> sandbox.Sandbox | SandboxClient:
     """The server at settings.url, which has its own limits, or a pool of this process."""
     if settings.url:
         return sandbox_client(settings)
-    limits = sandbox.Limits(call_s=settings.call_s, memory=settings.memory_mib << 20, text=OBSERVED_CHARACTERS, input_bytes=INPUT_BYTES)
-    return sandbox.Sandbox(size=settings.size, limits=limits, isolation=settings.isolation, accept=settings.accept)
+    limits = sandbox.Limits(
+        call_s=settings.call_timeout_s, memory=settings.memory_mib << 20, text=OBSERVED_CHARACTERS, input_bytes=INPUT_BYTES
+    )
+    return sandbox.Sandbox(size=settings.size, limits=limits, isolation=settings.isolation, accept=settings.allow_missing)
 
 
 def sandbox_client(settings: SandboxSettings) -> SandboxClient:

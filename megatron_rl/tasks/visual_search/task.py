@@ -104,7 +104,7 @@ class VisualSearchTask(Task):
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
         remedy = "visual_search speaks pyvision; visual_python has the other protocols"
-        require(settings.protocol == "pyvision", "task.protocol", settings.protocol, remedy)
+        require(settings.tool_format == "pyvision", "task.tool_format", settings.tool_format, remedy)
         settings.require_no_words()
         self.protocol = PyVision(rules=RULES)
         self.rubric = rubrics.build(settings.reward or "accuracy", judge=None, protocol="pyvision")

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_rl.weights.formats.checkpoint_source import Source
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 DIGEST = "base_model_digest"
 """Its name in adapter_config.json. PEFT 0.21 warns that it ignores it."""
 SAMPLES = 4096
 
 
-def digest_of(source: Source) -> str:
+def digest_of(source: TensorSource) -> str:
     """Return the digest of a model's tensors."""
     total = hashlib.sha256()
     for name in sorted(source.specs):
@@ -41,7 +41,7 @@ def _sampled(names: Iterable[str]) -> list[str]:
     return [name for name in found if name.startswith(starts)]
 
 
-def check_base(config: dict[str, object], source: Source, *, key: str, adapter: object) -> str:
+def check_base(config: dict[str, object], source: TensorSource, *, key: str, adapter: object) -> str:
     """Raise ValueError where an adapter was trained on another base than `source`.
 
     Returns a warning where its adapter_config.json has no digest to compare, as those of other tools; else ''.

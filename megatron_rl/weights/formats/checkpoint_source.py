@@ -22,7 +22,7 @@ HEAD = "lm_head.weight"
 
 
 @dataclass(slots=True, frozen=True)
-class Spec:
+class TensorSpec:
     dtype: torch.dtype
     shape: torch.Size
 
@@ -38,27 +38,27 @@ BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|att
 """Tensors that older checkpoints hold and that are computed anew when a model is built: transformers leaves them out, too."""
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A checkpoint as Hugging Face tensors."""
 
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, TensorSpec]
     skipped: Sequence[str]
     """Stored tensors that are no part of the model and were left out: BUFFERS."""
 
     def read(self, name: str) -> torch.Tensor: ...
 
 
-def tensors_of(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(source: TensorSource) -> Iterator[tuple[str, torch.Tensor]]:
     """All of it, a tensor at a time."""
     for name in source.specs:
         yield name, source.read(name)
 
 
-class Stored(Protocol):
+class StoredTensors(Protocol):
     """The tensors of a folder under the names they are stored by, Hugging Face's or Megatron's, not yet held against a model."""
 
     folder: Path
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, TensorSpec]
 
     def where(self, name: str) -> str:
         """The file or files a tensor stands in, for errors."""
@@ -66,10 +66,10 @@ class Stored(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-def told_skipped(source: Source) -> str:
+def describe_skipped(source: TensorSource) -> str:
     """Return one line about the tensors that were left out; '' where there are none."""
     count = len(source.skipped)
-    return f"left out: {count} stored tensors that are computed anew ({_some(list(source.skipped))})" if count else ""
+    return f"left out: {count} stored tensors that are computed anew ({_first_names(list(source.skipped))})" if count else ""
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
@@ -78,33 +78,33 @@ def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, tar
     if missing or unknown:
         heads = ", and remove what is no part of the model (a value head) from its files" if unknown else ""
         raise ValueError(
-            f"{source}: does not hold exactly the tensors of {target}. Missing: {_some(missing)}; unknown: {_some(unknown)}. "
+            f"{source}: does not hold exactly the tensors of {target}. Missing: {_first_names(missing)}; unknown: {_first_names(unknown)}. "
             f"Copy the whole checkpoint, and give the config.json that belongs to it{heads}"
         )
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return (", ".join(names[:4]) or "none") + more
 
 
-def fit(spec: Spec, name: str, shape: torch.Size, *, stored: str) -> Spec:
+def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) -> TensorSpec:
     """The spec without padding of the vocabulary. Raises ValueError naming both sides where the shape is not the model's."""
     found = spec.shape
     if name in (EMBEDDINGS, HEAD) and found[1:] == shape[1:] and found[0] > shape[0]:
-        return Spec(spec.dtype, shape)
+        return TensorSpec(spec.dtype, shape)
     if found != shape:
         raise ValueError(f"{stored}: gives {name} the shape {list(found)}, but by config.json it has {list(shape)}")
     return spec
 
 
-def check_rows(specs: Mapping[str, Spec], shapes: Mapping[str, torch.Size], *, num_token_ids: int, where: str) -> None:
+def check_rows(specs: Mapping[str, TensorSpec], shapes: Mapping[str, torch.Size], *, num_token_ids: int, where: str) -> None:
     """Raise ValueError where the stored vocabulary does not hold the tokenizer's. `specs`: as stored, by canonical name."""
     rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
     check_vocabulary(rows, vocab_size=shapes[EMBEDDINGS][0], num_token_ids=num_token_ids, where=where)
 
 
-def trim(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+def trim_vocabulary(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """The tensor without padding of the vocabulary."""
     return tensor if tensor.shape == spec.shape else tensor[: spec.shape[0]]
 
@@ -112,7 +112,7 @@ def trim(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
 class NamedSource:
     """Tensors stored under Hugging Face's names, held against the model."""
 
-    def __init__(self, stored: Stored, shapes: Mapping[str, torch.Size], *, num_token_ids: int = 0) -> None:
+    def __init__(self, stored: StoredTensors, shapes: Mapping[str, torch.Size], *, num_token_ids: int = 0) -> None:
         """`num_token_ids`: the tokenizer's largest id plus one; 0 where there is none to compare with."""
         self._stored = stored
         self._has_copy = HEAD in stored.specs and HEAD not in shapes
@@ -120,20 +120,22 @@ class NamedSource:
         names = stored.specs.keys() - ({HEAD} if self._has_copy else set()) - set(self.skipped)
         check_names(names, shapes, source=str(stored.folder), target="the model that config.json describes")
         check_rows(stored.specs, shapes, num_token_ids=num_token_ids, where=str(stored.folder))
-        self.specs = {name: fit(stored.specs[name], name, shape, stored=f"{stored.where(name)}: {name}") for name, shape in shapes.items()}
+        self.specs = {
+            name: check_shape(stored.specs[name], name, shape, stored=f"{stored.where(name)}: {name}") for name, shape in shapes.items()
+        }
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._stored.read(name)
         if name == EMBEDDINGS and self._has_copy and not torch.equal(tensor, self._stored.read(HEAD)):
             raise ValueError(f"{self._stored.where(HEAD)}: {HEAD} differs from {EMBEDDINGS}, but config.json ties them")
-        return trim(tensor, self.specs[name])
+        return trim_vocabulary(tensor, self.specs[name])
 
 
 class MegatronSource:
     """A Megatron checkpoint through the table. A row's tensors are made together, and each can be read once."""
 
     def __init__(
-        self, ranks: Sequence[Stored], rows: list[Row], shapes: Mapping[str, torch.Size], *, leave_out: Collection[str] = (),
+        self, ranks: Sequence[StoredTensors], rows: list[Row], shapes: Mapping[str, torch.Size], *, leave_out: Collection[str] = (),
         num_token_ids: int = 0,
     ) -> None:  # fmt: skip
         """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore` or `Row.key`) in all of them; a single
@@ -157,12 +159,12 @@ class MegatronSource:
         made = {name: spec for row in exported.values() for name, spec in self._row_specs(row).items()}
         check_rows(made, shapes, num_token_ids=num_token_ids, where=str(ranks[0].folder))
         places = {hf: f"{self._where(names[row.key])}: {names[row.key]}" for row in exported.values() for hf in row.hf}
-        self.specs = {name: fit(spec, name, shapes[name], stored=places[name]) for name, spec in made.items()}
+        self.specs = {name: check_shape(spec, name, shapes[name], stored=places[name]) for name, spec in made.items()}
 
     def _where(self, name: str) -> str:
         return ", ".join(rank.where(name) for rank in self._ranks)
 
-    def _row_specs(self, row: Row) -> dict[str, Spec]:
+    def _row_specs(self, row: Row) -> dict[str, TensorSpec]:
         """The specs of what a row's shards give, computed on tensors without data."""
         name = self._names[row.key]
         specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._where(name)}: {name}"
@@ -173,13 +175,13 @@ class MegatronSource:
         except RuntimeError as error:
             parts = f"{len(specs)} part(s) of shape {list(specs[0].shape)}"
             raise ValueError(f"{stored}: {parts} cannot be {', '.join(row.hf)} of the sizes in config.json") from error
-        return {hf: Spec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf, tensors, strict=True)}
+        return {hf: TensorSpec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf, tensors, strict=True)}
 
     def read(self, name: str) -> torch.Tensor:
         if name not in self._ready:
             row = self._rows[name]
             self._ready = dict(zip(row.hf, row.to_hf(self._read_shards(row)), strict=True))
-        return trim(self._ready.pop(name), self.specs[name])
+        return trim_vocabulary(self._ready.pop(name), self.specs[name])
 
     def _read_shards(self, row: Row) -> list[torch.Tensor]:
         name = self._names[row.key]

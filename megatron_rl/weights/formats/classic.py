@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.weights.formats import pickle_tensors
-from megatron_rl.weights.formats.checkpoint_source import Spec
+from megatron_rl.weights.formats.checkpoint_source import TensorSpec
 from megatron_rl.weights.formats.pickle_tensors import StoredTensor
 
 FILES = ("model_optim_rng.pt", "model_rng.pt", "model.pt")
@@ -32,7 +32,7 @@ class ClassicRank:
 
     def __init__(self, folder: Path, pieces: dict[str, StoredTensor]) -> None:
         self.folder, self._pieces = folder, pieces
-        self.specs = {name: Spec(piece.dtype, piece.shape) for name, piece in pieces.items()}
+        self.specs = {name: TensorSpec(piece.dtype, piece.shape) for name, piece in pieces.items()}
 
     def where(self, name: str) -> str:
         return str(self._pieces[name].path)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.name_mapping import canonical
+from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.weights.formats import pickle_tensors
-from megatron_rl.weights.formats.checkpoint_source import Spec, check_names
+from megatron_rl.weights.formats.checkpoint_source import TensorSpec, check_names
 from megatron_rl.weights.formats.pickle_tensors import StoredTensor
 
 FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -33,7 +33,7 @@ class FsdpTensors:
                 f"{folder}: holds a LoRA adapter ({lora[0]}); give the base model's checkpoint, and the exported adapter as --lora"
             )
         self._parts = {name: _parts(name, [pieces[name] for pieces in ranks]) for name in ranks[0]}
-        self.specs = {name: Spec(parts[0].dtype, _whole(parts[0])) for name, parts in self._parts.items()}
+        self.specs = {name: TensorSpec(parts[0].dtype, _whole(parts[0])) for name, parts in self._parts.items()}
 
     def where(self, name: str) -> str:
         return str(self._parts[name][0].path)
@@ -76,9 +76,9 @@ def _pieces(path: Path) -> dict[str, StoredTensor]:
     for name, value in state.items():
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{path}: {name} is no tensor but a {type(value).__name__}; save a sharded state dict of DTensors")
-        if canonical(name) in pieces:
+        if canonical_name(name) in pieces:
             raise ValueError(f"{path}: {name} stands there under both spellings")
-        pieces[canonical(name)] = value
+        pieces[canonical_name(name)] = value
     return pieces
 
 

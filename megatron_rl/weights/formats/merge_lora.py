@@ -10,17 +10,17 @@ from pathlib import Path
 import torch
 
 from megatron_rl.weights.formats.base_digest import check_base
-from megatron_rl.weights.formats.checkpoint_source import Source
+from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.formats.peft import read_peft_config
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 
 HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
-class Merged:
+class MergedTensors:
     """A source with an adapter added to it. Raises ValueError under the option's name `key` unless all of the adapter has its place."""
 
-    def __init__(self, base: Source, adapter: Path, *, key: str) -> None:
+    def __init__(self, base: TensorSource, adapter: Path, *, key: str) -> None:
         self.base, self.specs, self.skipped = base, base.specs, base.skipped
         config = read_peft_config(adapter, key=key)
         self.rank, self.scale = config["r"], config["lora_alpha"] / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])

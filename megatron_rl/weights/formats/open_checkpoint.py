@@ -6,10 +6,10 @@ import torch
 
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import check_vocabulary, count_token_ids
-from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, HEAD, MegatronSource, NamedSource, Source
+from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, HEAD, MegatronSource, NamedSource, TensorSource
 from megatron_rl.weights.formats.classic import open_classic, rank_folders
 from megatron_rl.weights.formats.fsdp import FsdpTensors, rank_paths
-from megatron_rl.weights.formats.merge_lora import Merged
+from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.torch_dist import McoreTensors
 from megatron_rl.weights.formats.torch_dist_metadata import METADATA
@@ -39,7 +39,7 @@ def hf_part(folder: Path) -> Path | None:
     return next((part for part in (folder / "hf", folder / "huggingface", folder) if (part / "config.json").is_file()), None)
 
 
-def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) -> Source:
+def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) -> TensorSource:
     """The checkpoint's tensors, proven to be exactly those of the model.
 
     A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights; what of it is a critic's is left out. `once`:
@@ -61,7 +61,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) 
             return base
         if not (folder / "adapter").is_dir():
             raise ValueError(f"{key}={folder}: its run trained an adapter, but there is no adapter/ in it; copy the whole checkpoint")
-        return Merged(base, folder / "adapter", key=key)
+        return MergedTensors(base, folder / "adapter", key=key)
     ranks = open_classic(folder)
     has_megatron_tower = any(name.startswith("vision.decoder.") for name in ranks[0].specs)
     if has_megatron_tower:

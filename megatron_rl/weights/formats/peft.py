@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_rl.io.jsonl import read_json
-from megatron_rl.models.name_mapping import PEFT_PREFIX, Row, Tensors, nested
+from megatron_rl.models.name_mapping import PEFT_PREFIX, Row, Tensors, nested_name
 from megatron_rl.weights.formats.base_digest import DIGEST
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from megatron_rl.weights.formats.tensor_files import whole_or_absent
-from megatron_rl.weights.stream import Placement, fill, is_adapter
+from megatron_rl.weights.formats.tensor_files import atomic_folder
+from megatron_rl.weights.stream import ShardLocation, fill_parameters, is_adapter
 
 KNOWN = (
     DIGEST, "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "inference_mode", "init_lora_weights",
@@ -30,7 +30,7 @@ KNOWN = (
 )  # fmt: skip
 """Fields of adapter_config.json (PEFT 0.21, and lora*_ of ms-swift) that are read, or change nothing in a plain LoRA. Any other one that is
 set to something (layers_to_transform, exclude_modules, use_dora, rank_pattern, one of a newer PEFT) changes what an adapter means."""
-STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+TARGET_PREFIXES = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take their start out of the base's weights
 (PEFT 0.21, tuners/lora/layer.py), so that what they train is no addition to the released ones."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -88,7 +88,7 @@ def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in chunks.named_parameters() if is_adapter(name)}
 
 
-def start_adapters(chunks: nn.ModuleList, rows: list[Row], placement: Placement, *, seed: int) -> None:
+def start_adapters(chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, *, seed: int) -> None:
     """PEFT's start: B zero, A uniform in +-1 / sqrt(inputs). The numbers depend on the seed and the layer's name, not on the layout."""
 
     def value(row: Row, shape: Sequence[int]) -> Tensors:
@@ -98,10 +98,10 @@ def start_adapters(chunks: nn.ModuleList, rows: list[Row], placement: Placement,
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         return (whole,)
 
-    fill(_parameters(chunks), rows, placement, value)
+    fill_parameters(_parameters(chunks), rows, placement, value)
 
 
-def load_peft(chunks: nn.ModuleList, rows: list[Row], placement: Placement, folder: Path, *, rank: int, alpha: float) -> None:
+def load_peft(chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, folder: Path, *, rank: int, alpha: float) -> None:
     """Fill the adapters from a PEFT folder. Raises ValueError where rank, alpha, targets or kind differ from what is asked for."""
     config = read_peft_config(folder, key="lora.path")
     if config.get("use_rslora"):
@@ -117,7 +117,7 @@ def load_peft(chunks: nn.ModuleList, rows: list[Row], placement: Placement, fold
             f"lora.path={folder}: the adapter and lora.targets differ. Missing in the adapter: {missing[:3]} ({len(missing)}); "
             f"not among the targets: {unknown[:3]} ({len(unknown)}). State the adapter's own targets"
         )
-    fill(_parameters(chunks), rows, placement, lambda row, _shape: tuple(source.read(name) for name in row.hf))
+    fill_parameters(_parameters(chunks), rows, placement, lambda row, _shape: tuple(source.read(name) for name in row.hf))
 
 
 def read_peft_config(folder: Path, *, key: str) -> dict:
@@ -141,7 +141,7 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
         told = ", ".join(f"{name}={config.get(name)}" for name in foreign)
         raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is more than plain LoRA; merge the adapter with PEFT itself")
     start = config.get("init_lora_weights")
-    if start not in STARTS:
+    if start not in TARGET_PREFIXES:
         raise ValueError(
             f"{key}={folder}: init_lora_weights={start} in its {CONFIG} may have changed the base when training started; "
             "save it anew with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT itself"
@@ -179,8 +179,8 @@ def peft_config(
 
 def write_peft(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object]) -> None:
     """Write a PEFT folder at `out`, whole or not at all; tensors by canonical name. Raises OSError as write_hf_folder does."""
-    with whole_or_absent(out) as partial:
-        copies = {PEFT_PREFIX + nested(name): tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+    with atomic_folder(out) as partial:
+        copies = {PEFT_PREFIX + nested_name(name): tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         try:
             save_file(copies, partial / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:

@@ -89,7 +89,7 @@ def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
         raise ValueError(f"{path}: is corrupt or no file that torch.save wrote ({why}); copy it again") from error
 
 
-class _Part(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
@@ -119,7 +119,7 @@ class _Part(io.RawIOBase):
 class _Archive:
     def __init__(self, path: Path, file: BinaryIO, start: int, length: int) -> None:
         self._path, self._start, self._length = path, start, length
-        self._file = _Part(file, start, length)
+        self._file = _FileSlice(file, start, length)
         self._zip = zipfile.ZipFile(self._file)
         self._members = {}
         for member in self._zip.infolist():

@@ -17,9 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.io.jsonl import read_json
-from megatron_rl.models.name_mapping import canonical
-from megatron_rl.weights.formats.checkpoint_source import Spec
-from megatron_rl.weights.formats.tensor_files import SteadyFile, companions, copy_companions, is_name, mapped, whole_or_absent
+from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl.weights.formats.checkpoint_source import TensorSpec
+from megatron_rl.weights.formats.tensor_files import FlushedFile, atomic_folder, copy_companions, is_name, list_companions, map_tensor
 
 INDEX = "model.safetensors.index.json"
 """The file that says which tensor stands in which file."""
@@ -56,7 +56,7 @@ class _Entry:
     path: Path
     name: str
     """The tensor's name as the file spells it."""
-    spec: Spec
+    spec: TensorSpec
     offset: int
     """Where its bytes begin in the file."""
 
@@ -71,16 +71,16 @@ class HfTensors:
         """`once`: each tensor is read once, by this process alone (files.mapped)."""
         self.folder, self.key, self._once = Path(folder), key, once
         self._tensors: dict[str, _Entry] = {}
-        companions(self.folder)  # a run copies them into its first checkpoint: refused now, not an hour later
+        list_companions(self.folder)  # a run copies them into its first checkpoint: refused now, not an hour later
         index = self._index()
         for path in self._weight_files(index):
             for stored in self._stored_in(path):
-                name = canonical(stored.name)
+                name = canonical_name(stored.name)
                 if name in self._tensors:
                     first = self._tensors[name].path.name
                     raise self._error(f"tensor {stored.name} stands in {first} and in {path.name}; remove one of the two")
                 self._tensors[name] = stored
-        listed = {canonical(name): file for name, file in index.items()}
+        listed = {canonical_name(name): file for name, file in index.items()}
         present = {name: stored.path.name for name, stored in self._tensors.items()}
         differ = sorted(name for name in listed.keys() | present.keys() if index and listed.get(name) != present.get(name))
         if differ:
@@ -132,7 +132,7 @@ class HfTensors:
         if unknown:
             raise self._error(f"{path.name} holds numbers of type {unknown[0]}; quantized checkpoints cannot be trained")
         return [
-            _Entry(path, name, Spec(DTYPES[entry["dtype"]], torch.Size(entry["shape"])), 8 + length + entry["data_offsets"][0])
+            _Entry(path, name, TensorSpec(DTYPES[entry["dtype"]], torch.Size(entry["shape"])), 8 + length + entry["data_offsets"][0])
             for name, entry in header.items()
         ]
 
@@ -146,7 +146,7 @@ class HfTensors:
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that canonical name, on CPU in the stored dtype; its part of the file is mapped for as long as it lives."""
         stored = self._tensors[name]
-        return mapped(stored.path, offset=stored.offset, dtype=stored.spec.dtype, shape=stored.spec.shape, once=self._once)
+        return map_tensor(stored.path, offset=stored.offset, dtype=stored.spec.dtype, shape=stored.spec.shape, once=self._once)
 
 
 def write_hf_folder(
@@ -168,7 +168,7 @@ def write_hf_folder(
     Returns the parts of a complete folder that `like` lacks, in words. Raises OSError (disk full, no permission) and what `tensors` and
     `check` raise; what was written until then is removed.
     """
-    with whole_or_absent(out) as partial:
+    with atomic_folder(out) as partial:
         _write_shards(partial, tensors, shard_bytes)
         lacking = copy_companions(like, partial, pixels=pixels)
         if card:
@@ -185,7 +185,7 @@ class _Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = SteadyFile(path)
+        self.file = FlushedFile(path)
         self.file.seek(8 + HEADER_BYTES)
         self.header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         self.header_bytes = 64

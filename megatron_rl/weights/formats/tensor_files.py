@@ -22,7 +22,7 @@ import torch
 from megatron_rl.weights.formats.pixel_limits import write_pixel_limits
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
+MadeItem = TypeVar("Made")
 
 POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14 (include/uapi/asm-generic/mman-common.h), which Python 3.11 does not name."""
@@ -37,7 +37,7 @@ MAX_COMPANION_BYTES = 256 << 20
 """What is larger is weights, by whatever name: the largest tokenizers have some 40 MB."""
 
 
-def mapped(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, once: bool = False) -> torch.Tensor:
+def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, once: bool = False) -> torch.Tensor:
     """The contiguous tensor whose bytes begin at an offset of a file. Its part of the file is read and mapped for as long as the tensor
     lives; writing to it changes memory, never the file. `once`: nobody else needs that part, and it leaves the page cache with the tensor,
     which spares the kernel finding other memory for what is read next. Raises OSError where the disk cannot be read."""
@@ -62,10 +62,10 @@ def _forget(descriptor: int, offset: int, num_bytes: int) -> None:
     os.close(descriptor)
 
 
-def made_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+def prefetch(make: Callable[[Item], MadeItem], items: Iterable[Item]) -> Iterator[MadeItem]:
     """Yield make(item) for every item in order, each made in a thread while the caller is busy with the one before it."""
     with ThreadPoolExecutor(1) as maker:
-        pending: Future[Made] | None = None
+        pending: Future[MadeItem] | None = None
         for item in items:
             coming = maker.submit(make, item)
             if pending is not None:
@@ -75,7 +75,7 @@ def made_ahead(make: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[
             yield pending.result()
 
 
-class SteadyFile(io.FileIO):
+class FlushedFile(io.FileIO):
     """A new file without a buffer. Raises OSError naming it (disk full), from whichever call notices."""
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ class SteadyFile(io.FileIO):
 
 
 @contextmanager
-def whole_or_absent(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path) -> Iterator[Path]:
     """An empty hidden folder beside `out`; when the block ends it is flushed to disk and takes out's name and place.
 
     If the block raises, what was written is removed, with the parents that were made for it, and a folder that was at `out` stays.
@@ -166,7 +166,7 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
-def companions(source: Path) -> list[Path]:
+def list_companions(source: Path) -> list[Path]:
     """Config, tokenizer, processor and chat template: every file of a Hugging Face folder but its weights and hidden files.
 
     ValueError: one of them is a link that leads out of the folder, and what it leads to is nobody's to publish. In a cache of Hugging Face,
@@ -190,7 +190,7 @@ def copy_companions(source: Path, into: Path, *, pixels: tuple[int, int] | None 
     Returns the parts of a complete folder that are missing, in words. ValueError: `companions`.
     """
     into.mkdir(exist_ok=True)
-    for path in companions(source):
+    for path in list_companions(source):
         shutil.copyfile(path, into / path.name)
     if pixels is not None:
         write_pixel_limits(into, pixels)

@@ -7,21 +7,21 @@ from pathlib import Path
 import torch
 
 from megatron_rl.models.name_mapping import Row, Tensors
-from megatron_rl.weights.formats.checkpoint_source import Source, Spec, check_names
-from megatron_rl.weights.formats.tensor_files import made_ahead
+from megatron_rl.weights.formats.checkpoint_source import TensorSource, TensorSpec, check_names
+from megatron_rl.weights.formats.tensor_files import prefetch
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 
 
-class Import:
+class McoreImport:
     """One conversion: what is read, what is written, and its size, known from headers alone before anything is read."""
 
-    def __init__(self, source: Source, rows: list[Row], *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, source: TensorSource, rows: list[Row], *, dtype: torch.dtype | None = None) -> None:
         """`source` was held against the model already; `dtype` None: every tensor as it is stored. Raises ValueError."""
         self.source, self.dtype = source, dtype
         self.rows = [row for row in rows if row.exported]
         self.written = {row.key: self._written(row) for row in self.rows}
 
-    def _written(self, row: Row) -> Spec:
+    def _written(self, row: Row) -> TensorSpec:
         """The spec of the tensor that a row will be, computed on tensors without data."""
         specs = [self.source.specs[name] for name in row.hf]
         tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
@@ -29,7 +29,7 @@ class Import:
             differ = ", ".join(f"{name} {spec}" for name, spec in zip(row.hf, specs, strict=True))
             raise ValueError(f"{row.key} is made of tensors of different types: {differ}; give --dtype")
         whole = row.to_mcore(tensors, 0, 1)
-        return Spec(whole.dtype, whole.shape)
+        return TensorSpec(whole.dtype, whole.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -41,7 +41,7 @@ class Import:
         its own bytes only; the result loads at every layout. Raises OSError (disk full) and ValueError (damage)."""
         consumed: Counter[str] = Counter()
         with TorchDistWriter(into) as writer:
-            for row, runs in zip(self.rows, made_ahead(self._runs, self.rows), strict=True):
+            for row, runs in zip(self.rows, prefetch(self._runs, self.rows), strict=True):
                 writer.add(row.key, *runs, dim=row.shard_dim or 0, parts=num_chunks(row, tp))
                 if has_extra_state(row):
                     writer.add_empty_object(f"{row.key.removesuffix('weight')}_extra_state/shard_0_1")

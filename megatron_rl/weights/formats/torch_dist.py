@@ -23,10 +23,10 @@ from torch.utils.serialization import config
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.name_mapping import Tensors
 from megatron_rl.weights.formats import pickle_tensors
-from megatron_rl.weights.formats.checkpoint_source import Spec
+from megatron_rl.weights.formats.checkpoint_source import TensorSpec
 from megatron_rl.weights.formats.digests import RecordedFiles, recorded_files
 from megatron_rl.weights.formats.pickle_tensors import StoredTensor
-from megatron_rl.weights.formats.tensor_files import SteadyFile, mapped
+from megatron_rl.weights.formats.tensor_files import FlushedFile, map_tensor
 from megatron_rl.weights.formats.torch_dist_metadata import METADATA, read_metadata, tile
 
 FORMAT = "metadata.json"
@@ -68,7 +68,7 @@ class McoreTensors:
         self._sizes = {(name, chunk.offsets): chunk.sizes for name, entry in self._tensors.items() for chunk in entry.chunks}
         self._places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = self.metadata.storage_data
         self._check()
-        self.specs = {name: Spec(entry.properties.dtype, entry.size) for name, entry in self._tensors.items()}
+        self.specs = {name: TensorSpec(entry.properties.dtype, entry.size) for name, entry in self._tensors.items()}
 
     def _read_record(self) -> RecordedFiles | None:
         try:
@@ -137,7 +137,7 @@ class McoreTensors:
         if not is_tensor or (stored.shape, stored.dtype) != (sizes, spec.dtype) or not stored.is_contiguous:
             held = f"{stored.dtype} {tuple(stored.shape)}" if is_tensor else f"a {type(stored).__name__}"
             raise self._damaged(name, f"{place.relative_path} holds {held}, not {spec.dtype} {tuple(sizes)}")
-        return mapped(path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape, once=self._once)
+        return map_tensor(path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape, once=self._once)
 
 
 class TorchDistWriter:
@@ -150,7 +150,7 @@ class TorchDistWriter:
         """A new file begins when one has reached file_bytes."""
         self.folder, self.file_bytes = folder, file_bytes
         self._metadata = metadata.Metadata({}, storage_data={}, storage_meta=metadata.StorageMeta(), version=filesystem.CURRENT_DCP_VERSION)
-        self._file: SteadyFile | None = None
+        self._file: FlushedFile | None = None
         self._num_files = 0
 
     def __enter__(self) -> Self:
@@ -185,7 +185,7 @@ class TorchDistWriter:
         """Append torch.save of the content; the numbers of a tensor are those of the runs, and its own are never touched."""
         file = self._open_file()
         offset = file.tell()
-        filled = _Filled(file, content, runs) if runs else None
+        filled = _ChunkBuffer(file, content, runs) if runs else None
         try:
             with config.patch({"save.compute_crc32": False}):  # torch.load does not check it (torch.serialization.set_crc32_options)
                 torch.save(content, file if filled is None else filled)
@@ -196,9 +196,9 @@ class TorchDistWriter:
         if file.tell() >= self.file_bytes:
             self._close_file()
 
-    def _open_file(self) -> SteadyFile:
+    def _open_file(self) -> FlushedFile:
         if self._file is None:
-            self._file = SteadyFile(self.folder / f"__0_{self._num_files}{filesystem.DEFAULT_SUFFIX}")
+            self._file = FlushedFile(self.folder / f"__0_{self._num_files}{filesystem.DEFAULT_SUFFIX}")
             self._num_files += 1
         return self._file
 
@@ -216,10 +216,10 @@ class TorchDistWriter:
             pickle.dump(self._metadata, file)
 
 
-class _Filled:
+class _ChunkBuffer:
     """The file for one torch.save: where torch writes the numbers of `tensor`, those of the runs are written."""
 
-    def __init__(self, file: SteadyFile, tensor: torch.Tensor, runs: Tensors) -> None:
+    def __init__(self, file: FlushedFile, tensor: torch.Tensor, runs: Tensors) -> None:
         self.file, self.tensor, self.runs = file, tensor, runs
         self.flush = file.flush
         self.is_done = False

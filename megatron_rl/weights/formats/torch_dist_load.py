@@ -44,8 +44,8 @@ def load(wanted: ShardedStateDict, folder: Path, *, key: str, whole: bool) -> St
     if whole and no_tensor is not None:
         raise ValueError(f"{key}={folder}: {no_tensor} is bytes, and a training state has tensors alone; copy it again")
     strict = StrictHandling.RAISE_ALL if whole else StrictHandling.ASSUME_OK_UNEXPECTED
-    with _reading_by(_Reader(stored)):
-        return dist_checkpointing.load(wanted, str(folder), strategy.TorchDistLoadShardedStrategy(), _NothingInCommon(), strict=strict)
+    with _using_reader(_Reader(stored)):
+        return dist_checkpointing.load(wanted, str(folder), strategy.TorchDistLoadShardedStrategy(), _EmptyCommonState(), strict=strict)
 
 
 def read_common(folder: Path) -> object:
@@ -61,7 +61,7 @@ def _read(value: object) -> object:
     return [_read(item) for item in value] if type(value) is list else value
 
 
-class _NothingInCommon(TorchCommonLoadStrategy):
+class _EmptyCommonState(TorchCommonLoadStrategy):
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         return {}
 
@@ -90,7 +90,7 @@ class _Reader(FileSystemReader):
 
 
 @contextmanager
-def _reading_by(reader: _Reader) -> Iterator[None]:
+def _using_reader(reader: _Reader) -> Iterator[None]:
     """Megatron makes its readers by a function of its own (strategies/torch.py): inside the block it is given ours."""
     make = strategy._get_filesystem_reader
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader

@@ -155,7 +155,7 @@ def test_the_task_scores_by_the_benchmark(tmp_path: Path) -> None:
     ):
         payload = task.examples("eval")[0].payload
         scores = [
-            asyncio.run(task.rubric.score(outcome_of(Turn(context=0, span=(0, 1), text=reply), payload=payload))).reward
+            asyncio.run(task.rubric.score(outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=payload))).reward
             for reply in replies
         ]
         assert scores == [pytest.approx(0.9), 0.0]
@@ -163,7 +163,7 @@ def test_the_task_scores_by_the_benchmark(tmp_path: Path) -> None:
     path.write_text(json.dumps(row) + "\n")
     plain = VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[str(path)]))).examples("eval")[0]
     assert "official" not in plain.payload
-    outcome = outcome_of(Turn(context=0, span=(0, 1), text="<answer>11</answer>"), payload=plain.payload)
+    outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text="<answer>11</answer>"), payload=plain.payload)
     assert asyncio.run(VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[str(path)]))).rubric.score(outcome)).reward == 0.0
 
 
@@ -171,7 +171,7 @@ def played(*credits: tuple[str, Mapping[str, str], float], sample: int = 0) -> t
     """Examples of (unit, labels, credit) with an episode each."""
     examples = [Example(id=str(n), payload={"official": {"unit": unit, "labels": labels}}) for n, (unit, labels, _) in enumerate(credits)]
     rollouts = [
-        Rollout(task="t", example_id=str(n), group=n, sample=sample, reward=value, rewards={"accuracy": value})
+        Rollout(task="t", example_id=str(n), group=n, sample_index=sample, reward=value, reward_terms={"accuracy": value})
         for n, (_, _, value) in enumerate(credits)
     ]
     return examples, rollouts
@@ -238,7 +238,7 @@ def test_no_benchmark_has_no_figures() -> None:
     examples, rollouts = played(("a", {"category": "x"}, 1.0))
     assert figures("", examples, rollouts) == {} == official_interval("", examples, rollouts)
     for rollout in rollouts:
-        rollout.rewards.clear()
+        rollout.reward_terms.clear()
     assert figures("vstar", examples, rollouts) == {}
 
 

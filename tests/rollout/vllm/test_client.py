@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 import pytest
 from PIL import Image as pil
 
-from megatron_rl.clients.endpoint_pool import ServerFault
-from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.vllm.client import Asking, Part, Turn, stop_place
-from megatron_rl.rollout.vllm.server_api import HOW, Server
+from megatron_rl.clients.endpoint_pool import EndpointError
+from megatron_rl.rollout.engine import Completion, SamplingSettings
+from megatron_rl.rollout.vllm.client import GenerateClient, GenerateRequest, PartialCompletion, find_stop
+from megatron_rl.rollout.vllm.server_api import CONNECTION_HINT, VllmServer
 from megatron_rl.types import Image
 from sandbox.bounded_http import BoundedClient
 from tests.support.json_server import address_of, serve, stop
 
 WANTED = {"model": "abc", "tokenizer": "def", "weight transfer": "megatron_rl"}
-NOTHING = Completion([], [], finished=False, versions=[])
+NOTHING = Completion([], [], finish_reason=False, versions=[])
 Answers = dict[str, tuple[int, object]]
 
 
@@ -49,11 +49,17 @@ def natures(**changes: str) -> tuple[int, object]:
         ({"/version": (200, {"version": "0.31.1"})}, "is a server of vLLM 0.31.1, this is for 0.32.0; start one of that version"),
         ({"/version": (200, {"version": "0.32.0"})}, "is no engine of a run (/collective_rpc: 404"),
         ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (500, {"error": "no rl_nature"})}, "is no engine of a run"),
-        ({"/version": (200, {"version": "0.32.0+cpu"}), "/collective_rpc": natures(model="xyz")}, f"has model xyz, this run abc; {HOW}"),
-        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures(tokenizer="x")}, f"has tokenizer x, this run def; {HOW}"),
+        (
+            {"/version": (200, {"version": "0.32.0+cpu"}), "/collective_rpc": natures(model="xyz")},
+            f"has model xyz, this run abc; {CONNECTION_HINT}",
+        ),
+        (
+            {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures(tokenizer="x")},
+            f"has tokenizer x, this run def; {CONNECTION_HINT}",
+        ),
         (
             {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures(weight_transfer="none")},
-            f"has weight transfer none, this run megatron_rl; {HOW}",
+            f"has weight transfer none, this run megatron_rl; {CONNECTION_HINT}",
         ),
     ],
 )
@@ -61,16 +67,16 @@ def test_what_is_no_engine_of_this_run_is_told_in_a_line(stand_in: tuple, answer
     url, answered, _ = stand_in
     answered |= answers
     with pytest.raises(ValueError, match=re.escape(line)) as error:
-        Server(url).check(WANTED)
+        VllmServer(url).check(WANTED)
     assert str(error.value).startswith(f"engine.urls={url}: ") and "\n" not in str(error.value)
 
 
 def test_where_nobody_listens(stand_in: tuple) -> None:
     url, answered, _ = stand_in
     with pytest.raises(ValueError, match=r"^engine.urls=http://127.0.0.1:1: no server of vLLM answers there \(/version: ConnectError"):
-        Server("http://127.0.0.1:1").check(WANTED)
+        VllmServer("http://127.0.0.1:1").check(WANTED)
     answered |= {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures()}
-    Server(url + "/").check(WANTED)
+    VllmServer(url + "/").check(WANTED)
 
 
 def reply(**changes: object) -> dict[str, object]:
@@ -81,12 +87,12 @@ def reply(**changes: object) -> dict[str, object]:
     return {"prompt_token_ids": [5, 6, 7], "choices": [choice | changes]}
 
 
-def ask(url: str, *, said: Completion = NOTHING) -> Part:
-    async def main() -> Part:
+def ask(url: str, *, said: Completion = NOTHING) -> PartialCompletion:
+    async def main() -> PartialCompletion:
         async with BoundedClient() as http:
-            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
-            turn = Turn([5, 6], [], Sampling(4, 0.5, seed=7, stop=("x",)))
-            return await asking.ask(Server(url), turn, said, label="mine.3", salt="mine.3")
+            asking = GenerateClient(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            turn = GenerateRequest([5, 6], [], SamplingSettings(4, 0.5, seed=7, stop=("x",)))
+            return await asking.generate(VllmServer(url), turn, said, label="mine.3", salt="mine.3")
 
     return asyncio.run(main())
 
@@ -94,7 +100,7 @@ def ask(url: str, *, said: Completion = NOTHING) -> Part:
 def test_the_rest_of_a_turn_is_asked_for(stand_in: tuple) -> None:
     url, answers, asked = stand_in
     answers["/inference/v1/generate"] = 200, reply()
-    part = ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+    part = ask(url, said=Completion([7], [-0.1], finish_reason=False, versions=[2]))
     assert (part.token_ids, part.logprobs, part.reason) == ([8, 9], [-1.5, -0.5], "length")
     ((_, body),) = asked
     assert body["token_ids"] == [5, 6, 7] and body["cache_salt"] == "mine.3" and body["content_parts"] is None
@@ -122,8 +128,8 @@ def test_an_answer_that_cannot_be_believed_is_the_servers_fault(stand_in: tuple,
     """Tokens of other weights than those that were asked for, too: it has come back, or serves somebody else."""
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = answer
-    with pytest.raises(ServerFault):
-        ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+    with pytest.raises(EndpointError):
+        ask(url, said=Completion([7], [-0.1], finish_reason=False, versions=[2]))
 
 
 def test_what_vllm_does_not_take_is_the_askers_fault(stand_in: tuple) -> None:
@@ -137,11 +143,11 @@ def test_ids_that_were_expanded_otherwise_stop_the_run(stand_in: tuple) -> None:
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 6, 7]}
     with pytest.raises(RuntimeError, match="the engine read 4 tokens, and was sent 3"):
-        ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+        ask(url, said=Completion([7], [-0.1], finish_reason=False, versions=[2]))
     for other in ([5, 6, 8], [5, 7, 6], [4, 6, 7]):  # another tokenizer, or another processor
         answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": other}
         with pytest.raises(RuntimeError):
-            ask(url, said=Completion([7], [-0.1], finished=False, versions=[2]))
+            ask(url, said=Completion([7], [-0.1], finish_reason=False, versions=[2]))
 
 
 def shown(key: str) -> Image:
@@ -179,25 +185,27 @@ class Album:
 
 
 @pytest.fixture
-def album() -> Iterator[tuple[Server, Album]]:
+def album() -> Iterator[tuple[VllmServer, Album]]:
     album = Album()
     served = serve(album.answer)
-    yield Server(address_of(served)), album
+    yield VllmServer(address_of(served)), album
     stop(served)
 
 
-def turn_of(seed: int, keys: str, *, most: int = 4) -> Turn:
+def turn_of(seed: int, keys: str, *, most: int = 4) -> GenerateRequest:
     ids = [id for _ in keys for id in (99, 5)]
-    return Turn(ids, [shown(key) for key in keys], Sampling(most, 0.5, seed=seed))
+    return GenerateRequest(ids, [shown(key) for key in keys], SamplingSettings(most, 0.5, seed=seed))
 
 
-def asking_all(server: Server, turns: list[Turn], *, cancelled: int | None = None) -> list[Part | BaseException]:
+def asking_all(
+    server: VllmServer, turns: list[GenerateRequest], *, cancelled: int | None = None
+) -> list[PartialCompletion | BaseException]:
     """Begun together, in this order."""
 
-    async def main() -> list[Part | BaseException]:
+    async def main() -> list[PartialCompletion | BaseException]:
         async with BoundedClient() as http:
-            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
-            asks = [asyncio.create_task(asking.ask(server, turn, NOTHING, label="mine.3", salt="mine.3")) for turn in turns]
+            asking = GenerateClient(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            asks = [asyncio.create_task(asking.generate(server, turn, NOTHING, label="mine.3", salt="mine.3")) for turn in turns]
             await asyncio.sleep(0)
             if cancelled is not None:
                 asks[cancelled].cancel()
@@ -206,7 +214,7 @@ def asking_all(server: Server, turns: list[Turn], *, cancelled: int | None = Non
     return asyncio.run(main())
 
 
-def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[Server, Album]) -> None:
+def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[VllmServer, Album]) -> None:
     """The first is asked for one token and then for the rest; a turn of two pictures waits for the one and brings the other."""
     server, seen = album
     parts = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "ab"), turn_of(3, "a", most=1)])
@@ -219,37 +227,37 @@ def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[Server
     assert [(num, keys) for seed, num, keys in seen.asked if seed == 1] == [(4, ["a"])]
 
 
-def test_a_turn_of_one_token_is_asked_for_once(album: tuple[Server, Album]) -> None:
+def test_a_turn_of_one_token_is_asked_for_once(album: tuple[VllmServer, Album]) -> None:
     """And the rest of a turn of which something is said brings its pictures with it, in one request: its server may be another one."""
     server, seen = album
     (part,) = asking_all(server, [turn_of(0, "a", most=1)])
     assert (part.token_ids, part.reason, part.first) == ([7], "length", 0) and seen.asked == [(0, 1, ["A"])]
 
-    async def rest() -> Part:
+    async def rest() -> PartialCompletion:
         async with BoundedClient() as http:
-            asking = Asking(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
-            said = Completion([7], [-1.0], finished=False, versions=[2])
-            return await asking.ask(server, turn_of(1, "b"), said, label="mine.3", salt="mine.3")
+            asking = GenerateClient(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            said = Completion([7], [-1.0], finish_reason=False, versions=[2])
+            return await asking.generate(server, turn_of(1, "b"), said, label="mine.3", salt="mine.3")
 
     assert asyncio.run(rest()).token_ids == [8, 9, 10] and seen.asked[1:] == [(1, 3, ["B"])]
 
 
-def test_who_waits_for_a_picture_brings_it_where_the_first_was_given_up(album: tuple[Server, Album]) -> None:
+def test_who_waits_for_a_picture_brings_it_where_the_first_was_given_up(album: tuple[VllmServer, Album]) -> None:
     server, seen = album
     given_up, brought, told = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "a")], cancelled=0)
     assert isinstance(given_up, asyncio.CancelledError) and (brought.first, told.first) == (1, 0)
     assert [keys for seed, _, keys in seen.asked if seed] == [["A"], ["a"], ["a"]] and not server.coming
 
 
-def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[Server, Album]) -> None:
+def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[VllmServer, Album]) -> None:
     """At once, all of them, and the server rests: it is asked once."""
     server, seen = album
     seen.faults = [500]
     faults = asking_all(server, [turn_of(seed, "a") for seed in range(3)])
-    assert [type(fault) for fault in faults] == [ServerFault] * 3 and len(seen.asked) == 1 and server.endpoint.rest_until > 0
+    assert [type(fault) for fault in faults] == [EndpointError] * 3 and len(seen.asked) == 1 and server.endpoint.rest_until > 0
 
 
-def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[Server, Album]) -> None:
+def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[VllmServer, Album]) -> None:
     """For the rest of the turn that has just brought it, and for the next one, whole: no more than a request too many for each."""
     server, seen = album
     seen.forgets = True
@@ -261,8 +269,8 @@ def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[Server, Album])
 def test_more_tokens_than_were_asked_for_are_not_believed(stand_in: tuple) -> None:
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 7, 7, 7]}
-    with pytest.raises(ServerFault, match="2 tokens, asked for 1"):
-        ask(url, said=Completion([7, 7, 7], [-0.1] * 3, finished=False, versions=[2] * 3))
+    with pytest.raises(EndpointError, match="2 tokens, asked for 1"):
+        ask(url, said=Completion([7, 7, 7], [-0.1] * 3, finish_reason=False, versions=[2] * 3))
 
 
 def letters(token_ids: list[int]) -> str:
@@ -281,7 +289,7 @@ def letters(token_ids: list[int]) -> str:
 )
 @pytest.mark.parametrize("decode", [letters])
 def test_a_stop_text_that_was_cut_in_two(before: str, after: str, stop: tuple[str, ...], place: int | None, decode: Callable) -> None:
-    assert stop_place([ord(letter) for letter in before + after], len(before), stop, decode) == place
+    assert find_stop([ord(letter) for letter in before + after], len(before), stop, decode) == place
 
 
 @pytest.mark.parametrize("text", ["\u505c\u6b62\u8bf4\u8bdd", "\U0001f6d1" * 5, "</\u00e9>"])
@@ -294,5 +302,5 @@ def test_a_stop_text_of_many_bytes_is_found_wherever_it_was_cut(text: str) -> No
     ahead, whole = b"words before it, ", text.encode()
     token_ids = [*ahead, *whole, *b" and behind"]
     for cut in range(1, len(whole)):
-        assert stop_place(token_ids, len(ahead) + cut, (text,), decode) == len(ahead) + len(whole)
-    assert stop_place([*ahead, *whole[:-1], *b" and behind"], len(ahead) + 2, (text,), decode) is None
+        assert find_stop(token_ids, len(ahead) + cut, (text,), decode) == len(ahead) + len(whole)
+    assert find_stop([*ahead, *whole[:-1], *b" and behind"], len(ahead) + 2, (text,), decode) is None

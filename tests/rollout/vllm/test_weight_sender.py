@@ -8,9 +8,9 @@ from threading import Event
 import pytest
 import torch
 
-from megatron_rl.clients.endpoint_pool import ServerFault
-from megatron_rl.rollout.vllm.server_api import Server
-from megatron_rl.rollout.vllm.weight_sender import Sender, begun, require_same
+from megatron_rl.clients.endpoint_pool import EndpointError
+from megatron_rl.rollout.vllm.server_api import VllmServer
+from megatron_rl.rollout.vllm.weight_sender import WeightSender, begin_update, require_matching
 from megatron_rl.rollout.vllm.weight_transport import WIRES, Bucket, Digest, Gloo, Meeting, packed, store_of, unpacked
 from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
@@ -107,12 +107,12 @@ def two() -> Iterator[tuple[StandIn, StandIn]]:
         stop(each.http)
 
 
-def sender_to(*servers: StandIn, **changes: object) -> Sender:
+def sender_to(*servers: StandIn, **changes: object) -> WeightSender:
     given = {"wanted": {"model": "m"}, "owner": "me", "kind": "gloo", "bucket_bytes": 50, "timeout_s": 10.0, **changes}
-    return Sender([Server(each.url) for each in servers], **given)
+    return WeightSender([VllmServer(each.url) for each in servers], **given)
 
 
-def send(sender: Sender, label: str, *to: StandIn, scale: float = 1.0) -> tuple[list[str], dict[str, str]]:
+def send(sender: WeightSender, label: str, *to: StandIn, scale: float = 1.0) -> tuple[list[str], dict[str, str]]:
     return sender.send(((name, scale * tensor) for name, tensor in TENSORS.items()), label, to=[each.url for each in to])
 
 
@@ -138,7 +138,7 @@ def test_what_lies_where_in_the_bytes() -> None:
 def test_two_servers_hold_what_was_sent(two: tuple[StandIn, StandIn]) -> None:
     """In several buckets; paused before the first and resumed after the last, with the label that the finish gave."""
     sender = sender_to(*two)
-    sender.claim()
+    sender.lock_servers()
     for number, label in enumerate(("mine.0", "mine.1")):
         assert send(sender, label, *two, scale=1.0 + number) == ([each.url for each in two], {})
         for each in two:
@@ -167,7 +167,7 @@ def test_one_that_fails_on_the_way_is_left_out(
     monkeypatch.setattr(Gloo, "close", lambda wire: left.append(wire))
     bad, good = two
     sender = sender_to(*two)
-    sender.claim()
+    sender.lock_servers()
     bad.fails, bad.after = path, after
     held, faults = send(sender, "mine.1", *two)
     assert held == [good.url] and holds(good) and good.label == "mine.1"
@@ -175,7 +175,7 @@ def test_one_that_fails_on_the_way_is_left_out(
     assert bad.label == "default", "by its label it would be let in"
     assert len(left) == 1 and left[0] is not sender._lines[good.url].wire
     bad.fails = ""
-    sender.admit(bad.url)
+    sender.add_server(bad.url)
     assert holds(bad) and bad.label == "mine.1" and bad.calls[-1] == "/resume"
     assert send(sender, "mine.2", *two, scale=3.0)[0] == [bad.url, good.url] and holds(bad, scale=3.0)
 
@@ -185,7 +185,7 @@ def test_one_that_answers_by_drops_is_left_out_in_time(two: tuple[StandIn, Stand
     """Each drop is within every time-out of a read; nothing else ends the update in a world of one process."""
     bad, good = two
     sender = sender_to(*two)
-    sender.claim()
+    sender.lock_servers()
     sender._lines[bad.url].server._longest_s = 0.3  # as parallel.timeout_s would for both: the other one is to be in time on a busy machine
     bad.drips, began = path, time.monotonic()
     held, faults = send(sender, "mine.1", *two)
@@ -197,7 +197,7 @@ def test_an_end_of_ours_that_hangs_is_not_waited_for_either(two: tuple[StandIn, 
     """As NCCL's does, which has no limit of time of its own, though the server has taken the bucket."""
     bad, good = two
     sender = sender_to(*two)
-    sender.claim()
+    sender.lock_servers()
     sender._lines[bad.url].timeout_s = 0.5
     bad_wire, over = sender._lines[bad.url].wire, Event()
     broadcast = Gloo.broadcast
@@ -210,23 +210,23 @@ def test_an_end_of_ours_that_hangs_is_not_waited_for_either(two: tuple[StandIn, 
 
 def test_servers_that_cut_their_weights_otherwise_are_not_compared() -> None:
     whole, cut = {"tp0:a": "1"}, {"tp0:a": "2", "tp1:a": "3"}
-    require_same(cut, whole, of="http://whole")
-    require_same(whole, cut, of="http://cut")
-    with pytest.raises(ServerFault, match=r"^holds other weights than http://cut: 1 differ, tp1:a first"):
-        require_same(cut | {"tp1:a": "4"}, cut, of="http://cut")
+    require_matching(cut, whole, of="http://whole")
+    require_matching(whole, cut, of="http://cut")
+    with pytest.raises(EndpointError, match=r"^holds other weights than http://cut: 1 differ, tp1:a first"):
+        require_matching(cut | {"tp1:a": "4"}, cut, of="http://cut")
 
 
 def test_all_hold_the_same_by_their_own_word(two: tuple[StandIn, StandIn]) -> None:
     """One that has a bit turned over behind its own proof is out with the first update."""
     good, bad = two
     sender = sender_to(*two)
-    sender.claim()
+    sender.lock_servers()
     bad.flips = True
     line = f"holds other weights than {good.url}: 1 differ, c first (/weight_checker)"
     assert send(sender, "mine.0", *two) == ([good.url], {bad.url: line}) and bad.label == "default"
     bad.flips = False
     before = good.calls.count("/weight_checker")
-    sender.admit(bad.url)
+    sender.add_server(bad.url)
     assert holds(bad) and bad.label == "mine.0"
     assert good.calls.count("/weight_checker") == before, "one that serves would answer nobody while it reads them"
 
@@ -235,10 +235,10 @@ def test_an_update_does_not_wait_for_one_that_has_come_back(two: tuple[StandIn, 
     """While it is given the last one, a newer one goes to the others; it then has what was the last when it came, whole, by that label."""
     back, other = two
     sender = sender_to(*two)
-    sender.claim()
+    sender.lock_servers()
     send(sender, "mine.0", *two)
     back.holds.clear()
-    admitted = begun(lambda: sender.admit(back.url))
+    admitted = begin_update(lambda: sender.add_server(back.url))
     while back.calls.count("/start_weight_update") < 2:
         time.sleep(0.01)
     held, faults = send(sender, "mine.1", *two, scale=2.0)
@@ -247,21 +247,21 @@ def test_an_update_does_not_wait_for_one_that_has_come_back(two: tuple[StandIn, 
     back.holds.set()
     admitted.result(30)
     assert holds(back) and back.label == "mine.0"
-    sender.admit(back.url)
+    sender.add_server(back.url)
     assert holds(back, scale=2.0) and back.label == "mine.1"
     assert send(sender, "mine.2", *two, scale=3.0) == ([each.url for each in two], {})
 
 
 def test_who_was_given_nothing_is_not_let_in(two: tuple[StandIn, StandIn]) -> None:
     sender = sender_to(*two)
-    with pytest.raises(ServerFault, match="no weights were sent yet"):
-        sender.admit(two[0].url)
+    with pytest.raises(EndpointError, match="no weights were sent yet"):
+        sender.add_server(two[0].url)
 
 
 def test_an_update_that_another_trainer_left_open_is_ended(two: tuple[StandIn, StandIn]) -> None:
     two[0].is_open = True
     sender = sender_to(*two)
-    sender.claim()
+    sender.lock_servers()
     assert send(sender, "mine.0", *two) == ([each.url for each in two], {}) and holds(two[0])
 
 
@@ -270,17 +270,17 @@ def test_a_server_that_asks_for_a_key_is_told(two: tuple[StandIn, StandIn]) -> N
     with hostile("401") as url:
         line = rf"engine.urls={url}: /version: 401, no such key; it does not accept .*; give the file of its token as engine.token_file"
         with pytest.raises(ValueError, match=f"^{line}$"):
-            Server(url).check({"model": "m"})
+            VllmServer(url).check({"model": "m"})
     with hostile("body by drops") as url:
         line = rf"^engine.urls={url}: no server of vLLM answers there \(/version: no whole answer within 0.3 s\)"
         with pytest.raises(ValueError, match=line):
-            Server(url, longest_s=0.3).check({"model": "m"})
+            VllmServer(url, longest_s=0.3).check({"model": "m"})
 
 
 def test_a_server_that_cannot_be_had_is_told(two: tuple[StandIn, StandIn]) -> None:
     """Another run's, and one that is not what this run wants."""
     two[1].fails = "/init_weight_transfer_engine"
     with pytest.raises(ValueError, match=rf"^engine.urls={two[1].url}: cannot be had \(/init_weight_transfer_engine: 500.*it would not"):
-        sender_to(*two).claim()
+        sender_to(*two).lock_servers()
     with pytest.raises(ValueError, match=r"has model m, this run x; start it with"):
-        sender_to(two[0], wanted={"model": "x"}).claim()
+        sender_to(two[0], wanted={"model": "x"}).lock_servers()

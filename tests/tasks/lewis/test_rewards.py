@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_rl.errors import InfraError
 from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.tasks.lewis.description import described, rouge_2, sentences, tag_pairs
 from megatron_rl.tasks.lewis.listener_protocol import Heard, heard
 from megatron_rl.tasks.lewis.rewards import accuracy_of, compared_of, format_of, length_of, listener_rubric, overlap_of, speaker_rubric
-from megatron_rl.types import HostFault, Turn
+from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 
 WHOLE = "<thinking>It is red.</thinking><coarse>a photo of a red mug</coarse><detailed>The mug is red, with a chip.</detailed>"
@@ -93,16 +94,16 @@ def test_accuracy_is_paid_in_three_ways() -> None:
 
 
 def scored(rubric: object, text: str, payload: dict[str, object]) -> object:
-    return asyncio.run(rubric.score(outcome_of(Turn(context=0, span=(0, 1), text=text), payload=payload)))
+    return asyncio.run(rubric.score(outcome_of(Turn(sequence=0, token_span=(0, 1), text=text), payload=payload)))
 
 
 def test_a_speakers_reward_is_the_sum_of_its_parts() -> None:
     """The listener picks candidate 1. Solved is what was picked rightly, though it pays less than a half; a fault is no score."""
     told: list[tuple[float, str]] = []
-    answers: list[Heard | HostFault | None] = [heard([-2.0, -1.9, -2.0])]
+    answers: list[Heard | InfraError | None] = [heard([-2.0, -1.9, -2.0])]
 
     async def hear(outcome: Outcome) -> Heard | None:
-        if isinstance(answers[0], HostFault):
+        if isinstance(answers[0], InfraError):
             raise answers[0]
         return answers[0]
 
@@ -119,8 +120,8 @@ def test_a_speakers_reward_is_the_sum_of_its_parts() -> None:
     answers[0] = None
     silent = scored(rubric(["accuracy", "format"], "soft_gated"), "", payload)
     assert silent.reward == 0.0 and silent.rewards["picked"] == 0.0
-    answers[0] = HostFault("listener: down")
-    with pytest.raises(HostFault, match="listener: down"):
+    answers[0] = InfraError("listener: down")
+    with pytest.raises(InfraError, match="listener: down"):
         scored(rubric(["accuracy", "format"], "soft_gated"), WHOLE, payload)
 
 

@@ -2,12 +2,12 @@ import { el, ask, number, link } from "./parts.js";
 
 // What a token is colored by: a column, or the engine's logprob less the trainer's.
 const GAP = "engine gap", PLAIN = "nothing";
-const TITLES = { engine_logprobs: "logprob", old_logprobs: "trainer's logprob", reference_logprobs: "reference's logprob", loss_mask: "mask", versions: "version",
-  advantages: "advantage", values: "value", returns: "return", coefficients: "coefficient", entropies: "entropy" };
+const TITLES = { rollout_logprobs: "logprob", old_logprobs: "trainer's logprob", reference_logprobs: "reference's logprob", loss_mask: "mask", weight_versions: "weight version",
+  advantages: "advantage", values: "value", returns: "return", logprob_scale: "logprob scale", entropies: "entropy" };
 
 function column(context, name) {
   const columns = context.columns;
-  if (name === GAP) return columns.old_logprobs && columns.engine_logprobs.map((value, place) => columns.loss_mask[place] ? Math.abs(value - columns.old_logprobs[place]) : 0);
+  if (name === GAP) return columns.old_logprobs && columns.rollout_logprobs.map((value, place) => columns.loss_mask[place] ? Math.abs(value - columns.old_logprobs[place]) : 0);
   return columns[name];
 }
 
@@ -80,20 +80,20 @@ function boxOf(call) {
 const seconds = value => el("b", {}, `${number(value)} s`);
 
 function verdicts(said) {
-  return said.flatMap(({ judge, prompt, value, wall_s, words }) => [
+  return said.flatMap(({ judge, prompt, value, wall_s, reasoning }) => [
     el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value))), el("div", {}, "asked for ", seconds(wall_s))),
-    ...(words ? [el("pre", {}, words)] : [])]);
+    ...(reasoning ? [el("pre", {}, reasoning)] : [])]);
 }
 
 function turn(run, each, place, first, said, missing) {
-  const box = each.call && boxOf(each.call);
+  const box = each.tool_call && boxOf(each.tool_call);
   const parts = [el("h3", {}, `turn ${place + 1}`), el("pre", {}, each.text)];
-  parts.push(el("div", { class: "facts" }, ...[["reward", each.reward], ["gain", each.gain], ["score", each.score]].filter(([, value]) => value)
+  parts.push(el("div", { class: "facts" }, ...[["reward", each.reward], ["reward delta", each.reward_delta], ["step score", each.step_score]].filter(([, value]) => value)
     .map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value)))),
-    el("div", {}, "reply ", seconds(each.reply_s)), el("div", {}, each.call ? "tool " : "environment ", seconds(each.environment_s))));
-  if (each.call) parts.push(el("h3", {}, `${each.call.tool}`), el("pre", { class: "code" }, each.call.source), el("pre", {}, each.call.text));
-  if (each.call?.error) parts.push(el("pre", { class: "error" }, each.call.error));
-  if (box && first) parts.push(el("div", { class: "pictures" }, picture(run, missing, first, box, each.call.frame)));
+    el("div", {}, "reply ", seconds(each.generation_s)), el("div", {}, each.tool_call ? "tool " : "environment ", seconds(each.env_s))));
+  if (each.tool_call) parts.push(el("h3", {}, `${each.tool_call.tool}`), el("pre", { class: "code" }, each.tool_call.source), el("pre", {}, each.tool_call.text));
+  if (each.tool_call?.error) parts.push(el("pre", { class: "error" }, each.tool_call.error));
+  if (box && first) parts.push(el("div", { class: "pictures" }, picture(run, missing, first, box, each.tool_call.frame)));
   if (each.images.length) parts.push(el("div", { class: "pictures" }, ...each.images.map(image => picture(run, missing, image))));
   return el("div", { class: "card turn" }, ...parts, ...verdicts(said));
 }
@@ -101,19 +101,19 @@ function turn(run, each, place, first, said, missing) {
 export async function episodeView(at, main) {
   const [run, step, place] = ["run", "step", "place"].map(name => at.params.get(name));
   const found = await ask("episode", { run, step, place });
-  const names = [PLAIN, ...new Set(found.contexts.flatMap(context => Object.keys(context.columns))), GAP].filter(name => name === PLAIN || found.contexts.some(context => column(context, name)));
+  const names = [PLAIN, ...new Set(found.sequences.flatMap(context => Object.keys(context.columns))), GAP].filter(name => name === PLAIN || found.sequences.some(context => column(context, name)));
   const select = el("select", {}, ...names.map(name => el("option", { value: name }, TITLES[name] || name)));
-  select.value = names.includes(at.params.get("color")) ? at.params.get("color") : "engine_logprobs";
+  select.value = names.includes(at.params.get("color")) ? at.params.get("color") : "rollout_logprobs";
   const shown = el("div", {});
-  const paint = () => shown.replaceChildren(...found.contexts.map((context, number_) => el("div", { class: "card" },
+  const paint = () => shown.replaceChildren(...found.sequences.map((context, number_) => el("div", { class: "card" },
     el("h3", {}, `context ${number_ + 1}: ${context.tokens.length} tokens`, ...legend(context, select.value)),
     tokens(context, select.value, !found.no_words))));
   select.addEventListener("change", () => { const next = new URLSearchParams(at.params); next.set("color", select.value); history.replaceState(null, "", link("episode", next)); paint(); });
   paint();
-  const facts = [["expected", found.answer], ["reward", found.reward], ["outcome", found.outcome], ...Object.entries(found.rewards), ["status", found.status], ["end", found.end], ["reason", found.reason],
-    ["source", found.source], ["dropped", found.dropped], ["seconds", found.wall_s], ["in tools", found.environment_s], ["in scoring", found.scoring_s]].filter(([, value]) => value !== null && value !== "");
+  const facts = [["expected", found.answer], ["reward", found.reward], ["outcome", found.outcome_reward], ...Object.entries(found.reward_terms), ["status", found.status], ["stop reason", found.stop_reason], ["reason", found.reason],
+    ["source", found.source], ["filtered", found.filter_reason], ["seconds", found.wall_s], ["in tools", found.env_s], ["in scoring", found.scoring_s]].filter(([, value]) => value !== null && value !== "");
   main.replaceChildren(
-    el("h2", {}, `${found.task} ${found.example_id}, step ${step}, sample ${found.sample} of `, el("a", { href: link("group", new URLSearchParams({ run, step, group: found.group })) }, `group ${found.group}`)),
+    el("h2", {}, `${found.task} ${found.example_id}, step ${step}, sample ${found.sample_index} of `, el("a", { href: link("group", new URLSearchParams({ run, step, group: found.group })) }, `group ${found.group}`)),
     el("div", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
     ...verdicts(found.verdicts.filter(said => said.turn === null)),
     ...(found.first.length ? [el("div", { class: "card" }, el("h3", {}, "shown first"), el("div", { class: "pictures" }, ...found.first.map(image => picture(run, found.missing, image))))] : []),

@@ -4,7 +4,7 @@ import { episodeView } from "./episode.js";
 import { el, ask, number, route, link, replaceRoute } from "./parts.js";
 
 const main = document.getElementById("main"), banner = document.getElementById("banner");
-const FIRST = ["reward/mean", "eval/greedy_success", "loss", "grad_norm", "policy/entropy", "policy/kl_reference", "engine/logprob_gap_max", "rollout/turns"];
+const FIRST = ["reward/mean", "eval/greedy_success", "loss", "grad_norm", "policy/entropy", "policy/kl_ref", "rollout_mismatch/logprob_abs_diff_max", "rollout/turns"];
 const EVERY_MS = 5000; // between two looks at runs that may be under way
 const KEYS = [["1, 2", "curves, rollouts"], ["/", "to what is searched or filtered for"], ["Escape", "out of a field"], ["j, k, arrows", "the next, the one before: of rollouts, of a group's members, of charts"],
   ["Enter", "opens the chosen one"], ["g", "the group of a rollout"], ["?", "these keys"]];
@@ -54,9 +54,9 @@ async function curves(at) {
   main.replaceChildren(el("div", { class: "filters" }, box), charts);
 }
 
-const FIELDS = [["step_from", "number"], ["step_to", "number"], ["reward_from", "number"], ["reward_to", "number"], ["source", "sources"], ["end", "ends"], ["tool", "tools"],
+const FIELDS = [["step_from", "number"], ["step_to", "number"], ["reward_from", "number"], ["reward_to", "number"], ["source", "sources"], ["stop_reason", "stop_reasons"], ["tool", "tools"],
   ["example", "text"], ["stale_from", "number"], ["text", "search"]];
-const SHOWN = [["step", "step"], ["example_id", "example"], ["source", "source"], ["group", "group"], ["sample", "sample"], ["reward", "reward"], ["end", "end"],
+const SHOWN = [["step", "step"], ["example_id", "example"], ["source", "source"], ["group", "group"], ["sample_index", "sample"], ["reward", "reward"], ["stop_reason", "stop reason"],
   ["num_turns", "turns"], ["num_sampled", "sampled"], ["num_images", "pictures"], ["num_errors", "errors"], ["oldest_version", "version"]];
 
 async function rollouts(at) {
@@ -72,7 +72,7 @@ async function rollouts(at) {
     location.hash = link("rollouts", next);
   };
   const filter = ([name, kind]) => {
-    const choices = { ends: run.ends, tools: run.tools, sources: run.sources }[kind];
+    const choices = { stop_reasons: run.stop_reasons, tools: run.tools, sources: run.sources }[kind];
     const input = choices
       ? el("select", {}, el("option", { value: "" }, "any"), ...choices.map(each => el("option", { value: each }, each)))
       : el("input", kind === "number" ? { type: "number", step: "any" } : { type: kind });
@@ -115,9 +115,9 @@ async function group(at) {
   const [run, step] = [at.params.get("run"), at.params.get("step")];
   const found = await ask("group", { run, step, group: at.params.get("group") });
   const members = found.members.map(each => el("div", { class: "card" },
-    el("h3", {}, el("a", { href: link("episode", new URLSearchParams({ run, step, place: each.place })) }, `sample ${each.sample}`)),
+    el("h3", {}, el("a", { href: link("episode", new URLSearchParams({ run, step, place: each.place })) }, `sample ${each.sample_index}`)),
     el("div", { class: "facts" }, ...[["reward", each.reward], ["less the mean", each.reward === null || found.mean === null ? null : each.reward - found.mean],
-      ["advantage", each.advantage], ["end", each.end], ["dropped", each.dropped || null], ...Object.entries(each.rewards)]
+      ["advantage", each.advantage], ["stop reason", each.stop_reason], ["filtered", each.filter_reason || null], ...Object.entries(each.reward_terms)]
       .filter(([, value]) => value !== null).map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
     ...each.turns.map(turn => el("pre", {}, turn.text))));
   main.replaceChildren(el("h2", {}, `${run}, step ${step}, group ${at.params.get("group")}`),

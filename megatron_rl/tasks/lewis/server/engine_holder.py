@@ -10,12 +10,13 @@ from typing import TypeVar
 import torch
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rollout.colocated import LocalEngine
-from megatron_rl.rollout.engine import Completion, Sampling
+from megatron_rl.errors import InfraError
+from megatron_rl.rollout.colocated import ColocatedEngine
+from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.lewis.server.model_version import version_of, version_of_tensors
 from megatron_rl.tasks.lewis.server.read_write_lock import Standing
-from megatron_rl.types import Context, HostFault
+from megatron_rl.types import TokenSequence
 
 T = TypeVar("T")
 CACHED_BYTES, CACHED_PATCHES = 1 << 28, 1 << 15
@@ -32,7 +33,7 @@ class EngineRoom:
         self.version = version_of(Path(model.path), *self._words)
         self._standing, self._is_whole = Standing(), True
         renderer = self.renderer
-        self._engine = LocalEngine(
+        self._engine = ColocatedEngine(
             model.path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
             group=None, pixels=renderer.final_pixels, cached_patches=CACHED_PATCHES,
         )  # fmt: skip
@@ -62,13 +63,13 @@ class EngineRoom:
         """What `act` returns, computed in one of the renderer's threads."""
         return await self.renderer.aside(act)
 
-    async def generate(self, context: Context, sampling: Sampling) -> Completion:
-        """Cancelled, it is computed no further. ValueError: no room in the engine's context; HostFault: the engine has failed."""
+    async def generate(self, context: TokenSequence, sampling: SamplingSettings) -> Completion:
+        """Cancelled, it is computed no further. ValueError: no room in the engine's context; InfraError: the engine has failed."""
         longest, length = self.settings.max_model_len, len(context.token_ids)
         if length >= longest:
             raise ValueError(f"{length} tokens with the picture's, and the model takes {longest - 1}")
         if not self.is_well:
-            raise HostFault("the engine has failed; start the server anew")
+            raise InfraError("the engine has failed; start the server anew")
         asked = asyncio.run_coroutine_threadsafe(self._engine.generate(context.token_ids, context.images, sampling), self._loop)
         return await asyncio.wrap_future(asked)
 
@@ -84,7 +85,7 @@ class EngineRoom:
             yield self.version
 
     async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Answer with these weights, all of the model's, from here on. HostFault: the engine did not take them, and answers no more until
+        """Answer with these weights, all of the model's, from here on. InfraError: the engine did not take them, and answers no more until
         it has others."""
         version = await asyncio.to_thread(version_of_tensors, tensors, *self._words)
         async with self._standing.changing():
@@ -93,7 +94,7 @@ class EngineRoom:
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._take(tensors), self._loop))
                 self.version, taken = version, True
             except RuntimeError as error:
-                raise HostFault(f"the engine has not taken the weights ({error})") from error
+                raise InfraError(f"the engine has not taken the weights ({error})") from error
             finally:
                 self._is_whole = taken
 

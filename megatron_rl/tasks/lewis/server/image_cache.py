@@ -15,8 +15,8 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import require
 from megatron_rl.data.images import StoredImage
+from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.lewis.listener_protocol import Candidate
-from megatron_rl.types import HostFault, LastingFault
 
 MOST_PIXELS = 1 << 25
 """Of a picture as it is stored: 100 MB once decoded."""
@@ -61,7 +61,7 @@ class Pictures:
         return Candidate(sha256=self._keep(content))
 
     def read(self, given: Candidate, *, where: str) -> tuple[str, Picture]:
-        """The file's SHA-256 and the picture. Unknown; ValueError: it is none, or none that may be shown; HostFault: its disk."""
+        """The file's SHA-256 and the picture. Unknown; ValueError: it is none, or none that may be shown; InfraError: its disk."""
         content = self._file(given.path, where) if given.path else self._kept_as(given.sha256)
         stored = StoredImage(content, where)
         width, height = stored.size()
@@ -69,7 +69,7 @@ class Pictures:
             raise ValueError(f"{where}: {width}x{height} pixels, more than {MOST_PIXELS}")
         try:
             return hashlib.sha256(content).hexdigest(), stored.open()
-        except LastingFault as error:
+        except PermanentInfraError as error:
             raise ValueError(str(error)) from error
 
     def _kept_as(self, key: str) -> bytes:
@@ -100,7 +100,7 @@ class Pictures:
         try:
             opened = os.open(asked, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            fault = HostFault if error.errno in OURS else ValueError
+            fault = InfraError if error.errno in OURS else ValueError
             raise fault(f"{where}: {error.strerror}") from error
         with open(opened, "rb") as file:
             self._require_home(os.readlink(f"/proc/self/fd/{opened}"), where)  # a link may have been put there meanwhile

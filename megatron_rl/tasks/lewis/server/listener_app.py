@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI, Request
 
 from megatron_rl.config import require
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.errors import InfraError
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.tasks.lewis.listener_protocol import MOST_CANDIDATES, Answer, Answers, Batch, Candidate, Heard, Item, heard
 from megatron_rl.tasks.lewis.server.image_cache import Pictures
 from megatron_rl.tasks.lewis.server.model_server import application, run_server
 from megatron_rl.tasks.lewis.server.prompt_renderer import Places, prompts, taken
 from megatron_rl.tasks.lewis.server.request_limiter import Admission, Limits
 from megatron_rl.tasks.lewis.server.weight_updates import Receiver
-from megatron_rl.types import Context, HostFault
+from megatron_rl.types import TokenSequence
 from sandbox.http import busy, documented, read, while_connected
 
 if TYPE_CHECKING:  # they bring torch
@@ -83,15 +84,15 @@ class Scorer:
         self._first: dict[str, asyncio.Event] = {}
         """By picture whose prefix is being computed."""
 
-    async def yes_logprob(self, context: Context) -> float:
-        """ValueError: it does not fit. HostFault: the engine is in trouble."""
+    async def yes_logprob(self, context: TokenSequence) -> float:
+        """ValueError: it does not fit. InfraError: the engine is in trouble."""
         async with self._behind_the_first(context.images[0].key):
-            sampling = Sampling(max_tokens=1, temperature=1.0, seed=0, asked=(*self.yes, *self.no))
+            sampling = SamplingSettings(max_tokens=1, temperature=1.0, seed=0, asked=(*self.yes, *self.no))
             completion = await self.room.generate(context, sampling)
         (told,) = completion.asked
         logprob = log_sum(told[: len(self.yes)]) - log_sum(told)
         if not math.isfinite(logprob):
-            raise HostFault("the model gave no number")
+            raise InfraError("the model gave no number")
         return min(logprob, 0.0)
 
     @contextlib.asynccontextmanager
@@ -150,7 +151,7 @@ class Listener:
         contexts = [context for of_item in await asyncio.gather(*asked) for context in of_item]
         return await asyncio.gather(*map(self.scorer.yes_logprob, contexts))
 
-    async def _prompts(self, shown: Sequence[Candidate], question: str, *, where: str) -> list[Context]:
+    async def _prompts(self, shown: Sequence[Candidate], question: str, *, where: str) -> list[TokenSequence]:
         """ValueError, beside what prompts raises: a picture stands there twice."""
         found = await prompts(self.scorer.room, self.pictures, shown, question, where=where)
         digests = [digest for digest, _ in found]

@@ -70,7 +70,7 @@ def parser(description: str, *, port: int, given: Mapping[str, str]) -> argparse
     own.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     own.add_argument("--kv-cache-mib", type=int, default=256, help="memory for keys and values on a CPU (default %(default)s)")
     own.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of a GPU's memory (default %(default)s)")
-    own.add_argument("--trained", action="store_true", help="take weights from the run that trains this model (audience.urls)")
+    own.add_argument("--trained", action="store_true", help="take weights from the run that trains this model (weight_publish.urls)")
     own.add_argument("--log", type=Path, default=log, help="a file to which every answer is written, one line of JSON each")
     return own
 

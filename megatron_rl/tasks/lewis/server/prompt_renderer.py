@@ -10,7 +10,7 @@ from fastapi import HTTPException
 
 from megatron_rl.tasks.lewis.listener_protocol import Candidate
 from megatron_rl.tasks.lewis.server.image_cache import Pictures, Unknown
-from megatron_rl.types import Context
+from megatron_rl.types import TokenSequence
 
 if TYPE_CHECKING:  # it brings torch
     from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
@@ -54,13 +54,13 @@ async def taken(room: "EngineRoom", pictures: Pictures, given: Sequence[Sequence
 
 async def prompts(
     room: "EngineRoom", pictures: Pictures, shown: Sequence[Candidate], words: str, *, where: str
-) -> list[tuple[str, Context]]:
+) -> list[tuple[str, TokenSequence]]:
     """Of each picture its SHA-256, and the prompt that shows it with the words behind it.
 
-    HTTPException 404: files that were not sent. ValueError: a picture is none. HostFault: its disk.
+    HTTPException 404: files that were not sent. ValueError: a picture is none. InfraError: its disk.
     """
 
-    def prompt(index: int) -> tuple[str, Context] | Unknown:
+    def prompt(index: int) -> tuple[str, TokenSequence] | Unknown:
         try:
             digest, picture = pictures.read(shown[index], where=f"{where}: candidate {index}")
         except Unknown as unknown:

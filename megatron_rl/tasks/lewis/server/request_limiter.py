@@ -11,10 +11,10 @@ from fastapi import HTTPException, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from megatron_rl.config import require
+from megatron_rl.errors import InfraError
 from megatron_rl.io.jsonl import to_line
 from megatron_rl.tasks.lewis.listener_protocol import LONGEST_QUESTION, MOST_CANDIDATES, MOST_ITEMS
 from megatron_rl.tasks.lewis.server.image_cache import MOST_BYTES, MOST_PIXELS
-from megatron_rl.types import HostFault
 from sandbox.http import busy
 
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -69,7 +69,7 @@ class Admission:
                 yield
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
-        except HostFault as error:
+        except InfraError as error:
             self.refused.labels("engine").inc()
             raise busy(503, str(error)) from error
         except TimeoutError as error:

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from fastapi import FastAPI, Request
 from pydantic import Field, StringConstraints, model_validator
 
-from megatron_rl.rollout.engine import Sampling
+from megatron_rl.errors import InfraError
+from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.tasks.lewis.description import PROMPT, SITUATION, described
 from megatron_rl.tasks.lewis.listener_protocol import MOST_ITEMS, Candidate, Strict
 from megatron_rl.tasks.lewis.server.image_cache import Pictures
@@ -31,7 +32,6 @@ from megatron_rl.tasks.lewis.server.model_server import application, run_server
 from megatron_rl.tasks.lewis.server.prompt_renderer import Places, prompts, taken
 from megatron_rl.tasks.lewis.server.request_limiter import Admission, Limits
 from megatron_rl.tasks.lewis.server.weight_updates import Receiver
-from megatron_rl.types import HostFault
 from sandbox.http import busy, documented, read, while_connected
 
 if TYPE_CHECKING:  # it brings torch
@@ -133,12 +133,12 @@ class Speaker:
         return results, version
 
     async def _reply(self, shown: Sequence[Candidate], item: Shown, *, where: str) -> str:
-        sampling = Sampling(max_tokens=MOST_TOKENS, temperature=0.0, seed=0, stop=(item.end,))
+        sampling = SamplingSettings(max_tokens=MOST_TOKENS, temperature=0.0, seed=0, stop=(item.end,))
         async with self._places.held(1):
             ((_, context),) = await prompts(self.room, self.pictures, shown, item.words, where=where)
             completion = await self.room.generate(context, sampling)
         if not completion.token_ids:
-            raise HostFault("the model gave no reply")
+            raise InfraError("the model gave no reply")
         return self.room.renderer.text(completion.token_ids)
 
     async def health(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import HTTPException, Request
 from pydantic import Field, StringConstraints
 
-from megatron_rl.models.name_mapping import canonical, nested
+from megatron_rl.errors import InfraError
+from megatron_rl.models.name_mapping import canonical_name, nested_name
 from megatron_rl.tasks.lewis.listener_protocol import Strict
-from megatron_rl.types import HostFault
 from sandbox.http import read
 
 if TYPE_CHECKING:  # they bring torch
@@ -94,7 +94,7 @@ def _read(text: str) -> "dict[str, torch.Tensor]":
     from safetensors.torch import load
 
     try:
-        return {nested(canonical(name)): tensor for name, tensor in load(base64.b64decode(text, validate=True)).items()}
+        return {nested_name(canonical_name(name)): tensor for name, tensor in load(base64.b64decode(text, validate=True)).items()}
     except (binascii.Error, SafetensorError, ValueError, KeyError) as error:
         raise ValueError(f"safetensors: cannot be read ({error})"[:300]) from error
 
@@ -116,6 +116,6 @@ class Receiver:
             if tensors is not None:
                 try:
                     await asyncio.shield(self.room.load(tensors))
-                except HostFault as error:
+                except InfraError as error:
                     raise HTTPException(503, str(error)) from error
         return Held(held=held, version=self.room.version)

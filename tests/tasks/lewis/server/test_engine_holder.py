@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.server import engine_holder
 from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
-from megatron_rl.types import HostFault
 
 
 class Engine:
@@ -50,7 +50,7 @@ def test_a_service_is_well_while_its_weights_change(monkeypatch: pytest.MonkeyPa
         asyncio.run(room.load({"a": torch.tensor(1.0)}))
         assert (engine.said, room.is_well, room.version) == ([True], True, "1")
         engine.fails = True
-        with pytest.raises(HostFault, match="half of them"):
+        with pytest.raises(InfraError, match="half of them"):
             asyncio.run(room.load({"a": torch.tensor(2.0)}))
         assert not room.is_well and room.version == "1"
         engine.fails = False

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from megatron_rl.config import AudienceSettings, EngineSettings
-from megatron_rl.rollout.engine import Completion, Sampling
-from megatron_rl.rollout.weight_publisher import Audience
+from megatron_rl.config import EngineSettings, WeightPublishSettings
+from megatron_rl.rollout.engine import Completion, SamplingSettings
+from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.tasks.lewis.description import PROMPT
 from megatron_rl.tasks.lewis.server.image_cache import Pictures
 from megatron_rl.tasks.lewis.server.request_limiter import Limits
@@ -57,7 +57,7 @@ class Room:
     async def steady(self) -> AsyncIterator[str]:
         yield self.version
 
-    async def generate(self, context: str, sampling: Sampling) -> Completion:
+    async def generate(self, context: str, sampling: SamplingSettings) -> Completion:
         assert sampling.temperature == 0.0 and sampling.max_tokens == MOST_TOKENS
         (category,) = [name for name in REPLIES if context.startswith(PROMPT.format(category=name))]
         await asyncio.sleep(0.001)
@@ -65,7 +65,7 @@ class Room:
             self.held -= 1
         has_situation = "<state>" in context and "<location>" in context
         assert sampling.stop == (("</location>",) if has_situation else ("</detailed>",))
-        return Completion(list(map(ord, REPLIES[category] + SAID * has_situation)), [], finished=True, versions=[])
+        return Completion(list(map(ord, REPLIES[category] + SAID * has_situation)), [], finish_reason=True, versions=[])
 
 
 def asked(path: str, body: object, *, room: Room | None = None) -> httpx.Response:
@@ -174,7 +174,7 @@ def test_it_says_what_hugging_face_says_with_its_weights_and_with_those_that_a_r
     tensors = load_file(tmp_path / "other" / "model.safetensors")
     token = tmp_path / "token"
     token.write_text(TOKEN)
-    settings = AudienceSettings(urls=[speaker.url], part_mib=1.0, timeout_s=120.0, token_file=str(token))
-    audience = Audience(settings, run="r", is_main=True)
-    assert audience.serve(lambda: iter(tensors.items()), step=1) == {"audience/behind": 0.0}
+    settings = WeightPublishSettings(urls=[speaker.url], chunk_mib=1.0, timeout_s=120.0, token_file=str(token))
+    audience = WeightPublisher(settings, run="r", is_main=True)
+    assert audience.serve(lambda: iter(tensors.items()), step=1) == {"weight_publish/num_behind": 0.0}
     assert says_what_hugging_face_says(speaker, tmp_path / "other") != first

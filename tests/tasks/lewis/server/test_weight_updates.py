@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from megatron_rl.config import AudienceSettings
-from megatron_rl.rollout.weight_publisher import Audience
+from megatron_rl.config import WeightPublishSettings
+from megatron_rl.errors import InfraError
+from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.tasks.lewis.server.model_version import version_of_tensors
 from megatron_rl.tasks.lewis.server.read_write_lock import Standing
 from megatron_rl.tasks.lewis.server.weight_updates import Incoming, WeightPart
-from megatron_rl.types import HostFault
 from tests.support.hostile_server import hostile
 from tests.support.listeners import Room, app_of
 from tests.support.listening import listener_of
@@ -147,7 +147,7 @@ class Trained(Room):
 
     async def load(self, tensors: dict[str, torch.Tensor]) -> None:
         if self.fails:
-            raise HostFault("the engine has not taken the weights")
+            raise InfraError("the engine has not taken the weights")
         async with self.standing.changing():
             self.version, self.loads = f"{sum(tensor.sum().item() for tensor in tensors.values()):g}", self.loads + 1
 
@@ -165,10 +165,10 @@ def test_a_run_sends_its_weights_and_they_answer(tmp_path: Path) -> None:
     token.write_text("a-word-of-many-letters\n")
     with listener_of(room, trained=True, token="a-word-of-many-letters") as url:
         for part_mib, factor in ((16.0, 2.0), (1e-5, 3.0)):
-            settings = AudienceSettings(urls=[url], every=3, part_mib=part_mib, token_file=str(token))
-            audience = Audience(settings, run="runs/a", is_main=True, tell=told.append)
+            settings = WeightPublishSettings(urls=[url], every=3, chunk_mib=part_mib, token_file=str(token))
+            audience = WeightPublisher(settings, run="runs/a", is_main=True, tell=told.append)
             assert audience.serve(lambda: pairs(100.0), step=4) == {}
-            assert audience.serve(lambda factor=factor: pairs(factor), step=6) == {"audience/behind": 0.0}
+            assert audience.serve(lambda factor=factor: pairs(factor), step=6) == {"weight_publish/num_behind": 0.0}
             candidates = [{"base64": as_base64(png(noise(seed, side=28)))} for seed in range(2)]
             body = {"candidates": candidates, "question": "This?"}
             answer = httpx.post(f"{url}/score", json=body, headers={"Authorization": f"Bearer {token.read_text().strip()}"}, timeout=30)
@@ -180,10 +180,10 @@ def test_a_service_that_does_not_take_them_is_told_of_and_the_others_have_them()
     room, plain, told = Trained(), Room(), []
     with listener_of(room, trained=True) as url, listener_of(plain) as without:
         urls = [url, without, "http://127.0.0.1:9"]
-        audience = Audience(AudienceSettings(urls=urls, tries=2, timeout_s=5.0), run="r", is_main=True, tell=told.append)
-        assert audience.serve(pairs, step=1) == {"audience/behind": 2.0}
-        bad = Audience(AudienceSettings(urls=[url]), run="r", is_main=True, tell=told.append)
-        assert bad.serve(lambda: iter([("lm_head.weight", torch.zeros(4, 3))]), step=1) == {"audience/behind": 1.0}
+        audience = WeightPublisher(WeightPublishSettings(urls=urls, max_attempts=2, timeout_s=5.0), run="r", is_main=True, tell=told.append)
+        assert audience.serve(pairs, step=1) == {"weight_publish/num_behind": 2.0}
+        bad = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, tell=told.append)
+        assert bad.serve(lambda: iter([("lm_head.weight", torch.zeros(4, 3))]), step=1) == {"weight_publish/num_behind": 1.0}
     assert room.loads == 1 and room.version == f"{SUM:g}"
     assert "HTTP 404" in told[0] and "--trained" in told[0] and "127.0.0.1:9" in told[1] and "2 tensors did not come" in told[2]
 
@@ -191,12 +191,16 @@ def test_a_service_that_does_not_take_them_is_told_of_and_the_others_have_them()
 def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
     told: list[str] = []
     with listener_of(Trained(), trained=True, token="a-word-of-many-letters") as url:
-        audience = Audience(AudienceSettings(urls=[url]), run="r", is_main=True, tell=told.append)
-        with pytest.raises(ValueError, match=rf"^audience.urls={url}: answers 401 .*; give its token: audience.token_file=FILE$"):
+        audience = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, tell=told.append)
+        with pytest.raises(
+            ValueError, match=rf"^weight_publish.urls={url}: answers 401 .*; give its token: weight_publish.token_file=FILE$"
+        ):
             audience.serve(pairs, step=1)
     with hostile("body by drops") as url:
-        audience = Audience(AudienceSettings(urls=[url], tries=1, timeout_s=0.3), run="r", is_main=True, tell=told.append)
-        assert audience.serve(pairs, step=1) == {"audience/behind": 1.0}
+        audience = WeightPublisher(
+            WeightPublishSettings(urls=[url], max_attempts=1, timeout_s=0.3), run="r", is_main=True, tell=told.append
+        )
+        assert audience.serve(pairs, step=1) == {"weight_publish/num_behind": 1.0}
     assert told == [f"audience: {url}: no whole answer within 0.3 s"]
 
 
@@ -204,11 +208,11 @@ def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() 
     room, told = Trained(), []
     room.fails = True
     with listener_of(room, trained=True) as url:
-        audience = Audience(AudienceSettings(urls=[url], tries=1), run="r", is_main=True, tell=told.append)
-        assert audience.serve(pairs, step=1) == {"audience/behind": 1.0}
+        audience = WeightPublisher(WeightPublishSettings(urls=[url], max_attempts=1), run="r", is_main=True, tell=told.append)
+        assert audience.serve(pairs, step=1) == {"weight_publish/num_behind": 1.0}
         assert told == [f'audience: {url}: HTTP 503: {{"detail":"the engine has not taken the weights"}}']
         room.fails = False
-        assert audience.serve(pairs, step=2) == {"audience/behind": 0.0} and room.loads == 1
+        assert audience.serve(pairs, step=2) == {"weight_publish/num_behind": 0.0} and room.loads == 1
 
 
 def test_another_rank_takes_its_part_in_making_them_and_sends_nothing() -> None:
@@ -219,9 +223,9 @@ def test_another_rank_takes_its_part_in_making_them_and_sends_nothing() -> None:
             read.append(name)
             yield name, tensor
 
-    audience = Audience(AudienceSettings(urls=["http://127.0.0.1:9"]), run="r", is_main=False)
+    audience = WeightPublisher(WeightPublishSettings(urls=["http://127.0.0.1:9"]), run="r", is_main=False)
     assert audience.serve(watched, step=1) == {} and read == list(TENSORS)
-    assert Audience(AudienceSettings(), run="r", is_main=True).serve(watched, step=1) == {} and read == list(TENSORS)
+    assert WeightPublisher(WeightPublishSettings(), run="r", is_main=True).serve(watched, step=1) == {} and read == list(TENSORS)
 
 
 def test_weights_are_taken_only_where_a_run_sends_them() -> None:
