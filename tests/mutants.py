@@ -552,6 +552,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_answer_kinds.py -k values_by_name",
     ),
     Mutant(
+        "a name that stands twice has its last value",
+        "megatron_rl/rewards/equations.py",
+        "return values if len(values) == len(equations) else {}",
+        "return values",
+        "tests/rewards/test_answer_kinds.py -k equations",
+    ),
+    Mutant(
         "capitals of prefixes do not count",
         "megatron_rl/data/unit_symbols.py",
         'return f"{word}<{place}>" if place else word',
