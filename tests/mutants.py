@@ -552,6 +552,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_answer_kinds.py -k values_by_name",
     ),
     Mutant(
+        "a name on the right of an equation names no value",
+        "megatron_rl/rewards/equations.py",
+        "_NAME.fullmatch(sides[0]) or _NAME.fullmatch(sides[-1])",
+        "_NAME.fullmatch(sides[0])",
+        "tests/rewards/test_answer_kinds.py -k stands_alone",
+    ),
+    Mutant(
         "a name that stands twice has its last value",
         "megatron_rl/rewards/equations.py",
         "return values if len(values) == len(equations) else {}",

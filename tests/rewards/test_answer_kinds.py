@@ -280,6 +280,13 @@ def test_words_of_the_question_are_harmless_unless_they_change_a_value() -> None
     )
 
 
+def test_an_equation_states_a_value_where_a_name_stands_alone_on_either_side() -> None:
+    """By hand. A chain states one where its first or last side is a name, and a list where each of its equations does."""
+    stating = ["y=2x", "2x=y", "5=x", "x=2+3=5", "5=2+3=x", "x=1, 2=y", "\\angle A=30", "30=\\angle A", "7"]
+    others = ["x+y=3", "3=x+y", "2x=6", "6=2x", "x=1, x+y=3", "x^2=9", "5=2+x=3+2"]
+    assert [text for text in [*stating, *others] if states_a_value(text)] == stating
+
+
 def test_values_by_name() -> None:
     """Each assignment of three values to three names equals itself in any order and no other assignment."""
     values = ("1", "1/2", "-3")
