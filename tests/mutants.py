@@ -643,6 +643,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_answer_kinds.py -k harmless_unless",
     ),
     Mutant(
+        "a piece of a word of the question is harmless",
+        "megatron_rl/rewards/number_words.py",
+        "return not word.isascii() and not _changes_value(word)",
+        "return not _changes_value(word)",
+        "tests/rewards/test_answer_kinds.py -k words_of_the_question",
+    ),
+    Mutant(
         "numeric sources do not know their question",
         "megatron_rl/rewards/accuracy.py",
         "relative_accuracy(truth, answer, question=question)",

@@ -274,6 +274,7 @@ def test_words_of_the_question_are_harmless_unless_they_change_a_value() -> None
     assert relative_accuracy("5", "5 tables", question=CHAIRS) == 0.0 == relative_accuracy("5", "5 tables short", question=CHAIRS)
     assert relative_accuracy("5 boxes", "5 boxes or 5", question="") == 0.0 and relative_accuracy("5 boxes", "just 5 boxes") == 1.0
     assert relative_accuracy("5", "half of 5", question="What is half of the chairs?") == 0.0
+    assert [number(f"5 {piece}", CHAIRS) for piece in ("chairs", "hair", "air", "man", "roo", "umber")] == [5, *[None] * 5]
     assert (
         number("\u7ea65\u628a\u6905\u5b50", "\u6709\u591a\u5c11\u628a\u6905\u5b50") == 5
         and number("5\u5343", "\u591a\u5c11\u5343\u514b") is None
