@@ -440,6 +440,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_answer_kinds.py -k unevaluated",
     ),
     Mutant(
+        "two inequalities without a solution are the same",
+        "megatron_rl/rewards/parsed_math.py",
+        "in ([], true, false)",
+        "in ([],)",
+        "tests/rewards/test_algebra.py -k always_or_never",
+    ),
+    Mutant(
         "what differs before it is evaluated is wrong",
         "megatron_rl/rewards/algebra.py",
         "return _UNDECIDED if are_unevaluated else _WRONG",

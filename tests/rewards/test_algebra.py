@@ -94,6 +94,23 @@ def test_algebra() -> None:
         assert asyncio.run(ask(cases)) == [expected for *_, expected in cases]
 
 
+STATEMENTS = ["x^2<-1", "x^2+1<0", "(x-1)^2<-2", "x^2>-1", "x^2+4>0", "x^2=-1", "x=x+1", "x^2<4", "x>3", "x^2>1", "x=5", "x^2=4"]
+
+
+def test_statements_that_always_or_never_hold() -> None:
+    """As math-verify reads them, beside what they say of every half number from -20 to 20."""
+    from math_verify import parse
+    from sympy import Rational
+
+    from megatron_rl.rewards.parsed_math import is_always_or_never_true
+
+    for text in STATEMENTS:
+        relation = parse(f"${text}$", fallback_mode="no_fallback", parsing_timeout=None)[0]
+        (unknown,) = relation.free_symbols
+        held = {bool(relation.subs(unknown, Rational(half, 2))) for half in range(-40, 41)}
+        assert is_always_or_never_true(relation) == (len(held) == 1), text
+
+
 QUANTITIES = [
     *[("5 km", "5 m"), ("5 m", "5 cm"), ("3 kg", "3 g"), ("12 lb", "12 kg"), ("100 m", "100 ft"), ("5 hr", "5 s"), ("5 km", "5")],
     *[("5\\text{ m}", "5\\text{ km}"), ("5 \\mathrm{~m}", "5\\mathrm{cm}"), ("5\\,\\text{m}", "5"), ("5~m", "5"), ("-5 m", "-5 km")],
