@@ -440,6 +440,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_answer_kinds.py -k unevaluated",
     ),
     Mutant(
+        "shares of negative numbers are measured without their size",
+        "megatron_rl/rewards/parsed_math.py",
+        "Max(Abs(truth), Abs(answer))",
+        "Max(truth, answer)",
+        "tests/rewards/test_algebra.py::test_algebra",
+    ),
+    Mutant(
         "two inequalities without a solution are the same",
         "megatron_rl/rewards/parsed_math.py",
         "in ([], true, false)",
