@@ -853,6 +853,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/data/benchmarks/test_official_scripts.py -k test_tir_bench",
     ),
     Mutant(
+        "a pair whose second number goes on is a pair",
+        "megatron_rl/rewards/answer_values.py",
+        "return None if found is None or _GOES_ON.match(text, found.end()) else (",
+        "return None if found is None else (",
+        "tests/data/benchmarks/test_official_scripts.py -k read_whole",
+    ),
+    Mutant(
         "DynaMath's truth may stand in a longer number",
         "megatron_rl/rewards/benchmark_rules.py",
         "return re.search(before + re.escape(truth) + after, answer) is not None",

@@ -287,6 +287,7 @@ def test_numbers_are_read_whole_or_not_at_all() -> None:
         assert read_number(minus) == -5, minus
     assert [read_numbers(text) for text in ("3 - 5", "-3, - 5", "1e2 3", "A1", "x")] == [[3, 5], [-3, -5], [100, 3], None, []]
     assert read_pair("3, -4") == (3, -4) and read_pair("3.5, 4") == (3.5, 4) and read_pair("3 4") is None
+    assert [read_pair(f"3, 4{more}") for more in ("^2", ":5", "/5", "\u03c0", "", " cm", ".")] == [*[None] * 4, *[(3, 4)] * 3]
     assert read_number_with_pi("\\pi") == np.pi == read_number_with_pi("1 pi") and read_number_with_pi("2\u03c0 - 1") is None
     assert [
         read_number_with_pi(text) for text in ("2\u03c0r", "\u03c0\u00b2", "\u03c0\u03c0", "\u03c0/0", "2 - \u03c0", "\\frac{\u03c0}{2}")
