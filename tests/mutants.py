@@ -657,6 +657,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_answer_kinds.py -k harmless_unless",
     ),
     Mutant(
+        "words of a reference are no context of its number",
+        "megatron_rl/rewards/answer.py",
+        'number(answer, f"{question} {truth}")',
+        "number(answer, question)",
+        "tests/rewards/test_answer_kinds.py -k words_of_a_reference",
+    ),
+    Mutant(
         "a piece of a word of the question is harmless",
         "megatron_rl/rewards/number_words.py",
         "return not word.isascii() and not _changes_value(word)",

@@ -288,6 +288,12 @@ def test_an_equation_states_a_value_where_a_name_stands_alone_on_either_side() -
     assert [text for text in [*stating, *others] if states_a_value(text)] == stating
 
 
+def test_words_of_a_reference_are_harmless_beside_those_of_the_question() -> None:
+    """The question does not say boxes: the reference alone allows the word."""
+    found = [relative_accuracy(truth, "just 5 boxes", question=CHAIRS) for truth in ("5 boxes", "5", "5 tables")]
+    assert found == [1.0, 0.0, 0.0]
+
+
 def test_values_by_name() -> None:
     """Each assignment of three values to three names equals itself in any order and no other assignment."""
     values = ("1", "1/2", "-3")
