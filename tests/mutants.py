@@ -601,6 +601,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_answer_kinds.py -k kinds_of_answers",
     ),
     Mutant(
+        "all other units of the same letters are one",
+        "megatron_rl/data/unit_symbols.py",
+        'f"{word}<{place}>" if place',
+        'f"{word}<1>" if place',
+        "tests/rewards/test_answer_kinds.py -k units",
+    ),
+    Mutant(
         "several dots behind a number are a full stop",
         "megatron_rl/rewards/answer.py",
         "if goes_on(truth) or goes_on(answer):",
