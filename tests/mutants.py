@@ -251,6 +251,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rollout/test_processor.py -k limits_of_time_and_memory",
     ),
     Mutant(
+        "a chat template is tried without a reply",
+        "megatron_rl/rollout/template_probe.py",
+        'in given["conversations"]:',
+        'in given["conversations"][:1]:',
+        "tests/rollout/test_processor.py -k with_what_begins",
+    ),
+    Mutant(
+        "a chat template is tried without what begins a reply",
+        "megatron_rl/rollout/template_probe.py",
+        "add_generation_prompt=True",
+        "add_generation_prompt=False",
+        "tests/rollout/test_processor.py -k with_what_begins",
+    ),
+    Mutant(
         "reading folders may take all memory",
         "megatron_rl/observe/viewer/__main__.py",
         "        limit_memory(options.memory_gb)\n",

@@ -233,3 +233,11 @@ def test_a_template_has_limits_of_time_and_memory(form: str, folder: Path, monke
         Renderer(ModelSettings(path=str(folder)))
     (folder / "chat_template.jinja").write_text(CHATML)
     assert Renderer(ModelSettings(path=str(folder))).continuation_problem == ""
+
+
+@pytest.mark.parametrize("when", ["add_generation_prompt", "messages | selectattr('role', 'eq', 'assistant') | list"])
+def test_a_template_is_tried_with_what_begins_a_reply_and_with_a_reply(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops that nothing else of a conversation brings about."""
+    monkeypatch.setattr(processor, "TEMPLATE_S", 1)
+    with pytest.raises(ValueError, match="^model.path=MODEL: its chat template takes more than 1 s or "):
+        processor.require_bounded("{% if " + when + " %}" + LOOPS + "{% endif %}" + CHATML, "MODEL")
