@@ -986,6 +986,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/data/test_unread_names.py -k is_ignored",
     ),
     Mutant(
+        "the last row says which columns are read",
+        "megatron_rl/data/unread_names.py",
+        "self._unread |= unread.keys()",
+        "self._unread = {*unread}",
+        "tests/data/test_unread_names.py -k tools_make",
+    ),
+    Mutant(
         "columns of transcripts that nothing reads are not named",
         "megatron_rl/data/transcript_forms.py",
         "for name, value in record.row.items() if name not in read}",
