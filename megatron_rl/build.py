@@ -1,35 +1,47 @@
-"""The parts of a run, each made of its settings on every rank: networks, engines, and the fleet that plays episodes on them."""
+"""Builds the parts of a run from its settings, on every rank: networks, engines, the rollout manager, and the context of a stage."""
 
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.algo.algorithms import needs_reference
+from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
+from megatron_rl.algo.rollout_correction import mismatch_metrics
 from megatron_rl.config import Settings
+from megatron_rl.data.data_digests import check_same_data, data_digests
 from megatron_rl.distributed.image_exchange import ImageExchange
-from megatron_rl.distributed.world import World, default_store, run_on_rank_zero
+from megatron_rl.distributed.world import World, default_store, gather, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.policy.critic import Critic
-from megatron_rl.policy.parallel import Layout
+from megatron_rl.policy.kernels import transformer_engine_error
+from megatron_rl.policy.parallel import Layout, build_layout, leave_layout
 from megatron_rl.policy.patches import Patches
 from megatron_rl.policy.policy import Policy
+from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings, Timed, untimed
 from megatron_rl.rollout.health import ServerSupervisor
 from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.manager import RolloutManager, Trainer
-from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.vllm.server_api import VllmServer, expected_label, read_engine_token
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
+from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests
+from megatron_rl.run.checkpoints import Checkpoints, find_checkpoint
+from megatron_rl.run.directory import ResumeState
+from megatron_rl.run.record import Run
 from megatron_rl.run.shutdown import StopSignal
+from megatron_rl.weights.formats.model_digests import check_same_model, model_digests
 
 
 @dataclass(slots=True, frozen=True)
@@ -178,3 +190,104 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
         environment_s=task.env_timeout_s, errors_end=task.stop_on_tool_error,
         max_context=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
     )  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainerContext:
+    """What a stage works with on every rank."""
+
+    world: World
+    task: Task
+    algorithms: Mapping[str, Algorithm]
+    renderer: Renderer
+    policy: Policy
+    critic: Critic | None
+    """Of algorithms that need values, where its trunk is its own."""
+    run: Run
+    checkpoints: Checkpoints
+    stop: StopSignal
+    gallery: ImageExchange
+    closing: ExitStack
+    """Closes what was opened, in reverse, however the run ends."""
+    household: ServerSupervisor | None = None
+    """Of engines that the run has started itself; the main rank's."""
+    fleet: RolloutManager | None = None
+    """The engines, from open_fleet on."""
+
+    def build_rollout_manager(self, settings: Settings) -> RolloutManager:
+        """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
+        with self.run.spans("start"):
+            own = PolicyAndCritic(self.policy, self.critic) if self.critic else self.policy
+            trainer = NoOffload() if settings.engine.mode == "server" else own
+            trainer.sleep()
+            fleet = self.fleet = build_rollout_manager(
+                settings, self.task,
+                trainer=trainer, renderer=self.renderer, world=self.world, gallery=self.gallery, stop=self.stop, tell=self.run.log,
+                household=self.household, timed=self.run.trace.episode,
+            )  # fmt: skip
+            self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
+            fleet.start()
+        return fleet
+
+    def save_progress(self) -> None:
+        """Have a checkpoint of the steps that are done, for the run's next life."""
+        run = self.run
+        with run.spans("checkpoint"), self.fleet.offloaded() if self.fleet else nullcontext():
+            self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
+
+
+def build_context(
+    settings: Settings, *, standing: ResumeState, task: Task, own: Plugins, world: World, stop: StopSignal, closing: ExitStack,
+    num_steps: int, is_rl: bool, is_replay: bool,
+) -> TrainerContext:  # fmt: skip
+    """All but the engines, on every rank; where the run goes on, it is found here."""
+    group = long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s)
+    checkpoint, state = find_checkpoint(settings, group=group)
+    inputs = run_on_rank_zero(lambda: digest_inputs(settings, state if checkpoint else None), group=group)
+    started = standing.describe_start(Path(settings.run.dir), checkpoint)
+    if started and world.is_main:
+        print(started, flush=True)
+    layout = build_layout(settings.parallel, seed=settings.run.seed)
+    closing.callback(leave_layout)
+    renderer = raise_on_all_ranks(lambda: build_renderer(settings, continues_contexts=is_rl and task.continues_contexts))
+    algorithms, has_values = {**ALGORITHMS, **own.algorithms}, has_critic(settings, own)
+    gallery = ImageExchange(patch=renderer.patch, group=group)
+    patches = partial(renderer.patches, picture_of=gallery.image)
+    policy = build_policy(
+        settings, layout, renderer, patches=patches, num_steps=num_steps, is_rl=is_rl, has_values=has_values
+    )  # fmt: skip
+    closing.callback(policy.close)
+    has_trunk = has_values and settings.critic.backbone == "own"
+    critic = build_critic(settings, layout, patches=patches, num_steps=num_steps) if has_trunk else None
+    if critic is not None:
+        closing.callback(critic.close)
+    record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
+    closing.callback(record.close)
+    if task.judge is not None and not is_replay:
+        record.judge = JudgeStats(task.judge, gather=gather if world.size > 1 else lambda counts: [counts])
+    for line in (transformer_engine_error(), *mismatch_metrics(settings)):
+        if line:
+            record.log(line)
+    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, inputs=inputs, group=group)
+    return TrainerContext(
+        world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
+        checkpoints=checkpoints, stop=stop, gallery=gallery, closing=closing,
+    )  # fmt: skip
+
+
+def digest_inputs(settings: Settings, state: CheckpointState | None) -> InputDigests:
+    """Return the digests of the model and the data. ValueError: they are not those of the run that goes on from `state`."""
+    found = InputDigests(model=model_digests(Path(settings.model.path)), data=data_digests(settings.task.data))
+    if state is not None:
+        check_same_model(state.inputs.model, found.model, key="model.path", folder=settings.model.path)
+        check_same_data(state.inputs.data, found.data)
+    return found
+
+
+def build_renderer(settings: Settings, *, continues_contexts: bool) -> Renderer:
+    """Load the processor and the chat template. Raises ValueError where they do not fit the model or the task's episodes."""
+    allowed = settings.task.data.allow_grounding_tokens
+    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
+    if continues_contexts:
+        renderer.require_continuation()
+    return renderer

@@ -5,24 +5,18 @@ on over an update. What tells algorithms apart is in algo/. Every rank runs this
 everywhere, the work is then dealt to ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from megatron_rl.algo.advantages import group_std
-from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_old, needs_reference
+from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.algo.filtering import apply_filters, count_used_groups
 from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.kl import adaptive_kl_coef
 from megatron_rl.algo.objective import make_policy_objective
-from megatron_rl.algo.rollout_correction import bypasses
-from megatron_rl.algo.thoughts import scale_thought_logprobs
 from megatron_rl.algo.value import make_value_objective, shared_value_loss, warmup_value_loss
-from megatron_rl.batching.minibatches import RankShares, cut_minibatches
-from megatron_rl.batching.packing import gather_column
-from megatron_rl.batching.token_stats import TokenStats, build_token_stats, write_column
+from megatron_rl.batching.token_stats import TokenStats, build_token_stats
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.distributed.image_exchange import ImageExchange
 from megatron_rl.evaluation.in_run import evaluate
@@ -36,7 +30,8 @@ from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.failure_checks import MismatchCheck, check_failures, require_finite
 from megatron_rl.run.record import History, Run
 from megatron_rl.run.shutdown import StopSignal
-from megatron_rl.types import Image, MicroBatch, Rollout
+from megatron_rl.training_batch import prepare_training_batch
+from megatron_rl.types import MicroBatch, Rollout
 
 
 def train(
@@ -60,8 +55,8 @@ def train(
         now = settings_at_step(run.history, settings)
 
         with spans("update"), fleet.offloaded():
-            show = partial(gallery.fetch, rollouts=rollouts)
-            minibatches = prepare_training_batch(rollouts, now, policy, critic, algorithm=algorithm, show=show, step=step)
+            fetch_images = partial(gallery.fetch, rollouts=rollouts)
+            minibatches = prepare_training_batch(rollouts, now, policy, critic, algorithm=algorithm, fetch_images=fetch_images, step=step)
             if algorithm.needs_critic and critic is None and step == settings.critic.warmup_steps > 0:
                 policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
             notes = build_token_stats(settings)
@@ -87,7 +82,7 @@ def train(
             if now.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # before, nothing pulls at the policy
                 metrics |= adapt_kl(run.history, rollouts, metrics, now.algo)
             run.log_step(step, rollouts, metrics)
-        del rollouts, minibatches, show, notes, update  # the next step's pictures have their memory
+        del rollouts, minibatches, fetch_images, notes, update  # the next step's pictures have their memory
         end_of_step(step, settings, fleet=fleet, run=run, checkpoints=checkpoints)
         stop.check()
 
@@ -186,84 +181,3 @@ def raise_on_nonfinite(
     """One update. What it trained on stays in the run folder where a number is not finite."""
     with run.dump_batches_on_error(batches, step=step, complete=policy.load_image_patches):
         return update(batches, step)
-
-
-BATCH_COLUMN = {"old_logprobs": "old_logprob_T", "reference_logprobs": "ref_logprob_T", "values": "old_value_T"}
-"""Columns of TokenSequence that networks fill, and where the same numbers lie in a batch."""
-
-
-def prepare_training_batch(
-    rollouts: list[Rollout], settings: Settings, policy: Policy, critic: Critic | None = None,
-    *, algorithm: Algorithm, show: Callable[[Mapping[int, Sequence[Image]]], None], step: int,
-) -> list[list[MicroBatch]]:  # fmt: skip
-    """Credit the rollouts and pack what is trained on: the micro-batches of each update, with what the loss reads of networks.
-
-    `show` brings pictures to the ranks that encode them; `step` is the version of the weights that the first update changes.
-
-    Where credit itself reads what networks say of the tokens, they are packed and read first, and their advantages follow them.
-    """
-    algo, batch = settings.algo, settings.batch
-    reads = algorithm.required_columns(algo)
-    if not reads:
-        algorithm.advantage_fn(rollouts, algo)
-    with_idle = bool(reads) or algo.kl_coef > 0 or algo.entropy_coef > 0  # else nothing but the advantage moves the policy
-    cut_up = cut_minibatches(rollouts, batch, with_idle=with_idle)
-    dealt = [policy.shard_across_dp(minibatch, max_tokens=batch.micro_batch_tokens) for minibatch in cut_up]
-    show(images_by_key(dealt, policy))
-    minibatches = [policy.pack_local(each) for each in dealt]
-    every = [each for batches in minibatches for each in batches]
-    if settings.run.max_staleness > 0:
-        for each in every:
-            each.on_policy_T = (gather_column(rollouts, each, "weight_versions") == step) & each.mask_T
-    if algo.thought_logprob_scale != 1:
-        scale_thought_logprobs(rollouts, algo.thought_logprob_scale)
-        for each in every:
-            each.logprob_scale_T = gather_column(rollouts, each, "logprob_scale")
-    compute_logprobs_and_values(minibatches, settings, policy, critic, has_values=algorithm.needs_critic)
-    if reads:
-        said = BATCH_COLUMN | ({"old_logprobs": "rollout_logprob_T"} if bypasses(algo) else {})
-        for column in reads:
-            write_column(rollouts, every, [getattr(each, said[column]) for each in every], column=column)
-        algorithm.advantage_fn(rollouts, algo)
-        for each in every:
-            each.advantage_T = gather_column(rollouts, each, "advantages")
-    if algorithm.needs_critic:
-        for each in every:
-            each.return_T = gather_column(rollouts, each, "returns")
-        (critic or policy).update_return_stats(values_and_returns(rollouts, algo)[1])
-    return minibatches
-
-
-def images_by_key(updates: Sequence[RankShares], policy: Policy) -> dict[int, list[Image]]:
-    """By rank, the images that it encodes in any of these updates."""
-    needed: dict[int, list[Image]] = {}
-    for dealt in updates:
-        for rank, images in policy.images(dealt).items():
-            needed.setdefault(rank, []).extend(images)
-    return needed
-
-
-def compute_logprobs_and_values(
-    minibatches: list[list[MicroBatch]], settings: Settings, policy: Policy, critic: Critic | None, *, has_values: bool
-) -> None:
-    """Give every micro-batch what networks say of it, before the first update changes the weights: each set of weights in one pass."""
-    algo, batch = settings.algo, settings.batch
-    has_old, shares_trunk = needs_old(algo, num_updates=batch.minibatches * batch.epochs), has_values and critic is None
-    if has_old and shares_trunk:
-        fill_column(minibatches, policy.logprobs_and_values, "old_logprob_T", "old_value_T")
-    elif has_old:
-        fill_column(minibatches, policy.logprobs, "old_logprob_T")
-    elif shares_trunk:
-        fill_column(minibatches, policy.values, "old_value_T")
-    if critic is not None:
-        fill_column(minibatches, critic.values, "old_value_T")
-    if needs_reference(algo):
-        fill_column(minibatches, partial(policy.logprobs, weights="reference"), "ref_logprob_T")
-
-
-def fill_column(minibatches: list[list[MicroBatch]], say: Callable[[list[MicroBatch]], list[torch.Tensor]], *names: str) -> None:
-    """Write the column of this name, or the columns of these, that `say` gives of each micro-batch."""
-    for batches in minibatches:
-        for batch, numbers in zip(batches, say(batches), strict=True):
-            for name, number_T in zip(names, numbers.view(len(names), -1), strict=True):
-                setattr(batch, name, number_T)

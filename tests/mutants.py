@@ -1841,7 +1841,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the reference is of the current weights",
-        "megatron_rl/training_loop.py",
+        "megatron_rl/training_batch.py",
         'partial(policy.logprobs, weights="reference")',
         'partial(policy.logprobs, weights="current")',
         "tests/test_training_loop.py tests/golden/test_recorded.py",
@@ -2037,9 +2037,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the gap is that of older weights' tokens too",
-        "megatron_rl/training_loop.py",
-        '(gather_column(rollouts, each, "weight_versions") == step) & each.mask_T',
-        "each.mask_T",
+        "megatron_rl/training_batch.py",
+        '(gather_column(rollouts, batch, "weight_versions") == step) & batch.mask_T',
+        "batch.mask_T",
         "tests/test_training_loop.py",
     ),
     Mutant(

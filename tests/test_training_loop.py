@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from megatron_rl import training_loop
+from megatron_rl import training_batch, training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batching import token_stats
 from megatron_rl.batching.minibatches import PackItem, RankShares, balance, pack_costs, split_by_cost
@@ -176,8 +176,8 @@ def credited_on(
         rollouts, policy = step(), Scripted(rank=rank, ranks=ranks, share=share)
         policy.critic = Scripted() if own_critic else None
         algorithm = ALGORITHMS[settings.algo.name]
-        minibatches = training_loop.prepare_training_batch(
-            rollouts, settings, policy, policy.critic, algorithm=algorithm, show=lambda needed: None, step=0
+        minibatches = training_batch.prepare_training_batch(
+            rollouts, settings, policy, policy.critic, algorithm=algorithm, fetch_images=lambda needed: None, step=0
         )
         return rollouts, policy, minibatches
 
@@ -300,8 +300,8 @@ def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_stats, "gather_exact", lambda _: pytest.fail("ranks talked"))
     rollouts, policy = step(), Scripted()
     rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
-    ((*batches,),) = training_loop.prepare_training_batch(
-        rollouts, settings_of(AlgoSettings(name="rloo")), policy, algorithm=ALGORITHMS["rloo"], show=lambda needed: None, step=0
+    ((*batches,),) = training_batch.prepare_training_batch(
+        rollouts, settings_of(AlgoSettings(name="rloo")), policy, algorithm=ALGORITHMS["rloo"], fetch_images=lambda needed: None, step=0
     )
     assert policy.asked == []
     assert {(batch.old_logprob_T, batch.ref_logprob_T) for batch in batches} == {(None, None)}
@@ -350,7 +350,7 @@ def test_the_pictures_of_a_whole_step_are_shown_before_any_of_it_is_packed() -> 
         assert not policy.seen_packed
         shown.append({rank: [image.key for image in images] for rank, images in needed.items()})
 
-    minibatches = training_loop.prepare_training_batch(step(), settings, policy, algorithm=ALGORITHMS["rloo"], show=show, step=0)
+    minibatches = training_batch.prepare_training_batch(step(), settings, policy, algorithm=ALGORITHMS["rloo"], fetch_images=show, step=0)
     assert len(minibatches) == 2 and policy.seen_packed
     (needed,) = shown
     assert {rank: [key[:3] for key in keys] for rank, keys in needed.items()} == {0: ["0, "] * 2, 1: ["1, "] * 2}
@@ -366,13 +366,13 @@ def test_a_batch_knows_which_tokens_the_steps_own_weights_sampled() -> None:
                     context.weight_versions[place] = 5 - (token % 3 == 0)
                     current[token] = float(token % 3 != 0)
     settings = settings_of(AlgoSettings(name="rloo"))
-    given = {"algorithm": ALGORITHMS["rloo"], "show": lambda needed: None, "step": 5}
+    given = {"algorithm": ALGORITHMS["rloo"], "fetch_images": lambda needed: None, "step": 5}
     assert {
-        batch.on_policy_T for batches in training_loop.prepare_training_batch(rollouts, settings, Scripted(), **given) for batch in batches
+        batch.on_policy_T for batches in training_batch.prepare_training_batch(rollouts, settings, Scripted(), **given) for batch in batches
     } == {None}
     settings = replace(settings, run=RunSettings(dir="none", max_staleness=1))
     found = {}
-    for batches in training_loop.prepare_training_batch(rollouts, settings, Scripted(), **given):
+    for batches in training_batch.prepare_training_batch(rollouts, settings, Scripted(), **given):
         for batch in batches:
             assert not batch.on_policy_T[~batch.mask_T].any()
             found |= by_token(batch, batch.on_policy_T.float())
@@ -387,8 +387,8 @@ def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, 
         rollout.filter_reason = "stop_reason" if rollout.is_scored else ""
     settings = settings_of(AlgoSettings(kl_coef=0.1, use_kl_in_reward=in_reward))
     assert (
-        training_loop.prepare_training_batch(
-            rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], show=lambda needed: None, step=0
+        training_batch.prepare_training_batch(
+            rollouts, settings, policy, algorithm=ALGORITHMS[settings.algo.name], fetch_images=lambda needed: None, step=0
         )
         == []
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl import training_loop
+from megatron_rl import training_batch, training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, ModelSettings, RunSettings, Settings
 from megatron_rl.distributed.image_exchange import ImageExchange
@@ -218,8 +218,8 @@ def credited_with(weight: float, settings: Settings) -> dict[int, float]:
     rollouts = step()
     fixed = replace(settings, algo=replace(settings.algo, kl_coef=weight))
     training_loop.fills_batch(rollouts, fixed, ALGORITHMS["rloo"])
-    minibatches = training_loop.prepare_training_batch(
-        rollouts, fixed, Scripted(), algorithm=ALGORITHMS["rloo"], show=lambda needed: None, step=0
+    minibatches = training_batch.prepare_training_batch(
+        rollouts, fixed, Scripted(), algorithm=ALGORITHMS["rloo"], fetch_images=lambda needed: None, step=0
     )
     return {token: value for batches in minibatches for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
 

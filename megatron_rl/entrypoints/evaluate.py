@@ -28,7 +28,7 @@ from megatron_rl.distributed.world import (
     run_on_rank_zero,
     trim_malloc,
 )
-from megatron_rl.entrypoints.train import preflight, run_in_own_thread
+from megatron_rl.entrypoints.train import run_in_own_thread
 from megatron_rl.errors import GracefulStop
 from megatron_rl.evaluation.endpoint_policy import Player
 from megatron_rl.evaluation.evaluation_report import by_example, intervals, show, stated
@@ -39,7 +39,9 @@ from megatron_rl.io.jsonl import MAX_LINE_BYTES, replace_bytes, replace_lines
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.progress import Progress
 from megatron_rl.preflight.prompts import report_column_warnings
-from megatron_rl.registry import Plugins, build_task, check_examples
+from megatron_rl.preflight.run_checks import check_run
+from megatron_rl.preflight.settings import check_examples
+from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.task import Task
@@ -107,7 +109,7 @@ def _prepared(settings: Settings, own: Plugins, *, world: World) -> tuple[Task, 
     """The task and the weights, None of an endpoint's, looked at before anything is started."""
     splits = (settings.evaluation.split,)
     if not settings.evaluation.urls:
-        return preflight(settings, own, world=world, needed=0, splits=splits), source_of(settings)
+        return check_run(settings, own, world=world, needed=0, splits=splits), source_of(settings)
     require(world.size == 1, "evaluation.urls", settings.evaluation.urls, f"one process is enough; torchrun started {world.size}")
     task = build_task(settings.task, own)
     check_examples(task, splits)

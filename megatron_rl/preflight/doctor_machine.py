@@ -19,7 +19,8 @@ from megatron_rl.distributed.world import max_open_files, raise_file_limit, read
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.preflight import gpus
 from megatron_rl.preflight.check_report import Report
-from megatron_rl.registry import Plugins, check_sizes, has_critic, uses_sandbox
+from megatron_rl.preflight.settings import check_sizes
+from megatron_rl.registry import Plugins, has_critic, uses_sandbox
 
 GIB = 1 << 30
 LOCKS = Path(__file__).resolve().parents[2] / "requirements"

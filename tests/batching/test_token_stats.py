@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl import training_loop
+from megatron_rl import training_batch, training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batching.token_stats import build_token_stats
 from megatron_rl.config import AlgoSettings, BatchSettings, RunSettings, Settings
@@ -30,8 +30,8 @@ def noted(settings: Settings) -> tuple[list[Looked], set[tuple[int, int]]]:
     with world_of_one():
         policy, notes = build(settings), build_token_stats(settings)
         training_loop.fills_batch(rollouts, settings, algorithm)
-        minibatches = training_loop.prepare_training_batch(
-            rollouts, settings, policy, algorithm=algorithm, show=lambda needed: None, step=0
+        minibatches = training_batch.prepare_training_batch(
+            rollouts, settings, policy, algorithm=algorithm, fetch_images=lambda needed: None, step=0
         )
         update = training_loop.make_updaters(settings, policy, None, ALGORITHMS, notes)
         before = policy.logprobs(minibatches[0])

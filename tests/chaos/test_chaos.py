@@ -1,7 +1,7 @@
 """Three seeds of chaos on the smallest run, and that what judges them is not blind: each thing that may go wrong is planted, and seen.
 
-40 seeds on the first three runs are played by hand (benchmarks/chaos_2026-11-23.md), and those of what was added
-(benchmarks/chaos_2026-11-26.md). What disks do is tested by itself: test_disks.py.
+40 seeds on the first three runs are played by hand (benchmarks/results/chaos_2026-11-23.md), and those of what was added
+(benchmarks/results/chaos_2026-11-26.md). What disks do is tested by itself: test_disks.py.
 """
 
 import hashlib

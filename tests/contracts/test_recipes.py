@@ -12,7 +12,8 @@ from megatron_rl.memory_plan.gpu_specs import GPUS
 from megatron_rl.memory_plan.rank_shares import shares
 from megatron_rl.memory_plan.step_time import Case, case_of, expected, in_words
 from megatron_rl.models.known_models import known_spec
-from megatron_rl.registry import check_sizes, has_critic, uses_sandbox
+from megatron_rl.preflight.settings import check_sizes
+from megatron_rl.registry import has_critic, uses_sandbox
 from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
 from tests.support import forked

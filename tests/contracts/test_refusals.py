@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.registry import build_task, check_settings, check_sizes
+from megatron_rl.preflight.settings import check_settings, check_sizes
+from megatron_rl.registry import build_task
 from tests.contracts.test_configs import settings_of
 
 MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key/value heads, 4 layers

@@ -1,6 +1,6 @@
 """What a cluster does to runs in minutes, on a real Slurm of two nodes: docs/cluster.md as printed, time limits, preemption, cancellation.
 
-By hand: `bash tests/run.sh -m long tests/e2e/test_slurm_long.py`; its log is benchmarks/slurm_2026-11-22.md.
+By hand: `bash tests/run.sh -m long tests/e2e/test_slurm_long.py`; its log is benchmarks/results/slurm_2026-11-22.md.
 """
 
 import json

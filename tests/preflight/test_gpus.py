@@ -14,6 +14,7 @@ from megatron_rl.distributed.world import World, connect
 from megatron_rl.entrypoints import train
 from megatron_rl.memory_plan.gpu_memory import plan
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.preflight import run_checks
 from megatron_rl.preflight.gpus import Gpu, check_gpus, driver_error, find_mismatches, read_driver_version
 from megatron_rl.registry import Plugins
 from tests.contracts.test_configs import settings_of
@@ -88,7 +89,7 @@ def test_what_gpus_are_is_told_before_a_plan_that_fails_on_them(
     """The plan of the smallest GPU says that the engine has no room, which is not what is wrong with a slice or with one L4 among H100s."""
     plant(monkeypatch, tmp_path, gpus, shared=shared)
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
-        train.preflight(settings, Plugins(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
+        run_checks.check_run(settings, Plugins(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
 
 
 def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +168,14 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
     here = plan(read_spec(settings.model.path), l4, world_size=1, memory=L4.memory)
     share = settings.engine.gpu_memory_utilization
     assert named.engine.budget == int(share * 80e9) and here.engine.budget == int(share * L4.memory)
-    assert train.plan_gpu_bytes(settings, Plugins(), world=ALONE) == here.peak < L4.memory < named.peak
-    assert train.plan_gpu_bytes(settings, Plugins(), world=replace(ALONE, device=torch.device("cpu"))) == 0
+    assert run_checks.plan_gpu_bytes(settings, Plugins(), world=ALONE) == here.peak < L4.memory < named.peak
+    assert run_checks.plan_gpu_bytes(settings, Plugins(), world=replace(ALONE, device=torch.device("cpu"))) == 0
     lost = replace(settings, model=replace(settings.model, path="nowhere"))
-    told = train.plan_gpu_bytes(lost, Plugins(), world=ALONE)
+    told = run_checks.plan_gpu_bytes(lost, Plugins(), world=ALONE)
     assert isinstance(told, ValueError) and str(told).startswith("model.path=nowhere: ")
     with pytest.raises(ValueError, match="^model.path=nowhere: "):  # where the ranks are together
-        train.preflight(lost, Plugins(), world=ALONE, needed=told, splits=())
-    assert train.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, local_rank=3)) == 0
+        run_checks.check_run(lost, Plugins(), world=ALONE, needed=told, splits=())
+    assert run_checks.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, local_rank=3)) == 0
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_main_memory_that_is_stated_is_a_gate(
     plant(monkeypatch, tmp_path, [L4] * 3)
     monkeypatch.setattr("megatron_rl.memory_plan.host_memory.psutil.virtual_memory", lambda: SimpleNamespace(total=there))
     settings = replace(settings, run=replace(settings.run, host_gb=stated))
-    told = train.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, size=6, local_size=3))
+    told = run_checks.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, size=6, local_size=3))
     if line:
         assert isinstance(told, ValueError) and str(told).startswith(line) and "that 3 processes may need at most" in str(told)
     else:

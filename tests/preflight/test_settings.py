@@ -9,7 +9,8 @@ import pytest
 from megatron_rl.config import DataSettings, JudgeSettings, TaskSettings
 from megatron_rl.models.known_models import known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.registry import Plugins, build_task, check_critic_vision
+from megatron_rl.preflight.settings import check_critic_vision
+from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.types import Example
 from tests.support.qwen3 import qwen3_4b

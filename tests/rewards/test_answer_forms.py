@@ -1,7 +1,7 @@
 """Answers as people write them: the same value in many forms is right, another value in any form is wrong, in both directions.
 
 Forms are made from values that are known exactly, or stand in tables made by hand. All comparisons go through the accuracy reward without a
-judge, as in a run. Cases marked R1 to R17 are public bug reports of other trainers (benchmarks/public_cases_2026-11-25.md).
+judge, as in a run. Cases marked R1 to R17 are public bug reports of other trainers (benchmarks/results/public_cases_2026-11-25.md).
 """
 
 import random

@@ -33,7 +33,8 @@ from megatron_rl.observe.recorder import read
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.training_loop import fills_batch, prepare_training_batch
+from megatron_rl.training_batch import prepare_training_batch
+from megatron_rl.training_loop import fills_batch
 from megatron_rl.types import MicroBatch, Rollout
 from tests.support.one_process import opened
 
@@ -109,7 +110,7 @@ def taught(settings: Settings) -> dict[str, Any]:
     rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
     policy = build(settings)
     fills_batch(rollouts, settings, algorithm)
-    minibatches = prepare_training_batch(rollouts, settings, policy, algorithm=algorithm, show=lambda needed: None, step=0)
+    minibatches = prepare_training_batch(rollouts, settings, policy, algorithm=algorithm, fetch_images=lambda needed: None, step=0)
     updates = [policy.update(batches, make_policy_objective(settings.algo), step=0) for batches in minibatches * settings.batch.epochs]
     return {
         "dropped": [rollout.filter_reason for rollout in rollouts],

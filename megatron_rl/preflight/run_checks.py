@@ -1,0 +1,69 @@
+"""The checks of a run before anything of it is built, and the plan of memory that run.dry prints."""
+
+from dataclasses import replace
+
+from megatron_rl.config import Settings
+from megatron_rl.distributed.world import World
+from megatron_rl.memory_plan.gpu_memory import plan
+from megatron_rl.memory_plan.gpu_specs import at_hand
+from megatron_rl.memory_plan.host_memory import host_misfit
+from megatron_rl.memory_plan.plan_report import dry_run
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.observe.metrics import check_trackio, check_wandb
+from megatron_rl.preflight.gpus import check_gpus, visible_gpus
+from megatron_rl.preflight.settings import check_examples, check_settings, check_sizes
+from megatron_rl.registry import Plugins, build_task, has_critic, uses_sandbox
+from megatron_rl.rollout.replay import check_recorded
+from megatron_rl.rollout.task import Task
+from megatron_rl.rollout.vllm.server_api import check_servers
+from megatron_rl.services.engine_servers import check_started
+
+
+def plan_gpu_bytes(settings: Settings, own: Plugins, *, world: World) -> int | ValueError | OSError:
+    """What the plan needs of the fullest GPU, of the memory that the smallest one here has, or why there is none that fits: main memory
+    counts where it is stated, for what a run may need of it is seldom needed at once. 0 on CPUs, and on all but the first process of a
+    node. Before the processes meet: the plan makes up a world of its own, what is wrong is for all to hear."""
+    if world.device.type != "cuda" or not world.is_first_here:
+        return 0
+    try:
+        model = read_spec(settings.model.path)
+        check_sizes(settings, model, world.size, own)
+        memory = min(gpu.memory for gpu in visible_gpus()[: world.local_size])
+        settings = replace(settings, run=replace(settings.run, gpu=at_hand(memory, named=settings.run.gpu)))
+        given = {"has_values": has_critic(settings, own), "has_boxes": uses_sandbox(settings, own), "memory": memory}
+        planned = plan(model, settings, world_size=world.size, **given)
+        misfit = host_misfit(planned.host, settings, world_size=world.local_size, here=True) if settings.run.host_gb else ""
+        return ValueError(misfit) if misfit else planned.peak
+    except (ValueError, OSError) as trouble:
+        return trouble
+
+
+def check_run(settings: Settings, own: Plugins, *, world: World, needed: int | ValueError | OSError, splits: tuple[str, ...]) -> Task:
+    """Build the task, and check everything that can be known of a run before anything else of it is built.
+
+    Args:
+        needed: See plan_gpu_bytes.
+        splits: Splits of the task that must have examples.
+    """
+    check_gpus(settings, world, needed=needed)
+    task = build_task(settings.task, own)
+    check_settings(settings, world.size, own)
+    if world.is_main:
+        check_wandb(settings.wandb)
+        check_trackio(settings.trackio)
+        if settings.run.replay:
+            check_recorded(settings)
+        else:
+            check_servers(settings)
+            check_started(settings, num_ranks=world.local_size)
+    check_examples(task, splits)
+    return task
+
+
+def print_plan(settings: Settings, world: World, own: Plugins) -> None:
+    """Print the plan of memory on the main rank; a released model's name on the hub is enough of a model.path."""
+    model, size = known_spec(settings.model.path), settings.run.world or world.size
+    check_sizes(settings, model, size, own)
+    if world.is_main:
+        dry_run(model, settings, world_size=size, has_values=has_critic(settings, own), has_boxes=uses_sandbox(settings, own))

@@ -1,0 +1,123 @@
+"""Checks of settings against the model, the algorithm and the number of processes, before processes meet."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
+from megatron_rl.config import CriticSettings, EngineSettings, Settings, require
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.models.vocabulary import count_token_ids
+from megatron_rl.policy.parallel import check_layout, require_divisible, sizes_cut_by_tp
+from megatron_rl.registry import Plugins, has_critic
+from megatron_rl.rollout.task import Task
+from megatron_rl.weights.formats.open_checkpoint import check_tokenizer
+
+
+def check_settings(settings: Settings, world_size: int, own: Plugins = Plugins()) -> None:
+    """What can be known before any process talks to another; every rank raises the same ValueError."""
+    model, path = read_spec(settings.model.path), Path(settings.model.path)
+    check_sizes(settings, model, world_size, own)
+    check_tokenizer(path, model, key="model.path")
+    if has_critic(settings, own) and settings.critic.path:
+        num_rows, num_token_ids = known_spec(settings.critic.path, key="critic.path").vocab_size, count_token_ids(path)
+        remedy = f"has vocab_size={num_rows}, the tokenizer of model.path={path} ids up to {num_token_ids - 1}; take a critic that has them"
+        require(num_token_ids <= num_rows, "critic.path", settings.critic.path, remedy)
+    device, has_cuda = settings.engine.device, torch.cuda.is_available()
+    require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
+
+
+def check_examples(task: Task, splits: tuple[str, ...]) -> None:
+    """Whatever a run will read is looked at when it starts: an evaluation split may be needed only hours later."""
+    for split in splits:
+        require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
+
+
+def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Plugins = Plugins()) -> None:
+    """The algorithm; the layout, the frozen parts and the engine against the model and the number of processes."""
+    algorithms = {**ALGORITHMS, **own.algorithms}
+    check_algorithm(settings.algo, algorithms)
+    compares, drop = algorithms[settings.algo.name].needs_group, settings.filter.drop
+    remedy = f"algo.name={settings.algo.name} learns from groups whose members are all alike, too; leave zero_std out"
+    size = settings.batch.group_size
+    require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
+    require(compares or "zero_std" not in drop, "filter.drop", drop, remedy)
+    _check_adaptive_kl(settings)
+    if has_critic(settings, own):
+        _check_critic(settings, model, world_size)
+    elif settings.stage == "rl":
+        plain = asdict(CriticSettings())
+        for key, value in asdict(settings.critic).items():
+            remedy = f"algo.name={settings.algo.name} has no critic; choose algo=ppo, or leave it out"
+            require(value == plain[key], f"critic.{key}", value, remedy)
+    check_layout(settings.parallel, model, world_size)
+    remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
+    require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
+    engine: EngineSettings = settings.engine
+    is_local = engine.mode == "colocated"
+    require(not is_local or world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
+    tower = {"attention heads of the vision tower": model.vision.num_heads, "rows of each MLP of the vision tower": model.vision.ffn_size}
+    require_divisible("engine.tp", engine.tp, {**sizes_cut_by_tp(model), **tower}, whose="the model")
+    if settings.stage == "rl":
+        _check_staleness(settings, num_engines=world_size // engine.tp if is_local else engine.num_endpoints)
+    longest, length = model.max_positions, engine.max_model_len
+    require(length <= longest, "engine.max_model_len", length, f"the model has at most {longest} (max_position_embeddings)")
+
+
+def _check_staleness(settings: Settings, *, num_engines: int) -> None:
+    """What is under way is computed at once: an episode that waited for its first token would be too old for no reason."""
+    staleness, batch, room = settings.run.max_staleness, settings.batch, settings.engine.max_num_seqs
+    num = (staleness + 1) * batch.prompts_per_step * batch.group_size
+    remedy = (
+        f"{staleness + 1} times batch.prompts_per_step={batch.prompts_per_step} times batch.group_size={batch.group_size} episodes are "
+        f"under way, and {num_engines} engines hold engine.max_num_seqs={room} each; set that to {-(-num // num_engines)}"
+    )
+    require(staleness == 0 or num <= num_engines * room, "run.max_staleness", staleness, remedy)
+
+
+def _check_adaptive_kl(settings: Settings) -> None:
+    algo, batch = settings.algo, settings.batch
+    most = batch.prompts_per_step * batch.group_size * settings.filter.max_num_gen_batches
+    fits = algo.kl_target == 0 or algo.kl_horizon >= most
+    require(fits, "algo.kl_horizon", algo.kl_horizon, f"must be at least {most}, the most episodes that a step may have")
+
+
+def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None:
+    critic, optim = settings.critic, settings.optim
+    if critic.path:
+        spec = known_spec(critic.path, key="critic.path")
+        check_critic_vision(spec, model, path=critic.path)
+        check_layout(settings.parallel, spec, world_size, whose="the critic")
+    remedy = f"must be at least optim.min_lr={optim.min_lr}"
+    require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
+    moves = critic.backbone == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
+    remedy = "would move the shared trunk while critic.warmup_steps train the head alone; set it to 0, or critic.backbone=own"
+    require(not moves, "optim.weight_decay", optim.weight_decay, remedy)
+    left = settings.run.steps - critic.warmup_steps
+    require(left > 0, "critic.warmup_steps", critic.warmup_steps, f"leaves none of run.steps={settings.run.steps} to the policy")
+
+
+VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
+    "patch_size": lambda spec: spec.vision.patch,
+    "temporal_patch_size": lambda spec: spec.vision.temporal_patch,
+    "spatial_merge_size": lambda spec: spec.vision.merge,
+    "in_channels": lambda spec: spec.vision.channels,
+    "image_token_id": lambda spec: spec.image_token_id,
+    "video_token_id": lambda spec: spec.video_token_id,
+    "vision_start_token_id": lambda spec: spec.vision_start_id,
+    "vision_end_token_id": lambda spec: spec.vision_end_id,
+    "mrope_interleaved": lambda spec: spec.family.is_interleaved,
+}
+"""What networks that read the same batches have in common, as config.json names it."""
+
+
+def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> None:
+    """A critic reads the policy's batches: its patches, its placeholders, its tokens. ValueError: it would read something else. Sizes of a
+    vocabulary may differ, in the rows beyond the tokenizer (Qwen2.5-VL-3B has 128 fewer than 7B)."""
+    for name, of in VISION_KEYS.items():
+        remedy = f"has {name}={of(critic)}, the policy {of(model)}; take a model of the policy's family: it reads the same batches"
+        require(of(critic) == of(model), "critic.path", path, remedy)
