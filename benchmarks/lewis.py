@@ -155,10 +155,10 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
                 f"task.speaker.urls=[{says}]",
                 f"task.speaker.{asks}",
                 f"weight_publish.urls=[{hears}]",
-                f"audience.{asks}",
+                f"weight_publish.{asks}",
             ]
             own = [*heard, f"task.listener.urls=[{hears}]", f"task.listener.{asks}", "task.listener.partner_is_training=true"]
-            own += [f"weight_publish.urls=[{says}]", f"audience.{asks}"]
+            own += [f"weight_publish.urls=[{says}]", f"weight_publish.{asks}"]
             with ProcessPoolExecutor(1) as beside:  # each process has its own account of processor time
                 listens = beside.submit(home.run, "simultaneous_listener", "lewis_listener_cpu", listener, *words)
                 home.run("simultaneous_speaker", "lewis_cpu", speaker, *own, *sheets(home, "simultaneous"))

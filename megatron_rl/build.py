@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm, needs_reference
-from megatron_rl.algo.rollout_correction import mismatch_metrics
+from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.config import Settings
 from megatron_rl.data.data_digests import check_same_data, data_digests
 from megatron_rl.distributed.image_exchange import ImageExchange
@@ -265,7 +265,7 @@ def build_context(
     closing.callback(record.close)
     if task.judge is not None and not is_replay:
         record.judge = JudgeStats(task.judge, gather=gather if world.size > 1 else lambda counts: [counts])
-    for line in (transformer_engine_error(), *mismatch_metrics(settings)):
+    for line in (transformer_engine_error(), *mismatch_warnings(settings)):
         if line:
             record.log(line)
     checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, inputs=inputs, group=group)

@@ -11,7 +11,7 @@ from functools import partial
 
 from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
-from megatron_rl.algo.filtering import apply_filters, count_used_groups
+from megatron_rl.algo.filtering import apply_filters, used_groups
 from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.kl import adaptive_kl_coef
 from megatron_rl.algo.objective import make_policy_objective
@@ -150,7 +150,7 @@ def fills_batch(rollouts: list[Rollout], settings: Settings, algorithm: Algorith
     spread = group_std(rollouts, settings.algo)
     num_groups = settings.batch.prompts_per_step
     apply_filters(rollouts, settings.filter, num_groups=num_groups, spread=spread, needs_peers=algorithm.needs_group)
-    return len(count_used_groups(rollouts)) >= num_groups
+    return len(used_groups(rollouts)) >= num_groups
 
 
 def make_updaters(

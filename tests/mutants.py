@@ -2217,7 +2217,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a busy server is taken for one that hangs",
         "megatron_rl/rollout/health.py",
-        "return before != await self._has_stalled(server)",
+        "return before != await self._read_progress(server)",
         "return False",
         "tests/rollout/test_health.py -k busy",
     ),

@@ -86,7 +86,7 @@ def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[lis
             if turn.step_score is not None:
                 steps[number].append((index, turn.step_score))
     for number, scored in steps.items():
-        for (index, _), value in zip(scored, _leave_one_out_mean([score for _, score in scored], len(members)), strict=True):
+        for (index, _), value in zip(scored, _leave_one_out_differences([score for _, score in scored], len(members)), strict=True):
             credits[index][number] += value
     return normalize_group(credits, algo)
 
@@ -105,7 +105,9 @@ def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[fl
         reached = [index for index, values in enumerate(returns) if len(values) > number]
         if len(reached) == 1:
             continue
-        for index, value in zip(reached, _leave_one_out_mean([returns[index][number] for index in reached], len(members)), strict=True):
+        for index, value in zip(
+            reached, _leave_one_out_differences([returns[index][number] for index in reached], len(members)), strict=True
+        ):
             credits[index][number] = value
     return normalize_group(credits, algo)
 
@@ -252,7 +254,7 @@ def _scaled_by(values: Sequence[float], scale: float, algo: AlgoSettings) -> lis
     return [value / (scale + algo.std_eps) if value else 0.0 for value in values]
 
 
-def _leave_one_out_mean(values: Sequence[float], num_members: int) -> list[float]:
+def _leave_one_out_differences(values: Sequence[float], num_members: int) -> list[float]:
     """Each less the mean of the others, times (G - 1) / G: the scale of R_i - mean(R), however few of the G members have a value."""
     scale = len(values) / max(len(values) - 1, 1) * (num_members - 1) / num_members
     return [value * scale for value in _centered(values)]

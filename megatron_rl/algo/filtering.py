@@ -29,7 +29,7 @@ def apply_filters(
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     for rollout in scored:
         rollout.filter_reason = next((reason for reason, test in holds.items() if test(rollout)), "")
-    kept = count_used_groups(rollouts)
+    kept = used_groups(rollouts)
     if settings.prefer_high_std and len(kept) > num_groups:
         surplus = set(sorted(kept, key=lambda group: (-spread[group], group))[num_groups:])
         for rollout in scored:
@@ -37,6 +37,6 @@ def apply_filters(
                 rollout.filter_reason = "surplus"
 
 
-def count_used_groups(rollouts: Sequence[Rollout]) -> set[int]:
+def used_groups(rollouts: Sequence[Rollout]) -> set[int]:
     """Groups of which anything is trained on."""
     return {rollout.group for rollout in rollouts if rollout.is_trained_on}

@@ -19,7 +19,7 @@ from megatron_rl.config import AlgoSettings, Settings, require, require_choice
 from megatron_rl.types import LossInputs
 
 
-def mismatch_metrics(settings: Settings) -> list[str]:
+def mismatch_warnings(settings: Settings) -> list[str]:
     """A line each for why what was sampled is not quite what is trained, where nothing is done about it: engine and trainer round
     differently in bfloat16, and weights may be older."""
     rounds, staleness = "bfloat16" in (settings.model.dtype, settings.engine.dtype), settings.run.max_staleness

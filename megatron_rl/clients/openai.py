@@ -125,7 +125,7 @@ class Completion(BaseModel):
 
 
 @contextmanager
-def read_completion_errors(secret: str, *, token_file: str = "") -> Iterator[None]:
+def translate_errors(secret: str, *, token_file: str = "") -> Iterator[None]:
     """Trouble of the openai package, and a body that is none, in the terms of clients/endpoint_pool.py, without the servers' key.
     `token_file`: of `api_key`."""
     try:

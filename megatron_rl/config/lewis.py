@@ -112,7 +112,7 @@ class WeightPublishSettings:
         require(self.every >= 1, "weight_publish.every", self.every, "must be at least 1")
         require(self.max_attempts >= 1, "weight_publish.max_attempts", self.max_attempts, "must be at least 1")
         for key in ("chunk_mib", "timeout_s"):
-            require(0 < getattr(self, key) < math.inf, f"audience.{key}", getattr(self, key), "must be a positive number")
+            require(0 < getattr(self, key) < math.inf, f"weight_publish.{key}", getattr(self, key), "must be a positive number")
         require(
             bool(self.urls) or not self.token_file,
             "weight_publish.token_file",

@@ -90,7 +90,7 @@ class HangWatchdog:
             patience = timedelta(seconds=REPLY_TIMEOUT_S)
             self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
             self._heard = self._store.compare_set("watch/asked", "", _NOBODY)
-            self._write_report("here", RankReport(node=self._node))
+            self._publish_report("here", RankReport(node=self._node))
             self._store.set(f"watch/heard/{self._world.rank}", str(_request_number(self._heard)))
             self._thread.start()
         return self
@@ -105,7 +105,7 @@ class HangWatchdog:
         self._thread.join(EXIT_TIMEOUT_S)
         if self._thread.is_alive() and parts:
             self._given_up.set()
-            _print_to_stderr(f"error: {self._raise_as_timeout(error)}the first node, where all ranks meet, does not answer")
+            _print_to_stderr(f"error: {self._exceeded_timeout(error)}the first node, where all ranks meet, does not answer")
         if parts:
             raise PeerLost from error
 
@@ -119,10 +119,10 @@ class HangWatchdog:
         """The last word of this rank, and why it parts, if it does."""
         try:
             if parts:
-                self._write_report("last", RankReport(node=self._node, at=innermost_place(list(traceback.walk_tb(trace))), waits=True))
-                self._record_exit(error)
+                self._publish_report("last", RankReport(node=self._node, at=innermost_place(list(traceback.walk_tb(trace))), waits=True))
+                self._report_failure(error)
             else:
-                self._write_report("last", RankReport(node=self._node, ended=exit_reason(error)))
+                self._publish_report("last", RankReport(node=self._node, ended=exit_reason(error)))
         except dist.DistError as lost:
             if parts and not self._given_up.is_set():
                 _print_to_stderr(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
@@ -164,12 +164,12 @@ class HangWatchdog:
         if asked == self._heard or self._over.is_set():
             return False
         if asked.decode() == _OVER:
-            self._end_all_ranks()
+            self._exit_process()
         self._heard = asked
         frames = self._frames()
         answer = RankReport(node=self._node, at=innermost_place(frames), waits=is_waiting(frames))
         self._keep(answer)
-        self._write_report(asked.decode(), answer)
+        self._publish_report(asked.decode(), answer)
         self._store.set(f"watch/heard/{self._world.rank}", str(_request_number(asked)))
         return True
 
@@ -179,11 +179,11 @@ class HangWatchdog:
         silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= MAX_MISSED_REPLIES}
         if silent:
             missed = f"to {MAX_MISSED_REPLIES} questions in a row; was it stopped, or does its node hang?"
-            self._store.compare_set("watch/verdict", "", f"no answer from {_group_by_place(silent)} {missed}")
+            self._store.compare_set("watch/verdict", "", f"no answer from {_name_ranks(silent)} {missed}")
             self._store.set("watch/asked", _OVER)
-            self._end_all_ranks()
+            self._exit_process()
 
-    def _end_all_ranks(self) -> NoReturn:
+    def _exit_process(self) -> NoReturn:
         """End this process, whatever it waits for: no exception reaches a thread that is inside a collective."""
         self._print_once(self._store.get("watch/verdict").decode())
         time.sleep(2 * LOOK_S)  # the others read the same, and do not take the end of this process for the reason
@@ -193,12 +193,12 @@ class HangWatchdog:
         """Write the stacks. A disk that hangs keeps the thread that writes, and not the answer, and is not asked again."""
         if self._writer is not None and self._writer.is_alive():
             return
-        self._writer = threading.Thread(target=self._publish_report, args=(answer,), name="stacks", daemon=True)
+        self._writer = threading.Thread(target=self._write_stacks, args=(answer,), name="stacks", daemon=True)
         with suppress(RuntimeError):  # where memory is short there is no thread, and what is said counts, too
             self._writer.start()
             self._writer.join(WRITE_S)
 
-    def _publish_report(self, answer: RankReport) -> None:
+    def _write_stacks(self, answer: RankReport) -> None:
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._write_to(self._folder / f"rank_{self._world.rank}.txt", answer)
@@ -209,10 +209,10 @@ class HangWatchdog:
             file.flush()
             faulthandler.dump_traceback(file)
 
-    def _record_exit(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """Say why, once a node, and everywhere the same."""
         self._request_reports()
-        line = self._raise_as_timeout(error) + diagnose(*self._read_reports(), stacks=self._folder)
+        line = self._exceeded_timeout(error) + diagnose(*self._read_reports(), stacks=self._folder)
         self._print_once(self._store.compare_set("watch/verdict", "", line).decode())
 
     def _print_once(self, line: str) -> None:
@@ -220,7 +220,7 @@ class HangWatchdog:
         if self._store.add(f"watch/told/{self._world.node}", 1) == 1:
             _print_to_stderr(f"error: {line}")
 
-    def _raise_as_timeout(self, error: BaseException) -> str:
+    def _exceeded_timeout(self, error: BaseException) -> str:
         """Which time limit was passed, if one was: that of world.patient is another than that of all other groups."""
         found = re.search(r"Timed out waiting (\d+)ms", str(error))
         if found is None:
@@ -229,7 +229,7 @@ class HangWatchdog:
         is_own = limit_s in (own_s, ceil(own_s), round_up_to_minutes(own_s) * 60)  # of torch's, vLLM's and Megatron's groups
         return f"parallel.{'timeout_s' if is_own else 'skew_s'}={limit_s:g}: a collective waited longer; "
 
-    def _write_report(self, when: str, answer: RankReport) -> None:
+    def _publish_report(self, when: str, answer: RankReport) -> None:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))
 
     def _read_reports(self) -> tuple[dict[int, RankReport], dict[int, RankReport]]:
@@ -272,15 +272,15 @@ def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], 
         rank, answer = next(iter(ended.items()))
         return f"{answer.ended} (rank {rank}, {answer.node})"
     if gone:
-        return f"no answer from {_group_by_place(gone)}; was a node lost, memory short, or did someone end them?"
+        return f"no answer from {_name_ranks(gone)}; was a node lost, memory short, or did someone end them?"
     if not lagging:
         return f"all ranks wait, each for another, at {_describe_reports(waiting)}; stacks: {stacks}"
     verb = "is" if len(lagging) == 1 else "are"
     others = f"the others wait at {_describe_reports(waiting)}" if waiting else "nobody waits for them"
-    return f"{_group_by_place(lagging)} {verb} behind, at {_describe_reports(lagging)}; {others}; stacks: {stacks}"
+    return f"{_name_ranks(lagging)} {verb} behind, at {_describe_reports(lagging)}; {others}; stacks: {stacks}"
 
 
-def _group_by_place(answers: Mapping[int, RankReport]) -> str:
+def _name_ranks(answers: Mapping[int, RankReport]) -> str:
     """Example: `ranks 2 and 3 (node 1, n2)`."""
     nodes = "; ".join(dict.fromkeys(answer.node for answer in answers.values()))
     ranks = " and ".join(map(str, answers))

@@ -45,7 +45,7 @@ from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.record import atomic_file
+from megatron_rl.run.record import explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.service_launcher import addressed, chosen, serving
 from megatron_rl.types import Example, Rollout, TokenSequence
@@ -195,7 +195,7 @@ def _played(
 
 
 def _keep_prompt(folder: Path, words: str) -> None:
-    with atomic_file(folder):
+    with explain_write_errors(folder):
         replace_bytes(folder / PROMPT, words.encode(errors="replace"))
 
 
@@ -208,7 +208,7 @@ def _published(
         scores = scores | intervals(lines, samples=settings.evaluation.samples)
     scores = scores | official_interval(settings.task.data.benchmark, examples, [rollout for rollout in rollouts if rollout.is_scored])
     conditions = stated(settings, num_examples=len(examples), prompt=read_text(folder / PROMPT, at_most=MAX_LINE_BYTES))
-    with atomic_file(folder):
+    with explain_write_errors(folder):
         replace_lines(folder / EXAMPLES, lines)
         replace_bytes(folder / EVALUATION, (json.dumps({"scores": scores, "stated": conditions}, indent=1) + "\n").encode())
     show(scores, conditions, Console(width=None if sys.stdout.isatty() else WIDTH))

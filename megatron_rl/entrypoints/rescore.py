@@ -30,7 +30,7 @@ from megatron_rl.rewards.rubric import Outcome
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.directory import changed_keys, describe_changes, lock, may_change, read_settings
-from megatron_rl.run.record import CONFIG, atomic_file
+from megatron_rl.run.record import CONFIG, explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.service_launcher import addressed, chosen, serving
 from megatron_rl.types import Example, Image, Rollout, Status
@@ -78,7 +78,7 @@ def _enter(out: Path, settings: Settings) -> None:
             raise ValueError(f"{out / CONFIG}: {error}; choose another folder") from error
         others = {key: values for key, values in changes.items() if key.startswith(DECIDING) and not may_change(key, *values)}
         require(not others, "run.dir", str(out), f"holds other scores: {describe_changes(others)}; choose another folder")
-    with atomic_file(out):
+    with explain_write_errors(out):
         replace_bytes(out / CONFIG, yaml.safe_dump(new, sort_keys=False).encode())
 
 
@@ -94,7 +94,7 @@ async def _all(task: Task, paths: Sequence[Path], settings: Settings, stop: Stop
             if not target.exists():
                 rollouts = read_rollouts(path)
                 scored = await asyncio.gather(*(scored_anew(task, example_of(examples, each), each, token) for each in rollouts))
-                with atomic_file(out):
+                with explain_write_errors(out):
                     link_pictures(path.parent, target.parent, (image.key for each in rollouts for image in each.images))
                     write(target, scored, step=step_of(path), rounds=rounds_of(path))
             progress.step(number, {})
@@ -166,7 +166,7 @@ def _told(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
         }
     if len(set(before)) > 1 and len(set(after)) > 1:
         found["rank_correlation"] = float(spearmanr(before, after).statistic)
-    with atomic_file(out):
+    with explain_write_errors(out):
         replace_bytes(out / SCORES, (json.dumps(found, indent=1) + "\n").encode())
     print("\n".join(f"{name:<18}{value:.4g}" for name, value in found.items()))
     print(out / SCORES, flush=True)

@@ -34,7 +34,7 @@ from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.run.directory import locked, saved_step
 from megatron_rl.run.failure_checks import check_improvement
 from megatron_rl.run.model_card import make_model_card
-from megatron_rl.run.record import ADAPTER, Result, atomic_file
+from megatron_rl.run.record import ADAPTER, Result, explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.address import token_file
 from megatron_rl.services.engine_servers import ENGINES, engines
@@ -216,7 +216,7 @@ def finalize(settings: Settings, parts: TrainerContext, fleet: RolloutManager | 
         except OSError as error:  # the same on every rank; what was written of it is gone, which may make room for the model
             failure = failure or error
     card = make_model_card(settings, metrics=evaluation, num_steps=record.num_steps, folder=record.final)
-    with record.spans("save"), atomic_file(record.folder), fleet.offloaded() if fleet else nullcontext():
+    with record.spans("save"), explain_write_errors(record.folder), fleet.offloaded() if fleet else nullcontext():
         policy.save_hf(record.final, card=card)
         if settings.lora.rank:
             policy.save_adapter(record.folder / ADAPTER)

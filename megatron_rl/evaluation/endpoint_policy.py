@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from megatron_rl.clients.endpoint_pool import Endpoint, EndpointPool
-from megatron_rl.clients.openai import api_key, make_client, read_completion_errors
+from megatron_rl.clients.openai import api_key, make_client, translate_errors
 from megatron_rl.config import EvaluationSettings, ModelSettings
 from megatron_rl.rollout.conversation import SequenceLimits
 from megatron_rl.rollout.engine import SamplingSettings
@@ -69,7 +69,7 @@ class Speaker:
 
     async def _ask(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
         client: openai.AsyncOpenAI = self._clients[endpoint.url]
-        with read_completion_errors(self._secret):
+        with translate_errors(self._secret):
             raw = await client.chat.completions.with_raw_response.create(
                 model=self.model.path,
                 messages=list(messages),

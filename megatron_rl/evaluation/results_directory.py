@@ -23,7 +23,7 @@ from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
 from megatron_rl.observe.recorder import read, store_pictures, write
 from megatron_rl.run.directory import backup_path, changed_keys, describe_changes, lock, may_change, read_settings
-from megatron_rl.run.record import CONFIG, atomic_file
+from megatron_rl.run.record import CONFIG, explain_write_errors
 from megatron_rl.types import Example, Rollout
 
 WEIGHTS, EXAMPLES, EVALUATION, PROMPT = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
@@ -45,7 +45,7 @@ def evaluation_folder(settings: Settings) -> Iterator[None]:
 
 def _enter(settings: Settings, locks: ExitStack) -> None:
     folder = Path(settings.run.dir)
-    with atomic_file(folder):
+    with explain_write_errors(folder):
         locks.enter_context(lock(folder))
         refusal = _refusal(folder, settings)
         if refusal and settings.run.overwrite:
@@ -95,7 +95,7 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 def keep(path: Path, rollouts: Sequence[Rollout], *, number: int) -> None:
     """Write a chunk's episodes, and the pictures that each rank has. All ranks together."""
-    with atomic_file(path.parent.parent):
+    with explain_write_errors(path.parent.parent):
         raise_on_all_ranks(lambda: store_pictures(path.parent, rollouts))
         run_on_rank_zero(lambda: write(path, {"kept": rollouts}, step=number, among=rollouts))
 

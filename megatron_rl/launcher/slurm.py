@@ -22,7 +22,7 @@ from megatron_rl.io.jsonl import replace_bytes
 from megatron_rl.launcher.compose import composed
 from megatron_rl.run.directory import read_resume_state
 from megatron_rl.run.process import LOGS
-from megatron_rl.run.record import atomic_file
+from megatron_rl.run.record import explain_write_errors
 from megatron_rl.run.status import is_running
 
 SCRIPT, STORED = "job.sbatch", "job.yaml"
@@ -54,7 +54,7 @@ def prepare(settings: Settings, script: str) -> Path:
     if not settings.run.overwrite and (stand.refusal or stand.is_finished):
         why = stand.refusal or "holds a finished run"
         raise ValueError(f"run.dir={folder}: {why}; run.overwrite=true moves it aside, or choose another folder")
-    with atomic_file(folder):
+    with explain_write_errors(folder):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         replace_bytes(folder / STORED, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
         replace_bytes(folder / SCRIPT, script.encode())

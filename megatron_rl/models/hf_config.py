@@ -53,7 +53,7 @@ def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> Mo
         config = family.config.from_dict(stored)
     except (ValueError, TypeError, AttributeError, IndexError, StrictDataclassError) as error:
         raise _damaged(error, folder=folder, key=key) from error
-    wrong = find_mismatch(config, family)
+    wrong = _find_config_error(config, family)
     if wrong:
         raise _damaged(wrong, folder=folder, key=key)
     return _spec(config, family)
@@ -63,7 +63,7 @@ def _damaged(reason: object, *, folder: str | Path, key: str) -> ValueError:
     return ValueError(f"{key}={folder}: config.json is damaged ({' '.join(str(reason).split())}); copy it again")
 
 
-def find_mismatch(config: PreTrainedConfig, family: Family) -> str:
+def _find_config_error(config: PreTrainedConfig, family: Family) -> str:
     """What no model can have, though it has the right type (which transformers checks), in words; empty if there is nothing."""
     for part, each in (("", config), ("text_config.", config.text_config), ("vision_config.", config.vision_config)):
         if each.dtype is not None and not (isinstance(each.dtype, torch.dtype) and each.dtype.is_floating_point):

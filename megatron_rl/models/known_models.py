@@ -22,7 +22,7 @@ SIZES = {
 _NAMED = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL"}
 HUB_IDS = {f"Qwen/{_NAMED[family]}-{size}-Instruct": (family, size) for family, sizes in SIZES.items() for size in sizes}
 """(model_type, size) by the name on the hub."""
-_SIZE_ALIASES = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
+_VISION_TOKEN_IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
 _MERGED = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
@@ -61,7 +61,7 @@ def _language_of_qwen2(sizes: dict[str, int]) -> dict[str, object]:
     pairs = sizes["hidden_size"] // sizes["num_attention_heads"] // 2
     spatial = 3 * pairs // 8
     return {
-        **sizes, **_SIZE_ALIASES, "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+        **sizes, **_VISION_TOKEN_IDS, "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
         "rope_scaling": {"type": "mrope", "mrope_section": [pairs - 2 * spatial, spatial, spatial]}, "use_sliding_window": False,
     }  # fmt: skip
 
@@ -81,7 +81,8 @@ def _qwen3_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
         "bos_token_id": 151643, "eos_token_id": 151645, "tie_word_embeddings": is_small,
     }  # fmt: skip
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", **_SIZE_ALIASES, "tie_word_embeddings": is_small,
+        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", **_VISION_TOKEN_IDS,
+        "tie_word_embeddings": is_small,
         "text_config": text, "vision_config": vision,
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_rl.algo.filtering import FILTERS, count_used_groups
+from megatron_rl.algo.filtering import FILTERS, used_groups
 from megatron_rl.types import Rollout, Status, StopReason
 
 MANY_SOURCES = 32
@@ -26,7 +26,7 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
         "rollout/all_groups_zero_std": float(not moving),
         "rollout/failed_fraction": (len(rollouts) - len(scored)) / len(rollouts),
         "rollout/num_gen_batches": float(rounds),
-        "rollout/num_groups_used": float(len(count_used_groups(rollouts))),
+        "rollout/num_groups_used": float(len(used_groups(rollouts))),
     }
     metrics |= {f"rollout/filtered_{reason}": float(sum(rollout.filter_reason == reason for rollout in rollouts)) for reason in FILTERS}
     calls = [turn.tool_call for rollout in scored for turn in rollout.turns if turn.tool_call is not None]

@@ -53,7 +53,7 @@ class Segments:
         return rows
 
     @cached_property
-    def have_equal_lengths(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def group_by_length(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Segments of equal length behind as many keys, together: their query rows [S, L] and key rows [S, before + L]."""
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for (start, stop), rows in zip(pairwise(self.offset_S1), self.key_rows, strict=True):
@@ -111,7 +111,7 @@ def packed_attention(
         return with_kernel(varlen, q_TND, k_TKD, v_TKD, segments.gathered, causal=causal, scale=scale)
     grouped = q_TND.shape[1] != k_TKD.shape[1]
     rows, outputs = [], []
-    for row_SL, key_row_SM in segments.have_equal_lengths:
+    for row_SL, key_row_SM in segments.group_by_length:
         q_SNLD, k_SKMD, v_SKMD = (x[r].transpose(1, 2) for x, r in ((q_TND, row_SL), (k_TKD, key_row_SM), (v_TKD, key_row_SM)))
         before = key_row_SM.shape[1] - row_SL.shape[1]
         mask_LM = row_SL.new_ones(row_SL.shape[1], key_row_SM.shape[1], dtype=torch.bool).tril(before) if before else None

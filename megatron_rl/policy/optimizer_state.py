@@ -29,7 +29,7 @@ def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedSta
     pads its vocabulary is left out."""
     whole = {described.data: described for described in nested_values(weights)}
     found = {}
-    for part in trained_tensors(optimizer):
+    for part in own_optimizers(optimizer):
         for parameter, own in _parameter_ranges(part):
             state = part._get_main_param_and_optimizer_states(parameter)
             for box in _boxes_of_tensor(whole[parameter], own, state, vocab_size=vocab_size):
@@ -90,7 +90,7 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
             start = end
 
 
-def trained_tensors(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
+def own_optimizers(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
     """The optimizer of this rank's parameters, or nothing where all of them are frozen."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     assert len(parts) <= 1, "dense parameters have one distributed optimizer"
@@ -99,7 +99,7 @@ def trained_tensors(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
 
 def prepare(optimizer: ChainedOptimizer) -> None:
     """Zero moments for all that is trained. AdamW's own step is not among them: `set_step`."""
-    for part in trained_tensors(optimizer):
+    for part in own_optimizers(optimizer):
         where = {"device": "cpu"} if isinstance(part.optimizer, HybridDeviceOptimizer) else {}
         for main in (main for group in part.optimizer.param_groups for main in group["params"]):
             part.optimizer.state[main] = {name: torch.zeros_like(main, **where) for name in ("exp_avg", "exp_avg_sq")}
@@ -114,7 +114,7 @@ def restart(optimizer: ChainedOptimizer) -> None:
 
 def set_step(optimizer: ChainedOptimizer, updates: int) -> None:
     """The last of what is loaded: the number of updates that made main weights and moments."""
-    for part in trained_tensors(optimizer):
+    for part in own_optimizers(optimizer):
         for moments in part.optimizer.state.values():  # where torch's AdamW looks...
             moments["step"] = torch.tensor(float(updates))
         for group in part.optimizer.param_groups:  # ...and Transformer Engine's

@@ -134,7 +134,7 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
     The generators go on where they stopped at the layout that wrote them; at another one they start anew, seeded by `seed` and the number
     of updates. ValueError: the checkpoint is not of this model.
     """
-    with _tensor_names(folder):
+    with _naming_errors(folder):
         common = _read_common(folder)
         prepare(state.optimizer)
         sharded = sharded_weights(state.chunks)
@@ -144,7 +144,7 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
     _fill(state.chunks, loaded["weights"])
     set_step(state.optimizer, common["updates"])
     if common["layout"] == _sizes(state):
-        with _tensor_names(folder):
+        with _naming_errors(folder):
             _set_generators(common["generators"][dist.get_rank()])
     else:
         seed_generators(seed + common["updates"])
@@ -154,14 +154,14 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
 @torch.no_grad()
 def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
     """Fill model chunks from a checkpoint's weights alone. ValueError, under the option `key`: the checkpoint is not of this model."""
-    with _tensor_names(folder):
+    with _naming_errors(folder):
         wanted = unpadded(sharded_weights(chunks), chunks[0].spec.vocab_size)
         loaded = torch_dist_load.load(wanted, folder, key=key, whole=False)
     _fill(chunks, loaded)
 
 
 @contextmanager
-def _tensor_names(folder: Path) -> Iterator[None]:
+def _naming_errors(folder: Path) -> Iterator[None]:
     """Megatron's and torch's own errors in one line that names the folder; those of peers and of a GPU's memory as they are."""
     try:
         yield

@@ -10,7 +10,7 @@ from rich.console import Console
 import sandbox
 import sandbox.doctor
 import sandbox.layers
-from megatron_rl.algo.rollout_correction import mismatch_metrics
+from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.clients.health_check import HealthCheck, check_endpoints, health_warning
 from megatron_rl.clients.openai import api_key, make_client
 from megatron_rl.config import JudgeSettings, SandboxSettings, Settings, service_of
@@ -261,7 +261,7 @@ def examine(settings: Settings, own: Plugins = Plugins()) -> Report:
         look_at_plan(settings, report, own)
     task = look_at_task(settings, report, own)
     look_at_data(settings, report, renderer=renderer, task=task)
-    report.warnings += mismatch_metrics(settings)
+    report.warnings += mismatch_warnings(settings)
     look_at_engines(settings, report)
     look_at_services(settings, report)
     look_at_judges(settings, report)

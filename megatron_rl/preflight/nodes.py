@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_rl.config import Settings, require
 from megatron_rl.distributed.world import World, gather, run_on_rank_zero
 from megatron_rl.io.bounded_files import read_bytes
-from megatron_rl.run.record import atomic_file
+from megatron_rl.run.record import explain_write_errors
 
 MAX_CONFIG_BYTES = 16 << 20
 SHARED = "put it on a folder that all nodes share"
@@ -42,7 +42,7 @@ def check_nodes(settings: Settings, world: World) -> None:
     if world.num_nodes == 1:
         return
     nonce = run_on_rank_zero(lambda: uuid.uuid4().hex)
-    with atomic_file(Path(settings.run.dir)):
+    with explain_write_errors(Path(settings.run.dir)):
         run_on_rank_zero(lambda: [mark.touch() for mark in marker_paths(settings, nonce)])
     try:
         views = gather(inspect_node(settings, world, nonce) if world.is_first_here else None)

@@ -21,7 +21,7 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.clients.endpoint_pool import Endpoint, EndpointPool, RequestRejected
 from megatron_rl.clients.health_check import check_endpoints, health_warning, list_models
-from megatron_rl.clients.openai import ChatMessage, Completion, api_key, make_client, read_completion_errors
+from megatron_rl.clients.openai import ChatMessage, Completion, api_key, make_client, translate_errors
 from megatron_rl.config import JudgeSettings
 from megatron_rl.config.checks import require
 from megatron_rl.errors import PermanentInfraError
@@ -156,7 +156,7 @@ class Judge:
         return said_in(await self._complete(endpoint, messages), prompt, secret=self._secret)
 
     async def _complete(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> ChatMessage:
-        with read_completion_errors(self._secret, token_file=self.settings.token_file):
+        with translate_errors(self._secret, token_file=self.settings.token_file):
             raw = await self._clients[endpoint.url].chat.completions.with_raw_response.create(
                 model=self.model,
                 messages=messages,
@@ -167,7 +167,7 @@ class Judge:
             return Completion.model_validate_json(raw.content).choices[0].message
 
     async def _served_model(self, endpoint: Endpoint) -> str:
-        with read_completion_errors(self._secret, token_file=self.settings.token_file):
+        with translate_errors(self._secret, token_file=self.settings.token_file):
             return (await list_models(self._clients[endpoint.url]))[0]
 
 

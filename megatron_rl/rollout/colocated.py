@@ -284,7 +284,7 @@ class ColocatedEngine:
         """Take the cache's memory back; after sleep on CUDA, load_weights comes first."""
         self._core.wake()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {}
 
     def close(self) -> None:

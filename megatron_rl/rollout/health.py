@@ -13,7 +13,7 @@ from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.vllm.client import ABORTED, GenerateClient, GenerateRequest
 from megatron_rl.rollout.vllm.server_api import VllmServer, server_label
-from megatron_rl.rollout.vllm.weight_sender import WeightSender, begin_update
+from megatron_rl.rollout.vllm.weight_sender import WeightSender, run_in_daemon_thread
 from sandbox.bounded_http import BoundedClient
 
 POLL_S = 1.0
@@ -109,16 +109,16 @@ class HealthMonitor:
 
     async def _generates(self, server: VllmServer, label: str) -> bool | None:
         """Whether it samples a token, or anything for others; None where another rank has had it give up all that it does."""
-        before = await self._has_stalled(server)
+        before = await self._read_progress(server)
         try:
             part = await self._asking.generate(
                 server, PROBE, Completion([], [], finish_reason=False, versions=[]), label=label, salt=self._salt()
             )
             return None if part.reason == ABORTED else True
         except (EndpointError, ValueError, RuntimeError):  # the latter two of an answer that is none
-            return before != await self._has_stalled(server)
+            return before != await self._read_progress(server)
 
-    async def _has_stalled(self, server: VllmServer) -> list[str]:
+    async def _read_progress(self, server: VllmServer) -> list[str]:
         """What it has computed so far, as it says itself; nothing where it does not."""
         try:
             answer = await server.call_in_loop(self._http, "/metrics", limit_s=self._probe_s, max_bytes=MAX_METRICS_BYTES)
@@ -128,7 +128,7 @@ class HealthMonitor:
 
     async def _revive(self, server: VllmServer, *, hangs: bool) -> None:
         if self._household is not None:
-            await asyncio.wrap_future(begin_update(lambda: self._household.restart(server.url, hangs=hangs)))
+            await asyncio.wrap_future(run_in_daemon_thread(lambda: self._household.restart(server.url, hangs=hangs)))
 
     async def _recover(self, server: VllmServer) -> None:
         """Give one that has come back the weights that are served, all of them, if they are this process's to give."""
@@ -136,7 +136,7 @@ class HealthMonitor:
             return
         began = time.monotonic()
         try:
-            await asyncio.wrap_future(begin_update(lambda: self._sender.add_server(server.url)))
+            await asyncio.wrap_future(run_in_daemon_thread(lambda: self._sender.add_server(server.url)))
         except EndpointError as fault:
             server.endpoint.failed(began=began)
             self.tell(f"engine {server.url}: {fault}")

@@ -49,7 +49,7 @@ class Replay:
         """The device is the trainer's always."""
         yield
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {}
 
     def busy_s(self) -> float:

@@ -101,7 +101,7 @@ class ServerEngine:
     def urls(self) -> list[str]:
         return [server.url for server in self._servers]
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Of the last update of the weights: how long nobody could ask, and how much of that the weights took to come."""
         return dict(self._figures)
 

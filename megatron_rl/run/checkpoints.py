@@ -28,7 +28,7 @@ from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import AsyncSave
 from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests, read_state, write_state
-from megatron_rl.run.record import CHECKPOINTS, History, Run, atomic_file, list_checkpoints, step_name, step_of
+from megatron_rl.run.record import CHECKPOINTS, History, Run, explain_write_errors, list_checkpoints, step_name, step_of
 from megatron_rl.run.superseded_steps import SUPERSEDED, free_path
 from megatron_rl.weights.formats.digests import CRITIC, STATE, find_difference, record
 from megatron_rl.weights.formats.tensor_files import copy_companions, flush
@@ -44,14 +44,14 @@ def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = Non
     removed. Whether a run may go on there at all is decided by run/directory.py. ValueError: all are damaged.
     """
     folder = Path(settings.run.dir) / CHECKPOINTS
-    with atomic_file(folder.parent):
+    with explain_write_errors(folder.parent):
         run_on_rank_zero(partial(_remove_partial, folder))
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(run_on_rank_zero(lambda: list_checkpoints(folder))):
         state, damage = run_on_rank_zero(partial(_try_load, checkpoint))
         damage = damage or _find_damage(checkpoint, state, group=group)
         if not damage:
-            with atomic_file(folder.parent):
+            with explain_write_errors(folder.parent):
                 run_on_rank_zero(lambda: _set_aside(damaged, into=folder.parent / SUPERSEDED / CHECKPOINTS, intact=checkpoint))  # noqa: B023
             return checkpoint, state
         damaged[checkpoint] = damage
@@ -142,11 +142,11 @@ class Checkpoints:
     def _begin(self, step: int) -> None:
         self.wait_for_save()
         self._last = self._clock()
-        folder = self._run / CHECKPOINTS / hidden_name(step)
-        with atomic_file(self._run):
+        folder = self._run / CHECKPOINTS / _hidden_name(step)
+        with explain_write_errors(self._run):
             model = self._settings.model
             pixels = (model.min_pixels, model.max_pixels)
-            run_on_rank_zero(lambda: write_model(folder, hf=Path(model.path), pixels=pixels, with_critic=self._critic is not None))
+            run_on_rank_zero(lambda: _create_folder(folder, hf=Path(model.path), pixels=pixels, with_critic=self._critic is not None))
             if self._settings.lora.rank:
                 self._policy.save_adapter(folder / "adapter")
         background = self._settings.checkpoint.background
@@ -181,7 +181,7 @@ class Checkpoints:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        with atomic_file(self._run):
+        with explain_write_errors(self._run):
             try:
                 for save in pending.saves:
                     save.finish(group=self._group)
@@ -213,7 +213,7 @@ class Checkpoints:
             state = replace(read_state(self._start), history=history, success=metrics.get(_SUCCESS))
             write_state(self._start / STATE, asdict(state))
 
-        with atomic_file(self._run):
+        with explain_write_errors(self._run):
             run_on_rank_zero(write)
 
     def _publish(self, pending: _Pending) -> None:
@@ -235,12 +235,12 @@ class Checkpoints:
         states = {step_of(path): _try_load(path)[0] for path in list_checkpoints(folder)}
         successes = {step: state.success if state else None for step, state in states.items()}
         for step in expired(successes, keep_last=keep.keep_last, keep_best=keep.keep_best):
-            going = folder / hidden_name(step)
+            going = folder / _hidden_name(step)
             (folder / step_name(step)).rename(going)
             shutil.rmtree(going)
 
 
-def hidden_name(step: int) -> str:
+def _hidden_name(step: int) -> str:
     """The name while it is not complete: on its way, or on its way out."""
     return f".{step_name(step)}.partial"
 
@@ -250,7 +250,7 @@ def _remove_partial(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def write_model(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
+def _create_folder(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
     """An empty checkpoint but for its copy of the Hugging Face folder's small files, with the limits of pixels that are trained with."""
     (folder / Path(STATE).parent).mkdir(parents=True)
     if with_critic:

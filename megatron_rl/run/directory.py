@@ -36,7 +36,7 @@ from megatron_rl.io.jsonl import read_json, replace_bytes, to_number
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
 from megatron_rl.run.checkpoint_state import read_state
-from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, atomic_file, list_checkpoints, step_name, step_of
+from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, explain_write_errors, list_checkpoints, step_name, step_of
 from megatron_rl.run.superseded_steps import SUPERSEDED
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
@@ -101,7 +101,7 @@ def locked(settings: Settings) -> Iterator[ResumeState]:
 
 def _enter(settings: Settings, locks: ExitStack) -> ResumeState:
     folder = Path(settings.run.dir)
-    with atomic_file(folder):
+    with explain_write_errors(folder):
         locks.enter_context(lock(folder))
         locks.callback(_remove_if_new, folder)  # while it is still held
         standing = read_resume_state(folder, settings)
@@ -115,7 +115,7 @@ def _enter(settings: Settings, locks: ExitStack) -> ResumeState:
         raise ValueError(f"run.dir={folder}: {standing.refusal}; run.overwrite=true moves it aside, or choose another folder")
     if standing.is_finished:
         return replace(standing, evaluation=_evaluation_in(folder))
-    with atomic_file(folder):
+    with explain_write_errors(folder):
         (folder / ENDED).unlink(missing_ok=True)
         _remove_halves(folder)
     locks.push(partial(_write_ended, folder))
@@ -141,7 +141,7 @@ def lock(folder: Path) -> TextIO:
 
 def _remove_if_new(folder: Path) -> None:
     """A folder that came to hold nothing but its lock goes: a model that could not be read begins no run."""
-    if _error_text(folder) == [LOCK]:
+    if _entry_names(folder) == [LOCK]:
         with suppress(OSError):  # the disk may be what the run ends for
             (folder / LOCK).unlink()
             folder.rmdir()
@@ -154,14 +154,14 @@ def _remove_halves(folder: Path) -> None:
             half.unlink()
 
 
-def _error_text(folder: Path) -> list[str]:
+def _entry_names(folder: Path) -> list[str]:
     """Of what lies in it; nothing where somebody has removed it: what the run ends for is told, and not this."""
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
     """Why this life ended; while the folder is held, and of a run that began."""
-    if (folder / EVALUATION).exists() or _error_text(folder) in ([], [LOCK]):
+    if (folder / EVALUATION).exists() or _entry_names(folder) in ([], [LOCK]):
         return
     is_stopped = error is None or isinstance(error, KeyboardInterrupt)
     line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__

@@ -102,7 +102,7 @@ class Run:
         self.spans = Spans(watch=self.progress.phase if self.progress else None, around=partial(self.trace, STEP))
         if not self.is_main:
             return
-        with self.spans("start"), atomic_file(self.folder):
+        with self.spans("start"), explain_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             first_line = first_step - bool(self.history.pending_metrics)
             superseded = supersede_records(
@@ -140,7 +140,7 @@ class Run:
             yield
         except NonFiniteValue as error:
             path = self.folder / "not_finite" / f"step_{step:06d}.jsonl"
-            with atomic_file(self.folder):
+            with explain_write_errors(self.folder):
                 raise_on_all_ranks(lambda: store_pictures(path.parent, rollouts))
                 run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=step, among=rollouts))
             raise NonFiniteValue(f"step {step}, {error}; the step's rollouts are kept in {path}, checkpoints before it stay") from error
@@ -155,7 +155,7 @@ class Run:
             yield
         except NonFiniteValue as error:
             folder = self.folder / "not_finite"
-            with atomic_file(self.folder):
+            with explain_write_errors(self.folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for number, batch in enumerate(batches):
                     kept = {**asdict(replace(batch, images=[])), "patch_PC": complete(batch).patch_PC}
@@ -171,7 +171,7 @@ class Run:
         except LogprobMismatch as error:
             chosen = best_and_worst(rollouts, best=4, worst=4)
             path = self.folder / ROLLOUTS / f"step_{step:06d}.jsonl"
-            with atomic_file(self.folder):
+            with explain_write_errors(self.folder):
                 raise_on_all_ranks(lambda: store_pictures(path.parent, [rollout for kind in chosen.values() for rollout in kind]))
                 run_on_rank_zero(lambda: write_rollouts(path, chosen, step=step, among=rollouts))
             explain = f"python launch/explain.py {self.folder} --step {step}"
@@ -195,14 +195,14 @@ class Run:
         if not self._is_alone:
             best_worst = [each for kind in best_and_worst(rollouts, **self._recorded).values() for each in kind]
             chosen = rollouts if self._keeps_all else best_worst
-            with atomic_file(self.folder):
+            with explain_write_errors(self.folder):
                 raise_on_all_ranks(lambda: store_pictures(self.folder / ROLLOUTS, chosen))
         if not self.is_main:
             return
         for name in [name for name in self.history.bad_examples if name not in self._told]:
             self.log(f"no further try can mend it: {name}: {self.history.bad_examples[name]}")
             self._told.add(name)
-        with atomic_file(self.folder):
+        with explain_write_errors(self.folder):
             self.recorder.record(step, rollouts)
             self.metrics_log.show(step, best_and_worst(rollouts, **self._recorded), pictures=self.folder / ROLLOUTS / PICTURES)
             if self._keeps_all:
@@ -214,13 +214,13 @@ class Run:
         self.evaluation = _evaluation(metrics) or self.evaluation
         if self.trace.is_on:
             events = gather(self.trace.take())
-            with atomic_file(self.folder):
+            with explain_write_errors(self.folder):
                 run_on_rank_zero(lambda: write_trace(self.folder, step, events))
         memory = [peaks()] if self._is_alone else gather(peaks())
         metrics = {**metrics, **(self.judge.take(self.history.judge) if self.judge else {})}
         if not self.is_main:
             return
-        with atomic_file(self.folder):
+        with explain_write_errors(self.folder):
             times = self.spans.take()
             shares = idle(times, busy_s=self._worked.since_last()) if self._runs_ahead else {}
             metrics = {**metrics, **times, **shares, **self.bank.figures(), **largest(memory)}
@@ -242,7 +242,7 @@ class Run:
                 "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
             )
             self.log(f"nothing was learned in any of {len(self.history.returns)} steps: rewards of a group were always alike; {remedy}")
-        with atomic_file(self.folder):
+        with explain_write_errors(self.folder):
             self.metrics_log.log(self.num_steps, {**metrics, **self.spans.take()})
             replace_bytes(self.folder / EVALUATION, (json.dumps(values, indent=1) + "\n").encode())
             seen = self.history.prompts.items()
@@ -253,7 +253,7 @@ class Run:
         """Close the logs and the display; what was written stays."""
         if self.is_main:
             self.progress.close()
-            with atomic_file(self.folder):  # what could not be written is tried again
+            with explain_write_errors(self.folder):  # what could not be written is tried again
                 self.metrics_log.close()
 
 
@@ -278,7 +278,7 @@ class Result:
         if not self.is_finished:
             return f"stopped at step {self.step} of {self.num_steps}; {self.reason or 'the same command goes on'}"
         left = self.folder / FINAL if (self.folder / FINAL).exists() else self.folder
-        return f"{'done' if self.is_new else f'{self.folder} is finished'}: {best_metric(self.metrics)}; {left}"
+        return f"{'done' if self.is_new else f'{self.folder} is finished'}: {describe_evaluation(self.metrics)}; {left}"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -296,7 +296,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def best_metric(metrics: Mapping[str, float]) -> str:
+def describe_evaluation(metrics: Mapping[str, float]) -> str:
     """What an evaluation found, as in `greedy 83.3%, sampled 74.3%`."""
     if not metrics:
         return "not evaluated"
@@ -308,7 +308,7 @@ def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def atomic_file(folder: Path) -> Iterator[None]:
+def explain_write_errors(folder: Path) -> Iterator[None]:
     """Name the setting and the remedy when the run folder cannot be written."""
     try:
         yield

@@ -20,7 +20,7 @@ import torch
 
 from megatron_rl.config import EngineSettings, Settings, require
 from megatron_rl.distributed.world import World, run_on_rank_zero
-from megatron_rl.rollout.vllm.server_api import error_text, is_on_gpu
+from megatron_rl.rollout.vllm.server_api import is_on_gpu, server_command_line
 from megatron_rl.rollout.vllm.server_command import server_environment
 from megatron_rl.services.address import FOLDER, is_proven, token_file
 from megatron_rl.services.service_launcher import LOOK_S, TELL_S, check_service, chosen, host_of
@@ -78,7 +78,7 @@ class Engines:
         """`cores` of each server on a CPU; none where there are not enough."""
         self._start_s, self._is_over, self._told = settings.engine.startup_timeout_s, False, time.monotonic()
         self._engines: dict[str, Engine] = {}
-        words, on_gpu = error_text(settings), is_on_gpu(settings.engine)
+        words, on_gpu = server_command_line(settings), is_on_gpu(settings.engine)
         self._token_file = token_file(Path(settings.run.dir), ENGINES)
         token, more = write_token(self._token_file), server_environment(settings.engine, token_file=self._token_file)
         for number, place in enumerate(settings.engine.places(num_ranks=num_ranks)):

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.filtering import FILTERS, apply_filters, count_used_groups
+from megatron_rl.algo.filtering import FILTERS, apply_filters, used_groups
 from megatron_rl.config import DROPS, ENDS, AlgoSettings, FilterSettings
 from megatron_rl.observe.step_metrics import credited_groups
 from megatron_rl.types import Rollout, StopReason
@@ -33,7 +33,7 @@ def chosen(
     needs_peers = ALGORITHMS[algo.name].needs_group
     apply_filters(rollouts, settings, num_groups=num_groups, spread=group_std(rollouts, algo), needs_peers=needs_peers)
     kept = [index for index, rollout in enumerate(rollouts) if rollout.is_trained_on]
-    assert count_used_groups(rollouts) == {rollouts[index].group for index in kept}
+    assert used_groups(rollouts) == {rollouts[index].group for index in kept}
     assert all(rollout.is_scored or not rollout.filter_reason for rollout in rollouts), "what failed was never there to be dropped"
     return kept, dict(Counter(rollout.filter_reason for rollout in rollouts if rollout.filter_reason))
 
@@ -78,7 +78,7 @@ def test_ties_between_groups_go_to_the_earlier_one(order: tuple[int, ...]) -> No
     """Groups 3, 4 and 8 deviate alike, whatever their mean and wherever they stand."""
     rollouts = [episode(group, base + up) for group, base in ((3, 0.0), (4, 2.0), (8, -1.0)) for up in (0.0, 1.0)]
     chosen([rollouts[index] for index in order], num_groups=2, rank_by_std=True)
-    assert count_used_groups(rollouts) == {3, 4}
+    assert used_groups(rollouts) == {3, 4}
 
 
 @pytest.mark.parametrize(
@@ -128,4 +128,4 @@ def test_a_second_look_forgets_the_first() -> None:
 def test_the_settings_name_every_end_and_reason() -> None:
     assert set(ENDS) == {str(end) for end in StopReason} - {"infra_error", "permanent_infra_error", "infra_timeout", "access_denied"}
     assert list(FILTERS) == ["no_peer", *DROPS, "surplus"]
-    assert chosen([], DROPS, keep_ends=ENDS, num_groups=1, rank_by_std=True) == ([], {}) and count_used_groups([]) == set()
+    assert chosen([], DROPS, keep_ends=ENDS, num_groups=1, rank_by_std=True) == ([], {}) and used_groups([]) == set()

@@ -46,7 +46,7 @@ def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> No
 def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Path) -> None:
     """A sandbox's server here, which is there in seconds; vLLM's is in test_slurm_long.py. When its time is over it moves."""
     run = tree / "runs" / "judged"
-    words = ["model.path=nano", f"run.dir={run}", "services.sandbox={kind: sandbox, elsewhere: true, args: [--size,1]}"]
+    words = ["model.path=nano", f"run.dir={run}", "services.sandbox={kind: sandbox, external: true, args: [--size,1]}"]
     command = ("sbatch", "--parsable", "--output=runs/judge.out", "launch/slurm/judge.sbatch", "--requeue")
     job = slurm.run(*command, *words, cwd=tree).strip()
     first = wait_for_address(tree, run)

@@ -158,7 +158,7 @@ def test_a_judge_is_a_job_of_its_own(slurm: Cluster, tree: Path, random_model: P
     """The run waits for the address that the judge's job publishes, asks it, and with the run's end that job ends."""
     home, daemons = tree / "judged", len(slurm.processes())
     home.mkdir()
-    judge = f"services.judge={{kind: vllm, model: {random_model}, elsewhere: true, args: {JUDGE_ARGS}}}"
+    judge = f"services.judge={{kind: vllm, model: {random_model}, external: true, args: {JUDGE_ARGS}}}"
     words = [*asking(home, random_model), judge, "run.steps=4"]
     jobs = {}
     for name in ("train", "judge"):

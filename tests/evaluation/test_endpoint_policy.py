@@ -133,13 +133,13 @@ def test_a_conversation_in_messages() -> None:
         talked = ChatConversation(speaker, LIMITS)
         sampling = SamplingSettings(6, 0.0, seed=3, stop=("</stop>",))
         ends = [await talked.open([{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "image", "image": picture}]}])]
-        assert await talked.say(sampling) == "one </stop>" and talked.place_of(2) is None
+        assert await talked.generate(sampling) == "one </stop>" and talked.place_of(2) is None
         heard = [{"type": "text", "text": "T"}, {"type": "image", "image": picture}]
-        ends.append(await talked.hear([{"role": "tool", "content": heard}], anew=False))
-        await talked.say(sampling)
-        ends.append(await talked.hear([{"role": "user", "content": [{"type": "image", "image": picture}]}], anew=False))
-        ends.append(await talked.hear([{"role": "user", "content": "anew"}], anew=True))
-        await talked.say(sampling)
+        ends.append(await talked.observe([{"role": "tool", "content": heard}], anew=False))
+        await talked.generate(sampling)
+        ends.append(await talked.observe([{"role": "user", "content": [{"type": "image", "image": picture}]}], anew=False))
+        ends.append(await talked.observe([{"role": "user", "content": "anew"}], anew=True))
+        await talked.generate(sampling)
         await speaker.close()
         return talked, ends
 

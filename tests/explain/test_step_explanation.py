@@ -248,7 +248,7 @@ def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: 
     run = write_run(tmp_path / "run", random_model, spoil=forgotten)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
     said = capsys.readouterr().out
-    assert differing(said) == {"masks, spans, logprobs"} and "the mask says sampled, versions say something else" in said, said
+    assert differing(said) == {"masks, spans, logprobs"} and "the mask says sampled, weight_versions say something else" in said, said
 
 
 def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -82,9 +82,9 @@ async def episode(conversation: TokenConversation, index: int) -> None:
     await conversation.open([user("What is this?", picture(scene, 112, 56))])
     for turn in range(TURNS):
         stop = STOP if index % 2 else ()
-        await conversation.say(SamplingSettings(18 + 5 * index, 1.0, seed=10 * index + turn, stop=stop))
+        await conversation.generate(SamplingSettings(18 + 5 * index, 1.0, seed=10 * index + turn, stop=stop))
         if turn < TURNS - 1:
-            await conversation.hear([user("And this?", picture(10 * scene + turn, 84, 56))], anew=False)
+            await conversation.observe([user("And this?", picture(10 * scene + turn, 84, 56))], anew=False)
 
 
 def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:

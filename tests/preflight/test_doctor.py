@@ -22,7 +22,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import sandbox.doctor
-from megatron_rl.algo.rollout_correction import mismatch_metrics
+from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.config import ColumnSettings, Settings
 from megatron_rl.data.questions import open_questions, questions
 from megatron_rl.data.survey import survey
@@ -346,7 +346,7 @@ def test_tasks_are_named_as_they_are() -> None:
 
 def test_staleness_without_a_correction_is_warned_of() -> None:
     for words, num in ((["run.max_staleness=2"], 1), (["run.max_staleness=2", "algo.rollout_correction=token_tis"], 0), (["stage=sft"], 0)):
-        lines = mismatch_metrics(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
+        lines = mismatch_warnings(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
         told = "algo.rollout_correction=none: run.max_staleness=2 trains on what older weights sampled, which may end in collapse; use "
         assert lines == [f"{told}algo.rollout_correction=bypass, and a lower learning rate"] * num
 
@@ -365,6 +365,6 @@ def test_staleness_without_a_correction_is_warned_of() -> None:
     ],
 )
 def test_bfloat16_without_a_correction_is_warned_of(words: list[str], warned: int) -> None:
-    lines = mismatch_metrics(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
+    lines = mismatch_warnings(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
     told = ("algo.rollout_correction=none: engine and trainer", "algo.rollout_correction=opsm: engine and trainer")
     assert len(lines) == warned and all(line.startswith(told) for line in lines)

@@ -81,8 +81,8 @@ def test_steps_go_on_while_pictures_are_rendered(
     async def episode() -> None:
         assert await conversation.open(asked(1)) is None
         for anew in (False, True):
-            await conversation.say(of_length(2))
-            assert await conversation.hear(asked(2 + anew), anew=anew) is None
+            await conversation.generate(of_length(2))
+            assert await conversation.observe(asked(2 + anew), anew=anew) is None
 
     engine[0].run(beside(engine[0], episode))
     assert len(seen) == 3 and all(after - before >= 6 for before, after in seen), seen
@@ -125,7 +125,7 @@ def test_who_renders(kind: str, size: tuple[int, int] | None, is_aside: bool, ra
         conversation = TokenConversation(None, renderer, LIMITS)
         await conversation.open(messages)
         conversation.turns.append(Turn(0, (0, 0), ""))
-        await conversation.hear(messages, anew=True)
+        await conversation.observe(messages, anew=True)
 
     asyncio.run(shown())
     assert [each is not threading.current_thread() for each in threads] == [is_aside] * 2

@@ -41,11 +41,11 @@ def user(text: str) -> list[Message]:
 
 
 def say(conversation: TokenConversation, max_tokens: int) -> str:
-    return asyncio.run(conversation.say(SamplingSettings(max_tokens, 1.0, seed=1)))
+    return asyncio.run(conversation.generate(SamplingSettings(max_tokens, 1.0, seed=1)))
 
 
 def hear(conversation: TokenConversation, text: str, *, anew: bool) -> StopReason | None:
-    return asyncio.run(conversation.hear(user(text), anew=anew))
+    return asyncio.run(conversation.observe(user(text), anew=anew))
 
 
 def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
@@ -85,7 +85,7 @@ def test_a_turn_has_the_pictures_that_answered_it(renderer: Renderer, anew: bool
     for picture in pictures:
         say(conversation, 2)
         parts = [{"type": "image", "image": picture}, {"type": "text", "text": "And now?"}]
-        assert asyncio.run(conversation.hear([{"role": "user", "content": parts}], anew=anew)) is None
+        assert asyncio.run(conversation.observe([{"role": "user", "content": parts}], anew=anew)) is None
     say(conversation, 2)
     assert [[image.key for image in turn.images] for turn in conversation.turns] == [[renderer.image(each).key] for each in pictures] + [[]]
 
@@ -97,7 +97,7 @@ def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:
     limits = SequenceLimits(max_context=sum(begins), max_images=0)
     conversation = TokenConversation(Talkative(), renderer, limits)
     asyncio.run(conversation.open(first))
-    said = [say(conversation, 2), asyncio.run(conversation.hear(second, anew=True))]
+    said = [say(conversation, 2), asyncio.run(conversation.observe(second, anew=True))]
     said += [say(conversation, 3), hear(conversation, "And?", anew=False)]
     assert said == [renderer.text([66] * 2), None, renderer.text([67] * 3), None]
     before, after = conversation.sequences
@@ -119,14 +119,14 @@ def test_what_does_not_fit_is_not_written(renderer: Renderer, anew: bool) -> Non
     assert hear(conversation, "word " * 80, anew=anew) is StopReason.MAX_TOKENS
     assert conversation.sequences == [context] and len(context.token_ids) == before and conversation.turns[0].images == []
     misfit = TokenConversation(Talkative(), renderer, SequenceLimits(max_context=80, max_images=0))
-    assert asyncio.run(misfit.open(user("word " * 80))) is StopReason.MAX_TOKENS and len(misfit.contexts[0].token_ids) > 80
+    assert asyncio.run(misfit.open(user("word " * 80))) is StopReason.MAX_TOKENS and len(misfit.sequences[0].token_ids) > 80
 
 
 @dataclass
 class Words:
     """A conversation without tokens, as an OpenAI-compatible server would give it."""
 
-    contexts: list[TokenSequence] = field(default_factory=list)
+    sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     heard: list[Message] = field(default_factory=list)
     weight_version: int = 0

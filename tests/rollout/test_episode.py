@@ -134,7 +134,7 @@ def test_a_trace_names_its_tools(renderer: Renderer) -> None:
     """A row of its own; the second turn's step is the last thing that the environment does."""
     trace, engine = Trace(1), Scripted(renderer)
     conversation = TokenConversation(engine, renderer, SETTINGS)
-    told = {"settings": SETTINGS, "group": 4, "sample_index": 2, "timed": trace.episode(4, 2)}
+    told = {"settings": SETTINGS, "group": 4, "sample": 2, "timed": trace.episode(4, 2)}
     asyncio.run(run_episode(LooksTask(Looks(turns=2)), Example("e", {}), conversation=conversation, **told))
     events = trace.take()
     assert {row for row, *_ in events} == {"episode 4#2"}

@@ -38,7 +38,7 @@ def world() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Says how the servers fare from now on: at first well."""
-    monkeypatch.setattr(room, "words_of", lambda settings: [sys.executable, str(SUPPORT / "stand_in_engine.py"), str(tmp_path)])
+    monkeypatch.setattr(room, "server_command_line", lambda settings: [sys.executable, str(SUPPORT / "stand_in_engine.py"), str(tmp_path)])
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
     monkeypatch.setattr(room, "MIN_BACKOFF_S", 0.4)
 

@@ -1,7 +1,7 @@
 """What strangers send to listener and speaker: bodies made from their own OpenAPI pages and then spoilt. No answer is a 500.
 
-A stand-in for schemathesis, which is not among our packages and was run by hand (benchmarks/results/lewis_2026-11-23.md): it, too, draws from the
-page's schemas and looks at the statuses.
+A stand-in for schemathesis, which is not among our packages and was run by hand (benchmarks/results/lewis_2026-11-23.md): it, too, draws
+from the page's schemas and looks at the statuses.
 """
 
 import asyncio

@@ -221,7 +221,7 @@ def test_the_services_of_a_pair_are_started_with_the_users_words(tmp_path: Path,
         assert words == expected and parser("", port=0, given={}).parse_args(words[2:]).trained
     assert read_token(token) and stat.S_IMODE(token.stat().st_mode) == 0o600
     runs = told.stdout + (tmp_path / "out" / "listener_run.log").read_text()
-    for key in ("task.speaker", "task.listener", "audience"):
+    for key in ("task.speaker", "task.listener", "weight_publish"):
         assert f" {key}.token_file={token} " in runs, key
 
 

@@ -159,7 +159,7 @@ def test_a_service_that_asks_for_another_key_is_not_waited_for(tmp_path: Path) -
 def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
     """launch/serve.py with the words of a run: it starts what is marked, publishes it and ends it. A run that is finished is to go on."""
     finish(tmp_path)
-    judge = f"kind: vllm, model: m, elsewhere: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
+    judge = f"kind: vllm, model: m, external: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
     words = ("model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
     job = forked.Process(ROOT / "launch" / "serve.py", *words)
     try:
@@ -175,7 +175,7 @@ def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
 
 def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
     """Whose services end with code 0 when it is finished, and are refused where its folder is to be moved aside."""
-    judge = f"kind: vllm, model: m, elsewhere: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
+    judge = f"kind: vllm, model: m, external: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
     words = ("model.path=m", f"run.dir={tmp_path}/run", f"services.judge={{{judge}}}")
     job = forked.Process(ROOT / "launch" / "serve.py", *words)
     try:

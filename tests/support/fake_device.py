@@ -156,7 +156,7 @@ def looks(norm, x):  # noqa: ANN001
 
 
 RMSNORM = transformer.RMSNorm.forward
-PLANTED = {"none": [], "norm": [(transformer.RMSNorm, "forward", looks)], "index": [(attention, "sent", lambda tensor, _: tensor)]}
+PLANTED = {"none": [], "norm": [(transformer.RMSNorm, "forward", looks)], "index": [(attention, "to_device", lambda tensor, _: tensor)]}
 
 
 def alone(found: list, said: object, **_: object) -> None:

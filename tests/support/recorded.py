@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.algo.filtering import count_used_groups
+from megatron_rl.algo.filtering import used_groups
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.build import build_policy
 from megatron_rl.config import (
@@ -114,7 +114,7 @@ def taught(settings: Settings) -> dict[str, Any]:
     updates = [policy.update(batches, make_policy_objective(settings.algo), step=0) for batches in minibatches * settings.batch.epochs]
     return {
         "dropped": [rollout.filter_reason for rollout in rollouts],
-        "kept_groups": sorted(count_used_groups(rollouts)),
+        "kept_groups": sorted(used_groups(rollouts)),
         "minibatches": [[described(batch) for batch in batches] for batches in minibatches],
         "advantages": [sum(map(abs, context.advantages)) for rollout in rollouts for context in rollout.sequences],
         "weights": [[float(batch.weight_T.sum(dtype=torch.float64)) for batch in batches] for batches in minibatches],

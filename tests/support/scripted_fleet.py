@@ -144,6 +144,6 @@ def fleet_of(renderer: Renderer, engine: Scripted | None = None, *, max_rounds: 
 
 def said(rollouts: list[Rollout]) -> list[tuple]:
     """What was played, without its clocks."""
-    turns = [[replace(turn, reply_s=0.0, environment_s=0.0) for turn in rollout.turns] for rollout in rollouts]
+    turns = [[replace(turn, generation_s=0.0, env_s=0.0) for turn in rollout.turns] for rollout in rollouts]
     parts = [(r.example_id, r.group, r.sample_index, r.status, r.stop_reason, r.reward, r.reward_terms, r.sequences) for r in rollouts]
     return list(zip(parts, turns, strict=True))

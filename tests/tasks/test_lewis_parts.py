@@ -183,7 +183,7 @@ def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]
     """A frozen listener that hears the opposite: its picks and the drift by hand; in training it is not asked."""
     frozen = Other()
     with listener_of(Room()) as url, listener_of(frozen) as witness:
-        task = speaker_of(built, url, accuracy="binary", witnesses={"frozen": witness})
+        task = speaker_of(built, url, accuracy="binary", held_out_listeners={"frozen": witness})
         trained = scored(task, task.examples("train")[:3])
         assert all("frozen" not in rollout.reward_terms and rollout.reward_terms["words"] == 10 for rollout in trained) and not frozen.asked
         held_out = scored(task, task.examples("eval"))

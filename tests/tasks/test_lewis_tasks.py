@@ -192,19 +192,19 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
                 client.__class__ = Told
             return task
 
-        task = task_with(witnesses=witnesses, held_out_token_files={"frozen": str(words["frozen"])})
+        task = task_with(held_out_listeners=witnesses, held_out_token_files={"frozen": str(words["frozen"])})
         (score,) = scores(task, [(task.examples("eval")[0], REPLY)])
         assert {"picked", "frozen", "stranger"} <= score.rewards.keys() and all(room.asked for room in rooms.values())
         assert heard == {url: {f"Bearer {'listener' * 8}"}, frozen: {f"Bearer {'frozen' * 8}"}, stranger: {""}}
-        unknown = task_with(witnesses=witnesses)
+        unknown = task_with(held_out_listeners=witnesses)
         with pytest.raises(
             InfraError, match=rf"^task.options.held_out_listeners.frozen=\['{frozen}'\].*task.options.held_out_token_files.frozen=FILE"
         ):
             scores(unknown, [])
         with pytest.raises(InfraError, match=r"^task.options.held_out_listeners.gone=\['http://127.0.0.1:9'\]: no listener can be asked"):
-            scores(task_with(witnesses={"gone": "http://127.0.0.1:9"}), [])
+            scores(task_with(held_out_listeners={"gone": "http://127.0.0.1:9"}), [])
         with pytest.raises(ValueError, match=r"^task.options.held_out_token_files.frozen="):
-            task_with(witnesses=witnesses, held_out_token_files={"frozen": str(tmp_path / "none")})
+            task_with(held_out_listeners=witnesses, held_out_token_files={"frozen": str(tmp_path / "none")})
     with pytest.raises(ValueError, match=r"^task.options.held_out_token_files=other: names no witness"):
         LewisSpeakerOptions(held_out_listeners={"frozen": "http://a:1"}, held_out_token_files={"other": "x"})
 

@@ -159,7 +159,7 @@ def test_calls_come_back() -> None:
     for protocol in (DeepEyes(), Functions()):
         for name, arguments in (("zoom", {"bbox_2d": [0, 0, 50, 50]}), ("rotate", {"angle": 90})):
             assert protocol.read(protocol.write_call(name, arguments)) == Call(name, arguments)
-    with pytest.raises(ValueError, match=r"task\.protocol=deepeyes.*use pyvision, codev or functions"):
+    with pytest.raises(ValueError, match=r"task\.tool_format=deepeyes.*use pyvision, codev or functions"):
         DeepEyes().write_code("print(1)")
 
 

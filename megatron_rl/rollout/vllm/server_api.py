@@ -194,7 +194,7 @@ def command_of(settings: Settings) -> str:
     return shell_lines(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=cuda)
 
 
-def error_text(settings: Settings) -> list[str]:
+def server_command_line(settings: Settings) -> list[str]:
     """The same for a server beside this process, without its place and its seed."""
     renderer = Renderer(settings.model)
     given = server_arguments(

@@ -85,7 +85,7 @@ class Connection:
 
     def _on_both_ends(self, act: Callable[[], object], path: str, body: object) -> object:
         """What is done at this end while the server does it at the other; who fails does not leave the other one waiting."""
-        own, theirs = begin_update(act), begin_update(lambda: self.server.call(path, body, timeout_s=LOAD_S))
+        own, theirs = run_in_daemon_thread(act), run_in_daemon_thread(lambda: self.server.call(path, body, timeout_s=LOAD_S))
         done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
         try:
             for each in done:
@@ -111,7 +111,7 @@ class Connection:
             return
 
 
-def begin_update(act: Callable[[], object]) -> "Future[object]":
+def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
     """In a thread that nobody waits for when the process ends: it may hang on a server that has died."""
     future: Future[object] = Future()
 

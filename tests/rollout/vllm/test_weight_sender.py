@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.rollout.vllm.server_api import VllmServer
-from megatron_rl.rollout.vllm.weight_sender import WeightSender, begin_update, require_matching
+from megatron_rl.rollout.vllm.weight_sender import WeightSender, require_matching, run_in_daemon_thread
 from megatron_rl.rollout.vllm.weight_transport import WIRES, Bucket, Digest, Gloo, Meeting, packed, store_of, unpacked
 from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
@@ -238,7 +238,7 @@ def test_an_update_does_not_wait_for_one_that_has_come_back(two: tuple[StandIn, 
     sender.lock_servers()
     send(sender, "mine.0", *two)
     back.holds.clear()
-    admitted = begin_update(lambda: sender.add_server(back.url))
+    admitted = run_in_daemon_thread(lambda: sender.add_server(back.url))
     while back.calls.count("/start_weight_update") < 2:
         time.sleep(0.01)
     held, faults = send(sender, "mine.1", *two, scale=2.0)
