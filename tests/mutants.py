@@ -3215,6 +3215,34 @@ MUTANTS: tuple[Mutant, ...] = (
         "model=$2; fi",
         "tests/services/test_lewis_launcher.py -k finished",
     ),
+    Mutant(
+        "what stands behind a JSON list is left out",
+        "megatron_rl/data/list_rows.py",
+        "                _check_end(file, text[start + 1 :], base + start + 1)\n",
+        "",
+        "tests/data/test_data_rows.py -k goes_on",
+    ),
+    Mutant(
+        "rows of a JSON list need no comma",
+        "megatron_rl/data/list_rows.py",
+        'if text[at] != ",":',
+        'if text[at] not in ",{":',
+        "tests/data/test_data_rows.py -k goes_on",
+    ),
+    Mutant(
+        "rows of a JSON list may have two commas",
+        "megatron_rl/data/list_rows.py",
+        'if text[at : at + 1] in (",", "]"):',
+        'if text[at : at + 1] == "]":',
+        "tests/data/test_data_rows.py -k goes_on",
+    ),
+    Mutant(
+        "rows of a JSON object by number need no comma",
+        "megatron_rl/data/keyed_rows.py",
+        "if key is None or (key[1] is None) != is_first:",
+        "if key is None:",
+        "tests/data/test_data_rows.py -k goes_on",
+    ),
 )
 
 

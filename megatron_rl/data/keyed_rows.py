@@ -8,8 +8,8 @@ from megatron_rl.data.tables import NoRows
 
 _CHUNK = 1 << 20
 _FIRST_KEY = re.compile(r"\s*\{\s*\"\d+\"\s*:")
-_KEY = re.compile(r"[\s,]*\"((?:[^\"\\]|\\.){0,200})\"\s*:\s*")
-_END = re.compile(r"[\s,]*\}\s*\Z")
+_KEY = re.compile(r"(\s*,)?\s*\"((?:[^\"\\]|\\.){0,200})\"\s*:\s*")
+_END = re.compile(r"\s*\}\s*\Z")
 _BYTE_ORDER_MARK = "\xef\xbb\xbf"
 
 
@@ -23,7 +23,8 @@ def is_keyed(path: Path) -> bool:
 def keyed_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]:
     """Return key, first byte and one-past-last byte of each value, by number.
 
-    Raises NoRows, which names the key: one that is no whole number or occurs twice, a value that is no object, a file that is cut off.
+    Raises NoRows: a key that is no whole number or occurs twice, a value that is no object, no comma or two between rows, a file that is
+    cut off or goes on.
     """
     found: dict[int, tuple[int, int, int]] = {}
     decoder = json.JSONDecoder()
@@ -31,7 +32,7 @@ def keyed_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]
         text, base = file.read(_CHUNK).decode("latin-1"), 0
         at = text.index("{") + 1
         while True:
-            complete = _next_value(decoder, text, at)
+            complete = _next_value(decoder, text, at, is_first=not found)
             if complete is not None:
                 key, start, end = complete
                 _check_key(key, text[start : start + 1], found)
@@ -49,20 +50,20 @@ def keyed_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]
     return [found[key] for key in sorted(found)]
 
 
-def _next_value(decoder: json.JSONDecoder, text: str, at: int) -> tuple[str, int, int] | None:
-    """Return key, start and end of the next value; None where the text does not hold all of it.
+def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool) -> tuple[str, int, int] | None:
+    """Return key, start and end of the next value; None where the text does not hold all of it, or not one comma before it.
 
     Read as Latin-1, a character is a byte, and JSON's own characters are what they are.
     """
     key = _KEY.match(text, at)
-    if key is None:
+    if key is None or (key[1] is None) != is_first:
         return None
     try:
         _, end = decoder.raw_decode(text, key.end())
     except (ValueError, RecursionError):
         return None
     # a number or a word at the end of what was read may go on
-    return (key[1], key.end(), end) if end < len(text) else None
+    return (key[2], key.end(), end) if end < len(text) else None
 
 
 def _check_key(key: str, first: str, found: dict[int, tuple[int, int, int]]) -> None:

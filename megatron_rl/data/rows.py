@@ -27,6 +27,7 @@ from megatron_rl.data.features import Features, media_types, name_labels, parse_
 from megatron_rl.data.file_formats import check_format
 from megatron_rl.data.images import shortened
 from megatron_rl.data.keyed_rows import is_keyed, keyed_spans
+from megatron_rl.data.list_rows import list_spans
 from megatron_rl.data.tables import SEPARATORS, NoRows, TableRows, stamp
 
 JsonRow = Mapping[str, object]
@@ -75,7 +76,7 @@ class JsonRows(Sequence[JsonRow]):
             return
         with path.open("rb") as file:
             first = file.read(_CHUNK).decode("latin-1").removeprefix("\xef\xbb\xbf").lstrip(_SPACE)[:1]
-        for start, end in _list_spans(path) if first == "[" else _object_span(path) or _line_spans(path):
+        for start, end in list_spans(path, max_row_bytes=MAX_ROW_BYTES) if first == "[" else _object_span(path) or _line_spans(path):
             self._starts.append(start)
             self._ends.append(end)
 
@@ -163,45 +164,12 @@ def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
     end = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
-            _check_length(len(line))
+            if len(line) > MAX_ROW_BYTES:
+                raise NoRows(f"holds a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
             start, end = end, end + len(line)
             mark = 3 if start == 0 and line.startswith(b"\xef\xbb\xbf") else 0
             if line[mark:].strip():
                 yield start + mark, end
-
-
-def _list_spans(path: Path) -> Iterator[tuple[int, int]]:
-    """The same for the elements of a JSON list. Read as Latin-1, a character is a byte, and JSON's own characters are what they are."""
-    decoder = json.JSONDecoder()
-    with path.open("rb") as file:
-        text, base, at = file.read(_CHUNK).decode("latin-1"), 0, 0
-        at = text.index("[") + 1
-        while True:
-            at = _skip(text, at, _SPACE + ",")
-            if text[at : at + 1] == "]":
-                return
-            try:
-                _, end = decoder.raw_decode(text, at)
-            except (ValueError, RecursionError) as error:
-                more = file.read(max(_CHUNK, len(text) - at)).decode("latin-1")
-                if not more:
-                    raise NoRows(f"is cut off or no JSON list: byte {base + at} begins no complete row ({error})") from error
-                text, base, at = text[at:] + more, base + at, 0
-                _check_length(len(text) - len(more))
-                continue
-            yield base + at, base + end
-            at = end
-
-
-def _skip(text: str, at: int, characters: str) -> int:
-    while text[at : at + 1] and text[at] in characters:
-        at += 1
-    return at
-
-
-def _check_length(length: int) -> None:
-    if length > MAX_ROW_BYTES:
-        raise NoRows(f"holds a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
 
 
 def _arrow_copy(path: Path) -> Path:

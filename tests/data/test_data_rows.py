@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data import rows
+from megatron_rl.data import list_rows, rows
 from megatron_rl.data.rows import open_rows
 from tests.conftest import ROOT
 from tests.support.tables import SUFFIXES, write
@@ -83,7 +83,8 @@ JSON = st.recursive(
 def test_any_json_is_found_wherever_a_chunk_ends(
     table: list[dict], chunk: int, indent: int | None, ascii_only: bool, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "_CHUNK", max(chunk, len(mark.encode()) + 1))
+    for module in (rows, list_rows):
+        monkeypatch.setattr(module, "_CHUNK", max(chunk, len(mark.encode()) + 1))
     as_list, as_lines = tmp_path / "any.json", tmp_path / "any.jsonl"
     as_list.write_bytes((mark + json.dumps(table, indent=indent, ensure_ascii=ascii_only)).encode())
     as_lines.write_bytes((mark + "\n\n".join(json.dumps(row, ensure_ascii=ascii_only) for row in table)).encode())
@@ -98,15 +99,35 @@ def without_nulls(row: dict) -> dict:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('[{"a": 1}, {"a": ', r"task.data=.*bad.json: is cut off or no JSON list: byte 11 begins no complete row"),
-        ('[{"a": 1} {]', r"byte 10 begins no complete row"),
+        ('[{"a": 1}, {"a": ', r"is cut off or no JSON list: byte 11 begins no complete row"),
+        ('[{"a": 1}, {]', r"byte 11 begins no complete row"),
         ("[", r"byte 1 begins no complete row"),
+        ('[{"a": 1}', r"byte 1 begins no complete row \(the closing \] is missing\)"),
+        ('[{"a": 1},', r"byte 9 begins no complete row"),
+        ("[1", r"byte 1 begins no complete row"),
+        ('[{"a": 1}]\n[{"a": 2}]\n', r"goes on at byte 11, behind the closing \] of its list; write all rows into one list"),
+        ('[{"a": 1}] {"a": 2}', "goes on at byte 11, behind the closing"),
+        ('[{"a": 1}]]garbage', "goes on at byte 10, behind the closing"),
+        ('[{"a": 1}]' + " " * 50 + "x", "goes on at byte 60, behind the closing"),
+        ("[],", "goes on at byte 2, behind the closing"),
+        ('[{"a": 1}{"a": 2}]', "is no JSON list: no comma parts row 0 from what begins at byte 9"),
+        ('[{"a": 1}, {"a": 2}\n{"a": 3}]', "no comma parts row 1 from what begins at byte 20"),
+        ('[{"a": 1},, {"a": 2}]', "no row stands before the , at byte 10; write it, or remove the comma"),
+        ('[{"a": 1}, ]', r"no row stands before the \] at byte 11"),
+        ('[, {"a": 1}]', "no row stands before the , at byte 1"),
+        ('{"1": {"a": 1}, "2": {"a": 2}} {"a": 3}', "byte 29 begins neither a row by number nor the end of the object"),
+        ('{"1": {"a": 1} "2": {"a": 2}}', "byte 14 begins neither a row by number nor the end"),
+        ('{"1": {"a": 1},, "2": {"a": 2}}', "byte 14 begins neither a row by number nor the end"),
+        ('{"1": {"a": 1}, }', "byte 14 begins neither a row by number nor the end"),
     ],
 )
-def test_a_list_that_is_cut_off(content: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [3, 1 << 20])
+def test_a_list_that_is_cut_off_or_goes_on(content: str, said: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a file is left out without a word, wherever a chunk ends."""
+    monkeypatch.setattr(list_rows, "_CHUNK", chunk)
     path = tmp_path / "bad.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=rf"^task.data=.*bad.json: .*{said}"):
         open_rows(path)
 
 
@@ -138,7 +159,7 @@ def test_a_damaged_parquet_file_leaves_no_copy(tmp_path: Path, cache: Path) -> N
 
 def test_a_row_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "MAX_ROW_BYTES", 1000)
-    monkeypatch.setattr(rows, "_CHUNK", 100)
+    monkeypatch.setattr(list_rows, "_CHUNK", 100)
     for name, content in {"a.json": '[{"a": "' + "x" * 5000, "b.jsonl": '{"a": "' + "x" * 5000}.items():
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match="holds a row of more than 0 MiB; write one row a line"):

@@ -1,0 +1,69 @@
+"""Rows of a JSON file that is one list of objects: one comma between two rows, and nothing behind the closing bracket."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron_rl.data.file_formats import NoRows
+
+_CHUNK = 1 << 20
+_SPACE = re.compile(r"[ \t\r\n]*")
+_REMEDY = "write all rows into one list with a comma between two, or one object a line without brackets"
+
+
+def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield first and one-past-last byte of each element. NoRows, with the byte: the file is no list, holds more than one, or is cut off.
+
+    Read as Latin-1, a character is a byte, and JSON's own characters are what they are.
+    """
+    decoder = json.JSONDecoder()
+    with path.open("rb") as file:
+        text, base, num_rows = file.read(_CHUNK).decode("latin-1"), 0, 0
+        at = text.index("[") + 1
+        while True:
+            start = _row_start(text, at, base, num_rows)
+            if start is not None and text[start : start + 1] == "]":
+                _check_end(file, text[start + 1 :], base + start + 1)
+                return
+            try:
+                _, end = decoder.raw_decode(text, len(text) if start is None else start)
+                is_whole, reason = end < len(text), "the closing ] is missing"  # a number at the end of what was read may go on
+            except (ValueError, RecursionError) as error:
+                is_whole, reason = False, str(error)
+            if is_whole:
+                yield base + start, base + end
+                at, num_rows = end, num_rows + 1
+                continue
+            more = file.read(max(_CHUNK, len(text) - at)).decode("latin-1")
+            if not more:
+                place = base + (at if start is None else start)
+                raise NoRows(f"is cut off or no JSON list: byte {place} begins no complete row ({reason})")
+            text, base, at = text[at:] + more, base + at, 0
+            if len(text) - len(more) > max_row_bytes:
+                raise NoRows(f"holds a row of more than {max_row_bytes >> 20} MiB; write one row a line")
+
+
+def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
+    """Return where the next row or the closing bracket stands; None where the text ends before. NoRows: something else stands there."""
+    at = _SPACE.match(text, at).end()
+    if at == len(text) or text[at] == "]":
+        return at if at < len(text) else None
+    if num_rows:
+        if text[at] != ",":
+            raise NoRows(f"is no JSON list: no comma parts row {num_rows - 1} from what begins at byte {base + at}; {_REMEDY}")
+        at = _SPACE.match(text, at + 1).end()
+    if text[at : at + 1] in (",", "]"):
+        raise NoRows(f"is no JSON list: no row stands before the {text[at]} at byte {base + at}; write it, or remove the comma")
+    return at if at < len(text) else None
+
+
+def _check_end(file: BinaryIO, rest: str, at: int) -> None:
+    """Raise NoRows where anything but blanks stands behind the closing bracket. `rest` begins at byte `at`."""
+    while (blank := _SPACE.match(rest).end()) == len(rest):
+        at += len(rest)
+        rest = file.read(_CHUNK).decode("latin-1")
+        if not rest:
+            return
+    raise NoRows(f"goes on at byte {at + blank}, behind the closing ] of its list; {_REMEDY}")
