@@ -336,9 +336,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a number of Parquet loses its decimal form",
-        "megatron_rl/data/answers.py",
-        'return format(Decimal(str(narrow) if is_widened else repr(value)), "f")',
-        "return repr(value)",
+        "megatron_rl/data/decimal_forms.py",
+        'return format(Decimal(text), "f")',
+        "return text",
         "tests/data/test_data_answers.py -k decimal_form",
     ),
     Mutant(
@@ -3242,6 +3242,48 @@ MUTANTS: tuple[Mutant, ...] = (
         "if key is None or (key[1] is None) != is_first:",
         "if key is None:",
         "tests/data/test_data_rows.py -k goes_on",
+    ),
+    Mutant(
+        "a double is shortened to the digits of 32 bits",
+        "megatron_rl/data/decimal_forms.py",
+        "WIDENED_DIGITS = 8",
+        "WIDENED_DIGITS = 1",
+        "tests/data/test_decimal_forms.py -k own_digits",
+    ),
+    Mutant(
+        "a narrow column is shortened always",
+        "megatron_rl/data/decimal_forms.py",
+        "MORE_DIGITS = 3",
+        "MORE_DIGITS = 1",
+        "tests/data/test_decimal_forms.py -k own_digits",
+    ),
+    Mutant(
+        "a widened number keeps its noise",
+        "megatron_rl/data/decimal_forms.py",
+        "WIDENED_DIGITS = 8",
+        "WIDENED_DIGITS = 18",
+        "tests/data/test_decimal_forms.py -k survive_32",
+    ),
+    Mutant(
+        "a number of JSON loses digits",
+        "megatron_rl/data/rows.py",
+        ", parse_float=WrittenNumber",
+        "",
+        "tests/data/test_decimal_forms.py -k keep_their_digits",
+    ),
+    Mutant(
+        "a huge exponent is written out",
+        "megatron_rl/data/decimal_forms.py",
+        "or abs(int(exponent[1])) > MOST_PLACES",
+        "",
+        "tests/data/test_decimal_forms.py -k cannot_be_written",
+    ),
+    Mutant(
+        "a widened number that is text is not named",
+        "megatron_rl/data/answers.py",
+        "    if looks_widened(answer):\n",
+        "    if looks_widened(answer) and options:\n",
+        "tests/data/test_decimal_forms.py -k are_named",
     ),
 )
 

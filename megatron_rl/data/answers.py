@@ -1,7 +1,8 @@
 r"""The reference answer of a row, in the form in which a reply can match it.
 
 It is text or a number: of a solution what the last <answer> block holds, of that the last \boxed{...} or \fbox{...}, or what GSM8K's
-last line says behind `####`. A number keeps its decimal form. A reference that no reply can match is refused.
+last line says behind `####`. A number keeps its decimal form
+(decimal_forms.py). A reference that no reply can match is refused.
 """
 
 import datetime
@@ -10,10 +11,9 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 
-import numpy as np
-
 from megatron_rl.data.answer_text import comparison_form, last_boxed
 from megatron_rl.data.column_names import ANSWER_COLUMNS
+from megatron_rl.data.decimal_forms import decimal_text, looks_widened
 from megatron_rl.data.images import shortened
 from megatron_rl.data.literals import listed_values, literal
 from megatron_rl.data.question_options import options_in
@@ -85,6 +85,9 @@ def doubt_about(answer: str, question: str) -> tuple[str, str] | None:
             return f"is {answer}, and the question's option {letter} is {options[letter]}", "correct the letter or its words"
     if answer.startswith(("[", "{")) and (isinstance(literal(answer), Mapping) or isinstance(listed_values(answer), list)):
         return "is a list or a mapping, written as text", "a reply must repeat it as it stands; write the short answer alone"
+    if looks_widened(answer):
+        many = "a reply must have all of them; write 0.1 for 0.10000000149011612, say"
+        return "looks like a number of 32 bits that was written with the digits of 64", many
     if "\n" in answer or len(answer) >= DOUBTFUL_LENGTH:
         long = "has several lines" if "\n" in answer else f"has {DOUBTFUL_LENGTH} characters or more"
         return long, "a reply must repeat it word for word unless a judge is asked; write the short answer alone"
@@ -97,22 +100,12 @@ def _as_text(record: Record, value: object) -> str:
     if isinstance(value, float | Decimal):
         if not math.isfinite(value):
             raise record.error("answer", f"is {value}, which is no number; leave the row out or give its answer")
-        return decimal_text(value)
+        text = decimal_text(value)
+        if text is None:
+            raise record.error("answer", "has an exponent that no reply writes out; write another number, or its words")
+        return text
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
         return value.isoformat()
     if not isinstance(value, str | int):
         raise record.error("answer", f"must be text or a number, is {type(value).__name__}; write it as text, as a reply should have it")
     return str(value)
-
-
-def decimal_text(value: float | Decimal) -> str:
-    """Return a number without an exponent, in the fewest digits that stand for it: 1e-05 -> 0.00001, 1e+22 -> 10000000000000000000000.
-
-    A float that is a float32 widened, as Parquet's are, has float32's digits: 0.10000000149011612 -> 0.1.
-    """
-    if isinstance(value, Decimal):
-        return format(value, "f")
-    with np.errstate(over="ignore"):
-        narrow = np.float32(value)
-    is_widened = float(narrow) == value and len(str(narrow)) < len(repr(value))
-    return format(Decimal(str(narrow) if is_widened else repr(value)), "f")

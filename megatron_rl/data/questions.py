@@ -12,6 +12,7 @@ ability, env_name, index, extra (every other column and every other key of extra
 (data/benchmarks/items.py).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
@@ -20,6 +21,7 @@ from megatron_rl.data.chat_prompt import ChatPrompt, parse_messages, read_chat
 from megatron_rl.data.clips import StoredClip, stored_clips
 from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
 from megatron_rl.data.columns import MissingColumn, picture_columns, unread_picture_keys
+from megatron_rl.data.decimal_forms import decimal_text
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.literals import listed_values
 from megatron_rl.data.media_places import PARTS_AS_TEXT
@@ -168,7 +170,12 @@ def _other_answers(record: Record, answer: str) -> dict[str, object]:
     given = {"reward_model.ground_truth": model.get("ground_truth"), "extra_info.answer": extra.get("answer")}
     given |= {name: record.row.get(name) for name in ANSWER_COLUMNS}
     _, *others = ((name, value) for name, value in given.items() if value is not None)
-    return {name: value for name, value in others if unwrapped(str(value)) != answer}
+    return {name: value for name, value in others if unwrapped(str(value)) != answer and not _is_number(value, answer)}
+
+
+def _is_number(value: object, answer: str) -> bool:
+    """Return whether an answer is the decimal form of a number."""
+    return isinstance(value, float) and math.isfinite(value) and decimal_text(value) == answer
 
 
 def _picture_place(record: Record, payload: Mapping[str, object]) -> str:

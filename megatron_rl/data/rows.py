@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from megatron_rl.config import require
 from megatron_rl.data import parquet_copy
+from megatron_rl.data.decimal_forms import WrittenNumber, with_decimal_forms
 from megatron_rl.data.features import Features, media_types, name_labels, parse_features, repeated_name
 from megatron_rl.data.file_formats import check_format
 from megatron_rl.data.images import shortened
@@ -91,7 +92,7 @@ class JsonRows(Sequence[JsonRow]):
             file.seek(start)
             text = file.read(end - start)
         try:
-            row = without_nulls(json.loads(text, object_pairs_hook=_unique_keys))
+            row = without_nulls(json.loads(text, object_pairs_hook=_unique_keys, parse_float=WrittenNumber))
         except _RepeatedKey as error:
             raise ValueError(f"{self.path.name} row {index}: {error}") from error
         except (ValueError, RecursionError) as error:
@@ -234,8 +235,9 @@ def _table(flat: bytes, table: int, field: int) -> int:
 
 
 def _row_of(found: pa.Table | pa.RecordBatch, features: Features) -> JsonRow:
-    """Return the one row of a slice, class labels by their names."""
+    """Return the one row of a slice, class labels by their names, narrow floats with their decimal forms."""
     (row,) = found.to_pylist(maps_as_pydicts="lossy")  # a map is a mapping, as in JSON
+    row = {name: with_decimal_forms(value, found.schema.field(name).type) for name, value in row.items()}
     return without_nulls({name: name_labels(value, features.get(name)) for name, value in row.items()})
 
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.answers import decimal_text, unwrapped
+from megatron_rl.data.answers import unwrapped
+from megatron_rl.data.decimal_forms import decimal_text
 from megatron_rl.data.questions import questions
 
 
