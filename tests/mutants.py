@@ -1016,8 +1016,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "another answer that is not read is not named",
         "megatron_rl/data/questions.py",
-        "for name, value in others if unwrapped(str(value)) != answer}",
-        "for name, value in others if not value}",
+        "for name, value in others if unwrapped(str(value)) != answer and",
+        "for name, value in others if not value and",
         "tests/data/test_unread_names.py -k are_named",
     ),
     Mutant(
@@ -1058,8 +1058,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a list written as text is a sound answer",
         "megatron_rl/data/answers.py",
-        '    if answer.startswith(("[", "{")) and',
-        '    if answer.startswith(("(",)) and',
+        'is_written = answer.startswith(("[", "{")) and',
+        'is_written = answer.startswith(("(",)) and',
         "tests/data/test_data_answers.py -k doubtful",
     ),
     Mutant(
@@ -3284,6 +3284,48 @@ MUTANTS: tuple[Mutant, ...] = (
         "    if looks_widened(answer):\n",
         "    if looks_widened(answer) and options:\n",
         "tests/data/test_decimal_forms.py -k are_named",
+    ),
+    Mutant(
+        "a word for a missing value is an answer like others",
+        "megatron_rl/data/doubtful_answers.py",
+        "if MISSING.fullmatch(answer) and",
+        "if MISSING.fullmatch(answer) and unread and",
+        "tests/data/test_doubtful_answers.py -k missing",
+    ),
+    Mutant(
+        "a listed option is taken for a missing value",
+        "megatron_rl/data/doubtful_answers.py",
+        "for options in (letters, *listed))",
+        "for options in (letters, *listed[1:]))",
+        "tests/data/test_doubtful_answers.py -k listed_option",
+    ),
+    Mutant(
+        "a file without any answer is learned",
+        "megatron_rl/data/survey.py",
+        "    errors.take_errors_of_all(columns, num_rows_of)\n",
+        "",
+        "tests/data/test_doubtful_answers.py -k all_missing",
+    ),
+    Mutant(
+        "a second box is dropped without a word",
+        "megatron_rl/data/doubtful_answers.py",
+        "    marked = [*blocks, *boxed_texts(blocks[-1] if blocks else given)]",
+        "    marked = [*blocks]",
+        "tests/data/test_doubtful_answers.py -k second_box",
+    ),
+    Mutant(
+        "a second answer block is dropped without a word",
+        "megatron_rl/data/doubtful_answers.py",
+        "    marked = [*blocks, *boxed_texts(",
+        "    marked = [*boxed_texts(",
+        "tests/data/test_doubtful_answers.py -k second_box",
+    ),
+    Mutant(
+        "a list without quotation marks is an answer like others",
+        "megatron_rl/data/answers.py",
+        "if is_written or _LIST_OF_WORDS.fullmatch(answer):",
+        "if is_written:",
+        "tests/data/test_doubtful_answers.py -k quotation",
     ),
 )
 

@@ -8,10 +8,13 @@ Every function takes time linear in the length of its text.
 import re
 import unicodedata
 from collections.abc import Sequence
+from itertools import islice
 
 from megatron_rl.data.unit_symbols import mark_unit_case
 
 BOX = "\\boxed{"
+MOST_BOXES = 20
+"""Of one text are looked at, so that the time stays linear in its length."""
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_LINE = re.compile(r"^####[ \t]*(\S[^\n]*?)\s*\Z", re.MULTILINE)
 """The last line of a GSM8K solution."""
@@ -106,6 +109,12 @@ def last_boxed(text: str) -> str | None:
         return balanced(text[starts[-1] :])
     final = _FINAL_LINE.search(text)
     return final[1] if final else None
+
+
+def boxed_texts(text: str) -> list[str]:
+    r"""Return the insides of the first MOST_BOXES boxes that are closed, one inside another too."""
+    starts = [found.end() for found in islice(_BOX_START.finditer(text), MOST_BOXES)]
+    return [inside for start in starts if (inside := balanced(text[start:])) is not None]
 
 
 def unboxed(text: str) -> str:

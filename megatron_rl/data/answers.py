@@ -34,17 +34,17 @@ _LEAD_IN = re.compile(
 """`Answer: 5`, `The answer is 5.`, `**Answer:** 5`."""
 _MARKED_OPTION = re.compile(r"(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?(?:\s+(\S.*))?")
 """`E`, `(E)`, `E. red`."""
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_LIST_OF_WORDS = re.compile(r"\[\s*[^\W\d_]{2}[^\[\],\\]*(?:,\s*[^\W\d_]{2}[^\[\],\\]*)+\]")
+"""`[red, blue]` without quotation marks; letters alone (`[B, C]`) are choices, and equal `B, C`."""
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reference_answer(record: Record, extra: Mapping[str, object]) -> str:
     """Return the row's reference answer. ValueError, with file, row and remedy: it has none, or one that no reply can match."""
-    model = record.mapping(record.row.get("reward_model", {}), "reward_model")
-    given = (model.get("ground_truth"), extra.get("answer"), *(record.row.get(name) for name in ANSWER_COLUMNS))
-    found = [value for value in given if value is not None]
-    if not found:
+    found = given_answer(record, extra)
+    if found is None:
         raise record.error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer, answer or solution")
-    answer = unwrapped(record.text(_as_text(record, found[0]), "answer"))
+    answer = unwrapped(record.text(_as_text(record, found), "answer"))
     if not answer:
         raise record.error("answer", "is empty")
     if reason := unmatchable_reason(answer):
@@ -52,9 +52,16 @@ def reference_answer(record: Record, extra: Mapping[str, object]) -> str:
     return answer
 
 
+def given_answer(record: Record, extra: Mapping[str, object]) -> object:
+    """Return the value that a row has for its answer, as it stands in the file; None where it has none."""
+    model = record.mapping(record.row.get("reward_model", {}), "reward_model")
+    given = (model.get("ground_truth"), extra.get("answer"), *(record.row.get(name) for name in ANSWER_COLUMNS))
+    return next((value for value in given if value is not None), None)
+
+
 def unwrapped(text: str) -> str:
     """Return what the last <answer> block holds, or all of a text without one; of that the last box or GSM8K's last line, if it has one."""
-    text = (_TAGGED.findall(text) or [text])[-1]
+    text = (TAGGED.findall(text) or [text])[-1]
     boxed = last_boxed(text)
     return text[lead_in.end() if (lead_in := _LEAD_IN.match(text)) else 0 :].strip() if boxed is None else boxed.strip()
 
@@ -83,7 +90,8 @@ def doubt_about(answer: str, question: str) -> tuple[str, str] | None:
             return f"is {answer}, {listed}", "correct the letter, or list all options"
         if words and words != comparison_form(options[letter]):
             return f"is {answer}, and the question's option {letter} is {options[letter]}", "correct the letter or its words"
-    if answer.startswith(("[", "{")) and (isinstance(literal(answer), Mapping) or isinstance(listed_values(answer), list)):
+    is_written = answer.startswith(("[", "{")) and (isinstance(literal(answer), Mapping) or isinstance(listed_values(answer), list))
+    if is_written or _LIST_OF_WORDS.fullmatch(answer):
         return "is a list or a mapping, written as text", "a reply must repeat it as it stands; write the short answer alone"
     if looks_widened(answer):
         many = "a reply must have all of them; write 0.1 for 0.10000000149011612, say"

@@ -53,6 +53,14 @@ class ProblemLines:
         columns_first = sorted(self._groups.items(), key=lambda item: isinstance(item[0], tuple))
         return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
 
+    def take_errors_of_all(self, others: "ProblemLines", num_rows_of: Mapping[str, int]) -> None:
+        """Take over the findings of `others` that are errors where all rows of their files have them, and all do."""
+        for problem, group in [*others._groups.items()]:
+            is_all = 1 < group.num_rows == sum(num_rows_of.get(file, 0) for file in group.files)
+            if isinstance(problem, Finding) and problem.is_error_in_all and is_all:
+                self._groups[problem] = others._groups.pop(problem)
+                self.num_rows, others.num_rows = self.num_rows + group.num_rows, others.num_rows - group.num_rows
+
     def num_left_out(self) -> int:
         """Return the number of rows that are in no line."""
         return self.num_rows - sum(group.num_rows for group in self._groups.values())

@@ -16,18 +16,19 @@ import math
 from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
-from megatron_rl.data.answers import doubt_about, reference_answer, unwrapped
+from megatron_rl.data.answers import given_answer, reference_answer, unwrapped
 from megatron_rl.data.chat_prompt import ChatPrompt, parse_messages, read_chat
 from megatron_rl.data.clips import StoredClip, stored_clips
 from megatron_rl.data.column_names import ANSWER_COLUMNS, MESSAGE_COLUMNS, QUESTION_COLUMNS, is_picture_column
 from megatron_rl.data.columns import MissingColumn, picture_columns, unread_picture_keys
 from megatron_rl.data.decimal_forms import decimal_text
+from megatron_rl.data.doubtful_answers import find_doubts
 from megatron_rl.data.images import StoredImage
 from megatron_rl.data.literals import listed_values
 from megatron_rl.data.media_places import PARTS_AS_TEXT
 from megatron_rl.data.records import PLACE, Read, Record, Records
 from megatron_rl.data.survey import survey
-from megatron_rl.data.unread import READ_BY_TASKS, Examined, Finding, find_unread, unread_prompts
+from megatron_rl.data.unread import READ_BY_TASKS, Examined, find_unread, unread_prompts
 from megatron_rl.types import Example
 
 READ = {
@@ -78,8 +79,9 @@ class Questions(Sequence[Example]):
             unread = {name: value for name, value in unread.items() if name.removeprefix("extra_info.") not in READ_BY_TASKS}
         found = find_unread(record, example.payload, unread=unread, asked_in=_question_column(record))
         findings = [finding for finding in found if finding.is_error or not {*finding.column.split(" to ")} <= {*self.ignored}]
-        doubt = None if record.official else doubt_about(str(example.payload["answer"]), str(example.payload["question"]))
-        findings += [Finding("answer", *doubt, is_error=False)] if doubt else []
+        if not record.official:
+            given = given_answer(record, record.mapping(record.row.get("extra_info", {}), "extra_info"))
+            findings += find_doubts(given, example.payload, unread=unread)
         place = "" if record.official else _picture_place(record, example.payload)
         return Examined(example, tuple(findings), record.columns, unread, self.chosen.get(place, place))
 

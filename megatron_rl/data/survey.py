@@ -91,6 +91,7 @@ def survey(examples: Examinable, *, look: Look | None = None) -> Survey:
                     (errors if finding.is_error else columns).add_finding(finding, row.example.where)
                 for wrong in [*bad_boxes(row.example.payload["extra"], sizes), *(look(row.example, sizes) if look else ())]:
                     warnings.add_message(f"{row.example.where or row.example.id}: {wrong}")
+    errors.take_errors_of_all(columns, num_rows_of)
     found.errors = [*_missing_choices(examples.chosen, names), *unread.errors(names), *errors.lines(num_rows_of)]
     found.unread = unread.lines(_READS)
     found.num_errors, found.num_more_errors = errors.num_rows, errors.num_left_out()

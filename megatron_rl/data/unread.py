@@ -100,6 +100,8 @@ class Finding:
     """Example: `looks like paths of pictures that exist and is not read`."""
     remedy: str
     is_error: bool
+    is_error_in_all: bool = False
+    """Where every row of its files has it."""
 
 
 @dataclass(slots=True, frozen=True)
