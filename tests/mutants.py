@@ -3327,6 +3327,41 @@ MUTANTS: tuple[Mutant, ...] = (
         "if is_written:",
         "tests/data/test_doubtful_answers.py -k quotation",
     ),
+    Mutant(
+        "a map's key that stands twice keeps the last value",
+        "megatron_rl/data/rows.py",
+        'maps_as_pydicts="strict"',
+        'maps_as_pydicts="lossy"',
+        "tests/data/test_dataset_files.py -k map_has_twice",
+    ),
+    Mutant(
+        "LaTeX pictures in a question are mere words",
+        "megatron_rl/data/unread.py",
+        "\\\\includegraphics\\b|",
+        "",
+        "tests/data/test_unread_columns.py -k words_of_other_tools",
+    ),
+    Mutant(
+        "a picture's place with a blank is a mere word",
+        "megatron_rl/data/unread.py",
+        "|<\\s+(?i:image)\\s*/?>|<(?i:image)\\s+/?>",
+        "",
+        "tests/data/test_unread_columns.py -k words_of_other_tools",
+    ),
+    Mutant(
+        "a reply that only thinks is learned without a word",
+        "megatron_rl/data/transcript_survey.py",
+        'return "<think>" in text and not',
+        'return "<thinks>" in text and not',
+        "tests/data/test_data_transcripts.py -k only_thinks",
+    ),
+    Mutant(
+        "a masked reply that only thinks is named",
+        "megatron_rl/data/transcript_survey.py",
+        '"loss" not in reply and _only_thinks(reply)',
+        "_only_thinks(reply)",
+        "tests/data/test_data_transcripts.py -k only_thinks",
+    ),
 )
 
 

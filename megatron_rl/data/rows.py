@@ -119,7 +119,8 @@ class ParquetRows(Sequence[JsonRow]):
         return self._reader.num_record_batches
 
     def __getitem__(self, index: int) -> JsonRow:
-        return _row_of(self._reader.get_batch(range(len(self))[index]), self._features)
+        number = range(len(self))[index]
+        return _row_of(self._reader.get_batch(number), self._features, where=f"{self.path.name} row {number}")
 
 
 class ArrowRows(Sequence[JsonRow]):
@@ -150,7 +151,8 @@ class ArrowRows(Sequence[JsonRow]):
         return self._table.num_rows
 
     def __getitem__(self, index: int) -> JsonRow:
-        return _row_of(self._table.slice(range(len(self))[index], 1), self._features)
+        number = range(len(self))[index]
+        return _row_of(self._table.slice(number, 1), self._features, where=f"{self.path.name} row {number}")
 
 
 def _object_span(path: Path) -> list[tuple[int, int]]:
@@ -234,9 +236,13 @@ def _table(flat: bytes, table: int, field: int) -> int:
     return table + offset + struct.unpack_from("<I", flat, table + offset)[0] if offset else 0
 
 
-def _row_of(found: pa.Table | pa.RecordBatch, features: Features) -> JsonRow:
-    """Return the one row of a slice, class labels by their names, narrow floats with their decimal forms."""
-    (row,) = found.to_pylist(maps_as_pydicts="lossy")  # a map is a mapping, as in JSON
+def _row_of(found: pa.Table | pa.RecordBatch, features: Features, *, where: str) -> JsonRow:
+    """Return the one row of a slice, class labels by their names, narrow floats with their decimal forms. ValueError: a map's key is there
+    twice."""
+    try:
+        (row,) = found.to_pylist(maps_as_pydicts="strict")  # a map is a mapping, as in JSON
+    except KeyError as error:
+        raise ValueError(f"{where}: a map has a key twice; keep one of the two ({error.args[0]})") from error
     row = {name: with_decimal_forms(value, found.schema.field(name).type) for name, value in row.items()}
     return without_nulls({name: name_labels(value, features.get(name)) for name, value in row.items()})
 

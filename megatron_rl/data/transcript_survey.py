@@ -49,6 +49,9 @@ _WHERE = re.compile(r"^(.+? row \d+: )")
 _READS = "what is to be learned stands in the messages, and loss: false in a message masks a reply"
 
 
+_THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+
+
 @dataclass(slots=True, frozen=True)
 class ReadTranscript:
     """A row's conversation, and what else the row holds."""
@@ -72,6 +75,9 @@ class TranscriptSurvey:
     num_replies: int = 0
     num_masked: int = 0
     """Replies that are in the context and not learned."""
+    num_only_thinking: int = 0
+    """Conversations that teach a reply without a word behind its thoughts."""
+    first_only_thinking: str = ""
     first_lines: dict[str, str] = field(default_factory=dict)
     """Kind -> its first error, with file and row."""
     num_rows_of: dict[str, int] = field(default_factory=dict)
@@ -97,14 +103,23 @@ class TranscriptSurvey:
         self.num_images += len(images)
         self.num_replies += len(replies)
         self.num_masked += sum("loss" in reply for reply in replies)
+        if any("loss" not in reply and _only_thinks(reply) for reply in replies):
+            self.num_only_thinking += 1
+            self.first_only_thinking = self.first_only_thinking or where
         self.columns |= dict.fromkeys(row.columns)
         self.unread.add(row.unread, where)
         self.pictured.add(row.pictured_by, where)
 
     @property
     def warnings(self) -> list[str]:
-        """A line with all columns that are not read, and one that counts conversations without pictures beside others."""
-        return [*self.pictured.lines(), *self.unread.lines(_READS)]
+        """Lines with all columns that are not read, and conversations without pictures beside others, and replies that only think."""
+        return [*self.pictured.lines(), *self._thinking_lines(), *self.unread.lines(_READS)]
+
+    def _thinking_lines(self) -> list[str]:
+        if not self.num_only_thinking:
+            return []
+        count = f"{self.num_only_thinking} of {self.num_rows} conversations have a reply with nothing behind its <think>"
+        return [f"{self.first_only_thinking}: {count}, which is learned: write its answer, or loss: false into the message"]
 
     def add_error(self, line: str) -> None:
         """Count a row that cannot be used."""
@@ -132,3 +147,9 @@ class TranscriptSurvey:
         if num == 1:
             return ""
         return f" (and so in all {num} rows)" if num == self.num_rows else f" (and so in {num} of {self.num_rows} rows)"
+
+
+def _only_thinks(reply: Message) -> bool:
+    """Return whether a reply is nothing but thoughts: `<think>..</think>`, closed or not."""
+    text = "".join(str(part["text"]) for part in reply["content"] if part["type"] == "text")
+    return "<think>" in text and not _THOUGHTS.sub("", text).strip()

@@ -80,8 +80,10 @@ NUMERIC = {"weight", "weights", "labels"}
 """Names that have another meaning where their values are words."""
 NO_CHANGE = (1, "1", "1.0", True, "true")
 """Weights that change nothing."""
-_MARKUP = re.compile(r"<img\b|data:image/|!\[[^\]]*\]\(")
-"""Pictures in HTML and Markdown."""
+_MARKUP = re.compile(
+    r"<img\b|data:image/|!\[[^\]]*\]\(|\\includegraphics\b|\[(?i:image|img|picture|photo|figure)\s*:|<\s+(?i:image)\s*/?>|<(?i:image)\s+/?>"
+)
+"""Pictures in HTML, Markdown, LaTeX and captions, and PLACE with a blank in it."""
 READ_BY_TASKS = {"image_file_name", "bbox", "bboxes"}
 """Keys of `extra` that tasks and checks read of a row with pictures."""
 _OPTION_KEYS = ("text", "content", "value", "option", "choice", "answer")

@@ -195,3 +195,14 @@ def test_a_picture_with_broken_pixels_is_named_when_it_is_shown(tmp_path: Path) 
     assert said(read[0]) == [("user", "x"), ("assistant", "x")]
     with pytest.raises(ValueError, match=r"^sft.json row 1: images\[0\]: cannot be opened"):
         read[1]
+
+
+def test_a_reply_that_only_thinks_is_named(tmp_path: Path) -> None:
+    thinks, masked = replied(content="<think>x</think> \n"), replied(content="<think>x</think>", loss=False)
+    rows = [turns("user", "assistant"), thinks, replied(content="<think>x"), replied(content="<think>x</think>y")]
+    (line,) = transcripts([str(write(tmp_path / "sft.jsonl", rows))], images_root="").warnings
+    assert line.startswith(
+        "sft.jsonl row 1: 2 of 4 conversations have a reply with nothing behind its <think>, which is learned: write its"
+    )
+    two = {"messages": [*masked["messages"], *turns("user", "assistant")["messages"]]}
+    assert transcripts([str(write(tmp_path / "masked.jsonl", [two]))], images_root="").warnings == []

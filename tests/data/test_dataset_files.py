@@ -147,6 +147,21 @@ def test_a_column_that_a_file_has_twice_is_refused(suffix: str, tmp_path: Path) 
         fails(path, f"has the column {name} twice; rename one of the two, or leave it out$")
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_key_that_a_map_has_twice_is_refused(suffix: str, tmp_path: Path) -> None:
+    kind = pa.map_(pa.string(), pa.string())
+    table = pa.table({"question": ["?"] * 2, "reward_model": pa.array([[("ground_truth", "1")], [("ground_truth", "1")] * 2], kind)})
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    assert open_rows(path)[0]["reward_model"] == {"ground_truth": "1"}
+    with pytest.raises(ValueError, match=rf"^a{suffix} row 1: a map has a key twice; keep one of the two .*ground_truth"):
+        answers(path)
+
+
 def test_a_key_that_a_row_has_twice_is_refused(tmp_path: Path) -> None:
     for text in ('{"question": "?", "answer": "1", "answer": "2"}', '{"question": "?", "extra_info": {"answer": 1, "answer": 2}}'):
         (tmp_path / "a.jsonl").write_text(text)

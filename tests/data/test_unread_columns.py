@@ -229,6 +229,7 @@ def test_keys_of_mm_hint_and_structs_that_hold_media(tmp_path: Path) -> None:
 WORDS = [
     "<video>", "<audio>", "<image 1>", "<image2>", "<img", "<bbox>", "<ref-object>", "data:image/", "![red](", "<image_1>", "<|image_1|>",
     "<Image>", "<ImageHere>", "[IMG]", "<image_placeholder>", "<start_of_image>", "<|begin_of_image|>", "<|media_pad|>", "<point>",
+    "\\includegraphics", "[image:", "[Figure:", "< image >", "<image >", "< Image>",
 ]  # fmt: skip
 
 
