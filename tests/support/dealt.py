@@ -30,12 +30,12 @@ class Mistaken(Paced):
 
 def main(model: str, out: str, case: str) -> None:
     world, played = read_world(), []
-    engine = Paced(generation_s=REPLY_S)
+    engine = Paced(reply_s=REPLY_S)
     if world.rank == (case == "fails"):  # rank 0 keeps the store
         made = {
-            "slow": Paced(generation_s=8 * REPLY_S),
-            "down": Paced(generation_s=REPLY_S, faults=4),
-            "fails": Mistaken(generation_s=REPLY_S),
+            "slow": Paced(reply_s=8 * REPLY_S),
+            "down": Paced(reply_s=REPLY_S, faults=4),
+            "fails": Mistaken(reply_s=REPLY_S),
         }
         engine = made[case]
     with ExitStack() as closing:
