@@ -66,7 +66,7 @@ def explain(asked: Asked, world: World) -> Page:
         page.skipped.append(f"tokens of versions {', '.join(others)}: --weights names others")
     play = Playback(
         spec=spec, renderer=renderer, source=source, older=older, version=version, step=asked.step, settings=settings, device=world.device,
-        patches=partial(renderer.patches, picture_of=attrgetter("picture")),
+        patches=partial(renderer.patches, picture_of=attrgetter("pil")),
         gallery={image.key: image for each in step.rollouts.values() for image in each.images}, whole_bytes=int(asked.whole_gb * GB),
     )  # fmt: skip
     try:
