@@ -34,6 +34,8 @@ _OTHER_UNITS = """
 _CHANGING_WORDS = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
     twenty thirty forty fifty sixty seventy eighty ninety infinity hundred thousand million billion trillion lakh crore mil mn bn tn grand
+    milliard quadrillion quintillion sextillion septillion octillion nonillion decillion googol centi milli kilo micro nano mega giga tera
+    peta deci hecto
     th half halve third quarter fourth fifth sixth seventh eighth ninth tenth eleventh twelfth twentieth hundredth thousandth millionth
     billionth pair couple trio dozen score gross myriad fold twice thrice double triple quadruple times multiple fraction
     not no never none nor neither without except but anything other isn't aren't wrong false or than less more fewer greater least most

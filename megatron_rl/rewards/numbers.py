@@ -7,8 +7,8 @@ every minus sign, full-width digit and thin space is read alike.
 import re
 import unicodedata
 from collections import Counter
-from decimal import ROUND_HALF_UP, Decimal
 from fractions import Fraction
+from math import floor
 
 from megatron_rl.data.answer_text import normalize
 from megatron_rl.rewards.number_words import keep_value
@@ -65,7 +65,9 @@ def number(text: str, context: str = "") -> Fraction | None:
         return None
     before, after = text[: found.start()], _UNIT_POWER.sub("", text[found.end() :])
     sign = _sign_at_end(before)
-    if sign is None or re.search(r"\d", before + after, re.ASCII) or _UNREADABLE_AFTER.match(after):
+    if sign is None or any(map(str.isdigit, before + after)) or _UNREADABLE_AFTER.match(after) or _is_operator(after.lstrip()[:1]):
+        return None
+    if _num_open(before) > max(0, -_num_open(after)):
         return None
     if _DOTS.match(text, found.end() - found[0].endswith(".")):
         return None
@@ -167,8 +169,13 @@ def _symbols_at_end(text: str) -> str:
     return text[start:]
 
 
+def _num_open(text: str) -> int:
+    """Return how many more brackets a text opens than it closes."""
+    return sum((character in "([{") - (character in ")]}") for character in text)
+
+
 def _is_operator(character: str) -> bool:
-    """Return whether a symbol changes or hides the sign of what follows: `|`, `<`, a root, a dash or line that is no minus sign."""
+    """Return whether a symbol changes or hides the value beside it: `|`, `<`, a root, a dash or line that is no minus sign."""
     if character in _READABLE_SYMBOLS:
         return False
     return unicodedata.category(character) in ("Sm", "Pd") or "\u2500" <= character <= "\u257f" or character == "\u23af"
@@ -197,8 +204,8 @@ def _is_rounding(short: str, long: str) -> bool:
         return False
     value = exact_number(other)
     assert value is not None, f"{long} was a number"
-    exact = Decimal(value.numerator) / Decimal(value.denominator)
-    return exact.quantize(Decimal(1).scaleb(-len(digits.partition(".")[2])), rounding=ROUND_HALF_UP) == Decimal(digits)
+    scale = 10 ** len(digits.partition(".")[2])
+    return Fraction(floor(abs(value) * scale + Fraction(1, 2)), scale) == Fraction(digits)
 
 
 def _list_of(text: str) -> tuple[str, list[Fraction]]:
