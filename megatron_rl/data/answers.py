@@ -63,7 +63,15 @@ def unwrapped(text: str) -> str:
     """Return what the last <answer> block holds, or all of a text without one; of that the last box or GSM8K's last line, if it has one."""
     text = (TAGGED.findall(text) or [text])[-1]
     boxed = last_boxed(text)
-    return text[lead_in.end() if (lead_in := _LEAD_IN.match(text)) else 0 :].strip() if boxed is None else boxed.strip()
+    return without_lead_in(text if boxed is None else boxed)
+
+
+def without_lead_in(text: str) -> str:
+    """Return what stands behind `Answer:`, `The answer is` and the like."""
+    at = 0
+    while lead_in := _LEAD_IN.match(text, at):
+        at = lead_in.end()
+    return text[at:].strip()
 
 
 def unmatchable_reason(answer: str) -> str:

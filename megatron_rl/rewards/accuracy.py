@@ -6,6 +6,7 @@ data_source tells which rule applies. A source that nobody knows is compared lik
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_rl.data.answers import unwrapped
 from megatron_rl.rewards.algebra import Algebra
 from megatron_rl.rewards.answer import NUMERIC_SOURCES, Read, decide, last_reply, relative_accuracy, unboxed, vetoes
 from megatron_rl.rewards.benchmark_rules import official
@@ -52,6 +53,7 @@ class Accuracy:
         by = outcome.payload.get("official")
         if isinstance(by, Mapping) and (credit := official(truth, answer, by)) is not None:
             return credit
+        truth, answer = unwrapped(truth), unwrapped(answer)
         question = str(outcome.payload["question"])
         if source_of(outcome).endswith(NUMERIC_SOURCES):
             return relative_accuracy(truth, answer, question=question)
