@@ -19,7 +19,7 @@ _CHOICE = re.compile(r"(?:[(\[]([A-Za-z])[)\]][.:]?|([A-Z])[:)]|([a-z])\))(?:\s|
 _ONE_OF_SEVERAL = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|\(([a-z])\)|([a-z])\)")
 _NAMED_IN_WORDS = re.compile(r"(?<!\w)[A-Z](?!\w)|[(\[][a-z][)\]]|(?<!\w)[a-z]\)")
 _BETWEEN = re.compile(r"\s*(?:[,;&]\s*(?:and\s)?|\s(?:and\s)?)\s*")
-_BETWEEN_OF_OPTIONS = re.compile(r"\s*(?:[,;&/+]\s*(?:and\s)?|\s(?:and\s)?)\s*")
+_BETWEEN_OF_OPTIONS = re.compile(r"\s*(?:[,;&/+]\s*(?i:and\s)?|\s(?i:and\s)?)\s*")
 """Without options `A/B` and `A + B` are formulas."""
 _NUMBER_WORD = re.compile(
     r"\d|(?<!\w)(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|none|single|double|triple|once|twice|half|pair|dozen"
@@ -99,7 +99,9 @@ def _chosen(text: str, options: Mapping[str, str]) -> _Chosen | None:
     marked = _DOTTED.sub(r"\1)", text, count=1) if options else text
     if letter := choice(marked):
         words = comparison_form(_CHOICE.sub("", marked, count=1))
-        is_contradiction = words != "" and words in forms.values() and words != forms.get(letter)
+        rest = _CHOICE.sub("", marked, count=1)
+        others = (choice_set(rest, options) or _bare_label(rest, options)) if options else ""
+        is_contradiction = words != "" and (bool(others) or words in forms.values()) and words != forms.get(letter)
         return None if is_contradiction else _Chosen(frozenset(letter), words)
     named = [letter for letter, form in forms.items() if form == comparison_form(text) != ""]
     named = named or [letter for letter, option in options.items() if same_label(option, text) or same_number(option, text)]
