@@ -13,6 +13,7 @@ from megatron_rl.data.answer_text import BOX, balanced, comparison_form, count_b
 from megatron_rl.data.answers import LONGEST_ANSWER, PROTOCOL_TAG
 from megatron_rl.data.question_options import options_in
 from megatron_rl.rewards.labels import same_label
+from megatron_rl.rewards.letter_case import differ_in_case
 from megatron_rl.rewards.multiple_choice import same_choice
 from megatron_rl.rewards.numbers import number, same_number, same_numbers
 from megatron_rl.rewards.rubric import Outcome, Veto
@@ -93,8 +94,9 @@ def decide(truth: str, answer: str, *, question: str = "") -> bool | None:
     numbers and two lists of numbers the same ones are.
     """
     options = options_in(question)
-    if same_text(truth, answer) and (normalize(truth) == normalize(answer) or not _has_twins(truth, options)):
-        return True
+    is_same = normalize(truth) == normalize(answer) or not (_has_twins(truth, options) or differ_in_case(truth, answer))
+    if is_same and same_text(truth, answer):
+        return same_numbers(truth, answer) is not False
     if goes_on(truth) or goes_on(answer):
         return None
     rules = (partial(same_choice, options=options), same_label, same_number, same_numbers)

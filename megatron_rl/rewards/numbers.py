@@ -50,6 +50,10 @@ _MARKS = re.compile(
 _DEGREES = re.compile(r"\xb0|\\circ(?![A-Za-z])|\d\s*deg(?:rees?)?(?!\w)", re.IGNORECASE)
 _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNORECASE)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_GROUPS_OF_THREE = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d*)?", re.ASCII)
+_NUMBERS_IN_GROUPS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:,[1-9]\d{0,2}(?:,\d{3})+)+", re.ASCII)
+"""`12,345,67,890`: two numbers."""
+_PART = re.compile(r"\s*;\s*|\s*,\s+(?:and\s+)?|\s+and\s+|\s+,\s*")
 _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
 
 
@@ -215,10 +219,20 @@ def _list_of(text: str) -> tuple[str, list[Fraction]]:
         if inside.startswith(start) and inside.endswith(end):
             inside, kind = inside[len(start) : -len(end)], name
             break
-    if len(inside) > 1000 or re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?", inside):
+    if len(inside) > 1000 or _GROUPS_OF_THREE.fullmatch(inside):
         return kind, []
-    values = [_element(part) for part in re.split(r"\s*[,;]\s*", inside)]
+    values = [_element(part) for part in _elements(inside)]
     return kind, [value for value in values if value is not None] if None not in values and len(values) > 1 else []
+
+
+def _elements(inside: str) -> list[str]:
+    """Part a list where a semicolon, `and` or a comma with a blank behind stands; a comma without one where its part is no `1,000`."""
+    parts = _PART.split(inside)
+    if len(parts) == 1 and _NUMBERS_IN_GROUPS.fullmatch(inside):
+        return [found[0] for found in _GROUPS_OF_THREE.finditer(inside)]
+    if len(parts) == 1:
+        return inside.split(",")
+    return [each for part in parts for each in ([part] if _GROUPS_OF_THREE.fullmatch(part.strip("+-$ ")) else part.split(","))]
 
 
 def _element(text: str) -> Fraction | None:

@@ -1,0 +1,61 @@
+r"""The case of letters in formulas: math-verify reads `R` as `r`, so that `\frac{R}{R+r}` would equal `\frac{r}{R+r}`.
+
+Case counts where one text holds a letter in both cases, and always for Greek letters. Elsewhere `X^2` is `x^2`.
+"""
+
+import re
+import unicodedata
+
+from megatron_rl.data.answer_text import normalize
+
+_GREEK_COMMAND = re.compile(
+    r"\\(alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|upsilon|phi|chi|psi|omega)(?![A-Za-z])",
+    re.IGNORECASE,
+)
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_FORMULA = re.compile(r"[\\+*/^_=<>|()\u2208-]")
+_WORD = re.compile(r"[^\W\d_]{3,}")
+_SPARE = "abcfghjklmnopqrstuvwxyz"
+"""Letters that may stand for another: neither the number e, nor the imaginary i, nor the d of a derivative."""
+
+
+def differ_in_case(one: str, other: str) -> bool:
+    """Return whether two formulas that are the same but for case are different: a letter is used in both cases, or is Greek."""
+    one, other = normalize(one), normalize(other)
+    if _greek(one) != _greek(other):
+        return True
+    bare, other_bare = (_COMMAND.sub(" ", text) for text in (one, other))
+    if bare == other_bare or not (_FORMULA.search(one) and _FORMULA.search(other)) or _WORD.search(bare) or _WORD.search(other_bare):
+        return False
+    return bool(_in_both_cases(bare) or _in_both_cases(other_bare))
+
+
+def with_case(one: str, other: str) -> tuple[str, str] | None:
+    r"""Return two formulas in LaTeX with another letter for each capital whose case counts; None where there are not letters enough.
+
+    Example: `\frac{R}{R+r}` -> `\frac{a}{a+r}`; `\Delta` beside `\delta` becomes a letter, too.
+    """
+    bare, other_bare = (_COMMAND.sub(" ", text) for text in (one, other))
+    capitals = [letter.upper() for letter in sorted(_in_both_cases(bare) | _in_both_cases(other_bare))]
+    names = {name for text in (one, other) for name in _GREEK_COMMAND.findall(text)}
+    greek = sorted(name for name in names if name[0].isupper() and name.lower() in names)
+    spare = [letter for letter in _SPARE if letter not in f"{bare} {other_bare}".casefold()]
+    if len(spare) < len(capitals) + len(greek):
+        return None
+    letters = dict(zip([*capitals, *greek], spare, strict=False))
+
+    def renamed(text: str) -> str:
+        text = _GREEK_COMMAND.sub(lambda found: f"{{{letters[found[1]]}}}" if found[1] in letters else found[0], text)
+        return re.sub(r"\\[A-Za-z]+|[A-Z]", lambda found: letters.get(found[0], found[0]), text)
+
+    return renamed(one), renamed(other)
+
+
+def _greek(text: str) -> list[str]:
+    """Return the Greek letters of a text: its commands, and characters beside which no other letter stands."""
+    characters = re.findall(r"(?<![^\W\d_])[\u0391-\u03c9](?![^\W\d_])", text)
+    return _GREEK_COMMAND.findall(text) + [unicodedata.name(character) for character in characters]
+
+
+def _in_both_cases(text: str) -> frozenset[str]:
+    return frozenset(letter for letter in text if letter.isascii() and letter.islower() and letter.upper() in text)
