@@ -23,16 +23,20 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 from megatron_rl.data.answer_text import goes_on
 from megatron_rl.errors import PermanentInfraError
-from megatron_rl.rewards.equations import PARTS, named_values, num_names, states_a_value
+from megatron_rl.rewards.equations import PARTS, links, named_values, num_names, states_a_value
 from megatron_rl.rewards.labels import digit_label
+from megatron_rl.rewards.latex_commands import are_known
+from megatron_rl.rewards.letter_case import with_case
+from megatron_rl.rewards.matrices import matrix
 from megatron_rl.rewards.typed_math import to_latex
 
+Chains = Sequence[tuple[str, str, bool]]
+"""Values that must agree (equations.links)."""
 LONGEST = 200
 CPU_S = 2.0
 WALL_S = 30.0
@@ -60,15 +64,18 @@ _NAMED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,2}(?:_\w|_\{\w*\}|\(\w\))?\s*=")
 r"""What a value is called: `x =`, `AB =`, `S_{10} =`, `f(x) =`."""
 _JOINED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:[\s~.}]|\\[ ,;:!])*\d|\d(?:[\s~]|\\[ ,;:!])+\d")
 """A letter before a digit (`A12`, `No 7`), or a number before a number (math-verify adds the two: `1 2` would be 3, and `1 1/2` 1)."""
-_SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])")
-"""A sum, difference or inequality, which codes and quantities are not; a sign at the front makes none."""
+_SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])|\^\{[^{}]*[A-Za-z]")
+"""A sum, difference, inequality or power with a letter, which codes and quantities are not; a sign at the front makes none."""
 _UNREADABLE = re.compile(
-    r"[^ -~]|\.\s*\.|\\[lc]?dots|[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|(?:\A|[^A-Za-z}\]_^\\])\{[^{}]*\}\s*[{\d(]|\d\s*(?:\\?\{|\[)"
-    r"|\\[dt]?frac\s*(?:\{[^{}]*\}\s*){2}\d|\^\s*(?:\w|\{[^{}]*\})\s*\^|(?<![\w}\])${.,:;])~"
+    r"[^ -~]|\.\s*\.|\\[lc]?dots|[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|\d\s*(?:\\?\{|\[)"
+    r"|(?:(?:\A|[^A-Za-z}\]_^\\])\{[^{}]*\}|\\\}|(?<!sqrt)\[[^\[\]]*\]|\\circ)\s*(?:[\d({\[]|\\\{|\\[dtc]?(?:frac|binom))"
+    r"|\\log_\{[^{}]*\}\s*\{[^{}]*\}(?!\s*(?:\Z|[-+=<>/,;)]|\\(?:cdot|times)))"
+    r"|\^\s*(?:\w|\{[^{}]*\})\s*\^|(?<![\w}\])${.,:;])~|\\(?:not)?in(?![A-Za-z])\s*(?:[A-Za-z]|\\(?!\{|mathbb|emptyset|varnothing))"
 )
 """Characters that math-verify drops (`5\u2295`), dots that go on, two signs in a row, a ratio or a time inside of something else, a number
-with an index (`101_2`, which it reads as 101), groups in a row (`{3}{3}`, `3[4]`, `\\frac{4}{2}3`, which it adds), powers of powers without
-braces (`2^3^2`, which it groups from the left), negations (`~p`)."""
+with an index (`101_2`, which it reads as 101), groups in a row (`{3}{3}`, `3[4]`, `3^\\circ7`, which it adds), powers of powers without
+braces (`2^3^2`, which it groups from the left), negations (`~p`), members of a set with a name
+(`a \\in A`, which it takes for equal)."""
 _FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
 """Statements about numbers alone (`1=1`, `3>2`): math-verify finds any two true ones equal, and any two false ones."""
@@ -83,8 +90,12 @@ _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
 
 _DEGREES_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\n]*\\circ")
 """math-verify reads 30^\\circ as 30, of which the sine is -0.99."""
-_THOUSANDS = re.compile(r"(?<![\d.,(\[{])[1-9]\d{0,2}(?:,\d{3})+(?![\d,])")
+_DECIMAL_BEFORE_BRACKETS = re.compile(r"\.\d+\(\d+\)", re.ASCII)
+"""`0.1(6)`: a product, a repeating decimal or an uncertainty."""
+_THOUSANDS = re.compile(r"(?<![\d.,(\[{])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)")
 """`1,000`, not at the front of a list in brackets: `(100,200)` is a pair."""
+_THOUSANDS_IN_A_LIST = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)")
+_ALTERNATIVES = re.compile(r"\\(?:pm|mp)(?![A-Za-z])|(?<![A-Za-z])or(?![A-Za-z])")
 
 
 class Algebra:
@@ -101,16 +112,28 @@ class Algebra:
 
         Several named values (`x = 1, y = 2`) are compared name by name; beside a text without names they are left open.
         """
+        if (rows := matrix(truth)) and (others := matrix(answer)):
+            return await self._equal_by_entry(rows, others)
         if not (is_mathematics(truth) and is_mathematics(answer)) or {_brackets(truth), _brackets(answer)} == {"set", "pair"}:
             return None
-        wanted, given = (_THOUSANDS.sub(lambda found: found[0].replace(",", ""), to_latex(text)) for text in (truth, answer))
-        if wanted == given:
+        (wanted, chain), (given, other_chain) = (links(_without_thousands(to_latex(text))) for text in (truth, answer))
+        if wanted == given and not chain and not other_chain:
             return True
+        if (told_apart := with_case(wanted, given)) is None:
+            return None
+        wanted, given = told_apart
         if ("=" in wanted) != ("=" in given) and not (states_a_value(wanted) and states_a_value(given)):
             return None
         if max(num_names(wanted), num_names(given)) > 1:
             return await self._equal_by_name(named_values(wanted), named_values(given))
-        return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, wanted, given)
+        return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, wanted, given, [*chain, *other_chain])
+
+    async def _equal_by_entry(self, wanted: Sequence[Sequence[str]], given: Sequence[Sequence[str]]) -> bool | None:
+        if [*map(len, wanted)] != [*map(len, given)]:
+            return False
+        pairs = [pair for row, other in zip(wanted, given, strict=True) for pair in zip(row, other, strict=True)]
+        verdicts = [one == other or await self.equal(one, other) for one, other in pairs]
+        return False if False in verdicts else None if None in verdicts else True
 
     async def _equal_by_name(self, wanted: Mapping[str, str], given: Mapping[str, str]) -> bool | None:
         if not wanted or wanted.keys() != given.keys():
@@ -118,11 +141,11 @@ class Algebra:
         verdicts = [await self.equal(value, given[name]) for name, value in wanted.items()]
         return False if False in verdicts else None if None in verdicts else True
 
-    def _ask(self, truth: str, answer: str) -> bool | None:
+    def _ask(self, truth: str, answer: str, chains: Chains) -> bool | None:
         reasons: list[OSError] = []
         while len(reasons) < TRIES:
             try:
-                return _reply(self._started(), json.dumps([truth, answer]))
+                return _reply(self._started(), json.dumps([truth, answer, chains]))
             except OSError as error:
                 reasons.append(error)
                 self._drop()
@@ -171,20 +194,28 @@ def is_mathematics(text: str) -> bool:
     are no `\command`), inner dollars and lines.
     """
     inside = to_latex(text).strip("$") if len(text) <= LONGEST and "\n" not in text.strip() and not goes_on(text) else ""
-    if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside):
+    if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside) or not are_known(inside):
         return False
-    if _DEGREES_OF_AN_ANGLE.search(inside) or _VECTORS.match(text) or any(digit_label(part) for part in (text, *PARTS.split(text))):
+    if _DEGREES_OF_AN_ANGLE.search(inside) or _DECIMAL_BEFORE_BRACKETS.search(text):
+        return False
+    if _VECTORS.match(text) or any(digit_label(part) for part in (text, *PARTS.split(text))):
         return False
     if _RELATION.search(inside) and not re.search("[A-Za-z]", _COMMAND.sub("", inside)):
         return False
     return not any(len(letters) > 2 for letters in _LETTERS.findall(inside)) and not _is_label(inside)
 
 
+def _without_thousands(text: str) -> str:
+    """Write `1,000` as `1000`; where a blank or a semicolon parts a list in brackets, its first element, too."""
+    pattern = _THOUSANDS_IN_A_LIST if re.search(r",\s|;", text) else _THOUSANDS
+    return pattern.sub(lambda found: found[0].replace(",", ""), text)
+
+
 def _brackets(text: str) -> str:
     """Return `set` for {a, b}, `pair` for (a, b) and intervals, which math-verify takes for the set; nothing for other texts."""
     inside = to_latex(text).strip("$ ")
     if "," not in inside:
-        return ""
+        return "set" if _ALTERNATIVES.search(inside) else ""
     return "set" if inside.startswith(("\\{", "{")) else "pair" if inside.startswith(("(", "[")) else ""
 
 
@@ -211,37 +242,10 @@ def _end(helper: subprocess.Popen[str]) -> None:
     helper.communicate()
 
 
-def _verify(truth: str, answer: str) -> int:
-    from math_verify import parse, verify
-    from math_verify.parser import LatexExtractionConfig
-
-    from megatron_rl.rewards.parsed_math import differ_by_a_share, is_always_or_never_true, is_undefined, name_unevaluated
-
-    as_written = replace(LatexExtractionConfig().normalization_config, units=False)
-    reader = [LatexExtractionConfig(normalization_config=as_written)]
-    read = [parse(_quoted(text), reader, fallback_mode="no_fallback", parsing_timeout=None) for text in (truth, answer)]
-    if not all(read):
-        return _UNDECIDED
-    sides, are_unevaluated = name_unevaluated([side for side, *_ in read])
-    if any(map(is_undefined, sides)):
-        return _UNDECIDED
-    is_same = all(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in (sides, sides[::-1]))
-    if is_same and sides[0] != sides[1] and all(map(is_always_or_never_true, sides)):
-        return _UNDECIDED
-    if is_same and not differ_by_a_share(*sides):
-        return _RIGHT
-    return _UNDECIDED if are_unevaluated else _WRONG
-
-
-def _quoted(text: str) -> str:
-    """As one formula; math-verify knows a percentage by the sign behind the formula."""
-    inside = text.strip().strip("$").strip()
-    bare = inside.removesuffix("%").removesuffix("\\")
-    return f"${bare}$%" if inside.endswith("%") else f"${inside}$"
-
-
-def _in_a_fork(truth: str, answer: str) -> bool | None:
+def _in_a_fork(truth: str, answer: str, chains: Chains) -> bool | None:
     """Raises OSError where the machine has no room for another process."""
+    from megatron_rl.rewards.math_verdict import verdict
+
     child = os.fork()
     if child == 0:
         status = _UNDECIDED
@@ -251,7 +255,7 @@ def _in_a_fork(truth: str, answer: str) -> bool | None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.setitimer(signal.ITIMER_PROF, CPU_S)  # nobody handles SIGPROF and SIGALRM: they end the process, whatever it is doing
             signal.setitimer(signal.ITIMER_REAL, WALL_S)
-            status = _verify(truth, answer)
+            status = {True: _RIGHT, False: _WRONG, None: _UNDECIDED}[verdict(truth, answer, chains)]
         finally:
             os._exit(status)
     _, ended = os.waitpid(child, 0)
@@ -260,8 +264,10 @@ def _in_a_fork(truth: str, answer: str) -> bool | None:
 
 def _serve() -> None:
     logging.disable(logging.CRITICAL)  # math-verify warns that its time-outs are off
+    from megatron_rl.rewards import math_verdict
+
     for truth, answer in _EXAMPLES:
-        _verify(truth, answer)
+        math_verdict.verdict(truth, answer)
     for line in sys.stdin:
         try:
             verdict: bool | str | None = _in_a_fork(*json.loads(line))

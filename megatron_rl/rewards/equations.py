@@ -5,15 +5,63 @@ named values are compared name by name, and only an equation that names one valu
 """
 
 import re
+from itertools import pairwise
 
 PARTS = re.compile(r"[,;](?!\d{3}(?!\d))(?![^()\[\]]*[)\]])|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 """Between the parts of a list: no comma of thousands or between brackets."""
+_TOKEN = re.compile(r"[()\[\]{}]|=|\\(?:approx(?:eq)?|simeq|doteq)(?![A-Za-z])")
+_DECIMAL = re.compile(r"[(+-]*\d*\.(\d*)(?:\s*\\(?:times|cdot)\s*10\^\{?([-+]?\d{1,2})\}?)?\)?", re.ASCII)
 _NAME = re.compile(
     r"(?:m?\\angle\s*|\\(?:overline|overrightarrow|triangle|text|mathrm)\s*)?\{?"
     r"(?:[A-Za-z]{1,2}|[A-Z]{3}|\\(?:alpha|beta|gamma|delta|Delta|theta|lambda|mu|sigma|phi|omega))\}?"
     r"'*(?:_\{?\w+\}?)?(?:\s*\([\w, ]*\))?"
 )
 r"""Names of values: `x`, `AB`, `S_{10}`, `f(x)`, `\angle A`."""
+
+
+def links(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
+    r"""Return a text with every name before its value and nothing behind \approx, and the pairs of values that must agree for it to be one.
+
+    Each pair is of neighbors in a chain (`x = 2+3 = 5`), with whether it is the last one, which must agree even if it holds no numbers.
+    Example: `5 = x` -> `x = 5`; `x = \frac{1}{3} \approx 0.33` -> `x=\frac{1}{3}`, of which 1/3 and 0.33 must agree.
+    """
+    pieces, pairs, at = [], [], 0
+    for separator in [*PARTS.finditer(text), None]:
+        part, found = _read_chain(text[at : separator.start() if separator else len(text)])
+        pieces += [part, separator[0] if separator else ""]
+        pairs += found
+        at = separator.end() if separator else at
+    return " ".join(" ".join(pieces).split()), pairs
+
+
+def _read_chain(part: str) -> tuple[str, list[tuple[str, str, bool]]]:
+    signs = _signs(part)
+    starts, ends = [0, *(sign.end() for sign in signs)], [*(sign.start() for sign in signs), len(part)]
+    sides = [part[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+    are_exact = [sign[0] == "=" for sign in signs]
+    if not signs or not all(sides[1:]):
+        return part, []
+    if not sides[0]:
+        sides, are_exact = sides[1:], are_exact[1:]
+    elif not _NAME.fullmatch(sides[0]) and _NAME.fullmatch(sides[-1]) and all(are_exact):
+        sides = sides[::-1]
+    is_named = _NAME.fullmatch(sides[0]) is not None and len(sides) > 1
+    if len(sides) == 2 and all(are_exact):
+        return "=".join(sides), []
+    values = sides[is_named:]
+    kept = next((place for place, is_exact in enumerate(are_exact[is_named:], start=1) if not is_exact), len(values))
+    pairs = [(one, other, place == len(values) - 2) for place, (one, other) in enumerate(pairwise(values))]
+    return "=".join([*sides[:is_named], *values[:kept]]), pairs
+
+
+def _signs(part: str) -> list[re.Match[str]]:
+    """Return the signs of equality outside of brackets."""
+    depth, found = 0, []
+    for token in _TOKEN.finditer(part):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if depth == 0 and token[0] not in "()[]{}":
+            found.append(token)
+    return found
 
 
 def named_values(text: str) -> dict[str, str]:
@@ -35,6 +83,12 @@ def states_a_value(text: str) -> bool:
     """Return whether each equation of a text has a name alone on one side, as `x = 5` and `2x = y` have and `x + y = 3` has not."""
     chains = [[side.strip() for side in part.split("=")] for part in _parts(text) if "=" in part]
     return all(_NAME.fullmatch(sides[0]) or _NAME.fullmatch(sides[-1]) for sides in chains)
+
+
+def rounding_of(one: str, other: str) -> float | None:
+    """Return half a unit in the last place of the shorter of two decimals, None where neither is a decimal."""
+    places = [int(found[2] or 0) - len(found[1]) for text in (one, other) if (found := _DECIMAL.fullmatch(text))]
+    return 0.5 * 10.0 ** max(places) if places else None
 
 
 def _parts(text: str) -> list[str]:

@@ -6,7 +6,33 @@ each of them would equal any other of its kind. A limit, a sum or an integral wo
 
 from collections.abc import Sequence
 
-from sympy import Abs, Derivative, Expr, Integral, Limit, Max, Product, Sum, Symbol, false, nan, solve, true, zoo
+from sympy import (
+    Abs,
+    And,
+    Derivative,
+    Equality,
+    Expr,
+    FiniteSet,
+    Float,
+    Integral,
+    Interval,
+    Limit,
+    Max,
+    Pow,
+    Product,
+    Sum,
+    Symbol,
+    Tuple,
+    Union,
+    exp,
+    false,
+    nan,
+    nsimplify,
+    preorder_traversal,
+    solve,
+    true,
+    zoo,
+)
 from sympy.core.function import AppliedUndef
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
@@ -35,11 +61,81 @@ def is_always_or_never_true(side: Expr) -> bool:
     return any(map(_is_trivial, [each for each in relations if each.free_symbols] or relations))
 
 
+def with_exact_exponents(side: Expr) -> Expr:
+    """Return a side with fractions for the decimals in its exponents: SymPy would not find x^{1.5} equal to x\\sqrt{x}."""
+    powers = [power for power in side.atoms(Pow, exp) if power.exp.has(Float)]
+    return side.xreplace({power: Pow(power.base, nsimplify(power.exp, rational=True)) for power in powers})
+
+
+def are_numbers(*sides: Expr) -> bool:
+    return all(isinstance(side, Expr) and side.is_number and side.is_finite for side in sides)
+
+
+def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
+    """Return whether two numbers differ by more than a margin, without one by more than SHARE of the larger."""
+    size = Abs(one - other).evalf()
+    return bool(size > (SHARE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + SHARE)))
+
+
 def differ_by_a_share(truth: Expr, answer: Expr) -> bool:
-    """Return whether two numbers differ by more than SHARE of the larger: math-verify rounds to six places, where 1e-7 equals 2e-7."""
-    if not all(isinstance(side, Expr) and side.is_number and side.is_finite for side in (truth, answer)):
+    """Return whether two numbers, or two in the same place of lists, sets, intervals and named values, differ by more than SHARE.
+
+    math-verify rounds to six places, where 1e-7 equals 2e-7.
+    """
+    values, others = _values(truth), _values(answer)
+    if values is None or others is None or len(values) != len(others):
         return False
-    return bool(Abs(truth - answer).evalf() > SHARE * Max(Abs(truth), Abs(answer)).evalf())
+    return any(differ_beyond(one, other, None) for one, other in zip(values, others, strict=True))
+
+
+def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
+    """Return whether one of two formulas that are not written alike holds a number that is 0 at six places."""
+    if _values(truth) is not None and _values(answer) is not None:
+        return False
+    return any(map(_holds_tiny, (truth, answer))) and truth.doit() != answer.doit()
+
+
+def are_interval_and_list(truth: Expr, answer: Expr) -> bool:
+    """Return whether one side is an interval and the other the values at its ends: `2<x<5` beside `2, 5`, `(-3,3)` beside `x=\\pm3`."""
+    return {_form(truth), _form(answer)} in ({"range", "values"}, {"range", "list"}, {"interval", "values"})
+
+
+def _form(side: Expr) -> str:
+    if side.atoms(Relational) - side.atoms(Equality) or (isinstance(side, Equality) and side.has(Interval)):
+        return "range"
+    if isinstance(side, FiniteSet | Tuple | Equality):
+        return "values" if side.atoms(Equality) else "list"
+    return "interval" if isinstance(side, Interval | Union) else ""
+
+
+def _values(side: Expr) -> list[Expr] | None:
+    """Return the numbers of a number, a named value, a list, a set or an interval, None for a formula; without the infinite ones."""
+    if isinstance(side, Interval):
+        return _values_of(side.args[:2])
+    if isinstance(side, FiniteSet | Union | And):
+        found = [_values(part) for part in side.args]
+        return None if None in found else [value for values in sorted(found, key=_sizes) for value in values]
+    if isinstance(side, Tuple):
+        return _values_of(side.args)
+    if isinstance(side, Relational):
+        return _values_of([part for part in side.args if not isinstance(part, Symbol)])
+    if isinstance(side, Expr) and side.is_number:
+        return [side] if side.is_finite else []
+    return None
+
+
+def _values_of(parts: Sequence[Expr]) -> list[Expr] | None:
+    found = [_values(part) for part in parts]
+    return None if None in found else [value for values in found for value in values]
+
+
+def _sizes(values: Sequence[Expr]) -> list[tuple[Expr, Expr]]:
+    return [value.evalf().as_real_imag() for value in values]
+
+
+def _holds_tiny(side: Expr) -> bool:
+    numbers = [part for part in preorder_traversal(side) if isinstance(part, Expr) and part.is_number and part.is_finite]
+    return any(0 < Abs(part).evalf() < SHARE for part in numbers)
 
 
 def _outermost(side: Expr) -> set[Expr]:

@@ -1,0 +1,57 @@
+"""What math-verify says of two expressions in LaTeX, and where it is not believed (parsed_math.py).
+
+Imported by the algebra's helper process only: SymPy loads slowly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from math_verify import parse, verify
+from math_verify.parser import LatexExtractionConfig
+from sympy import Expr
+
+from megatron_rl.rewards import parsed_math as checks
+from megatron_rl.rewards.equations import rounding_of
+
+
+def verdict(truth: str, answer: str, chains: Sequence[tuple[str, str, bool]] = ()) -> bool | None:
+    """Return whether two expressions are equal, None where that cannot be told; `chains` are values that must agree (equations.links)."""
+    one, other = _parsed(truth), _parsed(answer)
+    if one is None or other is None or not all(_agree(*pair) for pair in chains):
+        return None
+    sides, are_unevaluated = checks.name_unevaluated([checks.with_exact_exponents(side) for side in (one, other)])
+    if any(map(checks.is_undefined, sides)):
+        return None
+    is_same = _are_same(*sides)
+    if is_same and sides[0] != sides[1] and (all(map(checks.is_always_or_never_true, sides)) or checks.are_lost_in_rounding(*sides)):
+        return None
+    if is_same and not checks.differ_by_a_share(*sides) and not checks.are_interval_and_list(*sides):
+        return True
+    return None if are_unevaluated else False
+
+
+def _parsed(text: str) -> Expr | None:
+    as_written = replace(LatexExtractionConfig().normalization_config, units=False)
+    reader = [LatexExtractionConfig(normalization_config=as_written)]
+    return next(iter(parse(_quoted(text), reader, fallback_mode="no_fallback", parsing_timeout=None)), None)
+
+
+def _are_same(one: Expr, other: Expr) -> bool:
+    return all(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in ((one, other), (other, one)))
+
+
+def _agree(one: str, other: str, is_last: bool) -> bool:
+    """Return whether two neighbors in a chain of equality are one value: numbers up to the rounding of the shorter decimal."""
+    value, next_value = _parsed(one), _parsed(other)
+    if value is None or next_value is None:
+        return not is_last
+    if checks.are_numbers(value, next_value):
+        return not checks.differ_beyond(value, next_value, rounding_of(one, other))
+    return not is_last or _are_same(value, next_value)
+
+
+def _quoted(text: str) -> str:
+    """As one formula; math-verify knows a percentage by the sign behind the formula."""
+    inside = text.strip().strip("$").strip()
+    bare = inside.removesuffix("%").removesuffix("\\")
+    return f"${bare}$%" if inside.endswith("%") else f"${inside}$"
