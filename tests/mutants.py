@@ -806,7 +806,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "lists of the same digits are the same text",
         "megatron_rl/rewards/answer.py",
-        "return same_numbers(truth, answer) is not False",
+        "return is_exact or same_numbers(truth, answer) is not False",
         "return True",
         "tests/rewards/test_answer_values.py -k thousands",
     ),

@@ -94,9 +94,10 @@ def decide(truth: str, answer: str, *, question: str = "") -> bool | None:
     numbers and two lists of numbers the same ones are.
     """
     options = options_in(question)
-    is_same = normalize(truth) == normalize(answer) or not (_has_twins(truth, options) or differ_in_case(truth, answer))
-    if is_same and same_text(truth, answer):
-        return same_numbers(truth, answer) is not False
+    if same_text(truth, answer):
+        is_exact = normalize(truth) == normalize(answer)
+        if is_exact or not (_has_twins(truth, options) or differ_in_case(truth, answer)):
+            return is_exact or same_numbers(truth, answer) is not False
     if goes_on(truth) or goes_on(answer):
         return None
     rules = (partial(same_choice, options=options), same_label, same_number, same_numbers)

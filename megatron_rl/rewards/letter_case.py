@@ -58,4 +58,5 @@ def _greek(text: str) -> list[str]:
 
 
 def _in_both_cases(text: str) -> frozenset[str]:
-    return frozenset(letter for letter in text if letter.isascii() and letter.islower() and letter.upper() in text)
+    letters = {*text}
+    return frozenset(letter for letter in letters if letter.isascii() and letter.islower() and letter.upper() in letters)
