@@ -811,10 +811,10 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/rewards/test_answer_values.py -k thousands",
     ),
     Mutant(
-        "other letters behind a letter are words",
+        "letters of options are joined by a small `and` alone",
         "megatron_rl/rewards/multiple_choice.py",
-        "(bool(others) or words in forms.values())",
-        "words in forms.values()",
+        "[,;&/+]\\s*(?i:and\\s)?|\\s(?i:and\\s)?",
+        "[,;&/+]\\s*(?:and\\s)?|\\s(?:and\\s)?",
         "tests/rewards/test_answer_values.py -k contradict",
     ),
     Mutant(

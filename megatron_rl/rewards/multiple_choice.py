@@ -99,9 +99,7 @@ def _chosen(text: str, options: Mapping[str, str]) -> _Chosen | None:
     marked = _DOTTED.sub(r"\1)", text, count=1) if options else text
     if letter := choice(marked):
         words = comparison_form(_CHOICE.sub("", marked, count=1))
-        rest = _CHOICE.sub("", marked, count=1)
-        others = (choice_set(rest, options) or _bare_label(rest, options)) if options else ""
-        is_contradiction = words != "" and (bool(others) or words in forms.values()) and words != forms.get(letter)
+        is_contradiction = words != "" and words in forms.values() and words != forms.get(letter)
         return None if is_contradiction else _Chosen(frozenset(letter), words)
     named = [letter for letter, form in forms.items() if form == comparison_form(text) != ""]
     named = named or [letter for letter, option in options.items() if same_label(option, text) or same_number(option, text)]
