@@ -115,7 +115,7 @@ async def scored_anew(task: Task, example: Example, rollout: Rollout, image_toke
     if not rollout.is_scored:
         return rollout
     turns = [replace(turn, step_score=None, reward_delta=0.0) for turn in rollout.turns]
-    bare = replace(as_played(rollout), turns=turns, reward=None, outcome=0.0, rewards={}, verdicts=[], scoring_s=0.0)
+    bare = replace(as_played(rollout), turns=turns, reward=None, outcome_reward=0.0, reward_terms={}, verdicts=[], scoring_s=0.0)
     bare = replace(bare, **example_fields(example.payload))  # those that it is scored by now
     clock = asyncio.get_running_loop().time
     for tried in range(1, TRIES + 1):
@@ -130,7 +130,7 @@ async def scored_anew(task: Task, example: Example, rollout: Rollout, image_toke
             continue
         for turn, worth, gain in zip(turns, score.turns, score.gains, strict=True):
             turn.step_score, turn.reward_delta = worth, gain
-        return replace(bare, reward=score.reward, outcome=score.outcome, rewards=score.rewards, scoring_s=clock() - started)
+        return replace(bare, reward=score.reward, outcome_reward=score.outcome, reward_terms=score.rewards, scoring_s=clock() - started)
 
 
 def first_shown(rollout: Rollout, image_token_id: int) -> list[Image]:

@@ -156,7 +156,7 @@ def run_attempt(settings: Settings, own: Plugins, *, world: World, stop: StopSig
                 household, playing = None, settings
                 if settings.engine.num_local_servers and stage is not REPLAY:
                     urls, household = closing.enter_context(engines(settings, world, go_on=stop.check_start))
-                    asked = replace(settings.engine, urls=urls, servers=0, token_file=str(token_file(folder, ENGINES)))
+                    asked = replace(settings.engine, urls=urls, num_local_servers=0, token_file=str(token_file(folder, ENGINES)))
                     playing = replace(settings, engine=asked)
             except GracefulStop:
                 step = raise_on_all_ranks(lambda: saved_step(folder))

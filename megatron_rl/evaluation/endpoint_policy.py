@@ -106,7 +106,7 @@ class ChatConversation:
         self.turns.append(Turn(sequence=len(self.sequences) - 1, token_span=(0, 0), text=text))
         return text
 
-    def place_of(self, char: int) -> None:
+    def char_to_token(self, char: int) -> None:
         """It has no tokens."""
 
     async def observe(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:

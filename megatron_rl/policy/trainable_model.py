@@ -26,7 +26,7 @@ class TrainableModel:
         """Take a step's returns into what the value head normalizes by. The same on every rank."""
         head = self.network.chunks[-1].value_head
         if head is not None:  # the last stage has it
-            head.see(returns)
+            head.update_return_stats(returns)
 
     def _value_R(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
         head = self.network.chunks[-1].value_head

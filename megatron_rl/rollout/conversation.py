@@ -136,7 +136,7 @@ class TokenConversation:
         self.turns.append(Turn(sequence=len(self.sequences) - 1, token_span=(start, len(context.token_ids)), text=text))
         return text
 
-    def place_of(self, char: int) -> int:
+    def char_to_token(self, char: int) -> int:
         start, stop = self.turns[-1].token_span
         return start + self._renderer.place_of(self.sequences[-1].token_ids[start:stop], char)
 

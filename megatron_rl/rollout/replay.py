@@ -28,7 +28,7 @@ class Replay:
         self._folder, self._gather, self._rank, self._size = folder, gather, world.rank, world.size
         self.admission = PromptScheduler(lambda: (), rounds=rounds, episode=episode)
 
-    def take(self, step: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+    def generate(self, step: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         """The rollouts of a step as they were played. ValueError: its file is damaged, or lacks a picture."""
         path = path_of(self._folder, step)
         rollouts = self._gather(raise_on_all_ranks(lambda: self._mine(path)))
@@ -41,11 +41,11 @@ class Replay:
         mine = range(self._rank * num // self._size, (self._rank + 1) * num // self._size)
         return [as_played(rollout) for rollout in read_rollouts(path, mine)]
 
-    def serve(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
+    def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Nobody plays with them."""
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def offloaded(self) -> Iterator[None]:
         """The device is the trainer's always."""
         yield
 

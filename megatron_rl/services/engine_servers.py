@@ -122,16 +122,16 @@ class Engines:
             print(f"{', '.join(engine.name for engine in late)}: no answer yet, {told}", flush=True)
         return not late
 
-    def heard(self, url: str) -> None:
+    def report_alive(self, url: str) -> None:
         self._engines[url].is_up = True
 
-    def is_well(self, url: str) -> None:
+    def is_healthy(self, url: str) -> None:
         engine, now = self._engines[url], time.monotonic()
         engine.well_since = engine.well_since or now
         if now - engine.well_since >= STEADY_S:
             engine.ends = 0
 
-    def revive(self, url: str, *, hangs: bool) -> None:
+    def restart(self, url: str, *, hangs: bool) -> None:
         """See health.ServerSupervisor."""
         engine, now = self._engines[url], time.monotonic()
         with engine.lock:

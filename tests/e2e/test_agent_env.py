@@ -92,7 +92,7 @@ def test_zoom_and_rotate_act_on_the_original(room: Room) -> None:
         assert same(pictures(zoomed)[0], NOISE.crop((10, 20, 60, 80)))
         assert same(pictures(turned)[0], NOISE.transpose(Image.Transpose.ROTATE_90))
         assert same(pictures(again)[0], NOISE.crop((92, 50, 120, 90)))
-        assert [each.tool_call.frame for each in (zoomed, turned, outside)] == [(120, 90)] * 3, "what boxes are told in"
+        assert [each.call.frame for each in (zoomed, turned, outside)] == [(120, 90)] * 3, "what boxes are told in"
         assert "outside of the image" in outside.call.error and "120 wide and 90 high" in text(outside)
         assert (outside.call.tool, outside.call.ran, outside.done, pictures(outside)) == ("zoom", True, False, [])
     (nothing,) = play(room, DeepEyes(), DeepEyes().write_call("rotate", {"angle": 1}), images=())

@@ -170,7 +170,7 @@ def test_an_answer_that_stands_only_in_a_picture_of_turn_two_is_found(renderer: 
 def test_gold_earns_full_marks_and_no_gold_none(
     renderer: Renderer, questions: Path, server: str, protocol: str, reward: str, full: float
 ) -> None:
-    task = task_of(questions, protocol=protocol, reward=reward, sandbox=SandboxSettings(url=server))
+    task = task_of(questions, tool_format=protocol, reward=reward, sandbox=SandboxSettings(url=server))
 
     def gold(example: Example) -> Said:
         replies = task.gold(example)
@@ -195,7 +195,7 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(
         return completion(json.dumps({"score": int(bool(made) and all(np.abs(np.subtract(first, other)).max() < 9 for other in made))}))
 
     with serving(looks) as judge:
-        task = task_of(questions, protocol="codev", reward=reward, judge=judged_by(judge), sandbox=SandboxSettings(url=server))
+        task = task_of(questions, tool_format="codev", reward=reward, judge=judged_by(judge), sandbox=SandboxSettings(url=server))
 
         def gold(example: Example) -> Said:
             replies = task.gold(example)
@@ -242,7 +242,7 @@ def test_the_users_data_arrive(questions: Path) -> None:
     assert len(task.examples("eval")) == 2, "task.data.max_eval"
     assert task.env(task.examples("train")[0]).protocol.shown is False
     assert task.stop == ("</code>",)
-    codev = task_of(questions, protocol="codev")
+    codev = task_of(questions, tool_format="codev")
     assert codev.env(codev.examples("train")[1]).protocol.file_names == ("green.png",)
     names = PROTOCOLS["codev"]({"extra": {"image_file_name": ["vstar 12", "b.jpg"]}}).file_names
     assert names == ("vstar 12.png", "b.jpg"), "the sandbox takes no file without a suffix"

@@ -41,7 +41,9 @@ def recorded(random_model: Path, tmp_path: Path) -> Path:
     rows = [{"question": "Which <image>?", "answer": answer, "images": []} for name, answer in ANSWERS.items()]
     replace_lines(tmp_path / "questions.jsonl", [{**row, "question": "Which?"} for row in rows])
     rollouts = [rollout_of(example, said, renderer, sample=sample) for sample, (example, said) in enumerate(SAID)]
-    failed = replace(rollouts[0], status=Status.FAILED, stop_reason=StopReason.INFRA_ERROR, reward=None, rewards={}, reason="judge down")
+    failed = replace(
+        rollouts[0], status=Status.FAILED, stop_reason=StopReason.INFRA_ERROR, reward=None, reward_terms={}, reason="judge down"
+    )
     folder = tmp_path / "run" / "rollouts"
     for step, played in enumerate(([*rollouts, failed], rollouts[::-1])):
         store_pictures(folder, played)

@@ -133,7 +133,7 @@ def test_a_conversation_in_messages() -> None:
         talked = ChatConversation(speaker, LIMITS)
         sampling = SamplingSettings(6, 0.0, seed=3, stop=("</stop>",))
         ends = [await talked.open([{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "image", "image": picture}]}])]
-        assert await talked.generate(sampling) == "one </stop>" and talked.place_of(2) is None
+        assert await talked.generate(sampling) == "one </stop>" and talked.char_to_token(2) is None
         heard = [{"type": "text", "text": "T"}, {"type": "image", "image": picture}]
         ends.append(await talked.observe([{"role": "tool", "content": heard}], anew=False))
         await talked.generate(sampling)

@@ -24,6 +24,6 @@ def test_a_replayed_step_counts_the_rounds_that_it_was_dealt(tmp_path: Path) -> 
     with world_of_one():
         replay = Replay(tmp_path, world=read_world(), gather=list, rounds=rounds, episode=EPISODE)
         for step, so_far in enumerate((1, 4, 6)):
-            taken = replay.take(step, enough=handed.append)
+            taken = replay.generate(step, enough=handed.append)
             assert replay.admission.rounds == so_far
             assert handed[-1] is taken and said(taken) == said(played[step])

@@ -40,7 +40,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     """Says how the servers fare from now on: at first well."""
     monkeypatch.setattr(room, "server_command_line", lambda settings: [sys.executable, str(SUPPORT / "stand_in_engine.py"), str(tmp_path)])
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
-    monkeypatch.setattr(room, "MIN_BACKOFF_S", 0.4)
+    monkeypatch.setattr(room, "FIRST_REST_S", 0.4)
 
     def fare(how: str) -> None:
         (tmp_path / "next").write_text(how)
@@ -75,7 +75,7 @@ def revived(own: Engines, url: str, folder: Path, *, hangs: bool = False, within
     before = len(starts(folder))
 
     def again() -> bool:
-        own.revive(url, hangs=hangs)
+        own.restart(url, hangs=hangs)
         return len(starts(folder)) > before
 
     until(again, within_s=within_s)
@@ -152,13 +152,13 @@ def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys
     """At its address, the other untouched; who is well is let alone."""
     with engines(settings_of(tmp_path), read_world(), go_on=go_on) as (urls, own):
         first = next(each for each in starts(tmp_path) if urls[1].endswith(f":{each['port']}"))
-        own.revive(urls[1], hangs=False)
+        own.restart(urls[1], hangs=False)
         assert len(starts(tmp_path)) == 2, "it runs"
         os.kill(first["pid"], number)
         again = revived(own, urls[1], tmp_path)
         assert again["port"] == first["port"] and again["pid"] != first["pid"] and len(starts(tmp_path)) == 3
         assert len({each["seed"] for each in starts(tmp_path)}) == 3, "no two sample alike"
-        own.revive(urls[1], hangs=True)
+        own.restart(urls[1], hangs=True)
         assert len(starts(tmp_path)) == 3, "one that is just starting may be silent"
     assert re.search(rf"engine 1 \({urls[1]}\): has ended with exit code \d+, and is started again in 0 s; ", capsys.readouterr().out)
 
@@ -168,7 +168,7 @@ def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytes
     with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
         (first,) = starts(tmp_path)
         os.kill(first["pid"], signal.SIGSTOP)
-        own.revive(url, hangs=False)
+        own.restart(url, hangs=False)
         assert len(starts(tmp_path)) == 1
         again = revived(own, url, tmp_path, hangs=True)
         assert gone(first["pid"]) and not gone(again["pid"])
@@ -186,13 +186,13 @@ def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
             revived(own, urls[0], tmp_path)
             times.append(time.monotonic())
         assert times[1] - times[0] >= 0.4 and times[2] - times[1] >= 0.8
-        until(lambda: own.revive(urls[0], hangs=False) or "stays away after 4 ends in a row" in capsys.readouterr().out)
+        until(lambda: own.restart(urls[0], hangs=False) or "stays away after 4 ends in a row" in capsys.readouterr().out)
         num = len(starts(tmp_path))
         for _ in range(20):
-            own.revive(urls[0], hangs=True)
+            own.restart(urls[0], hangs=True)
             time.sleep(0.1)
         assert len(starts(tmp_path)) == num == 5
-        own.revive(urls[1], hangs=False)
+        own.restart(urls[1], hangs=False)
         assert len(starts(tmp_path)) == 5
 
 
@@ -200,10 +200,10 @@ def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(room, "STEADY_S", 0.3)
     with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
         for life in (0.0, 0.4, 0.0):
-            own.heard(url)
-            own.is_well(url)
+            own.report_alive(url)
+            own.is_healthy(url)
             time.sleep(life)
-            own.is_well(url)
+            own.is_healthy(url)
             os.kill(starts(tmp_path)[-1]["pid"], signal.SIGKILL)
             revived(own, url, tmp_path)
     rests = re.findall(r"is started again in (\d) s", capsys.readouterr().out)
@@ -214,7 +214,7 @@ def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch:
 def test_nothing_is_started_when_all_is_over(tmp_path: Path) -> None:
     with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
         pass
-    own.revive(url, hangs=True)
+    own.restart(url, hangs=True)
     time.sleep(0.3)
     assert len(starts(tmp_path)) == 1
 
