@@ -3274,8 +3274,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a judge's old verdicts stay in what is scored anew",
         "megatron_rl/entrypoints/rescore.py",
-        "rewards={}, verdicts=[], scoring_s",
-        "rewards={}, scoring_s",
+        "reward_terms={}, verdicts=[], scoring_s",
+        "reward_terms={}, scoring_s",
         "tests/entrypoints/test_rescore.py -k by_rule",
     ),
     Mutant(

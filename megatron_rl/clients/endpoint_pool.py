@@ -3,9 +3,9 @@
 A server that failed rests, twice as long with each failure in a row or as long as it says itself, and the others are asked meanwhile. How
 long a request waits for one is a patience of its own, no matter how long an answer may take. What goes on the wire is the caller's: a call
 is a coroutine function of the server to ask. What it raises tells how it went:
-    ServerFault, TimeoutError   the server is in trouble: it rests, and the call is tried again
+    EndpointError, TimeoutError   the server is in trouble: it rests, and the call is tried again
     KeyRefused                  the server is well and does not accept the key or token: the run ends
-    BadReply                    the server is well, what it said is of no use: the call is tried again
+    InvalidReply                    the server is well, what it said is of no use: the call is tried again
     Refused                     any server would refuse this call: no further try
 """
 

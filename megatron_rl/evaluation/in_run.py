@@ -35,7 +35,7 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
 
     Over the episodes that were scored; where success is their plain mean, `episodes` is how many. Where a task says how often it deals an
     example, or works its success out, the examples are no sample. RunFailed when more than `max_failed` of them failed on our side, or no
-    other is left; NotFinite when one was rewarded what is no number: NaN is not above 0, and would be told as no success.
+    other is left; NonFiniteValue when one was rewarded what is no number: NaN is not above 0, and would be told as no success.
     """
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):

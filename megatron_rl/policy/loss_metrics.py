@@ -44,8 +44,8 @@ def nonfinite_error(collected: Sequence[CollectedMetrics]) -> str:
 
 
 def reduce_metrics(collected: Sequence[CollectedMetrics], *, trouble: str) -> dict[str, float]:
-    """Add sums and histograms and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NotFinite: one has
-    trouble."""
+    """Add sums and histograms and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NonFiniteValue:
+    one has trouble."""
     sums: dict[str, float] = {}
     losses: dict[str, float] = {}
     maxima: dict[str, float] = {}

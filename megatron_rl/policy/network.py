@@ -97,8 +97,8 @@ class Network:
 
         `step` is the stage's, from 0: it decides the learning rate. is_partial: the loss leaves out some of what is trained. Returns the
         loss, the gradient norm before clipping, and the loss's metrics: its parts divided by the denominator, sums by the number of sampled
-        tokens, maxima. `check` gets these metrics before any weight changes, on every rank the same. NotFinite on every rank, before any
-        weight has changed: a number of a micro-batch or the gradient is no number; after the update: a weight is none.
+        tokens, maxima. `check` gets these metrics before any weight changes, on every rank the same. NonFiniteValue on every rank, before
+        any weight has changed: a number of a micro-batch or the gradient is no number; after the update: a weight is none.
         """
         collected: list[LossMetrics] = []
 

@@ -35,7 +35,7 @@ def failure_of(failed: Sequence[Rollout], line: str, *, num: int, limit: float) 
 
 
 def require_finite(rollouts: list[Rollout]) -> None:
-    """NotFinite: a reward is no number, or an engine's logprob is none: the weights that it serves are broken."""
+    """NonFiniteValue: a reward is no number, or an engine's logprob is none: the weights that it serves are broken."""
     for rollout in rollouts:
         name = f"{rollout.example_id}#{rollout.sample_index}"
         if rollout.reward is not None and not math.isfinite(rollout.reward):

@@ -133,7 +133,7 @@ def test_times_have_names(run: Finished) -> None:
 def test_metrics_and_settings_are_left_behind(run: Finished) -> None:
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert config["run"]["dir"] == str(run.folder)
-    assert config["optim"]["lr"] == 1e-3 and config["algo"]["clip_low"] == 0.2, "overrides and defaults, resolved"
+    assert config["optim"]["lr"] == 1e-3 and config["algo"]["clip_ratio_low"] == 0.2, "overrides and defaults, resolved"
     lines = read_metrics(run.folder / "metrics.jsonl")
     evaluation = json.loads((run.folder / "eval.json").read_text())
     assert evaluation == {name: lines[-1][f"eval/{name}"] for name in evaluation}

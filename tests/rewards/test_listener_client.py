@@ -216,7 +216,10 @@ def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
         with pytest.raises(InfraError, match="asks for its token: task.listener.token_file=FILE"):
             held(settings(url), nothing)
         held(settings(url, token_file=str(word)), nothing)
-    with listener_of(Room(is_well=False)) as url, pytest.raises(InfraError, match="ServerFault: HTTP 503: .*the engine has failed; start"):
+    with (
+        listener_of(Room(is_well=False)) as url,
+        pytest.raises(InfraError, match="EndpointError: HTTP 503: .*the engine has failed; start"),
+    ):
         held(settings(url), nothing)
 
 

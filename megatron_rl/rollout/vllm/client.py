@@ -94,7 +94,7 @@ class GenerateClient:
     async def generate(self, server: VllmServer, turn: GenerateRequest, said: Completion, *, label: str, salt: str) -> PartialCompletion:
         """The rest of a turn of which this much is said, by the weights of this label; `salt` tells prefixes in the server's cache apart.
 
-        ServerFault: no answer, or one that is none; KeyRefused, which is one: the server asks for a key. ValueError: what vLLM does not
+        EndpointError: no answer, or one that is none; KeyRefused, which is one: the server asks for a key. ValueError: what vLLM does not
         take.
         """
         call = partial(self._send_with_images, server, turn, label=label, salt=salt)
@@ -178,7 +178,7 @@ class GenerateClient:
 async def _sending_images(server: VllmServer, shown: set[str]) -> AsyncIterator[bool]:
     """Whether who shows these pictures brings the server those that it lacks. What others are bringing is waited for first.
 
-    ServerFault: it rests since one of them failed, and this one did not try.
+    EndpointError: it rests since one of them failed, and this one did not try.
     """
     while unknown := shown - server.known:
         if not (coming := unknown & server.coming.keys()):
@@ -197,7 +197,7 @@ async def _sending_images(server: VllmServer, shown: set[str]) -> AsyncIterator[
 
 
 def _checked(body: bytes, asked: list[int], label: str, *, most: int) -> PartialCompletion:
-    """ServerFault: that is no reply of an engine of this run, by the weights that it was asked for. RuntimeError: it has read other ids
+    """EndpointError: that is no reply of an engine of this run, by the weights that it was asked for. RuntimeError: it has read other ids
     than those that are trained on."""
     try:
         reply = _Reply.model_validate_json(body)

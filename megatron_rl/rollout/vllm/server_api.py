@@ -1,6 +1,6 @@
 """A server of vLLM as its clients see it: its calls by HTTP, and how it fares.
 
-All that it says is checked. A call that goes wrong raises ServerFault, with what the server said about it.
+All that it says is checked. A call that goes wrong raises EndpointError, with what the server said about it.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ class VllmServer:
     def call(
         self, path: str, body: object = None, *, timeout_s: float = ANSWER_S, max_bytes: int = MOST_BYTES, **query: str
     ) -> bytes:  # fmt: skip
-        """GET without a body, POST with one. KeyRefused, ServerFault: it said no, or nothing."""
+        """GET without a body, POST with one. KeyRefused, EndpointError: it said no, or nothing."""
         verb, limit_s = "GET" if body is None else "POST", min(timeout_s, self._longest_s)
         try:
             answer = request(verb, self.url + path, body, limit_s=limit_s, max_bytes=max_bytes, token=self.token, query=query)
@@ -123,7 +123,7 @@ class VllmServer:
         return self.content_of(answer, path)
 
     def content_of(self, answer: Answer, path: str) -> bytes:
-        """Return the content of an answer that is good. KeyRefused, ServerFault: it is none."""
+        """Return the content of an answer that is good. KeyRefused, EndpointError: it is none."""
         text = f"{path}: {answer.status}, {to_one_line(answer.text)}"
         if answer.status in DENIED:
             self.denial = f"engine.urls={self.url}: {text}; {self._no_key}"
@@ -133,7 +133,7 @@ class VllmServer:
         return answer.content
 
     def ask(self, kind: type[T], path: str, body: object = None, *, timeout_s: float = ANSWER_S, max_bytes: int = MOST_BYTES) -> T:
-        """What it says, as this kind of answer. ServerFault: it says no, nothing, or something else."""
+        """What it says, as this kind of answer. EndpointError: it says no, nothing, or something else."""
         answer = self.call(path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         try:
             return kind.model_validate_json(answer)
@@ -175,7 +175,7 @@ class VllmServer:
 
 
 def server_label(body: bytes) -> str:
-    """Of the answer of /weight_info. ServerFault: it is another server's."""
+    """Of the answer of /weight_info. EndpointError: it is another server's."""
     try:
         return _WeightInfo.model_validate_json(body).weight_version
     except ValidationError as error:

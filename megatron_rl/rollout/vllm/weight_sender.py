@@ -28,7 +28,7 @@ ABORT_UPDATE = Bucket(names=["?"], dtypes=["float32"], shapes=[[1]], num_bytes=-
 
 @dataclass(slots=True, kw_only=True)
 class Connection:
-    """To one server. ServerFault from all calls: it did not do what it should."""
+    """To one server. EndpointError from all calls: it did not do what it should."""
 
     server: VllmServer
     wanted: Mapping[str, str]
@@ -222,7 +222,7 @@ class WeightSender:
         return [line for line in lines if not said[line.server.url]], {url: fault for url, fault in said.items() if fault}
 
     def add_server(self, url: str) -> None:
-        """Give one that has come back what was sent last, in a new group. ServerFault: it would not take it, or nothing was sent yet."""
+        """Give one that has come back what was sent last, in a new group. EndpointError: it would not take it, or nothing was sent yet."""
         line = self._lines[url]
         with ExitStack() as held_back:
             with self._lock:
@@ -246,8 +246,8 @@ class WeightSender:
 
 
 def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, of: str) -> None:
-    """ServerFault: checksums differ. Servers that span other numbers of processes (engine.tp) cut their weights otherwise, as the names of
-    the parts say (dp0:pp0:pcp0:tp0:...): these are not compared."""
+    """EndpointError: checksums differ. Servers that span other numbers of processes (engine.tp) cut their weights otherwise, as the names
+    of the parts say (dp0:pp0:pcp0:tp0:...): these are not compared."""
     if mine.keys() != theirs.keys():
         return
     if names := sorted(name for name in mine if mine[name] != theirs[name]):

@@ -37,8 +37,8 @@ def connection(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient
 
 
 def require_answered(reply: httpx2.Response, *, key: str) -> None:
-    """Refused: the request is at fault; ServerFault: the server is in trouble. KeyRefused: it does not accept the token in the file that
-    the setting `key` names."""
+    """RequestRejected: the request is at fault; EndpointError: the server is in trouble. KeyRefused: it does not accept the token in the
+    file that the setting `key` names."""
     if reply.status_code in DENIED:
         raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {key}=FILE")
     if reply.status_code in REFUSES:
