@@ -32,15 +32,9 @@ from megatron_rl.weights.formats.open_checkpoint import open_source
 
 
 def collect(
-    settings: Settings,
-    *,
-    task: Task,
-    algorithm: Algorithm,
-    world: World,
-    stop: StopSignal,
-    household: ServerSupervisor | None,
+    settings: Settings, *, task: Task, algorithm: Algorithm, world: World, stop: StopSignal, household: ServerSupervisor | None,
     closing: ExitStack,
-) -> Result:
+) -> Result:  # fmt: skip
     """Play and record the run's steps with the weights in model.path. All ranks together."""
     source = raise_on_all_ranks(lambda: open_source(Path(settings.model.path), read_spec(settings.model.path), key="model.path"))
     first, history = run_on_rank_zero(lambda: done_before(Path(settings.run.dir)))

@@ -1,7 +1,6 @@
-"""The fleet: engines side by side, the episodes they play, and whose turn it is on the devices. What the training loop talks to.
+"""Runs episodes on all engines and returns their rollouts to the training loop.
 
-Groups are dealt to engines whole (load_balancer.py), so that an engine's prefix and image caches serve them. How finished rollouts come
-together is handed in: with a `gather` that returns what it is given, a fleet is one process.
+Each group is assigned to one engine (load_balancer.py), so that its prefix and image caches serve the whole group.
 """
 
 import asyncio
