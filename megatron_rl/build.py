@@ -101,7 +101,7 @@ def build_rollout_manager(
     household: ServerSupervisor | None = None, timed: Callable[[int, int], Timed] = lambda *_: untimed,
 ) -> RolloutManager:  # fmt: skip
     """This process's engine, or its way to all of them, and its place in the fleet, whose rollouts come together by `gallery`. All ranks
-    together. `household`: see build_remote; `timed`: see RolloutManager."""
+    together. `household`: see build_server_engine; `timed`: see RolloutManager."""
     size, num = settings.engine.tp, settings.engine.max_num_seqs
     seat = EngineRank(index=world.rank // size, num_engines=world.size // size, max_episodes=num, counter=default_store())
     if settings.engine.mode == "server":

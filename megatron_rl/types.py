@@ -170,7 +170,7 @@ class TokenSequence:
         assert len(set(lengths)) == 1, f"token_ids, loss_mask, rollout_logprobs, weight_versions have lengths {lengths}"
 
     def set_column(self, column: str, numbers: list[float]) -> None:
-        """The only door for what becomes known of the tokens later: `column` is one of ATTACHED, with a number for every token."""
+        """The only door for what becomes known of the tokens later: `column` is one of TOKEN_COLUMNS, with a number for every token."""
         assert column in TOKEN_COLUMNS, f"{column} is none of {TOKEN_COLUMNS}"
         assert len(numbers) == len(self.token_ids), f"{len(numbers)} {column} for {len(self.token_ids)} tokens"
         setattr(self, column, numbers)

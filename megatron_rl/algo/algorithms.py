@@ -33,7 +33,7 @@ class Algorithm:
     """The surrogate reads algo.clip_ratio_c."""
 
     def required_columns(self, algo: AlgoSettings) -> tuple[str, ...]:
-        """Columns of TokenSequence that networks must fill before `credit`."""
+        """Columns of TokenSequence that networks must fill before `advantage_fn`."""
         logprobs = ("old_logprobs", "reference_logprobs") if algo.use_kl_in_reward else ()
         return (*logprobs, "values") if self.needs_critic else logprobs
 

@@ -37,7 +37,7 @@ def ppo_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def gspo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """GSPO (arXiv 2507.18071, eq. 5 and 14): as `clipped`, with s = exp(mean of log r over the context) as every token's ratio.
+    """GSPO (arXiv 2507.18071, eq. 5 and 14): as `ppo_clip`, with s = exp(mean of log r over the context) as every token's ratio.
 
     s_t = sg(s) * exp(logprob - sg(logprob)): with aggregation=sequence_mean value and gradient are those of one ratio for the context.
     """

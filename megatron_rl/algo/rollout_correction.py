@@ -184,8 +184,8 @@ def importance_metrics(rows: LossInputs) -> dict[str, torch.Tensor]:
 
 
 def correction_metrics(rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings) -> dict[str, torch.Tensor]:
-    """Sums over tokens of what `correct` said: weights (with bypass times r, which is in the surrogate), their squares, and how many tokens
-    were truncated and masked."""
+    """Sums over tokens of what `compute_is_weights` returned: weights (with bypass times r, which is in the surrogate), their squares, and
+    how many tokens were truncated and masked."""
     truncates = any(CORRECTIONS[name].truncates for name in get_correction(algo))
     weight_R = correction_R * _log_r(rows).exp() if bypasses(algo) else correction_R
     chosen = {

@@ -11,7 +11,7 @@ from megatron_rl.config import BatchSettings
 from megatron_rl.types import Rollout, TokenSequence
 
 Text = NDArray[np.int64]
-"""What a context says and shows, as `spelled` writes it."""
+"""What a context says and shows, as `token_key` writes it."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -201,8 +201,8 @@ def balance(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
 
 
 def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]]:
-    """Cut one rank's contexts into micro-batches of at most max_tokens and KEYS * max_tokens keys (a longer single context stands alone);
-    always at least one.
+    """Cut one rank's contexts into micro-batches of at most max_tokens and MAX_KV_RATIO * max_tokens keys (a longer single context stands
+    alone); always at least one.
 
     Keys are those of the segments that `pack` makes: one that stops at place p of its context has p. A context parts from the one before it
     within a segment, which becomes two, or at the end of one. Example: after [1 2 3 4], of 4 keys, [1 2 5] adds 2 + 3 and [1 2 6] then 3.

@@ -211,7 +211,8 @@ def scatter_to_rollouts(rollouts: Sequence[Rollout], batches: Sequence[MicroBatc
 
 
 def gather_column(rollouts: Sequence[Rollout], batch: MicroBatch, column: str) -> torch.Tensor:
-    """A column of the contexts (one of ATTACHED, or versions) that is asked for after they were packed, as [T]; 0 where the mask is 0."""
+    """A column of the contexts (one of TOKEN_COLUMNS, or weight_versions) that is asked for after they were packed, as [T]; 0 where the
+    mask is 0."""
     assert column in (*TOKEN_COLUMNS, "weight_versions"), column
     borders = batch.offset_S1
     numbers = [0.0] * batch.num_tokens

@@ -1,6 +1,6 @@
 """A step's rollouts and their pictures among ranks: words go to all of them, a picture only to those that train on it, and once a node.
 
-A rank keeps the pictures of what it rolled out. `show` brings those that others encode: within a node by memory that its processes share,
+A rank keeps the pictures of what it rolled out. `fetch` brings those that others encode: within a node by memory that its processes share,
 between nodes from rank to rank. A picture travels as 3 bytes a pixel.
 """
 
@@ -46,7 +46,7 @@ class TransferPlan:
 
 
 class ImageExchange:
-    """Of one process. Every rank calls `gather` and `show` together with the others."""
+    """Of one process. Every rank calls `gather_rollouts` and `fetch` together with the others."""
 
     def __init__(self, *, patch: int, group: dist.ProcessGroup | None = None) -> None:
         """`patch` is the side of a patch in pixels; rollouts come together in `group` (world.patient), some much later than others."""
@@ -79,7 +79,7 @@ class ImageExchange:
         return rollouts
 
     def fetch(self, needed: Mapping[int, Sequence[Image]], rollouts: Sequence[Rollout]) -> None:
-        """Bring what each rank needs of these rollouts to its node, until `forget`. `picture` has it then."""
+        """Bring what each rank needs of these rollouts to its node, until `release`. `image` returns it then."""
         if self._size == 1:
             return
         holders: dict[str, int] = {}
@@ -212,7 +212,7 @@ def _decode_rollouts(words: Sequence[TokenData]) -> list[Rollout]:
 
 
 def _pack_context(context: TokenSequence, images: list[Image]) -> tuple:
-    """What was observed has no logprob and no version (Context.extend)."""
+    """What was observed has no logprob and no version (TokenSequence.extend)."""
     sampled = [place for place, is_sampled in enumerate(context.loss_mask) if is_sampled]
     return (
         array("i", context.token_ids),

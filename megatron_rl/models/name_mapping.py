@@ -1,6 +1,6 @@
 """The one table between Hugging Face's names and Megatron's, read both ways by import, export, sync and the converters.
 
-Names on the HF side are those of the released checkpoints (`model.layers.0...`, `visual...`, `lm_head.weight`); `canonical` maps the
+Names on the HF side are those of the released checkpoints (`model.layers.0...`, `visual...`, `lm_head.weight`); `canonical_name` maps the
 newer spelling (`model.language_model...`, `model.visual...`) onto them. Layer numbers are global on both sides.
 
 Layouts: HF keeps q, k, v apart and gate, up apart. Megatron's linear_qkv holds one block a key/value group, [q heads of the group, k, v]

@@ -26,7 +26,7 @@ class HostCopy:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Without content until `take`."""
+        """Without content until `copy_to_host`."""
         storages = {storage._cdata: storage for parameter in parameters for storage in [parameter.untyped_storage()]}
         self.pairs = [(storage, _pinned_buffer(storage)) for storage in storages.values()]
         pinned = [host.data_ptr() for storage, host in self.pairs if _is_on_host(storage)]
@@ -38,7 +38,7 @@ class HostCopy:
             host.copy_(_bytes(storage))
 
     def empty(self) -> None:
-        """Give the parameters' own memory back; only `give` may follow."""
+        """Give the parameters' own memory back; only `restore` may follow."""
         for storage, _ in self.pairs:
             storage.resize_(0)
 

@@ -64,7 +64,7 @@ def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: L
 
 
 def balance_over_ranks(patches_I: list[int], ranks: int) -> list[list[int]]:
-    """Deal images to ranks, largest first to the least loaded. Example: share_out([4, 16, 8, 4], 2) == [[1], [2, 0, 3]]."""
+    """Deal images to ranks, largest first to the least loaded. Example: balance_over_ranks([4, 16, 8, 4], 2) == [[1], [2, 0, 3]]."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for image in sorted(range(len(patches_I)), key=lambda image: -patches_I[image]):

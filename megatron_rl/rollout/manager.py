@@ -48,7 +48,8 @@ class Trainer(Protocol):
 class RolloutManager:
     """Engines, of which this process holds one or a part of one, or which it asks. Every rank calls every method, together with the others.
 
-    A device that both use is the engine's from the beginning, the trainer's from `away` on, the engine's again from `serve` on.
+    A device that both use is the engine's from the beginning, the trainer's from `offloaded` on, the engine's again from `update_weights`
+    on.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class RolloutManager:
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """The device is the trainer's inside the block, and stays so after it until `serve`: a sleeping engine has no weights."""
+        """The device is the trainer's inside the block, and stays so after it until `update_weights`: a sleeping engine has no weights."""
         if not self.is_away:
             self.engine.sleep()
             self.trainer.wake()
@@ -260,7 +261,7 @@ class RolloutManager:
         yield
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last `serve`."""
+        """Return the metrics of the last `update_weights`."""
         return self.engine.metrics()
 
     def busy_s(self) -> float:

@@ -113,7 +113,7 @@ class Checkpoints:
         self, settings: Settings, policy: Policy, critic: Critic | None = None, *,
         start: Path | None, inputs: InputDigests, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`start` is the checkpoint that `find` found; `inputs` are the digests of the run's model and data; `group` is where
+        """`start` is the checkpoint that `find_checkpoint` found; `inputs` are the digests of the run's model and data; `group` is where
         ranks wait for those that write longer (world.patient)."""
         self._settings, self._policy, self._critic, self._start, self._group = settings, policy, critic, start, group
         self._inputs = inputs

@@ -187,7 +187,7 @@ def list_companions(source: Path) -> list[Path]:
 def copy_companions(source: Path, into: Path, *, pixels: tuple[int, int] | None = None) -> list[str]:
     """Copy what stands beside the weights, with these limits of a picture's pixels in the processor's files (pixel_limits.py).
 
-    Returns the parts of a complete folder that are missing, in words. ValueError: `companions`.
+    Returns the parts of a complete folder that are missing, in words. ValueError: `list_companions`.
     """
     into.mkdir(exist_ok=True)
     for path in list_companions(source):
