@@ -227,7 +227,7 @@ class HangWatchdog:
             return ""
         limit_s, own_s = int(found[1]) / 1000, self._timeout_s
         is_own = limit_s in (own_s, ceil(own_s), round_up_to_minutes(own_s) * 60)  # of torch's, vLLM's and Megatron's groups
-        return f"parallel.{'timeout_s' if is_own else 'skew_s'}={limit_s:g}: a collective waited longer; "
+        return f"parallel.{'timeout_s' if is_own else 'straggler_timeout_s'}={limit_s:g}: a collective waited longer; "
 
     def _publish_report(self, when: str, answer: RankReport) -> None:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))

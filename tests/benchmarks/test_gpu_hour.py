@@ -155,7 +155,7 @@ def test_memory_is_that_of_a_run(name: str, random_model: Path, monkeypatch: pyt
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     for device, expected in (("cuda", ["return_freed_blocks", "expand_segments"]), ("cpu", ["return_freed_blocks"])):
         order: list[str] = []
-        monkeypatch.setattr(module, "place", lambda device=device: World(0, 1, 0, torch.device(device)))
+        monkeypatch.setattr(module, "read_world", lambda device=device: World(0, 1, 0, torch.device(device)))
         for step in ("return_freed_blocks", "expand_segments"):
             monkeypatch.setattr(module, step, lambda step=step, order=order: order.append(step))
         monkeypatch.setattr(module, "connect", lambda *_, **__: 1 / 0)

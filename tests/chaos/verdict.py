@@ -3,7 +3,7 @@
 Equal means: the files of the last checkpoint that hold its numbers (weights, moments, generators) and those of the final model are the
 same bytes, what the run remembers is the same, and so is every metric of every step, time/ and memory/ apart. An engine's logprobs round
 otherwise where requests meet in other batches, which the time of tools, and of an episode that is played again, decides (docs/log.md,
-"golden runs and timing": 1e-8). Nothing but engine/ metrics reads them under this algorithm: those may differ by ROUNDING where a run has
+"golden runs and timing": 1e-8). Nothing but rollout_mismatch/ metrics reads them under this algorithm: those may differ by ROUNDING where a run has
 tools.
 """
 
@@ -29,6 +29,7 @@ DEFINED = re.compile(
 STOPPED = re.compile(
     r"^stopped (at step \d+ of \d+; (.*; )?|before the first step, by SIG\w+ at .*; )the same command goes on$", re.MULTILINE
 )
+MISMATCH = "rollout_mismatch/"
 COMPILED = "torchinductor_"
 """torch's store of compiled code, which is meant to stay."""
 REFUSED = "error: engine.urls="
@@ -93,7 +94,7 @@ def _metrics(run: Path, undisturbed: Path, *, has_tools: bool) -> list[str]:
     for mine, other in zip(ours, theirs, strict=True):
         for name in sorted(mine.keys() | other.keys()):
             values = mine.get(name), other.get(name)
-            rounds = has_tools and name.startswith("engine/")
+            rounds = has_tools and name.startswith(MISMATCH)
             if not name.startswith(OF_THE_MACHINE) and not _equal(*values, within=ROUNDING if rounds else 0.0):
                 found.append(f"step {int(mine['step'])}, {name}: {values[0]}, not {values[1]}")
     return found[:5]
@@ -130,7 +131,8 @@ def _memory(run: Path, undisturbed: Path) -> list[str]:
     for folder in (run, undisturbed):
         state = json.loads((max((folder / "checkpoints").glob("step_*")) / "run" / "state.json").read_text())
         history = state["history"]
-        history["owed"] = {name: value for name, value in history["owed"].items() if not name.startswith((*OF_THE_MACHINE, "engine/"))}
+        pending = history["pending_metrics"].items()
+        history["pending_metrics"] = {name: value for name, value in pending if not name.startswith((*OF_THE_MACHINE, MISMATCH))}
         states.append({"step": state["step"], "success": state["success"], **history})
     one, other = states
     differ = [f"{name}: {one.get(name)}, not {other.get(name)}" for name in one.keys() | other.keys() if one.get(name) != other.get(name)]

@@ -267,7 +267,7 @@ def test_rollouts_without_a_trainer(warm: Path, unbroken: Path, tmp_path: Path) 
 def learned(run: Path, *, steps: int) -> list[dict[str, float]]:
     """Of the first steps, what their updates say: of rollouts, losses, gradients and divergences."""
     lines = read_metrics(run / "metrics.jsonl")[:steps]
-    return [{name: value for name, value in alike(line).items() if not name.startswith(("eval/", "bank/"))} for line in lines]
+    return [{name: value for name, value in alike(line).items() if not name.startswith(("eval/", "store/"))} for line in lines]
 
 
 def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_path: Path) -> None:

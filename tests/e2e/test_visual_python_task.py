@@ -278,7 +278,7 @@ def test_demonstrations_are_the_users_transcripts_in_shuffled_rounds(renderer: R
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"protocol": "codev", "reward": "codev"}, r"task\.judge\.urls"),
+        ({"tool_format": "codev", "reward": "codev"}, r"task\.judge\.urls"),
         ({"reward": "tapo"}, r"task\.judge\.urls"),
     ],
 )

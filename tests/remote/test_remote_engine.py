@@ -201,7 +201,7 @@ def test_a_turn_that_was_cut_is_what_it_would_have_been(engine: ServerEngine, re
     completions = engine.run(main())
     assert cuts > 2
     for ours, theirs in zip(completions, expected, strict=True):
-        assert (ours.token_ids, ours.finished) == (theirs.token_ids, theirs.finish_reason)
+        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=BOUND)
         assert len(ours.versions) == len(ours.token_ids)
 
