@@ -13,11 +13,12 @@ one more than are needed and teaches less."""
 def apply_filters(
     rollouts: Sequence[Rollout], settings: FilterSettings, *, num_groups: int, spread: Mapping[int, float], needs_peers: bool
 ) -> None:
-    """Write Rollout.filter_reason of every scored rollout: what settings.drop names and, with prefer_high_std, all but the num_groups groups
-    that spread most.
+    """Write Rollout.filter_reason of every scored rollout: what settings.drop names and, with prefer_high_std, all but the num_groups
+    groups that spread most.
 
-    `spread` is that of each group's credits (advantages.group_std). A rollout is left out for the first reason that holds. Without rank_by_std
-    surplus groups are trained on too. Ties between groups go to the earlier one. needs_peers: credit compares the members of a group.
+    `spread` is that of each group's credits (advantages.group_std). A rollout is left out for the first reason that holds. Without
+    rank_by_std surplus groups are trained on too. Ties between groups go to the earlier one. needs_peers: credit compares the members of a
+    group.
     """
     sizes = {group: sum(rollout.is_scored and rollout.group == group for rollout in rollouts) for group in spread}
     holds = {

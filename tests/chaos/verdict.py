@@ -3,8 +3,8 @@
 Equal means: the files of the last checkpoint that hold its numbers (weights, moments, generators) and those of the final model are the
 same bytes, what the run remembers is the same, and so is every metric of every step, time/ and memory/ apart. An engine's logprobs round
 otherwise where requests meet in other batches, which the time of tools, and of an episode that is played again, decides (docs/log.md,
-"golden runs and timing": 1e-8). Nothing but rollout_mismatch/ metrics reads them under this algorithm: those may differ by ROUNDING where a run has
-tools.
+"golden runs and timing": 1e-8). Nothing but rollout_mismatch/ metrics reads them under this algorithm: those may differ by ROUNDING where
+a run has tools.
 """
 
 import json
