@@ -153,10 +153,10 @@ def test_memory_is_that_of_a_run(name: str, random_model: Path, monkeypatch: pyt
     module = script(name) if name == "cycle" else benchmark(name)
     monkeypatch.setattr(sys, "argv", [name, "--model", str(random_model)])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    for device, expected in (("cuda", ["return_freed_blocks", "expand_segments"]), ("cpu", ["return_freed_blocks"])):
+    for device, expected in (("cuda", ["trim_malloc", "expand_segments"]), ("cpu", ["trim_malloc"])):
         order: list[str] = []
         monkeypatch.setattr(module, "read_world", lambda device=device: World(0, 1, 0, torch.device(device)))
-        for step in ("return_freed_blocks", "expand_segments"):
+        for step in ("trim_malloc", "expand_segments"):
             monkeypatch.setattr(module, step, lambda step=step, order=order: order.append(step))
         monkeypatch.setattr(module, "connect", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
