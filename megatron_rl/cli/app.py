@@ -81,10 +81,10 @@ def cli(
 
     def act(settings: Settings) -> None:
         try:
-            from megatron_rl.registry import Plugins  # brings torch and Megatron
+            from megatron_rl.entrypoints.train import run  # brings torch and Megatron
+            from megatron_rl.registry import Plugins
         except ImportError as error:
             raise ValueError(of_transformer_engine(error)) from error
-        from megatron_rl.entrypoints.train import run
         from megatron_rl.run.status import is_finished
         from megatron_rl.services.service_job import serve
 
