@@ -194,7 +194,7 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
 
 @dataclass(slots=True, kw_only=True)
 class TrainerContext:
-    """What a stage works with on every rank."""
+    """The parts that a stage works with, on every rank."""
 
     world: World
     task: Task
@@ -202,7 +202,7 @@ class TrainerContext:
     renderer: Renderer
     policy: Policy
     critic: Critic | None
-    """Of algorithms that need values, where its trunk is its own."""
+    """A critic with a backbone of its own; None otherwise."""
     run: Run
     checkpoints: Checkpoints
     stop: StopSignal
@@ -210,7 +210,7 @@ class TrainerContext:
     closing: ExitStack
     """Closes what was opened, in reverse, however the run ends."""
     household: ServerSupervisor | None = None
-    """Of engines that the run has started itself; the main rank's."""
+    """Supervisor of the engines that the run has started itself, on the main rank."""
     fleet: RolloutManager | None = None
     """The engines, from open_fleet on."""
 

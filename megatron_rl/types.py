@@ -95,7 +95,8 @@ class Image:
     """A picture at its final size, with the patches both sides see. Equal pixels have equal keys."""
 
     pil: Picture | None
-    """None where another rank has it (distributed/image_exchange.py), or where it was read without its pixels (wire.from_record)."""
+    """None where another rank has it (distributed/image_exchange.py), or where it was read without its pixels
+    (io/rollout_codec.from_record)."""
     patch_PC: torch.Tensor | None
     """float32 [P, C], the output of the one processor call: what an engine is given. It takes eight times the picture's size, and is None
     once the episode is over; Renderer.patches makes it again."""
@@ -403,7 +404,7 @@ class ValueLossInputs:
     """LossInputs.turn_R."""
 
     def are_finite(self) -> dict[str, torch.Tensor]:
-        """As LossInputs.are_finite."""
+        """See LossInputs.are_finite."""
         columns = {"the return": self.return_R, "the value": self.value_R}
         return {name: column.isfinite().all() for name, column in columns.items()}
 

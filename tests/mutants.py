@@ -34,6 +34,13 @@ class Mutant:
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
+        "a service's refusal names a key that there is not",
+        "megatron_rl/config/services.py",
+        'f"{key}.startup_timeout_s"',
+        'f"{key}.start_s"',
+        "tests/config/test_config.py -k key_that_exists",
+    ),
+    Mutant(
         "a run goes on with other rows",
         "megatron_rl/data/data_digests.py",
         "if recorded.get(key) != found[key]:",

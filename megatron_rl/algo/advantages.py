@@ -113,7 +113,7 @@ def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[fl
 
 
 def gigpo(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """GiGPO (arXiv 2505.10978, section 4): A_episode + omega * A_state.
+    """GiGPO (arXiv 2505.10978, section 4): A_episode + gigpo_step_weight * A_state.
 
     A_state compares the return from a turn on, sum over s >= t of discount^(s - t) r_s, with those of all turns of the group, of
     whatever number and episode, that began in the same state (Turn.state). Each of the two is divided by its own deviation, or by

@@ -26,7 +26,7 @@ class ActionSpan:
 
 
 def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """PPO's credit (arXiv 1506.02438, eq. 16): A_t = d_t + g * gae_lambda * A_(t+1), d_t = r_t + g * V_(t+1) - V_t, with g = algo.gamma.
+    """PPO's credit (arXiv 1506.02438, eq. 16): A_t = d_t + g * lam * A_(t+1), d_t = r_t + g * V_(t+1) - V_t, with g = algo.gamma.
     V is 0 after the episode's end, whether it was completed or its budget ran out. The critic's target is A_t + V_t, before
     algo.whiten_advantages.
 
@@ -53,11 +53,11 @@ def values_and_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple
     return [action.value for action in actions], [action.context.returns[action.first] for action in actions]
 
 
-def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, gae_lambda: float) -> list[float]:
+def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
     """Advantages of one episode's actions, in order."""
     advantages, later, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
-        later = reward + gamma * next_value - value + gamma * gae_lambda * later
+        later = reward + gamma * next_value - value + gamma * lam * later
         next_value = value
         advantages.append(later)
     return advantages[::-1]

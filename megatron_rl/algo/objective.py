@@ -52,7 +52,7 @@ def policy_metrics(
 ) -> LossMetrics:
     """How far the policy went from the one that sampled, as the surrogate saw it in `compared`, and engine from trainer.
 
-    clip_low and clip_high fractions count the tokens past the algorithm's bound on the side that their advantage pushes to; kl_old
+    clip_low_fraction and clip_high_fraction count the tokens past the algorithm's bound on the side that their advantage pushes to; ppo_kl
     estimates KL(old || pi) by k3, since the tokens are the old policy's. rollout_mismatch/logprob_abs_diff is of tokens that the step's
     own weights sampled.
     """

@@ -29,7 +29,8 @@ def _scaled(x_R: torch.Tensor, rows: LossInputs) -> torch.Tensor:
 
 
 def ppo_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (arXiv 1707.06347, eq. 7), with DAPO's own upper bound (2503.14476, eq. 8).
+    """-min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A): PPO (arXiv 1707.06347, eq. 7), with DAPO's own upper bound
+    (2503.14476, eq. 8).
 
     dual_clip bounds the loss of a negative advantage by dual_clip * |A| (arXiv 1912.09729, eq. 5). The gradient is 0 where a bound holds.
     """
@@ -47,7 +48,7 @@ def gspo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 def ppo_turn_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """PPO's with one ratio for a turn, that of the whole reply: s = exp(sum of coefficient * (logprob - old) over the turn), as RL4VLM's
-    (arXiv 2405.10292, section 4.3). Every token has its turn's value, which aggregation=turn_mean counts once."""
+    (arXiv 2405.10292, section 4.3). Every token has its turn's value, which loss_agg_mode=turn_mean counts once."""
     return _clip(turn_log_ratio(rows).exp(), rows.advantage_R, algo)
 
 
@@ -56,7 +57,8 @@ def turn_log_ratio(rows: LossInputs) -> torch.Tensor:
 
 
 def cispo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """CISPO (arXiv 2506.13585, eq. 4 and 5): -sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob. Clipped tokens keep a gradient."""
+    """CISPO (arXiv 2506.13585, eq. 4 and 5): -sg(clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)) A logprob. Clipped tokens keep a
+    gradient."""
     weight_R = log_ratio(rows).exp().clamp(1.0 - algo.clip_ratio_low, 1.0 + algo.clip_ratio_high).detach()
     return -weight_R * rows.advantage_R * _scaled(rows.logprob_R, rows)
 
@@ -64,7 +66,8 @@ def cispo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def gmpo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """GMPO (arXiv 2507.20673, eq. 4): -A exp(mean over the context of k_t), k_t = min(sign(A) log r, sign(A) clip(log r)) sign(A).
 
-    Bounds are in log space: -clip_low and clip_high. Every token has its context's value, which aggregation=sequence_mean counts once.
+    Bounds are in log space: -clip_ratio_low and clip_ratio_high. Every token has its context's value, which loss_agg_mode=sequence_mean
+    counts once.
     """
     sign_R, log_ratio_R = rows.advantage_R.sign(), log_ratio(rows)
     bounded_R = torch.minimum(sign_R * log_ratio_R, sign_R * log_ratio_R.clamp(-algo.clip_ratio_low, algo.clip_ratio_high))
@@ -80,7 +83,8 @@ def sapo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def dppo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """DPPO with total variation (arXiv 2602.04879): -sg(min(r, 20)) A logprob, where the probability has not gone too far already.
 
-    Kept are A > 0 with p - q <= clip_high and A <= 0 with p - q >= -clip_low, p and q the probabilities now and at the step's start.
+    Kept are A > 0 with p - q <= clip_ratio_high and A <= 0 with p - q >= -clip_ratio_low, p and q the probabilities now and at the step's
+    start.
     """
     below_R, above_R = dppo_bounds(rows, algo)
     kept_R = torch.where(rows.advantage_R > 0, ~above_R, ~below_R)

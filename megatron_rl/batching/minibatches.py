@@ -11,7 +11,7 @@ from megatron_rl.config import BatchSettings
 from megatron_rl.types import Rollout, TokenSequence
 
 Text = NDArray[np.int64]
-"""What a context says and shows, as `token_key` writes it."""
+"""The tokens and images of a sequence, as `token_key` encodes them."""
 
 
 @dataclass(slots=True, frozen=True)

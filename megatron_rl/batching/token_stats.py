@@ -15,7 +15,7 @@ from megatron_rl.types import LossInputs, MicroBatch, Rollout, SegmentSource
 
 
 class TokenStats:
-    """Of one step, on one rank. `record` is Policy.update's `see`."""
+    """Collects numbers of every token that a step trains on, on one rank. `record` is the `see` of Policy.update."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[SegmentSource | None, ...], tuple[MicroBatch, torch.Tensor, torch.Tensor]] = {}

@@ -193,7 +193,8 @@ def leave_out_wandb(is_disabled: bool) -> None:
 
 
 def end_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
-    """End with one line; the main rank alone prints an error that every rank has raised (world.together, and in a dry run any)."""
+    """End with one line; the main rank alone prints an error that every rank has raised (world.raise_on_all_ranks, and in a dry run
+    any)."""
     end(with_full_disks(str(error)), world, seen_by_all=is_dry or isinstance(error, SharedValueError | SharedOSError))
 
 

@@ -102,11 +102,11 @@ class EndpointPool:
         self.seconds = 0.0
 
     def start(self) -> None:
-        """In the event loop that will ask; once more in every later one."""
+        """Bind the pool to the running event loop. Call it again in every later one."""
         self._slots = asyncio.Semaphore(self.concurrency)
 
     async def ask(self, call: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """What `call` returns, of one server or another. Raises InfraError, naming server and reason, after the last try.
+        """Return what `call` returns of one server or another. Raises InfraError, naming server and reason, after the last try.
 
         PermanentInfraError where no server was in trouble: what was said to it, or by it, is at fault. AccessDenied where one does not
         accept the key.

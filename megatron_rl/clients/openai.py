@@ -60,8 +60,9 @@ BOUNDED: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event
 
 
 def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
-    """Without a time-out and tries of its own; `secret` is the servers' key. InfraError, which names the setting `key`: it is no address,
-    or its proxy is none."""
+    """Make a client without timeouts and retries of its own; `secret` is the servers' key.
+
+    InfraError, which names the setting `key`: the address, or that of its proxy, is none."""
     try:
         _ = urlsplit(url).port
     except ValueError as error:

@@ -19,7 +19,7 @@ class AlgoSettings:
     turn_credit: str = "broadcast"
     """What a turn's tokens are credited with (algo/advantages.py): the episode's advantage (broadcast), that of the outcome plus the
     turn's own (outcome_and_turn), that of what was still to be earned from the turn on (return_to_go), or the episode's plus how the
-    return from the turn on compares with others from the same state (gigpo, GiGPO)."""
+    return from the turn on compares with others from the same state (gigpo)."""
     gamma: float = 1.0
     """Factor on what comes one step later: on a turn's gain in return_to_go and gigpo (GiGPO's gamma), on a turn or a token as
     algo.gae_level says with a critic (PPO's gamma)."""
@@ -32,9 +32,9 @@ class AlgoSettings:
     whiten_advantages: bool = True
     """Shift and scale a critic's advantages to mean 0 and deviation 1 over the steps of all rollouts that are trained on."""
     clip_ratio_low: float = 0.2
-    """Ratios below 1 - clip_low teach no further down; for gmpo in log space, for dppo a difference of probabilities."""
+    """Ratios below 1 - clip_ratio_low teach no further down; for gmpo in log space, for dppo a difference of probabilities."""
     clip_ratio_high: float = 0.2
-    """Ratios above 1 + clip_high teach no further up; DAPO's clip-higher is a value above clip_low."""
+    """Ratios above 1 + clip_ratio_high teach no further up; DAPO's clip-higher is a value above clip_ratio_low."""
     clip_ratio_c: float = 0.0
     """Bound on ratio * |advantage| for negative advantages (arXiv 1912.09729), e.g. 3; 0 is off."""
     sapo_tau_positive: float = 1.0

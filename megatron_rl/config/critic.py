@@ -23,13 +23,13 @@ class CriticSettings:
     lr: float = 1e-5
     """Peak learning rate of an own critic, or of the value head on a shared trunk; all else of the optimizer is optim's."""
     vf_coef: float = 0.5
-    """Weight of the value loss beside the policy's, where they are one sum (trunk=shared)."""
+    """Weight of the value loss beside the policy's, where they are one sum (backbone=shared)."""
     cliprange_value: float = 0.0
     """A value is taught no further than this from where the step found it, e.g. 0.2, in the head's units; 0 is off."""
     normalize_returns: bool = False
     """The head is taught returns less their mean over their deviation, both over all steps so far."""
     warmup_steps: int = 0
-    """First steps that train the critic alone: with trunk=shared its head. AdamW of a shared trunk starts anew after them."""
+    """First steps that train the critic alone: with backbone=shared its head. AdamW of a shared trunk starts anew after them."""
 
     def __post_init__(self) -> None:
         require_choice("critic.backbone", self.backbone, ("shared", "own"))

@@ -15,8 +15,8 @@ class FilterSettings:
     """Which rollouts are left out of a step's update, and how many more are rolled out instead."""
 
     drop: list[str] = field(default_factory=list)
-    """Rollouts to leave out of the update: zero_std (groups whose members' credit is all equal), no_image, end (their end is not in
-    keep_ends). They still count in their group's baseline."""
+    """Rollouts to leave out of the update: zero_std (groups whose members' credit is all equal), no_image, stop_reason (their stop
+    reason is not in keep_stop_reasons). They still count in their group's baseline."""
     keep_stop_reasons: list[str] = field(default_factory=lambda: ["done"])
     """Stop reasons of the rollouts that drop=[stop_reason] keeps."""
     max_num_gen_batches: int = 1

@@ -57,7 +57,7 @@ class ServiceSettings:
         remedy = f"is needed by kinds {', '.join(WITH_MODEL)}, and by no other: the model that it serves"
         require(bool(self.model) == (self.kind in WITH_MODEL), f"{key}.model", self.model, remedy)
         require(0 <= self.port <= HIGHEST_PORT, f"{key}.port", self.port, "is no port; 0 takes a free one")
-        require(0 < self.startup_timeout_s < math.inf, f"{key}.start_s", self.startup_timeout_s, "must be a number of seconds")
+        require(0 < self.startup_timeout_s < math.inf, f"{key}.startup_timeout_s", self.startup_timeout_s, "must be a number of seconds")
         require(all(gpu >= 0 for gpu in self.gpus), f"{key}.gpus", self.gpus, "are numbers of GPUs, from 0 on")
 
 

@@ -14,7 +14,7 @@ from megatron_rl.data.unit_symbols import mark_unit_case
 
 BOX = "\\boxed{"
 MOST_BOXES = 20
-"""Of one text are looked at, so that the time stays linear in its length."""
+"""The most boxes of one text that are read, so that the time stays linear in its length."""
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_LINE = re.compile(r"^####[ \t]*(\S[^\n]*?)\s*\Z", re.MULTILINE)
 """The last line of a GSM8K solution."""

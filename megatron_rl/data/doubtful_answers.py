@@ -12,7 +12,7 @@ MISSING = re.compile(
     r"[-+]?(?:nan|NaN|NAN)|None|NONE|[nN]ull|NULL|[nN]/[aA]|NA|<NA>|<N/A>|<na>|<n/a>|<null>|<none>|#N/A|#NA|NaT|[nN]il|undefined|\\N"
     r"|[-\u2010-\u2015]+|\?+"
 )
-"""As pandas, numpy, Python, JSON, SQL and spreadsheets write one. `none` and `no` are words of a person."""
+"""Missing values as pandas, numpy, Python, JSON, SQL and spreadsheets write them. `none` and `no` are answers of people."""
 _LETTER_COLUMN = re.compile(r"(?:option|choice)?_?[a-h1-9]", re.IGNORECASE)
 _MISSING_REMEDY = (
     "a reply must say that very word; leave these rows out, give their answer, or read another column: 'task.data.columns={answer: COLUMN}'"

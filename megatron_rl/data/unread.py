@@ -103,7 +103,7 @@ class Finding:
     remedy: str
     is_error: bool
     is_error_in_all: bool = False
-    """Where every row of its files has it."""
+    """True: it is an error where every row of a file has it."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -221,7 +221,7 @@ class HangWatchdog:
             _print_to_stderr(f"error: {line}")
 
     def _exceeded_timeout(self, error: BaseException) -> str:
-        """Which time limit was passed, if one was: that of world.patient is another than that of all other groups."""
+        """Return which time limit was exceeded, or ''. That of world.long_timeout_group differs from that of all other groups."""
         found = re.search(r"Timed out waiting (\d+)ms", str(error))
         if found is None:
             return ""

@@ -46,10 +46,11 @@ class TransferPlan:
 
 
 class ImageExchange:
-    """Of one process. Every rank calls `gather_rollouts` and `fetch` together with the others."""
+    """Exchanges rollouts and images between ranks. Every rank calls `gather_rollouts` and `fetch` together with the others."""
 
     def __init__(self, *, patch: int, group: dist.ProcessGroup | None = None) -> None:
-        """`patch` is the side of a patch in pixels; rollouts come together in `group` (world.patient), some much later than others."""
+        """`patch` is the side of a patch in pixels; rollouts come together in `group` (world.long_timeout_group), some much later than
+        others."""
         self._patch, self._group = patch, group
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._nodes = gather(_node_name(), group=group)
@@ -212,7 +213,7 @@ def _decode_rollouts(words: Sequence[TokenData]) -> list[Rollout]:
 
 
 def _pack_context(context: TokenSequence, images: list[Image]) -> tuple:
-    """What was observed has no logprob and no version (TokenSequence.extend)."""
+    """Return the sequence as arrays. Logprobs and versions are those of sampled tokens alone: observed ones have none."""
     sampled = [place for place, is_sampled in enumerate(context.loss_mask) if is_sampled]
     return (
         array("i", context.token_ids),

@@ -47,15 +47,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrainingStage:
-    """What a run is for: how long, on which examples, and what it does with its parts."""
+    """A kind of run: its number of steps, the splits that it reads, and the function that trains."""
 
     num_steps: Callable[[Settings], int]
     splits: tuple[str, ...]
     """Splits of the task that must have examples."""
     is_rl: bool
-    """It trains the distribution that it samples from, at algo.temperature and beside a reference."""
+    """True: the policy is trained at algo.temperature, at which it samples, and a reference is kept."""
     run: Callable[[Settings, TrainerContext], RolloutManager | None]
-    """Trains, and leaves engines that serve what was trained, where there are any."""
+    """Trains, and returns the engines with the trained weights, if there are any."""
 
 
 def run_rl(settings: Settings, parts: TrainerContext) -> RolloutManager:

@@ -49,11 +49,11 @@ class Speeds:
     tool_s: float = 0.5
     """An environment's answer to a turn. Assumption: a crop or a short program in the sandbox."""
     turns_share: float = 0.4
-    """Of task.max_turns that an episode takes on average. Assumption."""
+    """Share of task.max_turns that an episode takes on average. Assumption."""
     reply_share: float = 0.1
-    """Of task.max_new_tokens that a reply takes on average. Estimate: 2,000 tokens in five turns of 4,096 at most."""
+    """Share of task.max_new_tokens that a response takes on average. Estimate: 2,000 tokens in five turns of 4,096 at most."""
     picture_share: float = 0.35
-    """Of model.max_pixels that a picture has on average. Estimate: 0.7 of 2 megapixels."""
+    """Share of model.max_pixels that an image has on average. Estimate: 0.7 of 2 megapixels."""
     prompt_tokens: float = 500.0
     """Of text in a prompt. Assumption."""
     spread: float = 0.6

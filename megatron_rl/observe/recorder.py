@@ -136,7 +136,7 @@ def picture_path(path: Path, image: Image) -> Path:
 
 
 def picture_loader(folder: Path) -> Callable[[str], Picture]:
-    """Gives the picture of a name (wire.from_record), each read once. ValueError: there is none that can be read."""
+    """Gives the picture of a name (io/rollout_codec.from_record), each read once. ValueError: there is none that can be read."""
     return cache(partial(_load, folder))
 
 

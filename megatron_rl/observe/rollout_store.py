@@ -57,7 +57,7 @@ def arrow_type(kind: Any) -> pa.DataType:
         return pa.list_(arrow_type(parts[0]))
     if NoneType in parts:
         return arrow_type(parts[0])
-    assert issubclass(kind, StrEnum), f"bank.py has no column for {kind}"
+    assert issubclass(kind, StrEnum), f"rollout_store.py has no column for {kind}"
     return pa.string()
 
 

@@ -21,9 +21,11 @@ from megatron_rl.services.engine_servers import check_started
 
 
 def plan_gpu_bytes(settings: Settings, own: Plugins, *, world: World) -> int | ValueError | OSError:
-    """What the plan needs of the fullest GPU, of the memory that the smallest one here has, or why there is none that fits: main memory
-    counts where it is stated, for what a run may need of it is seldom needed at once. 0 on CPUs, and on all but the first process of a
-    node. Before the processes meet: the plan makes up a world of its own, what is wrong is for all to hear."""
+    """Return the planned peak of the fullest GPU in bytes, or the error that no plan fits.
+
+    0 on CPUs, and on all processes but the first of a node. The memory is that of the smallest GPU here. Main memory is judged where
+    run.host_gb states it: a run seldom needs its maximum at once. Call it before the process groups exist, since the plan makes one of
+    its own; the error is returned so that all ranks can raise it."""
     if world.device.type != "cuda" or not world.is_first_here:
         return 0
     try:

@@ -19,7 +19,7 @@ from megatron_rl.weights.formats.open_checkpoint import check_tokenizer
 
 
 def check_settings(settings: Settings, world_size: int, own: Plugins = Plugins()) -> None:
-    """What can be known before any process talks to another; every rank raises the same ValueError."""
+    """Raise ValueError, the same on every rank, where settings do not fit the model or the number of processes."""
     model, path = read_spec(settings.model.path), Path(settings.model.path)
     check_sizes(settings, model, world_size, own)
     check_tokenizer(path, model, key="model.path")
@@ -69,7 +69,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Plug
 
 
 def _check_staleness(settings: Settings, *, num_engines: int) -> None:
-    """What is under way is computed at once: an episode that waited for its first token would be too old for no reason."""
+    """Raise ValueError unless the engines hold all episodes that are in flight: one that waits would grow stale for no reason."""
     staleness, batch, room = settings.run.max_staleness, settings.batch, settings.engine.max_num_seqs
     num = (staleness + 1) * batch.prompts_per_step * batch.group_size
     remedy = (
@@ -112,7 +112,7 @@ VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
     "vision_end_token_id": lambda spec: spec.vision_end_id,
     "mrope_interleaved": lambda spec: spec.family.is_interleaved,
 }
-"""What networks that read the same batches have in common, as config.json names it."""
+"""Fields of config.json in which models that read the same batches agree."""
 
 
 def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> None:

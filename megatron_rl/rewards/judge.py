@@ -66,7 +66,8 @@ class Judge:
         """From `start` on."""
 
     async def start(self) -> None:
-        """In the event loop that will ask. InfraError: no server answers, or none serves the model. Where only some do, a line says so."""
+        """Connect in the running event loop. InfraError: no server answers, or none serves the model. Where only some do, a line says
+        so."""
         self._verdicts = Verdicts(self.settings.cache, read_only=not self.settings.urls)
         self.servers.start()
         self._secret = api_key(self.settings.token_file)

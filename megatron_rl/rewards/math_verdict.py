@@ -1,4 +1,4 @@
-"""What math-verify says of two expressions in LaTeX, and where it is not believed (parsed_math.py).
+"""Compares two expressions in LaTeX by math-verify, and leaves open what it misreads (parsed_math.py).
 
 Imported by the algebra's helper process only: SymPy loads slowly.
 """
@@ -51,7 +51,7 @@ def _agree(one: str, other: str, is_last: bool) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """As one formula; math-verify knows a percentage by the sign behind the formula."""
+    """Return the text as one formula; math-verify reads a percentage by the sign behind it."""
     inside = text.strip().strip("$").strip()
     bare = inside.removesuffix("%").removesuffix("\\")
     return f"${bare}$%" if inside.endswith("%") else f"${inside}$"

@@ -180,7 +180,7 @@ class ServerEngine:
             await asyncio.sleep(LOOK_S)
 
     async def _in_time(self, asked: Coroutine[object, object, PartialCompletion], server: VllmServer) -> PartialCompletion:
-        """What is asked of a server, or EndpointError as soon as it falls."""
+        """Await a request to a server. EndpointError as soon as the server is marked unhealthy."""
         task, fall = asyncio.ensure_future(asked), server.fall  # it may be back, with another one, before this task goes on
         server.work.begin(time.perf_counter())
         self._num_open += 1

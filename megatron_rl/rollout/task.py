@@ -30,7 +30,7 @@ class Step:
     call: ToolCall | None = None
     """What the reply asked for, if it asked for anything."""
     action_at: int | None = None
-    """Where in the reply's text the action begins, behind the thoughts (algo.thought_logprob_scale), if the reply has such parts."""
+    """Character of the reply at which the action begins, behind the thoughts (algo.thought_logprob_scale), if the reply has such parts."""
     new_context: bool = False
     """The messages are a whole new prompt (the state is in them) instead of a continuation of the last one."""
 

@@ -114,7 +114,7 @@ class Checkpoints:
         start: Path | None, inputs: InputDigests, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`start` is the checkpoint that `find_checkpoint` found; `inputs` are the digests of the run's model and data; `group` is where
-        ranks wait for those that write longer (world.patient)."""
+        ranks wait for those that write longer (world.long_timeout_group)."""
         self._settings, self._policy, self._critic, self._start, self._group = settings, policy, critic, start, group
         self._inputs = inputs
         self._run = Path(settings.run.dir)

@@ -25,8 +25,9 @@ def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
 
 
 def failure_of(failed: Sequence[Rollout], line: str, *, num: int, limit: float) -> RunFailed:
-    """What ends a run of whose `num` rollouts these failed, more than `limit` of them: an InfraOutage, unless those that no waiting mends
-    (End.LASTING_FAULT) are enough for it."""
+    """Return the error of a run in which more than `limit` of its `num` rollouts failed.
+
+    An InfraOutage, unless failures that no waiting mends (StopReason.PERMANENT_INFRA_ERROR) exceed the limit alone."""
     lasting = [rollout.reason for rollout in failed if rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR]
     if len(lasting) > limit * num or len(lasting) == num:
         return RunFailed(f"{line}; first reason: {lasting[0]}")

@@ -54,7 +54,7 @@ class History:
     has_learned: int = 0
     """Steps in which something was credited."""
     bad_examples: dict[str, str] = field(default_factory=dict)
-    """By example: the fault that waiting cannot mend (End.LASTING_FAULT) which it met first."""
+    """By example: the fault that waiting cannot mend (StopReason.PERMANENT_INFRA_ERROR) which it met first."""
     judge: dict[str, int] = field(default_factory=dict)
     """Counts over all steps, where there is a judge: those of observe/judge_stats.py, scored answers, and answers that it decided."""
     kl_coef: float | None = None
@@ -272,7 +272,7 @@ class Result:
     is_new: bool = True
     """False: it was finished before, and nothing was done."""
     reason: str = ""
-    """What stopped it, where nobody has asked for it: an InfraOutage's words."""
+    """The message of the InfraOutage that stopped the run; '' where none did."""
 
     def __str__(self) -> str:
         if not self.is_finished:

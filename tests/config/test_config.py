@@ -1,5 +1,9 @@
 """A refused value is told under the key that the user has to change."""
 
+import math
+from dataclasses import is_dataclass
+from typing import get_type_hints
+
 import pytest
 
 from megatron_rl.algo.algorithms import check_algorithm
@@ -11,6 +15,8 @@ from megatron_rl.config import (
     LoraSettings,
     OptimSettings,
     RunSettings,
+    ServiceSettings,
+    ServicesSettings,
     Settings,
     SftSettings,
 )  # fmt: skip
@@ -73,3 +79,43 @@ def test_the_warm_start_may_have_dropout() -> None:
 def test_names_are_those_of_the_tables(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         check_algorithm(AlgoSettings(**values))
+
+
+WRONG = {int: (-(10**9), 10**9), float: (-1e9, math.inf, math.nan), str: ("no such choice", "@")}
+"""Values that a field of this type refuses, if it refuses any."""
+
+
+def settings_by_key(kind: type, prefix: str = "") -> dict[str, type]:
+    """Dotted key -> type of every field of these settings, and of those within them."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        found[prefix + name] = hint
+        if is_dataclass(hint):
+            found |= settings_by_key(hint, f"{prefix}{name}.")
+    return found
+
+
+def refusal(kind: type, key: str, name: str, value: object) -> str:
+    """What a wrong value of one field is refused with; a service is looked at within the settings of all."""
+    try:
+        if kind is ServiceSettings:
+            ServicesSettings(**{key.split(".")[1]: ServiceSettings(**{"kind": "sandbox", name: value})})
+        else:
+            kind(**{name: value})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_refusal_names_a_key_that_exists() -> None:
+    """Of every number and text in the settings, given values that are wrong: the line begins with the dotted key of a field."""
+    keys, named = settings_by_key(Settings), set()
+    owners = {"": Settings} | {key: hint for key, hint in keys.items() if is_dataclass(hint)}
+    for key, hint in keys.items():
+        owner, _, name = key.rpartition(".")
+        for value in WRONG.get(hint, ()):
+            line = refusal(owners[owner], key, name, value)
+            found = line.partition("=")[0]
+            assert not line or found in keys, line
+            named |= {found} - {""}
+    assert len(named) > 80, sorted(named)

@@ -89,6 +89,6 @@ def turn_credits(rollout: Rollout) -> list[float] | None:
 
 
 def credits(rollouts: Sequence[Rollout], scheme: str, *, norm_adv_by_std: bool = False, **given: float | bool) -> list[list[float] | None]:
-    """What algo.turn_credit=scheme credits every turn with; None where no credit was written."""
+    """Return the credit of every turn by algo.turn_credit=scheme; None where none was written."""
     ALGORITHMS["grpo"].advantage_fn(rollouts, AlgoSettings(turn_credit=scheme, norm_adv_by_std=norm_adv_by_std, **given))
     return [turn_credits(rollout) for rollout in rollouts]

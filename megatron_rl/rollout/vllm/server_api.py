@@ -133,7 +133,7 @@ class VllmServer:
         return answer.content
 
     def ask(self, kind: type[T], path: str, body: object = None, *, timeout_s: float = ANSWER_S, max_bytes: int = MOST_BYTES) -> T:
-        """What it says, as this kind of answer. EndpointError: it says no, nothing, or something else."""
+        """Request a path and parse the answer as this model. EndpointError: an error status, no answer, or another body."""
         answer = self.call(path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         try:
             return kind.model_validate_json(answer)
@@ -175,7 +175,7 @@ class VllmServer:
 
 
 def server_label(body: bytes) -> str:
-    """Of the answer of /weight_info. EndpointError: it is another server's."""
+    """Return the label of the weights in an answer of /weight_info. EndpointError: it is no such answer."""
     try:
         return _WeightInfo.model_validate_json(body).weight_version
     except ValidationError as error:

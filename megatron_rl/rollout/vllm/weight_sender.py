@@ -28,7 +28,7 @@ ABORT_UPDATE = Bucket(names=["?"], dtypes=["float32"], shapes=[[1]], num_bytes=-
 
 @dataclass(slots=True, kw_only=True)
 class Connection:
-    """To one server. EndpointError from all calls: it did not do what it should."""
+    """A connection to one server. Every call raises EndpointError where the server fails."""
 
     server: VllmServer
     wanted: Mapping[str, str]

@@ -79,7 +79,7 @@ def _heard(example: Example, *, is_target: bool, other: float) -> Callable[[], l
 
 
 def told_question(image: StoredImage, *, category: str) -> str:
-    """What a listener is asked where the rule of `told` is the speaker. InfraError: the picture cannot be opened."""
+    """Return the question of a listener where the rule of `told` is the speaker. InfraError: the picture cannot be opened."""
     return described(told(image.open(), category=category), category=category).question
 
 

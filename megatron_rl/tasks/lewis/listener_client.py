@@ -93,7 +93,7 @@ class ListenerClient:
         """Hashes that each server was sent."""
 
     async def start(self) -> None:
-        """In the event loop that will ask. InfraError: no listener answers, or they are not the same one."""
+        """Connect in the running event loop. InfraError: no listener answers, or they are not the same one."""
         settings = self.settings
         self._file = Verdicts(settings.cache, read_only=False, key="task.listener.cache") if settings.cache else None
         self.servers.start()

@@ -39,7 +39,7 @@ class SpeakerClient:
         self._under_way: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     async def start(self) -> None:
-        """In the event loop that will ask. InfraError: no speaker answers."""
+        """Connect in the running event loop. InfraError: no speaker answers."""
         self.servers.start()
         http, urls = connection(self._token), self.settings.urls
         asked = [greeting_of(http, url, key=TOKEN_FILE, token=self._token) for url in urls]
