@@ -35,14 +35,14 @@ def prepare_training_batch(
     first. Where they depend on logprobs or values, these are computed of all sequences before, and the advantages follow.
     """
     algo = settings.algo
-    follows_models = bool(algorithm.required_columns(algo))
-    if not follows_models:
+    needs_columns = bool(algorithm.required_columns(algo))
+    if not needs_columns:
         algorithm.advantage_fn(rollouts, algo)
-    shares = shard_minibatches(rollouts, settings, policy, keep_idle=follows_models)
+    shares = shard_minibatches(rollouts, settings, policy, keep_idle=needs_columns)
     fetch_images(images_by_rank(shares, policy))
     minibatches = pack_minibatches(rollouts, shares, settings, policy, step=step)
     compute_logprobs_and_values(minibatches, settings, policy, critic, has_values=algorithm.needs_critic)
-    if follows_models:
+    if needs_columns:
         compute_advantages(rollouts, minibatches, algo, algorithm)
     if algorithm.needs_critic:
         set_value_targets(rollouts, minibatches, algo, critic or policy)
