@@ -66,7 +66,7 @@ def collect(
             rounds = fleet.admission.rounds - run.history.num_generation_batches
             run.history.add(step, rollouts, rounds=rounds)
             with run.spans("record"):
-                metrics = credited(rollouts, settings, algorithm, rounds=rounds)
+                metrics = compute_step_metrics(rollouts, settings, algorithm, rounds=rounds)
                 run.history.has_learned += "rollout/all_groups_zero_std" not in metrics
                 run.log_step(step, rollouts, metrics)
             run.record(step, metrics)
@@ -82,9 +82,11 @@ def collect(
     )  # fmt: skip
 
 
-def credited(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, rounds: int) -> dict[str, float]:
-    """What happened in a step, with the credit that training would give; nobody can say whether anything would be learned where that waits
-    for what networks say."""
+def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, rounds: int) -> dict[str, float]:
+    """Return the metrics of a step, with the advantages that training would compute.
+
+    Advantages that need columns of models cannot be computed here, and whether a group would teach anything is left out.
+    """
     if not algorithm.required_columns(settings.algo):
         algorithm.advantage_fn(rollouts, settings.algo)
         return rollout_metrics(rollouts, rounds=rounds)
