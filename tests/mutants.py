@@ -3363,6 +3363,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/distributed/test_hang_watchdog.py -k disk_that_hangs",
     ),
     Mutant(
+        "a rank that reads answers gives none",
+        "megatron_rl/distributed/hang_watchdog.py",
+        "            self._answer_request()\n            asked",
+        "            asked",
+        "tests/distributed/test_hang_watchdog.py -k disk_that_hangs",
+    ),
+    Mutant(
         "who writes a checkpoint is taken for one who waits",
         "megatron_rl/distributed/hang_watchdog.py",
         ' and "/torch/distributed/checkpoint/" not in file',

@@ -233,12 +233,16 @@ class HangWatchdog:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))
 
     def _read_reports(self) -> tuple[dict[int, RankReport], dict[int, RankReport]]:
-        """Return those of all ranks, which are waited for, and of each that gives none what it said at the beginning."""
-        asked = self._store.get("watch/asked").decode()
+        """Return those of all ranks, which are waited for, and of each that gives none what it said at the beginning.
+
+        Another rank may ask anew meanwhile: this one answers while it reads, and the answers to the newest question count.
+        """
         answers: dict[int, RankReport] = {}
         deadline = time.monotonic() + REPLY_TIMEOUT_S
         while len(answers) < self._world.size and time.monotonic() < deadline:
             time.sleep(LOOK_S / 10)
+            self._answer_request()
+            asked = self._store.get("watch/asked").decode()
             for rank, when in product(range(self._world.size), ("last", asked)):
                 if rank not in answers and self._store.check([f"watch/{when}/{rank}"]):
                     answers[rank] = self._read_report(when, rank)

@@ -49,15 +49,16 @@ def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
     assert all(" in gather\n" in stacks[name] and " in dawdle\n" not in stacks[name] for name in ("rank_0.txt", "rank_2.txt"))
 
 
-def test_a_disk_that_hangs_does_not_hide_who_lags(tmp_path: Path) -> None:
-    """Who cannot write its stacks down answers all the same, to every question. Whoever opens a FIFO without a reader waits as for such a
-    disk."""
+@pytest.mark.parametrize(("how", "limit_s"), [("lags", 10), ("asks", 5)])
+def test_a_disk_that_hangs_does_not_hide_who_lags(tmp_path: Path, how: str, limit_s: float) -> None:
+    """Who cannot write its stacks down answers all the same, to every question, also while it reads the answers to its own. Whoever opens a
+    FIFO without a reader waits as for such a disk."""
     (tmp_path / "hang").mkdir()
     os.mkfifo(tmp_path / "hang" / "rank_1.txt")
-    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "lags", 10, timeout_s=100)
+    done = forked.world(3, SUPPORT / "watched.py", tmp_path, how, limit_s, timeout_s=100)
     lines = [line for line in done.stdout.splitlines() if "rank 1" in line]
     assert done.returncode == 1 and lines, done.stdout
-    assert all(f"rank 1 {HERE} is behind, at watched.py:" in line for line in lines) and "no answer" not in done.stdout
+    assert all(f"rank 1 {HERE} is behind, at watched.py:" in line for line in lines) and "no answer" not in done.stdout, lines
 
 
 def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Run as a world by test_hang_watchdog.py: ranks that gather under a watch, of which rank 1 does something else.
 
-usage: watched.py OUT lags|ends|memory|stops|writes LIMIT_S
+usage: watched.py OUT lags|asks|ends|memory|stops|writes LIMIT_S
 
 OUT/began_N appears when rank N comes to the gathering that rank 1 does not come to: it sleeps, ends by an error, has no memory left, is
 stopped, or comes when it has answered more questions than a silent one may leave. The latter two are waited for in a group that waits much
-longer than LIMIT_S.
+longer than LIMIT_S. With `asks` it sleeps, is the first to ask, and still writes its stacks when the others ask.
 """
 
 import os
@@ -51,9 +51,11 @@ def main(out: Path, how: str, limit_s: float) -> None:
         group = long_timeout_group(timeout_s=100.0) if waits_long else None
         if waits_long:
             watch_module.REPLY_TIMEOUT_S = 0.5  # the connection to the store has its own limit by now
+        if how == "asks" and world.rank == 1:
+            watch_module.NEAR_TIMEOUT, watch_module.WRITE_S = 0.6, 0.6 * limit_s
         (out / f"began_{world.rank}").touch()
         if world.rank == 1:
-            {"ends": end, "lags": dawdle, "memory": use_all_memory, "stops": stop, "writes": lambda: write_long(watch)}[how]()
+            {"ends": end, "lags": dawdle, "asks": dawdle, "memory": use_all_memory, "stops": stop, "writes": lambda: write_long(watch)}[how]()
         gather(world.rank, group=group)
 
 
