@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -55,7 +56,9 @@ def main(out: Path, how: str, limit_s: float) -> None:
             watch_module.NEAR_TIMEOUT, watch_module.WRITE_S = 0.6, 0.6 * limit_s
         (out / f"began_{world.rank}").touch()
         if world.rank == 1:
-            {"ends": end, "lags": dawdle, "asks": dawdle, "memory": use_all_memory, "stops": stop, "writes": lambda: write_long(watch)}[how]()
+            acts = {"ends": end, "lags": dawdle, "asks": dawdle, "memory": use_all_memory, "stops": stop}
+            acts["writes"] = partial(write_long, watch)
+            acts[how]()
         gather(world.rank, group=group)
 
 
