@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config import DataSettings, TaskSettings
-from megatron_rl.evaluation.intervals import wilson
-from megatron_rl.tasks.alfworld.goals import NAMES
+from megatron_rl.evaluation.intervals import wilson_interval
+from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND
 from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import MAX_STEPS, AlfworldTask
 from megatron_rl.tasks.task_options import AlfworldOptions
@@ -45,9 +45,9 @@ class Tally:
         self.earned += earned
 
     def row(self, name: str) -> str:
-        cells = [f"{100 * self.won[kind] / self.played[kind]:.0f}" if self.played[kind] else "-" for kind in NAMES]
+        cells = [f"{100 * self.won[kind] / self.played[kind]:.0f}" if self.played[kind] else "-" for kind in ALFWORLD_NAME_BY_KIND]
         num = self.played.total()
-        low, high = wilson(self.won.total() / num, num)
+        low, high = wilson_interval(self.won.total() / num, num)
         share = f"{100 * self.won.total() / num:.1f} ({100 * low:.1f} to {100 * high:.1f})"
         return f"| {name} | {share} | {' | '.join(cells)} | {self.steps / num:.1f} | {self.earned / num:.1f} |"
 
@@ -66,7 +66,7 @@ async def play(task: AlfworldTask, example: Example, tally: Tally, *, replies: l
     try:
         await env.reset(0)
         while not won and steps < (MAX_STEPS if replies is None else len(replies)):
-            step = await env.step(write_reply("", dice.choice(env.view.commands)) if replies is None else replies[steps])
+            step = await env.step(write_reply("", dice.choice(env.observation.commands)) if replies is None else replies[steps])
             won, steps, earned = step.done, steps + 1, earned + step.reward
     finally:
         await env.close()
@@ -78,10 +78,10 @@ async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> t
     task, tally = task_of(games, at_once=at_once, num=num), Tally()
     try:
         examples = task.examples("eval")
-        await play(task, examples[0], Tally(), replies=task.gold(examples[0]), dice=random.Random(0))  # TextWorld is loaded
+        await play(task, examples[0], Tally(), replies=task.gold_replies(examples[0]), dice=random.Random(0))  # TextWorld is loaded
         started = time.perf_counter()
         await asyncio.gather(*(
-            play(task, example, tally, replies=None if is_random else task.gold(example), dice=random.Random(number))
+            play(task, example, tally, replies=None if is_random else task.gold_replies(example), dice=random.Random(number))
             for number, example in enumerate(examples)
         ))  # fmt: skip
         spent = time.perf_counter() - started
@@ -102,7 +102,8 @@ def main() -> None:
     started = time.perf_counter()
     assert make_alfworld.main(["--out", str(given.games), "--num-train", "6", "--num-eval", str(given.num)]) == 0
     print(f"Made or found in {time.perf_counter() - started:.0f} s; {os.cpu_count()} cores.\n")
-    print(f"| share won (%) | all (95%) | {' | '.join(NAMES)} | steps | return |\n|---|---|{'---|' * len(NAMES)}---|---|")
+    print(f"| share won (%) | all (95%) | {' | '.join(ALFWORLD_NAME_BY_KIND)} | steps | return |")
+    print(f"|---|---|{'---|' * len(ALFWORLD_NAME_BY_KIND)}---|---|")
     for name in ("random", "planner"):
         tally, *_ = asyncio.run(everyone(given.games, at_once=max(given.at_once), num=given.num, is_random=name == "random"))
         print(tally.row(name), flush=True)

@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 from PIL import Image as pil
 
-from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.observe.rollout_store import Bank, path_of
-from megatron_rl.services.supervised_process import free_port
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
+from megatron_rl.observe.rollout_store import RolloutStore, step_path
+from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence, Turn
 
 OBSERVED, SAMPLED, TURNS = 160, 40, 3
@@ -48,15 +48,15 @@ def episode(dice: np.random.Generator, number: int) -> Rollout:
 
 
 def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> None:
-    dice, bank, seconds = np.random.default_rng(0), Bank(folder, limit_gb=limit_gb), []
+    dice, bank, seconds = np.random.default_rng(0), RolloutStore(folder, max_gb=limit_gb), []
     for step in range(episodes // per_step):
         rollouts = [episode(dice, number) for number in range(per_step)]
         begin = time.perf_counter()
-        bank.record(step, rollouts, rounds=1)
+        bank.record_step(step, rollouts, num_gen_batches=1)
         seconds.append(time.perf_counter() - begin)
     tenth = max(1, len(seconds) // 10)
-    held = bank.figures()
-    kib = path_of(folder / FOLDER, len(seconds) - 1).stat().st_size / 1024 / per_step
+    held = bank.metrics()
+    kib = step_path(folder / ROLLOUTS_FOLDER, len(seconds) - 1).stat().st_size / 1024 / per_step
     print("| episodes | a step, s: median | first tenth | last tenth | GB | gone | KiB each but for its picture |")
     print("|---|---|---|---|---|---|---|")
     median, first, last = statistics.median(seconds), statistics.median(seconds[:tenth]), statistics.median(seconds[-tenth:])
@@ -68,7 +68,7 @@ def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> N
 
 def shown(folder: Path) -> None:
     """What the page asks for when it is opened, then a filter and an episode, of a viewer that was just started."""
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
     command = [sys.executable, "-m", "megatron_rl.observe.viewer", str(folder), "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served, httpx.Client(trust_env=False, timeout=600) as client:
         try:

@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.Image import Image as Picture
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rewards.rubric import Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.rollout import colocated
 from megatron_rl.rollout.engine import Completion, Request
 from megatron_rl.rollout.episode import EpisodeSettings
@@ -30,7 +30,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, Message
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 WORD = 65
 """The token that is always said."""
@@ -113,7 +113,7 @@ class LooksTask:
     pixels: int
     name: str = "looks"
     stop: tuple[str, ...] = ()
-    rubric: Rubric = field(default_factory=lambda: Rubric(turn_parts={"nothing": TurnPart(environment_rewards)}))
+    rubric: Rubric = field(default_factory=lambda: Rubric(turn_terms={"nothing": TurnRewardTerm(environment_rewards)}))
     num_made: int = 0
 
     def env(self, example: Example) -> Looks:
@@ -146,7 +146,7 @@ def main() -> None:
     pixels = int(chosen.megapixels * 1e6)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "nano"
-        make(model, preset="nano", seed=0)
+        make_checkpoint(model, preset="nano", seed=0)
         renderer = Renderer(ModelSettings(path=str(model), max_pixels=pixels))
     length = 2 * (pixels // renderer.vision_pixels**2 + chosen.tokens) + 1024
     engine, core = fixed_engine(model, renderer, step_s=chosen.step_ms / 1000, max_model_len=length)

@@ -14,34 +14,44 @@ from functools import cache
 import numpy as np
 
 from megatron_rl.config import TaskSettings
-from megatron_rl.evaluation.intervals import wilson
+from megatron_rl.evaluation.intervals import wilson_interval
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
-from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, best_table, play
-from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, policy_success, start_probabilities
-from megatron_rl.tasks.gym_cards.number_line import move as walk
-from megatron_rl.tasks.gym_cards.points import BLANK, EZPOINTS, POINTS24, Rules, Table, deal_four, deal_pair, move, suited
+from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, best_policy, evaluate_policy
+from megatron_rl.tasks.gym_cards.number_line import MAX_STEPS, STATES, compute_policy_success, start_probabilities
+from megatron_rl.tasks.gym_cards.number_line import apply_action as walk
+from megatron_rl.tasks.gym_cards.points import (
+    BLANK,
+    EZPOINTS,
+    POINTS24,
+    PointsRules,
+    PointsState,
+    add_suits,
+    apply_action,
+    deal_four,
+    deal_pair,
+)
 from megatron_rl.tasks.gym_cards.points_task import Points24Task
-from megatron_rl.tasks.gym_cards.solvers import hands_of_four, solution, starts_of_pairs
+from megatron_rl.tasks.gym_cards.solvers import find_solution, hand_probabilities, pair_probabilities
 from megatron_rl.tasks.task_options import Points24Options
 
 
-def random_points(rules: Rules) -> float:
+def random_points(rules: PointsRules) -> float:
     """Of EZPoints: the share of wins over all that can be written, hand by hand. No six penalties outweigh a win."""
 
     @cache
-    def wins(table: Table, length: int) -> float:
+    def wins(table: PointsState, length: int) -> float:
         """`table` is without its blanks, which are counted in the length of the formula alone."""
-        if length > rules.max_entries:
+        if length > rules.max_formula_tokens:
             return 0.0
         share = 0.0
         for action in range(len(rules.tokens)):
-            after, reward, is_over, _ = move(rules, table, action)
+            after, reward, is_over, _ = apply_action(rules, table, action)
             formula = tuple(token for token in after.formula if token != BLANK)
-            share += float(reward > 0) if is_over else wins(Table(table.cards, formula), length + 1)
+            share += float(reward > 0) if is_over else wins(PointsState(table.cards, formula), length + 1)
         return share / len(rules.tokens)
 
     dice = np.random.default_rng(0)
-    return sum(float(share) * wins(Table(suited(ranks, dice)), 0) for ranks, share in starts_of_pairs().items())
+    return sum(float(share) * wins(PointsState(add_suits(ranks, dice)), 0) for ranks, share in pair_probabilities().items())
 
 
 def walked(dice: random.Random) -> float:
@@ -54,10 +64,10 @@ def walked(dice: random.Random) -> float:
     return earned
 
 
-def written(rules: Rules, deal: Callable[[np.random.Generator], tuple], dealer: np.random.Generator, dice: random.Random) -> float:
-    table, earned, is_over = Table(deal(dealer)), 0, False
+def written(rules: PointsRules, deal: Callable[[np.random.Generator], tuple], dealer: np.random.Generator, dice: random.Random) -> float:
+    table, earned, is_over = PointsState(deal(dealer)), 0, False
     while not is_over:
-        table, reward, terminated, truncated = move(rules, table, dice.randrange(len(rules.tokens)))
+        table, reward, terminated, truncated = apply_action(rules, table, dice.randrange(len(rules.tokens)))
         earned, is_over = earned + reward, terminated or truncated
     return earned
 
@@ -71,7 +81,7 @@ def tossed(game: Blackjack, dice: random.Random) -> float:
 
 
 def told(wins: int, num: int) -> str:
-    low, high = wilson(wins / num, num)
+    low, high = wilson_interval(wins / num, num)
     return f"{100 * wins / num:.3f} ({100 * max(low, 0):.3f} to {100 * high:.3f})"
 
 
@@ -81,13 +91,17 @@ def main() -> None:
     num, dice, dealer = parser.parse_args().episodes, random.Random(0), np.random.default_rng(0)
     game = Blackjack(symbolic=True)
     game.reset(seed=0)
-    hands = hands_of_four()
+    hands = hand_probabilities()
     held_out = Points24Task(TaskSettings(name="points24", options=Points24Options()))
-    solved_share = np.mean([bool(held_out.gold(example)) for example in held_out.examples("eval")])
-    solvable = f"{100 * float(sum(share for hand, share in hands.items() if solution(hand))):.2f}; of the 500 {100 * solved_share:.1f}"
-    coin, most_wins, best = play(dict.fromkeys(POSITIONS, 0.5)), play(best_table(by="wins")), play(best_table())
+    solved_share = np.mean([bool(held_out.gold_replies(example)) for example in held_out.examples("eval")])
+    solvable = f"{100 * float(sum(share for hand, share in hands.items() if find_solution(hand))):.2f}; of the 500 {100 * solved_share:.1f}"
+    coin, most_wins, best = (
+        evaluate_policy(dict.fromkeys(POSITIONS, 0.5)),
+        evaluate_policy(best_policy(criterion="wins")),
+        evaluate_policy(best_policy()),
+    )
     rows = (
-        ("number_line", policy_success({state: (0.5, 0.5) for state in STATES}), lambda: walked(dice), "100"),
+        ("number_line", compute_policy_success({state: (0.5, 0.5) for state in STATES}), lambda: walked(dice), "100"),
         ("ez_points", random_points(EZPOINTS), lambda: written(EZPOINTS, lambda dealer: deal_pair(EZPOINTS, dealer), dealer, dice), "100"),
         ("points24", None, lambda: written(POINTS24, deal_four, dealer, dice), solvable),
         ("blackjack", coin.wins, lambda: tossed(game, dice), f"{100 * most_wins.wins:.2f}; of best return {100 * best.wins:.2f}"),

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, RunSettings, Settings
-from megatron_rl.memory_plan.image_memory import pictures
+from megatron_rl.memory_plan.image_memory import plan_image_bytes
 from megatron_rl.models.hf_config import read_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +49,7 @@ def planned(kind: Kind, model: Path, *, side: int) -> int:
         engine=EngineSettings(max_model_len=size["max_model_len"], max_images=1), run=RunSettings(dir="nowhere", steps=1),
         batch=BatchSettings(prompts_per_step=kind.episodes, group_size=1, micro_batch_tokens=size["micro_batch_tokens"]),
     )  # fmt: skip
-    return pictures(read_spec(model), settings, world_size=kind.ranks)
+    return plan_image_bytes(read_spec(model), settings, world_size=kind.ranks)
 
 
 def measured(kind: Kind, model: Path, data: Path, *, side: int) -> int:

@@ -31,7 +31,7 @@ from card_games import make, train
 from lewis_pace import pace
 from numberline import ROOT
 
-from megatron_rl.evaluation.intervals import wilson
+from megatron_rl.evaluation.intervals import wilson_interval
 
 CELLS = ("speaker", "listener", "alternating", "simultaneous")
 ROUNDS, WAIT_S = 2, 600
@@ -192,7 +192,7 @@ def table(out: Path, seeds: list[int]) -> str:
                 lines.append(f"| {seed} | {name} | not run | | | | | | |")
                 continue
             value = json.loads((folder / "eval.json").read_text())
-            low, high = wilson(value["greedy_success"], int(value["greedy_episodes"]))
+            low, high = wilson_interval(value["greedy_success"], int(value["greedy_episodes"]))
             figures = [f"{value[f'greedy_{key}']:.1%}" if f"greedy_{key}" in value else "-" for key in ("frozen", "stranger", "drift")]
             load, spent = (folder / "load").read_text().strip(), float(folder.with_name(f"{name}.seconds").read_text())
             found = f"{value['greedy_success']:.1%} ({low:.1%} to {high:.1%}) | {' | '.join(figures)} | {value['greedy_words']:.1f}"

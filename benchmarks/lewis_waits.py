@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_rl.observe.trace import FOLDER, STEP
+from megatron_rl.observe.trace import STEP_ROW, TRACE_FOLDER
 
 WAITS = {"environment"}
 """The span of a step in which the trainer waits for its episodes."""
@@ -36,14 +36,14 @@ def length(intervals: Iterable[Interval]) -> float:
 def waits(file: Path) -> tuple[float, float]:
     """Seconds of a traced step that wait for scores alone, and all its seconds."""
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
-    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == STEP]
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == STEP_ROW]
     first, last = min(begin for begin, _ in spans), max(end for _, end in spans)  # an episode may have begun in the step before
     scoring, busy = [], []
     for event in events:
         interval = (max(first, event["ts"]), min(last, event["ts"] + event["dur"]))
         if event["name"] == "scoring":
             scoring.append(interval)
-        elif event["cat"] != STEP or event["name"] not in WAITS:
+        elif event["cat"] != STEP_ROW or event["name"] not in WAITS:
             busy.append(interval)
     return (length([*scoring, *busy]) - length(busy)) / 1e6, (last - first) / 1e6
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--skip", type=int, default=2, help="steps of the beginning (default %(default)s)")
     given = parser.parse_args()
-    steps = [waits(file) for file in sorted((given.run / FOLDER).glob("step_*.json"))[given.skip :]]
+    steps = [waits(file) for file in sorted((given.run / TRACE_FOLDER).glob("step_*.json"))[given.skip :]]
     if not steps:
         parser.error(f"{given.run} has traces of no more than {given.skip} steps; run it with run.trace=25")
     alone, whole = (sum(column) for column in zip(*steps, strict=True))

@@ -26,14 +26,14 @@ from PIL import Image as pil
 from PIL.Image import Image as Picture
 
 from megatron_rl.entrypoints.train import run
-from megatron_rl.launcher.compose import composed
-from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.observe.rollout_store import read_rollouts, steps
+from megatron_rl.launcher.compose import compose_settings
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
+from megatron_rl.observe.rollout_store import list_step_files, read_rollouts
 from megatron_rl.registry import Plugins
 from megatron_rl.rollout import manager
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 LOOKS = 3
 """Pictures of an episode: the whole, then parts."""
@@ -122,7 +122,7 @@ def main() -> None:
     given = parser.parse_args()
     groups = 2 if given.tiny else given.groups
     with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder) / "nano", preset="nano", seed=0)
+        make_checkpoint(Path(folder) / "nano", preset="nano", seed=0)
         words = [f"model.path={folder}/nano", "model.max_pixels=100000"]
         words += ["task=vqa", "task.name=looks", f"task.max_turns={LOOKS}", "task.max_new_tokens=24"]
         words += ["engine.mode=server", "engine.num_local_servers=2", "engine.health_timeout_s=60", f"engine.max_num_seqs={4 * groups}"]
@@ -131,10 +131,10 @@ def main() -> None:
         words += ["run.record=all", "run.steps=1", f"run.dir={folder}/run", "run.eval_every=0"]
         begin = time.perf_counter()
         with watched() as seen:
-            run(composed(words), Plugins(tasks={"looks": LooksTask}))
+            run(compose_settings(words), Plugins(tasks={"looks": LooksTask}))
         seconds = time.perf_counter() - begin
-        (path,) = steps(Path(folder) / "run" / FOLDER)
-        rollouts = list(read_rollouts(path, pictures=False))
+        (path,) = list_step_files(Path(folder) / "run" / ROLLOUTS_FOLDER)
+        rollouts = list(read_rollouts(path, with_images=False))
     failed = [rollout.reason for rollout in rollouts if not rollout.is_scored]
     whole = sum(len(rollout.turns) == LOOKS and len(rollout.images) >= LOOKS for rollout in rollouts)
     p50, p99 = np.percentile(np.array(seen.seconds) * 1000, [50, 99])

@@ -29,7 +29,7 @@ from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, expand_segments, gather, read_world, trim_malloc
-from megatron_rl.memory_plan.gpu_specs import GPUS
+from megatron_rl.memory_plan.gpu_specs import GPU_SPECS
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout, check_layout
@@ -45,12 +45,12 @@ def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int 
     vision, made = model.vision, []
     special = (model.image_token_id, model.video_token_id, model.vision_start_id, model.vision_end_id)
     plain = [token for token in range(min(model.vocab_size, 1000)) if token not in special]
-    cells = side // vision.patch
+    cells = side // vision.patch_size
     for index in range(contexts):
         if index % group == 0:
             generator = torch.Generator().manual_seed(index)
-            patch_PC = torch.randn(cells * cells, vision.patch_numbers, generator=generator)
-            image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, cells, cells), key=str(index), merge=vision.merge)
+            patch_PC = torch.randn(cells * cells, vision.patch_dim, generator=generator)
+            image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, cells, cells), key=str(index), merge=vision.spatial_merge_size)
             asked = words(plain, text // 2, generator)
             shown = [model.vision_start_id, *[model.image_token_id] * image.num_tokens, model.vision_end_id]
         first = [plain[index % len(plain)]] if unshared else asked[:1]
@@ -120,7 +120,7 @@ def main() -> None:
     )  # fmt: skip
     sizes = {"language": 0, "vision": 0}
     for name, tensor in policy.hf_weights():
-        if name != "model.embed_tokens.weight" or model.tied:  # looked up, not multiplied
+        if name != "model.embed_tokens.weight" or model.tie_word_embeddings:  # looked up, not multiplied
             sizes["vision" if name.startswith("visual.") else "language"] += tensor.numel()
     work = pieces(model, contexts=given.sequences, text=given.text, side=given.image, group=given.group, unshared=given.unshared)
 
@@ -161,7 +161,7 @@ def report(seconds: float, tokens: int, work: float, processes: int) -> None:
         device, memory = torch.cuda.get_device_name(), torch.cuda.max_memory_allocated() / 2**30
     else:
         device, memory = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    peak = next((gpu.flops for name, gpu in GPUS.items() if re.search(rf"\b{name}\b", device, re.IGNORECASE)), None)
+    peak = next((gpu.flops_per_s for name, gpu in GPU_SPECS.items() if re.search(rf"\b{name}\b", device, re.IGNORECASE)), None)
     share = f"{rate / peak:.1%}" if peak else "device unknown"
     print("| device | processes | s / update | tokens / s | TFLOP/s a process | MFU | peak GiB |\n|---|---|---|---|---|---|---|")
     print(f"| {device} | {processes} | {seconds:.3f} | {tokens / seconds:.0f} | {rate / 1e12:.3f} | {share} | {memory:.2f} |")

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.plot import reward_curves
+from megatron_rl.observe.plot import plot_reward_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {
@@ -90,7 +90,7 @@ def main() -> None:
         print(f"| {head} | {shares} | {times} | {row['gap max']:.1e} | {row['outside']:.2%} |")
     names = {cell: f"seed {cell[0]}" + (f", staleness {cell[1]}" if cell[1] else "") for cell in cells}
     curves = {name: grpo_folder(arguments.out, *cell) / "metrics.jsonl" for cell, name in names.items()}
-    reward_curves(curves, arguments.out / "reward_curve.png")
+    plot_reward_curves(curves, arguments.out / "reward_curve.png")
     print(f"reward curves: {arguments.out / 'reward_curve.png'}")
 
 

@@ -24,17 +24,17 @@ from pathlib import Path
 import psutil
 from PIL import Image
 
-from sandbox import Box, Fault, Limits, Result, Sandbox
+from sandbox import Box, BoxLimits, CallResult, Fault, SandboxPool
 from sandbox.client import RemoteBox, SandboxClient
-from sandbox.images import encode
+from sandbox.images import encode_png
 
 CODES = {
     "print": "print(1 + 1)",
     "Pillow crop, returned as PNG": "image_0.crop((40, 40, 340, 240)).show()",
     "matplotlib figure": "import matplotlib.pyplot as plt\nplt.figure()\nplt.plot([1, 3, 2])\nplt.show()",
 }
-PNG = encode(Image.effect_noise((640, 480), 40).convert("RGB"))
-LIMITS = Limits(images_total=1_000_000)
+PNG = encode_png(Image.effect_noise((640, 480), 40).convert("RGB"))
+LIMITS = BoxLimits(images_total=1_000_000)
 CALLS_PER_BOX, TIMEOUT_EVERY = 100, 20
 
 
@@ -50,7 +50,7 @@ class Sizes:
     port: int
 
 
-def checked(result: Result, *, code: str) -> None:
+def checked(result: CallResult, *, code: str) -> None:
     """What was asked for came back: without its image a call would be cheap."""
     assert result.fault is Fault.NONE and len(result.images) == ("show()" in code) and not result.dropped, result
 
@@ -74,14 +74,14 @@ async def warm(sizes: Sizes) -> None:
     columns: dict[str, list[list[float]]] = {}
     for isolation in ("auto", "none"):
         started = time.perf_counter()
-        async with Sandbox(size=4, limits=LIMITS, isolation=isolation) as pool:
-            print(f"Pool started in {time.perf_counter() - started:.2f} s, layers: {', '.join(pool.layers.names()) or 'none'}.\n")
+        async with SandboxPool(size=4, limits=LIMITS, isolation=isolation) as pool:
+            print(f"Pool started in {time.perf_counter() - started:.2f} s, layers: {', '.join(pool.layers.enabled_names()) or 'none'}.\n")
             async with await pool.open(images={"image_0": PNG}) as box:
                 for name, code in CODES.items():
                     spent = await timed(lambda code=code, box=box: _run(box, code), repeats=sizes.repeats)
                     columns.setdefault(f"warm call: {name}", []).append(spent)
 
-            async def cycle(pool: Sandbox = pool) -> None:
+            async def cycle(pool: SandboxPool = pool) -> None:
                 async with await pool.open() as box:
                     checked(await box.run(CODES["print"]), code=CODES["print"])
 
@@ -103,7 +103,7 @@ async def _run(box: Box, code: str) -> None:
     checked(await box.run(code), code=code)
 
 
-async def per_second(pool: Sandbox | SandboxClient, sizes: Sizes, *, reopen: bool) -> dict[str, float]:
+async def per_second(pool: SandboxPool | SandboxClient, sizes: Sizes, *, reopen: bool) -> dict[str, float]:
     """Calls a second by code, of clients side by side; their boxes are open when the clock starts; `reopen`: each call has its own."""
     rates = {}
     for name, code in CODES.items():
@@ -152,13 +152,13 @@ async def _until_up(url: str) -> SandboxClient:
 
 async def throughput(sizes: Sizes) -> None:
     tables = {}
-    async with Sandbox(size=sizes.clients, limits=LIMITS) as pool:
+    async with SandboxPool(size=sizes.clients, limits=LIMITS) as pool:
         tables["in process, an open box each"] = await per_second(pool, sizes, reopen=False)
         tables["in process, a new box every call"] = await per_second(pool, sizes, reopen=True)
     with server(sizes) as url:
         async with await _until_up(url) as client:
             tables["over HTTP, an open box each"] = await per_second(client, sizes, reopen=False)
-    async with Sandbox(size=sizes.clients, limits=LIMITS, isolation="none") as pool:
+    async with SandboxPool(size=sizes.clients, limits=LIMITS, isolation="none") as pool:
         tables["no isolation, in process, an open box each"] = await per_second(pool, sizes, reopen=False)
     print(f"Calls a second, {sizes.clients} clients, {os.cpu_count()} cores:\n\n| | {' | '.join(CODES)} |\n|---|{'---|' * len(CODES)}")
     for name, rates in tables.items():
@@ -187,7 +187,7 @@ async def leaks(sizes: Sizes) -> None:
     mixed = [*CODES.values(), 'open("kept.bin", "wb").write(bytes(100000))', "1 / 0"]
     before = standing()
     started = time.perf_counter()
-    async with Sandbox(size=8, limits=LIMITS) as pool:
+    async with SandboxPool(size=8, limits=LIMITS) as pool:
         async with await pool.open(images={"image_0": PNG}) as box:
             await box.run(CODES["print"])
         warm_up = standing()

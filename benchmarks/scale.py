@@ -21,25 +21,25 @@ from hydra import compose, initialize_config_dir
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_rl.cli.app import resolve
+from megatron_rl.cli.app import resolve_settings
 from megatron_rl.config import Settings
-from megatron_rl.memory_plan.gpu_memory import plan
+from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory
 from megatron_rl.memory_plan.step_time import (
-    Case,
-    case_of,
-    decode_step,
-    expected,
+    StepTimeInputs,
+    decode_step_seconds,
+    estimate_step_seconds,
     gradient_bytes,
-    prompts,
-    rollout,
-    sync,
+    make_step_time_inputs,
+    num_trained_tokens,
+    prefill_seconds,
+    rollout_seconds,
     sync_bytes,
-    tensor_bytes,
-    trained_tokens,
-    update,
+    tensor_parallel_bytes,
+    update_seconds,
+    weight_sync_seconds,
 )  # fmt: skip
-from megatron_rl.memory_plan.step_time_constants import halved_and_doubled
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.memory_plan.step_time_constants import sensitivity_ranges
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.registry import has_critic
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -80,34 +80,36 @@ def play_engine(steps: list[float], slots: int, seconds_of: list[float]) -> tupl
     return elapsed, busy / slots
 
 
-def play(case: Case, *, seed: int) -> Played:
+def play(case: StepTimeInputs, *, seed: int) -> Played:
     """Draw a step's episodes. A tool's seconds count as steps in which its sequence stands still, but keeps its slot."""
     episode, speeds, settings = case.episode, case.speeds, case.settings
-    slots = max(1, int(min(settings.engine.max_num_seqs, case.cache_tokens / episode.length)))
+    slots = max(1, int(min(settings.engine.max_num_seqs, case.cache_tokens / episode.total_tokens)))
     normal = np.random.default_rng(seed).standard_normal(case.num_episodes)
-    tokens = episode.sampled * np.exp(speeds.spread * normal - speeds.spread**2 / 2)
+    tokens = episode.sampled_tokens * np.exp(speeds.spread * normal - speeds.spread**2 / 2)
     most = settings.task.max_turns * settings.task.max_new_tokens
     mine = -(-case.num_episodes // case.num_engines)
-    seconds_of = [0.0, *(decode_step(case, running=count) for count in range(1, min(slots, mine) + 1))]
-    steps = np.minimum(tokens, most) + episode.turns * speeds.tool_s / seconds_of[-1]
+    seconds_of = [0.0, *(decode_step_seconds(case, num_running=count) for count in range(1, min(slots, mine) + 1))]
+    steps = np.minimum(tokens, most) + episode.num_turns * speeds.tool_s / seconds_of[-1]
     ended = [play_engine(list(steps[first :: case.num_engines]), slots, seconds_of) for first in range(case.num_engines)]
     last = max(seconds for seconds, _ in ended)
     return Played(
-        seconds=last + prompts(case),
+        seconds=last + prefill_seconds(case),
         idle_engines=1 - fmean(seconds for seconds, _ in ended) / last,
         idle_slots=1 - fmean(busy for _, busy in ended) / last,
     )
 
 
-def case_for(given: argparse.Namespace) -> Case:
+def case_for(given: argparse.Namespace) -> StepTimeInputs:
     """The recipe on its own GPUs."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings: Settings = resolve(compose("train", overrides=[f"experiment={given.experiment}"]))
-    model = known_spec(settings.model.path)
-    return case_of(model, settings, plan(model, settings, world_size=settings.run.world, has_values=has_critic(settings)))
+        settings: Settings = resolve_settings(compose("train", overrides=[f"experiment={given.experiment}"]))
+    model = load_known_spec(settings.model.path)
+    return make_step_time_inputs(
+        model, settings, plan_gpu_memory(model, settings, world_size=settings.run.world, has_values=has_critic(settings))
+    )
 
 
-def on(case: Case, world_size: int, *, grows: bool) -> Case:
+def on(case: StepTimeInputs, world_size: int, *, grows: bool) -> StepTimeInputs:
     """The same run on so many GPUs, with its batch or one that grows with them."""
     batch = case.settings.batch
     prompts_per_step = max(batch.minibatches, batch.prompts_per_step * world_size // case.world_size) if grows else batch.prompts_per_step
@@ -115,13 +117,17 @@ def on(case: Case, world_size: int, *, grows: bool) -> Case:
     return replace(case, settings=settings, world_size=world_size)
 
 
-def row(case: Case, *, seeds: int) -> str:
+def row(case: StepTimeInputs, *, seeds: int) -> str:
     played = [play(case, seed=seed) for seed in range(seeds)]
-    rolled, trained, synced = fmean(each.seconds for each in played), sum(update(case).values()), sum(sync(case).values())
+    rolled, trained, synced = (
+        fmean(each.seconds for each in played),
+        sum(update_seconds(case).values()),
+        sum(weight_sync_seconds(case).values()),
+    )
     step, batch = rolled + trained + synced, case.settings.batch
-    sent = tensor_bytes(case, trained_tokens(case)), batch.minibatches * batch.epochs * gradient_bytes(case), sync_bytes(case)
+    sent = tensor_parallel_bytes(case, num_trained_tokens(case)), batch.minibatches * batch.epochs * gradient_bytes(case), sync_bytes(case)
     idle = fmean(each.idle_engines for each in played), fmean(each.idle_slots for each in played)
-    tokens = case.num_episodes * case.episode.length / step / case.world_size
+    tokens = case.num_episodes * case.episode.total_tokens / step / case.world_size
     cells = [
         f"{case.world_size:,}", f"{case.num_episodes:,}", f"{step:.0f}",
         f"{rolled:.0f}", f"{trained:.0f}", f"{synced:.1f}", f"{tokens:.0f}",
@@ -130,11 +136,11 @@ def row(case: Case, *, seeds: int) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def sensitivities(case: Case) -> list[tuple[str, float, float]]:
+def sensitivities(case: StepTimeInputs) -> list[tuple[str, float, float]]:
     """(constant, the step with half of it, with twice of it, both over the step as it is), the strongest first."""
-    now, found = expected(case).step, []
-    for name, values in halved_and_doubled(case.speeds).items():
-        changed = [expected(replace(case, speeds=replace(case.speeds, **{name: value}))).step / now for value in values]
+    now, found = estimate_step_seconds(case).step_total, []
+    for name, values in sensitivity_ranges(case.speeds).items():
+        changed = [estimate_step_seconds(replace(case, speeds=replace(case.speeds, **{name: value}))).step_total / now for value in values]
         found.append((name, *changed))
     return sorted(found, key=lambda each: -max(abs(math.log(share)) for share in each[1:]))
 
@@ -147,9 +153,8 @@ def main() -> None:
     given = parser.parse_args()
     case = case_for(given)
     episode = case.episode
-    print(
-        f"{given.experiment}: {case.settings.run.gpu}, episodes of {episode.length:,.0f} tokens, {episode.sampled:,.0f} of them sampled\n"
-    )
+    print(f"{given.experiment}: {case.settings.run.gpu}, episodes of {episode.total_tokens:,.0f} tokens, "
+          f"{episode.sampled_tokens:,.0f} of them sampled\n")  # fmt: skip
     head = " | ".join(COLUMNS)
     for grows, words in ((False, "The recipe's batch"), (True, "A batch that grows with the GPUs")):
         print(f"{words}\n\n| {head} |\n|{'---|' * len(COLUMNS)}")
@@ -162,7 +167,7 @@ def main() -> None:
             if max(abs(half - 1), abs(twice - 1)) >= 0.005:
                 print(f"| {name} | {half - 1:+.0%} | {twice - 1:+.0%} |")
         print()
-    shown = rollout(case)
+    shown = rollout_seconds(case)
     print(f"Without drawing, by the longest of all: {sum(shown.values()):.0f} s of rollout on {case.world_size} GPUs")
 
 

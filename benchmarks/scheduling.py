@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config import EngineSettings, ModelSettings
-from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rewards.rubric import Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, Message, Rollout
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @dataclass
@@ -57,7 +57,7 @@ class WaitsTask:
     barrier: asyncio.Barrier | None = None
     name: str = "waits"
     stop: tuple[str, ...] = ()
-    rubric: Rubric = field(default_factory=lambda: Rubric(turn_parts={"nothing": TurnPart(environment_rewards)}))
+    rubric: Rubric = field(default_factory=lambda: Rubric(turn_terms={"nothing": TurnRewardTerm(environment_rewards)}))
 
     def env(self, example: Example) -> Waits:
         return Waits(example.payload["latencies"], self.barrier)
@@ -100,7 +100,7 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "nano"
-        make(model, preset="nano", seed=0)
+        make_checkpoint(model, preset="nano", seed=0)
         renderer = Renderer(ModelSettings(path=str(model)))
         engine = ColocatedEngine(
             str(model), EngineSettings(kv_cache_mib=128, max_num_seqs=chosen.episodes),

@@ -21,8 +21,8 @@ from trl import GRPOConfig, GRPOTrainer
 from megatron_rl.config import ModelSettings, TaskSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import choose_prompts
-from megatron_rl.tasks.gym_cards.number_line import State, picture
-from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineEnv, NumberLineTask, observation
+from megatron_rl.tasks.gym_cards.number_line import NumberLineState, draw_state
+from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineEnv, NumberLineTask, make_observation
 from megatron_rl.types import Example
 
 VLLM_CONTEXT = 512
@@ -56,7 +56,7 @@ class StepLog(TrainerCallback):
         self._mark = now
 
 
-async def judged(replies: list[str], states: list[State]) -> list[float]:
+async def judged(replies: list[str], states: list[NumberLineState]) -> list[float]:
     """The environment's reward of one move from each state: 1 at the goal, 0 closer, -1 wrong or invalid."""
     values = []
     for reply, state in zip(replies, states, strict=True):
@@ -79,8 +79,8 @@ def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int,
     dealt = [example for step in range(steps) for example in choose_prompts(examples, prompts, seed=seed, round_number=step)]
 
     @cache
-    def resized(state: State) -> Picture:
-        return renderer.image(picture(state)).pil
+    def resized(state: NumberLineState) -> Picture:
+        return renderer.image(draw_state(state)).pil
 
     def show(rows: dict[str, list[int]]) -> dict[str, list]:
         pictures = [resized(state) for state in zip(rows["current"], rows["target"], strict=True)]
@@ -93,7 +93,7 @@ def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int,
 def check_prompt(trainer: GRPOTrainer, renderer: Renderer) -> None:
     """TRL's own tokenization of a dataset row gives the ids and pixels that the other side's renderer gives."""
     row = trainer.train_dataset[0]
-    ours = renderer.prompt([observation((row["current"], row["target"]))])
+    ours = renderer.prompt([make_observation((row["current"], row["target"]))])
     message = {"role": "user", "content": [{"type": "image", "image": row["image"]}, {"type": "text", "text": PROMPT}]}
     (token_ids,), _, fields = trainer._tokenize_prompts([[message]])
     assert list(token_ids) == ours.token_ids, "the two sides' prompt ids differ"

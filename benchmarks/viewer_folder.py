@@ -19,11 +19,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from megatron_rl.io.jsonl import replace_lines
+from megatron_rl.io.jsonl import write_lines_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
-from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.observe.rollout_store import path_of, write
-from megatron_rl.services.supervised_process import free_port
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
+from megatron_rl.observe.rollout_store import step_path, write_step
+from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import TOKEN_COLUMNS, Rollout, TokenSequence, Turn
 
 PER_STEP, TURNS, NUM_METRICS = 256, 3, 80
@@ -64,17 +64,17 @@ def episode(dice: np.random.Generator, number: int, size: Size) -> Rollout:
 
 def make(run: Path, size: Size, *, num_bytes: float) -> int:
     """Write the folder. Returns the number of its steps."""
-    dice, folder, total, step = np.random.default_rng(0), run / FOLDER, 0, 0
+    dice, folder, total, step = np.random.default_rng(0), run / ROLLOUTS_FOLDER, 0, 0
     while total < num_bytes:
-        path = path_of(folder, step)
+        path = step_path(folder, step)
         if step < size.made:
-            write(path, [episode(dice, number, size) for number in range(PER_STEP)], step=step, rounds=1)
+            write_step(path, [episode(dice, number, size) for number in range(PER_STEP)], step=step, num_gen_batches=1)
         else:
-            os.link(path_of(folder, step % size.made), path)
+            os.link(step_path(folder, step % size.made), path)
         total += path.stat().st_size
         step += 1
     names = [f"room/metric_{number}" for number in range(NUM_METRICS)]
-    replace_lines(run / METRICS_FILE, ({"step": number, **dict.fromkeys(names, 0.123456789)} for number in range(step)))
+    write_lines_atomically(run / METRICS_FILE, ({"step": number, **dict.fromkeys(names, 0.123456789)} for number in range(step)))
     return step
 
 
@@ -85,7 +85,7 @@ def peak_mb(pid: int) -> float:
 
 def look(run: Path, *, last: int, memory_gb: float) -> str:
     """A line of the table: what a viewer that was just started takes for what its page asks first, and then."""
-    command = [sys.executable, "-m", "megatron_rl.observe.viewer", str(run), "--port", str(free_port("127.0.0.1"))]
+    command = [sys.executable, "-m", "megatron_rl.observe.viewer", str(run), "--port", str(find_free_port("127.0.0.1"))]
     begin = time.perf_counter()
     with subprocess.Popen([*command, "--memory-gb", str(memory_gb)], stdout=subprocess.PIPE, text=True) as served:
         try:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from numberline import ROOT, train
 
-from megatron_rl.evaluation.intervals import wilson
+from megatron_rl.evaluation.intervals import wilson_interval
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.plot import reward_curves
+from megatron_rl.observe.plot import plot_reward_curves
 from megatron_rl.tasks.visual_search.task import NUM_EVAL
 
 STAGES = {"sft": "visual_search_sft_cpu", "grpo": "visual_search_python_cpu", "ppo": "visual_search_ppo_cpu"}
@@ -71,7 +71,7 @@ def table(rows: list[dict[str, float]], *, num_eval: int) -> str:
     for row in rows:
         for stage in STAGES:
             value = {name.removeprefix(f"{stage} "): value for name, value in row.items() if name.startswith(f"{stage} ")}
-            low, high = wilson(value["greedy_success"], num_eval)
+            low, high = wilson_interval(value["greedy_success"], num_eval)
             accuracy = f"{value['greedy_success']:.1%} ({low:.1%} to {high:.1%}) | {value['sampled_success']:.1%}"
             use = f"{value['greedy_tool_use']:.1%} | {value['sampled_tool_use']:.1%}"
             times = f"{value['wall']:.0f} ({value['load']:.0f}) | {value['processor']:.0f}"
@@ -92,7 +92,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     print(table(rows, num_eval=4 if arguments.tiny else NUM_EVAL))
     runs = {f"seed {seed}, {stage}": out / f"seed{seed}" / stage for seed in arguments.seeds for stage in ("grpo", "ppo")}
-    reward_curves({name: run / "metrics.jsonl" for name, run in runs.items()}, out / "reward_curve.png")
+    plot_reward_curves({name: run / "metrics.jsonl" for name, run in runs.items()}, out / "reward_curve.png")
     print(f"reward curves: {out / 'reward_curve.png'}")
 
 

@@ -26,8 +26,8 @@ import numpy as np
 import pandas
 from scale import case_for, on
 
-from megatron_rl.memory_plan.step_time import Case, decode_step, prompts, sync, update
-from megatron_rl.observe.rollout_store import steps as steps_of
+from megatron_rl.memory_plan.step_time import StepTimeInputs, decode_step_seconds, prefill_seconds, update_seconds, weight_sync_seconds
+from megatron_rl.observe.rollout_store import list_step_files as steps_of
 
 TRAINERS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 """Shares of the GPUs that only train."""
@@ -164,7 +164,7 @@ def measure(bank: Path) -> dict[str, list[list[float]]]:
     return {name: [group for group in groups if len(group) == size] for name, groups in told.items()}
 
 
-def lengths(case: Case, *, num_groups: int, seed: int, full: float, shape: Shape | None = None) -> list[list[float]]:
+def lengths(case: StepTimeInputs, *, num_groups: int, seed: int, full: float, shape: Shape | None = None) -> list[list[float]]:
     """Steps of every episode, by group: its tokens, and what its tools and its prompts take, in steps of an engine that is full. Without
     a measured shape tokens are log-normal, and all tools take as long."""
     episode, speeds, size = case.episode, case.speeds, case.settings.batch.group_size
@@ -173,24 +173,30 @@ def lengths(case: Case, *, num_groups: int, seed: int, full: float, shape: Shape
         tokens, tools = np.exp(speeds.spread * normal - speeds.spread**2 / 2), np.ones((num_groups, size))
     else:
         tokens, tools = shape.drawn(num_groups, size=size, seed=seed)
-    sampled = np.minimum(episode.sampled * tokens, case.settings.task.max_turns * case.settings.task.max_new_tokens)
-    waits = episode.turns * speeds.tool_s * tools + prompts(case) * case.num_engines / case.num_episodes
+    sampled = np.minimum(episode.sampled_tokens * tokens, case.settings.task.max_turns * case.settings.task.max_new_tokens)
+    waits = episode.num_turns * speeds.tool_s * tools + prefill_seconds(case) * case.num_engines / case.num_episodes
     return (sampled + waits / full).tolist()
 
 
-def simulate(case: Case, *, staleness: int, trainers: int = 0, steps: int, seed: int = 0, shape: Shape | None = None) -> Told:
+def simulate(case: StepTimeInputs, *, staleness: int, trainers: int = 0, steps: int, seed: int = 0, shape: Shape | None = None) -> Told:
     """`trainers` of the GPUs only train; 0: every GPU plays and trains. The first two steps are not counted: lines are still empty."""
     batch = case.settings.batch
     players = case.world_size - trainers
     engines_of = max(1, players // case.settings.engine.tp)
-    slots = max(1, int(min(case.settings.engine.max_num_seqs, case.cache_tokens / case.episode.length)))
-    seconds_of = [0.0, *(decode_step(case, running=count) for count in range(1, slots + 1))]
+    slots = max(1, int(min(case.settings.engine.max_num_seqs, case.cache_tokens / case.episode.total_tokens)))
+    seconds_of = [0.0, *(decode_step_seconds(case, num_running=count) for count in range(1, slots + 1))]
     per_engine = min(slots, -(-case.num_episodes // engines_of))
     given = lengths(case, num_groups=(steps + staleness + 1) * batch.prompts_per_step, seed=seed, full=seconds_of[per_engine], shape=shape)
     engines = Engines([Engine(slots, seconds_of) for _ in range(engines_of)])
-    training = sum(update(replace(case, world_size=trainers or case.world_size)).values())
-    syncing = sum(sync(case).values())
-    again = 2 * case.sizes.language * case.episode.length / 2 / (case.settings.engine.tp * case.gpu.flops * case.speeds.prefill_share)
+    training = sum(update_seconds(replace(case, world_size=trainers or case.world_size)).values())
+    syncing = sum(weight_sync_seconds(case).values())
+    again = (
+        2
+        * case.param_counts.language
+        * case.episode.total_tokens
+        / 2
+        / (case.settings.engine.tp * case.gpu.flops_per_s * case.speeds.prefill_share)
+    )
     now, warm, waited, ages = 0.0, (0.0, 0.0), 0.0, []
     dealt_at: dict[int, int] = {}
     waiting: set[int] = set()
@@ -217,7 +223,7 @@ def simulate(case: Case, *, staleness: int, trainers: int = 0, steps: int, seed:
     return Told(seconds=(now - warm[0]) / (steps - 2), idle=lost / case.world_size / (now - warm[0]), staleness=fmean(ages))
 
 
-def rows(case: Case, size: int, *, steps: int, shape: Shape | None = None) -> list[str]:
+def rows(case: StepTimeInputs, size: int, *, steps: int, shape: Shape | None = None) -> list[str]:
     """Colocated, and with the share of trainers that makes the shortest step."""
     here, lines, first = on(case, size, grows=True), [], None
     for staleness in (0, 1, 2):

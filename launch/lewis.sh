@@ -74,11 +74,11 @@ debug=${DEBUG_MODE-} # read as the services read it
 case ${debug,,} in 1 | true | yes | on) words+=("task.options.log=${LOG_PATH-runs/lewis/predictions.jsonl}") ;; esac
 
 count='import sys
-from megatron_rl.launcher.compose import composed
-from megatron_rl.data.records import Records
+from megatron_rl.launcher.compose import compose_settings
+from megatron_rl.data.records import RecordFiles
 try:
-    given = composed(sys.argv[1:])
-    rows = len(Records(given.task.data.train, images_root=given.task.data.images, key="task.data.train"))
+    given = compose_settings(sys.argv[1:])
+    rows = len(RecordFiles(given.task.data.train, images_root=given.task.data.images, key="task.data.train"))
 except ValueError as error:
     sys.exit(f"error: {error}")
 print(-(-given.run.steps * rows // given.batch.prompts_per_step))'

@@ -7,7 +7,7 @@ Exit code: that of the first process that ended badly. 75: the run was asked to 
 
 import sys
 
-from megatron_rl.launcher.spawn import spawn
+from megatron_rl.launcher.spawn import launch_processes
 
 if __name__ == "__main__":
-    sys.exit(spawn(sys.argv[1:]))
+    sys.exit(launch_processes(sys.argv[1:]))

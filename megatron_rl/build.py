@@ -206,12 +206,12 @@ class TrainerContext:
     run: Run
     checkpoints: Checkpoints
     stop: StopSignal
-    gallery: ImageExchange
+    image_exchange: ImageExchange
     closing: ExitStack
     """Closes what was opened, in reverse, however the run ends."""
-    household: ServerSupervisor | None = None
+    supervisor: ServerSupervisor | None = None
     """Supervisor of the engines that the run has started itself, on the main rank."""
-    fleet: RolloutManager | None = None
+    rollout_manager: RolloutManager | None = None
     """The engines, from open_fleet on."""
 
     def build_rollout_manager(self, settings: Settings) -> RolloutManager:
@@ -220,10 +220,10 @@ class TrainerContext:
             own = PolicyAndCritic(self.policy, self.critic) if self.critic else self.policy
             trainer = NoOffload() if settings.engine.mode == "server" else own
             trainer.sleep()
-            fleet = self.fleet = build_rollout_manager(
+            fleet = self.rollout_manager = build_rollout_manager(
                 settings, self.task,
-                trainer=trainer, renderer=self.renderer, world=self.world, gallery=self.gallery, stop=self.stop, tell=self.run.log,
-                household=self.household, timed=self.run.trace.episode,
+                trainer=trainer, renderer=self.renderer, world=self.world, gallery=self.image_exchange, stop=self.stop, tell=self.run.log,
+                household=self.supervisor, timed=self.run.trace.episode_tracer,
             )  # fmt: skip
             self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
@@ -232,25 +232,25 @@ class TrainerContext:
     def save_progress(self) -> None:
         """Have a checkpoint of the steps that are done, for the run's next life."""
         run = self.run
-        with run.spans("checkpoint"), self.fleet.offloaded() if self.fleet else nullcontext():
+        with run.spans("checkpoint"), self.rollout_manager.offloaded() if self.rollout_manager else nullcontext():
             self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
 
 
 def build_context(
-    settings: Settings, *, standing: ResumeState, task: Task, own: Plugins, world: World, stop: StopSignal, closing: ExitStack,
+    settings: Settings, *, resume_state: ResumeState, task: Task, plugins: Plugins, world: World, stop: StopSignal, closing: ExitStack,
     num_steps: int, is_rl: bool, is_replay: bool,
 ) -> TrainerContext:  # fmt: skip
     """All but the engines, on every rank; where the run goes on, it is found here."""
     group = long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s)
     checkpoint, state = find_checkpoint(settings, group=group)
     inputs = run_on_rank_zero(lambda: digest_inputs(settings, state if checkpoint else None), group=group)
-    started = standing.describe_start(Path(settings.run.dir), checkpoint)
+    started = resume_state.describe_start(Path(settings.run.dir), checkpoint)
     if started and world.is_main:
         print(started, flush=True)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(leave_layout)
     renderer = raise_on_all_ranks(lambda: build_renderer(settings, continues_contexts=is_rl and task.continues_contexts))
-    algorithms, has_values = {**ALGORITHMS, **own.algorithms}, has_critic(settings, own)
+    algorithms, has_values = {**ALGORITHMS, **plugins.algorithms}, has_critic(settings, plugins)
     gallery = ImageExchange(patch=renderer.patch, group=group)
     patches = partial(renderer.patches, picture_of=gallery.image)
     policy = build_policy(
@@ -271,7 +271,7 @@ def build_context(
     checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, inputs=inputs, group=group)
     return TrainerContext(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
-        checkpoints=checkpoints, stop=stop, gallery=gallery, closing=closing,
+        checkpoints=checkpoints, stop=stop, image_exchange=gallery, closing=closing,
     )  # fmt: skip
 
 

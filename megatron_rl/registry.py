@@ -7,7 +7,7 @@ import yaml
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
 from megatron_rl.config import Settings, TaskSettings, require
-from megatron_rl.rewards.functions import rewarded_by
+from megatron_rl.rewards.functions import from_function
 from megatron_rl.rollout.task import Task, require_task
 from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.tasks.gym_cards.blackjack_task import BlackjackTask
@@ -68,7 +68,7 @@ def build_task(settings: TaskSettings, own: Plugins = Plugins()) -> Task:
     task = task_type(replace(settings, reward="".join(shipped)))
     asks = task.judge is not None or not (settings.judge.model or settings.judge.urls)
     require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} asks no judge; leave it out")
-    task.rubric = rewarded_by(settings.reward, task.rubric, own.rewards)
+    task.rubric = from_function(settings.reward, task.rubric, own.rewards)
     return task
 
 

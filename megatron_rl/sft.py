@@ -9,7 +9,7 @@ from megatron_rl.algo.objective import sft_loss
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import Settings
 from megatron_rl.data.transcript_survey import make_length_check
-from megatron_rl.data.transcripts import TRANSCRIPTS, demonstrations_of
+from megatron_rl.data.transcripts import TRANSCRIPTS_SPLIT, load_demonstrations
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.episode import seed_of
 from megatron_rl.rollout.renderer import Renderer
@@ -38,10 +38,10 @@ def train_sft(
             continue
         with run.spans("render"):
             drawn = {"num": sft.num_demonstrations, "seed": seed_of(seed, stage)}
-            if split == TRANSCRIPTS:
-                demonstrations = demonstrations_of(task.settings.data, split, **drawn)
+            if split == TRANSCRIPTS_SPLIT:
+                demonstrations = load_demonstrations(task.settings.data, split, **drawn)
                 demonstrations.check_lengths(make_length_check(settings, renderer))
-                for line in demonstrations.warnings if TRANSCRIPTS not in sft.splits[:stage] else ():
+                for line in demonstrations.warnings if TRANSCRIPTS_SPLIT not in sft.splits[:stage] else ():
                     run.log(f"warning: task.data.demonstrations: {line}")
             else:
                 demonstrations = task.demonstrations(split, **drawn)
@@ -67,7 +67,7 @@ def train_sft(
 class RenderedDemonstrations:
     """A stage's demonstrations as contexts, round and round, rendered when they are needed.
 
-    WeightedContexts are kept, without their patches, until their pictures take KEPT_BYTES; what comes later is rendered in every round.
+    WeightedContexts are kept, without their patches, until their pictures take CACHE_BYTES; what comes later is rendered in every round.
     """
 
     def __init__(self, renderer: Renderer, demonstrations: Sequence[Demonstration]) -> None:

@@ -19,8 +19,8 @@ from megatron_rl.algo.value import make_value_objective, shared_value_loss, warm
 from megatron_rl.batching.token_stats import TokenStats, build_token_stats
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.distributed.image_exchange import ImageExchange
-from megatron_rl.evaluation.in_run import evaluate
-from megatron_rl.observe.step_metrics import merge_updates, rollout_metrics, staleness_metrics, value_metrics
+from megatron_rl.evaluation.in_run import evaluate_in_run
+from megatron_rl.observe.step_metrics import merge_update_metrics, rollout_metrics, staleness_metrics, value_metrics
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.manager import RolloutManager
@@ -75,7 +75,11 @@ def train(
             fleet.update_weights(policy.hf_weights(), version=step + 1)
 
         with spans("record"):
-            metrics = rollout_metrics(rollouts, rounds=rounds) | merge_updates(updates) | value_errors(rollouts, now.algo, algorithm)
+            metrics = (
+                rollout_metrics(rollouts, num_gen_batches=rounds)
+                | merge_update_metrics(updates)
+                | value_errors(rollouts, now.algo, algorithm)
+            )
             metrics |= fleet.metrics() | told
             if settings.run.max_staleness > 0:
                 metrics |= staleness_metrics(rollouts, step=step, num_stale=fleet.num_stale)
@@ -110,7 +114,7 @@ def end_of_step(step: int, settings: Settings, *, fleet: RolloutManager | Replay
     metrics, is_last = run.history.pending_metrics, step + 1 == settings.run.steps
     if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and not is_last:
         with run.spans("evaluate"):
-            metrics = metrics | evaluate(fleet.task, settings, fleet=fleet)
+            metrics = metrics | evaluate_in_run(fleet.task, settings, rollout_manager=fleet)
     with run.spans("record"):
         run.record(step, metrics)
     if not is_last:  # the last one is judged by the final evaluation

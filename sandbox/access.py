@@ -4,7 +4,7 @@ gate.py makes them for every server of ours, megatron_rl/rollout/vllm/http_gate.
 on this machine shows reaches loopback ports, but only with its own Origin or Sec-Fetch-Site, without the token, and, without asking
 first, not as application/json. After DNS rebinding the page has the server's origin; then the Host header still has the page's name.
 
-A server proves that it knows the token before a client sends it: it answers a challenge with a keyed digest (`proof_of`). The digest
+A server proves that it knows the token before a client sends it: it answers a challenge with a keyed digest (`compute_proof`). The digest
 covers the port, so that whoever took a port cannot have another server of the same token answer.
 """
 
@@ -18,18 +18,18 @@ from ipaddress import ip_address
 
 from starlette.types import Scope
 
-CHALLENGE, PROOF = "X-Challenge", "X-Proof"
+CHALLENGE_HEADER, PROOF_HEADER = "X-Challenge", "X-Proof"
 _CHALLENGE = re.compile(rb"[0-9a-f]{32,128}")
 _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@\s]+))(?::[0-9]{1,5})?")
 _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RequestRejection:
     """Status, reason and further headers of the answer to a request that is not let through."""
 
-    code: int
-    text: str
+    status_code: int
+    detail: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -38,40 +38,42 @@ class AccessRules:
 
     def __init__(self, *, token: str, hosts: Iterable[str] = ()) -> None:
         """Without a token none is asked for. `hosts` are names of the server beside localhost and the name of this machine."""
-        self._token, self._hosts = token, {name.casefold() for name in (*own_names(), *hosts)}
+        self._token, self._hosts = token, {name.casefold() for name in (*local_host_names(), *hosts)}
 
-    def refusal(self, scope: Scope) -> Refusal | None:
+    def check_request(self, scope: Scope) -> RequestRejection | None:
         """Return None for a request that may pass."""
         headers = dict(scope["headers"])
-        if not self._is_for_us([value for name, value in scope["headers"] if name == b"host"]):
-            return Refusal(421, "the Host header names another server; use an IP address in the URL, or start the server with --host NAME")
+        if not self._is_own_host([value for name, value in scope["headers"] if name == b"host"]):
+            return RequestRejection(
+                421, "the Host header names another server; use an IP address in the URL, or start the server with --host NAME"
+            )
         if b"origin" in headers or headers.get(b"sec-fetch-site", b"none") != b"none":
-            return Refusal(403, "requests of web pages are not answered")
+            return RequestRejection(403, "requests of web pages are not answered")
         if self._token and not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self._token}".encode()):
-            more = {"WWW-Authenticate": "Bearer", **self._proof(scope, headers)}
-            return Refusal(401, "this server asks for its token: Authorization: Bearer ...", more)
+            more = {"WWW-Authenticate": "Bearer", **self._proof_headers(scope, headers)}
+            return RequestRejection(401, "this server asks for its token: Authorization: Bearer ...", more)
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         if (has_body or scope["method"] not in _BODILESS) and _media_type(headers) != b"application/json":
-            return Refusal(415, "the content type of a request is application/json")
+            return RequestRejection(415, "the content type of a request is application/json")
         return None
 
-    def _is_for_us(self, given: list[bytes]) -> bool:
+    def _is_own_host(self, given: list[bytes]) -> bool:
         match = _HOST.fullmatch(given[0].decode("latin-1").casefold()) if len(given) == 1 else None
         return match is not None and (match["name"] in self._hosts or _is_address(match["v6"] or match["name"]))
 
-    def _proof(self, scope: Scope, headers: Mapping[bytes, bytes]) -> dict[str, str]:
-        challenge = headers.get(CHALLENGE.lower().encode(), b"")
+    def _proof_headers(self, scope: Scope, headers: Mapping[bytes, bytes]) -> dict[str, str]:
+        challenge = headers.get(CHALLENGE_HEADER.lower().encode(), b"")
         if not _CHALLENGE.fullmatch(challenge) or not scope.get("server"):
             return {}
-        return {PROOF: proof_of(self._token, challenge.decode(), port=scope["server"][1])}
+        return {PROOF_HEADER: compute_proof(self._token, challenge.decode(), port=scope["server"][1])}
 
 
-def proof_of(token: str, challenge: str, *, port: int) -> str:
+def compute_proof(token: str, challenge: str, *, port: int) -> str:
     """Return what a server at this port that knows the token answers to the challenge (32 to 128 hexadecimal digits)."""
     return hmac.new(token.encode(), f"{challenge} {port}".encode(), hashlib.sha256).hexdigest()
 
 
-def own_names() -> set[str]:
+def local_host_names() -> set[str]:
     """Return the names of this machine: localhost, and its host name with and without the domain."""
     name = socket.gethostname()
     return {"localhost", name, name.partition(".")[0]}

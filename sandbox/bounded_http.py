@@ -18,16 +18,16 @@ from typing import Self
 import httpx
 
 Transport = httpx.AsyncBaseTransport
-DENIED = (401, 403)
+DENIED_STATUSES = (401, 403)
 """Statuses of a server that is well and does not accept the key or token of a request."""
 
 
-class NoAnswer(Exception):
+class NoResponse(Exception):
     """There is no whole answer within the bounds: nobody listens, the connection broke, or the answer is late, too long or compressed."""
 
 
 @dataclass(slots=True, frozen=True)
-class Answer:
+class BoundedResponse:
     """A whole answer of a server, whatever its status."""
 
     status: int
@@ -43,19 +43,20 @@ class Answer:
     @property
     def text(self) -> str:
         """The content for error messages: without the token, which the server may have repeated."""
-        return _without(self.token, self.content.decode(errors="replace"))
+        return _redact_token(self.token, self.content.decode(errors="replace"))
 
 
 class BoundedClient:
     """Sends requests from one event loop and keeps its connections between them."""
 
     def __init__(
-        self, base_url: str = "", *, token: str = "", keep_s: float = 5.0, retries: int = 0, transport: Transport | None = None
+        self, base_url: str = "", *, token: str = "", keepalive_s: float = 5.0, retries: int = 0, transport: Transport | None = None
     ) -> None:  # fmt: skip
-        """`token` goes with every request. An idle connection is kept for `keep_s`; `retries` are those of a connection that is refused."""
+        """`token` goes with every request. An idle connection is kept for `keepalive_s`; `retries` are those of a connection that is
+        refused."""
         self._token = token
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keep_s)
-        transport = transport or httpx.AsyncHTTPTransport(verify=_tls(), retries=retries, limits=limits)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_s)
+        transport = transport or httpx.AsyncHTTPTransport(verify=_load_tls_context(), retries=retries, limits=limits)
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))  # none is kept: they would be sent back, and grow without a bound
         self._http = httpx.AsyncClient(
@@ -67,11 +68,11 @@ class BoundedClient:
         return str(self._http.base_url)
 
     async def request(
-        self, verb: str, url: str, body: object = None, *,
-        limit_s: float, max_bytes: int, connect_s: float | None = None,
-        query: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None,
-    ) -> Answer:  # fmt: skip
-        """Return the answer to a request whose body, if any, is sent as JSON. Raises NoAnswer.
+        self, method: str, url: str, body: object = None, *,
+        timeout_s: float, max_bytes: int, connect_timeout_s: float | None = None,
+        params: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None,
+    ) -> BoundedResponse:  # fmt: skip
+        """Return the answer to a request whose body, if any, is sent as JSON. Raises NoResponse.
 
         `limit_s` is for all of it; `connect_s` for a connection alone.
         """
@@ -79,16 +80,16 @@ class BoundedClient:
         if body is not None:
             sent = json.dumps(body, separators=(",", ":")).encode("ascii")  # escaped: UTF-8 has no bytes for half a surrogate pair
             headers = {**(headers or {}), "Content-Type": "application/json"}
-        timeout = httpx.Timeout(None, connect=connect_s)
+        timeout = httpx.Timeout(None, connect=connect_timeout_s)
         try:
-            async with asyncio.timeout(limit_s):
-                async with self._http.stream(verb, url, content=sent, headers=headers, params=query, timeout=timeout) as answer:
-                    content = await _read(answer, max_bytes=max_bytes)
-                    return Answer(answer.status_code, answer.headers, content, self._token)
+            async with asyncio.timeout(timeout_s):
+                async with self._http.stream(method, url, content=sent, headers=headers, params=params, timeout=timeout) as answer:
+                    content = await _read_body(answer, max_bytes=max_bytes)
+                    return BoundedResponse(answer.status_code, answer.headers, content, self._token)
         except TimeoutError as late:
-            raise NoAnswer(f"no whole answer within {limit_s:g} s") from late
+            raise NoResponse(f"no whole answer within {timeout_s:g} s") from late
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last one of a host's name
-            raise NoAnswer(f"{type(error).__name__}: {_without(self._token, str(error))}") from error
+            raise NoResponse(f"{type(error).__name__}: {_redact_token(self._token, str(error))}") from error
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -100,35 +101,35 @@ class BoundedClient:
         await self.close()
 
 
-def _without(token: str, text: str) -> str:
+def _redact_token(token: str, text: str) -> str:
     return text.replace(token, "***") if token else text
 
 
-async def _read(answer: httpx.Response, *, max_bytes: int) -> bytes:
+async def _read_body(answer: httpx.Response, *, max_bytes: int) -> bytes:
     encoding, content = answer.headers.get("Content-Encoding", "").strip().casefold(), bytearray()
     if encoding not in ("", "identity"):
-        raise NoAnswer(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
+        raise NoResponse(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
     async for part in answer.aiter_bytes():
         content += part
         if len(content) > max_bytes:
-            raise NoAnswer(f"the answer has more than {max_bytes} bytes")
+            raise NoResponse(f"the answer has more than {max_bytes} bytes")
     return bytes(content)
 
 
-def request(
-    verb: str, url: str, body: object = None, *, limit_s: float, max_bytes: int,
-    token: str = "", query: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None,
-) -> Answer:  # fmt: skip
+def send_request(
+    method: str, url: str, body: object = None, *, timeout_s: float, max_bytes: int,
+    token: str = "", params: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None,
+) -> BoundedResponse:  # fmt: skip
     """Return the answer to one request by a connection of its own, as BoundedClient.request. Call it in a thread without an event loop."""
 
-    async def once() -> Answer:
+    async def once() -> BoundedResponse:
         async with BoundedClient(token=token) as client:
-            return await client.request(verb, url, body, limit_s=limit_s, max_bytes=max_bytes, query=query, headers=headers)
+            return await client.request(method, url, body, timeout_s=timeout_s, max_bytes=max_bytes, params=params, headers=headers)
 
     return asyncio.run(once())
 
 
 @cache
-def _tls() -> SSLContext:
+def _load_tls_context() -> SSLContext:
     """Return the certificates that are trusted, those of SSL_CERT_FILE where that is set. Reading them takes 30 ms."""
     return httpx.create_ssl_context()

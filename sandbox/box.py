@@ -8,91 +8,99 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from sandbox import frames, images, replies, verdicts
-from sandbox.clock import Clock
-from sandbox.keeper import Exit, Life
-from sandbox.types import BoxClosed, Error, Fault, Limits, Result, SandboxFault, Usage, too_long
+from sandbox.clock import BoxTimer
+from sandbox.keeper import ExitStatus, Interpreter
+from sandbox.types import BoxClosed, BoxLimits, CallError, CallResult, CallUsage, Fault, SandboxError, check_source_length
 
 if TYPE_CHECKING:
-    from sandbox.cgroups import Group
-    from sandbox.keeper import Keeper
+    from sandbox.cgroups import ControlGroup
+    from sandbox.keeper import ZygoteManager
 
 
 class Box:
     """One episode's Python. One call at a time; a second waits for the first. `async with` closes it."""
 
     def __init__(
-        self, number: int, *, keeper: "Keeper", limits: Limits, group: "Group | None",
-        begin: Callable[["Box"], Awaitable[Life]], release: Callable[["Box"], Awaitable[None]],
+        self, number: int, *, zygote: "ZygoteManager", limits: BoxLimits, group: "ControlGroup | None",
+        start_interpreter: Callable[["Box"], Awaitable[Interpreter]], release_slot: Callable[["Box"], Awaitable[None]],
     ) -> None:  # fmt: skip
         """For the pool: `begin` makes a fresh interpreter with the inputs, `release` takes the place back."""
         self.id = number
-        self.life: Life | None = None
-        self._keeper, self._limits, self._group, self._begin, self._release = keeper, limits, group, begin, release
+        self.interpreter: Interpreter | None = None
+        self._zygote, self._limits, self._group, self._start_interpreter, self._release_slot = (
+            zygote,
+            limits,
+            group,
+            start_interpreter,
+            release_slot,
+        )
         self._lock = asyncio.Lock()
-        self._calls = 0
-        self._allowance = images.Allowance(limits)
-        self._lost = False
-        self._by_host = ""  # what the host did to it that no call has told yet
+        self._num_calls = 0
+        self._image_budget = images.ImageBudget(limits)
+        self._state_lost = False
+        self._pending_host_fault = ""  # what the host did to it that no call has told yet
         self._closing: asyncio.Task[None] | None = None
 
-    async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
+    async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
         """Execute `code` in the box's namespace; a cancelled run kills the box's processes.
 
         Raises BoxClosed; all other trouble is in the result.
         """
         async with self._lock:
             self._check_open()
-            self._calls += 1
-            if (refused := too_long(self._calls, code, limits=self._limits)) is not None:
+            self._num_calls += 1
+            if (refused := check_source_length(self._num_calls, code, limits=self._limits)) is not None:
                 return refused
-            await self._bury()
-            if self._by_host:
-                reason, self._by_host = self._by_host, ""
+            await self._handle_early_exit()
+            if self._pending_host_fault:
+                reason, self._pending_host_fault = self._pending_host_fault, ""
                 return self._host_fault(reason)
             try:
-                life = await self._living()
-            except (SandboxFault, ValueError) as error:  # ValueError: what opened once does not open again
+                life = await self._ensure_interpreter()
+            except (SandboxError, ValueError) as error:  # ValueError: what opened once does not open again
                 return self._host_fault(str(error))
-            lost, self._lost = self._lost, False
+            lost, self._state_lost = self._state_lost, False
             try:
-                result = await self._call(life, code, seconds=self._limits.call_s if timeout_s is None else timeout_s, state_lost=lost)
+                result = await self._execute_call(
+                    life, code, seconds=self._limits.call_timeout_s if timeout_s is None else timeout_s, state_lost=lost
+                )
             except BaseException:  # cancelled: the client is gone while its code still runs
-                await asyncio.shield(self._end(life))
+                await asyncio.shield(self._end_interpreter(life))
                 raise
             self._check_open()
             return result
 
-    async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
+    async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
         """Contents of files of the working directory; a name that is no readable file of at most `Limits.file` bytes is left out, and so
-        is one that would take all of them together past `Limits.fetched`."""
+        is one that would take all of them together past `Limits.max_fetch_bytes`."""
         async with self._lock:
             self._check_open()
-            self._calls += 1
-            await self._bury()
-            if self._by_host:  # the next call tells it
+            self._num_calls += 1
+            await self._handle_early_exit()
+            if self._pending_host_fault:  # the next call tells it
                 return {}
             try:
-                life = await self._living()
-            except (SandboxFault, ValueError):
+                life = await self._ensure_interpreter()
+            except (SandboxError, ValueError):
                 return {}
-            clock = self.clock(life, self._limits.call_s)
+            clock = self.make_timer(life, self._limits.call_timeout_s)
             try:
                 async with clock:
-                    life.writer.write(frames.pack({"id": self._calls, "names": list(names)}))
-                    most = min(self._limits.file * len(names), self._limits.fetched)
-                    text, blobs = await frames.read(life.reader, max_bytes=most, max_blobs=len(names))
-                frame = await frames.parsed(text), blobs
-                return replies.parse_files(frame, number=self._calls, asked=set(names), limits=self._limits)
+                    life.writer.write(frames.pack_frame({"id": self._num_calls, "names": list(names)}))
+                    most = min(self._limits.file * len(names), self._limits.max_fetch_bytes)
+                    text, blobs = await frames.read_frame(life.reader, max_bytes=most, max_blobs=len(names))
+                frame = await frames.parse_json(text), blobs
+                return replies.parse_fetched_files(frame, number=self._num_calls, asked=set(names), limits=self._limits)
             except (asyncio.IncompleteReadError, ConnectionError):
-                await self._keeper.leave(life)
-                await self._blame(life)
+                await self._zygote.wait_for_exit(life)
+                await self._end_and_diagnose(life)
                 return {}
-            except (TimeoutError, frames.Malformed):
-                await self._end(life)
-                self._by_host = f"{verdicts.HELD}: a fetch did not end" if clock.held else ""
+            except (TimeoutError, frames.MalformedFrame):
+                await self._end_interpreter(life)
+                self._pending_host_fault = f"{verdicts.STARVED_MESSAGE}: a fetch did not end" if clock.was_starved else ""
                 return {}
             except BaseException:
-                await asyncio.shield(self._end(life))
+                await asyncio.shield(self._end_interpreter(life))
                 raise
 
     async def close(self) -> None:
@@ -104,22 +112,24 @@ class Box:
     async def start(self) -> None:
         """For the pool: the first interpreter."""
         async with self._lock:
-            await self._living()
+            await self._ensure_interpreter()
 
-    def mark(self) -> None:
+    def reset_oom_counter(self) -> None:
         """For the pool too: from here on a kill for want of memory in the box's control group is of what runs now."""
         if self._group is not None:
-            self._group.mark()
+            self._group.reset_oom_counter()
 
-    def clock(self, life: Life, seconds: float) -> Clock:
-        layers = self._keeper.layers
+    def make_timer(self, interpreter: Interpreter, seconds: float) -> BoxTimer:
+        layers = self._zygote.layers
         cpus = self._limits.cpus if layers.cgroup else 1.0
-        return Clock(seconds, pid=life.pid, group=self._group, cpus=cpus, sealed=layers.pid_ns and layers.seccomp)
+        return BoxTimer(seconds, pid=interpreter.pid, group=self._group, cpus=cpus, is_unstoppable=layers.pid_ns and layers.seccomp)
 
-    def verdict(self, life: Life, exit_: Exit, *, trouble: str) -> verdicts.Verdict:
+    def diagnose_death(self, interpreter: Interpreter, exit_: ExitStatus, *, channel_error: str) -> verdicts.FaultDiagnosis:
         """Of an interpreter that died or was broken since the last `mark`."""
-        used_up = self._group is not None and self._group.used_up()
-        return verdicts.of_death(life, exit_, layers=self._keeper.layers, limits=self._limits, out_of_memory=used_up, trouble=trouble)
+        used_up = self._group is not None and self._group.was_oom_killed()
+        return verdicts.diagnose_death(
+            interpreter, exit_, layers=self._zygote.layers, limits=self._limits, out_of_memory=used_up, channel_error=channel_error
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -128,68 +138,74 @@ class Box:
         await self.close()
 
     async def _close(self) -> None:
-        if self.life is not None:
-            await self._keeper.end(self.life)
+        if self.interpreter is not None:
+            await self._zygote.end_interpreter(self.interpreter)
         async with self._lock:  # a call that was running has seen the end of its interpreter
-            if self.life is not None:
-                await self._end(self.life)
-            await self._release(self)
+            if self.interpreter is not None:
+                await self._end_interpreter(self.interpreter)
+            await self._release_slot(self)
 
     def _check_open(self) -> None:
         if self._closing is not None:
             raise BoxClosed(f"box {self.id} is closed")
 
-    async def _bury(self) -> None:
+    async def _handle_early_exit(self) -> None:
         """Of an interpreter that ended between two calls: by a thread that the code had left behind, or by the host."""
-        if self.life is not None and self.life.ended.done():
-            await self._blame(self.life)
+        if self.interpreter is not None and self.interpreter.exit_future.done():
+            await self._end_and_diagnose(self.interpreter)
 
-    async def _blame(self, life: Life) -> None:
+    async def _end_and_diagnose(self, interpreter: Interpreter) -> None:
         """Ends it. What the host did is told by the next call, which then does not run: it would run without its state, and be scored."""
-        exit_ = await self._end(life)
-        fault, _, error = self.verdict(life, exit_, trouble="gone")
+        exit_ = await self._end_interpreter(interpreter)
+        fault, _, error = self.diagnose_death(interpreter, exit_, channel_error="gone")
         if fault is Fault.HOST:
-            self._by_host = error.message
+            self._pending_host_fault = error.message
 
-    async def _living(self) -> Life:
-        if self.life is None:
-            self.life = await self._begin(self)
+    async def _ensure_interpreter(self) -> Interpreter:
+        if self.interpreter is None:
+            self.interpreter = await self._start_interpreter(self)
         self._check_open()
-        return self.life
+        return self.interpreter
 
-    async def _call(self, life: Life, code: str, *, seconds: float, state_lost: bool) -> Result:
-        for stream in life.streams:
+    async def _execute_call(self, interpreter: Interpreter, code: str, *, seconds: float, state_lost: bool) -> CallResult:
+        for stream in interpreter.output_fds:
             os.ftruncate(stream, 0)
-        self.mark()
+        self.reset_oom_counter()
         began = time.perf_counter()
         reply, trouble, late = None, "", False
-        clock = self.clock(life, seconds)
+        clock = self.make_timer(interpreter, seconds)
         try:
             async with clock:
-                life.writer.write(frames.pack({"id": self._calls, "code": code}))
+                interpreter.writer.write(frames.pack_frame({"id": self._num_calls, "code": code}))
                 most = self._limits.images * self._limits.image_bytes
-                answer, blobs = await frames.read(life.reader, max_bytes=most, max_blobs=self._limits.images)
-            frame = await frames.parsed(answer), blobs
-            reply = await replies.read(frame, number=self._calls, limits=self._limits, allowance=self._allowance)
+                answer, blobs = await frames.read_frame(interpreter.reader, max_bytes=most, max_blobs=self._limits.images)
+            frame = await frames.parse_json(answer), blobs
+            reply = await replies.parse_reply_off_loop(frame, number=self._num_calls, limits=self._limits, budget=self._image_budget)
         except TimeoutError:
             late = True
         except (asyncio.IncompleteReadError, ConnectionError):
             trouble = "gone"
-        except frames.Malformed as error:
+        except frames.MalformedFrame as error:
             trouble = f"the box spoke nonsense: {error}"
         wall_s = time.perf_counter() - began
-        text, text_cut = replies.read_stream(life.streams[0], what="text", limits=self._limits)
-        stderr, stderr_cut = replies.read_stream(life.streams[1], what="stderr", limits=self._limits)
+        text, text_cut = replies.read_stream(interpreter.output_fds[0], what="text", limits=self._limits)
+        stderr, stderr_cut = replies.read_stream(interpreter.output_fds[1], what="stderr", limits=self._limits)
         dropped = tuple(cut for cut in (text_cut, stderr_cut) if cut is not None)
-        texts = {"id": self._calls, "text": text, "stderr": stderr, "state_lost": state_lost}
+        texts = {"id": self._num_calls, "text": text, "stderr": stderr, "state_lost": state_lost}
         if reply is None:
             if trouble == "gone":
-                await self._keeper.leave(life)
-            exit_ = await self._end(life)
-            told = verdicts.of_time(seconds, held=clock.held) if late else self.verdict(life, exit_, trouble=trouble)
+                await self._zygote.wait_for_exit(interpreter)
+            exit_ = await self._end_interpreter(interpreter)
+            told = (
+                verdicts.diagnose_timeout(seconds, was_starved=clock.was_starved)
+                if late
+                else self.diagnose_death(interpreter, exit_, channel_error=trouble)
+            )
             fault, limit, error = told
-            return Result(**texts, fault=fault, limit=limit, error=error, dropped=dropped, usage=Usage(wall_s=wall_s, cpu_s=exit_.cpu_s))
-        return Result(
+            return CallResult(
+                **texts, fault=fault, limit=limit, error=error, dropped=dropped, usage=CallUsage(wall_s=wall_s, cpu_s=exit_.cpu_s)
+            )
+        return CallResult(
             **texts,
             fault=Fault.CODE if reply.error else Fault.NONE,
             images=reply.pictures,
@@ -197,15 +213,15 @@ class Box:
             limit=reply.limit if reply.error else None,
             files=reply.files,
             dropped=dropped + reply.dropped,
-            usage=Usage(wall_s=wall_s, cpu_s=reply.cpu_s, memory=reply.memory),
+            usage=CallUsage(wall_s=wall_s, cpu_s=reply.cpu_s, memory=reply.memory),
         )
 
-    async def _end(self, life: Life) -> Exit:
-        exit_ = await self._keeper.end(life)
-        life.forget()
-        self.life, self._lost = None, True
+    async def _end_interpreter(self, interpreter: Interpreter) -> ExitStatus:
+        exit_ = await self._zygote.end_interpreter(interpreter)
+        interpreter.close()
+        self.interpreter, self._state_lost = None, True
         return exit_
 
-    def _host_fault(self, reason: str) -> Result:
-        lost, self._lost = self._lost, True
-        return Result(id=self._calls, fault=Fault.HOST, error=Error(type="SandboxFault", message=reason), state_lost=lost)
+    def _host_fault(self, reason: str) -> CallResult:
+        lost, self._state_lost = self._state_lost, True
+        return CallResult(id=self._num_calls, fault=Fault.HOST, error=CallError(type="SandboxError", message=reason), state_lost=lost)

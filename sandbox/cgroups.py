@@ -12,102 +12,102 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sandbox.types import Limits
+from sandbox.types import BoxLimits
 
 CONTROLLERS = ("memory", "pids", "cpu")
-PERIOD_US = 100_000
-CHARGE = 1 << 20
+CPU_PERIOD_US = 100_000
+CHARGE_BATCH_BYTES = 1 << 20
 """The kernel takes memory in pieces: a group that the next one would take past its limit is up to so far below it."""
 
 
 @dataclass(slots=True)
-class Group:
+class ControlGroup:
     """One place's directories: one per controller in version 1, a single one in version 2."""
 
     paths: tuple[Path, ...]
-    _events: int | None = None
+    _events_fd: int | None = None
     """The open file of the kernel's counts, which each call reads."""
-    _peak: int | None = None
+    _peak_fd: int | None = None
     """In version 1, that of the most memory that was in use; its counts of refusals (failcnt) stay 0 in Linux 6.18."""
-    _before: dict[str, int] = field(default_factory=dict)
+    _counts_before: dict[str, int] = field(default_factory=dict)
 
-    def join(self, pid: int) -> None:
+    def add_process(self, pid: int) -> None:
         """Raises OSError."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
-        if self._events is None:
-            self._events = _opened(self.paths[0] / name for name in ("memory.events", "memory.oom_control"))
-            self._peak = _opened(self._peaks())
-        self.mark()
+        if self._events_fd is None:
+            self._events_fd = _open_first(self.paths[0] / name for name in ("memory.events", "memory.oom_control"))
+            self._peak_fd = _open_first(self._peak_files())
+        self.reset_oom_counter()
 
-    def mark(self) -> None:
+    def reset_oom_counter(self) -> None:
         """From here on `used_up` is about what runs now."""
-        self._before = self._counts()
-        for path in self._peaks() if self._peak is not None else ():
+        self._counts_before = self._counts()
+        for path in self._peak_files() if self._peak_fd is not None else ():
             path.write_text("0")  # a file that stays open to be written keeps its mount from becoming read-only (attack/outer.py)
 
-    def used_up(self) -> bool:
+    def was_oom_killed(self) -> bool:
         """Whether something was killed since the mark because the memory of this group was used up. The kernel counts the kills of any OOM
         killer, the host's too: the group must have been at its own limit as well."""
         now = self._counts()
-        if now.get("oom_kill", 0) <= self._before.get("oom_kill", 0):
+        if now.get("oom_kill", 0) <= self._counts_before.get("oom_kill", 0):
             return False
-        if self._peak is None:
-            return now["oom"] > self._before["oom"]
-        return int(os.pread(self._peak, 64, 0)) >= int((self.paths[0] / "memory.limit_in_bytes").read_text()) - CHARGE
+        if self._peak_fd is None:
+            return now["oom"] > self._counts_before["oom"]
+        return int(os.pread(self._peak_fd, 64, 0)) >= int((self.paths[0] / "memory.limit_in_bytes").read_text()) - CHARGE_BATCH_BYTES
 
-    def processes(self) -> list[int]:
+    def list_processes(self) -> list[int]:
         """Raises OSError."""
         return [int(pid) for pid in (self.paths[0] / "cgroup.procs").read_text().split()]
 
-    def forget(self) -> None:
-        for descriptor in {self._events, self._peak} - {None}:
+    def close(self) -> None:
+        for descriptor in {self._events_fd, self._peak_fd} - {None}:
             os.close(descriptor)
-        self._events = self._peak = None
+        self._events_fd = self._peak_fd = None
 
     def _counts(self) -> dict[str, int]:
-        if self._events is None:
+        if self._events_fd is None:
             return {}
-        return {name: int(number) for name, number in map(str.split, os.pread(self._events, 4096, 0).decode().splitlines())}
+        return {name: int(number) for name, number in map(str.split, os.pread(self._events_fd, 4096, 0).decode().splitlines())}
 
-    def _peaks(self) -> list[Path]:
+    def _peak_files(self) -> list[Path]:
         """With swap, or without; in version 2 none."""
         files = (self.paths[0] / name for name in ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes"))
         return [file for file in files if file.exists()][:1]
 
 
-def _opened(files: Iterable[Path]) -> int | None:
+def _open_first(files: Iterable[Path]) -> int | None:
     """The first that this version has."""
     found = next((file for file in files if file.exists()), None)
     return None if found is None else os.open(found, os.O_RDONLY | os.O_CLOEXEC)
 
 
-class Groups:
+class ControlGroups:
     """The groups of a pool. Raises OSError, naming the file, where this process may not make them."""
 
-    def __init__(self, *, size: int, limits: Limits, parents: dict[str, Path] | None = None) -> None:
+    def __init__(self, *, size: int, limits: BoxLimits, parents: dict[str, Path] | None = None) -> None:
         """`parents`: controller -> directory of this process's own group; found in /proc when None. Version 2 has one directory for all."""
-        self.parents = own_groups() if parents is None else parents
+        self.parents = find_own_groups() if parents is None else parents
         missing = set(CONTROLLERS) - self.parents.keys()
         if missing:
             raise OSError(errno.ENOENT, f"no control group of {', '.join(sorted(missing))} for this process")
-        self.places = list(dict.fromkeys(self.parents[name] for name in CONTROLLERS))
-        self.unified = (self.places[0] / "cgroup.controllers").exists()
-        self._sweep()
+        self.parent_dirs = list(dict.fromkeys(self.parents[name] for name in CONTROLLERS))
+        self.is_unified = (self.parent_dirs[0] / "cgroup.controllers").exists()
+        self._remove_stale_groups()
         name = f"sandbox-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self.tops = [place / name for place in self.places]
-        self.slots: list[Group] = []
+        self.pool_dirs = [place / name for place in self.parent_dirs]
+        self.slots: list[ControlGroup] = []
         try:
-            for place in self.places:
-                self._delegate(place)
+            for place in self.parent_dirs:
+                self._delegate_controllers(place)
                 (place / name).mkdir()
-                self._delegate(place / name)
+                self._delegate_controllers(place / name)
             for slot in range(size):
-                paths = tuple(top / str(slot) for top in self.tops)
-                self.slots.append(Group(paths))
+                paths = tuple(top / str(slot) for top in self.pool_dirs)
+                self.slots.append(ControlGroup(paths))
                 for path in paths:
                     path.mkdir()
-                self._limit(limits, slot=slot)
+                self._write_limits(limits, slot=slot)
         except OSError:
             self.close()
             raise
@@ -115,8 +115,8 @@ class Groups:
     def close(self) -> None:
         """Removes the groups; they are empty once their boxes are dead, but the kernel may need a moment to see it."""
         for group in self.slots:
-            group.forget()
-        for path in [path for group in self.slots for path in group.paths] + self.tops:
+            group.close()
+        for path in [path for group in self.slots for path in group.paths] + self.pool_dirs:
             for _ in range(100):
                 try:
                     path.rmdir()
@@ -126,39 +126,39 @@ class Groups:
                 except OSError:
                     time.sleep(0.01)
 
-    def _delegate(self, place: Path) -> None:
+    def _delegate_controllers(self, place: Path) -> None:
         """Version 2 hands controllers down explicitly, and only from a group without processes (or the root)."""
-        if self.unified:
+        if self.is_unified:
             given = (place / "cgroup.subtree_control").read_text().split()
             if set(CONTROLLERS) - set(given):
                 (place / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
 
-    def _limit(self, limits: Limits, *, slot: int) -> None:
-        folder = {name: self.parents[name] / self.tops[0].name / str(slot) for name in CONTROLLERS}
+    def _write_limits(self, limits: BoxLimits, *, slot: int) -> None:
+        folder = {name: self.parents[name] / self.pool_dirs[0].name / str(slot) for name in CONTROLLERS}
         memory = str(limits.memory + limits.disk + 2 * limits.file)  # its tmpfs and what it printed are memory too
-        quota = int(limits.cpus * PERIOD_US)
-        if self.unified:
+        quota = int(limits.cpus * CPU_PERIOD_US)
+        if self.is_unified:
             values = {
                 ("memory", "memory.max"): memory,
                 ("memory", "memory.swap.max"): "0",
                 ("pids", "pids.max"): str(limits.processes),
-                ("cpu", "cpu.max"): f"{quota} {PERIOD_US}",
+                ("cpu", "cpu.max"): f"{quota} {CPU_PERIOD_US}",
             }
         else:
             values = {
                 ("memory", "memory.limit_in_bytes"): memory,
                 ("memory", "memory.memsw.limit_in_bytes"): memory,
                 ("pids", "pids.max"): str(limits.processes),
-                ("cpu", "cpu.cfs_period_us"): str(PERIOD_US),
+                ("cpu", "cpu.cfs_period_us"): str(CPU_PERIOD_US),
                 ("cpu", "cpu.cfs_quota_us"): str(quota),
             }
         for (controller, name), value in values.items():
             if "sw" not in name or (folder[controller] / name).exists():  # no swap accounting, nothing to limit
                 (folder[controller] / name).write_text(value)
 
-    def _sweep(self) -> None:
+    def _remove_stale_groups(self) -> None:
         """Groups of a pool that was killed before it could remove them."""
-        for top in [top for place in self.places for top in place.glob("sandbox-*-*")]:
+        for top in [top for place in self.parent_dirs for top in place.glob("sandbox-*-*")]:
             if not Path("/proc", top.name.split("-")[1]).exists():
                 for path in [*(entry for entry in top.iterdir() if entry.is_dir()), top]:
                     try:
@@ -167,7 +167,7 @@ class Groups:
                         break
 
 
-def own_groups(proc: Path = Path("/proc/self")) -> dict[str, Path]:
+def find_own_groups(proc: Path = Path("/proc/self")) -> dict[str, Path]:
     """controller -> directory of the group that this process is in, as far as the hierarchies are mounted here."""
     inside: dict[str, str] = {}
     for line in (proc / "cgroup").read_text().splitlines():

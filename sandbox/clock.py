@@ -13,31 +13,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sandbox.processes import tree
+from sandbox.processes import list_process_tree
 
 if TYPE_CHECKING:
-    from sandbox.cgroups import Group
+    from sandbox.cgroups import ControlGroup
 
-LOOKS = 20
-STEP_S = 0.2
+CHECKS_PER_LIMIT = 20
+MIN_CHECK_INTERVAL_S = 0.2
 """Between two looks, at least: two periods of a control group, in one of which a box that used its cores up does not run."""
-GRACE_S = 0.05
+CHECK_GRACE_S = 0.05
 """The last look comes no later than this after it is due: the loop has turned meanwhile, and read what had arrived."""
-PATIENCE = 4
+MAX_WALL_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ProcessSnapshot:
     """Of a box's processes at one moment. Nanoseconds of each thread since its start."""
 
-    stopped: bool
-    waiting: bool
+    is_stopped: bool
+    is_runnable: bool
     """The first process is ready to run, or runs."""
-    threads: dict[str, tuple[int, int]]
+    thread_times_ns: dict[str, tuple[int, int]]
     """Directory below /proc -> (on a core, ready but without one)"""
 
 
-def look_at(pid: int, group: "Group | None") -> Sight:
+def take_snapshot(pid: int, group: "ControlGroup | None") -> ProcessSnapshot:
     """All of its processes: without a control group those below the first. What is gone, or cannot be read, is left out."""
     state, threads = "", {}
     with contextlib.suppress(OSError):
@@ -45,88 +45,88 @@ def look_at(pid: int, group: "Group | None") -> Sight:
         state = stat.rpartition(b")")[2].split()[0].decode()
     processes = {pid}
     with contextlib.suppress(OSError):  # the group is gone, or this process has no descriptor left
-        processes |= set(tree(pid) if group is None else group.processes())
+        processes |= set(list_process_tree(pid) if group is None else group.list_processes())
     for process in processes:
         with contextlib.suppress(OSError):
             for task in Path(f"/proc/{process}/task").iterdir():
                 running, waiting, _ = (task / "schedstat").read_text().split()
                 threads[str(task)] = (int(running), int(waiting))
-    return Sight(stopped=state == "T", waiting=state == "R", threads=threads)
+    return ProcessSnapshot(is_stopped=state == "T", is_runnable=state == "R", thread_times_ns=threads)
 
 
-def own_share(before: Sight, now: Sight, *, span_s: float, cpus: float) -> float:
+def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: float, cpus: float) -> float:
     """Of a span of time, the part in which the box could go on, 0 to 1.
 
     It could not while it waited for a core. That its own threads wait for one another is its own doing: time in which it used what it may
     use, `cpus` cores but one at most, is never taken off.
     """
-    if now.stopped:
+    if now.is_stopped:
         return 0.0
-    if not any(running for running, _ in now.threads.values()):  # this kernel does not count (CONFIG_SCHED_INFO)
+    if not any(running for running, _ in now.thread_times_ns.values()):  # this kernel does not count (CONFIG_SCHED_INFO)
         return 1.0
     used = delayed = 0.0
-    for name, (running, waiting) in now.threads.items():
-        ran, stood = before.threads.get(name, (0, waiting))
+    for name, (running, waiting) in now.thread_times_ns.items():
+        ran, stood = before.thread_times_ns.get(name, (0, waiting))
         used += 1e-9 * (running - ran)
         delayed = max(delayed, 1e-9 * (waiting - stood))
-    if now.waiting and used <= 0:
+    if now.is_runnable and used <= 0:
         return 0.0
     denied = min(delayed, span_s - used / min(1.0, cpus))
     return min(1.0, 1 - denied / span_s)
 
 
-class Clock:
+class BoxTimer:
     """`async with`: raises TimeoutError after `seconds` of the box's own time; `held` then tells whether it was kept from using them."""
 
-    def __init__(self, seconds: float, *, pid: int, group: "Group | None", cpus: float, sealed: bool) -> None:
+    def __init__(self, seconds: float, *, pid: int, group: "ControlGroup | None", cpus: float, is_unstoppable: bool) -> None:
         """`sealed`: nothing inside can stop the box's first process, or it would stop its own clock."""
-        self.held = False
-        self._seconds, self._pid, self._group, self._cpus, self._sealed = seconds, pid, group, cpus, sealed
-        self._step = max(seconds / LOOKS, STEP_S)
-        self._own = self._idle = 0.0
-        self._left = PATIENCE * max(1, int(min(LOOKS, seconds / STEP_S))) + 3
-        self._sight: Sight | None = None
+        self.was_starved = False
+        self._seconds, self._pid, self._group, self._cpus, self._is_unstoppable = seconds, pid, group, cpus, is_unstoppable
+        self._step = max(seconds / CHECKS_PER_LIMIT, MIN_CHECK_INTERVAL_S)
+        self._own_s = self._starved_s = 0.0
+        self._checks_left = MAX_WALL_FACTOR * max(1, int(min(CHECKS_PER_LIMIT, seconds / MIN_CHECK_INTERVAL_S))) + 3
+        self._snapshot: ProcessSnapshot | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._timer = asyncio.timeout(None)
         await self._timer.__aenter__()
-        self._last = self._loop.time()
-        self._await_look(min(self._step / 4, self._seconds))  # the first has nothing to compare with; what is over by then has no look
+        self._last_check = self._loop.time()
+        self._schedule_check(min(self._step / 4, self._seconds))  # the first has nothing to compare with; what is over by then has no look
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._handle.cancel()
         await self._timer.__aexit__(kind, error, trace)
 
-    def _await_look(self, span_s: float) -> None:
+    def _schedule_check(self, span_s: float) -> None:
         self._span_s = span_s
-        self._handle = self._loop.call_at(self._last + span_s, self._look)
+        self._handle = self._loop.call_at(self._last_check + span_s, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
-        passed, self._last = now - self._last, now
-        late = passed > self._span_s + GRACE_S
-        over = self._own >= self._seconds
+        passed, self._last_check = now - self._last_check, now
+        late = passed > self._span_s + CHECK_GRACE_S
+        over = self._own_s >= self._seconds
         share = 1.0  # of a look that fails
         try:
-            share = self._share(passed)
+            share = self._runnable_fraction(passed)
         finally:  # a clock that stopped would be no limit
-            self._own += min(passed, self._span_s) * share
-            self._left -= 1
-            if (over and not late) or self._left <= 0:
-                self.held = self._own < self._seconds and self._idle >= self._seconds
+            self._own_s += min(passed, self._span_s) * share
+            self._checks_left -= 1
+            if (over and not late) or self._checks_left <= 0:
+                self.was_starved = self._own_s < self._seconds and self._starved_s >= self._seconds
                 self._timer.reschedule(now)
             else:
-                left = self._seconds - self._own
-                self._await_look(min(self._step, max(left, GRACE_S)))
+                left = self._seconds - self._own_s
+                self._schedule_check(min(self._step, max(left, CHECK_GRACE_S)))
 
-    def _share(self, passed: float) -> float:
-        before, self._sight = self._sight, look_at(self._pid, self._group)
+    def _runnable_fraction(self, passed: float) -> float:
+        before, self._snapshot = self._snapshot, take_snapshot(self._pid, self._group)
         if before is None:
             return 1.0
-        if self._sight.stopped and not self._sealed:
+        if self._snapshot.is_stopped and not self._is_unstoppable:
             return 1.0
-        share = own_share(before, self._sight, span_s=passed, cpus=self._cpus)
-        self._idle += self._span_s if share == 0 and passed >= STEP_S else 0
+        share = runnable_fraction(before, self._snapshot, span_s=passed, cpus=self._cpus)
+        self._starved_s += self._span_s if share == 0 and passed >= MIN_CHECK_INTERVAL_S else 0
         return share

@@ -5,10 +5,10 @@ import platform
 from collections.abc import Collection
 
 from sandbox import mounts
-from sandbox.layers import NAMES, SOURCE, WALLS, Layers, choose, offered
-from sandbox.types import SandboxFault
+from sandbox.layers import LAYER_NAMES, PROTECTIONS, SOURCE_DIR, Layers, choose_layers, detect_layers
+from sandbox.types import SandboxError
 
-MEANING = {
+LAYER_DESCRIPTIONS = {
     "user_ns": "namespaces without root",
     "mount_ns": "a mount table of its own",
     "read_only_root": "interpreter, packages and /usr read-only; nothing else of the host",
@@ -26,36 +26,36 @@ MEANING = {
 }
 
 
-def report(*, accept: Collection[str] = ()) -> tuple[str, bool]:
+def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
     """The tables, and whether a pool with isolation="auto" and this `accept` starts here."""
-    offers = offered()
+    offers = detect_layers()
     layers, verdict, able = Layers(), "isolation: available", True
     try:
-        layers = choose(offers)
-        choose(offers, accept=accept)
-    except SandboxFault as fault:
+        layers = choose_layers(offers)
+        choose_layers(offers, allow_missing=allow_missing)
+    except SandboxError as fault:
         verdict, able = str(fault), False
     lines = [f"host: Linux {platform.release()} {platform.machine()}, uid {os.geteuid()}, {os.cpu_count()} cores", ""]
-    for name in NAMES:
-        state = "in use" if name in layers.names() else "spare" if offers[name] is None else "missing"
-        lines.append(f"{name:<15} {state:<8} {MEANING[name]}" + (f" [{offers[name]}]" if offers[name] else ""))
-    return "\n".join([*lines, "", *walls(layers), "", *exposed({"the source": SOURCE}), verdict]), able
+    for name in LAYER_NAMES:
+        state = "in use" if name in layers.enabled_names() else "spare" if offers[name] is None else "missing"
+        lines.append(f"{name:<15} {state:<8} {LAYER_DESCRIPTIONS[name]}" + (f" [{offers[name]}]" if offers[name] else ""))
+    return "\n".join([*lines, "", *describe_protections(layers), "", *warn_exposed_paths({"the source": SOURCE_DIR}), verdict]), able
 
 
-def walls(layers: Layers) -> list[str]:
+def describe_protections(layers: Layers) -> list[str]:
     """A line for each wall: what code in a box cannot do here, by which layers, and what it can."""
     lines = []
-    for name, wall in WALLS.items():
-        held = wall.held(layers)
+    for name, wall in PROTECTIONS.items():
+        held = wall.find_enforcing_layers(layers)
         by = f" [{', '.join(sorted(held))}]" if held else ""
-        lines.append(f"{name:<15} {'held' if held else 'OPEN':<8} code {'never ' if held else ''}{wall.code}{by}")
+        lines.append(f"{name:<15} {'held' if held else 'OPEN':<8} code {'never ' if held else ''}{wall.violation}{by}")
     return lines
 
 
-def exposed(paths: dict[str, str]) -> list[str]:
+def warn_exposed_paths(paths: dict[str, str]) -> list[str]:
     """A warning for each of these (what it is -> path) that boxes read, because it lies below a path that they need."""
     return [
         f"warning: {what} ({path}) lies below {shown}, which code in every box reads: move it"
         for what, path in paths.items()
-        if (shown := mounts.shown_by(path)) is not None
+        if (shown := mounts.find_exposing_path(path)) is not None
     ]

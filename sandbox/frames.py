@@ -12,61 +12,61 @@ import socket
 import struct
 from collections.abc import Sequence
 
-HEAD = struct.Struct("!II")
+HEADER = struct.Struct("!II")
 MAX_JSON = 2 << 20
-MAX_INLINE = 64 << 10
+MAX_INLINE_JSON = 64 << 10
 """Bytes of JSON that are parsed on the event loop, in less than a millisecond; more is parsed in a thread."""
-MAX_CONTROL = 1 << 16
+MAX_CONTROL_BYTES = 1 << 16
 """Of a datagram between the pool and its zygote, JSON alone."""
 Frame = tuple[dict[str, object], list[bytes]]
 
 
-class Malformed(ValueError):
+class MalformedFrame(ValueError):
     """The other side does not speak the protocol."""
 
 
-def pack(message: dict[str, object], blobs: Sequence[bytes] = ()) -> bytes:
+def pack_frame(message: dict[str, object], blobs: Sequence[bytes] = ()) -> bytes:
     text = json.dumps(message).encode("ascii")
-    return b"".join([HEAD.pack(len(text), len(blobs)), struct.pack(f"!{len(blobs)}Q", *map(len, blobs)), text, *blobs])
+    return b"".join([HEADER.pack(len(text), len(blobs)), struct.pack(f"!{len(blobs)}Q", *map(len, blobs)), text, *blobs])
 
 
-async def read(reader: asyncio.StreamReader, *, max_bytes: int, max_blobs: int) -> tuple[bytes, list[bytes]]:
-    """One frame of at most `max_blobs` byte strings, `max_bytes` together; its JSON is for `parsed`, which is our time and not the box's.
-    Raises Malformed; IncompleteReadError when the box is gone."""
-    num_text, num_blobs = HEAD.unpack(await reader.readexactly(HEAD.size))
+async def read_frame(reader: asyncio.StreamReader, *, max_bytes: int, max_blobs: int) -> tuple[bytes, list[bytes]]:
+    """One frame of at most `max_blobs` byte strings, `max_bytes` together; its JSON is for `parse_json`, which is our time and not the
+    box's. Raises Malformed; IncompleteReadError when the box is gone."""
+    num_text, num_blobs = HEADER.unpack(await reader.readexactly(HEADER.size))
     if num_text > MAX_JSON or num_blobs > max_blobs:
-        raise Malformed(f"{num_text} bytes of JSON and {num_blobs} byte strings, {max_blobs} allowed")
+        raise MalformedFrame(f"{num_text} bytes of JSON and {num_blobs} byte strings, {max_blobs} allowed")
     lengths = struct.unpack(f"!{num_blobs}Q", await reader.readexactly(8 * num_blobs))
     if sum(lengths) > max_bytes:
-        raise Malformed(f"{sum(lengths)} bytes, {max_bytes} allowed")
+        raise MalformedFrame(f"{sum(lengths)} bytes, {max_bytes} allowed")
     text = await reader.readexactly(num_text)
     return text, [await reader.readexactly(length) for length in lengths]
 
 
-async def parsed(text: bytes) -> dict[str, object]:
+async def parse_json(text: bytes) -> dict[str, object]:
     """Raises Malformed."""
-    return _parse(text) if len(text) <= MAX_INLINE else await asyncio.to_thread(_parse, text)
+    return _parse_json(text) if len(text) <= MAX_INLINE_JSON else await asyncio.to_thread(_parse_json, text)
 
 
-def receive(channel: socket.socket) -> Frame:
+def receive_frame(channel: socket.socket) -> Frame:
     """The same for a blocking socket whose other side is trusted. Raises EOFError."""
-    num_text, num_blobs = HEAD.unpack(_exactly(channel, HEAD.size))
-    lengths = struct.unpack(f"!{num_blobs}Q", _exactly(channel, 8 * num_blobs))
-    message = _parse(_exactly(channel, num_text))
-    return message, [_exactly(channel, length) for length in lengths]
+    num_text, num_blobs = HEADER.unpack(_receive_exactly(channel, HEADER.size))
+    lengths = struct.unpack(f"!{num_blobs}Q", _receive_exactly(channel, 8 * num_blobs))
+    message = _parse_json(_receive_exactly(channel, num_text))
+    return message, [_receive_exactly(channel, length) for length in lengths]
 
 
-def _parse(text: bytes) -> dict[str, object]:
+def _parse_json(text: bytes) -> dict[str, object]:
     try:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"not JSON: {error}") from error
+        raise MalformedFrame(f"not JSON: {error}") from error
     if not isinstance(message, dict):
-        raise Malformed("not an object")
+        raise MalformedFrame("not an object")
     return message
 
 
-def _exactly(channel: socket.socket, length: int) -> bytes:
+def _receive_exactly(channel: socket.socket, length: int) -> bytes:
     received = bytearray(length)
     view = memoryview(received)
     while view:

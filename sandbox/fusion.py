@@ -12,15 +12,15 @@ from enum import StrEnum
 from pydantic import BaseModel, Field
 
 from sandbox.inputs import MAX_INPUTS
-from sandbox.messages import decoded, encoded
+from sandbox.messages import decode_base64, encode_base64
 from sandbox.pool import Box
-from sandbox.types import Fault, Result
+from sandbox.types import CallResult, Fault
 
-KILLED = 137
+KILLED_EXIT_CODE = 137
 """What a shell reports for a program that was killed (128 + SIGKILL)."""
 
 
-class RunStatus(StrEnum):
+class FusionRunStatus(StrEnum):
     SUCCESS = "Success"
     FAILED = "Failed"
     SANDBOX_ERROR = "SandboxError"
@@ -58,7 +58,7 @@ class CommandResult(BaseModel):
 
 
 class RunCodeResponse(BaseModel):
-    status: RunStatus
+    status: FusionRunStatus
     message: str = ""
     compile_result: CommandResult | None = None
     run_result: CommandResult | None = None
@@ -66,32 +66,32 @@ class RunCodeResponse(BaseModel):
     files: dict[str, str] = {}
 
 
-async def serve(
-    request: RunCodeRequest, *, open_box: Callable[..., Awaitable[Box]], call_s: float
-) -> tuple[RunCodeResponse, Result | None]:
-    """Run the code in a fresh box for `call_s` at most. `open_box` takes `files` and `preload`; what it raises is the caller's."""
+async def handle_run_code(
+    request: RunCodeRequest, *, open_box: Callable[..., Awaitable[Box]], call_timeout_s: float
+) -> tuple[RunCodeResponse, CallResult | None]:
+    """Run the code in a fresh box for `call_timeout_s` at most. `open_box` takes `files` and `preload`; what it raises is the caller's."""
     if request.language != "python":
-        return _refused(f"this server runs python only, not {request.language[:64]!r}"), None
+        return _error_response(f"this server runs python only, not {request.language[:64]!r}"), None
     try:
-        files = {name: decoded(content) for name, content in request.files.items() if content is not None}
+        files = {name: decode_base64(content) for name, content in request.files.items() if content is not None}
     except ValueError as error:
-        return _refused(str(error)), None
-    async with await open_box(files=files, preload=_preload(request)) as box:
-        result = await box.run(request.code, timeout_s=min(request.run_timeout, call_s))
-        fetched = await box.fetch(request.fetch_files) if request.fetch_files and not _killed(result) else {}
-    return _response(result, fetched), result
+        return _error_response(str(error)), None
+    async with await open_box(files=files, preload=_stdin_preload(request)) as box:
+        result = await box.run(request.code, timeout_s=min(request.run_timeout, call_timeout_s))
+        fetched = await box.fetch_files(request.fetch_files) if request.fetch_files and not _was_killed(result) else {}
+    return _make_response(result, fetched), result
 
 
-def _refused(why: str) -> RunCodeResponse:
-    return RunCodeResponse(status=RunStatus.SANDBOX_ERROR, message=why)
+def _error_response(why: str) -> RunCodeResponse:
+    return RunCodeResponse(status=FusionRunStatus.SANDBOX_ERROR, message=why)
 
 
-def _killed(result: Result) -> bool:
+def _was_killed(result: CallResult) -> bool:
     """Did the program end without an exception of its own?"""
     return result.fault is Fault.HOST or (result.error is not None and not result.error.traceback)
 
 
-def _preload(request: RunCodeRequest) -> str:
+def _stdin_preload(request: RunCodeRequest) -> str:
     """Standard input, both as a descriptor and as sys.stdin; leaves no name behind."""
     return f"""import os, sys, tempfile
 with tempfile.TemporaryFile() as file:
@@ -102,10 +102,10 @@ sys.stdin = open(0, encoding="utf-8", closefd=False)
 del file, os, sys, tempfile"""
 
 
-def _response(result: Result, fetched: dict[str, bytes]) -> RunCodeResponse:
+def _make_response(result: CallResult, fetched: dict[str, bytes]) -> RunCodeResponse:
     error = result.error
     if result.fault is Fault.HOST:
-        return _refused(error.message if error else "the host failed")
+        return _error_response(error.message if error else "the host failed")
     stderr = result.stderr + (error.traceback or f"{error.type}: {error.message}\n" if error else "")
     run = CommandResult(status=CommandStatus.FINISHED, execution_time=result.usage.wall_s, stdout=result.text, stderr=stderr)
     if result.limit == "time":
@@ -113,11 +113,11 @@ def _response(result: Result, fetched: dict[str, bytes]) -> RunCodeResponse:
     else:
         run.return_code = _return_code(result)
     good = run.return_code == 0
-    files = {name: encoded(content) for name, content in fetched.items()}
-    return RunCodeResponse(status=RunStatus.SUCCESS if good else RunStatus.FAILED, run_result=run, files=files)
+    files = {name: encode_base64(content) for name, content in fetched.items()}
+    return RunCodeResponse(status=FusionRunStatus.SUCCESS if good else FusionRunStatus.FAILED, run_result=run, files=files)
 
 
-def _return_code(result: Result) -> int:
+def _return_code(result: CallResult) -> int:
     if result.error is None:
         return 0
     if result.error.type == "SystemExit":
@@ -125,4 +125,4 @@ def _return_code(result: Result) -> int:
             return 1
         number = int(result.error.message)  # of 2000 digits at most, as all messages; int() takes 4300
         return number & 255 if abs(number) < 1 << 63 else 255  # Python's own exit has no room for more
-    return KILLED if _killed(result) else 1
+    return KILLED_EXIT_CODE if _was_killed(result) else 1

@@ -16,16 +16,16 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from sandbox import images as pictures
-from sandbox.bounded_http import BoundedClient, NoAnswer, Transport
-from sandbox.client import CONNECT_S, GRACE_S, RETRIES_AT_CONNECT, file_of
-from sandbox.clock import PATIENCE
-from sandbox.fusion import CommandStatus, RunCodeRequest, RunCodeResponse, RunStatus
-from sandbox.messages import answer_bytes, decoded, encoded, num_marks
-from sandbox.types import BoxClosed, Dropped, Error, Fault, Limits, Picture, Result, SandboxFault, Usage
+from sandbox.bounded_http import BoundedClient, NoResponse, Transport
+from sandbox.client import CLIENT_GRACE_S, CONNECT_RETRIES, CONNECT_TIMEOUT_S, encode_image_file
+from sandbox.clock import MAX_WALL_FACTOR
+from sandbox.fusion import CommandStatus, FusionRunStatus, RunCodeRequest, RunCodeResponse
+from sandbox.messages import count_json_delimiters, decode_base64, encode_base64, max_response_bytes
+from sandbox.types import BoxClosed, BoxLimits, CallError, CallResult, CallUsage, DroppedOutput, Fault, ReturnedImage, SandboxError
 
-STREAM_BYTES = 8 << 20
+MAX_STREAM_BYTES = 8 << 20
 """Of each stream of an answer as JSON at most: that server cuts them at other places than ours."""
-CODE, PRELOAD, ERROR, SHOWN = "_call.py", "_preload.py", "_error.json", "_image_{}.png"
+CODE_FILE, PRELOAD_FILE, ERROR_FILE, IMAGE_FILE = "_call.py", "_preload.py", "_error.json", "_image_{}.png"
 WRAPPER = """
 import io, json, sys, traceback
 try:
@@ -78,9 +78,9 @@ sys.exit(_status)
 class FusionSandbox:
     """One SandboxFusion server. `open` makes no request: a box is only what every request of it carries."""
 
-    def __init__(self, url: str, *, limits: Limits | None = None, token: str = "", transport: Transport | None = None) -> None:
-        self.limits = limits or Limits()
-        self.http = BoundedClient(url, token=token, retries=RETRIES_AT_CONNECT, transport=transport)
+    def __init__(self, url: str, *, limits: BoxLimits | None = None, token: str = "", transport: Transport | None = None) -> None:
+        self.limits = limits or BoxLimits()
+        self.http = BoundedClient(url, token=token, retries=CONNECT_RETRIES, transport=transport)
 
     async def open(
         self,
@@ -95,7 +95,7 @@ class FusionSandbox:
         inputs = dict(files or {})
         for name, image in (images or {}).items():
             file = name if "." in name else f"{name}.png"
-            inputs[file] = file_of(image)
+            inputs[file] = encode_image_file(image)
             variables[name.split(".")[0]] = file
         return FusionBox(self, inputs=inputs, variables=variables, preload=preload)
 
@@ -111,62 +111,73 @@ class FusionBox:
 
     def __init__(self, pool: FusionSandbox, *, inputs: Mapping[str, bytes], variables: Mapping[str, str], preload: str) -> None:
         self.pool = pool
-        self.inputs = {name: encoded(content) for name, content in inputs.items()} | {PRELOAD: encoded(preload.encode())}
+        self.inputs = {name: encode_base64(content) for name, content in inputs.items()} | {PRELOAD_FILE: encode_base64(preload.encode())}
         self.variables = variables
-        self.calls = 0
-        self.allowance = pictures.Allowance(pool.limits)
-        self.closed = False
+        self.num_calls = 0
+        self.image_budget = pictures.ImageBudget(pool.limits)
+        self.is_closed = False
 
-    async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
+    async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
         """As `Box.run`, in a fresh process each time."""
-        if self.closed:
+        if self.is_closed:
             raise BoxClosed("the box was closed")
-        self.calls += 1
-        names = [SHOWN.format(number) for number in range(self.pool.limits.images + 1)]
-        constants = {"MOST": self.pool.limits.images, "NAME": SHOWN, "IMAGES": self.variables, "FILES": [PRELOAD, CODE], "ERROR": ERROR}
+        self.num_calls += 1
+        names = [IMAGE_FILE.format(number) for number in range(self.pool.limits.images + 1)]
+        constants = {
+            "MOST": self.pool.limits.images,
+            "NAME": IMAGE_FILE,
+            "IMAGES": self.variables,
+            "FILES": [PRELOAD_FILE, CODE_FILE],
+            "ERROR": ERROR_FILE,
+        }
         head = "\n".join(f"{name} = {value!r}" for name, value in constants.items())
         request = RunCodeRequest(
             code=head + WRAPPER,
             language="python",
-            run_timeout=timeout_s or self.pool.limits.call_s,
-            files={**self.inputs, CODE: encoded(code.encode(errors="surrogatepass"))},
-            fetch_files=[*names, ERROR],
+            run_timeout=timeout_s or self.pool.limits.call_timeout_s,
+            files={**self.inputs, CODE_FILE: encode_base64(code.encode(errors="surrogatepass"))},
+            fetch_files=[*names, ERROR_FILE],
         )
         try:
-            response = await self._post(request)
-        except SandboxFault as error:
-            return Result(id=self.calls, fault=Fault.HOST, error=Error(type="SandboxFault", message=str(error)))
-        return await asyncio.to_thread(self._result, response)  # its pictures are read and encoded anew: 0.1 s each, maybe
+            response = await self._send_request(request)
+        except SandboxError as error:
+            return CallResult(id=self.num_calls, fault=Fault.HOST, error=CallError(type="SandboxError", message=str(error)))
+        return await asyncio.to_thread(self._make_result, response)  # its pictures are read and encoded anew: 0.1 s each, maybe
 
-    async def _post(self, request: RunCodeRequest) -> RunCodeResponse:
+    async def _send_request(self, request: RunCodeRequest) -> RunCodeResponse:
         try:
-            limit_s = CONNECT_S + 2 * (PATIENCE * request.run_timeout + GRACE_S)
-            bounds = {"limit_s": limit_s, "max_bytes": answer_bytes(self.pool.limits) + 2 * STREAM_BYTES}  # its streams are whole
-            answer = await self.pool.http.request("POST", "/run_code", request.model_dump(), connect_s=CONNECT_S, **bounds)
+            limit_s = CONNECT_TIMEOUT_S + 2 * (MAX_WALL_FACTOR * request.run_timeout + CLIENT_GRACE_S)
+            bounds = {
+                "timeout_s": limit_s,
+                "max_bytes": max_response_bytes(self.pool.limits) + 2 * MAX_STREAM_BYTES,
+            }  # its streams are whole
+            answer = await self.pool.http.request("POST", "/run_code", request.model_dump(), connect_timeout_s=CONNECT_TIMEOUT_S, **bounds)
             if not answer.is_success:
-                raise SandboxFault(f"SandboxFusion: status {answer.status}: {answer.text[:2000]}")
-            if num_marks(answer.content) > STREAM_BYTES:
-                raise SandboxFault(f"SandboxFusion: more than {STREAM_BYTES} commas and brackets")
+                raise SandboxError(f"SandboxFusion: status {answer.status}: {answer.text[:2000]}")
+            if count_json_delimiters(answer.content) > MAX_STREAM_BYTES:
+                raise SandboxError(f"SandboxFusion: more than {MAX_STREAM_BYTES} commas and brackets")
             response = RunCodeResponse.model_validate_json(answer.content)
-        except (NoAnswer, ValidationError) as error:
-            raise SandboxFault(f"SandboxFusion: {type(error).__name__}: {error}"[:2000]) from error
-        if response.status is RunStatus.SANDBOX_ERROR or response.run_result is None:
-            raise SandboxFault(f"SandboxFusion: {response.message[:2000]}")
+        except (NoResponse, ValidationError) as error:
+            raise SandboxError(f"SandboxFusion: {type(error).__name__}: {error}"[:2000]) from error
+        if response.status is FusionRunStatus.SANDBOX_ERROR or response.run_result is None:
+            raise SandboxError(f"SandboxFusion: {response.message[:2000]}")
         return response
 
-    def _result(self, response: RunCodeResponse) -> Result:
+    def _make_result(self, response: RunCodeResponse) -> CallResult:
         run = response.run_result
         assert run is not None
-        files = _files(response.files)
-        images, dropped = self._pictures(files)
+        files = _decode_files(response.files)
+        images, dropped = self._check_images(files)
         error, limit = None, None
         if run.status is CommandStatus.TIME_LIMIT:
-            error, limit = Error(type="time", message="the call took too long and was stopped"), "time"
+            error, limit = CallError(type="time", message="the call took too long and was stopped"), "time"
         elif run.return_code != 0:
-            error = _error(files.get(ERROR), return_code=run.return_code, stderr=run.stderr or "")
-        text, stderr = (self._cut(part or "", what=what, dropped=dropped) for part, what in ((run.stdout, "text"), (run.stderr, "stderr")))
-        return Result(
-            id=self.calls,
+            error = _parse_error(files.get(ERROR_FILE), return_code=run.return_code, stderr=run.stderr or "")
+        text, stderr = (
+            self._truncate(part or "", what=what, dropped=dropped) for part, what in ((run.stdout, "text"), (run.stderr, "stderr"))
+        )
+        return CallResult(
+            id=self.num_calls,
             fault=Fault.CODE if error else Fault.NONE,
             text=text,
             stderr=stderr,
@@ -174,47 +185,47 @@ class FusionBox:
             error=error,
             limit=limit,
             dropped=tuple(dropped),
-            usage=Usage(wall_s=run.execution_time or 0.0),
-            state_lost=self.calls > 1,
+            usage=CallUsage(wall_s=run.execution_time or 0.0),
+            state_lost=self.num_calls > 1,
         )
 
-    def _cut(self, text: str, *, what: str, dropped: list[Dropped]) -> str:
+    def _truncate(self, text: str, *, what: str, dropped: list[DroppedOutput]) -> str:
         half = self.pool.limits.text // 2
         if len(text) <= 2 * half:
             return text
-        dropped.append(Dropped(what=what, reason=f"{len(text) - 2 * half} characters in the middle"))
+        dropped.append(DroppedOutput(what=what, reason=f"{len(text) - 2 * half} characters in the middle"))
         return text[:half] + "\n[...]\n" + text[-half:]
 
-    def _pictures(self, files: Mapping[str, bytes]) -> tuple[list[Picture], list[Dropped]]:
+    def _check_images(self, files: Mapping[str, bytes]) -> tuple[list[ReturnedImage], list[DroppedOutput]]:
         """Those that pass the limits and are plain PNGs; encoded anew, so that nothing but pixels is left of what the server sent."""
         limits = self.pool.limits
-        taken: list[Picture] = []
-        dropped: list[Dropped] = []
-        self.allowance.begin_call()
+        taken: list[ReturnedImage] = []
+        dropped: list[DroppedOutput] = []
+        self.image_budget.begin_call()
         for number in range(limits.images + 1):
-            png = files.get(SHOWN.format(number))
+            png = files.get(IMAGE_FILE.format(number))
             if png is None:
                 break
             try:
-                width, height = pictures.png_size(png)
-                reason = pictures.refusal(width=width, height=height, limits=limits)
-                reason = reason or self.allowance.refusal(pixels=width * height, num_bytes=len(png))
+                width, height = pictures.read_png_size(png)
+                reason = pictures.check_image_size(width=width, height=height, limits=limits)
+                reason = reason or self.image_budget.check_image(pixels=width * height, num_bytes=len(png))
                 if reason is None:
                     with Image.open(pictures.BytesIO(png), formats=("PNG",)) as picture:
-                        taken.append(Picture(png=pictures.encode(picture), width=width, height=height, source="show"))
-                    self.allowance.count(pixels=width * height, num_bytes=len(png))
+                        taken.append(ReturnedImage(png=pictures.encode_png(picture), width=width, height=height, source="show"))
+                    self.image_budget.count_image(pixels=width * height, num_bytes=len(png))
             except (OSError, ValueError, SyntaxError) as error:
                 reason = f"cannot be read: {error}"
             if reason is not None:
-                dropped.append(Dropped(what="image", reason=reason))
+                dropped.append(DroppedOutput(what="image", reason=reason))
         return taken, dropped
 
-    async def fetch(self, names: Sequence[str]) -> dict[str, bytes]:
+    async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
         """Inputs only: what the code wrote went with its process."""
-        return {name: decoded(self.inputs[name]) for name in names if name in self.inputs}
+        return {name: decode_base64(self.inputs[name]) for name in names if name in self.inputs}
 
     async def close(self) -> None:
-        self.closed = True
+        self.is_closed = True
 
     async def __aenter__(self) -> Self:
         return self
@@ -223,21 +234,21 @@ class FusionBox:
         await self.close()
 
 
-def _files(answered: Mapping[str, str]) -> dict[str, bytes]:
+def _decode_files(answered: Mapping[str, str]) -> dict[str, bytes]:
     """What is base64 of it."""
     files = {}
     for name, content in answered.items():
         with contextlib.suppress(ValueError):
-            files[name] = decoded(content)
+            files[name] = decode_base64(content)
     return files
 
 
-def _error(written: bytes | None, *, return_code: int | None, stderr: str) -> Error:
+def _parse_error(written: bytes | None, *, return_code: int | None, stderr: str) -> CallError:
     """What the wrapper wrote about the exception, as far as it can be believed; the code shares its directory."""
     try:
         kind, message, line = from_json(written or b"")  # which refuses half characters and what is nested without end
         if isinstance(kind, str) and isinstance(message, str) and (line is None or isinstance(line, int)):
-            return Error(type=kind[:100], message=message[:2000], line=line, traceback=stderr[-4000:])
+            return CallError(type=kind[:100], message=message[:2000], line=line, traceback=stderr[-4000:])
     except (ValueError, TypeError):
         pass
-    return Error(type="SystemExit", message=f"the program ended with status {return_code}")
+    return CallError(type="SystemExit", message=f"the program ended with status {return_code}")

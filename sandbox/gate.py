@@ -9,53 +9,55 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox.access import AccessRules, Refusal
-from sandbox.messages import num_marks
-from sandbox.types import Limits
+from sandbox.access import AccessRules, RequestRejection
+from sandbox.messages import count_json_delimiters
+from sandbox.types import BoxLimits
 
-AGAIN = {"Retry-After": "1"}
+RETRY_HEADERS = {"Retry-After": "1"}
 """What a refused client is told: seconds to wait."""
-SMALL = 64 << 10
+MIN_BODY_BYTES = 64 << 10
 """Bytes of a body that are always taken, and all that a route without a body takes."""
-NAMES_BYTES = 8 << 20
-ESCAPED = 12
+MAX_NAMES_BYTES = 8 << 20
+MAX_JSON_BYTES_PER_CHAR = 12
 """Bytes of one character of JSON at most: two surrogates of six."""
-BODIES_AT_ONCE = 4
+MAX_LARGE_BODIES = 4
 """So many of the largest bodies may be held at the same time."""
 
 
-def allowed(limits: Limits) -> dict[str, Any]:
+def make_body_limits(limits: BoxLimits) -> dict[str, Any]:
     """What the sandbox's own routes take."""
     inputs = 2 * limits.input_bytes  # base64 takes 4/3 of it; the rest is for names and the preload
-    most = {"boxes": inputs, "run_code": inputs, "calls": SMALL + ESCAPED * limits.code, "files": NAMES_BYTES}
-    return {"most": most, "marks": SMALL + limits.code}
+    most = {"boxes": inputs, "run_code": inputs, "calls": MIN_BODY_BYTES + MAX_JSON_BYTES_PER_CHAR * limits.code, "files": MAX_NAMES_BYTES}
+    return {"max_body_bytes": most, "max_delimiters": MIN_BODY_BYTES + limits.code}
 
 
-class Gate:
+class RequestGuardMiddleware:
     """Each of the application's requests, or a refusal that ends the connection."""
 
-    def __init__(self, app: ASGIApp, *, most: Mapping[str, int], marks: int, token: str, hosts: Iterable[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: Mapping[str, int], max_delimiters: int, token: str, hosts: Iterable[str] = ()
+    ) -> None:
         """`most`: bytes of a body by the last part of its path; `marks`: commas and brackets in one (messages.num_marks); `hosts`: see
         AccessRules."""
-        self.app, self.most, self.marks = app, most, marks
+        self.app, self.max_body_bytes, self.max_delimiters = app, max_body_bytes, max_delimiters
         self.rules = AccessRules(token=token, hosts=hosts)
-        self.held, self.most_held = 0, BODIES_AT_ONCE * max(most.values())
+        self.held_bytes, self.max_held_bytes = 0, MAX_LARGE_BODIES * max(max_body_bytes.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refusal = self.rules.refusal(scope)
-        most = self.most.get(scope["path"].rpartition("/")[2], SMALL)
+        refusal = self.rules.check_request(scope)
+        most = self.max_body_bytes.get(scope["path"].rpartition("/")[2], MIN_BODY_BYTES)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if refusal is not None:
-            await refuse(refusal, scope, receive, send)
+            await send_rejection(refusal, scope, receive, send)
         elif not declared.isdigit() or int(declared) > most:
-            await refuse(_too_long(most), scope, receive, send)
+            await send_rejection(_make_body_too_large(most), scope, receive, send)
         else:
-            await self._take(most, scope, receive, send)
+            await self._read_and_forward(most, scope, receive, send)
 
-    async def _take(self, most: int, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _read_and_forward(self, max_body_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
         parts: list[bytes] = []
         size = counted = 0
         try:
@@ -67,28 +69,30 @@ class Gate:
                 parts.append(message.get("body", b""))
                 more = message.get("more_body", False)
                 size += len(parts[-1])
-                self.held += max(0, size - SMALL) - counted
-                counted = max(0, size - SMALL)
-                if size > most:
-                    return await refuse(_too_long(most), scope, receive, send)
-                if self.held > self.most_held:
+                self.held_bytes += max(0, size - MIN_BODY_BYTES) - counted
+                counted = max(0, size - MIN_BODY_BYTES)
+                if size > max_body_bytes:
+                    return await send_rejection(_make_body_too_large(max_body_bytes), scope, receive, send)
+                if self.held_bytes > self.max_held_bytes:
                     code = 429 if scope["path"] == "/boxes" else 503
-                    return await refuse(Refusal(code, "the server holds as many large requests as it may", AGAIN), scope, receive, send)
+                    return await send_rejection(
+                        RequestRejection(code, "the server holds as many large requests as it may", RETRY_HEADERS), scope, receive, send
+                    )
             body = b"".join(parts)
             parts.clear()
-            if num_marks(body) > self.marks:
-                text = f"more than {self.marks} commas and brackets, which base64 has none of"
-                return await refuse(Refusal(422, text), scope, receive, send)
-            await self.app(scope, replayed(body, receive), send)
+            if count_json_delimiters(body) > self.max_delimiters:
+                text = f"more than {self.max_delimiters} commas and brackets, which base64 has none of"
+                return await send_rejection(RequestRejection(422, text), scope, receive, send)
+            await self.app(scope, replay_body(body, receive), send)
         finally:
-            self.held -= counted
+            self.held_bytes -= counted
 
 
-def _too_long(most: int) -> Refusal:
-    return Refusal(413, f"a request has at most {most} bytes here")
+def _make_body_too_large(most: int) -> RequestRejection:
+    return RequestRejection(413, f"a request has at most {most} bytes here")
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives a body which was read already, then what `receive` gives."""
     left = [body]
 
@@ -98,7 +102,7 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def refuse(refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+async def send_rejection(rejection: RequestRejection, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer, and end the connection: what is still on its way is not read."""
-    headers = {"Connection": "close", **refusal.headers}
-    await JSONResponse({"detail": refusal.text}, refusal.code, headers=headers)(scope, receive, send)
+    headers = {"Connection": "close", **rejection.headers}
+    await JSONResponse({"detail": rejection.detail}, rejection.status_code, headers=headers)(scope, receive, send)

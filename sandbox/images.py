@@ -6,19 +6,19 @@ from io import BytesIO
 
 from PIL import Image
 
-from sandbox.types import Limits
+from sandbox.types import BoxLimits
 
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
-CHANNELS = {0: 1, 2: 3, 6: 4}
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PNG_CHANNELS = {0: 1, 2: 3, 6: 4}
 """PNG's color types that are returned -> bytes per pixel: gray, RGB, RGBA, 8 bits each."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+PIL_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PLAIN_MODES = ("L", "RGB", "RGBA")
-MAX_CHUNKS = 1000
+MAX_PNG_CHUNKS = 1000
 """Of a PNG; Pillow writes one for each 64 KiB. Half a million empty ones would fit into `Limits.image_bytes`."""
 
 
-def refusal(*, width: int, height: int, limits: Limits) -> str | None:
+def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | None:
     """Why an image of this size is not returned, as a sentence for the model; None where it is."""
     shape = f"{width}x{height} pixels"
     shorter, longer = sorted((width, height))
@@ -31,19 +31,19 @@ def refusal(*, width: int, height: int, limits: Limits) -> str | None:
     return None
 
 
-class Allowance:
+class ImageBudget:
     """What a box may still return, of a call and of its whole life: images, their pixels, their bytes as PNG.
 
     The pool keeps one and believes no other; the box keeps its own, so that it draws and encodes nothing in vain."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: BoxLimits) -> None:
         self._limits = limits
         self._call = self._total = (0, 0, 0)
 
     def begin_call(self) -> None:
         self._call = (0, 0, 0)
 
-    def refusal(self, *, pixels: int, num_bytes: int = 0) -> str | None:
+    def check_image(self, *, pixels: int, num_bytes: int = 0) -> str | None:
         """Why one more image is not returned, as a sentence for the model; None where it is. Without num_bytes: before it is encoded."""
         limits = self._limits
         for used, most, when in (
@@ -55,12 +55,12 @@ class Allowance:
                     return f"only {bound} {what} are returned {when}"
         return None
 
-    def count(self, *, pixels: int, num_bytes: int) -> None:
+    def count_image(self, *, pixels: int, num_bytes: int) -> None:
         one = (1, pixels, num_bytes)
         self._call, self._total = (tuple(map(sum, zip(used, one, strict=True))) for used in (self._call, self._total))
 
 
-def encode(picture: Image.Image) -> bytes:
+def encode_png(picture: Image.Image) -> bytes:
     """A PNG of header, pixels and end only. Z_RLE: on photographs a sixth smaller than the default at this level, and faster."""
     plain = picture if picture.mode in PLAIN_MODES else picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     bare = Image.frombytes(plain.mode, plain.size, plain.tobytes()) if plain.info else plain
@@ -72,15 +72,15 @@ def encode(picture: Image.Image) -> bytes:
 def check_png(png: bytes) -> tuple[int, int]:
     """Width and height of a PNG that any decoder will read whole: header, data, end, right checksums, exactly the pixels that it announces.
 
-    Call `refusal` on a size read by `png_size` first: this inflates the pixels. Raises ValueError.
+    Call `refusal` on a size read by `read_png_size` first: this inflates the pixels. Raises ValueError.
     """
-    width, height = png_size(png)
+    width, height = read_png_size(png)
     kinds: list[bytes] = []
     data: list[bytes] = []
-    place = len(SIGNATURE)
+    place = len(PNG_SIGNATURE)
     while place < len(png):
-        if len(kinds) == MAX_CHUNKS:
-            raise ValueError(f"more than {MAX_CHUNKS} chunks")
+        if len(kinds) == MAX_PNG_CHUNKS:
+            raise ValueError(f"more than {MAX_PNG_CHUNKS} chunks")
         if place + 12 > len(png):
             raise ValueError("a chunk is cut short")
         length, kind = struct.unpack_from("!I4s", png, place)
@@ -94,7 +94,7 @@ def check_png(png: bytes) -> tuple[int, int]:
         place += 12 + length
     if kinds != [b"IHDR", *[b"IDAT"] * len(data), b"IEND"] or not data:
         raise ValueError("chunks other than header, data and end")
-    row = 1 + width * CHANNELS[png[25]]  # one byte before each row names its filter, 0 to 4
+    row = 1 + width * PNG_CHANNELS[png[25]]  # one byte before each row names its filter, 0 to 4
     inflater = zlib.decompressobj()
     try:
         pixels = inflater.decompress(b"".join(data), row * height + 1)
@@ -105,11 +105,11 @@ def check_png(png: bytes) -> tuple[int, int]:
     return width, height
 
 
-def png_size(png: bytes) -> tuple[int, int]:
+def read_png_size(png: bytes) -> tuple[int, int]:
     """Width and height that the header announces, 8 bits a channel, not interlaced. Raises ValueError."""
-    if len(png) < 57 or png[:8] != SIGNATURE or png[8:16] != b"\x00\x00\x00\rIHDR":
+    if len(png) < 57 or png[:8] != PNG_SIGNATURE or png[8:16] != b"\x00\x00\x00\rIHDR":
         raise ValueError("not a PNG")
     width, height, depth, color, compression, filtering, interlace = struct.unpack_from("!IIBBBBB", png, 16)
-    if depth != 8 or color not in CHANNELS or compression or filtering or interlace or not width or not height:
+    if depth != 8 or color not in PNG_CHANNELS or compression or filtering or interlace or not width or not height:
         raise ValueError("not a plain PNG")
     return width, height

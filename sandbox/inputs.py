@@ -8,29 +8,37 @@ from pathlib import PurePosixPath
 
 from PIL import Image
 
-from sandbox.types import Limits
+from sandbox.types import BoxLimits
 
-MAGIC = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp", b"II*\0": ".tif", b"MM\0*": ".tif"}
+IMAGE_MAGIC = {
+    b"\x89PNG": ".png",
+    b"\xff\xd8\xff": ".jpg",
+    b"GIF8": ".gif",
+    b"RIFF": ".webp",
+    b"BM": ".bmp",
+    b"II*\0": ".tif",
+    b"MM\0*": ".tif",
+}
 """First bytes -> suffix. The pool goes no further into an encoded image: decoding is for the box."""
 MAX_INPUTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Input:
+class BoxInput:
     name: str
     """Relative path in the working directory."""
     content: bytes = field(repr=False)
-    image: bool = False
+    is_image: bool = False
     variable: str | None = None
 
 
-def collect(*, images: Mapping[str, Image.Image | bytes], files: Mapping[str, bytes], limits: Limits) -> list[Input]:
+def collect_inputs(*, images: Mapping[str, Image.Image | bytes], files: Mapping[str, bytes], limits: BoxLimits) -> list[BoxInput]:
     """Raises ValueError naming the entry that is no good."""
-    found = [_image(name, picture) for name, picture in images.items()]
-    found += [Input(name=name, content=bytes(content)) for name, content in files.items()]
+    found = [_make_image_input(name, picture) for name, picture in images.items()]
+    found += [BoxInput(name=name, content=bytes(content)) for name, content in files.items()]
     names: set[str] = set()
     for item in found:
-        if not _is_name(item.name):
+        if not _is_safe_path(item.name):
             raise ValueError(f"{item.name!r} is no name for a file of the working directory: give a relative path without '..'")
         if item.name in names:
             raise ValueError(f"two inputs are called {item.name!r}: rename one")
@@ -45,7 +53,7 @@ def collect(*, images: Mapping[str, Image.Image | bytes], files: Mapping[str, by
     return found
 
 
-def _image(name: str, picture: Image.Image | bytes) -> Input:
+def _make_image_input(name: str, picture: Image.Image | bytes) -> BoxInput:
     if isinstance(picture, Image.Image):
         buffer = BytesIO()
         try:
@@ -55,23 +63,23 @@ def _image(name: str, picture: Image.Image | bytes) -> Input:
         content, suffix = buffer.getvalue(), ".png"
     else:
         content = bytes(picture)
-        suffix = next((suffix for magic, suffix in MAGIC.items() if content.startswith(magic)), "")
+        suffix = next((suffix for magic, suffix in IMAGE_MAGIC.items() if content.startswith(magic)), "")
         if not suffix:
             raise ValueError(f"images.{name}: {len(content)} bytes that begin like no PNG, JPEG, WEBP, GIF, BMP or TIFF")
     path = PurePosixPath(name)
-    stem = path.stem if _is_variable(path.stem) else None
+    stem = path.stem if _is_variable_name(path.stem) else None
     if path.suffix:
-        return Input(name=name, content=content, image=True, variable=stem)
+        return BoxInput(name=name, content=content, is_image=True, variable=stem)
     if stem is None or name != stem:
         raise ValueError(f"images.{name}: neither a variable's name nor a file's: call it image_0 or photo.jpg")
-    return Input(name=name + suffix, content=content, image=True, variable=stem)
+    return BoxInput(name=name + suffix, content=content, is_image=True, variable=stem)
 
 
-def _is_variable(name: str) -> bool:
+def _is_variable_name(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("__")
 
 
-def _is_name(name: str) -> bool:
+def _is_safe_path(name: str) -> bool:
     parts = name.split("/")
     return (
         "\0" not in name

@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
-def _checked(value: int, *, name: str, path: str = "") -> int:
+def _check_result(value: int, *, name: str, path: str = "") -> int:
     if value < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}", path or None)
@@ -36,30 +36,30 @@ def _checked(value: int, *, name: str, path: str = "") -> int:
 def syscall(number: int, *arguments: object, name: str) -> int:
     """Integers are passed as C longs; pointers as ctypes objects or bytes."""
     raw = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]
-    return _checked(_libc.syscall(ctypes.c_long(number), *raw), name=name)
+    return _check_result(_libc.syscall(ctypes.c_long(number), *raw), name=name)
 
 
 def unshare(flags: int) -> None:
-    _checked(_libc.unshare(flags), name=f"unshare({flags:#x})")
+    _check_result(_libc.unshare(flags), name=f"unshare({flags:#x})")
 
 
-def name_host(name: str) -> None:
+def set_host_name(name: str) -> None:
     """Names the host and its domain, as uname(2) tells them, in this UTS namespace."""
-    _checked(_libc.sethostname(name.encode(), len(name)), name="sethostname")
-    _checked(_libc.setdomainname(name.encode(), len(name)), name="setdomainname")
+    _check_result(_libc.sethostname(name.encode(), len(name)), name="sethostname")
+    _check_result(_libc.setdomainname(name.encode(), len(name)), name="setdomainname")
 
 
 def setns(descriptor: int, kind: int) -> None:
-    _checked(_libc.setns(descriptor, kind), name="setns")
+    _check_result(_libc.setns(descriptor, kind), name="setns")
 
 
 def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str = "") -> None:
     result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
-    _checked(result, name="mount", path=target)
+    _check_result(result, name="mount", path=target)
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    _checked(_libc.umount2(target.encode(), flags), name="umount", path=target)
+    _check_result(_libc.umount2(target.encode(), flags), name="umount", path=target)
 
 
 def pivot_root(new: str, old: str) -> None:
@@ -79,7 +79,7 @@ def harden_mount(target: str, attributes: int, *, recursive: bool = True) -> Non
 
 def prctl(option: int, *arguments: int) -> None:
     padded = [ctypes.c_ulong(item) for item in (*arguments, 0, 0, 0, 0)[:4]]
-    _checked(_libc.prctl(option, *padded), name=f"prctl({option})")
+    _check_result(_libc.prctl(option, *padded), name=f"prctl({option})")
 
 
 def drop_capabilities() -> None:
@@ -91,7 +91,7 @@ def drop_capabilities() -> None:
             break
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    _checked(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), name="capset")
+    _check_result(_libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), name="capset")
 
 
 def close_from(lowest: int) -> None:

@@ -16,10 +16,10 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 MAKE_DEVICES = 1 << 6 | 1 << 11  # MAKE_CHAR, MAKE_BLOCK
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-RIGHTS = {1: (1 << 13) - 1, 2: REFER, 3: TRUNCATE, 5: IOCTL_DEV}
+RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: REFER, 3: TRUNCATE, 5: IOCTL_DEV}
 """ABI -> rights on files that it brought."""
-TCP = 1 | 2  # bind and connect, ABI 4
-SCOPES = 1 | 2  # abstract Unix sockets and signals, ABI 6
+TCP_RIGHTS = 1 | 2  # bind and connect, ABI 4
+SCOPE_FLAGS = 1 | 2  # abstract Unix sockets and signals, ABI 6
 
 
 class _Ruleset(ctypes.Structure):
@@ -31,32 +31,32 @@ class _PathBeneath(ctypes.Structure):
     _fields_ = [("allowed", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
-def abi() -> int:
+def read_abi_version() -> int:
     """The kernel's version of Landlock, from 1. Raises OSError where there is none."""
     return kernel.syscall(CREATE_RULESET, 0, 0, VERSION_FLAG, name="landlock_create_ruleset")
 
 
-def restrict(*, readable: Sequence[str], writable: Sequence[str]) -> None:
+def restrict_paths(*, readable: Sequence[str], writable: Sequence[str]) -> None:
     """From here on nothing but reading and executing below `readable`, and everything but devices below `writable`; no TCP, no signals
     and no abstract sockets to processes outside. Needs no_new_privs or CAP_SYS_ADMIN. Paths that do not exist are passed over."""
-    version = abi()
+    version = read_abi_version()
     handled = 0
-    for since, rights in RIGHTS.items():
+    for since, rights in RIGHTS_BY_ABI.items():
         handled |= rights if version >= since else 0
-    ruleset = _Ruleset(files=handled, net=TCP if version >= 4 else 0, scoped=SCOPES if version >= 6 else 0)
+    ruleset = _Ruleset(files=handled, net=TCP_RIGHTS if version >= 4 else 0, scoped=SCOPE_FLAGS if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     rules = kernel.syscall(CREATE_RULESET, ctypes.byref(ruleset), size, 0, name="landlock_create_ruleset")
     try:
         for path in readable:
-            _allow(rules, path=path, rights=(EXECUTE | READ_FILE | READ_DIR) & handled)
+            _add_path_rule(rules, path=path, rights=(EXECUTE | READ_FILE | READ_DIR) & handled)
         for path in writable:
-            _allow(rules, path=path, rights=handled & ~MAKE_DEVICES & ~IOCTL_DEV)
+            _add_path_rule(rules, path=path, rights=handled & ~MAKE_DEVICES & ~IOCTL_DEV)
         kernel.syscall(RESTRICT_SELF, rules, 0, name="landlock_restrict_self")
     finally:
         os.close(rules)
 
 
-def _allow(rules: int, *, path: str, rights: int) -> None:
+def _add_path_rule(rules: int, *, path: str, rights: int) -> None:
     if not os.path.exists(path):
         return
     parent = os.open(path, os.O_PATH | os.O_CLOEXEC)

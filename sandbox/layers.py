@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from sandbox.types import SandboxFault
+from sandbox.types import SandboxError
 
-SOURCE = str(Path(__file__).resolve().parents[1])
+SOURCE_DIR = str(Path(__file__).resolve().parents[1])
 """Where this package is imported from."""
 
-REQUIRED = ("mount_ns", "read_only_root", "private_tmp", "pid_ns", "net_ns", "rlimits", "capabilities")
+REQUIRED_LAYERS = ("mount_ns", "read_only_root", "private_tmp", "pid_ns", "net_ns", "rlimits", "capabilities")
 """Without one of these there is no room. Of `drop_uid` and `user_ns` one is needed, and so is one of `cgroup` and `watchdog`."""
 
 
@@ -54,80 +54,80 @@ class Layers:
         if (self.read_only_root or self.private_tmp) and not self.mount_ns:
             raise ValueError("layers: read_only_root and private_tmp need mount_ns, or they would change the host's own mount table")
 
-    def names(self) -> list[str]:
+    def enabled_names(self) -> list[str]:
         return [layer.name for layer in fields(self) if getattr(self, layer.name)]
 
 
 @dataclass(frozen=True, slots=True)
-class Wall:
+class Protection:
     """Something that code in a box must not do, and the sets of layers of which each keeps it from doing so."""
 
-    code: str
-    held_by: tuple[frozenset[str], ...]
+    violation: str
+    enforced_by: tuple[frozenset[str], ...]
 
-    def held(self, layers: Layers) -> frozenset[str] | None:
+    def find_enforcing_layers(self, layers: Layers) -> frozenset[str] | None:
         """The first such set that is whole; None: code can do it."""
-        return next((names for names in self.held_by if names <= set(layers.names())), None)
+        return next((names for names in self.enforced_by if names <= set(layers.enabled_names())), None)
 
 
-def _wall(code: str, *held_by: str) -> Wall:
-    return Wall(code, tuple(frozenset(names.split()) for names in held_by))
+def _make_protection(code: str, *held_by: str) -> Protection:
+    return Protection(code, tuple(frozenset(names.split()) for names in held_by))
 
 
-WALLS = {
-    "files": _wall("sees or changes files of the host that are not on the list", "mount_ns read_only_root private_tmp"),
-    "processes": _wall("sees, signals or debugs a process outside, or outlives its box", "pid_ns"),
-    "network": _wall("reaches a network, or a socket of the host", "net_ns"),
-    "privilege": _wall("has or gains a privilege", "capabilities drop_uid", "capabilities user_ns"),
-    "disk": _wall("fills the disk", "private_tmp"),
-    "memory": _wall("has more memory than its limit, page tables included", "cgroup", "watchdog rlimits"),
-    "kernel_memory": _wall(
+PROTECTIONS = {
+    "files": _make_protection("sees or changes files of the host that are not on the list", "mount_ns read_only_root private_tmp"),
+    "processes": _make_protection("sees, signals or debugs a process outside, or outlives its box", "pid_ns"),
+    "network": _make_protection("reaches a network, or a socket of the host", "net_ns"),
+    "privilege": _make_protection("has or gains a privilege", "capabilities drop_uid", "capabilities user_ns"),
+    "disk": _make_protection("fills the disk", "private_tmp"),
+    "memory": _make_protection("has more memory than its limit, page tables included", "cgroup", "watchdog rlimits"),
+    "kernel_memory": _make_protection(
         "has the kernel keep more for it: locks, socket buffers, pipes, mappings, memory without an owner",
         "cgroup",
         "watchdog rlimits seccomp",
     ),
-    "cores": _wall("uses more cores than its limit, also between two calls", "cgroup", "watchdog seccomp"),
-    "queues": _wall("shares System V or POSIX queues and the host's name", "ipc_ns"),
-    "crosstalk": _wall("locks or watches files that other boxes and the host use", "seccomp"),
-    "information": _wall("is told the host's name, memory and load, or who made its channel", "ipc_ns seccomp"),
-    "kernel_calls": _wall("makes system calls that have been ways out of containers", "seccomp"),
+    "cores": _make_protection("uses more cores than its limit, also between two calls", "cgroup", "watchdog seccomp"),
+    "queues": _make_protection("shares System V or POSIX queues and the host's name", "ipc_ns"),
+    "crosstalk": _make_protection("locks or watches files that other boxes and the host use", "seccomp"),
+    "information": _make_protection("is told the host's name, memory and load, or who made its channel", "ipc_ns seccomp"),
+    "kernel_calls": _make_protection("makes system calls that have been ways out of containers", "seccomp"),
 }
 """What a complete host holds. A name that this host does not is to be accepted by whoever starts a pool on it."""
 
 
-def open_walls(layers: Layers) -> list[str]:
-    return [name for name, wall in WALLS.items() if wall.held(layers) is None]
+def find_missing_protections(layers: Layers) -> list[str]:
+    return [name for name, wall in PROTECTIONS.items() if wall.find_enforcing_layers(layers) is None]
 
 
-NAMES = [layer.name for layer in fields(Layers)]
+LAYER_NAMES = [layer.name for layer in fields(Layers)]
 
 
-def offered() -> dict[str, str | None]:
+def detect_layers() -> dict[str, str | None]:
     """layer -> None where this host offers it, else the reason. Every layer is tried for real in a process of its own (about 0.3 s)."""
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    environment = {**os.environ, "PYTHONPATH": SOURCE_DIR}
     command = [sys.executable, "-m", "sandbox.probe"]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
     return json.loads(probe.stdout)
 
 
-def choose(offers: Mapping[str, str | None], *, accept: Collection[str] = tuple(WALLS)) -> Layers:
+def choose_layers(missing_reasons: Mapping[str, str | None], *, allow_missing: Collection[str] = tuple(PROTECTIONS)) -> Layers:
     """Every layer that helps of those on offer: the watchdog only without a cgroup, a user namespace only where the uid cannot be dropped.
 
-    Raises SandboxFault with each missing layer and its reason where what is left is no room, and where it has open walls that `accept` does
+    Raises SandboxError with each missing layer and its reason where what is left is no room, and where it has open walls that `accept` does
     not name.
     """
-    taken = {name for name in NAMES if offers[name] is None}
+    taken = {name for name in LAYER_NAMES if missing_reasons[name] is None}
     taken -= {"watchdog"} if "cgroup" in taken else set()
     taken -= {"user_ns"} if "drop_uid" in taken else set()
-    missing = [name for name in REQUIRED if name not in taken]
+    missing = [name for name in REQUIRED_LAYERS if name not in taken]
     for pair in (("drop_uid", "user_ns"), ("cgroup", "watchdog")):
         missing += [] if taken.intersection(pair) else pair
     if missing:
-        reasons = "; ".join(f"{name}: {offers[name]}" for name in missing)
+        reasons = "; ".join(f"{name}: {missing_reasons[name]}" for name in missing)
         remedy = 'isolation="none" runs the code unconfined, with all that this user may do'
-        raise SandboxFault(f"this host offers no isolation ({reasons}). {remedy}")
+        raise SandboxError(f"this host offers no isolation ({reasons}). {remedy}")
     layers = Layers(**dict.fromkeys(taken, True))
-    if refused := [name for name in open_walls(layers) if name not in accept]:
-        told = "; ".join(f"{name}: code {WALLS[name].code}" for name in refused)
-        raise SandboxFault(f"this host leaves open what others hold ({told}). accept=[{','.join(refused)}] runs here all the same")
+    if refused := [name for name in find_missing_protections(layers) if name not in allow_missing]:
+        told = "; ".join(f"{name}: code {PROTECTIONS[name].violation}" for name in refused)
+        raise SandboxError(f"this host leaves open what others hold ({told}). accept=[{','.join(refused)}] runs here all the same")
     return layers

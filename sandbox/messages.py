@@ -9,18 +9,18 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from sandbox import images
 from sandbox.inputs import MAX_INPUTS
-from sandbox.types import Fault, Limits, Result
+from sandbox.types import BoxLimits, CallResult, Fault
 
-MARGIN = 200
+TRUNCATION_MARGIN = 200
 """Characters on top of a stream's limit, which say how many were left out."""
-MOST_TEXT = 8192
+MAX_TEXT_CHARS = 8192
 """Characters of any other text of a result (replies.py)."""
-MOST_DROPPED = 110
+MAX_DROPPED = 110
 """Sentences of a result on what was left out, beside those on its pictures."""
-MOST_NUMBER = 1 << 63
+MAX_NUMBER = 1 << 63
 
 
-def decoded(text: str) -> bytes:
+def decode_base64(text: str) -> bytes:
     """Raises ValueError for what is not base64."""
     try:
         return base64.b64decode(text, validate=True)
@@ -28,17 +28,17 @@ def decoded(text: str) -> bytes:
         raise ValueError(f"not base64: {error}") from error
 
 
-def encoded(data: bytes) -> str:
+def encode_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-class Strict(BaseModel):
+class StrictRequest(BaseModel):
     """A misspelled key is an error of the caller's, not a default of ours."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class OpenRequest(Strict):
+class OpenRequest(StrictRequest):
     images: Annotated[dict[str, str], Field(max_length=MAX_INPUTS)] = {}
     """name -> an image file as base64"""
     files: Annotated[dict[str, str], Field(max_length=MAX_INPUTS)] = {}
@@ -47,7 +47,7 @@ class OpenRequest(Strict):
     """For how long to wait for a free box, at most what the server allows."""
 
 
-class CallRequest(Strict):
+class CallRequest(StrictRequest):
     call: Annotated[str, Field(min_length=1, max_length=64)]
     """The caller's name for this call, used once per box: what is sent twice by accident does not run twice."""
     code: str
@@ -55,68 +55,74 @@ class CallRequest(Strict):
     """At most the server's own limit counts."""
 
 
-class FetchRequest(Strict):
+class FetchRequest(StrictRequest):
     names: Annotated[list[str], Field(max_length=1000)]
 
 
-_RESULT: TypeAdapter[Result] = TypeAdapter(Result)
+_RESULT: TypeAdapter[CallResult] = TypeAdapter(CallResult)
 
 
-def result_to_wire(result: Result) -> dict[str, Any]:
-    pictures = [{**asdict(picture), "png": encoded(picture.png)} for picture in result.images]
+def encode_result(result: CallResult) -> dict[str, Any]:
+    pictures = [{**asdict(picture), "png": encode_base64(picture.png)} for picture in result.images]
     return {**asdict(result), "fault": result.fault.value, "images": pictures}
 
 
-def result_from_wire(data: Any, *, limits: Limits, allowance: images.Allowance) -> Result:
+def decode_result(data: Any, *, limits: BoxLimits, budget: images.ImageBudget) -> CallResult:
     """Raises ValueError for anything that no server with these limits sends; of pictures, before more than their header is looked at."""
     if not isinstance(data, dict) or not isinstance(data.get("images"), list):
         raise ValueError("not a result")
-    allowance.begin_call()
-    pictures = [_picture(item, limits=limits, allowance=allowance) for item in data["images"]]
+    budget.begin_call()
+    pictures = [_decode_image(item, limits=limits, budget=budget) for item in data["images"]]
     result = _RESULT.validate_python({**data, "images": pictures})
     error, usage = result.error, result.usage
-    texts = [(result.text, limits.text + MARGIN), (result.stderr, limits.text + MARGIN), (result.limit or "", MARGIN)]
-    texts += [(text, MOST_TEXT) for drop in result.dropped for text in (drop.what, drop.reason)]
-    texts += [(text, MOST_TEXT) for text in (*result.files, *(picture.source for picture in result.images))]
-    texts += [(text, MOST_TEXT) for text in (error.type, error.message, error.traceback)] if error else []
+    texts = [
+        (result.text, limits.text + TRUNCATION_MARGIN),
+        (result.stderr, limits.text + TRUNCATION_MARGIN),
+        (result.limit or "", TRUNCATION_MARGIN),
+    ]
+    texts += [(text, MAX_TEXT_CHARS) for drop in result.dropped for text in (drop.what, drop.reason)]
+    texts += [(text, MAX_TEXT_CHARS) for text in (*result.files, *(picture.source for picture in result.images))]
+    texts += [(text, MAX_TEXT_CHARS) for text in (error.type, error.message, error.traceback)] if error else []
     if any(len(text) > most for text, most in texts):
         raise ValueError("a text above its limit")
-    if len(result.files) > limits.files or len(result.dropped) > limits.images + MOST_DROPPED:
+    if len(result.files) > limits.files or len(result.dropped) > limits.images + MAX_DROPPED:
         raise ValueError("more files or sentences than may be")
     numbers = (result.id, usage.wall_s, usage.cpu_s, usage.memory, *result.files.values())
-    if not all(0 <= number < MOST_NUMBER for number in numbers):  # a NaN is not
+    if not all(0 <= number < MAX_NUMBER for number in numbers):  # a NaN is not
         raise ValueError("a number that none measures")
     if (result.fault is Fault.NONE) != (error is None):
         raise ValueError("a fault without an error, or an error without a fault")
     return result
 
 
-def _picture(data: Any, *, limits: Limits, allowance: images.Allowance) -> dict[str, Any]:
+def _decode_image(data: Any, *, limits: BoxLimits, budget: images.ImageBudget) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("png"), str):
         raise ValueError("a picture that is none")
     if len(data["png"]) > limits.image_bytes * 4 // 3 + 4:
         raise ValueError("a picture above its bytes")
-    png = decoded(data["png"])
-    width, height = images.png_size(png)
-    refusal = images.refusal(width=width, height=height, limits=limits) or allowance.refusal(pixels=width * height, num_bytes=len(png))
+    png = decode_base64(data["png"])
+    width, height = images.read_png_size(png)
+    refusal = images.check_image_size(width=width, height=height, limits=limits) or budget.check_image(
+        pixels=width * height, num_bytes=len(png)
+    )
     if refusal is not None:
         raise ValueError(refusal)
-    allowance.count(pixels=width * height, num_bytes=len(png))
+    budget.count_image(pixels=width * height, num_bytes=len(png))
     if images.check_png(png) != (data.get("width"), data.get("height")):
         raise ValueError("a picture of another size than it says")
     return {**data, "png": png}
 
 
-def answer_bytes(limits: Limits) -> int:
+def max_response_bytes(limits: BoxLimits) -> int:
     """Of a call's answer at most: its pictures as base64, and its texts, six bytes a character."""
-    return limits.images * (limits.image_bytes * 4 // 3 + 4) + 6 * answer_characters(limits)
+    return limits.images * (limits.image_bytes * 4 // 3 + 4) + 6 * max_response_chars(limits)
 
 
-def answer_characters(limits: Limits) -> int:
+def max_response_chars(limits: BoxLimits) -> int:
     """Of all texts of a call's answer; those of an error count as three."""
-    return 2 * (limits.text + MARGIN) + MOST_TEXT * (limits.files + 2 * limits.images + MOST_DROPPED + 3)
+    return 2 * (limits.text + TRUNCATION_MARGIN) + MAX_TEXT_CHARS * (limits.files + 2 * limits.images + MAX_DROPPED + 3)
 
 
-def num_marks(text: bytes) -> int:
+def count_json_delimiters(text: bytes) -> int:
     """At least a two-hundredth of the values that a reader of JSON makes of this: commas and brackets. Base64 has none of them."""
     return sum(map(text.count, (b",", b"[", b"{")))

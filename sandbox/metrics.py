@@ -2,33 +2,35 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from sandbox.pool import Sandbox
-from sandbox.types import Result
+from sandbox.pool import SandboxPool
+from sandbox.types import CallResult
 
-SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
-class Metrics:
+class SandboxMetrics:
     """One registry a server: two servers in one process do not mix."""
 
-    def __init__(self, pool: Sandbox) -> None:
+    def __init__(self, pool: SandboxPool) -> None:
         self.registry = CollectorRegistry()
         Gauge("sandbox_boxes", "Boxes that may be open at the same time", registry=self.registry).set_function(lambda: pool.size)
         Gauge("sandbox_boxes_open", "Boxes open now", registry=self.registry).set_function(lambda: pool.num_open)
         self.calls = Counter("sandbox_calls", "Calls by fault (none, code, host) and limit", ["fault", "limit"], registry=self.registry)
-        self.seconds = Histogram("sandbox_call_seconds", "Wall time of a call", buckets=SECONDS, registry=self.registry)
+        self.seconds = Histogram("sandbox_call_seconds", "Wall time of a call", buckets=LATENCY_BUCKETS_S, registry=self.registry)
         self.images = Counter("sandbox_images", "Images returned", registry=self.registry)
-        self.lost = Counter("sandbox_states_lost", "Calls that began without the state of those before", registry=self.registry)
-        self.refused = Counter("sandbox_opens_refused", "Boxes not opened, by reason (full, host)", ["reason"], registry=self.registry)
-        self.deserted = Counter("sandbox_calls_deserted", "Calls whose client went away", registry=self.registry)
-        self.expired = Counter("sandbox_boxes_expired", "Boxes closed because nobody called", registry=self.registry)
+        self.states_lost = Counter("sandbox_states_lost", "Calls that began without the state of those before", registry=self.registry)
+        self.refused_opens = Counter(
+            "sandbox_opens_refused", "Boxes not opened, by reason (full, host)", ["reason"], registry=self.registry
+        )
+        self.abandoned_calls = Counter("sandbox_calls_deserted", "Calls whose client went away", registry=self.registry)
+        self.expired_boxes = Counter("sandbox_boxes_expired", "Boxes closed because nobody called", registry=self.registry)
 
-    def called(self, result: Result) -> None:
+    def record_call(self, result: CallResult) -> None:
         self.calls.labels(result.fault.value, result.limit or "").inc()
         self.seconds.observe(result.usage.wall_s)
         self.images.inc(len(result.images))
         if result.state_lost:
-            self.lost.inc()
+            self.states_lost.inc()
 
-    def text(self) -> bytes:
+    def render_text(self) -> bytes:
         return generate_latest(self.registry)

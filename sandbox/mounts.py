@@ -12,22 +12,29 @@ from pathlib import Path
 
 from sandbox import kernel
 
-BOX = "/box"
+BOX_DIR = "/box"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 WRITABLE_DEVICES = ("/dev/null", "/dev/full")  # not zero: mapped for writing it is memory without an owner
-ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/mime.types")
-TOP = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-STAGE = "/sys"  # covered in the zygote's own mount table: it is on every host, and nothing that a box needs lies in it
+ETC_PATHS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/mime.types")
+ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+STAGING_DIR = "/sys"  # covered in the zygote's own mount table: it is on every host, and nothing that a box needs lies in it
 
 
 def system_paths() -> list[str]:
     """Real paths of the host that boxes read and execute, none inside another."""
-    wanted = [sys.prefix, sys.base_prefix, sys.exec_prefix, "/usr", *(path for path in TOP if not os.path.islink(path)), *ETC]
+    wanted = [
+        sys.prefix,
+        sys.base_prefix,
+        sys.exec_prefix,
+        "/usr",
+        *(path for path in ROOT_FOLDERS if not os.path.islink(path)),
+        *ETC_PATHS,
+    ]
     found = sorted({os.path.realpath(path) for path in wanted if os.path.exists(path)})
     return [path for path in found if not any(path.startswith(other.rstrip("/") + "/") for other in found if other != path)]
 
 
-def shown_by(path: str) -> str | None:
+def find_exposing_path(path: str) -> str | None:
     """The system path below which `path` lies, so that boxes read it; None: they do not."""
     real = os.path.realpath(path)
     return next((shown for shown in system_paths() if f"{real}/".startswith(shown.rstrip("/") + "/")), None)
@@ -37,29 +44,31 @@ def build_root() -> None:
     """Replaces the root of this mount namespace, which must not be the host's, for good."""
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     sources = system_paths()
-    kernel.mount("tmpfs", STAGE, kind="tmpfs", flags=kernel.MS_NOSUID, data="size=1m,mode=755")
+    kernel.mount("tmpfs", STAGING_DIR, kind="tmpfs", flags=kernel.MS_NOSUID, data="size=1m,mode=755")
     for path in sources:
-        bind(path, STAGE + path)
-        kernel.harden_mount(STAGE + path, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
+        bind_mount(path, STAGING_DIR + path)
+        kernel.harden_mount(STAGING_DIR + path, kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV)
     for path in DEVICES:
-        bind(path, STAGE + path)
-    for path in {*TOP, *ETC, sys.prefix, sys.base_prefix}:
-        if os.path.exists(path) and os.path.realpath(path) != path and not os.path.lexists(STAGE + path):
-            os.makedirs(os.path.dirname(STAGE + path), mode=0o755, exist_ok=True)
-            os.symlink(os.path.realpath(path), STAGE + path)
-    os.makedirs(STAGE + BOX, exist_ok=True)
-    if not os.path.lexists(f"{STAGE}/tmp"):  # it is there where the interpreter lies below /tmp; temporary files then go to TMPDIR alone
-        os.symlink(f"{BOX}/tmp", f"{STAGE}/tmp")
-    os.symlink(f"{BOX}/tmp", f"{STAGE}/dev/shm")
-    os.mkdir(f"{STAGE}/old")
-    kernel.pivot_root(STAGE, f"{STAGE}/old")
+        bind_mount(path, STAGING_DIR + path)
+    for path in {*ROOT_FOLDERS, *ETC_PATHS, sys.prefix, sys.base_prefix}:
+        if os.path.exists(path) and os.path.realpath(path) != path and not os.path.lexists(STAGING_DIR + path):
+            os.makedirs(os.path.dirname(STAGING_DIR + path), mode=0o755, exist_ok=True)
+            os.symlink(os.path.realpath(path), STAGING_DIR + path)
+    os.makedirs(STAGING_DIR + BOX_DIR, exist_ok=True)
+    if not os.path.lexists(
+        f"{STAGING_DIR}/tmp"
+    ):  # it is there where the interpreter lies below /tmp; temporary files then go to TMPDIR alone
+        os.symlink(f"{BOX_DIR}/tmp", f"{STAGING_DIR}/tmp")
+    os.symlink(f"{BOX_DIR}/tmp", f"{STAGING_DIR}/dev/shm")
+    os.mkdir(f"{STAGING_DIR}/old")
+    kernel.pivot_root(STAGING_DIR, f"{STAGING_DIR}/old")
     os.chdir("/")
     kernel.umount("/old")
     os.rmdir("/old")
     kernel.harden_mount("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
 
 
-def bind(source: str, target: str) -> None:
+def bind_mount(source: str, target: str) -> None:
     """Shows `source` and what is mounted below it at `target`, which is made where it is missing."""
     if os.path.isdir(source):
         os.makedirs(target, mode=0o755, exist_ok=True)
@@ -69,7 +78,7 @@ def bind(source: str, target: str) -> None:
     kernel.mount(source, target, flags=kernel.MS_BIND | kernel.MS_REC)
 
 
-def mount_box(directory: str, *, num_bytes: int, num_inodes: int) -> None:
+def mount_box_tmpfs(directory: str, *, num_bytes: int, num_inodes: int) -> None:
     """A fresh tmpfs over `directory` in this mount namespace."""
     options = f"size={num_bytes},nr_inodes={num_inodes},mode=755"
     kernel.mount("tmpfs", directory, kind="tmpfs", flags=kernel.MS_NOSUID | kernel.MS_NODEV, data=options)
@@ -80,7 +89,7 @@ def make_directories(directory: str, *, owner: int | None) -> str:
     for name in ("work", "tmp"):
         path = f"{directory}/{name}"
         os.mkdir(path, 0o700)
-        _give(path, owner)
+        _set_owner(path, owner)
     return f"{directory}/work"
 
 
@@ -91,17 +100,17 @@ def write_inputs(work: str, inputs: Mapping[str, bytes], *, owner: int | None, m
         for folder in reversed(Path(name).parents[:-1]):
             if not os.path.isdir(f"{work}/{folder}"):
                 os.mkdir(f"{work}/{folder}", 0o700)
-                _give(f"{work}/{folder}", owner)
+                _set_owner(f"{work}/{folder}", owner)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o444)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-        _give(path, owner)
+        _set_owner(path, owner)
         if mounted:
             kernel.mount(path, path, flags=kernel.MS_BIND)
             kernel.harden_mount(path, kernel.MOUNT_ATTR_RDONLY)
 
 
-def _give(path: str, owner: int | None) -> None:
+def _set_owner(path: str, owner: int | None) -> None:
     if owner is not None:
         os.chown(path, owner, owner)
 

@@ -12,22 +12,22 @@ from PIL import Image
 
 from sandbox import cgroups, frames, verdicts
 from sandbox.box import Box
-from sandbox.inputs import Input, collect
-from sandbox.keeper import Exit, Keeper, Life
-from sandbox.layers import WALLS, Layers, choose, offered
-from sandbox.types import BoxClosed, Error, Fault, Isolation, Limits, PoolFull, SandboxFault
-from sandbox.watchdog import Watchdog
+from sandbox.inputs import BoxInput, collect_inputs
+from sandbox.keeper import ExitStatus, Interpreter, ZygoteManager
+from sandbox.layers import PROTECTIONS, Layers, choose_layers, detect_layers
+from sandbox.types import BoxClosed, BoxLimits, CallError, Fault, Isolation, PoolFull, SandboxError
+from sandbox.watchdog import ResourceWatchdog
 
-MAX_SIZE = 256
+MAX_POOL_SIZE = 256
 DESCRIPTORS_PER_BOX = 5
 """Its channel, its two streams, and its control group's count of kills and, in version 1, its peak of memory."""
-DESCRIPTORS_BESIDE = 32
+EXTRA_DESCRIPTORS = 32
 """For the zygote's socket, a box on its way, control groups, and a little of what else this process does."""
-CLOSED = -1
+CLOSED_SLOT = -1
 """In the queue of free places: there will be none any more."""
 
 
-class Sandbox:
+class SandboxPool:
     """At most `size` boxes at once on one zygote. `layers=None` takes what the host offers; `isolation="none"` runs without any layer.
     Where the host leaves walls open (layers.WALLS, doctor), `accept` names them."""
 
@@ -35,73 +35,79 @@ class Sandbox:
     """Those in force once the pool is started."""
 
     def __init__(
-        self, *, size: int = 8, limits: Limits | None = None, layers: Layers | None = None, isolation: str = Isolation.AUTO.value,
-        accept: Collection[str] = (),
+        self, *, size: int = 8, limits: BoxLimits | None = None, layers: Layers | None = None, isolation: str = Isolation.AUTO.value,
+        allow_missing: Collection[str] = (),
     ) -> None:  # fmt: skip
-        if not 1 <= size <= MAX_SIZE:
-            raise ValueError(f"size is {size}: from 1 to {MAX_SIZE}; a larger service has several pools")
+        if not 1 <= size <= MAX_POOL_SIZE:
+            raise ValueError(f"size is {size}: from 1 to {MAX_POOL_SIZE}; a larger service has several pools")
         self.size = size
-        self.limits = limits or Limits()
+        self.limits = limits or BoxLimits()
         self.isolation = Isolation(isolation)
         if layers is not None and self.isolation is Isolation.NONE:
             raise ValueError('layers given with isolation="none": leave one out')
-        if unknown := set(accept) - set(WALLS):
-            raise ValueError(f"accept names {', '.join(sorted(unknown))}: there are {', '.join(WALLS)}")
-        self._accept = accept
-        self._wanted = Layers() if self.isolation is Isolation.NONE else layers
+        if unknown := set(allow_missing) - set(PROTECTIONS):
+            raise ValueError(f"accept names {', '.join(sorted(unknown))}: there are {', '.join(PROTECTIONS)}")
+        self._allow_missing = allow_missing
+        self._requested_layers = Layers() if self.isolation is Isolation.NONE else layers
         self._started = False
-        self._starting = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     @property
     def num_open(self) -> int:
         return len(self._boxes)
 
     async def start(self) -> None:
-        """Raises SandboxFault, with every lacking layer and reason, or open wall, where the host is not good enough for "auto", and where
+        """Raises SandboxError, with every lacking layer and reason, or open wall, where the host is not good enough for "auto", and where
         this process may not open as many files as the pool needs (the soft limit is raised where the hard one allows)."""
         assert not self._started, "the pool is running"
-        _raise_descriptors(self.size)
-        self.layers = self._wanted if self._wanted is not None else choose(offered(), accept=self._accept)
-        self._free: asyncio.Queue[int] = asyncio.Queue()
+        _raise_file_limit(self.size)
+        self.layers = (
+            self._requested_layers
+            if self._requested_layers is not None
+            else choose_layers(detect_layers(), allow_missing=self._allow_missing)
+        )
+        self._free_slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(self.size):
-            self._free.put_nowait(slot)
-        self._boxes: dict[int, tuple[Box, int, list[Input], str]] = {}
-        self._next = 0
-        self._opening: dict[int, Life] = {}
-        self._spares: dict[int, asyncio.Task[Life | None]] = {}
+            self._free_slots.put_nowait(slot)
+        self._boxes: dict[int, tuple[Box, int, list[BoxInput], str]] = {}
+        self._next_box_id = 0
+        self._opening_interpreters: dict[int, Interpreter] = {}
+        self._spare_interpreters: dict[int, asyncio.Task[Interpreter | None]] = {}
         try:
-            self._groups = cgroups.Groups(size=self.size, limits=self.limits) if self.layers.cgroup else None
+            self._control_groups = cgroups.ControlGroups(size=self.size, limits=self.limits) if self.layers.cgroup else None
         except OSError as error:
-            raise SandboxFault(f"cgroup: {error}") from error
-        self._keeper = Keeper(self.layers, self.limits)
+            raise SandboxError(f"cgroup: {error}") from error
+        self._zygote = ZygoteManager(self.layers, self.limits)
         try:
-            await self._keeper.start()
+            await self._zygote.start()
         except BaseException:
             self._remove_groups()
             raise
-        self._trouble = ""
-        self._watch = None
+        self._fatal_error = ""
+        self._watchdog = None
         if self.layers.watchdog:
-            self._watch = Watchdog(self._keeper, lives=self._lives, limits=self.limits, lost=self._unwatched)
+            self._watchdog = ResourceWatchdog(
+                self._zygote, list_interpreters=self._running_interpreters, limits=self.limits, on_failure=self._on_watchdog_failure
+            )
         self._started = True
         for slot in range(self.size):
-            self._prepare(slot)
+            self._prefork(slot)
 
     async def close(self) -> None:
         """Kill every box and the zygote; nothing of them is left. Twice is once."""
         if not self._started:
             return
         self._started = False
-        if self._watch is not None:
-            await self._watch.stop()
-        self._free.put_nowait(CLOSED)
+        if self._watchdog is not None:
+            await self._watchdog.stop()
+        self._free_slots.put_nowait(CLOSED_SLOT)
         try:
             await asyncio.gather(*(box.close() for box, *_ in list(self._boxes.values())), return_exceptions=True)
-            for life in await asyncio.gather(*self._spares.values(), return_exceptions=True):
-                if isinstance(life, Life):
-                    await self._end(life)
+            for life in await asyncio.gather(*self._spare_interpreters.values(), return_exceptions=True):
+                if isinstance(life, Interpreter):
+                    await self._end_interpreter(life)
         finally:
-            await self._keeper.stop()
+            await self._zygote.stop()
             self._remove_groups()
 
     async def open(
@@ -116,14 +122,21 @@ class Sandbox:
 
         An image's name is an identifier (`image_0`: the variable and the file image_0.png) or a file's name (`photo.jpg`: the file, and the
         variable `photo`). Waits for a free place for ever, or `wait_s` seconds: then PoolFull. Raises ValueError for a name, an image or a
-        preload that is no good, SandboxFault when the host fails.
+        preload that is no good, SandboxError when the host fails.
         """
         assert self._started, "open on a pool that is not running"
-        inputs = collect(images=images or {}, files=files or {}, limits=self.limits)
-        slot = await self._place(wait_s)
-        self._next += 1
-        group = self._groups.slots[slot] if self._groups else None
-        box = Box(self._next, keeper=self._keeper, limits=self.limits, group=group, begin=self._begin, release=self._release)
+        inputs = collect_inputs(images=images or {}, files=files or {}, limits=self.limits)
+        slot = await self._acquire_slot(wait_s)
+        self._next_box_id += 1
+        group = self._control_groups.slots[slot] if self._control_groups else None
+        box = Box(
+            self._next_box_id,
+            zygote=self._zygote,
+            limits=self.limits,
+            group=group,
+            start_interpreter=self._start_interpreter,
+            release_slot=self._release_slot,
+        )
         self._boxes[box.id] = (box, slot, inputs, preload)
         try:
             await box.start()
@@ -139,131 +152,137 @@ class Sandbox:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    async def _place(self, wait_s: float | None) -> int:
+    async def _acquire_slot(self, wait_s: float | None) -> int:
         try:
             async with asyncio.timeout(wait_s):
-                slot = self._free.get_nowait() if self._free.qsize() else await self._free.get()
+                slot = self._free_slots.get_nowait() if self._free_slots.qsize() else await self._free_slots.get()
         except TimeoutError as full:
             raise PoolFull(f"all {self.size} boxes of the pool were in use for {wait_s:g} s") from full
-        if slot == CLOSED:
-            self._free.put_nowait(CLOSED)  # for the next in line
+        if slot == CLOSED_SLOT:
+            self._free_slots.put_nowait(CLOSED_SLOT)  # for the next in line
             raise BoxClosed("the pool was closed")
         return slot
 
-    async def _begin(self, box: Box) -> Life:
+    async def _start_interpreter(self, box: Box) -> Interpreter:
         """A fresh interpreter for the box, its inputs loaded and its preload run."""
-        if self._trouble:
-            raise SandboxFault(self._trouble)
+        if self._fatal_error:
+            raise SandboxError(self._fatal_error)
         _, slot, inputs, preload = self._boxes[box.id]
-        life = self._opening[slot] = await self._spare_or_new(slot)
-        clock = box.clock(life, self.limits.open_s)
-        box.mark()
+        life = self._opening_interpreters[slot] = await self._spare_or_new(slot)
+        clock = box.make_timer(life, self.limits.open_timeout_s)
+        box.reset_oom_counter()
         try:
             async with clock:
-                listed = [{"name": item.name, "image": item.image, "variable": item.variable} for item in inputs]
-                life.writer.write(frames.pack({"inputs": listed, "preload": preload}, [item.content for item in inputs]))
-                text, _ = await frames.read(life.reader, max_bytes=0, max_blobs=0)
-            answer = await frames.parsed(text)
+                listed = [{"name": item.name, "image": item.is_image, "variable": item.variable} for item in inputs]
+                life.writer.write(frames.pack_frame({"inputs": listed, "preload": preload}, [item.content for item in inputs]))
+                text, _ = await frames.read_frame(life.reader, max_bytes=0, max_blobs=0)
+            answer = await frames.parse_json(text)
             if "bad" in answer:
                 raise ValueError(str(answer["bad"]))
             if "host" in answer:
-                raise SandboxFault(str(answer["host"]))
+                raise SandboxError(str(answer["host"]))
         except BaseException as error:
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
-                await self._keeper.leave(life)
-            exit_ = await asyncio.shield(self._end(life))
-            if life.verdict is not None and isinstance(error, Exception):
-                shown = verdicts.MESSAGES[life.verdict].format(limits=self.limits)
+                await self._zygote.wait_for_exit(life)
+            exit_ = await asyncio.shield(self._end_interpreter(life))
+            if life.exceeded_limit is not None and isinstance(error, Exception):
+                shown = verdicts.LIMIT_MESSAGES[life.exceeded_limit].format(limits=self.limits)
                 raise ValueError(f"opening: {shown}: the preload, or an image") from error
-            if isinstance(error, TimeoutError) and clock.held:
-                raise SandboxFault(f"{verdicts.HELD}: opening did not end") from error
+            if isinstance(error, TimeoutError) and clock.was_starved:
+                raise SandboxError(f"{verdicts.STARVED_MESSAGE}: opening did not end") from error
             if isinstance(error, TimeoutError):
-                raise ValueError(f"opening took longer than {self.limits.open_s:g} s (Limits.open_s): the preload, or an image") from error
+                raise ValueError(
+                    f"opening took longer than {self.limits.open_timeout_s:g} s (Limits.open_timeout_s): the preload, or an image"
+                ) from error
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
-                raise _early_end(*box.verdict(life, exit_, trouble="gone"), exit_.status) from error
+                raise _make_opening_error(*box.diagnose_death(life, exit_, channel_error="gone"), exit_.status) from error
             raise
         finally:
-            del self._opening[slot]
+            del self._opening_interpreters[slot]
         return life
 
-    async def _spare_or_new(self, slot: int) -> Life:
-        task = self._spares.pop(slot, None)
+    async def _spare_or_new(self, slot: int) -> Interpreter:
+        task = self._spare_interpreters.pop(slot, None)
         if task is not None:
             try:
                 life = await asyncio.shield(task)
             except BaseException:  # cancelled: it is the place's again
-                self._spares[slot] = task
+                self._spare_interpreters[slot] = task
                 raise
-            if life is not None and not life.ended.done():
+            if life is not None and not life.exit_future.done():
                 return life
             if life is not None:
-                life.forget()
-        async with self._starting:
-            if not self._keeper.alive:
-                await self._keeper.stop()
-                await self._keeper.start()
-        return await self._spawn(slot)
+                life.close()
+        async with self._start_lock:
+            if not self._zygote.is_alive:
+                await self._zygote.stop()
+                await self._zygote.start()
+        return await self._spawn_interpreter(slot)
 
-    async def _spawn(self, slot: int) -> Life:
-        """A process in its place's control group, waiting for inputs. Raises SandboxFault."""
-        life = await self._keeper.spawn(slot)
+    async def _spawn_interpreter(self, slot: int) -> Interpreter:
+        """A process in its place's control group, waiting for inputs. Raises SandboxError."""
+        life = await self._zygote.spawn_interpreter(slot)
         try:
-            if self._groups:
-                self._groups.slots[slot].join(life.pid)
+            if self._control_groups:
+                self._control_groups.slots[slot].add_process(life.pid)
         except OSError as error:
-            await self._end(life)
-            raise SandboxFault(f"cgroup: {error}") from error
+            await self._end_interpreter(life)
+            raise SandboxError(f"cgroup: {error}") from error
         return life
 
-    def _prepare(self, slot: int) -> None:
+    def _prefork(self, slot: int) -> None:
         """Fork a process for a free place ahead of time: most of what an opening costs."""
 
-        async def spare() -> Life | None:
+        async def spare() -> Interpreter | None:
             try:
-                return await self._spawn(slot)
-            except SandboxFault:  # whoever opens the next box will try again, and hear of it
+                return await self._spawn_interpreter(slot)
+            except SandboxError:  # whoever opens the next box will try again, and hear of it
                 return None
 
-        self._spares[slot] = asyncio.create_task(spare())
+        self._spare_interpreters[slot] = asyncio.create_task(spare())
 
-    async def _end(self, life: Life) -> Exit:
-        exit_ = await self._keeper.end(life)
-        life.forget()
+    async def _end_interpreter(self, interpreter: Interpreter) -> ExitStatus:
+        exit_ = await self._zygote.end_interpreter(interpreter)
+        interpreter.close()
         return exit_
 
-    async def _release(self, box: Box) -> None:
+    async def _release_slot(self, box: Box) -> None:
         _, slot, *_ = self._boxes.pop(box.id)
-        if self._started and slot not in self._spares:
-            self._prepare(slot)
-        self._free.put_nowait(slot)
+        if self._started and slot not in self._spare_interpreters:
+            self._prefork(slot)
+        self._free_slots.put_nowait(slot)
 
     def _remove_groups(self) -> None:
-        if self._groups is not None:
-            self._groups.close()
+        if self._control_groups is not None:
+            self._control_groups.close()
 
-    def _lives(self) -> list[Life]:
-        return [life for life in (*self._opening.values(), *(box.life for box, *_ in self._boxes.values())) if life is not None]
+    def _running_interpreters(self) -> list[Interpreter]:
+        return [
+            life
+            for life in (*self._opening_interpreters.values(), *(box.interpreter for box, *_ in self._boxes.values()))
+            if life is not None
+        ]
 
-    def _unwatched(self, error: BaseException) -> None:
+    def _on_watchdog_failure(self, error: BaseException) -> None:
         """The watchdog is gone: what runs ends, as the host's fault, and nothing begins."""
-        self._trouble = f"the watchdog ended: {error!r}"
-        self._keeper.give_up()
+        self._fatal_error = f"the watchdog ended: {error!r}"
+        self._zygote.kill_zygote()
 
 
-def _raise_descriptors(size: int) -> None:
-    """Room for the files of `size` boxes, beside those open now. Raises SandboxFault."""
+def _raise_file_limit(size: int) -> None:
+    """Room for the files of `size` boxes, beside those open now. Raises SandboxError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = psutil.Process().num_fds() + DESCRIPTORS_PER_BOX * size + DESCRIPTORS_BESIDE
+    needed = psutil.Process().num_fds() + DESCRIPTORS_PER_BOX * size + EXTRA_DESCRIPTORS
     if needed > hard:
-        raise SandboxFault(
+        raise SandboxError(
             f"size is {size}: that takes {needed} open files, {hard} are allowed (ulimit -Hn): raise it, or take fewer boxes"
         )
     if needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _early_end(fault: Fault, _: str | None, error: Error, status: int | None) -> Exception:
+def _make_opening_error(fault: Fault, _: str | None, error: CallError, status: int | None) -> Exception:
     """A box that died while it opened: by its preload or by an image, unless that was the host's doing."""
     if fault is Fault.HOST or status is None:
-        return SandboxFault(f"while a box opened: {error.message}")
+        return SandboxError(f"while a box opened: {error.message}")
     return ValueError(f"the box died while it opened (exit {os.waitstatus_to_exitcode(status)}): the preload, or an image")

@@ -6,17 +6,17 @@ import tempfile
 from collections.abc import Callable
 
 from sandbox import cgroups, confine, kernel, landlock, mounts, seccomp, tally
-from sandbox.layers import NAMES, Layers
-from sandbox.types import Limits
+from sandbox.layers import LAYER_NAMES, Layers
+from sandbox.types import BoxLimits
 
 
-def attempt(try_it: Callable[[], None]) -> str | None:
+def try_in_child(trial: Callable[[], None]) -> str | None:
     """None where `try_it` runs through in a child, else what it raised."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            try_it()
+            trial()
         except (OSError, AssertionError) as error:
             os.write(writing, str(error).encode()[:1000] or b"?")
         finally:
@@ -28,13 +28,13 @@ def attempt(try_it: Callable[[], None]) -> str | None:
     return reason or (None if status == 0 else f"the trial died with status {status}")
 
 
-def probe() -> dict[str, str | None]:
+def probe_layers() -> dict[str, str | None]:
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     outer = Layers() if is_privileged() else Layers(user_ns=True)
 
     def enter(flags: int) -> Callable[[], None]:
         def try_it() -> None:
-            confine.enter_zygote(outer, proc=proc)
+            confine.enter_zygote_layers(outer, proc=proc)
             kernel.unshare(flags)
             if flags == kernel.CLONE_NEWPID:
                 child = os.fork()
@@ -45,15 +45,15 @@ def probe() -> dict[str, str | None]:
         return try_it
 
     def root() -> None:
-        confine.enter_zygote(Layers(user_ns=outer.user_ns, mount_ns=True, read_only_root=True), proc=proc)
+        confine.enter_zygote_layers(Layers(user_ns=outer.user_ns, mount_ns=True, read_only_root=True), proc=proc)
 
     def private_tmp() -> None:
         root()
-        mounts.mount_box(mounts.BOX, num_bytes=1 << 20, num_inodes=16)
-        mounts.write_inputs(mounts.BOX, {"a": b"a"}, owner=None, mounted=True)
+        mounts.mount_box_tmpfs(mounts.BOX_DIR, num_bytes=1 << 20, num_inodes=16)
+        mounts.write_inputs(mounts.BOX_DIR, {"a": b"a"}, owner=None, mounted=True)
 
     trials: dict[str, Callable[[], None]] = {
-        "user_ns": lambda: confine.enter_zygote(Layers(user_ns=True), proc=proc),
+        "user_ns": lambda: confine.enter_zygote_layers(Layers(user_ns=True), proc=proc),
         "mount_ns": enter(kernel.CLONE_NEWNS),
         "read_only_root": root,
         "private_tmp": private_tmp,
@@ -61,43 +61,43 @@ def probe() -> dict[str, str | None]:
         "pid_ns": enter(kernel.CLONE_NEWPID),
         "ipc_ns": enter(kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS),
         "cgroup": try_cgroup,
-        "watchdog": lambda: tally.take(os.getppid(), mappings=True) and None,
-        "rlimits": lambda: confine.set_rlimits(Limits(), base_data=1 << 30, base_space=1 << 40),
-        "drop_uid": drop_uid,
-        "capabilities": restrict(kernel.drop_capabilities),
-        "landlock": restrict(lambda: landlock.restrict(readable=[tempfile.gettempdir()], writable=[])),
-        "seccomp": restrict(lambda: seccomp.restrict(shared_memory=True)),
+        "watchdog": lambda: tally.measure_usage(os.getppid(), count_mappings=True) and None,
+        "rlimits": lambda: confine.set_rlimits(BoxLimits(), base_data_bytes=1 << 30, base_address_bytes=1 << 40),
+        "drop_uid": try_drop_uid,
+        "capabilities": with_no_new_privs(kernel.drop_capabilities),
+        "landlock": with_no_new_privs(lambda: landlock.restrict_paths(readable=[tempfile.gettempdir()], writable=[])),
+        "seccomp": with_no_new_privs(lambda: seccomp.install_filter(shared_memory=True)),
     }
-    assert list(trials) == NAMES, f"{list(trials)} against {NAMES}"
-    return {name: attempt(trial) for name, trial in trials.items()}
+    assert list(trials) == LAYER_NAMES, f"{list(trials)} against {LAYER_NAMES}"
+    return {name: try_in_child(trial) for name, trial in trials.items()}
 
 
-def drop_uid() -> None:
-    uid = confine.uid_of(os.getpid(), 0)
+def try_drop_uid() -> None:
+    uid = confine.box_uid(os.getpid(), 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
-def restrict(layer: Callable[[], None]) -> Callable[[], None]:
+def with_no_new_privs(enter_layer: Callable[[], None]) -> Callable[[], None]:
     def try_it() -> None:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-        layer()
+        enter_layer()
 
     return try_it
 
 
 def is_privileged() -> bool:
     """Whether namespaces can be made without a user namespace first."""
-    return attempt(lambda: kernel.unshare(kernel.CLONE_NEWNS)) is None
+    return try_in_child(lambda: kernel.unshare(kernel.CLONE_NEWNS)) is None
 
 
 def try_cgroup() -> None:
-    groups = cgroups.Groups(size=1, limits=Limits())
+    groups = cgroups.ControlGroups(size=1, limits=BoxLimits())
     try:
         child = os.fork()
         if child == 0:
-            groups.slots[0].join(os.getpid())
+            groups.slots[0].add_process(os.getpid())
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:
@@ -107,4 +107,4 @@ def try_cgroup() -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(probe()))
+    print(json.dumps(probe_layers()))

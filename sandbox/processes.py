@@ -20,7 +20,7 @@ def is_dying(pid: int) -> bool:
     return bool(int(flags) & PF_EXITING)
 
 
-def threads(process: int) -> list[str]:
+def list_threads(process: int) -> list[str]:
     """Their directories below /proc; none of a process that is gone."""
     try:
         return [f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")]
@@ -28,23 +28,23 @@ def threads(process: int) -> list[str]:
         return []
 
 
-def children(thread: str) -> list[int]:
+def list_children(thread: str) -> list[int]:
     """Raises OSError where it has ended. A list of the kernel's: a walk over /proc takes milliseconds, in which a process can have forked
     and died."""
     return [int(pid) for pid in Path(thread, "children").read_text().split()]
 
 
-def tree(pid: int) -> list[int]:
+def list_process_tree(pid: int) -> list[int]:
     """`pid` and all below it."""
     found = [pid]
     for process in found:
-        for thread in threads(process):  # any of them may have children
+        for thread in list_threads(process):  # any of them may have children
             with contextlib.suppress(OSError):
-                found += children(thread)
+                found += list_children(thread)
     return found
 
 
-def kill_tree(pid: int) -> None:
+def kill_process_tree(pid: int) -> None:
     """Everything below `pid`, which adopts the orphans of its tree and is left for the zygote. For boxes without a pid namespace: what
     forks faster than it is found, or outlives a root that ended by itself, is not caught."""
     with contextlib.suppress(psutil.NoSuchProcess):  # the root is gone

@@ -5,59 +5,59 @@ import os
 from dataclasses import dataclass
 
 from sandbox import images
-from sandbox.frames import Frame, Malformed
-from sandbox.types import Dropped, Error, Limits, Picture
+from sandbox.frames import Frame, MalformedFrame
+from sandbox.types import BoxLimits, CallError, DroppedOutput, ReturnedImage
 
 MAX_NAME = 4096
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 8192
 LIGHT_BYTES = LIGHT_PIXELS = 1 << 18
 """Byte strings and pixels announced in them that are looked at on the event loop: 2 ms at most. More is looked at in a thread."""
-LIMITS = {"memory", "disk", "processes"}
+REPORTABLE_LIMITS = {"memory", "disk", "processes"}
 """What the box's own process may say that its code ran into; the others are seen from outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    error: Error | None
+class CallReply:
+    error: CallError | None
     limit: str | None
-    pictures: tuple[Picture, ...]
-    dropped: tuple[Dropped, ...]
+    pictures: tuple[ReturnedImage, ...]
+    dropped: tuple[DroppedOutput, ...]
     files: dict[str, int]
     cpu_s: float
     memory: int
 
 
-async def read(frame: Frame, *, number: int, limits: Limits, allowance: images.Allowance) -> Reply:
+async def parse_reply_off_loop(frame: Frame, *, number: int, limits: BoxLimits, budget: images.ImageBudget) -> CallReply:
     """`parse`, off the event loop unless the frame is light: its work is bounded, and nobody else waits for it. Raises Malformed."""
     if _is_light(frame):
-        return parse(frame, number=number, limits=limits, allowance=allowance)
-    return await asyncio.to_thread(parse, frame, number=number, limits=limits, allowance=allowance)
+        return parse_reply(frame, number=number, limits=limits, budget=budget)
+    return await asyncio.to_thread(parse_reply, frame, number=number, limits=limits, budget=budget)
 
 
-def parse(frame: Frame, *, number: int, limits: Limits, allowance: images.Allowance) -> Reply:
+def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: images.ImageBudget) -> CallReply:
     """Raises Malformed."""
     message, blobs = frame
     if len(blobs) > limits.images:
-        raise Malformed(f"{len(blobs)} images, {limits.images} allowed")
+        raise MalformedFrame(f"{len(blobs)} images, {limits.images} allowed")
     if _integer(message, "id") != number:
-        raise Malformed(f"a reply to call {message['id']}, not {number}")
+        raise MalformedFrame(f"a reply to call {message['id']}, not {number}")
     sources = _list(message, "sources", most=len(blobs))
     if len(sources) != len(blobs):
-        raise Malformed(f"{len(sources)} sources of {len(blobs)} images")
+        raise MalformedFrame(f"{len(sources)} sources of {len(blobs)} images")
     dropped = [_dropped(item) for item in _list(message, "dropped", most=100)]
-    pictures: list[Picture] = []
-    allowance.begin_call()
+    pictures: list[ReturnedImage] = []
+    budget.begin_call()
     for source, png in zip(sources, blobs, strict=True):
-        picture = _picture(_text(source, most=MAX_NAME), png, limits=limits, allowance=allowance)
-        (pictures if isinstance(picture, Picture) else dropped).append(picture)
+        picture = _picture(_text(source, most=MAX_NAME), png, limits=limits, budget=budget)
+        (pictures if isinstance(picture, ReturnedImage) else dropped).append(picture)
     files = message.get("files")
     if not isinstance(files, dict) or len(files) > limits.files or not all(type(size) is int and size >= 0 for size in files.values()):
-        raise Malformed("files")
+        raise MalformedFrame("files")
     limit = message.get("limit")
-    return Reply(
+    return CallReply(
         error=None if message.get("error") is None else _error(message["error"]),
-        limit=limit if isinstance(limit, str) and limit in LIMITS else None,
+        limit=limit if isinstance(limit, str) and limit in REPORTABLE_LIMITS else None,
         pictures=tuple(pictures),
         dropped=tuple(dropped),
         files={_text(name, most=MAX_NAME): size for name, size in files.items()},
@@ -66,18 +66,18 @@ def parse(frame: Frame, *, number: int, limits: Limits, allowance: images.Allowa
     )
 
 
-def parse_files(frame: Frame, *, number: int, asked: set[str], limits: Limits) -> dict[str, bytes]:
+def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: BoxLimits) -> dict[str, bytes]:
     """The answer to a fetch. Raises Malformed."""
     message, blobs = frame
     names = [_text(name, most=MAX_NAME) for name in _list(message, "names", most=len(blobs))]
     if _integer(message, "id") != number or len(names) != len(blobs) or not asked.issuperset(names):
-        raise Malformed("not the files that were asked for")
+        raise MalformedFrame("not the files that were asked for")
     if any(len(content) > limits.file for content in blobs):
-        raise Malformed("a file above its limit")
+        raise MalformedFrame("a file above its limit")
     return dict(zip(names, blobs, strict=True))
 
 
-def read_stream(descriptor: int, *, what: str, limits: Limits) -> tuple[str, Dropped | None]:
+def read_stream(descriptor: int, *, what: str, limits: BoxLimits) -> tuple[str, DroppedOutput | None]:
     """What was printed: whole, or its first and last characters, `limits.text` together."""
     size = os.fstat(descriptor).st_size
     most = 4 * limits.text  # bytes of that many characters
@@ -90,7 +90,9 @@ def read_stream(descriptor: int, *, what: str, limits: Limits) -> tuple[str, Dro
         first = os.pread(descriptor, most, 0).decode("utf-8", "replace")[: limits.text // 2]
         last = os.pread(descriptor, most, size - most).decode("utf-8", "replace")[-(limits.text // 2) :]
         missing = f"about {size - limits.text} bytes"
-    return f"{first}\n[... {missing} left out ...]\n{last}", Dropped(what=what, reason=f"{missing} in the middle; {limits.text} are kept")
+    return f"{first}\n[... {missing} left out ...]\n{last}", DroppedOutput(
+        what=what, reason=f"{missing} in the middle; {limits.text} are kept"
+    )
 
 
 def _is_light(frame: Frame) -> bool:
@@ -100,32 +102,32 @@ def _is_light(frame: Frame) -> bool:
     pixels = 0
     for png in blobs:
         try:
-            width, height = images.png_size(png)
+            width, height = images.read_png_size(png)
         except ValueError:  # nothing of it will be inflated
             continue
         pixels += width * height
     return pixels <= LIGHT_PIXELS
 
 
-def _picture(source: str, png: bytes, *, limits: Limits, allowance: images.Allowance) -> Picture | Dropped:
+def _picture(source: str, png: bytes, *, limits: BoxLimits, budget: images.ImageBudget) -> ReturnedImage | DroppedOutput:
     try:
-        width, height = images.png_size(png)
-        reason = images.refusal(width=width, height=height, limits=limits)
-        reason = reason or allowance.refusal(pixels=width * height, num_bytes=len(png))
+        width, height = images.read_png_size(png)
+        reason = images.check_image_size(width=width, height=height, limits=limits)
+        reason = reason or budget.check_image(pixels=width * height, num_bytes=len(png))
         if reason or len(png) > limits.image_bytes:
-            return Dropped(what="image", reason=f"{source}: {reason or f'{len(png)} bytes as PNG, {limits.image_bytes} allowed'}")
-        allowance.count(pixels=width * height, num_bytes=len(png))  # before it is inflated: a bad one costs as much as a good one
+            return DroppedOutput(what="image", reason=f"{source}: {reason or f'{len(png)} bytes as PNG, {limits.image_bytes} allowed'}")
+        budget.count_image(pixels=width * height, num_bytes=len(png))  # before it is inflated: a bad one costs as much as a good one
         images.check_png(png)
     except ValueError as error:
-        return Dropped(what="image", reason=f"{source}: {error}")
-    return Picture(png=png, width=width, height=height, source=source)
+        return DroppedOutput(what="image", reason=f"{source}: {error}")
+    return ReturnedImage(png=png, width=width, height=height, source=source)
 
 
-def _error(value: object) -> Error:
+def _error(value: object) -> CallError:
     if not isinstance(value, dict):
-        raise Malformed("error")
+        raise MalformedFrame("error")
     line = value.get("line")
-    return Error(
+    return CallError(
         type=_text(value.get("type"), most=100),
         message=_text(value.get("message"), most=MAX_MESSAGE),
         line=line if type(line) is int and 0 < line < 1 << 31 else None,
@@ -133,35 +135,35 @@ def _error(value: object) -> Error:
     )
 
 
-def _dropped(value: object) -> Dropped:
+def _dropped(value: object) -> DroppedOutput:
     if not isinstance(value, list) or len(value) != 2 or value[0] not in ("image", "files"):
-        raise Malformed("dropped")
-    return Dropped(what=value[0], reason=_text(value[1], most=MAX_NAME + MAX_MESSAGE))
+        raise MalformedFrame("dropped")
+    return DroppedOutput(what=value[0], reason=_text(value[1], most=MAX_NAME + MAX_MESSAGE))
 
 
 def _text(value: object, *, most: int) -> str:
     """A string that can be encoded: what is no Unicode becomes question marks."""
     if not isinstance(value, str) or len(value) > most:
-        raise Malformed(f"a string of at most {most} characters was due")
+        raise MalformedFrame(f"a string of at most {most} characters was due")
     return value.encode("utf-8", "replace").decode()
 
 
 def _list(message: dict[str, object], key: str, *, most: int) -> list[object]:
     value = message.get(key)
     if not isinstance(value, list) or len(value) > most:
-        raise Malformed(key)
+        raise MalformedFrame(key)
     return value
 
 
 def _integer(message: dict[str, object], key: str) -> int:
     value = message.get(key)
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise Malformed(key)
+        raise MalformedFrame(key)
     return value
 
 
 def _seconds(message: dict[str, object]) -> float:
     value = message.get("cpu_s")
     if type(value) is not float or not 0 <= value < 1e9:
-        raise Malformed("cpu_s")
+        raise MalformedFrame("cpu_s")
     return value

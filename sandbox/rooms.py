@@ -6,76 +6,76 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sandbox.metrics import Metrics
+from sandbox.metrics import SandboxMetrics
 from sandbox.pool import Box
 from sandbox.types import BoxClosed
 
 
 @dataclass
-class Room:
+class OpenBox:
     """A box, the names of its calls and the timer that closes it when nobody calls."""
 
     box: Box
-    calls: set[str] = field(default_factory=set)
-    busy: int = 0
-    timer: asyncio.TimerHandle | None = None
+    call_names: set[str] = field(default_factory=set)
+    num_active: int = 0
+    idle_timer: asyncio.TimerHandle | None = None
 
 
-class Rooms:
+class BoxRegistry:
     """Ids cannot be guessed: whoever knows one may use the box."""
 
-    def __init__(self, *, idle_s: float, metrics: Metrics) -> None:
-        self.idle_s = idle_s
+    def __init__(self, *, idle_timeout_s: float, metrics: SandboxMetrics) -> None:
+        self.idle_timeout_s = idle_timeout_s
         self.metrics = metrics
-        self.rooms: dict[str, Room] = {}
-        self.closing: set[asyncio.Task[None]] = set()
+        self.open_boxes: dict[str, OpenBox] = {}
+        self.closing_tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, box: Box) -> str:
+    def add_box(self, box: Box) -> str:
         name = secrets.token_hex(16)
-        self.rooms[name] = Room(box)
-        self._watch(name)
+        self.open_boxes[name] = OpenBox(box)
+        self._start_idle_timer(name)
         return name
 
-    def find(self, name: str) -> Room:
+    def find_box(self, name: str) -> OpenBox:
         """Raises BoxClosed."""
-        if name not in self.rooms:
-            raise BoxClosed(f"no box is open under the id {name[:64]!r}: never opened, closed, or idle for {self.idle_s:g} s")
-        return self.rooms[name]
+        if name not in self.open_boxes:
+            raise BoxClosed(f"no box is open under the id {name[:64]!r}: never opened, closed, or idle for {self.idle_timeout_s:g} s")
+        return self.open_boxes[name]
 
     @contextlib.contextmanager
-    def using(self, name: str) -> Iterator[Room]:
+    def hold_open(self, name: str) -> Iterator[OpenBox]:
         """The room, with its timer stopped meanwhile."""
-        room = self.find(name)
-        if room.timer is not None:
-            room.timer.cancel()
-        room.busy += 1
+        room = self.find_box(name)
+        if room.idle_timer is not None:
+            room.idle_timer.cancel()
+        room.num_active += 1
         try:
             yield room
         finally:
-            room.busy -= 1
-            if name in self.rooms and room.busy == 0:
-                self._watch(name)
+            room.num_active -= 1
+            if name in self.open_boxes and room.num_active == 0:
+                self._start_idle_timer(name)
 
-    def _watch(self, name: str) -> None:
-        self.rooms[name].timer = asyncio.get_running_loop().call_later(self.idle_s, self._expire, name)
+    def _start_idle_timer(self, name: str) -> None:
+        self.open_boxes[name].idle_timer = asyncio.get_running_loop().call_later(self.idle_timeout_s, self._close_idle, name)
 
-    def _expire(self, name: str) -> None:
-        self.metrics.expired.inc()
-        self.drop(name)
+    def _close_idle(self, name: str) -> None:
+        self.metrics.expired_boxes.inc()
+        self.close_box(name)
 
-    def drop(self, name: str) -> asyncio.Task[None] | None:
+    def close_box(self, name: str) -> asyncio.Task[None] | None:
         """Forget the id at once and close the box in a task of its own, which whoever asked need not outlive."""
-        room = self.rooms.pop(name, None)
+        room = self.open_boxes.pop(name, None)
         if room is None:
             return None
-        if room.timer is not None:
-            room.timer.cancel()
+        if room.idle_timer is not None:
+            room.idle_timer.cancel()
         task = asyncio.create_task(room.box.close())
-        self.closing.add(task)
-        task.add_done_callback(self.closing.discard)
+        self.closing_tasks.add(task)
+        task.add_done_callback(self.closing_tasks.discard)
         return task
 
     async def close(self) -> None:
-        for name in list(self.rooms):
-            self.drop(name)
-        await asyncio.gather(*self.closing)
+        for name in list(self.open_boxes):
+            self.close_box(name)
+        await asyncio.gather(*self.closing_tasks)

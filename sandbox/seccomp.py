@@ -22,10 +22,10 @@ ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 EPERM, ENOMEM, ENOSYS = 1, 12, 38
 SECCOMP_SET_MODE_FILTER, SYS_SECCOMP = 1, 317
 LOAD_WORD, JUMP_EQUAL, JUMP_BITS, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
 """Offsets in struct seccomp_data; an argument's low half comes first."""
 
-ALLOWED = {
+ALLOWED_CALLS = {
     # memory
     "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "msync": 26, "madvise": 28, "membarrier": 324,
     # files
@@ -63,7 +63,7 @@ ALLOWED = {
     "recvmmsg": 299, "sendmmsg": 307,
 }  # fmt: skip
 
-HOSTILE = {
+KILLED_CALLS = {
     "ptrace": 101, "pivot_root": 155, "chroot": 161, "acct": 163, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168,
     "reboot": 169, "init_module": 175, "delete_module": 176, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
     "unshare": 272, "perf_event_open": 298, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311,
@@ -75,20 +75,20 @@ CLONE, CLONE3, SOCKETPAIR, PRCTL, IOCTL = 56, 435, 53, 157, 16
 FCNTL, FLOCK, GETSOCKOPT = 72, 73, 55
 SETRLIMIT, PRLIMIT64, SIGQUEUE, PIDFD_SIGNAL = 160, 302, 129, 424
 RLIMIT_RTTIME = 15  # asm-generic/resource.h
-KEPT_LIMITS = (resource.RLIMIT_CPU, RLIMIT_RTTIME, resource.RLIMIT_CORE)
+PROTECTED_RLIMITS = (resource.RLIMIT_CPU, RLIMIT_RTTIME, resource.RLIMIT_CORE)
 """What nobody in a box may set. At the first two the kernel kills even process 1 of a pid namespace, which nothing inside can, so that it
 looks like the host's doing. At another third than confine.py's a dying box would start the host's handler of core dumps."""
 UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 PR_NAMES = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME and glibc's PR_SET_VMA
 FIONCLEX, FIOCLEX = 0x5450, 0x5451
-IOCTLS = (termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD, termios.FIONBIO, FIONCLEX, FIOCLEX)
+ALLOWED_IOCTLS = (termios.TCGETS, termios.TIOCGWINSZ, termios.FIONREAD, termios.FIONBIO, FIONCLEX, FIOCLEX)
 F_GETPIPE_SZ, F_GET_SEALS = 1032, 1034
-COMMANDS = (
+ALLOWED_FCNTLS = (
     fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS,
 )  # fmt: skip
 """Of fcntl(2): no locks and leases, no watch of a directory (F_NOTIFY), no larger pipe."""
 SO_DOMAIN, SO_PROTOCOL = 39, 38
-OPTIONS = (socket.SO_TYPE, socket.SO_ERROR, socket.SO_SNDBUF, socket.SO_RCVBUF, socket.SO_ACCEPTCONN, SO_PROTOCOL, SO_DOMAIN)
+ALLOWED_SOCKET_OPTIONS = (socket.SO_TYPE, socket.SO_ERROR, socket.SO_SNDBUF, socket.SO_RCVBUF, socket.SO_ACCEPTCONN, SO_PROTOCOL, SO_DOMAIN)
 """Of getsockopt(2): nothing of who is at the other end. setsockopt(2), with its filters and larger buffers, is on no list."""
 TYPE_MASK = 0xF  # of socketpair's second argument: without SOCK_CLOEXEC and SOCK_NONBLOCK
 
@@ -96,116 +96,122 @@ Instruction = tuple[int, int, int, int]
 """code, jump if true, jump if false, operand"""
 
 
-def _returns(value: int) -> Instruction:
+def _return_value(value: int) -> Instruction:
     return (RETURN, 0, 0, value)
 
 
-def _argument(index: int) -> Instruction:
-    return (LOAD_WORD, 0, 0, ARGUMENTS + 8 * index)
+def _load_argument(index: int) -> Instruction:
+    return (LOAD_WORD, 0, 0, ARGUMENTS_OFFSET + 8 * index)
 
 
-def _among(number: int, *, index: int, values: tuple[int, ...]) -> list[Instruction]:
+def _allow_if_among(number: int, *, index: int, values: tuple[int, ...]) -> list[Instruction]:
     """Call `number` is allowed when its argument's low half is one of `values`."""
     tests = [(JUMP_EQUAL, len(values) - 1 - place, 1 if place == len(values) - 1 else 0, value) for place, value in enumerate(values)]
-    body = [_argument(index), *tests, _returns(ALLOW), _returns(ERRNO | EPERM)]
+    body = [_load_argument(index), *tests, _return_value(ALLOW), _return_value(ERRNO | EPERM)]
     return [(JUMP_EQUAL, 0, len(body), number), *body]
 
 
-def _clone() -> list[Instruction]:
-    body = [_argument(0), (JUMP_BITS, 0, 1, kernel.CLONE_NEW_ANY), _returns(ERRNO | EPERM), _returns(ALLOW)]
+def _clone_rule() -> list[Instruction]:
+    body = [_load_argument(0), (JUMP_BITS, 0, 1, kernel.CLONE_NEW_ANY), _return_value(ERRNO | EPERM), _return_value(ALLOW)]
     return [(JUMP_EQUAL, 0, len(body), CLONE), *body]
 
 
-def _socketpair() -> list[Instruction]:
+def _socketpair_rule() -> list[Instruction]:
     """Unix streams only: a datagram socket could be sent to an address."""
     body = [
-        _argument(0),
+        _load_argument(0),
         (JUMP_EQUAL, 0, 4, socket.AF_UNIX),
-        _argument(1),
+        _load_argument(1),
         (AND, 0, 0, TYPE_MASK),
         (JUMP_EQUAL, 0, 1, socket.SOCK_STREAM),
-        _returns(ALLOW),
-        _returns(ERRNO | EPERM),
+        _return_value(ALLOW),
+        _return_value(ERRNO | EPERM),
     ]
     return [(JUMP_EQUAL, 0, len(body), SOCKETPAIR), *body]
 
 
-def _mmap() -> list[Instruction]:
+def _mmap_rule() -> list[Instruction]:
     """No memory that is shared and has no file: it belongs to no process, and only a control group counts it."""
     body = [
-        _argument(3),
+        _load_argument(3),
         (JUMP_BITS, 0, 2, mmap.MAP_ANONYMOUS),
         (JUMP_BITS, 0, 1, mmap.MAP_SHARED),
-        _returns(ERRNO | ENOMEM),
-        _returns(ALLOW),
+        _return_value(ERRNO | ENOMEM),
+        _return_value(ALLOW),
     ]
-    return [(JUMP_EQUAL, 0, len(body), ALLOWED["mmap"]), *body]
+    return [(JUMP_EQUAL, 0, len(body), ALLOWED_CALLS["mmap"]), *body]
 
 
-def _refused(number: int, *, index: int, values: tuple[int, ...], unless_null: int | None = None) -> list[Instruction]:
+def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_null: int | None = None) -> list[Instruction]:
     """Call `number` is refused when its argument's low half is one of `values`, unless the pointer at `unless_null` is null."""
     tests = [(JUMP_EQUAL, len(values) - place, 0, int(value)) for place, value in enumerate(values)]
-    body = [_argument(index), *tests, _returns(ALLOW)]
+    body = [_load_argument(index), *tests, _return_value(ALLOW)]
     if unless_null is not None:
-        low = _argument(unless_null)
+        low = _load_argument(unless_null)
         high = (LOAD_WORD, 0, 0, low[3] + 4)
-        body += [low, (JUMP_EQUAL, 0, 3, 0), high, (JUMP_EQUAL, 0, 1, 0), _returns(ALLOW)]
-    body.append(_returns(ERRNO | EPERM))
+        body += [low, (JUMP_EQUAL, 0, 3, 0), high, (JUMP_EQUAL, 0, 1, 0), _return_value(ALLOW)]
+    body.append(_return_value(ERRNO | EPERM))
     return [(JUMP_EQUAL, 0, len(body), number), *body]
 
 
-def _deaths_without_a_sender() -> list[Instruction]:
+def _forged_signal_rules() -> list[Instruction]:
     """What would let process 1 of a pid namespace end itself as only the host can.
 
     A process may send itself a siginfo that says SI_KERNEL, and the kernel believes it (kernel/signal.c, do_rt_sigqueueinfo and
     send_signal_locked): SIGKILL and SIGSTOP then come through. kill(2) and its kind stay, to which process 1 is immune.
     """
-    code = _refused(SETRLIMIT, index=0, values=KEPT_LIMITS) + _refused(PRLIMIT64, index=1, values=KEPT_LIMITS, unless_null=2)
-    return code + _refused(SIGQUEUE, index=1, values=UNCATCHABLE) + _refused(PIDFD_SIGNAL, index=1, values=UNCATCHABLE, unless_null=2)
+    code = _deny_if_among(SETRLIMIT, index=0, values=PROTECTED_RLIMITS) + _deny_if_among(
+        PRLIMIT64, index=1, values=PROTECTED_RLIMITS, unless_null=2
+    )
+    return (
+        code
+        + _deny_if_among(SIGQUEUE, index=1, values=UNCATCHABLE)
+        + _deny_if_among(PIDFD_SIGNAL, index=1, values=UNCATCHABLE, unless_null=2)
+    )
 
 
-def _between_boxes() -> list[Instruction]:
+def _file_lock_rules() -> list[Instruction]:
     """Files that all boxes and the host read carry their locks and watches: no box gets any. Nor is asked who made its channel.
 
     flock fails as on a file system without locks (ENOSYS), which HDF5 and others know how to live with.
     """
     return [
         (JUMP_EQUAL, 0, 1, FLOCK),
-        _returns(ERRNO | ENOSYS),
-        *_among(FCNTL, index=1, values=COMMANDS),
-        *_among(GETSOCKOPT, index=2, values=OPTIONS),
+        _return_value(ERRNO | ENOSYS),
+        *_allow_if_among(FCNTL, index=1, values=ALLOWED_FCNTLS),
+        *_allow_if_among(GETSOCKOPT, index=2, values=ALLOWED_SOCKET_OPTIONS),
     ]
 
 
-def program(*, shared_memory: bool) -> list[Instruction]:
+def build_filter(*, shared_memory: bool) -> list[Instruction]:
     code: list[Instruction] = [
-        (LOAD_WORD, 0, 0, ARCHITECTURE),
+        (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
         (JUMP_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
-        _returns(KILL_PROCESS),
-        (LOAD_WORD, 0, 0, NUMBER),
+        _return_value(KILL_PROCESS),
+        (LOAD_WORD, 0, 0, NUMBER_OFFSET),
         (JUMP_AT_LEAST, 0, 1, X32_BIT),
-        _returns(KILL_PROCESS),
+        _return_value(KILL_PROCESS),
     ]
     if not shared_memory:
-        code += _mmap()
-    for verdict, numbers in ((ALLOW, ALLOWED), (KILL_PROCESS, HOSTILE)):
+        code += _mmap_rule()
+    for verdict, numbers in ((ALLOW, ALLOWED_CALLS), (KILL_PROCESS, KILLED_CALLS)):
         for number in numbers.values():
-            code += [(JUMP_EQUAL, 0, 1, number), _returns(verdict)]
-    code += [(JUMP_EQUAL, 0, 1, CLONE3), _returns(ERRNO | ENOSYS)]
-    code += _clone() + _socketpair() + _deaths_without_a_sender() + _between_boxes()
-    code += _among(PRCTL, index=0, values=PR_NAMES) + _among(IOCTL, index=1, values=IOCTLS)
-    return [*code, _returns(ERRNO | EPERM)]
+            code += [(JUMP_EQUAL, 0, 1, number), _return_value(verdict)]
+    code += [(JUMP_EQUAL, 0, 1, CLONE3), _return_value(ERRNO | ENOSYS)]
+    code += _clone_rule() + _socketpair_rule() + _forged_signal_rules() + _file_lock_rules()
+    code += _allow_if_among(PRCTL, index=0, values=PR_NAMES) + _allow_if_among(IOCTL, index=1, values=ALLOWED_IOCTLS)
+    return [*code, _return_value(ERRNO | EPERM)]
 
 
 class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def restrict(*, shared_memory: bool) -> None:
+def install_filter(*, shared_memory: bool) -> None:
     """Puts the filter on this thread and all it starts, for good. Needs no_new_privs. Raises OSError, also where this is no x86-64."""
     if os.uname().machine != "x86_64":
         raise OSError(ENOSYS, f"the table of system calls is x86-64's, this machine is {os.uname().machine}")
-    code = program(shared_memory=shared_memory)
+    code = build_filter(shared_memory=shared_memory)
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
     wanted = _Program(length=len(code), instructions=packed)
     kernel.syscall(SYS_SECCOMP, SECCOMP_SET_MODE_FILTER, 0, ctypes.byref(wanted), name="seccomp")

@@ -24,160 +24,186 @@ from starlette.exceptions import HTTPException as StarletteException
 from starlette.requests import ClientDisconnect
 
 from sandbox import fusion
-from sandbox.connections import Line
-from sandbox.gate import Gate, allowed
-from sandbox.http import NO_PAGES, busy, connections, documented, listening, nobody, read, told, until_asked, while_connected
-from sandbox.messages import CallRequest, FetchRequest, OpenRequest, decoded, encoded, result_to_wire
-from sandbox.metrics import Metrics
-from sandbox.pool import DESCRIPTORS_BESIDE, DESCRIPTORS_PER_BOX, Box, Sandbox
-from sandbox.rooms import Room, Rooms
-from sandbox.types import BoxClosed, PoolFull, SandboxFault
+from sandbox.connections import ConnectionRegistry
+from sandbox.gate import RequestGuardMiddleware, make_body_limits
+from sandbox.http import (
+    NO_DOC_PAGES,
+    handle_disconnect,
+    handle_http_error,
+    make_retry_error,
+    open_listener,
+    openapi_body,
+    read_body,
+    reserve_connections,
+    run_while_connected,
+    serve_until_signal,
+)
+from sandbox.messages import CallRequest, FetchRequest, OpenRequest, decode_base64, encode_base64, encode_result
+from sandbox.metrics import SandboxMetrics
+from sandbox.pool import DESCRIPTORS_PER_BOX, EXTRA_DESCRIPTORS, Box, SandboxPool
+from sandbox.rooms import BoxRegistry, OpenBox
+from sandbox.types import BoxClosed, PoolFull, SandboxError
 
-CALLS_OF_A_BOX = 100_000
+MAX_CALLS_PER_BOX = 100_000
 """Their names are kept, that none runs twice."""
-AT_ONCE_OF_A_BOX = 8
+MAX_REQUESTS_PER_BOX = 8
 
 
-class Service:
+class SandboxService:
     """What the routes do, over a running pool. `waiting` requests at most (one per box by default) wait for a free box, each at most
     `wait_s`; more are refused at once."""
 
-    def __init__(self, pool: Sandbox, *, wait_s: float, idle_s: float, waiting: int | None, name: str) -> None:
+    def __init__(self, pool: SandboxPool, *, wait_s: float, idle_timeout_s: float, max_waiting: int | None, name: str) -> None:
         self.pool, self.wait_s, self.name = pool, wait_s, name
-        self.metrics = Metrics(pool)
-        self.rooms = Rooms(idle_s=idle_s, metrics=self.metrics)
-        self.line = asyncio.Semaphore(waiting if waiting is not None else pool.size)
+        self.metrics = SandboxMetrics(pool)
+        self.open_boxes = BoxRegistry(idle_timeout_s=idle_timeout_s, metrics=self.metrics)
+        self.wait_queue = asyncio.Semaphore(max_waiting if max_waiting is not None else pool.size)
 
-    async def _opened(self, *, wait_s: float, **inputs: Any) -> Box:
-        if self.line.locked():
-            self.metrics.refused.labels("full").inc()
-            raise busy(429, f"all {self.pool.size} boxes are taken and as many requests wait as may")
-        async with self.line:
+    async def _open_in_pool(self, *, wait_s: float, **inputs: Any) -> Box:
+        if self.wait_queue.locked():
+            self.metrics.refused_opens.labels("full").inc()
+            raise make_retry_error(429, f"all {self.pool.size} boxes are taken and as many requests wait as may")
+        async with self.wait_queue:
             try:
                 return await self.pool.open(wait_s=wait_s, **inputs)
             except PoolFull as error:
-                self.metrics.refused.labels("full").inc()
-                raise busy(429, f"all {self.pool.size} boxes are taken: {error}") from error
-            except SandboxFault as error:
-                self.metrics.refused.labels("host").inc()
-                raise busy(503, str(error)) from error
+                self.metrics.refused_opens.labels("full").inc()
+                raise make_retry_error(429, f"all {self.pool.size} boxes are taken: {error}") from error
+            except SandboxError as error:
+                self.metrics.refused_opens.labels("host").inc()
+                raise make_retry_error(503, str(error)) from error
             except BoxClosed as error:
-                raise busy(503, "the server is closing") from error
+                raise make_retry_error(503, "the server is closing") from error
             except ValueError as error:
                 raise HTTPException(422, str(error)) from error
 
     async def open_box(self, request: Request) -> dict[str, str]:
-        body = await read(request, OpenRequest)
+        body = await read_body(request, OpenRequest)
         try:
-            images = {name: decoded(text) for name, text in body.images.items()}
-            files = {name: decoded(text) for name, text in body.files.items()}
+            images = {name: decode_base64(text) for name, text in body.images.items()}
+            files = {name: decode_base64(text) for name, text in body.files.items()}
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
         patience = self.wait_s if body.wait_s is None else min(body.wait_s, self.wait_s)
-        work = self._opened(images=images, files=files, preload=body.preload, wait_s=patience)
-        return {"box": self.rooms.add(await while_connected(request, work))}
+        work = self._open_in_pool(images=images, files=files, preload=body.preload, wait_s=patience)
+        return {"box": self.open_boxes.add_box(await run_while_connected(request, work))}
 
-    async def call(self, request: Request, name: str) -> dict[str, Any]:
-        body, most_s = await read(request, CallRequest), self.pool.limits.call_s
-        with self.using(name) as room:
-            if body.call in room.calls:
+    async def run_call(self, request: Request, name: str) -> dict[str, Any]:
+        body, most_s = await read_body(request, CallRequest), self.pool.limits.call_timeout_s
+        with self.hold_open(name) as room:
+            if body.call in room.call_names:
                 raise HTTPException(409, f"a call named {body.call!r} was made in this box before: it is not run again")
-            if len(room.calls) >= CALLS_OF_A_BOX:
-                raise HTTPException(409, f"a box takes {CALLS_OF_A_BOX} calls: open another")
-            room.calls.add(body.call)
+            if len(room.call_names) >= MAX_CALLS_PER_BOX:
+                raise HTTPException(409, f"a box takes {MAX_CALLS_PER_BOX} calls: open another")
+            room.call_names.add(body.call)
             try:
-                result = await while_connected(request, room.box.run(body.code, timeout_s=min(body.timeout_s or most_s, most_s)))
+                result = await run_while_connected(request, room.box.run(body.code, timeout_s=min(body.timeout_s or most_s, most_s)))
             except ValueError as error:
                 raise HTTPException(422, str(error)) from error
             except (asyncio.CancelledError, ClientDisconnect):
-                self.metrics.deserted.inc()
-                self.rooms.drop(name)
+                self.metrics.abandoned_calls.inc()
+                self.open_boxes.close_box(name)
                 raise
-        self.metrics.called(result)
-        return result_to_wire(result)
+        self.metrics.record_call(result)
+        return encode_result(result)
 
     @contextlib.contextmanager
-    def using(self, name: str) -> Iterator[Room]:
+    def hold_open(self, name: str) -> Iterator[OpenBox]:
         """The room, for one of few at a time: a box answers one by one, and whoever waits for it holds a connection."""
-        with self.rooms.using(name) as room:
-            if room.busy > AT_ONCE_OF_A_BOX:
-                raise busy(429, f"{AT_ONCE_OF_A_BOX} requests wait for this box already")
+        with self.open_boxes.hold_open(name) as room:
+            if room.num_active > MAX_REQUESTS_PER_BOX:
+                raise make_retry_error(429, f"{MAX_REQUESTS_PER_BOX} requests wait for this box already")
             yield room
 
-    async def fetch(self, request: Request, name: str) -> dict[str, str]:
-        body = await read(request, FetchRequest)
-        with self.using(name) as room:
-            return {file: encoded(content) for file, content in (await room.box.fetch(body.names)).items()}
+    async def fetch_files(self, request: Request, name: str) -> dict[str, str]:
+        body = await read_body(request, FetchRequest)
+        with self.hold_open(name) as room:
+            return {file: encode_base64(content) for file, content in (await room.box.fetch_files(body.names)).items()}
 
-    async def close(self, name: str) -> None:
-        self.rooms.find(name)
-        task = self.rooms.drop(name)
+    async def close_box(self, name: str) -> None:
+        self.open_boxes.find_box(name)
+        task = self.open_boxes.close_box(name)
         assert task is not None
         await asyncio.shield(task)
 
     async def run_code(self, request: Request) -> fusion.RunCodeResponse:
-        body, call_s = await read(request, fusion.RunCodeRequest), self.pool.limits.call_s
+        body, call_timeout_s = await read_body(request, fusion.RunCodeRequest), self.pool.limits.call_timeout_s
 
         async def work() -> fusion.RunCodeResponse:
-            response, result = await fusion.serve(body, open_box=partial(self._opened, wait_s=self.wait_s), call_s=call_s)
+            response, result = await fusion.handle_run_code(
+                body, open_box=partial(self._open_in_pool, wait_s=self.wait_s), call_timeout_s=call_timeout_s
+            )
             if result is not None:
-                self.metrics.called(result)
+                self.metrics.record_call(result)
             return response
 
-        return await while_connected(request, work())
+        return await run_while_connected(request, work())
 
     async def health(self) -> dict[str, Any]:
         pool = self.pool
         now = {"status": "ok", "name": self.name, "size": pool.size, "open": pool.num_open}
-        return {**now, "layers": pool.layers.names(), "limits": asdict(pool.limits)}
+        return {**now, "layers": pool.layers.enabled_names(), "limits": asdict(pool.limits)}
 
-    async def metrics_text(self) -> Response:
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def read_metrics(self) -> Response:
+        return Response(self.metrics.render_text(), media_type="text/plain; version=0.0.4")
 
 
 def create_app(
-    pool: Sandbox, *, wait_s: float = 10.0, idle_s: float = 600.0, waiting: int | None = None, name: str = "", token: str = "",
+    pool: SandboxPool, *, wait_s: float = 10.0, idle_timeout_s: float = 600.0, max_waiting: int | None = None, name: str = "",
+    token: str = "",
     host: str = "",
 ) -> FastAPI:  # fmt: skip
     """The application over a running pool; its end closes every box. `token`, and `host` as a further name of the server: gate.py."""
-    service = Service(pool, wait_s=wait_s, idle_s=idle_s, waiting=waiting, name=name)
+    service = SandboxService(pool, wait_s=wait_s, idle_timeout_s=idle_timeout_s, max_waiting=max_waiting, name=name)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await service.rooms.close()
+        await service.open_boxes.close()
 
     # A redirection for a slash too many is made of the request's Host header, whatever that holds.
-    app = FastAPI(title="sandbox", lifespan=lifespan, redirect_slashes=False, **NO_PAGES)
-    app.add_middleware(Gate, **allowed(pool.limits), token=token, hosts=[host])
-    app.add_exception_handler(StarletteException, told)
-    app.add_exception_handler(BoxClosed, _unknown)
-    app.add_exception_handler(ClientDisconnect, nobody)
-    app.post("/boxes", status_code=201, openapi_extra=documented(OpenRequest))(service.open_box)
-    app.post("/boxes/{name}/calls", openapi_extra=documented(CallRequest))(service.call)
-    app.post("/boxes/{name}/files", openapi_extra=documented(FetchRequest))(service.fetch)
-    app.delete("/boxes/{name}", status_code=204)(service.close)
-    app.post("/run_code", openapi_extra=documented(fusion.RunCodeRequest))(service.run_code)
+    app = FastAPI(title="sandbox", lifespan=lifespan, redirect_slashes=False, **NO_DOC_PAGES)
+    app.add_middleware(RequestGuardMiddleware, **make_body_limits(pool.limits), token=token, hosts=[host])
+    app.add_exception_handler(StarletteException, handle_http_error)
+    app.add_exception_handler(BoxClosed, _handle_unknown_box)
+    app.add_exception_handler(ClientDisconnect, handle_disconnect)
+    app.post("/boxes", status_code=201, openapi_extra=openapi_body(OpenRequest))(service.open_box)
+    app.post("/boxes/{name}/calls", openapi_extra=openapi_body(CallRequest))(service.run_call)
+    app.post("/boxes/{name}/files", openapi_extra=openapi_body(FetchRequest))(service.fetch_files)
+    app.delete("/boxes/{name}", status_code=204)(service.close_box)
+    app.post("/run_code", openapi_extra=openapi_body(fusion.RunCodeRequest))(service.run_code)
     app.get("/health")(service.health)
-    app.get("/metrics")(service.metrics_text)
+    app.get("/metrics")(service.read_metrics)
     return app
 
 
-async def _unknown(_request: Request, error: BoxClosed) -> JSONResponse:
+async def _handle_unknown_box(_request: Request, error: BoxClosed) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, 404)
 
 
-async def serve(
-    pool: Sandbox, *, host: str, port: int, wait_s: float, idle_s: float, name: str = "", token: str = "", line: Line | None = None
+async def run_server(
+    pool: SandboxPool,
+    *,
+    host: str,
+    port: int,
+    wait_s: float,
+    idle_timeout_s: float,
+    name: str = "",
+    token: str = "",
+    registry: ConnectionRegistry | None = None,
 ) -> None:
-    """Until SIGINT or SIGTERM. Port 0 is any free one: the address is printed once it takes requests. Raises SandboxFault, OSError,
+    """Until SIGINT or SIGTERM. Port 0 is any free one: the address is printed once it takes requests. Raises SandboxError, OSError,
     and ValueError for an address beyond this machine without a token."""
-    with listening(host, port, token=token, allows="run code") as listener:
+    with open_listener(host, port, token=token, permits="run code") as listener:
         async with pool:
-            line = line or Line()
-            beside, most = DESCRIPTORS_PER_BOX * pool.size + DESCRIPTORS_BESIDE, line.most
+            registry = registry or ConnectionRegistry()
+            beside, most = DESCRIPTORS_PER_BOX * pool.size + EXTRA_DESCRIPTORS, registry.max_connections
             try:
-                line.most = min(most, connections(beside, most=most))
+                registry.max_connections = min(most, reserve_connections(beside, max_connections=most))
             except ValueError as error:
-                raise SandboxFault(f"{error}, or take fewer boxes") from error
-            await until_asked(create_app(pool, wait_s=wait_s, idle_s=idle_s, name=name, token=token, host=host), listener, line=line)
+                raise SandboxError(f"{error}, or take fewer boxes") from error
+            await serve_until_signal(
+                create_app(pool, wait_s=wait_s, idle_timeout_s=idle_timeout_s, name=name, token=token, host=host),
+                listener,
+                registry=registry,
+            )

@@ -9,96 +9,98 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox.types import Limits
+from sandbox.types import BoxLimits
 
-SOCKET = 256 << 10
+SOCKET_BYTES = 256 << 10
 """Bytes that one end of a socket may have on its way: net.core.wmem_default, which only setsockopt(2) raises, and one buffer more."""
-PIPE = 64 << 10
+PIPE_BYTES = 64 << 10
 """16 pages, which only fcntl(2) raises."""
-MAPPING = 1 << 10
+MAPPING_BYTES = 1 << 10
 """struct vm_area_struct (256 bytes in Linux 6.18), its node in the tree, and a link to each of a few forebears (64)."""
-HIDDEN = 64 << 20
+HIDDEN_BYTES = 64 << 20
 """For the descriptors, and for the mappings, of a process that does not show them: it runs a file that it may not read."""
-SUDDEN = 8
+GROWTH_STEPS = 8
 """Mappings are counted when the kernel's own memory grew by one part of so many of a box's limit: to count them costs milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    memory: int
+class BoxUsage:
+    memory_bytes: int
     """Bytes; of memory without a file what goes beyond the zygote's."""
-    tasks: int
+    num_tasks: int
     """Processes and threads."""
 
 
-class Slab:
+class KernelMemoryMonitor:
     """The host's memory that the kernel keeps for itself: says when it grew."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.step = limits.memory // SUDDEN
-        self.level = unreclaimable()
+    def __init__(self, limits: BoxLimits) -> None:
+        self.step_bytes = limits.memory // GROWTH_STEPS
+        self.level_bytes = read_unreclaimable_bytes()
 
-    def grew(self) -> bool:
+    def has_grown(self) -> bool:
         """By more than a step since it was last told or lower."""
-        now = unreclaimable()
-        grown = now > self.level + self.step
-        self.level = now if grown else min(now, self.level)
+        now = read_unreclaimable_bytes()
+        grown = now > self.level_bytes + self.step_bytes
+        self.level_bytes = now if grown else min(now, self.level_bytes)
         return grown
 
 
-def unreclaimable() -> int:
-    return _numbers(Path("/proc/meminfo"))["SUnreclaim"]
+def read_unreclaimable_bytes() -> int:
+    return _parse_numbers(Path("/proc/meminfo"))["SUnreclaim"]
 
 
-def outgrown(pid: int, *, limits: Limits, shared: int, mappings: bool) -> str | None:
+def find_exceeded_limit(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str | None:
     """The limit that the tree below `pid` is over. None too where it is gone, or cannot be seen just now."""
     try:
-        held = take(pid, shared=shared, mappings=mappings)
+        held = measure_usage(pid, shared_bytes=shared_bytes, count_mappings=count_mappings)
     except OSError:
         return None
-    return "processes" if held.tasks > limits.processes else "memory" if held.memory > limits.memory else None
+    return "processes" if held.num_tasks > limits.processes else "memory" if held.memory_bytes > limits.memory else None
 
 
-def take(pid: int, *, shared: int = 0, mappings: bool = False) -> Tally:
+def measure_usage(pid: int, *, shared_bytes: int = 0, count_mappings: bool = False) -> BoxUsage:
     """Of the tree below `pid`. Raises OSError where its first process cannot be seen.
 
     The kernel's own lists of children are followed: a walk over /proc takes milliseconds, in which a process can have forked and died.
     """
     memory = tasks = 0
     buffers: dict[str, int] = {}
-    _children(f"/proc/{pid}/task/{pid}")
+    _list_children(f"/proc/{pid}/task/{pid}")
     waiting = [str(pid)]
     while waiting:
-        threads, largest = _threads(waiting.pop()), 0
+        threads, largest = _list_threads(waiting.pop()), 0
         for thread in threads:  # any of them may be the one that is left, have children, or descriptors of its own
             with contextlib.suppress(OSError):  # it ended meanwhile
-                waiting += _children(thread)
-                largest = largest or _memory(thread, shared=shared, mappings=mappings)  # which all of a process share
-                buffers |= _buffers(thread)
+                waiting += _list_children(thread)
+                largest = largest or _memory_bytes(
+                    thread, shared_bytes=shared_bytes, count_mappings=count_mappings
+                )  # which all of a process share
+                buffers |= _kernel_buffers(thread)
         memory += largest
         tasks += len(threads)
-    return Tally(memory + sum(buffers.values()), tasks)
+    return BoxUsage(memory + sum(buffers.values()), tasks)
 
 
-def _threads(process: str) -> list[str]:
+def _list_threads(process: str) -> list[str]:
     try:
         return [f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")]
     except OSError:  # it is gone
         return []
 
 
-def _children(thread: str) -> list[str]:
+def _list_children(thread: str) -> list[str]:
     return Path(thread, "children").read_text().split()
 
 
-def _memory(thread: str, *, shared: int, mappings: bool) -> int:
+def _memory_bytes(thread: str, *, shared_bytes: int, count_mappings: bool) -> int:
     """Bytes of the process; 0 by a thread that has ended."""
-    status = _numbers(Path(thread, "status"))
-    own = max(0, status.get("RssAnon", 0) + status.get("VmSwap", 0) - shared) + status.get("VmPTE", 0)
-    return own + _mappings(thread) if mappings else own
+    status = _parse_numbers(Path(thread, "status"))
+    own = max(0, status.get("RssAnon", 0) + status.get("VmSwap", 0) - shared_bytes) + status.get("VmPTE", 0)
+    return own + _mapping_bytes(thread) if count_mappings else own
 
 
-def _numbers(file: Path) -> dict[str, int]:
+def _parse_numbers(file: Path) -> dict[str, int]:
     """Lines `name: number`, and `name: number kB` in bytes."""
     found = {}
     for line in file.read_text().splitlines():
@@ -109,7 +111,7 @@ def _numbers(file: Path) -> dict[str, int]:
     return found
 
 
-def _buffers(thread: str) -> dict[str, int]:
+def _kernel_buffers(thread: str) -> dict[str, int]:
     """The kernel's name of each socket and pipe that is open -> bytes: what two processes share is one."""
     found = {}
     try:
@@ -117,20 +119,20 @@ def _buffers(thread: str) -> dict[str, int]:
             with contextlib.suppress(FileNotFoundError):  # closed just now
                 name = os.readlink(f"{thread}/fd/{descriptor}")
                 if name.startswith(("socket:", "pipe:")):
-                    found[name] = SOCKET if name.startswith("socket:") else PIPE
+                    found[name] = SOCKET_BYTES if name.startswith("socket:") else PIPE_BYTES
     except PermissionError:
-        return {f"hidden:{thread}": _hidden(thread)}
+        return {f"hidden:{thread}": _hidden_bytes(thread)}
     return found
 
 
-def _mappings(thread: str) -> int:
+def _mapping_bytes(thread: str) -> int:
     try:
         with open(f"{thread}/maps", "rb") as lines:
-            return sum(block.count(b"\n") for block in iter(lambda: lines.read(1 << 16), b"")) * MAPPING
+            return sum(block.count(b"\n") for block in iter(lambda: lines.read(1 << 16), b"")) * MAPPING_BYTES
     except PermissionError:
-        return _hidden(thread)
+        return _hidden_bytes(thread)
 
 
-def _hidden(thread: str) -> int:
+def _hidden_bytes(thread: str) -> int:
     """A process that has ended and was not waited for belongs to root, shows nothing and has nothing."""
-    return HIDDEN if "VmPTE" in _numbers(Path(thread, "status")) else 0
+    return HIDDEN_BYTES if "VmPTE" in _parse_numbers(Path(thread, "status")) else 0

@@ -6,9 +6,9 @@ import secrets
 from ipaddress import ip_address
 from pathlib import Path
 
-USERS_KEYS = ("OPENAI_API_KEY", "VLLM_API_KEY")
+USER_KEY_VARIABLES = ("OPENAI_API_KEY", "VLLM_API_KEY")
 """Variables with keys of the user, which no server that is started for a run inherits. A vLLM server asks for the latter one."""
-MAX_BYTES = 1000
+MAX_TOKEN_BYTES = 1000
 """Limit of a token file."""
 
 
@@ -16,7 +16,7 @@ def read_token(path: str | Path) -> str:
     """Raises ValueError."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO is not waited for
-            text = (file.read(MAX_BYTES) or b"").decode("ascii").strip()
+            text = (file.read(MAX_TOKEN_BYTES) or b"").decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not re.fullmatch(r"[!-~]{16,256}", text):
@@ -24,7 +24,7 @@ def read_token(path: str | Path) -> str:
     return text
 
 
-def bearer(token: str) -> dict[str, str]:
+def bearer_header(token: str) -> dict[str, str]:
     """Return the headers of a client that knows the token; none without one."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -39,6 +39,6 @@ def write_token(file: Path) -> str:
     return token
 
 
-def is_for_all(address: str) -> bool:
+def is_reachable_remotely(address: str) -> bool:
     """Whether others than this machine reach what listens there: an address of numbers, as a socket tells its own."""
     return not ip_address(address.partition("%")[0]).is_loopback

@@ -23,12 +23,12 @@ class Isolation(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class BoxLimits:
     """What one box may use. Sizes in bytes, times in seconds; `per call` is a turn, `in total` the box's whole life."""
 
-    call_s: float = 10.0
+    call_timeout_s: float = 10.0
     """Wall time of a call; past it every process of the box is killed and its state is lost."""
-    open_s: float = 30.0
+    open_timeout_s: float = 30.0
     """Wall time of opening a box, its images and its preload included."""
     cpu_s: int = 300
     """Processor time of one process of the box, in total."""
@@ -71,13 +71,13 @@ class Limits:
     """New or changed files listed per call."""
 
     @property
-    def fetched(self) -> int:
-        """Bytes of the files of one `Box.fetch` together: what a box can hold."""
+    def max_fetch_bytes(self) -> int:
+        """Bytes of the files of one `Box.fetch_files` together: what a box can hold."""
         return self.disk + self.input_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class ReturnedImage:
     """An image that a call returned: a plain PNG whose header, chunks and length of pixel data were checked outside of the box."""
 
     png: bytes = field(repr=False)
@@ -86,14 +86,14 @@ class Picture:
     source: str
     """`figure` (shown or left open), `show` (Image.show) or the file's name."""
 
-    def image(self) -> Image.Image:
+    def to_pil(self) -> Image.Image:
         picture = Image.open(BytesIO(self.png), formats=("PNG",))
         picture.load()
         return picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Error:
+class CallError:
     """Why a call did not end well. `type` is the exception's class; of a killed box LimitExceeded, InterpreterDied or InterpreterBroken."""
 
     type: str
@@ -104,7 +104,7 @@ class Error:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
+class DroppedOutput:
     """Something the call made that is not in its result. `str()` is the sentence for the model."""
 
     what: str
@@ -116,7 +116,7 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class CallUsage:
     """`wall_s` is measured outside of the box. The others come from inside it and are as honest as its code."""
 
     wall_s: float = 0.0
@@ -127,7 +127,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class CallResult:
     """What one call gave back."""
 
     id: int
@@ -136,31 +136,31 @@ class Result:
     text: str = ""
     """Standard output, what was printed before a kill included."""
     stderr: str = ""
-    images: tuple[Picture, ...] = ()
-    error: Error | None = None
+    images: tuple[ReturnedImage, ...] = ()
+    error: CallError | None = None
     limit: str | None = None
     """The limit that stopped the code: `time`, `memory`, `cpu`, `processes`, `system call`, `code`; None for an exception of its own."""
     files: dict[str, int] = field(default_factory=dict)
-    """Files of the working directory that the call made or changed, name -> bytes. `Box.fetch` reads them."""
-    dropped: tuple[Dropped, ...] = ()
-    usage: Usage = field(default_factory=Usage)
+    """Files of the working directory that the call made or changed, name -> bytes. `Box.fetch_files` reads them."""
+    dropped: tuple[DroppedOutput, ...] = ()
+    usage: CallUsage = field(default_factory=CallUsage)
     state_lost: bool = False
     """The interpreter of the calls before was killed: this call began with the inputs and the preload only."""
 
 
-def too_long(number: int, code: str, *, limits: Limits) -> Result | None:
+def check_source_length(number: int, code: str, *, limits: BoxLimits) -> CallResult | None:
     """The result of a call whose source is longer than it may be; None where it is not."""
     if len(code) <= limits.code:
         return None
     reason = f"the source has {len(code)} characters, {limits.code} are allowed"
-    return Result(id=number, fault=Fault.CODE, limit="code", error=Error(type="CodeTooLong", message=reason))
+    return CallResult(id=number, fault=Fault.CODE, limit="code", error=CallError(type="CodeTooLong", message=reason))
 
 
-class SandboxFault(RuntimeError):
+class SandboxError(RuntimeError):
     """The host could not make or keep a box: never the code's doing."""
 
 
-class AccessDenied(SandboxFault):
+class SandboxAccessDenied(SandboxError):
     """A server is well and does not accept this client's token: asking again is of no use."""
 
 

@@ -3,11 +3,11 @@
 import os
 import signal
 
-from sandbox.keeper import Exit, Life
+from sandbox.keeper import ExitStatus, Interpreter
 from sandbox.layers import Layers
-from sandbox.types import Error, Fault, Limits
+from sandbox.types import BoxLimits, CallError, Fault
 
-MESSAGES = {
+LIMIT_MESSAGES = {
     "memory": "the code used more than {limits.memory} bytes of memory",
     "cpu": "the code used more than {limits.cpu_s} s of processor time in all",
     "processes": "the code had more than {limits.processes} processes and threads",
@@ -15,37 +15,39 @@ MESSAGES = {
 }
 """limit -> why the box was killed; what follows is the same for all."""
 CONSEQUENCE = "its processes were killed; variables, imports and files of earlier calls are lost"
-HELD = "the box was stopped from outside, or had no core to run on"
-Verdict = tuple[Fault, str | None, Error]
+STARVED_MESSAGE = "the box was stopped from outside, or had no core to run on"
+FaultDiagnosis = tuple[Fault, str | None, CallError]
 
 
-def of_time(seconds: float, *, held: bool) -> Verdict:
+def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
     """Of a call that did not end in time; `held` as the clock says."""
-    if held:
-        return _host(f"{HELD}: the call did not end")
-    return _over("time", f"the call ran longer than {seconds:g} s")
+    if was_starved:
+        return _host_fault(f"{STARVED_MESSAGE}: the call did not end")
+    return _limit_exceeded("time", f"the call ran longer than {seconds:g} s")
 
 
-def of_death(life: Life, exit_: Exit, *, layers: Layers, limits: Limits, out_of_memory: bool, trouble: str) -> Verdict:
+def diagnose_death(
+    interpreter: Interpreter, exit_: ExitStatus, *, layers: Layers, limits: BoxLimits, out_of_memory: bool, channel_error: str
+) -> FaultDiagnosis:
     """`out_of_memory`: the box's control group counted a kill since the code began. `trouble`: what the pool has against the box."""
-    limit = life.verdict or _limit_of(exit_, limits=limits, out_of_memory=out_of_memory)
+    limit = interpreter.exceeded_limit or _find_exceeded_limit(exit_, limits=limits, out_of_memory=out_of_memory)
     if limit is not None:
-        return _over(limit, MESSAGES[limit].format(limits=limits))
+        return _limit_exceeded(limit, LIMIT_MESSAGES[limit].format(limits=limits))
     if exit_.status is None:
-        return _host("the zygote died, and the box with it")
+        return _host_fault("the zygote died, and the box with it")
     ended = os.waitstatus_to_exitcode(exit_.status)
-    if life.killed:
-        message = "the code closed the interpreter's channel" if trouble == "gone" else trouble
-        return _code("InterpreterBroken", message)
+    if interpreter.killed_by_pool:
+        message = "the code closed the interpreter's channel" if channel_error == "gone" else channel_error
+        return _code_fault("InterpreterBroken", message)
     how = signal.Signals(-ended).name if ended < 0 else f"exit status {ended}"
-    if ended == -signal.SIGKILL and exit_.limited:
+    if ended == -signal.SIGKILL and exit_.lowered_cpu_limit:
         how += " at a limit of processor time of its own"
     elif ended == -signal.SIGKILL and layers.pid_ns:  # of a pid namespace's first process, and seccomp refuses what could bring it about
-        return _host("somebody on the host killed the box: out of memory?")
-    return _code("InterpreterDied", f"the code ended its own interpreter ({how})")
+        return _host_fault("somebody on the host killed the box: out of memory?")
+    return _code_fault("InterpreterDied", f"the code ended its own interpreter ({how})")
 
 
-def _limit_of(exit_: Exit, *, limits: Limits, out_of_memory: bool) -> str | None:
+def _find_exceeded_limit(exit_: ExitStatus, *, limits: BoxLimits, out_of_memory: bool) -> str | None:
     if exit_.status is None or not os.WIFSIGNALED(exit_.status):
         return None
     number = os.WTERMSIG(exit_.status)
@@ -58,13 +60,13 @@ def _limit_of(exit_: Exit, *, limits: Limits, out_of_memory: bool) -> str | None
     return None
 
 
-def _over(limit: str, shown: str) -> Verdict:
-    return Fault.CODE, limit, Error(type="LimitExceeded", message=f"{shown}: {CONSEQUENCE}")
+def _limit_exceeded(limit: str, shown: str) -> FaultDiagnosis:
+    return Fault.CODE, limit, CallError(type="LimitExceeded", message=f"{shown}: {CONSEQUENCE}")
 
 
-def _code(kind: str, message: str) -> Verdict:
-    return Fault.CODE, None, Error(type=kind, message=f"{message}: {CONSEQUENCE}")
+def _code_fault(kind: str, message: str) -> FaultDiagnosis:
+    return Fault.CODE, None, CallError(type=kind, message=f"{message}: {CONSEQUENCE}")
 
 
-def _host(message: str) -> Verdict:
-    return Fault.HOST, None, Error(type="SandboxFault", message=message)
+def _host_fault(message: str) -> FaultDiagnosis:
+    return Fault.HOST, None, CallError(type="SandboxError", message=message)

@@ -5,44 +5,51 @@ import contextlib
 from collections.abc import Callable, Iterable
 
 from sandbox import tally
-from sandbox.keeper import Keeper, Life
-from sandbox.types import Limits
+from sandbox.keeper import Interpreter, ZygoteManager
+from sandbox.types import BoxLimits
 
-WATCH_S = 0.1
+POLL_S = 0.1
 
 
-class Watchdog:
+class ResourceWatchdog:
     """Over `lives`, those that are now. `lost` hears why it ended, if it did: nobody bounds the boxes from then on."""
 
     def __init__(
-        self, keeper: Keeper, *, lives: Callable[[], Iterable[Life]], limits: Limits, lost: Callable[[BaseException], None]
+        self,
+        zygote: ZygoteManager,
+        *,
+        list_interpreters: Callable[[], Iterable[Interpreter]],
+        limits: BoxLimits,
+        on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._keeper, self._lives, self._limits, self._lost = keeper, lives, limits, lost
-        self._ending: set[asyncio.Task[object]] = set()
-        self._task = asyncio.create_task(self._watch())
-        self._task.add_done_callback(self._ended)
+        self._zygote, self._list_interpreters, self._limits, self._on_failure = zygote, list_interpreters, limits, on_failure
+        self._kill_tasks: set[asyncio.Task[object]] = set()
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._on_done)
 
     async def stop(self) -> None:
         self._task.cancel()
-        await asyncio.gather(self._task, *self._ending, return_exceptions=True)
+        await asyncio.gather(self._task, *self._kill_tasks, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            self._lost(task.exception())
+            self._on_failure(task.exception())
 
-    async def _watch(self) -> None:
+    async def _run(self) -> None:
         slab = None
         while True:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(POLL_S)
             with contextlib.suppress(OSError):  # no descriptor left to look with, say: the next round may see again
-                slab = slab or tally.Slab(self._limits)
-                self._look(mappings=slab.grew())
+                slab = slab or tally.KernelMemoryMonitor(self._limits)
+                self._check_interpreters(count_mappings=slab.has_grown())
 
-    def _look(self, *, mappings: bool) -> None:
-        for life in self._lives():
-            if life.verdict is None and not life.ended.done():
-                life.verdict = tally.outgrown(life.pid, limits=self._limits, shared=self._keeper.anonymous, mappings=mappings)
-                if life.verdict is not None:  # an end may take its time: the others are looked at meanwhile
-                    task = asyncio.create_task(self._keeper.end(life))
-                    self._ending.add(task)
-                    task.add_done_callback(self._ending.discard)
+    def _check_interpreters(self, *, count_mappings: bool) -> None:
+        for life in self._list_interpreters():
+            if life.exceeded_limit is None and not life.exit_future.done():
+                life.exceeded_limit = tally.find_exceeded_limit(
+                    life.pid, limits=self._limits, shared_bytes=self._zygote.shared_anonymous_bytes, count_mappings=count_mappings
+                )
+                if life.exceeded_limit is not None:  # an end may take its time: the others are looked at meanwhile
+                    task = asyncio.create_task(self._zygote.end_interpreter(life))
+                    self._kill_tasks.add(task)
+                    task.add_done_callback(self._kill_tasks.discard)

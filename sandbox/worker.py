@@ -24,11 +24,11 @@ import numpy as np
 from PIL import Image
 
 from sandbox import confine, frames, images, kernel
-from sandbox.capture import Gallery
+from sandbox.capture import ImageCapture
 
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 4000
-MAX_PRINTED = 1 << 20
+MAX_SCANNED_OUTPUT = 1 << 20
 LIMIT_OF_ERRNO = {errno.EFBIG: "disk", errno.ENOSPC: "disk", errno.EDQUOT: "disk", errno.EAGAIN: "processes", errno.ENOMEM: "memory"}
 
 
@@ -36,32 +36,32 @@ class BadInput(ValueError):
     """An image or a preload that is no good."""
 
 
-def serve(channel: socket.socket, *, room: confine.Room, proc: int, streams: tuple[int, int]) -> None:
+def run_box(channel: socket.socket, *, confinement: confine.Confinement, proc: int, output_fds: tuple[int, int]) -> None:
     """Everything after the fork, until the pool closes the channel. Up to its inputs it is the same for all, and may wait for them."""
     for number, handler in ((signal.SIGCHLD, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         signal.signal(number, handler)
     signal.set_wakeup_fd(-1)
     try:
-        confine.enter_namespaces(room.layers, proc=proc)
+        confine.enter_box_namespaces(confinement.layers, proc=proc)
         os.close(proc)
-        message, blobs = frames.receive(channel)
+        message, blobs = frames.receive_frame(channel)
         names = [str(item["name"]) for item in message["inputs"]]
-        work = confine.furnish(room, dict(zip(names, blobs, strict=True)))
-        set_environment(room.directory)
-        confine.lock(room)
+        work = confine.prepare_directory(confinement, dict(zip(names, blobs, strict=True)))
+        set_environment(confinement.directory)
+        confine.drop_privileges(confinement)
     except EOFError:  # never opened
         return
     except OSError as error:
-        channel.sendall(frames.pack({"host": f"{type(error).__name__}: {error}"}))
+        channel.sendall(frames.pack_frame({"host": f"{type(error).__name__}: {error}"}))
         return
-    session = Session(channel, room=room, work=work, streams=streams)
+    session = BoxSession(channel, confinement=confinement, work_dir=work, output_fds=output_fds)
     try:
-        session.load(message["inputs"], preload=str(message["preload"]))
+        session.load_inputs(message["inputs"], preload=str(message["preload"]))
     except BadInput as error:
-        channel.sendall(frames.pack({"bad": str(error)[:MAX_MESSAGE]}))
+        channel.sendall(frames.pack_frame({"bad": str(error)[:MAX_MESSAGE]}))
         return
-    channel.sendall(frames.pack({"ready": True}))
-    session.serve()
+    channel.sendall(frames.pack_frame({"ready": True}))
+    session.serve_calls()
 
 
 def set_environment(directory: str) -> None:
@@ -70,32 +70,32 @@ def set_environment(directory: str) -> None:
     os.environ.update(HOME=f"{directory}/tmp", TMPDIR=f"{directory}/tmp", USER="box")
 
 
-class Session:
+class BoxSession:
     """The namespace that lives over the calls of a box."""
 
-    def __init__(self, channel: socket.socket, *, room: confine.Room, work: str, streams: tuple[int, int]) -> None:
+    def __init__(self, channel: socket.socket, *, confinement: confine.Confinement, work_dir: str, output_fds: tuple[int, int]) -> None:
         self.channel = channel
-        self.limits = room.limits
-        self.streams = streams
-        self.work = work
+        self.limits = confinement.limits
+        self.output_fds = output_fds
+        self.work_dir = work_dir
         self.pid = os.getpid()
-        self.data = resource.getrlimit(resource.RLIMIT_DATA)  # (the code's, the worker's)
+        self.data_limits = resource.getrlimit(resource.RLIMIT_DATA)  # (the code's, the worker's)
         module = types.ModuleType("__main__")
         module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = module
         sys.argv = [""]
         sys.path[0:0] = [""]
-        self.scope = module.__dict__
+        self.namespace = module.__dict__
         random.seed()
         np.random.seed()  # the state that user code shares; a fork would give every box the same numbers
-        self.gallery = Gallery(room.limits, work=work)
+        self.capture = ImageCapture(confinement.limits, work_dir=work_dir)
 
-    def load(self, inputs: list[dict[str, object]], *, preload: str) -> None:
+    def load_inputs(self, inputs: list[dict[str, object]], *, preload: str) -> None:
         for item in inputs:
             if item["image"]:
-                picture = self._decode(str(item["name"]))
+                picture = self._decode_image(str(item["name"]))
                 if item["variable"] is not None:
-                    self.scope[str(item["variable"])] = picture
+                    self.namespace[str(item["variable"])] = picture
         if preload:
             stdout, stderr = self._open_streams()
             error, _ = self._execute(preload, name="<preload>")
@@ -103,66 +103,66 @@ class Session:
             if error:
                 raise BadInput(f"preload: line {error['line']}: {error['type']}: {error['message']}")
 
-    def serve(self) -> None:
+    def serve_calls(self) -> None:
         while True:
             try:
-                message, _ = frames.receive(self.channel)
+                message, _ = frames.receive_frame(self.channel)
             except EOFError:
                 return
             if "code" in message:
-                self._run(int(message["id"]), str(message["code"]))
+                self._run_call(int(message["id"]), str(message["code"]))
             else:
-                self._fetch(int(message["id"]), [str(name) for name in message["names"]])
+                self._send_files(int(message["id"]), [str(name) for name in message["names"]])
 
-    def _run(self, number: int, code: str) -> None:
+    def _run_call(self, number: int, code: str) -> None:
         spent = _cpu_s()
-        self.gallery.start()
+        self.capture.start_call()
         stdout, stderr = self._open_streams()
         error, limit = self._execute(code, name=f"<call {number}>")
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the code left set would go off here
         self._close_streams(stdout, stderr)
         if os.getpid() != self.pid:  # the code forked and its child came home: it has no business here
             os._exit(0)
-        files = self._finish()
+        files = self._finish_capture()
         reply = {
             "id": number,
             "error": error,
             "limit": limit,
-            "sources": [source for source, _ in self.gallery.taken],
-            "dropped": self.gallery.dropped[:100],
+            "sources": [source for source, _ in self.capture.captured],
+            "dropped": self.capture.dropped[:100],
             "files": files,
             "cpu_s": _cpu_s() - spent,
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        self.channel.sendall(frames.pack(reply, [png for _, png in self.gallery.taken]))
+        self.channel.sendall(frames.pack_frame(reply, [png for _, png in self.capture.captured]))
 
-    def _finish(self) -> dict[str, int]:
-        size = os.fstat(self.streams[0]).st_size
-        printed = os.pread(self.streams[0], MAX_PRINTED, max(0, size - MAX_PRINTED)).decode("utf-8", "replace")
+    def _finish_capture(self) -> dict[str, int]:
+        size = os.fstat(self.output_fds[0]).st_size
+        printed = os.pread(self.output_fds[0], MAX_SCANNED_OUTPUT, max(0, size - MAX_SCANNED_OUTPUT)).decode("utf-8", "replace")
         try:
-            return self.gallery.finish(printed)
+            return self.capture.finish_call(printed)
         except BaseException as error:  # drawing a figure runs what the code put into it
-            self.gallery.dropped.append(("image", f"figure: {type(error).__name__}: {_text_of(error)}"))
+            self.capture.dropped.append(("image", f"figure: {type(error).__name__}: {_safe_str(error)}"))
             return {}
 
     def _execute(self, code: str, *, name: str) -> tuple[dict[str, object] | None, str | None]:
         """Error and limit of executing `code`, which may raise anything at all."""
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-        own, worker = self.data
+        own, worker = self.data_limits
         resource.setrlimit(resource.RLIMIT_DATA, (own, worker))
         try:
-            exec(compile(code, name, "exec"), self.scope)
+            exec(compile(code, name, "exec"), self.namespace)
         except BaseException as error:
             resource.setrlimit(resource.RLIMIT_DATA, (worker, worker))  # else a MemoryError leaves no memory to tell of it
             if isinstance(error, SystemExit) and error.code in (None, 0):
                 return None, None
-            return _describe(error, name=name)
+            return _describe_error(error, name=name)
         resource.setrlimit(resource.RLIMIT_DATA, (worker, worker))
         return None, None
 
     def _open_streams(self) -> tuple[TextIO, TextIO]:
         """Descriptors 1 and 2, and what Python calls by their names, as they should be, whatever the last call did to them."""
-        for number, stream in enumerate(self.streams, start=1):
+        for number, stream in enumerate(self.output_fds, start=1):
             os.dup2(stream, number)
         sys.stdout, sys.stderr = (
             io.TextIOWrapper(
@@ -178,33 +178,33 @@ class Session:
             with contextlib.suppress(OSError, ValueError):  # full, or closed by the code
                 stream.flush()
 
-    def _decode(self, name: str) -> Image.Image:
+    def _decode_image(self, name: str) -> Image.Image:
         try:
-            with Image.open(Path(self.work, name), formats=images.FORMATS) as picture:
+            with Image.open(Path(self.work_dir, name), formats=images.PIL_FORMATS) as picture:
                 if picture.width * picture.height > self.limits.input_pixels:
                     raise BadInput(f"images.{name}: {picture.width}x{picture.height} pixels, {self.limits.input_pixels} allowed")
                 picture.load()
                 return picture
         except (OSError, SyntaxError, MemoryError, ValueError, Image.DecompressionBombError) as error:
-            raise BadInput(str(error) if isinstance(error, BadInput) else f"images.{name}: cannot be read: {_text_of(error)}") from error
+            raise BadInput(str(error) if isinstance(error, BadInput) else f"images.{name}: cannot be read: {_safe_str(error)}") from error
 
-    def _fetch(self, number: int, names: list[str]) -> None:
+    def _send_files(self, number: int, names: list[str]) -> None:
         found: dict[str, bytes] = {}
-        left = self.limits.fetched
+        left = self.limits.max_fetch_bytes
         for name in dict.fromkeys(names):
             most = min(self.limits.file, left)
             try:
-                with open(Path(self.work, name), "rb") as file:
+                with open(Path(self.work_dir, name), "rb") as file:
                     content = file.read(most + 1)
             except (OSError, ValueError):
                 continue
             if len(content) <= most:
                 found[name] = content
                 left -= len(content)
-        self.channel.sendall(frames.pack({"id": number, "names": list(found)}, list(found.values())))
+        self.channel.sendall(frames.pack_frame({"id": number, "names": list(found)}, list(found.values())))
 
 
-def _describe(error: BaseException, *, name: str) -> tuple[dict[str, object], str | None]:
+def _describe_error(error: BaseException, *, name: str) -> tuple[dict[str, object], str | None]:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
     line = lines[-1] if lines else None
     if isinstance(error, SyntaxError) and error.filename == name:
@@ -212,20 +212,20 @@ def _describe(error: BaseException, *, name: str) -> tuple[dict[str, object], st
     limit = LIMIT_OF_ERRNO.get(error.errno) if isinstance(error, OSError) and error.errno else None
     if isinstance(error, MemoryError):
         limit = "memory"
-    elif isinstance(error, RuntimeError) and "can't start new thread" in _text_of(error):
+    elif isinstance(error, RuntimeError) and "can't start new thread" in _safe_str(error):
         limit = "processes"
-    described = {"type": type(error).__name__[:100], "message": _text_of(error), "line": line, "traceback": _traceback(error)}
+    described = {"type": type(error).__name__[:100], "message": _safe_str(error), "line": line, "traceback": _format_traceback(error)}
     return described, limit
 
 
-def _text_of(error: BaseException) -> str:
+def _safe_str(error: BaseException) -> str:
     try:
         return str(error)[:MAX_MESSAGE]
     except BaseException as worse:
         return f"its message cannot be printed: {type(worse).__name__}"
 
 
-def _traceback(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     """As Python prints it, without the frames of this file; the middle of a long one is left out."""
     try:
         trace = error.__traceback__.tb_next if error.__traceback__ else None
@@ -240,7 +240,7 @@ def _cpu_s() -> float:
     return own.ru_utime + own.ru_stime + waited.ru_utime + waited.ru_stime
 
 
-def warm_up() -> None:
+def preload_libraries() -> None:
     """Loads the libraries and what they load at first use, before any fork. One thread: OpenBLAS and OpenCV are told so.
 
     pyarrow, which pandas loads where it is installed, is kept out: its allocator starts a thread, which no fork would have, and with which
@@ -262,16 +262,16 @@ def warm_up() -> None:
     axes.legend()
     figure.canvas.draw()
     plt.close(figure)
-    images.encode(Image.new("RGB", (32, 32)).resize((16, 16)))
+    images.encode_png(Image.new("RGB", (32, 32)).resize((16, 16)))
     str(pandas.DataFrame({"a": [1.5]}))
     sympy.solve(sympy.Symbol("x") - 1)
     np.linalg.svd(np.eye(2))
 
 
-def close_others(kept: list[int]) -> None:
+def close_other_fds(kept_fds: list[int]) -> None:
     """Closes every descriptor from 3 up but `kept`."""
     last = 3
-    for descriptor in sorted(kept):
+    for descriptor in sorted(kept_fds):
         os.closerange(last, descriptor)
         last = descriptor + 1
     kernel.close_from(last)

@@ -22,89 +22,89 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from sandbox import confine, kernel, worker
-from sandbox.frames import MAX_CONTROL
+from sandbox.frames import MAX_CONTROL_BYTES
 from sandbox.layers import Layers
-from sandbox.types import Limits
+from sandbox.types import BoxLimits
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
-THREAD_S, THREAD_ROUNDS = 2.0, 200
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+THREAD_WAIT_S, THREAD_CHECKS = 2.0, 200
 
 
 @dataclass(slots=True)
-class Child:
+class BoxProcess:
     id: int
     pid: int
-    watch: int
+    pidfd: int
     """A pidfd."""
 
 
 class Zygote:
-    def __init__(self, control: socket.socket, *, layers: Layers, limits: Limits) -> None:
+    def __init__(self, control: socket.socket, *, layers: Layers, limits: BoxLimits) -> None:
         self.control, self.layers, self.limits = control, layers, limits
-        self.children: dict[int, Child] = {}
+        self.children: dict[int, BoxProcess] = {}
         self.selector = selectors.DefaultSelector()
         self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-        self.own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
-        self.number = os.getpid()
-        memory = [int(field) * PAGE for field in Path("/proc/self/statm").read_text().split()]
-        self.space, self.anonymous, self.data = memory[0], memory[1] - memory[2], memory[5]
+        self.own_pid_ns = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        self.pid = os.getpid()
+        memory = [int(field) * PAGE_BYTES for field in Path("/proc/self/statm").read_text().split()]
+        self.address_bytes, self.anonymous_bytes, self.data_bytes = memory[0], memory[1] - memory[2], memory[5]
 
     def serve(self) -> None:
         self.selector.register(self.control, selectors.EVENT_READ)
-        self.say({"ready": self.anonymous})
+        self.send({"ready": self.anonymous_bytes})
         while True:
             for key, _ in self.selector.select():
                 if key.data is not None:
-                    self.reap(key.data)
-                elif not self.obey():
-                    self.leave()
+                    self.reap_child(key.data)
+                elif not self.handle_request():
+                    self.kill_children()
                     return
 
-    def obey(self) -> bool:
+    def handle_request(self) -> bool:
         """One request of the pool; False when it is gone."""
-        text, descriptors, _, _ = socket.recv_fds(self.control, MAX_CONTROL, 3)
+        text, descriptors, _, _ = socket.recv_fds(self.control, MAX_CONTROL_BYTES, 3)
         if not text:
             return False
         request = json.loads(text)
         if "kill" in request:
             child = self.children.get(request["kill"])
             if child is not None:
-                signal.pidfd_send_signal(child.watch, signal.SIGKILL)
+                signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
             return True
         try:
-            pid = self.fork(request, descriptors)
+            pid = self.fork_box(request, descriptors)
         except OSError as error:
-            self.say({"failed": request["spawn"], "reason": str(error)})
+            self.send({"failed": request["spawn"], "reason": str(error)})
             return True
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        child = Child(id=request["spawn"], pid=pid, watch=os.pidfd_open(pid))
+        child = BoxProcess(id=request["spawn"], pid=pid, pidfd=os.pidfd_open(pid))
         self.children[child.id] = child
-        self.selector.register(child.watch, selectors.EVENT_READ, child)
-        self.say({"spawned": child.id, "pid": pid})
+        self.selector.register(child.pidfd, selectors.EVENT_READ, child)
+        self.send({"spawned": child.id, "pid": pid})
         return True
 
-    def fork(self, request: dict[str, object], descriptors: list[int]) -> int:
+    def fork_box(self, request: dict[str, object], descriptors: list[int]) -> int:
         """Its first process is number 1 of its own pid namespace: when it dies, the kernel kills all others in there.
 
         unshare(CLONE_NEWPID) is for the next children, and cannot be done twice. The owner of the namespace that this process is in goes
         back to it with setns(2); from inside a user namespace nobody can.
         """
         if self.layers.pid_ns and self.layers.user_ns:
-            return self.fork_between(request, descriptors)
+            return self.fork_box_via_helper(request, descriptors)
         if self.layers.pid_ns:
             kernel.unshare(kernel.CLONE_NEWPID)
         try:
             pid = os.fork()
             if pid == 0:
-                self.become_box(request, descriptors)
+                self.run_as_box(request, descriptors)
         finally:
             if self.layers.pid_ns:
-                kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+                kernel.setns(self.own_pid_ns, kernel.CLONE_NEWPID)
         return pid
 
-    def fork_between(self, request: dict[str, object], descriptors: list[int]) -> int:
+    def fork_box_via_helper(self, request: dict[str, object], descriptors: list[int]) -> int:
         """The same by a process in between, which leaves its child to this subreaper; an opening costs twice as much."""
         reading, writing = os.pipe()
         between = os.fork()
@@ -113,7 +113,7 @@ class Zygote:
                 kernel.unshare(kernel.CLONE_NEWPID)
                 pid = os.fork()
                 if pid == 0:
-                    self.become_box(request, descriptors)
+                    self.run_as_box(request, descriptors)
                 os.write(writing, str(pid).encode())
             except OSError as error:
                 os.write(writing, str(error).encode())
@@ -127,7 +127,7 @@ class Zygote:
             raise OSError(text or "the process that forks a box died")
         return int(text)
 
-    def become_box(self, request: dict[str, object], descriptors: list[int]) -> None:
+    def run_as_box(self, request: dict[str, object], descriptors: list[int]) -> None:
         """Never returns."""
         status = 1
         try:
@@ -137,33 +137,33 @@ class Zygote:
             null = os.open("/dev/null", os.O_RDWR)
             for number in range(3):
                 os.dup2(null, number)
-            worker.close_others([*descriptors, self.proc])
+            worker.close_other_fds([*descriptors, self.proc])
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             channel = socket.socket(fileno=descriptors[0])
-            room = confine.Room(
+            room = confine.Confinement(
                 layers=self.layers,
                 limits=self.limits,
                 directory=str(request["directory"]),
-                uid=confine.uid_of(self.number, int(request["slot"])),
-                base_data=self.data,
-                base_space=self.space,
-                cores=confine.cores_of(self.number + int(request["slot"]), cpus=self.limits.cpus),
+                uid=confine.box_uid(self.pid, int(request["slot"])),
+                base_data_bytes=self.data_bytes,
+                base_address_bytes=self.address_bytes,
+                cores=confine.box_cores(self.pid + int(request["slot"]), cpus=self.limits.cpus),
             )
-            worker.serve(channel, room=room, proc=self.proc, streams=(descriptors[1], descriptors[2]))
+            worker.run_box(channel, confinement=room, proc=self.proc, output_fds=(descriptors[1], descriptors[2]))
             status = 0
         finally:
             os._exit(status)
 
-    def reap(self, child: Child) -> None:
-        limited = self.has_limited_itself(child.pid)
+    def reap_child(self, child: BoxProcess) -> None:
+        limited = self.has_lowered_cpu_limit(child.pid)
         _, status, usage = os.wait4(child.pid, 0)
-        self.selector.unregister(child.watch)
-        os.close(child.watch)
+        self.selector.unregister(child.pidfd)
+        os.close(child.pidfd)
         del self.children[child.id]
-        self.say({"exited": child.id, "status": status, "cpu_s": usage.ru_utime + usage.ru_stime, "limited": limited})
+        self.send({"exited": child.id, "status": status, "cpu_s": usage.ru_utime + usage.ru_stime, "limited": limited})
 
-    def has_limited_itself(self, pid: int) -> bool:
+    def has_lowered_cpu_limit(self, pid: int) -> bool:
         """Whether the code lowered the processor time at which the kernel kills it. The dead have limits until they are waited for."""
         if not self.layers.rlimits:
             return False
@@ -175,44 +175,44 @@ class Zygote:
             hard = next(line.split()[4] for line in limits if line.startswith("Max cpu time"))
         return hard != "unlimited" and int(hard) < self.limits.cpu_s + 1
 
-    def leave(self) -> None:
+    def kill_children(self) -> None:
         for child in self.children.values():
-            signal.pidfd_send_signal(child.watch, signal.SIGKILL)
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
         for child in self.children.values():
             os.waitpid(child.pid, 0)
 
-    def say(self, message: dict[str, object]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool is gone: the next look at the socket says so too
             self.control.send(json.dumps(message).encode())
 
 
-def other_threads() -> list[str]:
+def list_other_threads() -> list[str]:
     """Names of the threads beside this one, after those that are about to end (Matplotlib's timer) have had a while."""
     own, tasks = str(os.getpid()), Path("/proc/self/task")
-    for _ in range(THREAD_ROUNDS):
+    for _ in range(THREAD_CHECKS):
         others = [task for task in tasks.iterdir() if task.name != own]
         if not others:
             return []
-        time.sleep(THREAD_S / THREAD_ROUNDS)
+        time.sleep(THREAD_WAIT_S / THREAD_CHECKS)
     return [(task / "comm").read_text().strip() for task in others]
 
 
 def main(settings: str) -> None:
     chosen = json.loads(settings)
     layers = Layers(**chosen["layers"])
-    limits = Limits(**{item.name: chosen["limits"][item.name] for item in fields(Limits)})
+    limits = BoxLimits(**{item.name: chosen["limits"][item.name] for item in fields(BoxLimits)})
     control = socket.socket(fileno=os.dup(0))
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     sys.path[:] = [path for path in sys.path if path != chosen["source"]]
-    worker.warm_up()
+    worker.preload_libraries()
     zygote = Zygote(control, layers=layers, limits=limits)
-    if others := other_threads():
-        zygote.say({"host": f"a library that was loaded keeps a thread ({', '.join(others)}): no fork would have it"})
+    if others := list_other_threads():
+        zygote.send({"host": f"a library that was loaded keeps a thread ({', '.join(others)}): no fork would have it"})
         return
     try:
-        confine.enter_zygote(layers, proc=zygote.proc)
+        confine.enter_zygote_layers(layers, proc=zygote.proc)
     except OSError as error:
-        zygote.say({"host": str(error)})
+        zygote.send({"host": str(error)})
         return
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # where it is stopped it does not see its socket close; namespaces clear it
     gc.collect()

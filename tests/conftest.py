@@ -10,7 +10,7 @@ import pytest
 from tests.support import forked
 from tools.convert import converter_hf_to_mcore
 from tools.data import make_alfworld
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A nano Qwen2.5-VL whose random weights are large enough that no parameter is a no-op."""
     out = tmp_path_factory.mktemp("models") / "random"
-    make(out, preset="nano", init="random", seed=1)
+    make_checkpoint(out, preset="nano", init="random", seed=1)
     return out
 
 
@@ -33,7 +33,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with its embeddings as output layer."""
     out = tmp_path_factory.mktemp("models") / "tied"
-    make(out, preset="nano", init="random", seed=1, tied=True)
+    make_checkpoint(out, preset="nano", init="random", seed=1, tied=True)
     return out
 
 
@@ -41,7 +41,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learning_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The nano that the quickstart trains: it can learn to read."""
     out = tmp_path_factory.mktemp("models") / "learning"
-    make(out, preset="nano", init="learn", seed=0)
+    make_checkpoint(out, preset="nano", init="learn", seed=0)
     return out
 
 

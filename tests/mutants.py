@@ -50,8 +50,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "only the first data file has a digest",
         "megatron_rl/data/data_digests.py",
-        "for name in names for path in files_of(name, key=key)]",
-        "for name in names[:1] for path in files_of(name, key=key)]",
+        "for name in names for path in find_data_files(name, key=key)]",
+        "for name in names[:1] for path in find_data_files(name, key=key)]",
         "tests/data/test_data_digests.py -k other_rows",
     ),
     Mutant(
@@ -113,7 +113,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a picture's key names any file",
         "megatron_rl/io/rollout_codec.py",
-        "_require(KEY.fullmatch(key) is not None, ",
+        "_require(IMAGE_KEY_PATTERN.fullmatch(key) is not None, ",
         "_require(bool(key), ",
         "tests/observe/test_viewer_walls.py -k key",
     ),
@@ -127,8 +127,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the page is open to other machines",
         "megatron_rl/observe/viewer/__main__.py",
-        "if is_for_all(host) and not token:",
-        "if is_for_all(host) and token:",
+        "if is_reachable_remotely(host) and not token:",
+        "if is_reachable_remotely(host) and token:",
         "tests/observe/test_viewer_walls.py -k nobody_else",
     ),
     Mutant(
@@ -155,14 +155,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the last line of a program moves the terminal",
         "megatron_rl/cli/app.py",
-        'print(f"error: {printable(line)}"',
+        'print(f"error: {to_printable(line)}"',
         'print(f"error: {line}"',
         "tests/io/test_bounded_files.py -k terminal",
     ),
     Mutant(
         "what an evaluation states moves the terminal",
         "megatron_rl/cli/compare.py",
-        "console.print(printable(line), ",
+        "console.print(to_printable(line), ",
         "console.print(line, ",
         "tests/io/test_bounded_files.py -k terminal",
     ),
@@ -197,15 +197,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the viewer waits for a slow line",
         "megatron_rl/observe/viewer/__main__.py",
-        "config_of(app, Line())",
+        "make_uvicorn_config(app, ConnectionRegistry())",
         "uvicorn.Config(app)",
         "tests/observe/test_viewer_walls.py -k bounds_of_our_servers",
     ),
     Mutant(
         "a judge is believed without a proof",
         "megatron_rl/services/address.py",
-        "if is_gated and not is_proven",
-        "if not is_gated and not is_proven",
+        "if is_gated and not has_proven_token",
+        "if not is_gated and not has_proven_token",
         "tests/services/test_services_token.py -k proves_itself",
     ),
     Mutant(
@@ -281,7 +281,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a row group of a bank may have any number of rows",
         "megatron_rl/observe/rollout_store.py",
-        "if largest > ROWS_TOGETHER:",
+        "if largest > ROW_GROUP_SIZE:",
         "if largest < 0:",
         "tests/observe/test_viewer_walls.py -k another_writer",
     ),
@@ -351,8 +351,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a reference that no reply can match is accepted",
         "megatron_rl/data/answers.py",
-        "if len(answer) >= LONGEST_ANSWER:",
-        "if len(answer) > LONGEST_ANSWER:",
+        "if len(answer) >= MAX_ANSWER_CHARS:",
+        "if len(answer) > MAX_ANSWER_CHARS:",
         "tests/data/test_data_answers.py -k no_reply_matches",
     ),
     Mutant(
@@ -386,7 +386,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an option that differs in case alone is the same",
         "megatron_rl/rewards/answer.py",
-        "_has_twins(truth, options) or ",
+        "_has_similar_options(truth, options) or ",
         "",
         "tests/rewards/test_answer_forms.py -k options",
     ),
@@ -400,14 +400,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "times are arithmetic",
         "megatron_rl/rewards/algebra.py",
-        "or any(digit_label(part) for part in (text, *PARTS.split(text))):",
+        "or any(read_digit_label(part) for part in (text, *PART_SEPARATOR.split(text))):",
         "or False:",
         "tests/rewards/test_answer_forms.py -k forms_of_one_answer",
     ),
     Mutant(
         "small numbers are equal after rounding",
         "megatron_rl/rewards/math_verdict.py",
-        "if is_same and not checks.differ_by_a_share(*sides) and",
+        "if is_same and not checks.differ_beyond_tolerance(*sides) and",
         "if is_same and",
         "tests/rewards/test_algebra.py -k test_algebra",
     ),
@@ -554,21 +554,21 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an option's text goes before its letter",
         "megatron_rl/rewards/multiple_choice.py",
-        "if letter := choice(marked):",
-        "if (letter := choice(marked)) and not options:",
+        "if letter := read_choice(marked):",
+        "if (letter := read_choice(marked)) and not options:",
         "tests/rewards/test_answer_forms.py -k options",
     ),
     Mutant(
         "names of values are dropped",
         "megatron_rl/rewards/algebra.py",
-        "if max(num_names(wanted), num_names(given)) > 1:",
+        "if max(count_names(wanted), count_names(given)) > 1:",
         "if False:",
         "tests/rewards/test_answer_kinds.py -k kinds_of_answers",
     ),
     Mutant(
         "any equation is its right side",
         "megatron_rl/rewards/algebra.py",
-        "not (states_a_value(wanted) and states_a_value(given)):",
+        "not (is_value_equation(wanted) and is_value_equation(given)):",
         "not wanted:",
         "tests/rewards/test_answer_kinds.py -k kinds_of_answers",
     ),
@@ -631,7 +631,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "several dots behind a number are a full stop",
         "megatron_rl/rewards/answer.py",
-        "if goes_on(truth) or goes_on(answer):",
+        "if ends_in_dots(truth) or ends_in_dots(answer):",
         "if False:",
         "tests/rewards/test_answer_kinds.py -k kinds_of_answers",
     ),
@@ -827,8 +827,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a reply keeps its lead-in",
         "megatron_rl/rewards/accuracy.py",
-        "truth, answer = unwrapped(truth), unwrapped(answer)",
-        "truth = unwrapped(truth)",
+        "truth, answer = extract_answer(truth), extract_answer(answer)",
+        "truth = extract_answer(truth)",
         "tests/rewards/test_answer_values.py -k lead-ins",
     ),
     Mutant(
@@ -862,8 +862,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "words of a reference are no context of its number",
         "megatron_rl/rewards/answer.py",
-        'number(answer, f"{question} {truth}")',
-        "number(answer, question)",
+        'parse_number(answer, f"{question} {truth}")',
+        "parse_number(answer, question)",
         "tests/rewards/test_answer_kinds.py -k words_of_a_reference",
     ),
     Mutant(
@@ -876,8 +876,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "numeric sources do not know their question",
         "megatron_rl/rewards/accuracy.py",
-        "relative_accuracy(truth, answer, question=question)",
-        "relative_accuracy(truth, answer)",
+        "mean_relative_accuracy(truth, answer, question=question)",
+        "mean_relative_accuracy(truth, answer)",
         "tests/rewards/test_answer_kinds.py -k harmless_unless",
     ),
     Mutant(
@@ -918,8 +918,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "metrics of repeated steps are lost",
         "megatron_rl/run/superseded_steps.py",
-        "replace_lines(superseded / METRICS_FILE, repeated)",
-        "replace_lines(superseded / METRICS_FILE, repeated[1:])",
+        "write_lines_atomically(superseded / METRICS_FILE, repeated)",
+        "write_lines_atomically(superseded / METRICS_FILE, repeated[1:])",
         "tests/run/test_superseded_steps.py",
     ),
     Mutant(
@@ -1016,14 +1016,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "directions count as three kinds of VSI-Bench",
         "megatron_rl/data/benchmarks/catalog.py",
-        'mean_over("type", merged=DIRECTIONS)',
-        'mean_over("type")',
+        'mean_over_label("type", merged=DIRECTIONS)',
+        'mean_over_label("type")',
         "tests/data/benchmarks/test_official.py -k kinds",
     ),
     Mutant(
         "intervals draw items that belong together one by one",
         "megatron_rl/data/benchmarks/benchmark_scores.py",
-        "cut = [by_unit(scored) for scored in samples]",
+        "cut = [group_by_unit(scored) for scored in samples]",
         "cut = [{str(number): [each] for number, each in enumerate(scored)} for scored in samples]",
         "tests/data/benchmarks/test_official.py -k interval",
     ),
@@ -1051,8 +1051,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a power is the number below it",
         "megatron_rl/rewards/answer_values.py",
-        "return None if _CHANGED.search(text) else number(text)",
-        "return number(text)",
+        "return None if _CHANGED.search(text) else parse_number(text)",
+        "return parse_number(text)",
         "tests/data/benchmarks/test_official_scripts.py -k whole_or_not",
     ),
     Mutant(
@@ -1100,8 +1100,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "options that name places in the picture are shuffled",
         "megatron_rl/data/benchmarks/items.py",
-        "stay = not shuffle or any(",
-        "stay = not shuffle or all(",
+        "stay = not seed or any(",
+        "stay = not seed or all(",
         "tests/data/benchmarks/test_listed_options.py -k name_places",
     ),
     Mutant(
@@ -1184,7 +1184,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an export's columns are named in every warm start",
         "megatron_rl/data/transcript_forms.py",
-        "    if record.row.keys() == EXPORTED:",
+        "    if record.row.keys() == EXPORT_COLUMNS:",
         "    if not record.row:",
         "tests/data/test_unread_names.py -k transcripts",
     ),
@@ -1198,14 +1198,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "another answer that is not read is not named",
         "megatron_rl/data/questions.py",
-        "for name, value in others if unwrapped(str(value)) != answer and",
+        "for name, value in others if extract_answer(str(value)) != answer and",
         "for name, value in others if not value and",
         "tests/data/test_unread_names.py -k are_named",
     ),
     Mutant(
         "a prompt that does not hold the question is not named",
         "megatron_rl/data/unread.py",
-        "if asked not in _words_of_all(value).casefold()}",
+        "if asked not in _all_words(value).casefold()}",
         "if not value}",
         "tests/data/test_unread_names.py -k are_named",
     ),
@@ -1233,8 +1233,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a flag under a key without effect is let pass",
         "megatron_rl/data/transcript_messages.py",
-        "key in IGNORED and not isinstance(held, bool | list | Mapping)",
-        "key in IGNORED",
+        "key in IGNORED_KEYS and not isinstance(held, bool | list | Mapping)",
+        "key in IGNORED_KEYS",
         "tests/data/test_data_transcript_refusals.py -k refused",
     ),
     Mutant(
@@ -1247,14 +1247,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a warm start does not name columns that nothing reads",
         "megatron_rl/sft.py",
-        "for line in demonstrations.warnings if TRANSCRIPTS not in sft.splits[:stage] else ():",
+        "for line in demonstrations.warnings if TRANSCRIPTS_SPLIT not in sft.splits[:stage] else ():",
         "for line in ():",
         "tests/test_sft.py -k not_read",
     ),
     Mutant(
         "places of other trainers are words of a question",
         "megatron_rl/data/unread.py",
-        "find_media_place(question) or find_object_place(question) or ",
+        "find_media_placeholder(question) or find_object_placeholder(question) or ",
         "",
         "tests/data/test_unread_columns.py -k words",
     ),
@@ -1282,8 +1282,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a folder's files are read by the first suffix alone",
         "megatron_rl/data/dataset_files.py",
-        "files = [found for found in within if _format(found) in kind]",
-        "files = [found for found in within if _format(found) in kind[:1]]",
+        "files = [found for found in within if _suffix(found) in kind]",
+        "files = [found for found in within if _suffix(found) in kind[:1]]",
         "tests/data/test_dataset_files.py -k one_kind",
     ),
     Mutant(
@@ -1296,8 +1296,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a user's row may say what it is scored by",
         "megatron_rl/data/questions.py",
-        '**({"official": record.official} if record.official else {}),',
-        '**({"official": row["official"]} if "official" in row else {"official": record.official} if record.official else {}),',
+        '**({"official": record.benchmark_info} if record.benchmark_info else {}),',
+        '**({"official": row["official"]} if "official" in row else {"official": record.benchmark_info} if record.benchmark_info else {}),',
         "tests/data/benchmarks/test_official.py -k scores_by",
     ),
     Mutant(
@@ -1317,14 +1317,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the first suspect that holds is named, however loose the bound",
         "megatron_rl/explain/hypotheses.py",
-        "if mean <= CLEARER * least)",
+        "if mean <= MIN_GAP_RATIO * least)",
         "if name)",
         "tests/explain/test_bfloat16.py -k best_is_named",
     ),
     Mutant(
         "a token within the bound of bfloat16 proves that its pictures are right",
         "megatron_rl/explain/hypotheses.py",
-        "if row < first and case.bound.is_of_each)",
+        "if row < first and case.tolerance.is_per_token)",
         "if row < first)",
         "tests/explain/test_bfloat16.py -k rounded_numbers",
     ),
@@ -1345,8 +1345,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the order of candidates is that of whoever asked first",
         "megatron_rl/tasks/lewis/listener_client.py",
-        "return heard([logprobs[digest] for digest in shown])",
-        "return heard(list(logprobs.values()))",
+        "return make_listener_score([logprobs[digest] for digest in shown])",
+        "return make_listener_score(list(logprobs.values()))",
         "tests/rewards/test_listener_client.py -k order_of_candidates",
     ),
     Mutant(
@@ -1359,8 +1359,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a wrong pick pays what a right one does",
         "megatron_rl/tasks/lewis/rewards.py",
-        'if is_right or mode == "soft_always" else 0.0',
-        "if mode else 0.0",
+        'if is_right or accuracy_mode == "soft_always" else 0.0',
+        "if accuracy_mode else 0.0",
         "tests/tasks/lewis/test_rewards.py -k three_ways",
     ),
     Mutant(
@@ -1429,7 +1429,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a file: URL is not held to the allowed folders",
         "megatron_rl/data/images.py",
-        "at_home(path, folder, roots, where), where)",
+        "check_inside_roots(path, folder, roots, where), where)",
         "path, where)",
         "tests/data/test_data_image_bytes.py -k file_url",
     ),
@@ -1450,14 +1450,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a judge is shown the data set's placeholder",
         "megatron_rl/rewards/judge_prompt.py",
-        "quoted(without_places(value))",
-        "quoted(value)",
+        "quote_text(remove_image_placeholders(value))",
+        "quote_text(value)",
         "tests/rewards/test_judge_asked.py -k place",
     ),
     Mutant(
         "a Parquet file may stand for anything",
         "megatron_rl/data/parquet_copy.py",
-        "    limit(size, target.parent)\n",
+        "    limit_resources(size, target.parent)\n",
         "",
         "tests/data/test_data_walls.py -k size_allows",
     ),
@@ -1499,15 +1499,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sweep begins before all of it is composed",
         "megatron_rl/launcher/sweep.py",
-        "        settings = all_composed(sweep.tasks)\n",
-        "        settings = {task.index: all_composed([task])[0] for task in tasks}\n",
+        "        settings = compose_tasks(sweep.tasks)\n",
+        "        settings = {task.index: compose_tasks([task])[0] for task in tasks}\n",
         "tests/launcher/test_sweep.py -k composed",
     ),
     Mutant(
         "a sweep that was asked to stop begins the next run",
         "megatron_rl/launcher/sweep.py",
-        "while waiting and len(self._running) < at_once and not hearing.heard:",
-        "while waiting and len(self._running) < at_once:",
+        "while waiting and len(self._running) < max_parallel and not signals.heard:",
+        "while waiting and len(self._running) < max_parallel:",
         "tests/launcher/test_sweep.py -k stopped",
     ),
     Mutant(
@@ -1520,7 +1520,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the share of a household's goal is paid by its level alone",
         "megatron_rl/tasks/alfworld/task.py",
-        'before = self.view.met if self.options.progress == "change" else 0',
+        'before = self.observation.num_met if self.options.progress == "change" else 0',
         "before = 0",
         "tests/tasks/test_alfworld.py -k earns",
     ),
@@ -1534,8 +1534,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a player that failed plays the next episode",
         "megatron_rl/tasks/alfworld/player_pool.py",
-        "if player.is_free and player.num_games < MAX_GAMES:",
-        "if player.num_games < MAX_GAMES:",
+        "if player.is_idle and player.num_games < MAX_GAMES_PER_PLAYER:",
+        "if player.num_games < MAX_GAMES_PER_PLAYER:",
         "tests/tasks/test_alfworld_players.py -k fails_one",
     ),
     Mutant(
@@ -1646,8 +1646,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "AdamW's passing copy is forgotten",
         "megatron_rl/memory_plan/gpu_memory.py",
-        "max(passing.total, step)",
-        "passing.total",
+        "max(passing.total_bytes, step)",
+        "passing.total_bytes",
         "tests/memory_plan/test_gpu_memory.py",
     ),
     Mutant(
@@ -1723,7 +1723,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "maxima of updates are averaged",
         "megatron_rl/observe/step_metrics.py",
-        '_largest(each) if name.endswith("_max") else sum(each) / len(each)',
+        '_max_or_nan(each) if name.endswith("_max") else sum(each) / len(each)',
         "sum(each) / len(each)",
         "tests/run/test_record.py",
     ),
@@ -1800,7 +1800,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a reply without an action stands",
         "megatron_rl/tasks/gym_cards/blackjack_table.py",
-        "(1 - hits - gone, stood), (gone, LOST), *after",
+        "(1 - hits - gone, stood), (gone, LOSS), *after",
         "(1 - hits, stood), *after",
         "tests/tasks/test_card_evaluations.py",
     ),
@@ -2287,8 +2287,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an answer may take a hundred times its limit",
         "sandbox/bounded_http.py",
-        "asyncio.timeout(limit_s):",
-        "asyncio.timeout(100 * limit_s):",
+        "asyncio.timeout(timeout_s):",
+        "asyncio.timeout(100 * timeout_s):",
         "tests/sandbox/test_bounded_http.py -k by_drops",
     ),
     Mutant(
@@ -2301,7 +2301,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an engine that asks for a key is an outage",
         "megatron_rl/rollout/vllm/server_api.py",
-        "if answer.status in DENIED:",
+        "if answer.status in DENIED_STATUSES:",
         "if answer.status in ():",
         "tests/rollout/test_troubled.py -k asks_for_a_key",
     ),
@@ -2343,7 +2343,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what was done is lost where a key is refused",
         "megatron_rl/entrypoints/train.py",
-        "    except RunDenied:\n        parts.save_progress()\n",
+        "    except RunDenied:\n        context.save_progress()\n",
         "    except RunDenied:\n",
         "tests/rollout/test_manager.py -k key_was_refused",
     ),
@@ -2364,7 +2364,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a service that publishes weights and asks for a token is an outage",
         "megatron_rl/rollout/weight_publisher.py",
-        "if answer.status in DENIED:",
+        "if answer.status in DENIED_STATUSES:",
         "if answer.status in ():",
         "tests/tasks/lewis/server/test_weight_updates.py -k asks_for_a_token",
     ),
@@ -2378,7 +2378,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a sandbox that asks for a token is an outage",
         "sandbox/client.py",
-        "if answer.status in DENIED:",
+        "if answer.status in DENIED_STATUSES:",
         "if answer.status in ():",
         "tests/sandbox/test_sandbox_believed.py -k another_token",
     ),
@@ -2406,15 +2406,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a server that hangs is left beside the one that takes its place",
         "megatron_rl/services/engine_servers.py",
-        "        engine.kept.kill()\n",
+        "        engine.process.kill()\n",
         "",
         "tests/services/test_engine_servers.py -k hangs",
     ),
     Mutant(
         "a server is started again for ever",
         "megatron_rl/services/engine_servers.py",
-        "engine.kept is None and engine.ends <= RESTARTS and",
-        "engine.kept is None and",
+        "engine.process is None and engine.consecutive_exits <= MAX_RESTARTS and",
+        "engine.process is None and",
         "tests/services/test_engine_servers.py -k rests_grow",
     ),
     Mutant(
@@ -2441,15 +2441,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a remedy quotes the brackets of a list",
         "megatron_rl/cli/override_quoting.py",
-        "if is_list or (kind is None",
-        "if (kind is None",
+        "if is_list or (value_type is None",
+        "if (value_type is None",
         "tests/cli/test_override_quoting.py -k gives_the_list",
     ),
     Mutant(
         "a remedy is not quoted for the shell",
         "megatron_rl/cli/override_quoting.py",
-        'return shlex.quote(f"{key}={quoted_value(value, kind_of(key))}")',
-        "return f\"'{key}={quoted_value(value, kind_of(key))}'\"",
+        'return shlex.quote(f"{key}={quote_value(value, setting_type(key))}")',
+        "return f\"'{key}={quote_value(value, setting_type(key))}'\"",
         "tests/cli/test_override_quoting.py -k gives_the_list",
     ),
     Mutant(
@@ -2490,7 +2490,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an endpoint's words are lost",
         "megatron_rl/evaluation/endpoint_policy.py",
-        'return ended_at(choice.message.content or "", sampling.stop)',
+        'return truncate_at_stop(choice.message.content or "", sampling.stop)',
         'return ""',
         "tests/evaluation/test_endpoint_policy.py -k counted",
     ),
@@ -2518,15 +2518,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "what makes room takes pictures that others show",
         "megatron_rl/observe/rollout_store.py",
-        "for key in gone.keys - others - self._keys_of_lines():",
-        "for key in gone.keys:",
+        "for key in gone.image_keys - others - self._best_worst_image_keys():",
+        "for key in gone.image_keys:",
         "tests/observe/test_rollout_store.py",
     ),
     Mutant(
         "a transcript holds a reply that was cut off",
         "megatron_rl/export/chat_messages.py",
-        "last - first >= cut_at and",
-        "last - first > cut_at and",
+        "last - first >= max_new_tokens and",
+        "last - first > max_new_tokens and",
         "tests/export/test_sft_transcripts.py -k cut_off",
     ),
     Mutant(
@@ -2567,14 +2567,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a picture that is there is taken for the name of a source",
         "megatron_rl/data/transcript_forms.py",
-        "(media.is_there or not PROVENANCE.fullmatch(column.casefold()))",
-        "not PROVENANCE.fullmatch(column.casefold())",
+        "(media.exists or not PROVENANCE_COLUMNS.fullmatch(column.casefold()))",
+        "not PROVENANCE_COLUMNS.fullmatch(column.casefold())",
         "tests/data/test_data_transcript_refusals.py -k there",
     ),
     Mutant(
         "a reply may show a picture",
         "megatron_rl/data/transcript_parts.py",
-        '        _check_role(record, role, f"{field} ({PLACE})")',
+        '        _check_role(record, role, f"{field} ({IMAGE_PLACEHOLDER})")',
         "        str(field)",
         "tests/data/test_data_transcript_refusals.py -k reply",
     ),
@@ -2609,7 +2609,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an evaluation goes on with other weights",
         "megatron_rl/evaluation/results_directory.py",
-        "if weights == fingerprint(settings)",
+        "if weights == fingerprint_weights(settings)",
         "if weights",
         "tests/entrypoints/test_evaluate.py",
     ),
@@ -2707,8 +2707,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "windows of the tower may cut vision tokens",
         "megatron_rl/models/hf_config.py",
-        "    if vision.window % (vision.patch * vision.merge):",
-        "    if vision.window < 0:",
+        "    if vision.window_size % token_side:",
+        "    if vision.window_size < 0:",
         "tests/models/test_hf_config.py -k no_model_has",
     ),
     Mutant(
@@ -2770,8 +2770,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the key of a judge's file is asked for in the environment",
         "megatron_rl/rewards/judge.py",
-        "secret=self._secret, token_file=self.settings.token_file)",
-        'secret=self._secret, token_file="")',
+        "secret=self._api_key, token_file=self.settings.token_file)",
+        'secret=self._api_key, token_file="")',
         "tests/rewards/test_judge.py -k of_a_file",
     ),
     Mutant(
@@ -2798,8 +2798,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an error of all ranks is printed by each",
         "megatron_rl/cli/app.py",
-        "seen_by_all=is_dry or isinstance(error, SharedValueError | SharedOSError)",
-        "seen_by_all=False",
+        "on_all_ranks=is_dry or isinstance(error, SharedValueError | SharedOSError)",
+        "on_all_ranks=False",
         "tests/distributed/test_world.py -k known_as_such",
     ),
     Mutant(
@@ -2889,14 +2889,14 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a service's token goes to whoever has its port",
         "megatron_rl/services/address.py",
-        "if is_gated and not is_proven(",
-        "if not is_gated and not is_proven(",
+        "if is_gated and not has_proven_token(",
+        "if not is_gated and not has_proven_token(",
         "tests/services/test_services_token.py -k port_first",
     ),
     Mutant(
         "servers inherit the user's keys",
         "megatron_rl/services/supervised_process.py",
-        " and name not in USERS_KEYS",
+        " and name not in USER_KEY_VARIABLES",
         "",
         "tests/services/test_services_token.py -k port_first",
     ),
@@ -2917,35 +2917,35 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a listener renders what all requests show at once",
         "megatron_rl/tasks/lewis/server/listener_app.py",
-        "Places(MOST_HELD)",
-        "Places(1 << 20)",
+        "RenderSlots(MAX_RENDERED)",
+        "RenderSlots(1 << 20)",
         "tests/services/test_listener_walls.py -k many_large_batches",
     ),
     Mutant(
         "a speaker renders all pictures of a request",
         "megatron_rl/tasks/lewis/server/speaker_app.py",
-        "Places(room.settings.max_num_seqs)",
-        "Places(1 << 20)",
+        "RenderSlots(engine.settings.max_num_seqs)",
+        "RenderSlots(1 << 20)",
         "tests/tasks/lewis/server/test_speaker_app.py -k few_pictures",
     ),
     Mutant(
         "a picture that is asked for by its hash is no newer",
         "megatron_rl/tasks/lewis/server/image_cache.py",
-        "                if given.sha256 in self._kept:\n                    self._kept.move_to_end(given.sha256)\n",
+        "                if candidate.sha256 in self._files:\n                    self._files.move_to_end(candidate.sha256)\n",
         "                pass\n",
         "tests/services/test_listener_walls.py -k by_its_hash",
     ),
     Mutant(
         "history=0 tells of all that was played",
         "megatron_rl/tasks/alfworld/task.py",
-        "self.played[-self.options.history :] if self.options.history else []",
-        "self.played[-self.options.history :]",
+        "self.commands[-self.options.history :] if self.options.history else []",
+        "self.commands[-self.options.history :]",
         "tests/tasks/test_alfworld_parts.py -k as_many_commands",
     ),
     Mutant(
         "random commands of a household are not the seed's",
         "megatron_rl/tasks/alfworld/task.py",
-        "        self.dice.seed(seed)\n",
+        "        self.rng.seed(seed)\n",
         "",
         "tests/tasks/test_alfworld_parts.py -k drawn_for_replies",
     ),
@@ -3015,7 +3015,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a replayed step counts one round",
         "megatron_rl/rollout/replay.py",
-        "self.admission.rounds += rounds_of(path)",
+        "self.admission.rounds += read_num_gen_batches(path)",
         "self.admission.rounds += 1",
         "tests/rollout/test_replay.py",
     ),
@@ -3029,8 +3029,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a launcher kills ranks while they save",
         "megatron_rl/launcher/spawn.py",
-        "grace_s(given.training_script_args) + CLOSE_TIMEOUT_S",
-        "grace_s(given.training_script_args)",
+        "parse_grace_s(given.training_script_args) + CLOSE_TIMEOUT_S",
+        "parse_grace_s(given.training_script_args)",
         "tests/launcher/test_spawn.py -k time_to_close",
     ),
     Mutant(
@@ -3113,8 +3113,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "tools number pictures from the last observation",
         "megatron_rl/tasks/visual_python/env.py",
-        "        self.num_shown += _num_pictures(messages)\n        return Step(",
-        "        self.num_shown = _num_pictures(messages)\n        return Step(",
+        "        self.num_images += _count_images(messages)\n        return Step(",
+        "        self.num_images = _count_images(messages)\n        return Step(",
         "tests/tasks/test_agent_env.py",
     ),
     Mutant(
@@ -3134,7 +3134,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "every layer's adapter starts alike",
         "megatron_rl/weights/formats/peft.py",
-        'zlib.crc32(f"{seed} {row.hf[0]}".encode())',
+        'zlib.crc32(f"{seed} {row.hf_names[0]}".encode())',
         'zlib.crc32(f"{seed}".encode())',
         "tests/weights/test_peft.py -k start_as",
     ),
@@ -3162,8 +3162,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a picture of too many pixels is decoded",
         "megatron_rl/tasks/lewis/server/image_cache.py",
-        "if width * height > MOST_PIXELS:",
-        "if max(width, height) > MOST_PIXELS:",
+        "if width * height > MAX_IMAGE_PIXELS:",
+        "if max(width, height) > MAX_IMAGE_PIXELS:",
         "tests/services/test_listener_walls.py -k too_many_pixels",
     ),
     Mutant(
@@ -3190,15 +3190,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a player that died is given to the next episode",
         "megatron_rl/tasks/alfworld/player_pool.py",
-        "                if player.is_there:\n                    return player\n",
+        "                if player.is_connected:\n                    return player\n",
         "                return player\n",
         "tests/tasks/test_alfworld_players.py -k taken_again",
     ),
     Mutant(
         "of equal rollouts the earlier is exported",
         "megatron_rl/export/sft_transcripts.py",
-        "sorted(of_example.values(), reverse=True)[:best]",
-        "sorted(of_example.values(), key=lambda each: -each.reward)[:best]",
+        "sorted(of_example.values(), reverse=True)[:max_per_example]",
+        "sorted(of_example.values(), key=lambda each: -each.reward)[:max_per_example]",
         "tests/export/test_sft_transcripts.py -k equal_rollouts",
     ),
     Mutant(
@@ -3267,8 +3267,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "an interval is that of a greedy evaluation always",
         "megatron_rl/launcher/sweep_report.py",
-        "found = interval(evaluation, kind)",
-        'found = interval(evaluation, "greedy")',
+        "found = success_interval(evaluation, kind)",
+        'found = success_interval(evaluation, "greedy")',
         "tests/launcher/test_sweep.py -k wilsons",
     ),
     Mutant(
@@ -3330,15 +3330,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a full /dev/shm is not named",
         "megatron_rl/cli/app.py",
-        "end(with_full_disks(str(error)), world",
-        "end(str(error), world",
+        "exit_with_line(add_disk_full_hint(str(error)), world",
+        "exit_with_line(str(error), world",
         "tests/cli/test_told_once.py -k names_its_disk",
     ),
     Mutant(
         "another disk is said to be full",
         "megatron_rl/cli/app.py",
-        ".free < FULL_BYTES]",
-        ".free >= FULL_BYTES]",
+        ".free < MIN_FREE_BYTES]",
+        ".free >= MIN_FREE_BYTES]",
         "tests/cli/test_told_once.py -k no_name",
     ),
     Mutant(

@@ -38,7 +38,7 @@ class Counted(Sequence[Demonstration]):
 @pytest.mark.parametrize(("kept_bytes", "asked"), [(1 << 30, [1, 1, 1]), (2 * 56 * 56 * 3, [1, 1, 3]), (0, [3, 3, 3])])
 def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, asked: list[int]) -> None:
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
-    positions = read_spec(random_model).positions
+    positions = read_spec(random_model).rope_positions
     whole = [renderer.transcript(Counted()[index].messages) for index in range(3)]
     monkeypatch.setattr(sft, "CACHE_BYTES", kept_bytes)
     demonstrations = Counted()

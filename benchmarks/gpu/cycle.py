@@ -41,8 +41,8 @@ from megatron_rl.config import (
     TaskSettings,
 )  # fmt: skip
 from megatron_rl.distributed.world import connect, expand_segments, read_world, trim_malloc
-from megatron_rl.memory_plan.gpu_memory import SharePlan, plan
-from megatron_rl.memory_plan.gpu_specs import GB, GPUS
+from megatron_rl.memory_plan.gpu_memory import RankMemoryPlan, plan_gpu_memory
+from megatron_rl.memory_plan.gpu_specs import GB, GPU_SPECS
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
@@ -62,7 +62,7 @@ TINY = {"turns": 2, "prompts": 2, "group": 2, "tokens": 8, "max_model_len": 128,
 class Ledger:
     """What each phase took; a row is printed as it ends."""
 
-    planned: SharePlan | None
+    planned: RankMemoryPlan | None
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def phase(self, turn: object, name: str, act: Callable[[], T]) -> T:
@@ -116,7 +116,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
 def gpu_here() -> str:
     """Its name in the plan, or '' where the plan does not know it."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((gpu for gpu in GPUS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE)), "")
+    return next((gpu for gpu in GPU_SPECS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE)), "")
 
 
 def prompts(renderer: Renderer, *, num: int, side: int) -> list[TokenSequence]:
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--recompute", default="full", choices=["none", "selective", "vision", "full"])
     parser.add_argument("--eager", action="store_true", help="the engine without compilation and CUDA graphs")
     parser.add_argument("--utilization", type=float, default=0.5, help="engine.gpu_memory_utilization")
-    parser.add_argument("--gpu", default=gpu_here(), choices=[*GPUS, ""], help="whose plan is printed; default: the device here")
+    parser.add_argument("--gpu", default=gpu_here(), choices=[*GPU_SPECS, ""], help="whose plan is printed; default: the device here")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=32, help="each with a picture")
     parser.add_argument("--group", type=int, default=8, help="replies to each")
@@ -236,7 +236,7 @@ def main() -> None:
         as_it_is = engine_core.place_of
         engine_core.place_of = lambda settings, *, cuda: as_it_is(settings, cuda=cuda) | {"enforce_eager": True}
     settings = settings_of(given)
-    planned = plan(read_spec(given.model, key="--model"), settings, world_size=1).ranks[0] if given.gpu else None
+    planned = plan_gpu_memory(read_spec(given.model, key="--model"), settings, world_size=1).ranks[0] if given.gpu else None
     print(f"{given.model}, {given.dtype}, {machine()}; plan: {given.gpu or 'none'}")
     print_head("turn", "phase", "s", "used", "reserved", "peak", "plan", "peak / plan")
     cycle(settings, given, Ledger(planned))

@@ -20,34 +20,34 @@ from benchmarks.probes.sites import TOKEN, SandboxServer
 from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.services import address
 from sandbox import access
-from sandbox.access import CHALLENGE, PROOF, proof_of
-from sandbox.bounded_http import BoundedClient, request
+from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
+from sandbox.bounded_http import BoundedClient, send_request
 from sandbox.client import SandboxClient
-from sandbox.token import bearer
-from sandbox.types import Limits
+from sandbox.token import bearer_header
+from sandbox.types import BoxLimits
 
 LIMIT_S = 1.5
-HEALTH = {"limits": asdict(Limits())}
+HEALTH = {"limits": asdict(BoxLimits())}
 Ask = Callable[[str], object]
 
 
 def bounded(url: str) -> object:
-    return request("GET", url, limit_s=LIMIT_S, max_bytes=1 << 16, token=TOKEN).content
+    return send_request("GET", url, timeout_s=LIMIT_S, max_bytes=1 << 16, token=TOKEN).content
 
 
 def plain(url: str) -> object:
-    return httpx.get(url, timeout=LIMIT_S, headers=bearer(TOKEN)).content
+    return httpx.get(url, timeout=LIMIT_S, headers=bearer_header(TOKEN)).content
 
 
 def urllibs(url: str) -> object:
-    return urllib.request.urlopen(urllib.request.Request(url, headers=bearer(TOKEN)), timeout=LIMIT_S).read()
+    return urllib.request.urlopen(urllib.request.Request(url, headers=bearer_header(TOKEN)), timeout=LIMIT_S).read()
 
 
 def bounded_twice(url: str) -> None:
     async def main() -> None:
         async with BoundedClient() as client:
             for _ in range(2):
-                await client.request("GET", url, limit_s=LIMIT_S, max_bytes=1 << 16)
+                await client.request("GET", url, timeout_s=LIMIT_S, max_bytes=1 << 16)
 
     asyncio.run(main())
 
@@ -63,7 +63,7 @@ def num_workers(url: str) -> object:
 
 
 def num_workers_unchecked(url: str) -> object:
-    answer = httpx.get(url, timeout=LIMIT_S, headers=bearer(TOKEN))
+    answer = httpx.get(url, timeout=LIMIT_S, headers=bearer_header(TOKEN))
     if not answer.is_success:
         raise ValueError(answer.text)
     return int(answer.json()["world_size"])
@@ -72,13 +72,13 @@ def num_workers_unchecked(url: str) -> object:
 def starts_a_sandbox(url: str) -> object:
     async def main() -> object:
         async with SandboxClient(url) as client:
-            return client.limits.call_s
+            return client.limits.call_timeout_s
 
     return asyncio.run(main())
 
 
 def starts_unchecked(url: str) -> object:
-    return httpx.get(f"{url}/health", timeout=LIMIT_S).json()["limits"]["call_s"]
+    return httpx.get(f"{url}/health", timeout=LIMIT_S).json()["limits"]["call_timeout_s"]
 
 
 def opens_a_box(url: str) -> None:
@@ -153,8 +153,8 @@ def told_the_token(answer: Answer, *, kind: str = "sandbox") -> Callable[[Any, P
     def attack(weakened: Any, folder: Path) -> str:
         file = folder / "token"
         file.write_text(TOKEN)
-        with weakened(), patch.object(address, "ANSWER_S", 20.0), trap(answer) as found:
-            is_taken = address.is_there(found.url, kind, nonce="the-nonce", token=file)
+        with weakened(), patch.object(address, "HEALTH_TIMEOUT_S", 20.0), trap(answer) as found:
+            is_taken = address.is_service_running(found.url, kind, nonce="the-nonce", token=file)
         if found.has_heard(f"Bearer {TOKEN}"):
             return "it is told the token"
         return "it is taken for the run's server" if is_taken else ""
@@ -166,17 +166,17 @@ def _proves(made: Callable[[Trap, str], str]) -> Answer:
     """Answer a challenge with a proof, and everything else with the run's nonce, which the list of processes has."""
 
     def answer(found: Trap, line: Any, asked: bytes) -> None:
-        challenge = re.search(rf"(?i){CHALLENGE}: (\S+)", asked.decode("latin-1"))
+        challenge = re.search(rf"(?i){CHALLENGE_HEADER}: (\S+)", asked.decode("latin-1"))
         proof = made(found, challenge[1]) if challenge else ""
         body = json.dumps({"name": "the-nonce", "data": [{"id": "the-nonce"}]}).encode()
-        says(f"200 OK\r\n{PROOF}: {proof}", body)(found, line, asked)
+        says(f"200 OK\r\n{PROOF_HEADER}: {proof}", body)(found, line, asked)
 
     return answer
 
 
 def _relayed(found: Trap, challenge: str) -> str:
     with SandboxServer(token=TOKEN)(Path("/")) as site:
-        return httpx.get(f"http://127.0.0.1:{site.port}/health", headers={CHALLENGE: challenge}).headers[PROOF]
+        return httpx.get(f"http://127.0.0.1:{site.port}/health", headers={CHALLENGE_HEADER: challenge}).headers[PROOF_HEADER]
 
 
 def as_it_is() -> Any:
@@ -184,7 +184,7 @@ def as_it_is() -> Any:
 
 
 def without_proof() -> Any:
-    return patch.object(address, "is_proven", lambda url, token: True)
+    return patch.object(address, "has_proven_token", lambda url, token: True)
 
 
 def with_one_challenge() -> Any:
@@ -196,18 +196,18 @@ class without_a_port:
 
     def __enter__(self) -> None:
         for module in (access, address):
-            patch.object(module, "proof_of", lambda token, challenge, port: proof_of(token, challenge, port=0)).start()
+            patch.object(module, "compute_proof", lambda token, challenge, port: compute_proof(token, challenge, port=0)).start()
 
     def __exit__(self, *error: object) -> None:
         patch.stopall()
 
 
 FORGED = _proves(lambda found, challenge: challenge[::-1] * 2)
-REPLAYED = _proves(lambda found, challenge: proof_of(TOKEN, "0" * 32, port=found.port))
+REPLAYED = _proves(lambda found, challenge: compute_proof(TOKEN, "0" * 32, port=found.port))
 CHUNKED = "Transfer-Encoding: chunked\r\n\r\n"
 HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n"
 DEEP = says("200 OK", b'{"world_size": 1, "a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
-NAN = says("200 OK", b'{"limits": {"call_s": NaN, "open_s": 1e999, "images": -1}}')
+NAN = says("200 OK", b'{"limits": {"call_timeout_s": NaN, "open_timeout_s": 1e999, "images": -1}}')
 FULL = says("429 Full\r\nRetry-After: 1000000000", json.dumps({"detail": "full", **HEALTH}).encode())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.probes import bombs, readers
 from benchmarks.probes.probe import Probe
-from megatron_rl.io.bounded_files import printable, read_tail
+from megatron_rl.io.bounded_files import read_tail, to_printable
 from megatron_rl.io.jsonl import read_lines
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import read_metrics
@@ -190,7 +190,7 @@ FILES = tuple(
         ("checkpoint: another one's file of the same length", swaps_files, readers.by_digest, readers.by_size),
         ("checkpoint: infinitely many steps, rightly sealed", claims_a_step(1e999), readers.by_state, readers.by_plain_state),
         ("checkpoint: a record that names files outside", names_a_file_outside, readers.by_digest, readers.plain_digest),
-        ("words: a model's, that move the terminal", moves_the_terminal, printable, str),
+        ("words: a model's, that move the terminal", moves_the_terminal, to_printable, str),
         ("template: four ways to a class", reaches_classes, readers.rendered, readers.as_a_page),
         ("template: loops of 10**10 rounds", renders_for_ever(LOOPS), readers.inspected, readers.rendered),
         ("template: a text of 10 GB", renders_for_ever("{% set text = 'x' * 10000000000 %}"), readers.inspected, readers.rendered),

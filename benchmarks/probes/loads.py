@@ -9,13 +9,13 @@ from socket import MSG_PEEK, socket
 from typing import Any
 
 from benchmarks.probes.sites import num_open
-from sandbox.connections import Line
+from sandbox.connections import ConnectionRegistry
 
 LINES = 24
 """Connections that a slow client opens."""
 WAIT_S = 3.0
 """Seconds to wait: three times the limit of the server."""
-SHORT = Line(header_s=1.0, body_s=1.0, answer_s=1.0, most=LINES // 3)
+SHORT = ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0, response_timeout_s=1.0, max_connections=LINES // 3)
 TO_BOXES = (("Host", "127.0.0.1"), ("Content-Type", "application/json"))
 
 
@@ -44,7 +44,7 @@ def holds_many_lines(server: Any, folder: Path) -> str:
         lines = [held.enter_context(site.connect()) for _ in range(LINES)]
         time.sleep(0.5)
         left = num_open(lines)
-    return f"{left} silent lines are held" if left > SHORT.most else ""
+    return f"{left} silent lines are held" if left > SHORT.max_connections else ""
 
 
 def reads_no_answer(server: Any, folder: Path) -> str:

@@ -23,8 +23,8 @@ from jinja2 import TemplateError
 
 from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.errors import InfraError
-from sandbox.bounded_http import NoAnswer
-from sandbox.types import BoxClosed, PoolFull, SandboxFault
+from sandbox.bounded_http import NoResponse
+from sandbox.types import BoxClosed, PoolFull, SandboxError
 
 LIMIT_S = 30.0
 """Limit of an attempt. Clients are given 1.5 s for an answer, servers 1 s for a header."""
@@ -33,7 +33,7 @@ LIMIT_MB = 400.0
 SPARE_BYTES = 1 << 30
 """Growth after which the kernel gives no more."""
 EXPECTED = (
-    ValueError, OSError, NoAnswer, EndpointError, InfraError, SandboxFault, PoolFull, BoxClosed, TemplateError, httpx.HTTPError,
+    ValueError, OSError, NoResponse, EndpointError, InfraError, SandboxError, PoolFull, BoxClosed, TemplateError, httpx.HTTPError,
 )  # fmt: skip
 """Exceptions that callers expect of what is attacked."""
 OUT_OF_MEMORY = (MemoryError, pa.ArrowMemoryError)

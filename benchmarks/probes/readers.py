@@ -14,11 +14,11 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_rl.data.clips import StoredClip
+from megatron_rl.data.clips import StoredVideo
 from megatron_rl.data.images import StoredImage
-from megatron_rl.observe.recorder import picture_loader
+from megatron_rl.observe.recorder import make_image_loader
 from megatron_rl.observe.rollout_store import read_rollouts
-from megatron_rl.observe.viewer.store import Folder
+from megatron_rl.observe.viewer.store import RunFolder
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.rollout import processor
 from megatron_rl.run.checkpoints import CheckpointState, read_state
@@ -48,20 +48,20 @@ def size_of_picture(path: Path) -> object:
 
 
 def loaded_picture(path: Path) -> object:
-    return picture_loader(path.parent.parent)(f"images/{path.name}")
+    return make_image_loader(path.parent.parent)(f"images/{path.name}")
 
 
 def shown_picture(path: Path) -> bytes | None:
     """The rollout in the form that the viewer returns."""
-    return Folder(path.parents[2]).picture(path.stem)
+    return RunFolder(path.parents[2]).read_image(path.stem)
 
 
 def metrics_of_folder(path: Path) -> object:
-    return Folder(path.parent).metrics()
+    return RunFolder(path.parent).metrics()
 
 
 def decoded(path: Path) -> object:
-    return TokenDecoder(path, limit_s=8.0).decode([[0]])
+    return TokenDecoder(path, timeout_s=8.0).decode([[0]])
 
 
 def decoded_here(path: Path) -> object:
@@ -141,11 +141,11 @@ def plain_size(path: Path) -> object:
 
 
 def stored_clip(path: Path) -> bytes:
-    return StoredClip(path, "row 1").read()
+    return StoredVideo(path, "row 1").read()
 
 
 def stored_rollouts(path: Path) -> object:
-    return read_rollouts(path, pictures=False)
+    return read_rollouts(path, with_images=False)
 
 
 def plain_rollouts(path: Path) -> object:

@@ -18,7 +18,7 @@ from benchmarks.probes.sites import TOKEN, Site
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.server_command import MIDDLEWARE, PROGRAM, server_arguments, server_environment
-from megatron_rl.services.supervised_process import free_port
+from megatron_rl.services.supervised_process import find_free_port
 
 START_S = 400.0
 PAGE = (("Host", "evil.example:8000"), ("Origin", "http://evil.example"), ("Content-Type", "text/plain;charset=UTF-8"))
@@ -61,7 +61,7 @@ def engine(model: str, folder: Path, *, is_gated: bool) -> Iterator[Site]:
     settings, renderer, port = (
         EngineSettings(kv_cache_mib=64, max_model_len=512),
         Renderer(ModelSettings(path=model)),
-        free_port("127.0.0.1"),
+        find_free_port("127.0.0.1"),
     )
     words = server_arguments(
         model, settings, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=False, seed=1, timeout_s=60.0

@@ -20,22 +20,22 @@ import uvicorn
 from fastapi import FastAPI, Request, WebSocket
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
-from megatron_rl.observe.viewer.store import labelled
+from megatron_rl.observe.viewer.store import label_folders
 from megatron_rl.observe.viewer.web_app import create_app as viewer_app
 from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE, TOKEN_FILE
-from megatron_rl.tasks.lewis.server.model_server import application
-from megatron_rl.tasks.lewis.server.request_limiter import Limits as ModelLimits
-from sandbox.connections import Line
-from sandbox.http import config_of
-from sandbox.inputs import collect
+from megatron_rl.tasks.lewis.server.model_server import make_application
+from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits as ModelLimits
+from sandbox.connections import ConnectionRegistry
+from sandbox.http import make_uvicorn_config
+from sandbox.inputs import collect_inputs
 from sandbox.layers import Layers
-from sandbox.pool import Sandbox
+from sandbox.pool import SandboxPool
 from sandbox.server import create_app
-from sandbox.types import Limits, Result
+from sandbox.types import BoxLimits, CallResult
 
 TOKEN = "a-word-of-thirty-two-characters!"
 READ_S = 5.0
-SMALL_LIMITS = Limits(input_bytes=4 << 20)
+SMALL_LIMITS = BoxLimits(input_bytes=4 << 20)
 
 
 @dataclass
@@ -59,27 +59,27 @@ class Site:
 
 
 class _StillBox:
-    async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
-        return Result(id=1, text=code[:100])
+    async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
+        return CallResult(id=1, text=code[:100])
 
-    async def fetch(self, names: list[str]) -> dict[str, bytes]:
+    async def fetch_files(self, names: list[str]) -> dict[str, bytes]:
         return {name: bytes(int(name)) for name in names}
 
     async def close(self) -> None:
         """It has nothing."""
 
 
-class _StillPool(Sandbox):
+class _StillPool(SandboxPool):
     """A pool whose boxes have no processes."""
 
-    def __init__(self, limits: Limits | None) -> None:
+    def __init__(self, limits: BoxLimits | None) -> None:
         super().__init__(size=8, limits=limits)
         self.layers = Layers()
 
     num_open = 0
 
     async def open(self, *, images: Mapping[str, bytes] = {}, files: Mapping[str, bytes] = {}, **_: Any) -> _StillBox:
-        collect(images=images, files=files, limits=self.limits)
+        collect_inputs(images=images, files=files, limits=self.limits)
         return _StillBox()
 
 
@@ -87,9 +87,9 @@ class _StillPool(Sandbox):
 class SandboxServer:
     token: str = ""
     is_gated: bool = True
-    line: Line | None = field(default_factory=Line)
+    line: ConnectionRegistry | None = field(default_factory=ConnectionRegistry)
     """None: the connections of uvicorn itself."""
-    limits: Limits | None = None
+    limits: BoxLimits | None = None
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
@@ -108,7 +108,7 @@ class ModelServer:
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
-        app = application("listener", limits=ModelLimits(), bodies=("score",), token="", receiver=None)
+        app = make_application("listener", limits=ModelLimits(), large_body_routes=("score",), token="", receiver=None)
         if not self.is_gated:
             app.user_middleware.clear()
 
@@ -116,7 +116,7 @@ class ModelServer:
         async def score(request: Request) -> dict[str, int]:
             return {"bytes": len(await request.body())}
 
-        with _serving(app, Line()) as site:
+        with _serving(app, ConnectionRegistry()) as site:
             yield site
 
 
@@ -155,7 +155,7 @@ class EngineServer:
 @dataclass(frozen=True, slots=True)
 class Viewer:
     is_guarded: bool = True
-    line: Line | None = field(default_factory=Line)
+    line: ConnectionRegistry | None = field(default_factory=ConnectionRegistry)
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
@@ -163,7 +163,7 @@ class Viewer:
         images.mkdir(parents=True)
         (images / "a.png").write_bytes(b"\x89PNG\r\n\x1a\nthe run's picture")
         (folder / "run" / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
-        app = viewer_app(labelled([folder / "run"]), hosts=["127.0.0.1", "localhost"])
+        app = viewer_app(label_folders([folder / "run"]), hosts=["127.0.0.1", "localhost"])
         if not self.is_guarded:
             app.user_middleware.clear()
         with _serving(app, self.line) as site:
@@ -171,9 +171,9 @@ class Viewer:
 
 
 @contextmanager
-def _serving(app: FastAPI, line: Line | None) -> Iterator[Site]:
+def _serving(app: FastAPI, line: ConnectionRegistry | None) -> Iterator[Site]:
     with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
-        server = uvicorn.Server(config_of(app, line) if line else uvicorn.Config(app, log_level="warning"))
+        server = uvicorn.Server(make_uvicorn_config(app, line) if line else uvicorn.Config(app, log_level="warning"))
         site = Site(listener.getsockname()[1])
         keeper = logging.Handler()
         keeper.emit = lambda record: site.log.append(record.getMessage())  # type: ignore[method-assign]

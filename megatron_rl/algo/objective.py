@@ -13,7 +13,7 @@ from megatron_rl.algo.kl import ESTIMATORS, k3
 from megatron_rl.algo.policy_losses import ClipBounds, log_ratio
 from megatron_rl.algo.rollout_correction import bypasses, compute_is_weights, correction_metrics, importance_metrics
 from megatron_rl.config import AlgoSettings
-from megatron_rl.io.histogram import counts_of
+from megatron_rl.io.histogram import count_in_bins
 from megatron_rl.types import Loss, LossInputs, LossMetrics
 
 
@@ -83,7 +83,7 @@ def policy_metrics(
         sums |= importance_metrics(rows)
     maxima = {"policy/ratio_abs_dev_max": _max((ratio_R - 1.0).abs()), "rollout_mismatch/logprob_abs_diff_max": _max(gap_R)}
     return LossMetrics(
-        sums=sums, maxima=maxima, histograms={"rollout_mismatch/logprob_abs_diff": counts_of(gap_R, among_R=rows.on_policy_R)}
+        sums=sums, maxima=maxima, histograms={"rollout_mismatch/logprob_abs_diff": count_in_bins(gap_R, mask_R=rows.on_policy_R)}
     )
 
 

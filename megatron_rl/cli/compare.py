@@ -8,35 +8,36 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.evaluation.evaluation_report import bootstrap
-from megatron_rl.evaluation.paired_comparison import Evaluation, difference, differing, read_evaluation
-from megatron_rl.io.bounded_files import printable
+from megatron_rl.evaluation.evaluation_report import bootstrap_interval
+from megatron_rl.evaluation.paired_comparison import EvaluationResult, compare_evaluations, find_different_conditions, read_evaluation
+from megatron_rl.io.bounded_files import to_printable
 
-WIDTH = 160
+TABLE_WIDTH = 160
 """Columns where nobody looks at a terminal."""
 
 
-def row(first: Evaluation, each: Evaluation) -> list[str]:
-    low, high = bootstrap(list(each.means.values()))
-    mean = sum(each.means.values()) / len(each.means)
-    cells = [str(each.folder), str(len(each.means)), f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})"]
-    if each is first:
+def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> list[str]:
+    low, high = bootstrap_interval(list(evaluation.example_means.values()))
+    mean = sum(evaluation.example_means.values()) / len(evaluation.example_means)
+    cells = [str(evaluation.folder), str(len(evaluation.example_means)), f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})"]
+    if evaluation is baseline:
         return [*cells, "", "", ""]
-    found = difference(first, each)
+    found = compare_evaluations(baseline, evaluation)
     gap = f"{100 * found.mean:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
-    return [*cells, str(found.num), gap, f"{found.p:.3g}"]
+    return [*cells, str(found.num_examples), gap, f"{found.p_value:.3g}"]
 
 
-def show(evaluations: Sequence[Evaluation], console: Console) -> None:
+def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) -> None:
     first, *others = evaluations
     table = Table("evaluation", "examples", "success (95%)", "in common", "less the first's (95%)", "p")
     for each in evaluations:
-        table.add_row(*map(printable, row(first, each)))
+        table.add_row(*map(to_printable, comparison_row(first, each)))
     console.print(table, markup=False)
     for other in others:
-        for name in differing(first, other):
-            line = f"{other.folder}: another {name}: {other.stated.get(name, 'not said')}; the first: {first.stated.get(name, 'not said')}"
-            console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+        for name in find_different_conditions(first, other):
+            theirs, firsts = (each.conditions.get(name, "not said") for each in (other, first))
+            line = f"{other.folder}: another {name}: {theirs}; the first: {firsts}"
+            console.print(to_printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -46,8 +47,10 @@ def main(arguments: Sequence[str]) -> int:
     if len(options.folders) < 2:
         parser.error("give two folders or more")
     try:
-        show([read_evaluation(folder) for folder in options.folders], Console(width=None if sys.stdout.isatty() else WIDTH))
+        print_comparison(
+            [read_evaluation(folder) for folder in options.folders], Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+        )
     except (ValueError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        print(f"error: {to_printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -17,10 +17,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import MarkedYAMLError, YAMLError
 
 from megatron_rl import configs
-from megatron_rl.cli.override_quoting import CLOSERS, is_enclosed, kind_of, quoted_word
+from megatron_rl.cli.override_quoting import CLOSING_BRACKETS, is_enclosed, quote_override, setting_type
 from megatron_rl.config import Settings
 
-ELSEWHERE = {
+FOREIGN_NAMES = {
     "learning_rate": "optim.lr",
     "max_grad_norm": "optim.clip_grad",
     "num_generations": "batch.group_size",
@@ -40,28 +40,28 @@ ELSEWHERE = {
     "report_to": "wandb.mode",
 }
 """What TRL, verl and ms-swift call a setting of ours."""
-EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-NEAR = 0.6
+TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+MIN_SIMILARITY = 0.6
 """Least likeness of a name that is worth telling (difflib's ratio)."""
 
 
-def retold(error: HydraException | OmegaConfBaseException | YAMLError, words: Sequence[str]) -> str:
+def format_error(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
     """The line for what was raised while the settings were put together from these words of the command line.
 
     Of an address nothing is told that may be a password: the settings have not yet refused it (config/checks.py, require_address).
     """
-    return re.sub(r"(?<=://)\S*[@?#]\S*?(?=:?(?:\s|$))", "***", line_of(error, words))
+    return re.sub(r"(?<=://)\S*[@?#]\S*?(?=:?(?:\s|$))", "***", error_line(error, overrides))
 
 
-def line_of(error: HydraException | OmegaConfBaseException | YAMLError, words: Sequence[str]) -> str:
+def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
     if isinstance(error, OverrideParseException):
-        return malformed(error.override, words)
+        return malformed_override_line(error.override, overrides)
     if isinstance(error, MissingConfigException):
-        return no_such_file(error)
+        return missing_config_line(error)
     if isinstance(error, ConfigCompositionException):
-        return not_composed(error, words)
+        return composition_error_line(error, overrides)
     if isinstance(error, OmegaConfBaseException):
-        return f"{stated(error.full_key, dict(map(split, words)))}: {first_line(error)}"
+        return f"{format_typed(error.full_key, dict(map(split_override, overrides)))}: {first_line(error)}"
     if isinstance(error, SearchPathException):
         return f"--config-dir: {first_line(error)}"
     if isinstance(error, MarkedYAMLError):
@@ -69,47 +69,49 @@ def line_of(error: HydraException | OmegaConfBaseException | YAMLError, words: S
     return first_line(error)
 
 
-def not_composed(error: ConfigCompositionException, words: Sequence[str]) -> str:
+def composition_error_line(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
     """A key or a value that the dataclasses do not take, from the command line or from a yaml, which is named."""
     cause = error.__cause__ or error.__context__
     place = re.match(r"In '(.+?)': \w+ raised", str(error))
     where = f"{place[1]}.yaml: " if place else ""
-    typed = {} if place else dict(map(split, words))
+    typed = {} if place else dict(map(split_override, overrides))
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         key = next((key for key in typed if f"'{key}'" in str(error)), cause.full_key)
         if get_origin(cause.ref_type) is dict:
-            return f"{where}{stated(key, typed)}: a name of its own is added with a plus sign; write +{cause.full_key}=VALUE"
-        return f"{where}{no_such_key(key, stated(key, typed))}"
+            return f"{where}{format_typed(key, typed)}: a name of its own is added with a plus sign; write +{cause.full_key}=VALUE"
+        return f"{where}{unknown_key_line(key, format_typed(key, typed))}"
     if isinstance(cause, ValidationError):
         inner = next((key for key in typed if key.startswith(f"{cause.full_key}.")), "")
         if inner:
-            return no_such_key(inner, stated(inner, typed))
+            return unknown_key_line(inner, format_typed(inner, typed))
         value = typed.get(cause.full_key, cause.value)
-        return f"{where}{cause.full_key}={value}: {expectation(cause, value)}"
+        return f"{where}{cause.full_key}={value}: {describe_expected_value(cause, value)}"
     removed = re.search(r"override ~(\S+)|delete from config. '(.+)' does not", str(error))
     if removed:
         key = removed[1] or removed[2]
-        return f"~{key}: a setting cannot be removed; set {key}=VALUE" if key in keys_of(Settings) else no_such_key(key, f"~{key}")
+        return (
+            f"~{key}: a setting cannot be removed; set {key}=VALUE" if key in setting_keys(Settings) else unknown_key_line(key, f"~{key}")
+        )
     ambiguous = re.match(r"Ambiguous value for argument '(.+?)=(.+)'", str(error))
     if ambiguous:
-        return several(*ambiguous.groups())
+        return multiple_values_line(*ambiguous.groups())
     return first_line(error)
 
 
-def expectation(error: ValidationError, value: object) -> str:
+def describe_expected_value(error: ValidationError, value: object) -> str:
     """What a key takes, of which a value was refused."""
     is_entry = get_origin(error.ref_type) is dict
     kind = get_args(error.ref_type)[1] if is_entry else get_type_hints(error.object_type)[error.key]
     if is_dataclass(kind):
         return f"is a group of settings; set one of {', '.join(f'{error.full_key}.{field.name}' for field in fields(kind))}"
     if get_origin(kind) is list:
-        return f"expects a list; write {quoted_word(error.full_key, str(value))}"
+        return f"expects a list; write {quote_override(error.full_key, str(value))}"
     if get_origin(kind) is dict:
         return f"expects names with values; write +{error.full_key}.NAME={value}"
-    return f"expects {EXPECTED[kind]}"
+    return f"expects {TYPE_DESCRIPTIONS[kind]}"
 
 
-def no_such_file(error: MissingConfigException) -> str:
+def missing_config_line(error: MissingConfigException) -> str:
     """A yaml that a word or another yaml asks for: experiment=..., algo=..., --config-name=..."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if not group:
@@ -119,89 +121,91 @@ def no_such_file(error: MissingConfigException) -> str:
     return f"{group}={name}: no such {group}; {hint}--help lists all"
 
 
-def several(key: str, value: str) -> str:
+def multiple_values_line(key: str, value: str) -> str:
     """A value with commas, without the brackets of a list."""
-    kind = kind_of(key)
-    if kind in EXPECTED and kind is not str:
-        return f"{key}={value}: expects {EXPECTED[kind]}"
+    kind = setting_type(key)
+    if kind in TYPE_DESCRIPTIONS and kind is not str:
+        return f"{key}={value}: expects {TYPE_DESCRIPTIONS[kind]}"
     if get_origin(kind) is list:
-        return f"{key}={value}: holds a comma; write {quoted_word(key, value)}; an entry that has one itself stands in double quotes"
+        return f"{key}={value}: holds a comma; write {quote_override(key, value)}; an entry that has one itself stands in double quotes"
     return f"{key}={value}: holds a comma; write '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for one text"
 
 
-def malformed(word: str, words: Sequence[str] = ()) -> str:
+def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
     """A word that hydra's grammar cannot read. `words`: all of them, for the shell may have cut one into several."""
     key, equals, value = word.partition("=")
     if not equals:
-        before = words[words.index(word) - 1] if word in words[1:] else ""
+        before = overrides[overrides.index(word) - 1] if word in overrides[1:] else ""
         example = f"{shlex.quote(f'{before} {word}')}, if it goes with the word before" if "=" in before else "'key=[a, b]'"
         return f"{word}: is not key=value; a value with blanks, brackets or quotes stands in quotes of the shell: {example}"
     opener = value[:1]
-    if opener in CLOSERS and not is_enclosed(value, opener):
-        whole = closed(word, words)
-        example = quoted_word(key, whole) if whole else f"'{key}=[a, b]'"
-        return f"{word}: the brackets {opener}{CLOSERS[opener]} do not close; put the whole word into quotes of the shell: {example}"
+    if opener in CLOSING_BRACKETS and not is_enclosed(value, opener):
+        whole = rejoin_split_value(word, overrides)
+        example = quote_override(key, whole) if whole else f"'{key}=[a, b]'"
+        return (
+            f"{word}: the brackets {opener}{CLOSING_BRACKETS[opener]} do not close; put the whole word into quotes of the shell: {example}"
+        )
     if opener in ("'", '"') and (len(value) == 1 or value[-1] != opener):
         return f"{word}: the quotes do not close; put the whole word into quotes of the shell: '{key}=[a, b]'"
-    kind = kind_of(key)
-    if kind in EXPECTED and kind is not str:
-        return f"{word}: expects {EXPECTED[kind]}"
-    return f"{word}: holds a character with a meaning of its own; quote the value, twice for the shell: {quoted_word(key, value)}"
+    kind = setting_type(key)
+    if kind in TYPE_DESCRIPTIONS and kind is not str:
+        return f"{word}: expects {TYPE_DESCRIPTIONS[kind]}"
+    return f"{word}: holds a character with a meaning of its own; quote the value, twice for the shell: {quote_override(key, value)}"
 
 
-def closed(word: str, words: Sequence[str]) -> str:
+def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
     """The value of a word that the shell cut at its blanks, with what follows it up to where its brackets close; '' where they never do."""
     value, opener = word.partition("=")[2], word.partition("=")[2][:1]
-    for following in words[words.index(word) + 1 :] if word in words else ():
+    for following in overrides[overrides.index(word) + 1 :] if word in overrides else ():
         value = f"{value} {following}"
         if is_enclosed(value, opener):
             return value
     return ""
 
 
-def refuse_strangers(chosen: DictConfig, prefix: str = "") -> None:
+def reject_unknown_keys(chosen: DictConfig, prefix: str = "") -> None:
     """ValueError for a key that +key=value added, and that no dataclass has."""
     known = {field.name for field in fields(OmegaConf.get_type(chosen))}
     for name in map(str, chosen):
         key, value = prefix + name, "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
         if name not in known:
-            raise ValueError(no_such_key(key, f"{key}={value}"))
+            raise ValueError(unknown_key_line(key, f"{key}={value}"))
         if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
-            refuse_strangers(value, f"{key}.")
+            reject_unknown_keys(value, f"{key}.")
 
 
-def no_such_key(key: str, said: str) -> str:
-    near = nearest(key)
-    return f"{said}: no such key; {f'did you mean {near}?' if near else '--help all lists all'}"
+def unknown_key_line(key: str, given: str) -> str:
+    near = closest_key(key)
+    return f"{given}: no such key; {f'did you mean {near}?' if near else '--help all lists all'}"
 
 
-def nearest(key: str) -> str:
+def closest_key(key: str) -> str:
     """The key, or the folder of configs/, that was probably meant: what other trainers call it, else the nearest last name."""
     group, _, leaf = key.rpartition(".")
     folders = [] if group else [each.name for each in files(configs).iterdir() if each.is_dir()]
-    known = [*keys_of(Settings), *folders]
-    if leaf in ELSEWHERE or group in known:
-        return ELSEWHERE.get(leaf, group)
-    likeness, _, best = max((_alike(leaf, each.rpartition(".")[2]), _alike(key, each), each) for each in known)
-    return best if likeness >= NEAR else ""
+    known = [*setting_keys(Settings), *folders]
+    if leaf in FOREIGN_NAMES or group in known:
+        return FOREIGN_NAMES.get(leaf, group)
+    likeness, _, best = max((_similarity(leaf, each.rpartition(".")[2]), _similarity(key, each), each) for each in known)
+    return best if likeness >= MIN_SIMILARITY else ""
 
 
-def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
+def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
     """Dotted names of all settings, without those of groups."""
     for field in fields(schema):
         if is_dataclass(field.type):
-            yield from keys_of(field.type, f"{prefix}{field.name}.")
+            yield from setting_keys(field.type, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name
 
 
-def split(word: str) -> tuple[str, str]:
+def split_override(word: str) -> tuple[str, str]:
     """`++algo.name=grpo` -> algo.name, grpo."""
     key, _, value = word.lstrip("+~").partition("=")
     return key, value
 
 
-def stated(key: str, typed: dict[str, str]) -> str:
+def format_typed(key: str, typed: dict[str, str]) -> str:
     return f"{key}={typed[key]}" if key in typed else key
 
 
@@ -209,5 +213,5 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _alike(one: str, other: str) -> float:
+def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one, other).ratio()

@@ -15,11 +15,11 @@ EXAMPLES = """examples:
 
 exit code: 0 all agree; 1 something differs, and is named; 2 there was nothing to look at
 """
-AGREE, DIFFERS, BLIND = 0, 1, 2
+EXIT_AGREE, EXIT_DIFFERS, EXIT_NO_DATA = 0, 1, 2
 TIMEOUT_S = 3600.0
 
 
-def parser_of() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="explain.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Check a recorded step, play it back through Hugging Face's model and the trainer's, and say where they first differ.",
@@ -41,7 +41,7 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = parser_of()
+    parser = build_parser()
     options = parser.parse_args(arguments)
     sizes = tuple((name, number) for name in ("tp", "pp", "vpp") if (number := vars(options)[name]))
     given = (("step", 0, options.step), ("rollouts", 1, options.rollouts), ("whole-gb", 0, options.whole_gb))
@@ -50,31 +50,32 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(f"--{name}={number}: give {least} or more")
     from megatron_rl.distributed.world import connect, disconnect, read_world
     from megatron_rl.errors import RunFailed
-    from megatron_rl.explain.findings_page import text_of
-    from megatron_rl.explain.step_explanation import Asked, explain  # brings torch and Megatron
-    from megatron_rl.io.bounded_files import printable
+    from megatron_rl.explain.findings_page import render_page
+    from megatron_rl.explain.step_explanation import ExplainRequest, explain_step  # brings torch and Megatron
+    from megatron_rl.io.bounded_files import to_printable
 
     world = read_world()
-    asked = Asked(
-        run=options.run, step=options.step, weights=options.weights, older=options.older, model=options.model, rollouts=options.rollouts,
-        with_model=not options.no_model, with_engine=options.engine, whole_gb=options.whole_gb,
-        sizes=sizes,
+    asked = ExplainRequest(
+        run=options.run, step=options.step, weights=options.weights, older_weights=options.older, model=options.model,
+        num_rollouts=options.rollouts,
+        with_model=not options.no_model, with_engine=options.engine, max_model_gb=options.whole_gb,
+        parallel_sizes=sizes,
     )  # fmt: skip
     with ExitStack() as closing:
         try:
             connect(world, timeout_s=TIMEOUT_S)
             closing.callback(disconnect)
-            page = explain(asked, world)
+            page = explain_step(asked, world)
         except (ValueError, OSError, RunFailed) as error:
-            return _said(world.is_main, f"error: {printable(str(error))}", BLIND)
-        code = DIFFERS if page.differs else AGREE
+            return _report_error(world.is_main, f"error: {to_printable(str(error))}", EXIT_NO_DATA)
+        code = EXIT_DIFFERS if page.has_differences else EXIT_AGREE
         if world.is_main:
-            print(text_of(page), flush=True)
-        return code if world.is_main else AGREE
+            print(render_page(page), flush=True)
+        return code if world.is_main else EXIT_AGREE
 
 
-def _said(is_main: bool, line: str, code: int) -> int:
+def _report_error(is_main: bool, line: str, code: int) -> int:
     """The main rank speaks and fails for all."""
     if is_main:
         print(line, file=sys.stderr, flush=True)
-    return code if is_main else AGREE
+    return code if is_main else EXIT_AGREE

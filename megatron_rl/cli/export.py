@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.export.rl_logging_board import write_board
-from megatron_rl.export.sft_transcripts import TRANSCRIPTS, export
-from megatron_rl.io.bounded_files import printable
-from megatron_rl.observe.recorder import FOLDER
+from megatron_rl.export.sft_transcripts import TRANSCRIPTS_FILE, export_transcripts
+from megatron_rl.io.bounded_files import to_printable
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run.directory import read_settings
 from megatron_rl.run.record import CONFIG
@@ -22,7 +22,7 @@ EXAMPLES = """examples:
 """
 
 
-def recorded_with(run: Path, model: str) -> tuple[Renderer, int]:
+def load_renderer_and_limit(run: Path, model: str) -> tuple[Renderer, int]:
     """How the run rendered, and the longest reply that it allowed. ValueError: its settings are not there."""
     try:
         found = read_settings(run / CONFIG)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run with run.record=all")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"gets {TRANSCRIPTS} and images/")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"gets {TRANSCRIPTS_FILE} and images/")
     parser.add_argument("--best", type=int, default=1, metavar="N", help="rollouts of each example (default 1)")
     parser.add_argument("--min-reward", type=float, default=-math.inf, metavar="R", help="take none below (default: take any)")
     parser.add_argument("--from-step", type=int, default=0, metavar="STEP", help="leave out what earlier weights have played (default 0)")
@@ -50,20 +50,20 @@ def main(arguments: Sequence[str]) -> int:
     if options.best < 1:
         parser.error(f"--best={options.best}: take at least one rollout of each example")
     try:
-        renderer, limit = recorded_with(options.run, options.model)
+        renderer, limit = load_renderer_and_limit(options.run, options.model)
         if options.board:
             given = {"file_mib": options.board_mib, "first_step": options.from_step}
-            num = write_board(options.run / FOLDER, options.out, renderer, **given)
+            num = write_board(options.run / ROLLOUTS_FOLDER, options.out, renderer, **given)
             print(f"{num} rollouts: {options.out}")
             return 0
-        chosen = {"best": options.best, "min_reward": options.min_reward, "first_step": options.from_step}
-        exported = export(options.run / FOLDER, options.out, renderer, cut_at=limit, **chosen)
+        chosen = {"max_per_example": options.best, "min_reward": options.min_reward, "first_step": options.from_step}
+        exported = export_transcripts(options.run / ROLLOUTS_FOLDER, options.out, renderer, max_new_tokens=limit, **chosen)
     except (ValueError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        print(f"error: {to_printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     print(exported)
     if not exported.num_transcripts:
         print(f"error: {options.run}: nothing is left; lower --min-reward", file=sys.stderr, flush=True)
         return 1
-    print(options.out / TRANSCRIPTS)
+    print(options.out / TRANSCRIPTS_FILE)
     return 0

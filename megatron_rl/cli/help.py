@@ -15,10 +15,10 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
-from megatron_rl.cli.config_errors import refuse_strangers
+from megatron_rl.cli.config_errors import reject_unknown_keys
 
-CONFIGS = "megatron_rl.configs"
-TRAIN = """Reinforcement learning of vision-language agents: Megatron-Core policy, vLLM rollouts, no Ray.
+CONFIG_MODULE = "megatron_rl.configs"
+TRAIN_USAGE = """Reinforcement learning of vision-language agents: Megatron-Core policy, vLLM rollouts, no Ray.
 
     python launch/spawn.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/mine
     python launch/spawn.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/tp2 parallel.tp=2 optim.lr=3e-5
@@ -31,7 +31,7 @@ Every word is GROUP=NAME, which takes a yaml, or KEY=VALUE, which sets one setti
     python launch/doctor.py experiment=numberline_grpo_cpu               # what would keep it from starting
     python launch/train.py --help optim                                  # the keys of a group; --help all: every key
 """
-DOCTOR = """Looks at everything that a run needs before it is started, on the machine where it will run; takes the run's own words.
+DOCTOR_USAGE = """Looks at everything that a run needs before it is started, on the machine where it will run; takes the run's own words.
 
     python launch/doctor.py experiment=numberline_grpo_cpu
     python launch/doctor.py experiment=vqa_3b_1gpu model.path=3b 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
@@ -41,29 +41,29 @@ Exit code 0: a run can start; 1: it cannot.
 
     python launch/train.py --help       # names of experiments, and settings
 """
-USED_MOST = (
+COMMON_SETTINGS = (
     "model.path", "run.dir", "run.steps", "run.eval_every", "checkpoint.every", "optim.lr", "batch.prompts_per_step", "batch.group_size",
     "batch.micro_batch_tokens", "task.max_turns", "task.max_new_tokens", "engine.max_model_len", "parallel.tp", "lora.rank",
     "wandb.mode",
 )  # fmt: skip
 
 
-def text_of_help(words: Sequence[str], *, examines: bool) -> str:
+def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
     """For the words that stand beside --help: `all` or the name of a group lists keys, key=value sets what is listed."""
-    if examines:
-        return DOCTOR
-    asked = [word for word in words if "=" not in word]
-    with initialize_config_module(CONFIGS, version_base="1.3"):
-        chosen = compose("train", overrides=[word for word in words if "=" in word])
-        refuse_strangers(chosen)
-        groups = list(_groups())
-    keys = list(listed(chosen))
+    if is_doctor:
+        return DOCTOR_USAGE
+    asked = [word for word in arguments if "=" not in word]
+    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        chosen = compose("train", overrides=[word for word in arguments if "=" in word])
+        reject_unknown_keys(chosen)
+        groups = list(_group_lines())
+    keys = list(iterate_settings(chosen))
     if not asked:
-        used = [f"  {key}={value}" for key, value, _ in keys if key in USED_MOST]
-        docs = [_shortened(doc) for key, _, doc in keys if key in USED_MOST]
+        used = [f"  {key}={value}" for key, value, _ in keys if key in COMMON_SETTINGS]
+        docs = [_shorten_doc(doc) for key, _, doc in keys if key in COMMON_SETTINGS]
         column = max(map(len, used)) + 2
         most = [f"{setting:{column}}{doc}" for setting, doc in zip(used, docs, strict=True)]
-        return "\n".join([TRAIN, *groups, "", "The settings used most, as the words beside --help leave them:", *most])
+        return "\n".join([TRAIN_USAGE, *groups, "", "The settings used most, as the words beside --help leave them:", *most])
     found = [(key, value, doc) for key, value, doc in keys if any(word == "all" or f"{key}.".startswith(f"{word}.") for word in asked)]
     if not found:
         raise ValueError(f"--help={' '.join(asked)}: no such group of settings; all, or one of {', '.join(map(str, chosen))}")
@@ -72,18 +72,18 @@ def text_of_help(words: Sequence[str], *, examines: bool) -> str:
     return "\n".join(f"{key}={value}\n{textwrap.fill(' '.join(doc.split()), **indent)}" for key, value, doc in found)
 
 
-def listed(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """(dotted key, value as it would be typed, meaning) of every setting."""
-    docs = documented(OmegaConf.get_type(chosen))
+    docs = read_field_docs(OmegaConf.get_type(chosen))
     for name in map(str, chosen):
         value = "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
         if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
-            yield from listed(value, f"{prefix}{name}.")
+            yield from iterate_settings(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, as_typed(value), docs[name]
+            yield prefix + name, format_value(value), docs[name]
 
 
-def documented(schema: type) -> dict[str, str]:
+def read_field_docs(schema: type) -> dict[str, str]:
     """{field: the string below it in the source}; of a field that holds another settings dataclass, that one's docstring."""
     sources = [inspect.getsource(each) for each in schema.__mro__ if is_dataclass(each)]
     body = [node for source in sources for node in [*ast.parse(textwrap.dedent(source)).body[0].body, ast.Pass()]]
@@ -95,21 +95,21 @@ def documented(schema: type) -> dict[str, str]:
     return docs
 
 
-def as_typed(value: object) -> str:
+def format_value(value: object) -> str:
     """As a word of the command line: true, [a,b], ''."""
     if isinstance(value, bool):
         return str(value).lower()
     if OmegaConf.is_list(value):
-        return f"[{','.join(map(as_typed, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     return "''" if value == "" else str(value)
 
 
-def _groups() -> Iterator[str]:
+def _group_lines() -> Iterator[str]:
     """A line for each folder of yaml files: experiment=NAME and what NAME can be."""
     loader = GlobalHydra.instance().config_loader()
     for group in ("experiment", *(group for group in sorted(loader.list_groups("")) if group not in ("experiment", "hydra"))):
         yield textwrap.fill(f"{group}={', '.join(loader.get_group_options(group))}", width=140, subsequent_indent="  ")
 
 
-def _shortened(doc: str) -> str:
+def _shorten_doc(doc: str) -> str:
     return textwrap.shorten(" ".join(doc.split()), width=100, placeholder=" ...")

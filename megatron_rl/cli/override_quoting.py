@@ -20,10 +20,10 @@ from omegaconf.errors import GrammarParseError
 
 from megatron_rl.config import Settings
 
-CLOSERS = {"[": "]", "{": "}", "(": ")"}
+CLOSING_BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
 
-def kind_of(key: str) -> object:
+def setting_type(key: str) -> object:
     """Return the type of a setting, `list[str]` say; None where the dataclasses have no such key."""
     kind: object = Settings
     for name in key.split("."):
@@ -36,24 +36,24 @@ def kind_of(key: str) -> object:
     return kind
 
 
-def quoted_word(key: str, value: str) -> str:
+def quote_override(key: str, value: str) -> str:
     """Return `key=value` so that it can be pasted into a shell and is read as it was meant. `value` is what was typed, quotes and all."""
-    return shlex.quote(f"{key}={quoted_value(value, kind_of(key))}")
+    return shlex.quote(f"{key}={quote_value(value, setting_type(key))}")
 
 
-def quoted_value(value: str, kind: object) -> str:
+def quote_value(value: str, value_type: object) -> str:
     """Return a value as hydra reads it, for a setting of this type; where the type is unknown, brackets and braces say what it is."""
     value = value.strip()
-    is_list, is_dict = get_origin(kind) is list, get_origin(kind) is dict or is_dataclass(kind)
-    plain = unquoted(value)
-    if is_list or (kind is None and is_enclosed(plain, "[")):
-        entry = get_args(kind)[0] if is_list else None
+    is_list, is_dict = get_origin(value_type) is list, get_origin(value_type) is dict or is_dataclass(value_type)
+    plain = unquote(value)
+    if is_list or (value_type is None and is_enclosed(plain, "[")):
+        entry = get_args(value_type)[0] if is_list else None
         inside = plain[1:-1] if is_enclosed(plain, "[") else value
-        return f"[{','.join(quoted_value(each, entry) for each in parts(inside))}]"
-    if (is_dict or kind is None) and is_enclosed(plain, "{"):
-        return f"{{{','.join(_quoted_pair(each, kind) for each in parts(plain[1:-1]))}}}"
-    read = read_by_hydra(value)
-    if read is not None and (kind not in (str, None) or str(read) == value):
+        return f"[{','.join(quote_value(each, entry) for each in split_top_level(inside))}]"
+    if (is_dict or value_type is None) and is_enclosed(plain, "{"):
+        return f"{{{','.join(_quote_pair(each, value_type) for each in split_top_level(plain[1:-1]))}}}"
+    read = parse_with_hydra(value)
+    if read is not None and (value_type not in (str, None) or str(read) == value):
         return value
     text = os.path.expanduser(plain) if plain.startswith("~/") else plain
     try:
@@ -63,13 +63,13 @@ def quoted_value(value: str, kind: object) -> str:
     return QuotedString(text, Quote.double).with_quotes()
 
 
-def _quoted_pair(pair: str, kind: object) -> str:
+def _quote_pair(pair: str, kind: object) -> str:
     name, _, value = pair.partition(":")
     entry = get_args(kind)[1] if get_origin(kind) is dict else get_type_hints(kind).get(name.strip()) if is_dataclass(kind) else None
-    return f"{name.strip()}:{quoted_value(value, entry)}"
+    return f"{name.strip()}:{quote_value(value, entry)}"
 
 
-def read_by_hydra(value: str) -> object | None:
+def parse_with_hydra(value: str) -> object | None:
     """Return what hydra makes of a value, a QuotedString as its text; None where it cannot read it, or as several."""
     try:
         override = OverridesParser.create().parse_override(f"key={value}")
@@ -79,26 +79,26 @@ def read_by_hydra(value: str) -> object | None:
     return None if override.is_sweep_override() else read
 
 
-def unquoted(value: str) -> str:
+def unquote(value: str) -> str:
     """Return the text of a value that stands in quotes as a whole; else the value."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    read = read_by_hydra(value) if is_quoted else None
+    read = parse_with_hydra(value) if is_quoted else None
     return read if isinstance(read, str) else value
 
 
 def is_enclosed(value: str, opener: str) -> bool:
-    return value.startswith(opener) and value.endswith(CLOSERS[opener]) and len(value) > 1
+    return value.startswith(opener) and value.endswith(CLOSING_BRACKETS[opener]) and len(value) > 1
 
 
-def parts(inside: str) -> list[str]:
+def split_top_level(inside: str) -> list[str]:
     """Return what commas separate, but for commas in quotes and in brackets that close."""
-    borders = [-1, *_commas(inside), len(inside)]
+    borders = [-1, *_top_level_commas(inside), len(inside)]
     found = [inside[before + 1 : after].strip() for before, after in pairwise(borders)]
     return [each for each in found if each]
 
 
-def _commas(inside: str) -> Iterator[int]:
-    counts = all(inside.count(opener) == inside.count(closer) for opener, closer in CLOSERS.items())
+def _top_level_commas(inside: str) -> Iterator[int]:
+    counts = all(inside.count(opener) == inside.count(closer) for opener, closer in CLOSING_BRACKETS.items())
     place = depth = 0
     is_first = True
     while place < len(inside):
@@ -108,7 +108,7 @@ def _commas(inside: str) -> Iterator[int]:
             is_first = False
             continue
         letter = inside[place]
-        depth += counts * ((letter in CLOSERS) - (letter in CLOSERS.values()))
+        depth += counts * ((letter in CLOSING_BRACKETS) - (letter in CLOSING_BRACKETS.values()))
         if letter == "," and not depth:
             yield place
         is_first = letter in ",[{:" or (is_first and letter.isspace())

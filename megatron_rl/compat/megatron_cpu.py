@@ -19,7 +19,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class _FromCuda(TorchFunctionMode):
+class _RedirectCudaDevice(TorchFunctionMode):
     """Maps cuda devices in factories to another device, `.cuda()` to itself, and type strings to their CUDA spelling."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class _FromCuda(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _answers(device: torch.device) -> list[tuple[object, str, object]]:
+def _cuda_patches(device: torch.device) -> list[tuple[object, str, object]]:
     from megatron.core.tensor_parallel import random
 
     def get_state(*_: object, **__: object) -> torch.Tensor:
@@ -58,17 +58,17 @@ def _answers(device: torch.device) -> list[tuple[object, str, object]]:
 
 
 @contextmanager
-def _stand_in(device: torch.device) -> Iterator[None]:
+def _patched_cuda(device: torch.device) -> Iterator[None]:
     from megatron.core.tensor_parallel import random
 
     # Its tracker wonders at every draw that the CPU's generator moved; here that one is the device's.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    answers = _answers(device)
+    answers = _cuda_patches(device)
     originals = [getattr(owner, name) for owner, name, _ in answers]
     for owner, name, answer in answers:
         setattr(owner, name, answer)
     try:
-        with _FromCuda(device):
+        with _RedirectCudaDevice(device):
             yield
     finally:
         for (owner, name, _), original in zip(answers, originals, strict=True):
@@ -77,23 +77,23 @@ def _stand_in(device: torch.device) -> Iterator[None]:
 
 def megatron_on_cpu():  # noqa: ANN201
     """A context in which Megatron runs on the CPU; a null context where CUDA exists."""
-    return nullcontext() if torch.cuda.is_available() else _stand_in(torch.device("cpu"))
+    return nullcontext() if torch.cuda.is_available() else _patched_cuda(torch.device("cpu"))
 
 
 @contextmanager
-def megatron_without_memory() -> Iterator[None]:
+def megatron_on_meta_device() -> Iterator[None]:
     """A context in which Megatron's modules, buffers and optimizers are built on the meta device: sizes, and nothing behind them."""
     meta = torch.device("meta")
-    with _stand_in(meta), meta:
+    with _patched_cuda(meta), meta:
         yield
 
 
-def on_cpu_too(verb: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+def with_megatron_on_cpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Run a function that calls Megatron inside `megatron_on_cpu()`."""
 
-    @wraps(verb)
+    @wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with megatron_on_cpu():
-            return verb(*args, **kwargs)
+            return function(*args, **kwargs)
 
     return run

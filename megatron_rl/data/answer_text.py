@@ -12,7 +12,7 @@ from itertools import islice
 
 from megatron_rl.data.unit_symbols import mark_unit_case
 
-BOX = "\\boxed{"
+BOX_COMMAND = "\\boxed{"
 MOST_BOXES = 20
 """The most boxes of one text that are read, so that the time stays linear in its length."""
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -74,7 +74,7 @@ _ENCLOSING = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"), ("**", "
 _QUOTES = (('"', '"'), ("'", "'"))
 
 
-def normalize(text: str) -> str:
+def normalize_text(text: str) -> str:
     r"""Return the text in the one form in which answers are compared: on one line, letters of either case as they are.
 
     Example: `\text{Yes}`, `**Yes**` and `\u201cYes\u201d` -> `Yes`, `Yes` and `"Yes"`; `\u22125` (a minus sign) -> `-5`;
@@ -91,22 +91,22 @@ def normalize(text: str) -> str:
 
 def comparison_form(text: str) -> str:
     """Return the form in which words are compared: without case (but that of units), quotation marks and dollars around it, a stop."""
-    text = unicodedata.normalize("NFKC", mark_unit_case(_ESCAPED.sub(r"\1", normalize(text))).casefold())
+    text = unicodedata.normalize("NFKC", mark_unit_case(_ESCAPED.sub(r"\1", normalize_text(text))).casefold())
     text = _ORDINAL.sub(r"\1", _FORMULA_INDEX.sub(r"\1\2", _BEFORE_UNIT.sub("", text)))
     text = _BETWEEN_NUMBERS.sub(",", text)
-    return _without_end(_strip_enclosing(_without_end(text), (*_ENCLOSING, *_QUOTES)))
+    return _strip_end(_strip_enclosing(_strip_end(text), (*_ENCLOSING, *_QUOTES)))
 
 
-def goes_on(text: str) -> bool:
+def ends_in_dots(text: str) -> bool:
     """Return whether a text ends in a digit and several dots: `0.333...` is no `0.333`, and `5..` no number."""
-    return _has_dots_behind_digit(normalize(text))
+    return _has_dots_behind_digit(normalize_text(text))
 
 
-def last_boxed(text: str) -> str | None:
+def extract_last_box(text: str) -> str | None:
     r"""Return the inside of the last \boxed{...} or \fbox{...}, without one what the last line says behind `####`; else None."""
     starts = [found.end() for found in _BOX_START.finditer(text)]
     if starts:
-        return balanced(text[starts[-1] :])
+        return text_before_closing_brace(text[starts[-1] :])
     final = _FINAL_LINE.search(text)
     return final[1] if final else None
 
@@ -114,14 +114,14 @@ def last_boxed(text: str) -> str | None:
 def boxed_texts(text: str) -> list[str]:
     r"""Return the insides of the first MOST_BOXES boxes that are closed, one inside another too."""
     starts = [found.end() for found in islice(_BOX_START.finditer(text), MOST_BOXES)]
-    return [inside for start in starts if (inside := balanced(text[start:])) is not None]
+    return [inside for start in starts if (inside := text_before_closing_brace(text[start:])) is not None]
 
 
-def unboxed(text: str) -> str:
+def strip_box(text: str) -> str:
     r"""Return x for a text that is all `\boxed{x}` or `\fbox{x}`, with `$` or other marks around it or not; any other text as it is."""
     box = _strip_enclosing(text, _ENCLOSING)
     found = _BOX_START.match(box)
-    inside = balanced(box[found.end() :]) if found else None
+    inside = text_before_closing_brace(box[found.end() :]) if found else None
     return inside if found and inside is not None and found.end() + len(inside) + 1 == len(box) else text
 
 
@@ -130,7 +130,7 @@ def count_boxes(text: str) -> int:
     return len(_BOX_START.findall(text))
 
 
-def balanced(body: str) -> str | None:
+def text_before_closing_brace(body: str) -> str | None:
     r"""Return the text up to the brace that closes one opened before it; an escaped brace (`\{`) is no brace. None: none closes it."""
     depth = 1
     for token in re.finditer(r"\\.|[{}]", body, re.DOTALL):
@@ -140,7 +140,7 @@ def balanced(body: str) -> str | None:
     return None
 
 
-def _without_end(text: str) -> str:
+def _strip_end(text: str) -> str:
     """Drop stops at the end, and `!` behind a word; `n!` and `5...` are other values than `n` and `5`."""
     text = text.strip("$ ")
     body = text.rstrip(_STOPS + "!")

@@ -11,17 +11,17 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 
-from megatron_rl.data.answer_text import comparison_form, last_boxed
+from megatron_rl.data.answer_text import comparison_form, extract_last_box
 from megatron_rl.data.column_names import ANSWER_COLUMNS
 from megatron_rl.data.decimal_forms import decimal_text, looks_widened
-from megatron_rl.data.images import shortened
-from megatron_rl.data.literals import listed_values, literal
-from megatron_rl.data.question_options import options_in
-from megatron_rl.data.records import Record
+from megatron_rl.data.images import shorten
+from megatron_rl.data.literals import parse_literal, parse_text_list
+from megatron_rl.data.question_options import find_options
+from megatron_rl.data.records import DataRecord
 
-LONGEST_ANSWER = 1000
+MAX_ANSWER_CHARS = 1000
 """A reply's answer of so many characters or more is void (rewards/answer.py), and so is one with a tag of an agent's protocol."""
-DOUBTFUL_LENGTH = 200
+MAX_EXPECTED_CHARS = 200
 """A reference answer of so many characters is rather a solution."""
 PROTOCOL_TAG = re.compile(
     r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\(?:boxed|fbox)|<\|", re.IGNORECASE
@@ -39,30 +39,30 @@ _LIST_OF_WORDS = re.compile(r"\[\s*[^\W\d_]{2}[^\[\],\\]*(?:,\s*[^\W\d_]{2}[^\[\
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def reference_answer(record: Record, extra: Mapping[str, object]) -> str:
+def reference_answer(record: DataRecord, extra: Mapping[str, object]) -> str:
     """Return the row's reference answer. ValueError, with file, row and remedy: it has none, or one that no reply can match."""
     found = given_answer(record, extra)
     if found is None:
-        raise record.error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer, answer or solution")
-    answer = unwrapped(record.text(_as_text(record, found), "answer"))
+        raise record.make_error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer, answer or solution")
+    answer = extract_answer(record.require_text(_as_text(record, found), "answer"))
     if not answer:
-        raise record.error("answer", "is empty")
+        raise record.make_error("answer", "is empty")
     if reason := unmatchable_reason(answer):
-        raise record.error("answer", f"{shortened(repr(answer))} {reason}")
+        raise record.make_error("answer", f"{shorten(repr(answer))} {reason}")
     return answer
 
 
-def given_answer(record: Record, extra: Mapping[str, object]) -> object:
+def given_answer(record: DataRecord, extra: Mapping[str, object]) -> object:
     """Return the value that a row has for its answer, as it stands in the file; None where it has none."""
-    model = record.mapping(record.row.get("reward_model", {}), "reward_model")
+    model = record.require_mapping(record.row.get("reward_model", {}), "reward_model")
     given = (model.get("ground_truth"), extra.get("answer"), *(record.row.get(name) for name in ANSWER_COLUMNS))
     return next((value for value in given if value is not None), None)
 
 
-def unwrapped(text: str) -> str:
+def extract_answer(text: str) -> str:
     """Return what the last <answer> block holds, or all of a text without one; of that the last box or GSM8K's last line, if it has one."""
     text = (TAGGED.findall(text) or [text])[-1]
-    boxed = last_boxed(text)
+    boxed = extract_last_box(text)
     return without_lead_in(text if boxed is None else boxed)
 
 
@@ -76,8 +76,8 @@ def without_lead_in(text: str) -> str:
 
 def unmatchable_reason(answer: str) -> str:
     """Return why no reply can match a reference answer, nothing where one can."""
-    if len(answer) >= LONGEST_ANSWER:
-        return f"has {len(answer)} characters, and a reply's answer may have {LONGEST_ANSWER - 1}; write the short answer alone"
+    if len(answer) >= MAX_ANSWER_CHARS:
+        return f"has {len(answer)} characters, and a reply's answer may have {MAX_ANSWER_CHARS - 1}; write the short answer alone"
     if tag := PROTOCOL_TAG.search(answer):
         return f"holds {tag[0]}, which makes a reply's answer void; write the answer without tags and boxes"
     if not comparison_form(answer):
@@ -85,9 +85,9 @@ def unmatchable_reason(answer: str) -> str:
     return ""
 
 
-def doubt_about(answer: str, question: str) -> tuple[str, str] | None:
+def find_answer_doubt(answer: str, question: str) -> tuple[str, str] | None:
     """Return what is doubtful about a reference answer and the remedy; None where nothing is."""
-    options = options_in(question)
+    options = find_options(question)
     listed = f"and the question's options are {', '.join(options)}"
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())
     if options and answer.isdigit() and answer not in options and not is_option:
@@ -98,30 +98,32 @@ def doubt_about(answer: str, question: str) -> tuple[str, str] | None:
             return f"is {answer}, {listed}", "correct the letter, or list all options"
         if words and words != comparison_form(options[letter]):
             return f"is {answer}, and the question's option {letter} is {options[letter]}", "correct the letter or its words"
-    is_written = answer.startswith(("[", "{")) and (isinstance(literal(answer), Mapping) or isinstance(listed_values(answer), list))
+    is_written = answer.startswith(("[", "{")) and (isinstance(parse_literal(answer), Mapping) or isinstance(parse_text_list(answer), list))
     if is_written or _LIST_OF_WORDS.fullmatch(answer):
         return "is a list or a mapping, written as text", "a reply must repeat it as it stands; write the short answer alone"
     if looks_widened(answer):
         many = "a reply must have all of them; write 0.1 for 0.10000000149011612, say"
         return "looks like a number of 32 bits that was written with the digits of 64", many
-    if "\n" in answer or len(answer) >= DOUBTFUL_LENGTH:
-        long = "has several lines" if "\n" in answer else f"has {DOUBTFUL_LENGTH} characters or more"
+    if "\n" in answer or len(answer) >= MAX_EXPECTED_CHARS:
+        long = "has several lines" if "\n" in answer else f"has {MAX_EXPECTED_CHARS} characters or more"
         return long, "a reply must repeat it word for word unless a judge is asked; write the short answer alone"
     return None
 
 
-def _as_text(record: Record, value: object) -> str:
+def _as_text(record: DataRecord, value: object) -> str:
     if isinstance(value, bool):
-        raise record.error("answer", f'is {str(value).lower()}; write the word that a reply should have, "yes" or "no" say')
+        raise record.make_error("answer", f'is {str(value).lower()}; write the word that a reply should have, "yes" or "no" say')
     if isinstance(value, float | Decimal):
         if not math.isfinite(value):
-            raise record.error("answer", f"is {value}, which is no number; leave the row out or give its answer")
+            raise record.make_error("answer", f"is {value}, which is no number; leave the row out or give its answer")
         text = decimal_text(value)
         if text is None:
-            raise record.error("answer", "has an exponent that no reply writes out; write another number, or its words")
+            raise record.make_error("answer", "has an exponent that no reply writes out; write another number, or its words")
         return text
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
         return value.isoformat()
     if not isinstance(value, str | int):
-        raise record.error("answer", f"must be text or a number, is {type(value).__name__}; write it as text, as a reply should have it")
+        raise record.make_error(
+            "answer", f"must be text or a number, is {type(value).__name__}; write it as text, as a reply should have it"
+        )
     return str(value)

@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_rl.data.images import StoredImage, shortened
+from megatron_rl.data.images import StoredImage, shorten
 from megatron_rl.data.media_places import PARTS_AS_TEXT
-from megatron_rl.data.records import PLACE, Record
-from megatron_rl.data.rows import without_nulls
+from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
+from megatron_rl.data.rows import drop_nulls
 
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
@@ -40,7 +40,7 @@ class ChatPrompt:
     """A picture for each place of the question, in order; None: the next one of the row's picture column."""
 
 
-def parse_messages(record: Record, value: object, name: str) -> object:
+def parse_messages(record: DataRecord, value: object, name: str) -> object:
     """Return the messages where a text is JSON of them, else the value as it is.
 
     JSON of a list, of one message, of {"messages": [...]}, or of a text that is one of these.
@@ -55,7 +55,7 @@ def parse_messages(record: Record, value: object, name: str) -> object:
     except (ValueError, RecursionError) as error:
         if not _LIST_OF_MESSAGES.match(value):
             return value
-        raise record.error(name, f"looks like messages and is no JSON ({error}); write it with json.dumps") from error
+        raise record.make_error(name, f"looks like messages and is no JSON ({error}); write it with json.dumps") from error
     if isinstance(found, str):
         inner = parse_messages(record, found, name)
         return value if isinstance(inner, str) else inner
@@ -63,27 +63,31 @@ def parse_messages(record: Record, value: object, name: str) -> object:
         is_message = {"role", "content"} <= found.keys() or {"from", "value"} <= found.keys()
         found = [found] if is_message else found["messages"] if found.keys() == {"messages"} else []
     are_mappings = isinstance(found, list) and all(isinstance(each, Mapping) for each in found)
-    return without_nulls(found) if are_mappings and any(_KEYS & each.keys() for each in found) else value
+    return drop_nulls(found) if are_mappings and any(_KEYS & each.keys() for each in found) else value
 
 
-def read_chat(record: Record, value: object, name: str) -> ChatPrompt:
+def read_chat(record: DataRecord, value: object, name: str) -> ChatPrompt:
     """Read the messages of a prompt. Raises ValueError that names the message that cannot be used."""
-    messages = [record.mapping(message, f"{name}[{number}]") for number, message in enumerate(record.items(value, name))]
+    messages = [record.require_mapping(message, f"{name}[{number}]") for number, message in enumerate(record.require_list(value, name))]
     roles = [_role(record, message, f"{name}[{number}]") for number, message in enumerate(messages)]
     if "user" not in roles:
-        raise record.error(name, "has no message of the user")
+        raise record.make_error(name, "has no message of the user")
     end = roles.index("assistant") if "assistant" in roles else len(roles)
     if "user" in roles[end:]:
-        raise record.error(name, "has turns of the assistant before the question; a question is what the user says before the first answer")
+        raise record.make_error(
+            name, "has turns of the assistant before the question; a question is what the user says before the first answer"
+        )
     if "tool" in roles[:end]:
         remedy = "write what it says into the user's message, or leave it out"
-        raise record.error(f"{name}[{roles.index('tool')}]", f"is a message of a tool, which is not read before an answer; {remedy}")
+        raise record.make_error(f"{name}[{roles.index('tool')}]", f"is a message of a tool, which is not read before an answer; {remedy}")
     if "system" in roles[end:]:
-        raise record.error(name, "has a system message behind the assistant's, which is not read; move it to the front, or leave it out")
+        raise record.make_error(
+            name, "has a system message behind the assistant's, which is not read; move it to the front, or leave it out"
+        )
     for number in range(end, len(messages)):
         if _shows_picture(messages[number].get("content", messages[number].get("value"))):
             remedy = "only the pictures of the question are read: leave this message and its picture out"
-            raise record.error(f"{name}[{number}]", f"shows a picture behind the question; {remedy}")
+            raise record.make_error(f"{name}[{number}]", f"shows a picture behind the question; {remedy}")
     prompt = ChatPrompt()
     texts: dict[str, list[str]] = {"system": [], "user": []}
     for number, (message, role) in enumerate(zip(messages[:end], roles, strict=False)):
@@ -92,46 +96,46 @@ def read_chat(record: Record, value: object, name: str) -> ChatPrompt:
     return prompt
 
 
-def _role(record: Record, message: Mapping[str, object], name: str) -> str:
+def _role(record: DataRecord, message: Mapping[str, object], name: str) -> str:
     role = message.get("role", message.get("from"))
     if not isinstance(role, str) or role not in ROLES:
-        raise record.error(f"{name}.role", f"{shortened(repr(role))} is none of {', '.join(ROLES)}")
+        raise record.make_error(f"{name}.role", f"{shorten(repr(role))} is none of {', '.join(ROLES)}")
     return ROLES[role]
 
 
-def _read_message(record: Record, message: Mapping[str, object], name: str, images: list[StoredImage | None], *, is_user: bool) -> str:
+def _read_message(record: DataRecord, message: Mapping[str, object], name: str, images: list[StoredImage | None], *, is_user: bool) -> str:
     """Return a message's text with a place for each picture, and add the pictures to `images`."""
     known = {"role", "content"} if "role" in message else {"from", "value"}
     unknown = {key: value for key, value in message.items() if key not in LOSS_KEYS or value}
     _require_known(record, unknown, known, name)
     content = message.get("content" if "role" in message else "value")
     if isinstance(content, str) and PARTS_AS_TEXT.match(content):
-        raise record.error(name, "its content is a list of parts written as text; write the list itself")
+        raise record.make_error(name, "its content is a list of parts written as text; write the list itself")
     before = len(images)
     text = _read_text(record, content, name, images) if isinstance(content, str) else _read_parts(record, content, name, images)
     if len(images) > before and not is_user:
-        raise record.error(name, "has a picture in a system message; move it to the user's")
+        raise record.make_error(name, "has a picture in a system message; move it to the user's")
     return text
 
 
 def _shows_picture(content: object) -> bool:
     if isinstance(content, list):
         return any(isinstance(part, Mapping) and part.get("type", "") in IMAGE_PARTS for part in content)
-    return isinstance(content, str) and PLACE in content
+    return isinstance(content, str) and IMAGE_PLACEHOLDER in content
 
 
-def _read_text(record: Record, text: object, name: str, images: list[StoredImage | None]) -> str:
-    read = record.text(text, name)
-    images += [None] * read.count(PLACE)
+def _read_text(record: DataRecord, text: object, name: str, images: list[StoredImage | None]) -> str:
+    read = record.require_text(text, name)
+    images += [None] * read.count(IMAGE_PLACEHOLDER)
     return read
 
 
-def _read_parts(record: Record, content: object, name: str, images: list[StoredImage | None]) -> str:
+def _read_parts(record: DataRecord, content: object, name: str, images: list[StoredImage | None]) -> str:
     if not isinstance(content, list):
-        raise record.error(name, f"content must be text or a list of parts, is {type(content).__name__}")
+        raise record.make_error(name, f"content must be text or a list of parts, is {type(content).__name__}")
     words = []
     for number, given in enumerate(content):
-        part, place = record.mapping(given, f"{name}.content[{number}]"), f"{name}.content[{number}]"
+        part, place = record.require_mapping(given, f"{name}.content[{number}]"), f"{name}.content[{number}]"
         kind = part.get("type") or next((key for key in ("text", "image", "image_url") if key in part), None)
         if kind in TEXT_PARTS:
             _require_known(record, part, {"type", "text"}, place)
@@ -139,34 +143,38 @@ def _read_parts(record: Record, content: object, name: str, images: list[StoredI
         elif kind in IMAGE_PARTS:
             _require_known(record, part, {"type", "text", "index", *IMAGE_KEYS}, place)
             if part.get("index", len(images)) != len(images):
-                raise record.error(f"{place}.index", f"is {part['index']}, and the part is picture {len(images)}; list pictures in order")
+                raise record.make_error(
+                    f"{place}.index", f"is {part['index']}, and the part is picture {len(images)}; list pictures in order"
+                )
             images.append(_read_picture(record, part, place))
-            words.append(PLACE)
+            words.append(IMAGE_PLACEHOLDER)
         else:
             remedy = f"types are {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}"
-            raise record.error(place, f"is a part of type {shortened(repr(kind))}, which is not read; {remedy}")
+            raise record.make_error(place, f"is a part of type {shorten(repr(kind))}, which is not read; {remedy}")
     return "".join(words)
 
 
-def _read_picture(record: Record, part: Mapping[str, object], name: str) -> StoredImage | None:
+def _read_picture(record: DataRecord, part: Mapping[str, object], name: str) -> StoredImage | None:
     """Return the picture of a part, None for one that only marks its place."""
     given = {key: part[key] for key in IMAGE_KEYS if part.get(key, "") not in ("", {})}
     if part.get("text"):
-        raise record.error(f"{name}.text", "stands in the part of a picture; give it a part of its own")
+        raise record.make_error(f"{name}.text", "stands in the part of a picture; give it a part of its own")
     if len(given) > 1:
-        raise record.error(name, f"names its picture twice: {', '.join(given)}; keep one of them")
+        raise record.make_error(name, f"names its picture twice: {', '.join(given)}; keep one of them")
     for key, value in given.items():
         if key == "image_url" and isinstance(value, Mapping):
             _require_known(record, value, {"url"}, f"{name}.image_url")
             value = value.get("url")
         elif isinstance(value, Mapping):
             _require_known(record, value, {"bytes", "path"}, f"{name}.{key}")
-        return record.image({"bytes": value} if key in ("base64", "bytes") else value, f"{name}.{key}")
+        return record.load_image({"bytes": value} if key in ("base64", "bytes") else value, f"{name}.{key}")
     return None
 
 
-def _require_known(record: Record, given: Mapping[str, object], known: set[str], name: str) -> None:
+def _require_known(record: DataRecord, given: Mapping[str, object], known: set[str], name: str) -> None:
     """Raise ValueError for a filled key that is not read and may change what is asked."""
     for key, value in given.items():
         if key not in known and key not in HARMLESS_KEYS and value not in ("", [], {}):
-            raise record.error(f"{name}.{key}", f"is not read ({shortened(repr(value))}); leave this key out, or write it into the content")
+            raise record.make_error(
+                f"{name}.{key}", f"is not read ({shorten(repr(value))}); leave this key out, or write it into the content"
+            )

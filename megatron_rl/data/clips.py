@@ -5,44 +5,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.data.images import at_home, shortened
+from megatron_rl.data.images import check_inside_roots, shorten
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
-MAX_CLIP_BYTES = 256 << 20
+MAX_VIDEO_BYTES = 256 << 20
 """Of a video as it is stored: each episode's box gets a copy."""
-FORMATS = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm")
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm")
 MPEG4, MATROSKA, AVI = (4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI ")
 """Where in a file stands what its format is told by."""
 
 
 @dataclass(slots=True, frozen=True)
-class StoredClip:
+class StoredVideo:
     source: Path
     where: str
     """For messages: `train.jsonl row 17: mm_hint.hint_path`."""
 
-    def require_sound(self) -> None:
+    def check_video(self) -> None:
         """ValueError: it is too large, or no video by its first bytes."""
         with open_regular(self.source) as file:
             size, first = os.fstat(file.fileno()).st_size, file.read(16)
-        if size > MAX_CLIP_BYTES:
-            raise ValueError(f"{self.where}: {size} bytes, more than {MAX_CLIP_BYTES}; cut it, or save it smaller")
+        if size > MAX_VIDEO_BYTES:
+            raise ValueError(f"{self.where}: {size} bytes, more than {MAX_VIDEO_BYTES}; cut it, or save it smaller")
         if not any(first[at:].startswith(mark) for at, mark in (MPEG4, MATROSKA, AVI)):
-            raise ValueError(f"{self.where}: {shortened(str(self.source))} begins like no MP4, Matroska, WebM or AVI file")
+            raise ValueError(f"{self.where}: {shorten(str(self.source))} begins like no MP4, Matroska, WebM or AVI file")
 
     def read(self) -> bytes:
         """InfraError: the disk is in trouble. PermanentInfraError: the file is gone since the start, or another."""
         try:
-            self.require_sound()
-            return read_bytes(self.source, at_most=MAX_CLIP_BYTES)
+            self.check_video()
+            return read_bytes(self.source, at_most=MAX_VIDEO_BYTES)
         except (FileNotFoundError, ValueError) as error:
             raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
         except OSError as error:
             raise InfraError(f"{self.where}: cannot be read ({error})") from error
 
 
-def stored_clips(hint: Mapping[str, object], *, folder: Path, where: str, roots: Sequence[Path]) -> tuple[StoredClip, ...]:
+def find_stored_videos(hint: Mapping[str, object], *, folder: Path, where: str, roots: Sequence[Path]) -> tuple[StoredVideo, ...]:
     """Those of an mm_hint of type video: a path, or several. ValueError: no such file, no video's name, or one that lies elsewhere."""
     values = hint.get("hint_path")
     paths = values if isinstance(values, list) else [values]
@@ -51,7 +51,7 @@ def stored_clips(hint: Mapping[str, object], *, folder: Path, where: str, roots:
         if not isinstance(value, str) or not value:
             raise ValueError(f"{where}: must be the path of a video, is {type(value).__name__}")
         path = folder / value
-        if path.suffix.lower() not in FORMATS or not path.is_file():
-            raise ValueError(f"{where}: no such video {shortened(str(path))}; files that end in {', '.join(FORMATS)} are read")
-        clips.append(StoredClip(at_home(path, folder, roots, where), where))
+        if path.suffix.lower() not in VIDEO_SUFFIXES or not path.is_file():
+            raise ValueError(f"{where}: no such video {shorten(str(path))}; files that end in {', '.join(VIDEO_SUFFIXES)} are read")
+        clips.append(StoredVideo(check_inside_roots(path, folder, roots, where), where))
     return tuple(clips)

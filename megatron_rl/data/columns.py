@@ -3,10 +3,10 @@
 import os
 from collections.abc import Iterable, Mapping
 
-from megatron_rl.data.column_names import IMAGE_COLUMNS, LIKELY, NAME_COLUMNS, NUMBERED, PICTURE_SUFFIXES
-from megatron_rl.data.literals import listed_values
+from megatron_rl.data.column_names import FILE_NAME_COLUMNS, IMAGE_COLUMNS, LIKELY_NAMES, NUMBERED_IMAGE_COLUMN, PICTURE_SUFFIXES
+from megatron_rl.data.literals import parse_text_list
 from megatron_rl.data.media import find_media
-from megatron_rl.data.records import Record
+from megatron_rl.data.records import DataRecord
 
 _IMAGEFOLDER = "metadata"
 """Stem of the file in which Hugging Face's imagefolder names its pictures."""
@@ -15,13 +15,13 @@ _IMAGEFOLDER = "metadata"
 class MissingColumn(ValueError):
     """A row has no value for `name` ("question" or "answer"). The columns let a survey write one line for a whole file."""
 
-    def __init__(self, record: Record, name: str, *, hint: str = "") -> None:
+    def __init__(self, record: DataRecord, name: str, *, hint: str = "") -> None:
         self.where, self.name, self.columns = record.where, name, record.columns or tuple(record.row)
         self.hint = hint or _hint_of_rows(record)
         super().__init__(f"{record.where}: {name}: is missing. {missing_remedy(name, self.columns, self.hint)}")
 
 
-def _hint_of_rows(record: Record) -> str:
+def _hint_of_rows(record: DataRecord) -> str:
     """Return what to do with a JSON file that is one object around its rows, as COCO and VQA v2 publish theirs."""
     lists = [name for name, value in record.row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)]
     rows = [name for name in lists if not {"role", "from", "type"} & record.row[name][0].keys()]
@@ -37,12 +37,12 @@ def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
     """
     columns = list(columns)
     by_name = {column.casefold(): column for column in columns}
-    found = next((by_name[likely] for likely in (name, *LIKELY[name]) if likely in by_name), "COLUMN")
+    found = next((by_name[likely] for likely in (name, *LIKELY_NAMES[name]) if likely in by_name), "COLUMN")
     listed = ", ".join(columns[:30]) or "none"
     return f"Columns: {listed}. Name yours: 'task.data.columns={{{name}: {found}}}'{hint and f' ({hint})'}"
 
 
-def picture_columns(record: Record) -> list[str]:
+def picture_columns(record: DataRecord) -> list[str]:
     """Return the columns whose pictures belong to the question, numbered ones in numeric order.
 
     Raises:
@@ -53,7 +53,7 @@ def picture_columns(record: Record) -> list[str]:
     for name in filled:
         if name.casefold() in IMAGE_COLUMNS:
             groups.setdefault(name, []).append((0, name))
-        elif numbered := NUMBERED.fullmatch(name.casefold()):
+        elif numbered := NUMBERED_IMAGE_COLUMN.fullmatch(name.casefold()):
             groups.setdefault(f"{numbered[1]}{numbered[2]}_N", []).append((int(numbered[3]), name))
     if len(groups) > 1:
         there = {key: group for key, group in groups.items() if existing_columns(record, [name for _, name in group])}
@@ -61,16 +61,16 @@ def picture_columns(record: Record) -> list[str]:
     if len(groups) > 1:
         columns = [name for group in groups.values() for _, name in sorted(group)]
         keep = f"keep one of these columns, or choose it: 'task.data.columns={{images: {columns[0]}}}'"
-        raise record.error(" and ".join(columns), f"name the pictures twice; {keep}")
+        raise record.make_error(" and ".join(columns), f"name the pictures twice; {keep}")
     if groups:
         ((*group,),) = groups.values()
         return [name for _, name in sorted(group)]
-    return [name for name in filled if name.casefold() in NAME_COLUMNS and _names_pictures(record, record.row[name])][:1]
+    return [name for name in filled if name.casefold() in FILE_NAME_COLUMNS and _names_pictures(record, record.row[name])][:1]
 
 
-def unread_picture_keys(record: Record, columns: Iterable[str]) -> dict[str, object]:
+def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str, object]:
     """Return what mappings in columns of pictures hold beside their pictures, as `image.bbox`."""
-    values = {name: listed_values(record.row[name]) for name in columns}
+    values = {name: parse_text_list(record.row[name]) for name in columns}
     pictures = [(name, item) for name, value in values.items() for item in (value if isinstance(value, list) else [value])]
     return {
         f"{name}.{key}": held
@@ -81,7 +81,7 @@ def unread_picture_keys(record: Record, columns: Iterable[str]) -> dict[str, obj
     }
 
 
-def existing_columns(record: Record, columns: Iterable[str]) -> list[str]:
+def existing_columns(record: DataRecord, columns: Iterable[str]) -> list[str]:
     """Return the columns without those that are one web address, or the name of one file that does not exist.
 
     These say where a picture comes from, if another column has it.
@@ -89,12 +89,12 @@ def existing_columns(record: Record, columns: Iterable[str]) -> list[str]:
     return [name for name in columns if not _is_absent(record, name)]
 
 
-def _is_absent(record: Record, name: str) -> bool:
+def _is_absent(record: DataRecord, name: str) -> bool:
     media = find_media(record.row[name], record, name) if isinstance(record.row[name], str) else None
-    return media is not None and not media.is_there
+    return media is not None and not media.exists
 
 
-def _names_pictures(record: Record, value: object) -> bool:
+def _names_pictures(record: DataRecord, value: object) -> bool:
     """Return True if a column of file names holds a picture: one that exists, or any in imagefolder's metadata."""
     values = value if isinstance(value, list) else [value]
     is_listed = record.path.stem.casefold() == _IMAGEFOLDER

@@ -8,8 +8,8 @@ import hashlib
 from collections.abc import Mapping
 
 from megatron_rl.config import DataSettings
-from megatron_rl.data.dataset_files import files_of
-from megatron_rl.io.sampled_digest import sampled_digest
+from megatron_rl.data.dataset_files import find_data_files
+from megatron_rl.io.sampled_digest import compute_sampled_digest
 
 
 def data_digests(data: DataSettings) -> dict[str, str]:
@@ -19,7 +19,7 @@ def data_digests(data: DataSettings) -> dict[str, str]:
 
 
 def _digest_of_files(names: list[str], key: str) -> str:
-    digests = [sampled_digest(path) for name in names for path in files_of(name, key=key)]
+    digests = [compute_sampled_digest(path) for name in names for path in find_data_files(name, key=key)]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 

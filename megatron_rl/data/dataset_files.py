@@ -12,14 +12,14 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megatron_rl.config import require
-from megatron_rl.data.file_formats import COMPRESSED, FORMATS, KINDS, UNFINISHED
-from megatron_rl.data.shards import NOT_DATA, check_shards, saved_files, saved_splits
+from megatron_rl.data.file_formats import COMPRESSED, FORMATS, FORMATS_BY_PREFERENCE, UNFINISHED
+from megatron_rl.data.shards import METADATA_FILES, check_shards, find_saved_files, read_saved_splits
 
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def files_of(name: str, *, key: str) -> list[Path]:
+def find_data_files(name: str, *, key: str) -> list[Path]:
     """Return the files in order of their names.
 
     Raises:
@@ -27,13 +27,13 @@ def files_of(name: str, *, key: str) -> list[Path]:
     """
     if Path(name).is_file():
         return [Path(name)]
-    folder, path, split = _folder_of(name, key=key)
-    saved = saved_splits(folder, key=key, name=name)
+    folder, path, split = _resolve_folder(name, key=key)
+    saved = read_saved_splits(folder, key=key, name=name)
     within = [found.relative_to(folder) for found in _data_files(folder, key=key, name=name) if _is_of_splits(found, folder, saved)]
-    _check_others(folder, within, key=key, name=name)
-    kind = next((kind for kind in KINDS if any(_format(found) in kind for found in within)), ())
-    files = [found for found in within if _format(found) in kind]
-    splits = saved or sorted({word for found in files for word in _words(found)} & set(SPLITS))
+    _check_compressed(folder, within, key=key, name=name)
+    kind = next((kind for kind in FORMATS_BY_PREFERENCE if any(_suffix(found) in kind for found in within)), ())
+    files = [found for found in within if _suffix(found) in kind]
+    splits = saved or sorted({word for found in files for word in _name_words(found)} & set(SPLITS))
     choose = f"holds the splits {', '.join(splits)}; take one of them, {path}:{splits[0] if splits else ''}"
     require(bool(split) or len(splits) < 2, key, name, choose)
     chosen = [folder / found for found in files if not split or _is_of_split(found, split, saved)]
@@ -46,9 +46,9 @@ def files_of(name: str, *, key: str) -> list[Path]:
 
 def _data_files(folder: Path, *, key: str, name: str) -> list[Path]:
     """Return the files in the folder and below it that may be data; where save_to_disk listed them, those alone."""
-    found = [path for path in sorted(folder.rglob("*")) if _format(path) in FORMATS and _is_data(path)]
+    found = [path for path in sorted(folder.rglob("*")) if _suffix(path) in FORMATS and _is_data(path)]
     folders = sorted({path.parent for path in folder.rglob("state.json")})
-    saved = saved_files(folders, key=key, name=name)
+    saved = find_saved_files(folders, key=key, name=name)
     return sorted([path for path in found if path.parent not in saved] + [path for files in saved.values() for path in files])
 
 
@@ -59,62 +59,62 @@ def _is_of_splits(path: Path, folder: Path, saved: list[str]) -> bool:
 def _is_of_split(path: Path, split: str, saved: list[str]) -> bool:
     if saved:
         return path.parts[0] == split
-    return split in _words(path) or split in path.parts or path.name.startswith((f"{split}-", f"{split}."))
+    return split in _name_words(path) or split in path.parts or path.name.startswith((f"{split}-", f"{split}."))
 
 
-def _check_others(folder: Path, within: list[Path], *, key: str, name: str) -> None:
+def _check_compressed(folder: Path, within: list[Path], *, key: str, name: str) -> None:
     """Raise ValueError where a compressed file, or half a download, lies beside data of its format, or alone."""
-    wanted = {_format(found) for found in within} or {*FORMATS}
+    wanted = {_suffix(found) for found in within} or {*FORMATS}
     for path in sorted(folder.rglob("*")):
-        suffix = _format(path)
-        if suffix not in (*COMPRESSED, *UNFINISHED) or _format(path.with_suffix("")) not in wanted or not _is_data(path):
+        suffix = _suffix(path)
+        if suffix not in (*COMPRESSED, *UNFINISHED) or _suffix(path.with_suffix("")) not in wanted or not _is_data(path):
             continue
         unfinished = "is a download that did not end; get it anew, or remove it"
         packed = f"is compressed, which is not read; unpack it: {COMPRESSED.get(suffix)} {path}"
         require(False, key, name, f"{path.relative_to(folder)} {unfinished if suffix in UNFINISHED else packed}")
 
 
-def _format(path: Path) -> str:
+def _suffix(path: Path) -> str:
     return path.suffix.casefold()
 
 
-def homes_of(name: str, *, key: str) -> list[Path]:
+def allowed_image_folders(name: str, *, key: str) -> list[Path]:
     """Of a folder, that folder: files in one part of it may name pictures in another. In Hugging Face's cache files are links to blobs."""
     if Path(name).is_file():
         return []
-    folder, path, _ = _folder_of(name, key=key)
+    folder, path, _ = _resolve_folder(name, key=key)
     return [folder] if folder == path else [folder, folder.parent.parent / "blobs"]
 
 
-def _folder_of(name: str, *, key: str) -> tuple[Path, Path, str]:
+def _resolve_folder(name: str, *, key: str) -> tuple[Path, Path, str]:
     """The folder that a name stands for, what of the name says so, and the split that it chooses."""
     path, split = Path(name), ""
     if not path.is_dir() and ":" in name:
         start, _, split = name.rpartition(":")
         path = Path(start)
-    return path if path.is_dir() else _cached(str(path), name, key=key), path, split
+    return path if path.is_dir() else _find_in_hub_cache(str(path), name, key=key), path, split
 
 
-def looked_at(name: str) -> str:
+def describe_searched_path(name: str) -> str:
     """Return where a relative path was looked for, in words."""
     return "" if Path(name).is_absolute() else f" (looked at {Path(name).absolute()})"
 
 
-def _cached(hub_name: str, name: str, *, key: str) -> Path:
+def _find_in_hub_cache(hub_name: str, name: str, *, key: str) -> Path:
     """The folder of a data set in Hugging Face's cache."""
-    require(_HUB_NAME.fullmatch(hub_name) is not None, key, name, f"no such file{looked_at(name)}")
+    require(_HUB_NAME.fullmatch(hub_name) is not None, key, name, f"no such file{describe_searched_path(name)}")
     try:
         return Path(snapshot_download(hub_name, repo_type="dataset", local_files_only=True))
     except LocalEntryNotFoundError as error:
         remedy = f"and no such data set in the cache of Hugging Face; get it by: hf download --repo-type dataset {hub_name}"
-        raise ValueError(f"{key}={name}: no such file{looked_at(name)}, {remedy}") from error
+        raise ValueError(f"{key}={name}: no such file{describe_searched_path(name)}, {remedy}") from error
 
 
 def _is_data(path: Path) -> bool:
     """Not what a tool keeps beside the data: cache-*.arrow are intermediate results of `datasets`."""
-    return path.is_file() and not path.name.startswith((".", "cache-")) and path.name not in NOT_DATA
+    return path.is_file() and not path.name.startswith((".", "cache-")) and path.name not in METADATA_FILES
 
 
-def _words(path: Path) -> set[str]:
+def _name_words(path: Path) -> set[str]:
     """Example: data/train-00000-of-00002.parquet -> {data, train, 00000, of, 00002}."""
     return {word for part in path.with_suffix("").parts for word in re.split(r"[-_.]", part)}

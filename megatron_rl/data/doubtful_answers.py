@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.data.answer_text import boxed_texts, comparison_form
-from megatron_rl.data.answers import TAGGED, doubt_about, unwrapped
-from megatron_rl.data.question_options import options_in
-from megatron_rl.data.unread import Finding, option_texts
+from megatron_rl.data.answers import TAGGED, extract_answer, find_answer_doubt
+from megatron_rl.data.question_options import find_options
+from megatron_rl.data.unread import UnreadFinding, parse_options
 
 MISSING = re.compile(
     r"[-+]?(?:nan|NaN|NAN)|None|NONE|[nN]ull|NULL|[nN]/[aA]|NA|<NA>|<N/A>|<na>|<n/a>|<null>|<none>|#N/A|#NA|NaT|[nN]il|undefined|\\N"
@@ -20,26 +20,28 @@ _MISSING_REMEDY = (
 _DROPPED_REMEDY = "a reply must give that one; write all values into one box, or take care that the others are mere steps"
 
 
-def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping[str, object]) -> Iterator[Finding]:
+def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping[str, object]) -> Iterator[UnreadFinding]:
     """Yield what is doubtful about a row's answer. `given`: its value in the file; `unread`: the row's values that are not read."""
     answer, question = str(payload["answer"]), str(payload["question"])
     if MISSING.fullmatch(answer) and not _is_listed(answer, question, unread):
-        yield Finding("answer", "is a word for a missing value (nan, None, null, N/A, -)", _MISSING_REMEDY, False, is_error_in_all=True)
+        yield UnreadFinding(
+            "answer", "is a word for a missing value (nan, None, null, N/A, -)", _MISSING_REMEDY, False, is_error_in_all=True
+        )
     if isinstance(given, str) and _are_several(given, answer):
-        yield Finding("answer", "has several boxes or <answer> blocks, and the last alone is read", _DROPPED_REMEDY, is_error=False)
-    if doubt := doubt_about(answer, question):
-        yield Finding("answer", *doubt, is_error=False)
+        yield UnreadFinding("answer", "has several boxes or <answer> blocks, and the last alone is read", _DROPPED_REMEDY, is_error=False)
+    if doubt := find_answer_doubt(answer, question):
+        yield UnreadFinding("answer", *doubt, is_error=False)
 
 
 def _is_listed(answer: str, question: str, unread: Mapping[str, object]) -> bool:
     """Return whether the question, or a column of choices, has a word as one of its options."""
     if answer[-1].isalpha() and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", question):
         return True
-    if comparison_form(answer) in map(comparison_form, options_in(question).values()):
+    if comparison_form(answer) in map(comparison_form, find_options(question).values()):
         return True
     columns = {name.removeprefix("extra_info."): value for name, value in unread.items()}
     letters = [value for name, value in columns.items() if _LETTER_COLUMN.fullmatch(name)]
-    listed = [option_texts(value) for name, value in columns.items() if not _LETTER_COLUMN.fullmatch(name)]
+    listed = [parse_options(value) for name, value in columns.items() if not _LETTER_COLUMN.fullmatch(name)]
     return any(len(options) > 1 and answer in options for options in (letters, *listed))
 
 
@@ -47,4 +49,4 @@ def _are_several(given: str, answer: str) -> bool:
     """Return whether a text marks another value as its answer beside the one that is read."""
     blocks = TAGGED.findall(given)
     marked = [*blocks, *boxed_texts(blocks[-1] if blocks else given)]
-    return any(comparison_form(unwrapped(text)) not in ("", comparison_form(answer)) for text in marked)
+    return any(comparison_form(extract_answer(text)) not in ("", comparison_form(answer)) for text in marked)

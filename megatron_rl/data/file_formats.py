@@ -4,9 +4,9 @@ from pathlib import Path
 
 FORMATS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".tsv", ".csv")
 """Suffixes that are read, in any case."""
-KINDS = ((".parquet",), (".arrow",), (".jsonl", ".ndjson"), (".json",), (".tsv", ".csv"))
+FORMATS_BY_PREFERENCE = ((".parquet",), (".arrow",), (".jsonl", ".ndjson"), (".json",), (".tsv", ".csv"))
 """File suffixes in order of preference: a folder is read by the first kind that it has, its other files describe the data."""
-LISTED = "Parquet (.parquet), Arrow (.arrow), JSON lines (.jsonl, .ndjson), JSON (.json), tables (.tsv, .csv)"
+FORMATS_TEXT = "Parquet (.parquet), Arrow (.arrow), JSON lines (.jsonl, .ndjson), JSON (.json), tables (.tsv, .csv)"
 _TEXT = (".jsonl", ".ndjson", ".json", ".tsv", ".csv")
 COMPRESSED = {
     ".gz": "gunzip", ".tgz": "tar -xzf", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", ".lz4": "unlz4", ".zip": "unzip",
@@ -18,7 +18,7 @@ _PICKLE = ("is a pickle, which could run code", "write it as Parquet or JSON lin
 _SHEET = ("is a spreadsheet", "save it as CSV in UTF-8")
 _SQLITE = ("is a SQLite database", "export it as CSV or JSON lines")
 _COLUMNS = ("is a format of pandas that is not read", "write it as Parquet")
-OTHERS = {
+UNSUPPORTED = {
     **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), _SHEET),
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".joblib"), _PICKLE),
     **dict.fromkeys((".db", ".sqlite", ".sqlite3"), _SQLITE),
@@ -42,21 +42,21 @@ _MAGIC = {
 """First bytes of files that bear the name of a text format -> what they are, and what to do."""
 
 
-class NoRows(ValueError):
+class UnreadableFile(ValueError):
     """The reason why a file cannot be read."""
 
 
 def check_format(path: Path) -> None:
-    """Raise NoRows for a file whose suffix or first bytes are those of a format that is not read, with what to do about it."""
+    """Raise UnreadableFile for a file whose suffix or first bytes are those of a format that is not read, with what to do about it."""
     suffix = path.suffix.casefold()
     if suffix in COMPRESSED:
-        raise NoRows(f"is compressed; unpack it: {COMPRESSED[suffix]} {path.name}")
-    if suffix in OTHERS:
-        raise NoRows("; ".join(OTHERS[suffix]))
+        raise UnreadableFile(f"is compressed; unpack it: {COMPRESSED[suffix]} {path.name}")
+    if suffix in UNSUPPORTED:
+        raise UnreadableFile("; ".join(UNSUPPORTED[suffix]))
     if suffix not in FORMATS:
-        raise NoRows(f"ends in {suffix or 'no suffix'}; read are {LISTED}: convert or rename it")
+        raise UnreadableFile(f"ends in {suffix or 'no suffix'}; read are {FORMATS_TEXT}: convert or rename it")
     with path.open("rb") as file:
         first = file.read(32)
     found = next((told for magic, told in _MAGIC.items() if first.startswith(magic)), None)
     if found and (suffix in _TEXT or b"git-lfs" in first):
-        raise NoRows(f"{found[0]} in spite of its name; {found[1]}")
+        raise UnreadableFile(f"{found[0]} in spite of its name; {found[1]}")

@@ -13,8 +13,8 @@ MAGIC = {
 """Magic numbers of FORMATS; a WEBP begins with RIFF, its length and WEBP."""
 HEAD_BYTES = 512
 """Bytes from the start of a file that are enough for `describe`."""
-READ = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read"
-_CONVERT = f"{READ}: convert it"
+READABLE_FORMATS_TEXT = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read"
+_CONVERT = f"{READABLE_FORMATS_TEXT}: convert it"
 _OTHERS = {
     b"version https://git-lfs": "is the pointer of Git LFS to a file that is not here: git lfs pull fetches it",
     b"\x1f\x8b": "is compressed by gzip: unpack it",
@@ -23,7 +23,7 @@ _OTHERS = {
     b"\xfd7zXZ": "is compressed by xz: unpack it",
     b"PK\x03\x04": "is a ZIP archive: unpack it",
     b"7z\xbc\xaf": "is a 7z archive: unpack it",
-    b"%PDF-": f"is a PDF; {READ}: save its page as a picture",
+    b"%PDF-": f"is a PDF; {READABLE_FORMATS_TEXT}: save its page as a picture",
     b"%!PS": f"is PostScript; {_CONVERT}",
     b"\0\0\1\0": f"is an ICO; {_CONVERT}",
     b"\0\0\2\0": f"is a CUR; {_CONVERT}",
@@ -39,12 +39,12 @@ _OTHERS = {
     b"\x76\x2f\x31\x01": f"is an OpenEXR; {_CONVERT}",
     b"\xd7\xcd\xc6\x9a": f"is a WMF; {_CONVERT}",
     b"SIMPLE  =": f"is a FITS; {_CONVERT}",
-    b"\x93NUMPY": f"is an array of NumPy; {READ}: save it as one",
+    b"\x93NUMPY": f"is an array of NumPy; {READABLE_FORMATS_TEXT}: save it as one",
     b"\x1aE\xdf\xa3": "is a video (Matroska or WebM)",
-    b"\x89HDF": f"is HDF5; {READ}: save its pictures",
-    b"\x80\x03": f"is a pickle of Python; {READ}: save it as one",
-    b"\x80\x04": f"is a pickle of Python; {READ}: save it as one",
-    b"\x80\x05": f"is a pickle of Python; {READ}: save it as one",
+    b"\x89HDF": f"is HDF5; {READABLE_FORMATS_TEXT}: save its pictures",
+    b"\x80\x03": f"is a pickle of Python; {READABLE_FORMATS_TEXT}: save it as one",
+    b"\x80\x04": f"is a pickle of Python; {READABLE_FORMATS_TEXT}: save it as one",
+    b"\x80\x05": f"is a pickle of Python; {READABLE_FORMATS_TEXT}: save it as one",
     b"PAR1": "is a Parquet file, not a picture",
     b"b'": "is the text that Python prints for bytes (b'...'): write base64 instead",
     b'b"': 'is the text that Python prints for bytes (b"..."): write base64 instead',
@@ -66,7 +66,7 @@ def picture_format(head: bytes) -> str:
     return next((name for magic, name in MAGIC.items() if head.startswith(magic)), "")
 
 
-def describe(head: bytes) -> str:
+def describe_bytes(head: bytes) -> str:
     """Return what a file with these first bytes is, as the end of a sentence with a remedy: `is an SVG; PNG, ... are read: convert it`."""
     if not head:
         return "is empty"
@@ -106,7 +106,7 @@ def _describe_text(head: bytes) -> str:
         is_text = False
     if is_text:
         return "is text, not a picture"
-    return f"{_UNKNOWN}: it begins with the bytes {head[:8].hex(' ')}; {READ}"
+    return f"{_UNKNOWN}: it begins with the bytes {head[:8].hex(' ')}; {READABLE_FORMATS_TEXT}"
 
 
 def decode_base64(text: str) -> bytes:
@@ -133,7 +133,7 @@ def decode_data_url(url: str) -> bytes:
     return decode_base64(content.decode("latin-1")) if head.lower().rstrip().endswith(";base64") else content
 
 
-def picture_in_base64(text: str) -> bytes:
+def decode_base64_image(text: str) -> bytes:
     """Return the picture that a text is the base64 of; empty where it can be none, as a path can be.
 
     ValueError: it is base64 for sure, and no picture.
@@ -144,7 +144,7 @@ def picture_in_base64(text: str) -> bytes:
         return _require_no_broken_base64(text)
     if picture_format(content):
         return content
-    what = describe(content[:HEAD_BYTES])
+    what = describe_bytes(content[:HEAD_BYTES])
     if len(text) > _LONGEST_PATH or (len(text) >= _MIN_BASE64 and not what.startswith(_UNKNOWN)):
         raise ValueError(f"is base64 of something that {what}")
     return b""

@@ -36,7 +36,7 @@ _INK_SET, _CMYK_INKS = 332, 1
 SAVE_AGAIN = "save it as 8-bit RGB or gray, scaled as the model is to see it"
 
 
-def flatten(picture: Picture) -> Picture:
+def convert_to_rgb(picture: Picture) -> Picture:
     """Return the picture as RGB, upright as its EXIF says, with transparent pixels on white.
 
     ValueError: a kind that cannot be converted, or samples of 16 bits so small that all would be black.

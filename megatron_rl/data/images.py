@@ -14,8 +14,16 @@ from urllib.parse import unquote
 from PIL import Image
 from PIL.Image import Image as Picture
 
-from megatron_rl.data.image_bytes import FORMATS, HEAD_BYTES, decode_base64, decode_data_url, describe, picture_format, picture_in_base64
-from megatron_rl.data.image_modes import flatten, require_known_kind, upright_size
+from megatron_rl.data.image_bytes import (
+    FORMATS,
+    HEAD_BYTES,
+    decode_base64,
+    decode_base64_image,
+    decode_data_url,
+    describe_bytes,
+    picture_format,
+)
+from megatron_rl.data.image_modes import convert_to_rgb, require_known_kind, upright_size
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
@@ -45,7 +53,7 @@ UNREADABLE = (
 _HEADER, _PNG_DEPTH = 32, 24
 """Bytes that are read of a file's start, and where a PNG has the bits of its samples (PNG 1.2, 4.1.1)."""
 _JPEG, _SCAN = b"\xff\xd8\xff", b"\xff\xda"
-_ENDS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
+_END_MARKERS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
 """What a file ends with that begins so."""
 
 
@@ -63,7 +71,7 @@ class StoredImage:
         InfraError: the disk is in trouble. PermanentInfraError: the file is gone, or another, since the start.
         """
         try:
-            return self.content()
+            return self.load_bytes()
         except (FileNotFoundError, ValueError) as error:
             raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
         except OSError as error:
@@ -76,20 +84,20 @@ class StoredImage:
             num_scans = content.count(_SCAN) if content.startswith(_JPEG) else 0
             if num_scans > MAX_SCANS:
                 raise ValueError(f"a JPEG of {num_scans} scans, more than {MAX_SCANS}; save it anew")
-            with _checked(BytesIO(content)) as picture:
-                return flatten(picture)
+            with _open_image(BytesIO(content)) as picture:
+                return convert_to_rgb(picture)
         except UNREADABLE as error:
             raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
 
     def size(self) -> tuple[int, int]:
         """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
         try:
-            with self._opened() as file, _checked(file, name=self._name) as picture:
+            with self._open_file() as file, _open_image(file, name=self._name) as picture:
                 return upright_size(picture)
         except UNREADABLE as error:
             raise ValueError(f"{self.where}: {error}") from error
 
-    def require_whole(self) -> None:
+    def check_complete(self) -> None:
         """ValueError: the file is cut off. Its end tells; one that does not end as its format has it is decoded, and need not be broken.
 
         A TIFF has no such end, and samples of 16 bits may be too small to be seen: these are always decoded. What is broken in the middle
@@ -102,13 +110,13 @@ class StoredImage:
                 first, length = file.read(_HEADER), file.seek(0, os.SEEK_END)
                 file.seek(-min(length, 12), os.SEEK_END)
                 last = file.read()
-        if must_be_decoded(first) or not ends_well(first, last, length):
+        if must_be_decoded(first) or not has_valid_end(first, last, length):
             try:
                 self.open()
             except InfraError as fault:
                 raise ValueError(str(fault)) from fault
 
-    def content(self) -> bytes:
+    def load_bytes(self) -> bytes:
         """The bytes as they are stored. ValueError: not those that the hash names."""
         content = self.source if isinstance(self.source, bytes) else read_bytes(self.source, at_most=MAX_FILE_BYTES)
         _check_bytes(len(content))
@@ -116,7 +124,7 @@ class StoredImage:
             raise ValueError(f"{self.source} does not have the SHA-256 that names it")
         return content
 
-    def _opened(self) -> BinaryIO:
+    def _open_file(self) -> BinaryIO:
         if isinstance(self.source, bytes):
             return BytesIO(self.source)
         file = open_regular(self.source)
@@ -125,10 +133,10 @@ class StoredImage:
 
     @property
     def _name(self) -> str:
-        return "" if isinstance(self.source, bytes) else f"{shortened(str(self.source))} "
+        return "" if isinstance(self.source, bytes) else f"{shorten(str(self.source))} "
 
 
-def _checked(file: BinaryIO, *, name: str = "") -> Picture:
+def _open_image(file: BinaryIO, *, name: str = "") -> Picture:
     """The picture of an open file, not decoded yet. `name` begins what is said of one that cannot be read."""
     try:
         picture = Image.open(file, formats=FORMATS)
@@ -137,7 +145,7 @@ def _checked(file: BinaryIO, *, name: str = "") -> Picture:
         if is_ours or isinstance(error, MemoryError | Image.DecompressionBombError):
             raise
         file.seek(0)
-        raise ValueError(name + describe(file.read(HEAD_BYTES))) from error
+        raise ValueError(name + describe_bytes(file.read(HEAD_BYTES))) from error
     try:
         require_known_kind(picture)
     except UNREADABLE as error:
@@ -161,16 +169,16 @@ def must_be_decoded(first: bytes) -> bool:
     return kind == "TIFF" or (kind == "PNG" and first[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10")
 
 
-def ends_well(first: bytes, last: bytes, length: int) -> bool:
+def has_valid_end(first: bytes, last: bytes, length: int) -> bool:
     """Whether a file of this length with these first and last 12 bytes ends as its format says."""
     if first.startswith(b"RIFF"):
         return int.from_bytes(first[4:8], "little") + 8 <= length
     if first.startswith(b"BM"):
         return int.from_bytes(first[2:6], "little") <= length
-    return all(last.endswith(end) for magic, end in _ENDS.items() if first.startswith(magic))
+    return all(last.endswith(end) for magic, end in _END_MARKERS.items() if first.startswith(magic))
 
 
-def stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Path] = ()) -> StoredImage:
+def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Path] = ()) -> StoredImage:
     """The picture that a row names: {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file in `folder`, a data: or a
     file: URL.
 
@@ -179,25 +187,25 @@ def stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Pat
     """
     if isinstance(value, Mapping):
         if not value.keys() & {"bytes", "path"}:
-            raise ValueError(f'{where}: must have "bytes" or "path", has {shortened(", ".join(map(str, value))) or "nothing"}')
-        value = value["path"] if value.get("bytes") is None and "path" in value else _bytes_of(value["bytes"], where)
+            raise ValueError(f'{where}: must have "bytes" or "path", has {shorten(", ".join(map(str, value))) or "nothing"}')
+        value = value["path"] if value.get("bytes") is None and "path" in value else _decode_bytes(value["bytes"], where)
     if isinstance(value, bytes):
         return StoredImage(value, where)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{where}: must be a path, bytes or a SHA-256, is {_kind_of(value)}")
+        raise ValueError(f"{where}: must be a path, bytes or a SHA-256, is {_type_name(value)}")
     if re.match(r"\s*data:", value, re.IGNORECASE):
-        return StoredImage(_bytes_of(value, where), where)
+        return StoredImage(_decode_bytes(value, where), where)
     if re.fullmatch("[0-9a-f]{64}", value):
-        return StoredImage(at_home(_named_by_hash(value, folder, where), folder, roots, where), where, sha256=value)
+        return StoredImage(check_inside_roots(_find_by_hash(value, folder, where), folder, roots, where), where, sha256=value)
     path = folder / _path_of_url(value, where)
     if os.path.isfile(path):  # Path.is_file raises where a name is too long
-        return StoredImage(at_home(path, folder, roots, where), where)
+        return StoredImage(check_inside_roots(path, folder, roots, where), where)
     try:
-        if content := picture_in_base64(value):
+        if content := decode_base64_image(value):
             return StoredImage(content, where)
     except ValueError as error:
-        raise ValueError(f"{where}: {shortened(value)} {error}") from error
-    raise ValueError(f"{where}: no such file {folder / shortened(value)}; {_remedy_of(value, folder)}")
+        raise ValueError(f"{where}: {shorten(value)} {error}") from error
+    raise ValueError(f"{where}: no such file {folder / shorten(value)}; {_remedy_of(value, folder)}")
 
 
 def _path_of_url(value: str, where: str) -> str:
@@ -206,10 +214,10 @@ def _path_of_url(value: str, where: str) -> str:
         rest = value[len("file:") :]
         host, _, path = rest[2:].partition("/") if rest.startswith("//") else ("", "/", rest[1:])
         if host.lower() not in ("", "localhost"):
-            raise ValueError(f"{where}: {shortened(value)} names a file of the machine {host}; give the path that it has here: file:///...")
+            raise ValueError(f"{where}: {shorten(value)} names a file of the machine {host}; give the path that it has here: file:///...")
         return "/" + unquote(path)
     if re.match("[a-z][a-z0-9+.-]*://", value, re.IGNORECASE):
-        raise ValueError(f"{where}: {shortened(value)} is a URL, and URLs are not read; download the picture and give its path")
+        raise ValueError(f"{where}: {shorten(value)} is a URL, and URLs are not read; download the picture and give its path")
     return value
 
 
@@ -223,48 +231,48 @@ def _remedy_of(value: str, folder: Path) -> str:
     }
     for spelling, why in spellings.items():
         if spelling != value and spelling and os.path.isfile(folder / spelling):
-            return f"{why}: write {shortened(spelling)}"
+            return f"{why}: write {shorten(spelling)}"
     if re.match(r"image/[a-z0-9.+-]+;base64,", value, re.IGNORECASE):
         return "a data: URL begins with data:"
     return "task.data.images is the folder that relative paths start from"
 
 
-def at_home(path: Path, folder: Path, roots: Sequence[Path], where: str) -> Path:
+def check_inside_roots(path: Path, folder: Path, roots: Sequence[Path], where: str) -> Path:
     """The path, which lies below `folder` or one of `roots`, links followed. ValueError: it does not."""
     real = os.path.realpath(path)
     if not any(real.startswith(os.path.join(os.path.realpath(home), "")) for home in (folder, *roots)):
         remedy = f"task.data.image_roots=[{os.path.dirname(real)}] lets rows name the pictures there"
-        raise ValueError(f"{where}: {shortened(str(path))} lies outside of {folder}, at {shortened(real)}; {remedy}")
+        raise ValueError(f"{where}: {shorten(str(path))} lies outside of {folder}, at {shorten(real)}; {remedy}")
     return path
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """For messages: at most 80 characters on one line, the middle left out."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
 
 
-def _bytes_of(value: object, where: str) -> bytes:
+def _decode_bytes(value: object, where: str) -> bytes:
     """Decode the "bytes" of a row or a data: URL."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise ValueError(f"{where}: bytes must be bytes, or base64 in JSON, is {_kind_of(value)}")
+        raise ValueError(f"{where}: bytes must be bytes, or base64 in JSON, is {_type_name(value)}")
     is_url = re.match(r"\s*data:", value, re.IGNORECASE) is not None
     try:
         return decode_data_url(value) if is_url else decode_base64(value)
     except ValueError as error:
         if value.startswith(("b'", 'b"')):
-            raise ValueError(f"{where}: bytes {describe(value[:2].encode())}") from error
+            raise ValueError(f"{where}: bytes {describe_bytes(value[:2].encode())}") from error
         must = "" if is_url else "bytes must be bytes, or base64 in JSON; "
-        raise ValueError(f"{where}: {must}{shortened(value)} {error}") from error
+        raise ValueError(f"{where}: {must}{shorten(value)} {error}") from error
 
 
-def _kind_of(value: object) -> str:
+def _type_name(value: object) -> str:
     return "empty" if value == "" else type(value).__name__
 
 
-def _named_by_hash(digest: str, folder: Path, where: str) -> Path:
+def _find_by_hash(digest: str, folder: Path, where: str) -> Path:
     for path in (folder / part / f"{digest}{suffix}" for part in ("", digest[:2]) for suffix in SUFFIXES):
         if path.is_file():
             return path

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from megatron_rl.data.tables import NoRows
+from megatron_rl.data.tables import UnreadableFile
 
 _CHUNK = 1 << 20
 _FIRST_KEY = re.compile(r"\s*\{\s*\"\d+\"\s*:")
@@ -13,18 +13,18 @@ _END = re.compile(r"\s*\}\s*\Z")
 _BYTE_ORDER_MARK = "\xef\xbb\xbf"
 
 
-def is_keyed(path: Path) -> bool:
+def is_keyed_json(path: Path) -> bool:
     """Return True for a .json file whose first key is a whole number."""
     with path.open("rb") as file:
         start = file.read(_CHUNK).decode("latin-1").removeprefix(_BYTE_ORDER_MARK)
     return path.suffix == ".json" and _FIRST_KEY.match(start) is not None
 
 
-def keyed_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]:
+def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]:
     """Return key, first byte and one-past-last byte of each value, by number.
 
-    Raises NoRows: a key that is no whole number or occurs twice, a value that is no object, no comma or two between rows, a file that is
-    cut off or goes on.
+    Raises UnreadableFile: a key that is no whole number or occurs twice, a value that is no object, no comma or two between rows,
+    a file that is cut off or goes on.
     """
     found: dict[int, tuple[int, int, int]] = {}
     decoder = json.JSONDecoder()
@@ -44,9 +44,9 @@ def keyed_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]
                 break
             text, base, at = text[at:] + more, base + at, 0
             if len(text) - len(more) > max_row_bytes:
-                raise NoRows(f"holds a row of more than {max_row_bytes >> 20} MiB; write one row a line")
+                raise UnreadableFile(f"holds a row of more than {max_row_bytes >> 20} MiB; write one row a line")
     if not _END.match(text, at):
-        raise NoRows(f"is cut off or no JSON: byte {base + at} begins neither a row by number nor the end of the object")
+        raise UnreadableFile(f"is cut off or no JSON: byte {base + at} begins neither a row by number nor the end of the object")
     return [found[key] for key in sorted(found)]
 
 
@@ -67,11 +67,11 @@ def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool
 
 
 def _check_key(key: str, first: str, found: dict[int, tuple[int, int, int]]) -> None:
-    """Raise NoRows for a key that is no new whole number, or whose value does not begin like an object."""
+    """Raise UnreadableFile for a key that is no new whole number, or whose value does not begin like an object."""
     remedy = "an object by number has whole numbers as keys, each once, and an object as every value; a JSON list needs no keys"
     if not (key.isdecimal() and len(key) <= 18):
-        raise NoRows(f"its key {json.dumps(key[:40])} is no whole number; {remedy}")
+        raise UnreadableFile(f"its key {json.dumps(key[:40])} is no whole number; {remedy}")
     if int(key) in found:
-        raise NoRows(f"has the key {key} twice; {remedy}")
+        raise UnreadableFile(f"has the key {key} twice; {remedy}")
     if first != "{":
-        raise NoRows(f"the value of its key {key} is no object; {remedy}")
+        raise UnreadableFile(f"the value of its key {key} is no object; {remedy}")

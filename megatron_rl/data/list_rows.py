@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_rl.data.file_formats import NoRows
+from megatron_rl.data.file_formats import UnreadableFile
 
 _CHUNK = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -14,8 +14,9 @@ _REMEDY = "write all rows into one list with a comma between two, or one object 
 
 
 def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield first and one-past-last byte of each element. NoRows, with the byte: the file is no list, holds more than one, or is cut off.
+    """Yield first and one-past-last byte of each element.
 
+    UnreadableFile, with the byte: the file is no list, holds more than one, or is cut off.
     Read as Latin-1, a character is a byte, and JSON's own characters are what they are.
     """
     decoder = json.JSONDecoder()
@@ -39,31 +40,32 @@ def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
             more = file.read(max(_CHUNK, len(text) - at)).decode("latin-1")
             if not more:
                 place = base + (at if start is None else start)
-                raise NoRows(f"is cut off or no JSON list: byte {place} begins no complete row ({reason})")
+                raise UnreadableFile(f"is cut off or no JSON list: byte {place} begins no complete row ({reason})")
             text, base, at = text[at:] + more, base + at, 0
             if len(text) - len(more) > max_row_bytes:
-                raise NoRows(f"holds a row of more than {max_row_bytes >> 20} MiB; write one row a line")
+                raise UnreadableFile(f"holds a row of more than {max_row_bytes >> 20} MiB; write one row a line")
 
 
 def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
-    """Return where the next row or the closing bracket stands; None where the text ends before. NoRows: something else stands there."""
+    """Return where the next row or the closing bracket stands; None where the text ends before. UnreadableFile: something else stands
+    there."""
     at = _SPACE.match(text, at).end()
     if at == len(text) or text[at] == "]":
         return at if at < len(text) else None
     if num_rows:
         if text[at] != ",":
-            raise NoRows(f"is no JSON list: no comma parts row {num_rows - 1} from what begins at byte {base + at}; {_REMEDY}")
+            raise UnreadableFile(f"is no JSON list: no comma parts row {num_rows - 1} from what begins at byte {base + at}; {_REMEDY}")
         at = _SPACE.match(text, at + 1).end()
     if text[at : at + 1] in (",", "]"):
-        raise NoRows(f"is no JSON list: no row stands before the {text[at]} at byte {base + at}; write it, or remove the comma")
+        raise UnreadableFile(f"is no JSON list: no row stands before the {text[at]} at byte {base + at}; write it, or remove the comma")
     return at if at < len(text) else None
 
 
 def _check_end(file: BinaryIO, rest: str, at: int) -> None:
-    """Raise NoRows where anything but blanks stands behind the closing bracket. `rest` begins at byte `at`."""
+    """Raise UnreadableFile where anything but blanks stands behind the closing bracket. `rest` begins at byte `at`."""
     while (blank := _SPACE.match(rest).end()) == len(rest):
         at += len(rest)
         rest = file.read(_CHUNK).decode("latin-1")
         if not rest:
             return
-    raise NoRows(f"goes on at byte {at + blank}, behind the closing ] of its list; {_REMEDY}")
+    raise UnreadableFile(f"goes on at byte {at + blank}, behind the closing ] of its list; {_REMEDY}")

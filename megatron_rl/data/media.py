@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from megatron_rl.data.column_names import PICTURE_SUFFIXES
 from megatron_rl.data.image_bytes import MAGIC
-from megatron_rl.data.literals import literal
-from megatron_rl.data.records import Record
+from megatron_rl.data.literals import parse_literal
+from megatron_rl.data.records import DataRecord
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".m4v", ".mpg", ".mpeg")
 AUDIO_SUFFIXES = (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac")
@@ -26,8 +26,8 @@ _DECODED = re.compile(r".?PNG\r?\n\x1a\n|.{0,6}(?:JFIF|Exif)\0", re.DOTALL)
 _HEAD = 12
 """First bytes by which formats are told apart."""
 _MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")
-LONGEST_PATH = 4096
-DEEPEST, MOST_ITEMS = 12, 1024
+MAX_PATH_CHARS = 4096
+MAX_DEPTH, MAX_ITEMS = 12, 1024
 """Levels and elements of a value that are looked at."""
 _MOST_PIXELS = 64
 """Rows and columns of lists that may be pixels."""
@@ -37,12 +37,12 @@ _MOST_PIXELS = 64
 class Media:
     kind: str
     """pictures, videos or audio."""
-    looks: str
-    is_there: bool = True
+    description: str
+    exists: bool = True
     """False: names of files that do not exist, and web addresses."""
 
 
-def find_media(value: object, record: Record, name: str = "", *, depth: int = 0) -> Media | None:
+def find_media(value: object, record: DataRecord, name: str = "", *, depth: int = 0) -> Media | None:
     """Return what kind of media a value holds, at any depth down to DEEPEST; None where it holds none."""
     feature = record.features.get(name)
     if feature in FEATURES and value not in ("", [], {}):
@@ -51,11 +51,11 @@ def find_media(value: object, record: Record, name: str = "", *, depth: int = 0)
         kind = _kind_of_bytes(value)
         return Media(kind, f"holds the bytes of {kind}") if kind else Media("pictures", "holds bytes") if value else None
     if isinstance(value, str):
-        held = literal(value) if value.lstrip()[:1] in ("[", "{") else None
+        held = parse_literal(value) if value.lstrip()[:1] in ("[", "{") else None
         return find_media(held, record, depth=depth + 1) if isinstance(held, Mapping | list) else _media_in_text(value, record)
     if isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys():
         return Media("audio", "holds decoded audio")
-    if depth >= DEEPEST or not isinstance(value, Mapping | list):
+    if depth >= MAX_DEPTH or not isinstance(value, Mapping | list):
         return None
     if isinstance(value, Mapping) and value and value.keys() <= {"bytes", "path"}:
         inner = [media for item in value.values() if (media := find_media(item, record, depth=depth + 1))]
@@ -64,12 +64,12 @@ def find_media(value: object, record: Record, name: str = "", *, depth: int = 0)
     if isinstance(value, list) and len(value) > _HEAD and all(isinstance(each, int) and 0 <= each < 256 for each in value[:_HEAD]):
         kind = _kind_of_bytes(bytes(value[:_HEAD]))
         return Media(kind, f"holds the bytes of {kind} as numbers") if kind else None
-    if isinstance(value, list) and all(isinstance(each, int | float) for each in value[:MOST_ITEMS]):
+    if isinstance(value, list) and all(isinstance(each, int | float) for each in value[:MAX_ITEMS]):
         return None
     if _are_pixels(value):
         return Media("pictures", "looks like pixels, as lists of numbers")
     named = [(f"{name}.{key}", item) for key, item in value.items()] if isinstance(value, Mapping) else [(name, item) for item in value]
-    found = (find_media(item, record, inner, depth=depth + 1) for inner, item in named[:MOST_ITEMS])
+    found = (find_media(item, record, inner, depth=depth + 1) for inner, item in named[:MAX_ITEMS])
     return next((media for media in found if media), None)
 
 
@@ -93,26 +93,26 @@ def _kind_of_bytes(value: bytes) -> str:
     return known or ("pictures" if value.startswith(tuple(MAGIC)) else "")
 
 
-def _media_in_text(text: str, record: Record) -> Media | None:
+def _media_in_text(text: str, record: DataRecord) -> Media | None:
     """Recognize data: URLs, web addresses and names with a suffix of media, files that exist, base64, and bytes decoded as text."""
     head = text[:11].casefold()
     for kind, word in (("pictures", "image"), ("videos", "video"), ("audio", "audio")):
         if head.startswith(f"data:{word}/"[:11]):
             return Media(kind, f"holds {kind} as data: URLs")
-    if len(text) <= LONGEST_PATH and "\n" not in text and text.strip():
+    if len(text) <= MAX_PATH_CHARS and "\n" not in text and text.strip():
         is_url = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text) is not None
         bare = (re.split(r"[?#]", text)[0] if is_url else text).casefold()
         kind = next((kind for kind, suffixes in SUFFIXES.items() if bare.endswith(suffixes)), "")
         if is_url:
-            return Media(kind, f"looks like web addresses of {kind}", is_there=False) if kind else None
+            return Media(kind, f"looks like web addresses of {kind}", exists=False) if kind else None
         if kind or ("/" in text and " " not in text) or re.fullmatch("[0-9a-f]{64}", text):
-            found = _existing(record, text, kind)
+            found = _media_in_file(record, text, kind)
             if found or (kind and len(text.split()) <= 3):
-                return found or Media(kind, f"looks like names of {kind} that are not there", is_there=False)
+                return found or Media(kind, f"looks like names of {kind} that are not there", exists=False)
     return _media_in_base64(text)
 
 
-def _existing(record: Record, text: str, kind: str) -> Media | None:
+def _media_in_file(record: DataRecord, text: str, kind: str) -> Media | None:
     """Return what a text names where that is a file, by its suffix or by its first bytes."""
     if "\0" in text or not os.path.isfile(path := record.folder / text):
         return None
@@ -151,7 +151,7 @@ def _kind_of_characters(text: str) -> str:
     return "" if content.startswith(b"BM") and content[6:10] != bytes(4) else _kind_of_bytes(content)
 
 
-def named_media(name: str, value: object) -> Media | None:
+def find_media_by_name(name: str, value: object) -> Media | None:
     """Take a column for what its name says, where its value may be a name or content of it."""
     found = _MEDIA_NAME.fullmatch(name.removeprefix("extra_info.").casefold())
     are_words = isinstance(value, str) and " " in value.strip()

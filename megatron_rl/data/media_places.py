@@ -2,7 +2,7 @@
 
 import re
 
-from megatron_rl.data.records import PLACE
+from megatron_rl.data.records import IMAGE_PLACEHOLDER
 
 PARTS_AS_TEXT = re.compile(r"\s*\[\s*\{\s*[\"']type[\"']\s*:\s*[\"'](text|image|image_url|input_text|input_image|video|audio)[\"']")
 """The start of a list of content parts that was written as text."""
@@ -17,11 +17,11 @@ _OBJECTS = re.compile(r"<(bbox|ref-object|point|cot-process)>")
 """ms-swift's places, which its column `objects` fills; closed by </..> they are the words of a reply."""
 
 
-def find_media_place(text: str) -> str:
+def find_media_placeholder(text: str) -> str:
     """Return the first place of media in another notation than PLACE, "" where there is none."""
-    return next((found[0] for found in _MEDIA.finditer(text) if found[0] != PLACE), "")
+    return next((found[0] for found in _MEDIA.finditer(text) if found[0] != IMAGE_PLACEHOLDER), "")
 
 
-def find_object_place(text: str) -> str:
+def find_object_placeholder(text: str) -> str:
     """Return the first place of an object, "" where there is none."""
     return next((found[0] for found in _OBJECTS.finditer(text) if f"</{found[1]}>" not in text), "")

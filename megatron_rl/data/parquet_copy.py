@@ -14,30 +14,30 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-MEMORY_BYTES, MEMORY_TIMES = 192 << 20, 8
+MEMORY_BYTES, MEMORY_FACTOR = 192 << 20, 8
 """What reading may take beside the interpreter: so much, and so many times the file."""
-COPY_BYTES, COPY_TIMES = 100 << 20, 200
+COPY_BYTES, COPY_FACTOR = 100 << 20, 200
 """The largest copy: text compresses, and a question's constant words most of all."""
-ROW_BYTES, ROW_TIMES = 16 << 20, 8
+ROW_BYTES, ROW_FACTOR = 16 << 20, 8
 """The largest row: its pictures do not compress."""
-CPU_S, BYTES_A_CPU_S = 10, 100_000
-DEEPEST = 32
+CPU_S, BYTES_PER_CPU_S = 10, 100_000
+MAX_NESTING = 32
 """Structs and lists within one another."""
 _CHUNK = 1 << 20
 _FULL_SHARE = 2
 """Of the disk's free space at most one part in so many."""
 
 
-def limit(size: int, folder: Path) -> None:
+def limit_resources(file_bytes: int, folder: Path) -> None:
     """From here on, this process can do no more than a file of this size may need."""
     status = Path("/proc/self/status").read_text().split()
     taken = int(status[status.index("VmData:") + 1]) << 10
     disk = os.statvfs(folder)
-    largest = min(COPY_BYTES + COPY_TIMES * size, disk.f_bavail * disk.f_frsize // _FULL_SHARE)
+    largest = min(COPY_BYTES + COPY_FACTOR * file_bytes, disk.f_bavail * disk.f_frsize // _FULL_SHARE)
     for kind, most in (
-        (resource.RLIMIT_DATA, taken + MEMORY_BYTES + MEMORY_TIMES * size),
+        (resource.RLIMIT_DATA, taken + MEMORY_BYTES + MEMORY_FACTOR * file_bytes),
         (resource.RLIMIT_FSIZE, largest),
-        (resource.RLIMIT_CPU, CPU_S + size // BYTES_A_CPU_S),
+        (resource.RLIMIT_CPU, CPU_S + file_bytes // BYTES_PER_CPU_S),
         (resource.RLIMIT_CORE, 0),
     ):
         _, hard = resource.getrlimit(kind)
@@ -45,19 +45,19 @@ def limit(size: int, folder: Path) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def depth(kind: pa.DataType) -> int:
-    return 1 + max((depth(kind.field(number).type) for number in range(kind.num_fields)), default=0)
+def type_depth(kind: pa.DataType) -> int:
+    return 1 + max((type_depth(kind.field(number).type) for number in range(kind.num_fields)), default=0)
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_to_arrow(source: Path, target: Path) -> None:
     size = source.stat().st_size
-    limit(size, target.parent)
+    limit_resources(size, target.parent)
     file = pq.ParquetFile(source, pre_buffer=False, buffer_size=_CHUNK)
     fields = file.schema_arrow  # an Arrow file has one dictionary a column, a Parquet file one a row group: values instead
     schema = pa.schema([field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in fields])
     schema = schema.with_metadata(fields.metadata)  # `datasets` writes there what columns hold (features.py)
-    if max((depth(field.type) for field in schema), default=0) > DEEPEST:
-        raise ValueError(f"its columns are nested deeper than {DEEPEST}")
+    if max((type_depth(field.type) for field in schema), default=0) > MAX_NESTING:
+        raise ValueError(f"its columns are nested deeper than {MAX_NESTING}")
     meta = file.metadata
     stored = sum(meta.row_group(index).total_byte_size for index in range(meta.num_row_groups))
     num_rows = min(max(_CHUNK * meta.num_rows // max(stored, 1), 1), 1024)
@@ -66,7 +66,7 @@ def copy(source: Path, target: Path) -> None:
             batch = encoded.cast(schema)
             for index in range(batch.num_rows):
                 row = batch.slice(index, 1)
-                if row.nbytes > ROW_BYTES + ROW_TIMES * size:
+                if row.nbytes > ROW_BYTES + ROW_FACTOR * size:
                     raise ValueError(f"a row of {row.nbytes} bytes in a file of {size}")
                 writer.write_batch(row)
 
@@ -76,7 +76,7 @@ def main() -> int:
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     try:
-        copy(Path(sys.argv[1]), Path(sys.argv[2]))
+        copy_to_arrow(Path(sys.argv[1]), Path(sys.argv[2]))
     except (pa.ArrowException, OSError, ValueError, MemoryError, RecursionError) as error:
         print(" ".join(str(error).split())[:300] or type(error).__name__, file=sys.stderr)
         return 1

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_rl.data.columns import MissingColumn, missing_remedy
-from megatron_rl.data.unread import Finding
+from megatron_rl.data.unread import UnreadFinding
 
-SHOWN = 20
+MAX_LINES = 20
 """Lines that are kept; all rows are counted."""
 _WHERE = re.compile(r"(.*?) row (\d+): (.*)", re.DOTALL)
 
@@ -31,7 +31,7 @@ class ProblemLines:
     def __init__(self) -> None:
         self.num_rows = 0
         """Rows with a problem; one that has two counts twice."""
-        self._groups: dict[str | Finding | tuple[str, str], _Group] = {}
+        self._groups: dict[str | UnreadFinding | tuple[str, str], _Group] = {}
 
     def add_error(self, error: ValueError) -> None:
         if not isinstance(error, MissingColumn):
@@ -45,10 +45,10 @@ class ProblemLines:
         found = _WHERE.fullmatch(message)
         self._add((found[1], found[3]) if found else ("", message), message.partition(": ")[0])
 
-    def add_finding(self, finding: Finding, where: str) -> None:
+    def add_finding(self, finding: UnreadFinding, where: str) -> None:
         self._add(finding, where)
 
-    def lines(self, num_rows_of: Mapping[str, int]) -> list[str]:
+    def format_lines(self, num_rows_of: Mapping[str, int]) -> list[str]:
         """Return the lines, those of columns first. `num_rows_of`: file -> its rows, to tell whether all have a problem."""
         columns_first = sorted(self._groups.items(), key=lambda item: isinstance(item[0], tuple))
         return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
@@ -57,20 +57,20 @@ class ProblemLines:
         """Take over the findings of `others` that are errors where all rows of their files have them, and all do."""
         for problem, group in [*others._groups.items()]:
             is_all = 1 < group.num_rows == sum(num_rows_of.get(file, 0) for file in group.files)
-            if isinstance(problem, Finding) and problem.is_error_in_all and is_all:
+            if isinstance(problem, UnreadFinding) and problem.is_error_in_all and is_all:
                 self._groups[problem] = others._groups.pop(problem)
                 self.num_rows, others.num_rows = self.num_rows + group.num_rows, others.num_rows - group.num_rows
 
-    def num_left_out(self) -> int:
+    def num_omitted_rows(self) -> int:
         """Return the number of rows that are in no line."""
         return self.num_rows - sum(group.num_rows for group in self._groups.values())
 
-    def _add(self, problem: str | Finding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:
+    def _add(self, problem: str | UnreadFinding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:
         """Count a row; None where there are enough groups already."""
         self.num_rows += 1
         file, _, row = where.rpartition(" row ")
         group = self._groups.get(problem)
-        if group is None and len(self._groups) < SHOWN:
+        if group is None and len(self._groups) < MAX_LINES:
             group = self._groups[problem] = _Group(f"row {row}", hint)
         if group is not None:
             group.num_rows += 1
@@ -78,15 +78,15 @@ class ProblemLines:
         return group
 
 
-def _line(problem: str | Finding | tuple[str, str], group: _Group, num_rows: int) -> str:
+def _line(problem: str | UnreadFinding | tuple[str, str], group: _Group, num_rows: int) -> str:
     file = next(iter(group.files))
     is_all = num_rows == group.num_rows > 1
     others = f" (and {len(group.files) - 1} more files)" if len(group.files) > 1 else ""
     start = f"{file}{others}" if is_all else f"{file} {group.first}{others}"
     more = f" (and {group.num_rows - 1} more rows)" if group.num_rows > 1 else ""
-    if isinstance(problem, Finding):
+    if isinstance(problem, UnreadFinding):
         rows = "" if num_rows == group.num_rows else f" ({group.num_rows} of {num_rows} rows)"
-        return f"{start}: column {problem.column} {problem.looks}{rows}: {problem.remedy}"
+        return f"{start}: column {problem.column} {problem.description}{rows}: {problem.remedy}"
     if isinstance(problem, str):
         remedy = missing_remedy(problem, group.columns, group.hint)
         return f"{start}: no {problem} (all {num_rows} rows). {remedy}" if is_all else f"{start}: {problem}: is missing{more}. {remedy}"

@@ -16,17 +16,17 @@ _FULL_WIDTH = {0xFEE0 + code: chr(code) for code in range(0x21, 0x7F)} | {0x3000
 _LAST_WORD = re.compile(r"[\s;,(]*(?:\b(?:or|and)\s*)?\Z")
 
 
-def options_in(question: str) -> dict[str, str]:
+def find_options(question: str) -> dict[str, str]:
     """Return the options that a question lists, by capital letter or by number, without a gap from A or 1.
 
     Capital letters are written as in `A. red`, `(A) red`, `A) red` or `A: red`; small letters and numbers as in `(a) red`, `a) red`, or
     `a. red` on a line of its own. Empty where fewer than two are listed. An option's text ends where the next one begins, or with its line.
     """
     question = question.translate(_FULL_WIDTH)
-    return next((options for mark, labels in _MARKS if (options := _listed(question, mark, labels))), {})
+    return next((options for mark, labels in _MARKS if (options := _find_listed(question, mark, labels))), {})
 
 
-def _listed(question: str, mark: re.Pattern[str], labels: Sequence[str]) -> dict[str, str]:
+def _find_listed(question: str, mark: re.Pattern[str], labels: Sequence[str]) -> dict[str, str]:
     marks: list[re.Match[str]] = []
     for found in mark.finditer(question):
         before = max(0, found.start() - 1)

@@ -26,10 +26,10 @@ from megatron_rl.data import parquet_copy
 from megatron_rl.data.decimal_forms import WrittenNumber, with_decimal_forms
 from megatron_rl.data.features import Features, media_types, name_labels, parse_features, repeated_name
 from megatron_rl.data.file_formats import check_format
-from megatron_rl.data.images import shortened
-from megatron_rl.data.keyed_rows import is_keyed, keyed_spans
+from megatron_rl.data.images import shorten
+from megatron_rl.data.keyed_rows import find_row_spans, is_keyed_json
 from megatron_rl.data.list_rows import list_spans
-from megatron_rl.data.tables import SEPARATORS, NoRows, TableRows, stamp
+from megatron_rl.data.tables import SEPARATORS, TableRows, UnreadableFile, file_fingerprint
 
 JsonRow = Mapping[str, object]
 MAX_ROW_BYTES = 256 << 20
@@ -50,7 +50,7 @@ def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
         if suffix in SEPARATORS:
             return TableRows(path, max_row_bytes=MAX_ROW_BYTES)
         return ParquetRows(path) if suffix == ".parquet" else JsonRows(path)
-    except NoRows as error:
+    except UnreadableFile as error:
         raise ValueError(f"{key}={path}: {error}") from error
 
 
@@ -65,12 +65,12 @@ class JsonRows(Sequence[JsonRow]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp = stamp(path)
+        self._stamp = file_fingerprint(path)
         self._ends = array("q")
         self._starts = array("q")
         self._keys = array("q")
-        if is_keyed(path):
-            for key, start, end in keyed_spans(path, max_row_bytes=MAX_ROW_BYTES):
+        if is_keyed_json(path):
+            for key, start, end in find_row_spans(path, max_row_bytes=MAX_ROW_BYTES):
                 self._keys.append(key)
                 self._starts.append(start)
                 self._ends.append(end)
@@ -86,13 +86,13 @@ class JsonRows(Sequence[JsonRow]):
 
     def __getitem__(self, index: int) -> JsonRow:
         start, end = self._starts[index], self._ends[index]
-        if stamp(self.path) != self._stamp:
+        if file_fingerprint(self.path) != self._stamp:
             raise ValueError(f"{self.path.name} row {index}: written since the run began; the same command goes on with it as it is")
         with self.path.open("rb") as file:
             file.seek(start)
             text = file.read(end - start)
         try:
-            row = without_nulls(json.loads(text, object_pairs_hook=_unique_keys, parse_float=WrittenNumber))
+            row = drop_nulls(json.loads(text, object_pairs_hook=_unique_keys, parse_float=WrittenNumber))
         except _RepeatedKey as error:
             raise ValueError(f"{self.path.name} row {index}: {error}") from error
         except (ValueError, RecursionError) as error:
@@ -108,7 +108,7 @@ class ParquetRows(Sequence[JsonRow]):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._reader = pa.ipc.open_file(pa.OSFile(str(_arrow_copy(path))))
-        _check_names(self._reader.schema)
+        _check_column_names(self._reader.schema)
         self._features = parse_features(self._reader.schema.metadata)
         self.features = media_types(self._features)
 
@@ -120,7 +120,7 @@ class ParquetRows(Sequence[JsonRow]):
 
     def __getitem__(self, index: int) -> JsonRow:
         number = range(len(self))[index]
-        return _row_of(self._reader.get_batch(number), self._features, where=f"{self.path.name} row {number}")
+        return _to_json_row(self._reader.get_batch(number), self._features, where=f"{self.path.name} row {number}")
 
 
 class ArrowRows(Sequence[JsonRow]):
@@ -132,17 +132,17 @@ class ArrowRows(Sequence[JsonRow]):
             source = pa.memory_map(str(path))
             is_file = source.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
             source.seek(8 if is_file else 0)
-            _check_inflated(pa.ipc.MessageReader.open_stream(source), source.size())
+            _check_decompressed_size(pa.ipc.MessageReader.open_stream(source), source.size())
             source.seek(0)
             self._table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
             if self._table.num_rows > 8 * source.size():  # columns of nulls alone, or of one run, take no bytes
-                raise NoRows(f"says that {source.size()} bytes are {self._table.num_rows} rows; write it anew")
-            _check_names(self._table.schema)
+                raise UnreadableFile(f"says that {source.size()} bytes are {self._table.num_rows} rows; write it anew")
+            _check_column_names(self._table.schema)
             self._table.validate(full=True)  # offsets that lead out of a column would be followed
             self._features = parse_features(self._table.schema.metadata)
             self.features = media_types(self._features)
         except (pa.ArrowException, OSError, struct.error, IndexError) as error:
-            raise NoRows(f"could not be read as Arrow ({error})") from error
+            raise UnreadableFile(f"could not be read as Arrow ({error})") from error
 
     def __reduce__(self) -> tuple:
         return ArrowRows, (self.path,)
@@ -152,7 +152,7 @@ class ArrowRows(Sequence[JsonRow]):
 
     def __getitem__(self, index: int) -> JsonRow:
         number = range(len(self))[index]
-        return _row_of(self._table.slice(number, 1), self._features, where=f"{self.path.name} row {number}")
+        return _to_json_row(self._table.slice(number, 1), self._features, where=f"{self.path.name} row {number}")
 
 
 def _object_span(path: Path) -> list[tuple[int, int]]:
@@ -168,7 +168,7 @@ def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
             if len(line) > MAX_ROW_BYTES:
-                raise NoRows(f"holds a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
+                raise UnreadableFile(f"holds a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
             start, end = end, end + len(line)
             mark = 3 if start == 0 and line.startswith(b"\xef\xbb\xbf") else 0
             if line[mark:].strip():
@@ -180,7 +180,7 @@ def _arrow_copy(path: Path) -> Path:
     folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     require(folder.stat().st_uid == os.getuid(), "TMPDIR", folder, "belongs to somebody else; choose another temporary folder")
-    size, written = stamp(path)
+    size, written = file_fingerprint(path)
     key = hashlib.sha256(f"{path.resolve()} {size} {written} with metadata".encode()).hexdigest()[:32]
     copy = folder / f"{key}.arrow"
     with (folder / f"{key}.lock").open("w") as lock:
@@ -193,8 +193,8 @@ def _arrow_copy(path: Path) -> Path:
 
 
 def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
-    """NoRows: it cannot be read, or stands for far more than it holds. In a process of its own, which the kernel keeps within limits; it
-    holds the lock, too, so that nobody writes the same copy beside one whose starter was killed."""
+    """UnreadableFile: it cannot be read, or stands for far more than it holds. In a process of its own, which the kernel keeps within
+    limits; it holds the lock, too, so that nobody writes the same copy beside one whose starter was killed."""
     command = [sys.executable, "-P", parquet_copy.__file__, str(path), str(copy)]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False, pass_fds=(lock,)
@@ -202,13 +202,13 @@ def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
     if done.returncode:
         copy.unlink(missing_ok=True)
         *_, said = done.stderr.splitlines() or [f"ended by signal {-done.returncode}: out of time or memory?"]
-        most = f"{parquet_copy.COPY_BYTES >> 20} MiB and {parquet_copy.COPY_TIMES} times the file"
+        most = f"{parquet_copy.COPY_BYTES >> 20} MiB and {parquet_copy.COPY_FACTOR} times the file"
         remedy = f"check the file and that folder's free space; the copy may take {most}"
-        raise NoRows(f"could not be read as Parquet and copied to {copy.parent} ({said}); {remedy}")
+        raise UnreadableFile(f"could not be read as Parquet and copied to {copy.parent} ({said}); {remedy}")
 
 
-def _check_inflated(messages: pa.ipc.MessageReader, size: int) -> None:
-    """NoRows: compressed buffers of an Arrow file would take far more memory than the file has bytes.
+def _check_decompressed_size(messages: pa.ipc.MessageReader, size: int) -> None:
+    """UnreadableFile: compressed buffers of an Arrow file would take far more memory than the file has bytes.
 
     pyarrow 26 does not tell whether they are: a RecordBatch's fourth field is its compression, its third where its buffers lie, and a
     compressed buffer begins with its length (arrow/format/Message.fbs).
@@ -216,19 +216,19 @@ def _check_inflated(messages: pa.ipc.MessageReader, size: int) -> None:
     total = 0
     for message in messages:
         header = message.metadata.to_pybytes()
-        batch = _table(header, struct.unpack_from("<I", header)[0], 2) if message.type != "schema" else 0
-        batch = _table(header, batch, 1) if message.type == "dictionary" else batch
-        if not batch or not _table(header, batch, 3):
+        batch = _flatbuffer_offset(header, struct.unpack_from("<I", header)[0], 2) if message.type != "schema" else 0
+        batch = _flatbuffer_offset(header, batch, 1) if message.type == "dictionary" else batch
+        if not batch or not _flatbuffer_offset(header, batch, 3):
             continue
-        buffers = _table(header, batch, 2)
+        buffers = _flatbuffer_offset(header, batch, 2)
         for number in range(struct.unpack_from("<I", header, buffers)[0] if buffers else 0):
             start, length = struct.unpack_from("<qq", header, buffers + 4 + 16 * number)
             total += max(struct.unpack_from("<q", message.body, start)[0], 0) if length >= 8 else 0
-    if total > parquet_copy.COPY_BYTES + parquet_copy.MEMORY_TIMES * size:
-        raise NoRows(f"its compressed buffers stand for {total} bytes; write it without compression, as datasets does")
+    if total > parquet_copy.COPY_BYTES + parquet_copy.MEMORY_FACTOR * size:
+        raise UnreadableFile(f"its compressed buffers stand for {total} bytes; write it without compression, as datasets does")
 
 
-def _table(flat: bytes, table: int, field: int) -> int:
+def _flatbuffer_offset(flat: bytes, table: int, field: int) -> int:
     """Where the table or vector of a field lies in a flat buffer, 0 if it is absent (flatbuffers, Internals)."""
     entries = table - struct.unpack_from("<i", flat, table)[0]
     slot = 4 + 2 * field
@@ -236,7 +236,7 @@ def _table(flat: bytes, table: int, field: int) -> int:
     return table + offset + struct.unpack_from("<I", flat, table + offset)[0] if offset else 0
 
 
-def _row_of(found: pa.Table | pa.RecordBatch, features: Features, *, where: str) -> JsonRow:
+def _to_json_row(found: pa.Table | pa.RecordBatch, features: Features, *, where: str) -> JsonRow:
     """Return the one row of a slice, class labels by their names, narrow floats with their decimal forms. ValueError: a map's key is there
     twice."""
     try:
@@ -244,13 +244,13 @@ def _row_of(found: pa.Table | pa.RecordBatch, features: Features, *, where: str)
     except KeyError as error:
         raise ValueError(f"{where}: a map has a key twice; keep one of the two ({error.args[0]})") from error
     row = {name: with_decimal_forms(value, found.schema.field(name).type) for name, value in row.items()}
-    return without_nulls({name: name_labels(value, features.get(name)) for name, value in row.items()})
+    return drop_nulls({name: name_labels(value, features.get(name)) for name, value in row.items()})
 
 
-def _check_names(schema: pa.Schema) -> None:
+def _check_column_names(schema: pa.Schema) -> None:
     name = repeated_name(schema)
     if name:
-        raise NoRows(f"has the column {name} twice; rename one of the two, or leave it out")
+        raise UnreadableFile(f"has the column {name} twice; rename one of the two, or leave it out")
 
 
 class _RepeatedKey(ValueError):
@@ -263,12 +263,12 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise _RepeatedKey(f"{shortened(twice)}: the key stands there twice; keep one of the two")
+        raise _RepeatedKey(f"{shorten(twice)}: the key stands there twice; keep one of the two")
     return found
 
 
-def without_nulls(value: object) -> object:
+def drop_nulls(value: object) -> object:
     """Without the keys whose value is null, at any depth."""
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value

@@ -12,30 +12,30 @@ from pathlib import Path
 from megatron_rl.config import require
 from megatron_rl.io.jsonl import read_json
 
-STATE, SPLITS = "state.json", "dataset_dict.json"
-NOT_DATA = {STATE, SPLITS, "dataset_info.json", "dataset_infos.json"}
+STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
+METADATA_FILES = {STATE_FILE, SPLITS_FILE, "dataset_info.json", "dataset_infos.json"}
 """JSON files that describe a data set."""
 _SHARD = re.compile(r"(?P<prefix>.*?)(?P<number>(?<!\d)\d{1,6})(?P<of>[-_]of[-_])(?P<total>\d{1,6})([-_][0-9a-f]{8,16})?")
 """Example: train-00000-of-00002, d_1_of_8."""
 _MOST_NAMED = 5
 
 
-def saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
+def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
     """Return the splits of a DatasetDict that was saved in the folder; nothing where it holds none.
 
     Raises:
         ValueError: the folder of a split is missing.
     """
-    path = folder / SPLITS
+    path = folder / SPLITS_FILE
     splits = _read(path, key=key, name=name).get("splits", []) if path.is_file() else []
     splits = [split for split in splits if isinstance(split, str)] if isinstance(splits, list) else []
     for split in splits:
-        remedy = f"{SPLITS} lists the split {split}, and there is no folder {folder / split}; save it anew"
+        remedy = f"{SPLITS_FILE} lists the split {split}, and there is no folder {folder / split}; save it anew"
         require((folder / split).is_dir(), key, name, remedy)
     return splits
 
 
-def saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, list[Path]]:
+def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, list[Path]]:
     """Return the files that state.json names, for each of the folders that has one with `_data_files`.
 
     Raises:
@@ -43,7 +43,7 @@ def saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, l
     """
     found = {}
     for folder in folders:
-        path = folder / STATE
+        path = folder / STATE_FILE
         state = _read(path, key=key, name=name) if path.is_file() else {}
         remedy = f"{path} lists indices, which older versions of datasets wrote and which are not read; flatten_indices() and save it anew"
         require(not state.get("_indices_data_files"), key, name, remedy)

@@ -6,45 +6,45 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from megatron_rl.data.images import StoredImage, shortened
+from megatron_rl.data.images import StoredImage, shorten
 from megatron_rl.data.problem_lines import ProblemLines
-from megatron_rl.data.unread import Examined
-from megatron_rl.data.unread_names import PictureColumns, UnreadNames
+from megatron_rl.data.unread import ExaminedRow
+from megatron_rl.data.unread_names import ImageColumnCounts, UnreadColumns
 from megatron_rl.types import Example
 
-BOXES = ("bbox", "bboxes")
+BOX_KEYS = ("bbox", "bboxes")
 """Keys of a question's extra that hold boxes: x1, y1, x2, y2 in pixels of its first picture."""
-_AT_ONCE = 32
+_BATCH_SIZE = 32
 _MOST_COLUMNS = 30
 """Columns that a message names."""
 _READS = "'task.data.columns={images: COLUMN}' reads one (so question, answer), and rewards of your own find them in extra"
 
 Size = tuple[int, int]
-Look = Callable[[Example, list[Size]], list[str]]
+QuestionCheck = Callable[[Example, list[Size]], list[str]]
 """What is strange about a question, given the width and height of its pictures."""
 
 
-class Examinable(Protocol):
+class QuestionSource(Protocol):
     """The part of a question that a survey reads."""
 
-    chosen: Mapping[str, str]
+    column_mapping: Mapping[str, str]
     """Our names of columns -> those that task.data.columns gives."""
-    ignored: Sequence[str]
+    ignored_columns: Sequence[str]
     """Columns that no warning names."""
 
     def __len__(self) -> int: ...
 
-    def examine(self, index: int) -> Examined: ...
+    def examine_row(self, index: int) -> ExaminedRow: ...
 
-    def where(self, index: int) -> str: ...
+    def locate(self, index: int) -> str: ...
 
 
 @dataclass(slots=True)
-class Survey:
+class QuestionSurvey:
     num_rows: int = 0
     num_images: int = 0
     """Of the rows that can be used; so are the sources."""
-    video: str = ""
+    first_video: str = ""
     """Which row is the first that shows one."""
     sources: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
@@ -54,59 +54,66 @@ class Survey:
     num_more_errors: int = 0
     column_warnings: list[str] = field(default_factory=list)
     """Columns that seem to matter and are not read, and rows without pictures."""
-    unread: list[str] = field(default_factory=list)
+    unread_columns: list[str] = field(default_factory=list)
     """One line with all columns that are not read, if there are any."""
     warnings: list[str] = field(default_factory=list)
     num_warnings: int = 0
     num_more_warnings: int = 0
 
-    def require_sound(self) -> None:
+    def raise_on_errors(self) -> None:
         """ValueError with the first error, if there is one."""
         if self.errors:
             others = len(self.errors) - 1 + self.num_more_errors
             raise ValueError(self.errors[0] + (f" (and {others} more problems; launch/doctor.py lists them)" if others else ""))
 
 
-def survey(examples: Examinable, *, look: Look | None = None) -> Survey:
+def survey_questions(examples: QuestionSource, *, check_question: QuestionCheck | None = None) -> QuestionSurvey:
     """Read every question and the two ends of every picture; `look` may find more that is strange."""
-    found, errors, columns, warnings = Survey(num_rows=len(examples)), ProblemLines(), ProblemLines(), ProblemLines()
+    found, errors, columns, warnings = QuestionSurvey(num_rows=len(examples)), ProblemLines(), ProblemLines(), ProblemLines()
     num_rows_of: Counter[str] = Counter()
     names: dict[str, None] = {}
-    unread, pictured = UnreadNames(examples.ignored), PictureColumns()
+    unread, pictured = UnreadColumns(examples.ignored_columns), ImageColumnCounts()
     with ThreadPoolExecutor(max_workers=16) as pool:  # headers on a network disk are mostly waiting
-        for start in range(0, len(examples), _AT_ONCE):
-            places = range(start, min(start + _AT_ONCE, len(examples)))
-            num_rows_of.update(examples.where(place).rpartition(" row ")[0] for place in places)
-            read = [_read(examples, place) for place in places]
-            for row, sizes in zip(read, pool.map(_sizes, read), strict=True):
-                broken = [broken for broken in (row, *sizes, *_clips(row)) if isinstance(broken, ValueError)]
+        for start in range(0, len(examples), _BATCH_SIZE):
+            places = range(start, min(start + _BATCH_SIZE, len(examples)))
+            num_rows_of.update(examples.locate(place).rpartition(" row ")[0] for place in places)
+            read = [_examine_row(examples, place) for place in places]
+            for row, sizes in zip(read, pool.map(_image_sizes, read), strict=True):
+                broken = [broken for broken in (row, *sizes, *_video_errors(row)) if isinstance(broken, ValueError)]
                 if broken:
                     errors.add_error(broken[0])
                     continue
                 _count(row.example, sizes, found)
                 names |= dict.fromkeys(row.columns)
-                unread.add(row.unread, row.example.where)
-                pictured.add(row.pictured_by, row.example.where)
+                unread.add(row.unread_values, row.example.where)
+                pictured.add(row.image_column, row.example.where)
                 for finding in row.findings:
                     (errors if finding.is_error else columns).add_finding(finding, row.example.where)
-                for wrong in [*bad_boxes(row.example.payload["extra"], sizes), *(look(row.example, sizes) if look else ())]:
+                for wrong in [
+                    *find_invalid_boxes(row.example.payload["extra"], sizes),
+                    *(check_question(row.example, sizes) if check_question else ()),
+                ]:
                     warnings.add_message(f"{row.example.where or row.example.id}: {wrong}")
     errors.take_errors_of_all(columns, num_rows_of)
-    found.errors = [*_missing_choices(examples.chosen, names), *unread.errors(names), *errors.lines(num_rows_of)]
-    found.unread = unread.lines(_READS)
-    found.num_errors, found.num_more_errors = errors.num_rows, errors.num_left_out()
-    found.column_warnings = [*_without_pictures(found, names), *pictured.lines(), *columns.lines(num_rows_of)]
-    found.warnings, found.num_warnings, found.num_more_warnings = warnings.lines(num_rows_of), warnings.num_rows, warnings.num_left_out()
+    found.errors = [*_missing_column_errors(examples.column_mapping, names), *unread.errors(names), *errors.format_lines(num_rows_of)]
+    found.unread_columns = unread.format_lines(_READS)
+    found.num_errors, found.num_more_errors = errors.num_rows, errors.num_omitted_rows()
+    found.column_warnings = [*_without_pictures(found, names), *pictured.format_lines(), *columns.format_lines(num_rows_of)]
+    found.warnings, found.num_warnings, found.num_more_warnings = (
+        warnings.format_lines(num_rows_of),
+        warnings.num_rows,
+        warnings.num_omitted_rows(),
+    )
     return found
 
 
-def _count(example: Example, sizes: list[Size], found: Survey) -> None:
+def _count(example: Example, sizes: list[Size], found: QuestionSurvey) -> None:
     found.num_images += len(sizes)
-    found.video = found.video or (f"{example.where or example.id} shows a video" if example.payload["videos"] else "")
+    found.first_video = found.first_video or (f"{example.where or example.id} shows a video" if example.payload["videos"] else "")
     found.sources[example.payload["data_source"]] += 1
 
 
-def _missing_choices(chosen: Mapping[str, str], names: Mapping[str, None]) -> list[str]:
+def _missing_column_errors(chosen: Mapping[str, str], names: Mapping[str, None]) -> list[str]:
     """Return an error for each column that task.data.columns names and no row has. Where no row can be used, others say why."""
     listed = ", ".join([*names][:_MOST_COLUMNS])
     return [
@@ -116,55 +123,55 @@ def _missing_choices(chosen: Mapping[str, str], names: Mapping[str, None]) -> li
     ]
 
 
-def _without_pictures(found: Survey, names: Mapping[str, None]) -> list[str]:
+def _without_pictures(found: QuestionSurvey, names: Mapping[str, None]) -> list[str]:
     usable = sum(found.sources.values())
-    if found.num_images or found.video or not usable:
+    if found.num_images or found.first_video or not usable:
         return []
     listed = ", ".join([*names][:_MOST_COLUMNS])
     remedy = f"Columns: {listed}. If one has pictures: 'task.data.columns={{images: COLUMN}}'"
     return [f"0 images in {usable} rows: the policy sees text alone. {remedy}"]
 
 
-def _read(examples: Examinable, place: int) -> Examined | ValueError:
+def _examine_row(examples: QuestionSource, place: int) -> ExaminedRow | ValueError:
     try:
-        return examples.examine(place)
+        return examples.examine_row(place)
     except ValueError as error:
         return error
 
 
-def _sizes(row: Examined | ValueError) -> list[Size | ValueError]:
-    return [] if isinstance(row, ValueError) else [_size(image) for image in row.example.payload["images"]]
+def _image_sizes(row: ExaminedRow | ValueError) -> list[Size | ValueError]:
+    return [] if isinstance(row, ValueError) else [_image_size(image) for image in row.example.payload["images"]]
 
 
-def _clips(row: Examined | ValueError) -> list[ValueError]:
+def _video_errors(row: ExaminedRow | ValueError) -> list[ValueError]:
     """What is wrong with its videos."""
     wrong = []
     for clip in () if isinstance(row, ValueError) else row.example.payload["videos"]:
         try:
-            clip.require_sound()
+            clip.check_video()
         except ValueError as error:
             wrong.append(error)
     return wrong
 
 
-def _size(image: StoredImage) -> Size | ValueError:
+def _image_size(image: StoredImage) -> Size | ValueError:
     try:
         size = image.size()
-        image.require_whole()
+        image.check_complete()
         return size
     except ValueError as error:
         return error
 
 
-def bad_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
+def find_invalid_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
     """What is wrong with the boxes of a question. Example: `bbox [5, 0, 3, 9] is empty`."""
     wrong = []
-    for key in BOXES:
+    for key in BOX_KEYS:
         given = extra.get(key, [])
         boxes = given if isinstance(given, list) and (not given or any(isinstance(item, list) for item in given)) else [given]
         for box in boxes:
             if not (isinstance(box, list) and len(box) == 4 and all(isinstance(side, int | float) for side in box)):
-                wrong.append(f"{key} {shortened(str(box))} is not four numbers")
+                wrong.append(f"{key} {shorten(str(box))} is not four numbers")
                 continue
             x1, y1, x2, y2 = box
             if x2 <= x1 or y2 <= y1:

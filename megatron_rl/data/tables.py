@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_rl.data.file_formats import NoRows
+from megatron_rl.data.file_formats import UnreadableFile
 
-NAMELESS = "Unnamed: 0"
+UNNAMED_COLUMN = "Unnamed: 0"
 """The first column of a table that pandas wrote with its index, as pandas calls it."""
 INDEX, IMAGE = "index", "image"
-LONGEST_REFERENCE = 64
+MAX_REFERENCE_CHARS = 64
 SEPARATORS = {".tsv": "\t", ".csv": ","}
 
 
@@ -24,10 +24,10 @@ class TableRows(Sequence[dict[str, str]]):
     features: Mapping[str, str] = {}
 
     def __init__(self, path: Path, *, max_row_bytes: int) -> None:
-        """NoRows: no names in the first row, one that stands there twice, a row that is longer, or has not as many fields."""
+        """UnreadableFile: no names in the first row, one that stands there twice, a row that is longer, or has not as many fields."""
         self.path, self._separator = path, SEPARATORS[path.suffix.casefold()]
         csv.field_size_limit(max_row_bytes)
-        self._stamp = stamp(path)
+        self._stamp = file_fingerprint(path)
         self._spans: list[tuple[int, int]] = []
         homes: dict[str, int] = {}
         referring: list[tuple[int, str]] = []
@@ -36,20 +36,20 @@ class TableRows(Sequence[dict[str, str]]):
             header, _ = next(records, ([], (0, 0)))
             self.names = [name.strip() for name in header]
             if len(header) > 1 and not self.names[0]:
-                self.names[0] = NAMELESS
+                self.names[0] = UNNAMED_COLUMN
             _check_header(self.names, self._separator)
             if not all(self.names) or len(set(self.names)) < len(self.names) or not self.names:
-                raise NoRows(f"its first row must name the columns, each once; it has {', '.join(self.names[:20]) or 'none'}")
+                raise UnreadableFile(f"its first row must name the columns, each once; it has {', '.join(self.names[:20]) or 'none'}")
             for number, (fields, span) in enumerate(records):
                 if len(fields) != len(self.names):
-                    raise NoRows(f"row {number} has {len(fields)} fields, its first row names {len(self.names)} columns")
+                    raise UnreadableFile(f"row {number} has {len(fields)} fields, its first row names {len(self.names)} columns")
                 self._spans.append(span)
-                index, image = self._of(fields, INDEX), self._of(fields, IMAGE)
-                if len(image) > LONGEST_REFERENCE:
+                index, image = self._field(fields, INDEX), self._field(fields, IMAGE)
+                if len(image) > MAX_REFERENCE_CHARS:
                     homes.setdefault(index, number)
                 elif image:
                     referring.append((number, image))
-        self._homes = {number: homes[image] for number, image in referring if image in homes}
+        self._image_rows = {number: homes[image] for number, image in referring if image in homes}
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -57,13 +57,13 @@ class TableRows(Sequence[dict[str, str]]):
     def __getitem__(self, index: int) -> dict[str, str]:
         """ValueError: the file was written since."""
         number = range(len(self))[index]
-        row = self._read(number)
-        if number in self._homes:
-            row[IMAGE] = self._read(self._homes[number])[IMAGE]
+        row = self._read_row(number)
+        if number in self._image_rows:
+            row[IMAGE] = self._read_row(self._image_rows[number])[IMAGE]
         return row
 
-    def _read(self, number: int) -> dict[str, str]:
-        if stamp(self.path) != self._stamp:
+    def _read_row(self, number: int) -> dict[str, str]:
+        if file_fingerprint(self.path) != self._stamp:
             raise ValueError(f"{self.path.name} row {number}: written since the run began; the same command goes on with it as it is")
         start, end = self._spans[number]
         with self.path.open("rb") as file:
@@ -72,21 +72,21 @@ class TableRows(Sequence[dict[str, str]]):
         (fields,) = csv.reader([text], delimiter=self._separator)
         return {name: value for name, value in zip(self.names, fields, strict=True) if value}
 
-    def _of(self, fields: Sequence[str], name: str) -> str:
+    def _field(self, fields: Sequence[str], name: str) -> str:
         return fields[self.names.index(name)] if name in self.names else ""
 
 
 def _check_header(names: Sequence[str], separator: str) -> None:
-    """Raise NoRows for a first row that is separated by something else, or is not in UTF-8."""
+    """Raise UnreadableFile for a first row that is separated by something else, or is not in UTF-8."""
     if any("\0" in name for name in names):
-        raise NoRows("its first row holds NUL bytes; is it in UTF-16? write it in UTF-8")
+        raise UnreadableFile("its first row holds NUL bytes; is it in UTF-16? write it in UTF-8")
     found = [other for other in (";", "\t", "|", ",") if other != separator and len(names) == 1 and other in names[0]]
     if found:
         read = " or ".join(f"{each!r} in {suffix}" for suffix, each in SEPARATORS.items())
-        raise NoRows(f"its first row is separated by {found[0]!r}, and columns are by {read}; write it anew or rename it")
+        raise UnreadableFile(f"its first row is separated by {found[0]!r}, and columns are by {read}; write it anew or rename it")
 
 
-def stamp(path: Path) -> tuple[int, int]:
+def file_fingerprint(path: Path) -> tuple[int, int]:
     """What changes with a file's content: its size, and when it was written, in nanoseconds."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
@@ -103,7 +103,7 @@ def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[
         while line := file.readline(max_row_bytes + 1):
             end += len(line)
             if end - start > max_row_bytes:
-                raise NoRows(f"holds a row of more than {max_row_bytes >> 20} MiB; is a quotation mark left open?")
+                raise UnreadableFile(f"holds a row of more than {max_row_bytes >> 20} MiB; is a quotation mark left open?")
             yield line.decode()
 
     try:
@@ -112,6 +112,6 @@ def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[
                 yield fields, (start, end)
             start = end
     except UnicodeDecodeError as error:
-        raise NoRows(f"the row that begins at byte {start} is none ({error}); write the file in UTF-8") from error
+        raise UnreadableFile(f"the row that begins at byte {start} is none ({error}); write the file in UTF-8") from error
     except csv.Error as error:
-        raise NoRows(f"the row that begins at byte {start} is none ({error})") from error
+        raise UnreadableFile(f"the row that begins at byte {start} is none ({error})") from error

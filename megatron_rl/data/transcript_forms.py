@@ -11,13 +11,13 @@ Beside each of them a column `system` (or system_prompt) is the first message, a
 import re
 from collections.abc import Mapping
 
-from megatron_rl.data.column_names import IMAGE_COLUMNS, NAME_COLUMNS, PICTURE_SUFFIXES
+from megatron_rl.data.column_names import FILE_NAME_COLUMNS, IMAGE_COLUMNS, PICTURE_SUFFIXES
 from megatron_rl.data.columns import existing_columns, unread_picture_keys
 from megatron_rl.data.images import StoredImage
-from megatron_rl.data.literals import listed_values
-from megatron_rl.data.media import find_media, named_media
-from megatron_rl.data.records import Record
-from megatron_rl.data.transcript_messages import CALLS, FLAGS, RawMessage, is_empty, read_messages
+from megatron_rl.data.literals import parse_text_list
+from megatron_rl.data.media import find_media, find_media_by_name
+from megatron_rl.data.records import DataRecord
+from megatron_rl.data.transcript_messages import LOSS_FLAGS, TOOL_CALL_REMEDY, RawMessage, is_empty, read_messages
 
 SYSTEM_COLUMNS = ("system", "system_prompt")
 FORMS: Mapping[str, tuple[str, ...]] = {
@@ -31,7 +31,7 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 """The column that holds what is learned -> all columns that such a row must have."""
 OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
 """Further columns that are read with a form."""
-_TOOLS = f"are not read; {CALLS}, describe the tools in the system message, and leave this column out"
+_TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and leave this column out"
 _PREFERENCE = "belongs to preference data, and a warm start learns one reply; write the good one into messages, and leave this column out"
 REFUSED_COLUMNS = {
     **dict.fromkeys(("tools", "functions"), _TOOLS),
@@ -49,19 +49,19 @@ REFUSED_COLUMNS = {
 }
 """Column -> what its error says, wherever it holds something and the row's form does not read it."""
 _MEDIA = "pictures stand in the column images; leave this column out, or the row where its words need it (videos and audio are not read)"
-MASKS = (
+MASK_COLUMNS = (
     "mask", "masks", "weights", "loss_masks", "loss_weight", "loss_weights", "sample_weight", "token_weights", "train_mask", "label_mask",
     "assistant_mask", "assistant_masks", "completion_mask", "train_on_input", "train_on_inputs", "mask_history",
 )  # fmt: skip
 """Columns that change what is learned of the whole row; so do those of FLAGS, unless they are 1."""
-PROVENANCE = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)|question|answer")
+PROVENANCE_COLUMNS = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)|question|answer")
 """Columns that may name a file that is not there: where a row comes from, and the words of a question (export/sft_transcripts.py)."""
-EXPORTED = {"messages", "id", "source", "question", "answer", "step", "reward"}
+EXPORT_COLUMNS = {"messages", "id", "source", "question", "answer", "step", "reward"}
 """Columns of export/sft_transcripts.py's rows, whose messages say all that is learned."""
 _FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
 
 
-def read_row(record: Record) -> tuple[str, list[RawMessage]]:
+def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
     """Return the column that holds what is learned, and the conversation with the column `system` as its first message.
 
     Raises:
@@ -70,111 +70,111 @@ def read_row(record: Record) -> tuple[str, list[RawMessage]]:
     row = record.row
     forms = [name for name, columns in FORMS.items() if all(column in row for column in columns)]
     if not forms and not is_empty(row.get("chosen", "")):
-        raise record.error("chosen", _PREFERENCE)
+        raise record.make_error("chosen", _PREFERENCE)
     if not forms:
-        raise record.error("messages", f"is missing; a transcript has {_FORMS}; this row has {', '.join(row) or 'no columns'}")
+        raise record.make_error("messages", f"is missing; a transcript has {_FORMS}; this row has {', '.join(row) or 'no columns'}")
     if len(forms) > 1:
-        raise record.error(" and ".join(forms), "each hold a conversation; keep one of them")
+        raise record.make_error(" and ".join(forms), "each hold a conversation; keep one of them")
     (form,) = forms
     _check_columns(record, {*FORMS[form], *OPTIONAL.get(form, ())})
     messages = _READERS[form](record)
     systems = [column for column in SYSTEM_COLUMNS if not is_empty(row.get(column, ""))]
     if len(systems) + any(message.role == "system" for message in messages) > 1:
-        raise record.error(systems[-1], "the system's words stand in this column and elsewhere; keep one of them")
-    return form, [RawMessage(column, "system", record.text(row[column], column)) for column in systems] + messages
+        raise record.make_error(systems[-1], "the system's words stand in this column and elsewhere; keep one of them")
+    return form, [RawMessage(column, "system", record.require_text(row[column], column)) for column in systems] + messages
 
 
-def unread_columns(record: Record, *, form: str, images: str) -> dict[str, object]:
+def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[str, object]:
     """Return the columns that nothing reads. `form`: the column that holds what is learned; `images`: that of the pictures."""
-    read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, *FLAGS, images}
-    if record.row.keys() == EXPORTED:
+    read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, *LOSS_FLAGS, images}
+    if record.row.keys() == EXPORT_COLUMNS:
         return {}
     unread = {name: value for name, value in record.row.items() if name not in read}
     return unread | unread_picture_keys(record, [images] if images else [])
 
 
-def read_images(record: Record) -> tuple[str, list[StoredImage]]:
+def read_images(record: DataRecord) -> tuple[str, list[StoredImage]]:
     """Return the column of pictures (empty: the row has none) and its pictures."""
     given = [column for column in record.row if _holds_pictures(record, column)]
     if len(given) > 1:
         given = existing_columns(record, given) or given
     if len(given) > 1:  # as in questions: names of files count where no other column has pictures
-        given = [column for column in given if column.casefold() not in NAME_COLUMNS] or given
+        given = [column for column in given if column.casefold() not in FILE_NAME_COLUMNS] or given
     if len(given) > 1:
-        raise record.error(" and ".join(given), "each name pictures; keep one of these columns")
+        raise record.make_error(" and ".join(given), "each name pictures; keep one of these columns")
     if not given:
         return "", []
     (column,) = given
-    value = listed_values(record.row[column])
+    value = parse_text_list(record.row[column])
     if isinstance(value, list):
-        return column, [record.image(image, f"{column}[{number}]") for number, image in enumerate(value)]
-    return column, [record.image(value, column)]
+        return column, [record.load_image(image, f"{column}[{number}]") for number, image in enumerate(value)]
+    return column, [record.load_image(value, column)]
 
 
-def _holds_pictures(record: Record, column: str) -> bool:
+def _holds_pictures(record: DataRecord, column: str) -> bool:
     value, name = record.row[column], column.casefold()
-    is_name = name in NAME_COLUMNS and str(value).casefold().endswith(PICTURE_SUFFIXES)
+    is_name = name in FILE_NAME_COLUMNS and str(value).casefold().endswith(PICTURE_SUFFIXES)
     return not is_empty(value) and (name in IMAGE_COLUMNS or is_name)
 
 
-def _check_columns(record: Record, read: set[str]) -> None:
+def _check_columns(record: DataRecord, read: set[str]) -> None:
     """Raise ValueError for a column that changes what is learned, or holds media, and is not read."""
     row = record.row
     for column, told in REFUSED_COLUMNS.items():
         if column not in read and not is_empty(row.get(column, "")):
-            raise record.error(column, told)
-    for column in (*FLAGS, *MASKS):
-        if column in row and not (row[column] == 1 and column in FLAGS):
-            raise record.error(
+            raise record.make_error(column, told)
+    for column in (*LOSS_FLAGS, *MASK_COLUMNS):
+        if column in row and not (row[column] == 1 and column in LOSS_FLAGS):
+            raise record.make_error(
                 column, "of a whole row is not read; write loss: true or loss: false into the messages, or leave the row out"
             )
     for column in ("label", "kto_tag"):
         if row.get(column, "") in (0, 1):
-            raise record.error(column, "says whether a reply is good; keep the rows whose reply is, and leave this column out")
+            raise record.make_error(column, "says whether a reply is good; keep the rows whose reply is, and leave this column out")
     rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS} and not is_empty(value)}
     shown = {column for column in rest if _holds_pictures(record, column)}
     for column in rest.keys() - shown:
-        media = find_media(rest[column], record, column) or named_media(column, rest[column])
-        is_origin = bool(shown) and media is not None and media.kind == "pictures" and not media.is_there
-        if media and not is_origin and (media.is_there or not PROVENANCE.fullmatch(column.casefold())):
-            raise record.error(column, f"{media.looks} and is not read; {_MEDIA}")
+        media = find_media(rest[column], record, column) or find_media_by_name(column, rest[column])
+        is_origin = bool(shown) and media is not None and media.kind == "pictures" and not media.exists
+        if media and not is_origin and (media.exists or not PROVENANCE_COLUMNS.fullmatch(column.casefold())):
+            raise record.make_error(column, f"{media.description} and is not read; {_MEDIA}")
 
 
-def _read_alpaca(record: Record) -> list[RawMessage]:
+def _read_alpaca(record: DataRecord) -> list[RawMessage]:
     """Instruction and input, one under the other where both have words, ask; output answers."""
     row = record.row
-    asked = [record.text(row.get(column, ""), column) for column in ("instruction", "input")]
+    asked = [record.require_text(row.get(column, ""), column) for column in ("instruction", "input")]
     text = "\n".join(words for words in asked if words)
     return [
         *_read_history(record),
         RawMessage("instruction", "user", text),
-        RawMessage("output", "assistant", record.text(row["output"], "output")),
+        RawMessage("output", "assistant", record.require_text(row["output"], "output")),
     ]
 
 
-def _read_query(record: Record) -> list[RawMessage]:
+def _read_query(record: DataRecord) -> list[RawMessage]:
     row = record.row
-    asked, answered = (record.text(row[column], column) for column in ("query", "response"))
+    asked, answered = (record.require_text(row[column], column) for column in ("query", "response"))
     return [*_read_history(record), RawMessage("query", "user", asked), RawMessage("response", "assistant", answered)]
 
 
-def _read_history(record: Record) -> list[RawMessage]:
+def _read_history(record: DataRecord) -> list[RawMessage]:
     """Earlier turns, each a pair of what was asked and what was answered. They are learned, as LLaMA-Factory learns them."""
     messages = []
-    for number, pair in enumerate(record.items(record.row.get("history", []), "history")):
+    for number, pair in enumerate(record.require_list(record.row.get("history", []), "history")):
         name = f"history[{number}]"
-        if len(record.items(pair, name)) != 2:
-            raise record.error(name, f"must be a pair of what was asked and what was answered, has {len(pair)} items")
+        if len(record.require_list(pair, name)) != 2:
+            raise record.make_error(name, f"must be a pair of what was asked and what was answered, has {len(pair)} items")
         for place, role in enumerate(("user", "assistant")):
-            messages.append(RawMessage(f"{name}[{place}]", role, record.text(pair[place], f"{name}[{place}]")))
+            messages.append(RawMessage(f"{name}[{place}]", role, record.require_text(pair[place], f"{name}[{place}]")))
     return messages
 
 
-def _read_prompt_and_completion(record: Record) -> list[RawMessage]:
+def _read_prompt_and_completion(record: DataRecord) -> list[RawMessage]:
     for column in ("prompt", "completion"):
         if not isinstance(record.row[column], list):
             remedy = "text is not put into a chat template by TRL, which this trainer always does; write messages"
-            raise record.error(column, f"must be a list of messages, is {type(record.row[column]).__name__}: {remedy}")
+            raise record.make_error(column, f"must be a list of messages, is {type(record.row[column]).__name__}: {remedy}")
     return read_messages(record, "prompt", is_learned=False) + read_messages(record, "completion")
 
 

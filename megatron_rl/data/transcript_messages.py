@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.data.chat_prompt import parse_messages
-from megatron_rl.data.images import shortened
-from megatron_rl.data.records import Record
+from megatron_rl.data.images import shorten
+from megatron_rl.data.records import DataRecord
 
 ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"human": "user", "observation": "tool", "gpt": "assistant"}
 """Role in the file -> role of the chat template. The last three are those of ShareGPT and LLaMA-Factory."""
-KEYS = (("role", "content"), ("from", "value"))
+ROLE_CONTENT_KEYS = (("role", "content"), ("from", "value"))
 """Names of role and content: OpenAI's, then ShareGPT's."""
-FLAGS = ("loss", "weight", "trainable", "train", "training", "loss_mask", "loss_scale")
+LOSS_FLAGS = ("loss", "weight", "trainable", "train", "training", "loss_mask", "loss_scale")
 """Keys that say whether a reply is learned: 0 or false masks its labels."""
-IGNORED = (
+IGNORED_KEYS = (
     "id", "message_id", "parent_id", "uuid", "timestamp", "created", "created_at", "date", "time", "index", "turn", "turn_id",
     "tool_call_id",
 )  # fmt: skip
 """Keys without effect on what the policy reads or learns, if they hold a text, a number or a time."""
-CALLS = "write calls of tools into the assistant's content, as the words that it is to say"
-_CALL = f"is not read; {CALLS}, and leave this key out"
+TOOL_CALL_REMEDY = "write calls of tools into the assistant's content, as the words that it is to say"
+_CALL = f"is not read; {TOOL_CALL_REMEDY}, and leave this key out"
 _REASONING = (
     "is not read; write the reasoning into the content where the assistant is to say it (as <think>..</think>), and leave this key out"
 )
@@ -38,7 +38,7 @@ REFUSED_KEYS = {
     "prefix": "is not read; write the whole reply into the content, and leave this key out",
 }
 """Key -> what its error says. Keys that are in no table of this module are refused, too."""
-_UNKNOWN = f"is not understood; a message has role and content (or from and value), and {', '.join(FLAGS)} mask a reply"
+_UNKNOWN = f"is not understood; a message has role and content (or from and value), and {', '.join(LOSS_FLAGS)} mask a reply"
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +49,7 @@ class RawMessage:
     RawMessage("conversations[1]", "assistant", "Red.", is_learned=False).
     """
 
-    field: str
+    location: str
     """Its place in the row, for errors."""
     role: str
     """One of the values of ROLES."""
@@ -58,11 +58,11 @@ class RawMessage:
     """False: the labels of this reply are masked."""
 
 
-def read_messages(record: Record, column: str, *, is_learned: bool = True) -> list[RawMessage]:
+def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -> list[RawMessage]:
     """Return the messages of a column. `is_learned` holds for replies without a flag of their own."""
     given = parse_messages(record, record.row[column], column)
     if not isinstance(given, list):
-        raise record.error(column, f"must be a list of messages with role and content (or from and value), is {type(given).__name__}")
+        raise record.make_error(column, f"must be a list of messages with role and content (or from and value), is {type(given).__name__}")
     return [_read_message(record, message, f"{column}[{number}]", is_learned=is_learned) for number, message in enumerate(given)]
 
 
@@ -71,47 +71,47 @@ def is_empty(value: object) -> bool:
     return value in ("", "[]", "{}", [], {})
 
 
-def _read_message(record: Record, value: object, field: str, *, is_learned: bool) -> RawMessage:
-    message = record.mapping(value, field)
-    pairs = [pair for pair in KEYS if any(key in message for key in pair)]
+def _read_message(record: DataRecord, value: object, field: str, *, is_learned: bool) -> RawMessage:
+    message = record.require_mapping(value, field)
+    pairs = [pair for pair in ROLE_CONTENT_KEYS if any(key in message for key in pair)]
     if len(pairs) > 1:
-        raise record.error(field, "has role or content beside from or value; keep one of the two pairs")
-    role_key, content_key = pairs[0] if pairs else KEYS[0]
+        raise record.make_error(field, "has role or content beside from or value; keep one of the two pairs")
+    role_key, content_key = pairs[0] if pairs else ROLE_CONTENT_KEYS[0]
     role = message.get(role_key)
     for key, held in message.items():
         is_name_of_tool = key == "name" and role in ("tool", "observation")
-        is_ignored = key in IGNORED and not isinstance(held, bool | list | Mapping)
-        is_read = key in (role_key, content_key, *FLAGS) or is_name_of_tool
+        is_ignored = key in IGNORED_KEYS and not isinstance(held, bool | list | Mapping)
+        is_read = key in (role_key, content_key, *LOSS_FLAGS) or is_name_of_tool
         if is_read or is_ignored or is_empty(held) or (key == "prefix" and held is False):
             continue
-        raise record.error(f"{field}.{key}", REFUSED_KEYS.get(key, _UNKNOWN))
+        raise record.make_error(f"{field}.{key}", REFUSED_KEYS.get(key, _UNKNOWN))
     if not isinstance(role, str) or role not in ROLES:
-        raise record.error(f"{field}.{role_key}", f"role {shortened(repr(role))} is none of {', '.join(ROLES)}")
+        raise record.make_error(f"{field}.{role_key}", f"role {shorten(repr(role))} is none of {', '.join(ROLES)}")
     if content_key not in message:
-        raise record.error(f"{field}.{content_key}", "is missing; write the message's words, or leave the row out")
+        raise record.make_error(f"{field}.{content_key}", "is missing; write the message's words, or leave the row out")
     return RawMessage(field, ROLES[role], message[content_key], _read_flag(record, message, field, ROLES[role], default=is_learned))
 
 
-def _read_flag(record: Record, message: Mapping[str, object], field: str, role: str, *, default: bool) -> bool:
-    flags = {key: message[key] for key in FLAGS if key in message}
+def _read_flag(record: DataRecord, message: Mapping[str, object], field: str, role: str, *, default: bool) -> bool:
+    flags = {key: message[key] for key in LOSS_FLAGS if key in message}
     for key, value in flags.items():
         if value not in (0, 1):
-            raise record.error(f"{field}.{key}", f"must be 0, 1, true or false, is {shortened(repr(value))}")
+            raise record.make_error(f"{field}.{key}", f"must be 0, 1, true or false, is {shorten(repr(value))}")
         if value and role != "assistant":
-            raise record.error(f"{field}.{key}", f"marks a message of role {role}; only the assistant's are learned: leave it out")
+            raise record.make_error(f"{field}.{key}", f"marks a message of role {role}; only the assistant's are learned: leave it out")
     if len({bool(value) for value in flags.values()}) > 1:
-        raise record.error(field, f"has {' and '.join(flags)} that contradict each other; keep one of them")
+        raise record.make_error(field, f"has {' and '.join(flags)} that contradict each other; keep one of them")
     return all(flags.values()) if flags else default
 
 
-def check_turns(record: Record, messages: Sequence[RawMessage], *, column: str) -> None:
+def check_turns(record: DataRecord, messages: Sequence[RawMessage], *, column: str) -> None:
     """Raise ValueError unless user (or tool) and assistant alternate behind an optional system message."""
     roles = [message.role for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if "system" in turns or any((role == "assistant") != (number % 2 == 1) for number, role in enumerate(turns)):
-        shown = shortened(", ".join(roles))
-        raise record.error(column, f"user and assistant must take turns behind an optional system message, here: {shown}")
+        shown = shorten(", ".join(roles))
+        raise record.make_error(column, f"user and assistant must take turns behind an optional system message, here: {shown}")
     if not turns or turns[-1] != "assistant":
-        raise record.error(column, "must end with the assistant")
+        raise record.make_error(column, "must end with the assistant")
     if not any(message.role == "assistant" and message.is_learned for message in messages):
-        raise record.error(column, "nothing of this row is learned: every reply is masked; leave the row out")
+        raise record.make_error(column, "nothing of this row is learned: every reply is masked; leave the row out")

@@ -6,14 +6,14 @@ Without any such place the pictures come first in the first message that is not 
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.data.images import StoredImage, shortened
-from megatron_rl.data.media_places import PARTS_AS_TEXT, find_media_place, find_object_place
-from megatron_rl.data.records import PLACE, Record
+from megatron_rl.data.images import StoredImage, shorten
+from megatron_rl.data.media_places import PARTS_AS_TEXT, find_media_placeholder, find_object_placeholder
+from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 from megatron_rl.data.transcript_messages import RawMessage, is_empty
 
-Part = dict[str, object]
+ContentPart = dict[str, object]
 """{"type": "text", "text"} or {"type": "image", "image": StoredImage}; while a message is read, an image without "image" is a place."""
-SHOWS_PICTURES = ("user", "tool")
+IMAGE_ROLES = ("user", "tool")
 """Roles whose messages may show pictures."""
 IMAGE_KEYS = ("image", "path", "url", "base64")
 """Keys of an image part that hold its picture: Qwen's first, then those of transformers."""
@@ -28,7 +28,9 @@ PART_REMEDIES = {
 """Type of a part -> what its error says."""
 
 
-def read_parts(record: Record, messages: Sequence[RawMessage], images: Sequence[StoredImage], *, column: str) -> list[list[Part]]:
+def read_parts(
+    record: DataRecord, messages: Sequence[RawMessage], images: Sequence[StoredImage], *, column: str
+) -> list[list[ContentPart]]:
     """Return the parts of each message with all pictures in their places. `column`: that of `images`, empty if the row has none.
 
     Raises:
@@ -37,22 +39,22 @@ def read_parts(record: Record, messages: Sequence[RawMessage], images: Sequence[
     contents = [list(_read_content(record, message)) for message in messages]
     shown = [part for parts in contents for part in parts if part["type"] == "image"]
     if images and not shown:
-        first = next((number for number, message in enumerate(messages) if message.role in SHOWS_PICTURES), 0)
-        contents[first] = list(_put_first(contents[first], len(images)))
+        first = next((number for number, message in enumerate(messages) if message.role in IMAGE_ROLES), 0)
+        contents[first] = list(_prepend_placeholders(contents[first], len(images)))
     remaining = iter(images)
     filled = [
-        [_fill(record, part, remaining, column=column, field=message.field) for part in parts]
+        [_fill_placeholder(record, part, remaining, column=column, field=message.location) for part in parts]
         for message, parts in zip(messages, contents, strict=True)
     ]
     if next(remaining, None) is not None:
         num = sum("image" not in part for part in shown)
-        raise record.error(
-            column, f"{len(images)} pictures for {num} places; mark each one's place by {PLACE}, or none's (they come first)"
+        raise record.make_error(
+            column, f"{len(images)} pictures for {num} places; mark each one's place by {IMAGE_PLACEHOLDER}, or none's (they come first)"
         )
     return filled
 
 
-def _put_first(parts: Sequence[Part], num: int) -> Iterator[Part]:
+def _prepend_placeholders(parts: Sequence[ContentPart], num: int) -> Iterator[ContentPart]:
     """Yield `num` places, each with a line end behind it, and the parts."""
     for _ in range(num - 1):
         yield from ({"type": "image"}, {"type": "text", "text": "\n"})
@@ -62,38 +64,38 @@ def _put_first(parts: Sequence[Part], num: int) -> Iterator[Part]:
     yield from others[:-1]
 
 
-def _fill(record: Record, part: Part, images: Iterator[StoredImage], *, column: str, field: str) -> Part:
+def _fill_placeholder(record: DataRecord, part: ContentPart, images: Iterator[StoredImage], *, column: str, field: str) -> ContentPart:
     if part["type"] == "text" or "image" in part:
         return part
     image = next(images, None)
     if image is None:
         lacks = f"the column {column} has no picture left for" if column else "the row has no column of pictures (images, image, ..) for"
-        raise record.error(field, f"has a place for a picture ({PLACE}, or a part of type image) that {lacks}")
+        raise record.make_error(field, f"has a place for a picture ({IMAGE_PLACEHOLDER}, or a part of type image) that {lacks}")
     return {"type": "image", "image": image}
 
 
-def _read_content(record: Record, message: RawMessage) -> Iterator[Part]:
-    content, field = message.content, message.field
+def _read_content(record: DataRecord, message: RawMessage) -> Iterator[ContentPart]:
+    content, field = message.content, message.location
     if isinstance(content, str):
         if PARTS_AS_TEXT.match(content):
-            raise record.error(field, "its content is a list of parts written as text; write the list itself")
+            raise record.make_error(field, "its content is a list of parts written as text; write the list itself")
         yield from _split_text(record, content, field, message.role)
         return
     if not isinstance(content, list):
-        raise record.error(field, f"its content must be text or a list of parts, is {type(content).__name__}")
+        raise record.make_error(field, f"its content must be text or a list of parts, is {type(content).__name__}")
     for number, part in enumerate(content):
         yield from _read_part(record, part, f"{field}.content[{number}]", message.role)
 
 
-def _read_part(record: Record, value: object, field: str, role: str) -> Iterator[Part]:
+def _read_part(record: DataRecord, value: object, field: str, role: str) -> Iterator[ContentPart]:
     if isinstance(value, str):
-        raise record.error(field, 'is text in a list of parts; write {"type": "text", "text": ..}')
-    part = record.mapping(value, field)
+        raise record.make_error(field, 'is text in a list of parts; write {"type": "text", "text": ..}')
+    part = record.require_mapping(value, field)
     kind = part.get("type")
     if kind == "text":
         _check_keys(record, part, ("text",), field)
         if "text" not in part:
-            raise record.error(f"{field}.text", "is missing; give the part its words, or leave it out")
+            raise record.make_error(f"{field}.text", "is missing; give the part its words, or leave it out")
         yield from _split_text(record, part["text"], field, role)
     elif kind in ("image", "image_url"):
         _check_keys(record, part, IMAGE_KEYS if kind == "image" else ("image_url",), field)
@@ -101,54 +103,54 @@ def _read_part(record: Record, value: object, field: str, role: str) -> Iterator
         yield {"type": "image"} | _own_picture(record, part, field)
     else:
         told = PART_REMEDIES.get(kind, "") if isinstance(kind, str) else ""
-        among = f"a part must be of type text, image or image_url, is {shortened(repr(kind))}"
-        raise record.error(field, f"a part of type {kind} {told}" if told else among)
+        among = f"a part must be of type text, image or image_url, is {shorten(repr(kind))}"
+        raise record.make_error(field, f"a part of type {kind} {told}" if told else among)
 
 
-def _own_picture(record: Record, part: Mapping[str, object], field: str) -> Part:
+def _own_picture(record: DataRecord, part: Mapping[str, object], field: str) -> ContentPart:
     """Return {"image": the picture of an image part}, {} where it is a place for one of the column's."""
     if part["type"] == "image_url":
         given = part.get("image_url")
         if isinstance(given, Mapping):
             _check_keys(record, given, ("url", "detail"), f"{field}.image_url")
             if given.get("detail") == "low":
-                raise record.error(f"{field}.image_url.detail", "low is not read: model.max_pixels bounds every picture; leave it out")
+                raise record.make_error(f"{field}.image_url.detail", "low is not read: model.max_pixels bounds every picture; leave it out")
             given = given.get("url")
-        return {"image": record.image(given, f"{field}.image_url")}
+        return {"image": record.load_image(given, f"{field}.image_url")}
     held = {key: part[key] for key in IMAGE_KEYS if key in part}
     if len(held) > 1:
-        raise record.error(field, f"has {' and '.join(held)}; keep one of them")
+        raise record.make_error(field, f"has {' and '.join(held)}; keep one of them")
     for key, value in held.items():
         if isinstance(value, Mapping):
             _check_keys(record, value, ("bytes", "path"), f"{field}.{key}")
-    pictures = [record.image(value, f"{field}.{key}") for key, value in held.items()]
+    pictures = [record.load_image(value, f"{field}.{key}") for key, value in held.items()]
     return {"image": pictures[0]} if pictures else {}
 
 
-def _check_keys(record: Record, part: Mapping[str, object], known: Sequence[str], field: str) -> None:
+def _check_keys(record: DataRecord, part: Mapping[str, object], known: Sequence[str], field: str) -> None:
     for key, value in part.items():
         if key not in ("type", *known) and not is_empty(value):
             told = "model.min_pixels and model.max_pixels hold for all pictures" if "pixels" in key or "resized" in key else "is not read"
-            raise record.error(f"{field}.{key}", f"{told}; leave this key out")
+            raise record.make_error(f"{field}.{key}", f"{told}; leave this key out")
 
 
-def _check_role(record: Record, role: str, field: str) -> None:
-    if role not in SHOWS_PICTURES:
+def _check_role(record: DataRecord, role: str, field: str) -> None:
+    if role not in IMAGE_ROLES:
         remedy = "only messages of user and tool show pictures; move it there, or write other words for it"
-        raise record.error(field, f"shows a picture in a message of role {role}: {remedy}")
+        raise record.make_error(field, f"shows a picture in a message of role {role}: {remedy}")
 
 
-def _split_text(record: Record, value: object, field: str, role: str) -> Iterator[Part]:
+def _split_text(record: DataRecord, value: object, field: str, role: str) -> Iterator[ContentPart]:
     """Yield the text's pieces and a place for each <image> between them."""
-    text = record.text(value, field)
-    if place := find_media_place(text):
-        known = f"a picture's place is written {PLACE}, and videos and audio are not read"
-        raise record.error(field, f"holds {place}, which stands for media: {known}; where it is a mere word, write it in another way")
-    if place := find_object_place(text):
-        raise record.error(field, f"holds {place}, whose place nothing fills; write out what stands there")
-    if PLACE in text:
-        _check_role(record, role, f"{field} ({PLACE})")
-    first, *others = text.split(PLACE)
+    text = record.require_text(value, field)
+    if place := find_media_placeholder(text):
+        known = f"a picture's place is written {IMAGE_PLACEHOLDER}, and videos and audio are not read"
+        raise record.make_error(field, f"holds {place}, which stands for media: {known}; where it is a mere word, write it in another way")
+    if place := find_object_placeholder(text):
+        raise record.make_error(field, f"holds {place}, whose place nothing fills; write out what stands there")
+    if IMAGE_PLACEHOLDER in text:
+        _check_role(record, role, f"{field} ({IMAGE_PLACEHOLDER})")
+    first, *others = text.split(IMAGE_PLACEHOLDER)
     if first:
         yield {"type": "text", "text": first}
     for piece in others:

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_rl.config import Settings
-from megatron_rl.data.problem_lines import SHOWN
+from megatron_rl.data.problem_lines import MAX_LINES
 from megatron_rl.data.survey import Size
-from megatron_rl.data.unread_names import PictureColumns, UnreadNames
+from megatron_rl.data.unread_names import ImageColumnCounts, UnreadColumns
 from megatron_rl.types import Message
 
 CheckLength = Callable[[Sequence[Message], Sequence[Size]], None]
 """(messages, width and height of their pictures) -> raises ValueError for a conversation that is too long."""
 
 
-class MeasuresTranscripts(Protocol):
+class TranscriptMeasurer(Protocol):
     """The part of a renderer that a survey uses."""
 
     max_positions: int
@@ -24,7 +24,7 @@ class MeasuresTranscripts(Protocol):
     def transcript_length(self, messages: Sequence[Message], sizes: Sequence[Size]) -> int: ...
 
 
-def make_length_check(settings: Settings, measures: MeasuresTranscripts) -> CheckLength:
+def make_length_check(settings: Settings, measurer: TranscriptMeasurer) -> CheckLength:
     """Return a check that a conversation is no longer than what memory is planned for. Nothing is ever cut off.
 
     A conversation is one sequence in one micro-batch, which may be longer than batch.micro_batch_tokens. Memory is planned for the larger
@@ -33,9 +33,9 @@ def make_length_check(settings: Settings, measures: MeasuresTranscripts) -> Chec
     planned = max(settings.batch.micro_batch_tokens, settings.engine.max_model_len)
 
     def check(messages: Sequence[Message], sizes: Sequence[Size]) -> None:
-        length = measures.transcript_length(messages, sizes)
-        if length > measures.max_positions:
-            raise ValueError(f"{length} tokens, the model has positions for {measures.max_positions}; make the conversation shorter")
+        length = measurer.transcript_length(messages, sizes)
+        if length > measurer.max_positions:
+            raise ValueError(f"{length} tokens, the model has positions for {measurer.max_positions}; make the conversation shorter")
         if length > planned:
             raise ValueError(
                 f"{length} tokens, memory is planned for {planned}; raise batch.micro_batch_tokens={settings.batch.micro_batch_tokens}, "
@@ -53,16 +53,16 @@ _THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 @dataclass(slots=True, frozen=True)
-class ReadTranscript:
+class ParsedTranscript:
     """A row's conversation, and what else the row holds."""
 
     messages: list[Message]
     """Contents are lists of parts, pictures are StoredImage; `loss` says whether a reply is learned."""
-    unread: Mapping[str, object]
+    unread_values: Mapping[str, object]
     """The values of the columns that nothing reads."""
     columns: tuple[str, ...]
     """Names of the row's columns."""
-    pictured_by: str
+    image_column: str
     """The column of its pictures; empty where it has none."""
 
 
@@ -84,16 +84,16 @@ class TranscriptSurvey:
     """Kind -> rows with such an error."""
     columns: dict[str, None] = field(default_factory=dict)
     """Names of the columns of rows that can be used."""
-    unread: UnreadNames = field(default_factory=UnreadNames)
-    pictured: PictureColumns = field(default_factory=PictureColumns)
+    unread: UnreadColumns = field(default_factory=UnreadColumns)
+    pictured: ImageColumnCounts = field(default_factory=ImageColumnCounts)
 
-    def add(self, row: ReadTranscript, *, where: str, check_length: CheckLength | None = None) -> None:
+    def add_transcript(self, row: ParsedTranscript, *, where: str, check_length: CheckLength | None = None) -> None:
         """Count a conversation. Raises ValueError: a picture of it is broken, or it is too long."""
         messages = row.messages
         images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
         sizes = [image.size() for image in images]
         for image in images:
-            image.require_whole()
+            image.check_complete()
         if check_length is not None:
             try:
                 check_length(messages, sizes)
@@ -107,13 +107,13 @@ class TranscriptSurvey:
             self.num_only_thinking += 1
             self.first_only_thinking = self.first_only_thinking or where
         self.columns |= dict.fromkeys(row.columns)
-        self.unread.add(row.unread, where)
-        self.pictured.add(row.pictured_by, where)
+        self.unread.add(row.unread_values, where)
+        self.pictured.add(row.image_column, where)
 
     @property
     def warnings(self) -> list[str]:
         """Lines with all columns that are not read, and conversations without pictures beside others, and replies that only think."""
-        return [*self.pictured.lines(), *self._thinking_lines(), *self.unread.lines(_READS)]
+        return [*self.pictured.format_lines(), *self._thinking_lines(), *self.unread.format_lines(_READS)]
 
     def _thinking_lines(self) -> list[str]:
         if not self.num_only_thinking:
@@ -130,19 +130,21 @@ class TranscriptSurvey:
     @property
     def errors(self) -> list[str]:
         """A line for each of the first SHOWN kinds, which says how many rows are alike; the last line counts the rest."""
-        lines = [line + self._count(kind) for kind, line in self.first_lines.items()]
-        rest = sum(list(self.num_rows_of.values())[SHOWN:])
-        return lines[:SHOWN] + ([f"and {rest} more rows"] if rest else [])
+        lines = [line + self._describe_count(kind) for kind, line in self.first_lines.items()]
+        rest = sum(list(self.num_rows_of.values())[MAX_LINES:])
+        return lines[:MAX_LINES] + ([f"and {rest} more rows"] if rest else [])
 
-    def require_sound(self) -> None:
+    def raise_on_errors(self) -> None:
         """Raise ValueError with the first error and the number of rows that cannot be used, if there are any."""
         if not self.first_lines:
             return
         (kind, line), *others = self.first_lines.items()
         num = sum(self.num_rows_of[other] for other, _ in others)
-        raise ValueError(line + self._count(kind) + (f" (and {num} rows with other errors; launch/doctor.py lists them)" if others else ""))
+        raise ValueError(
+            line + self._describe_count(kind) + (f" (and {num} rows with other errors; launch/doctor.py lists them)" if others else "")
+        )
 
-    def _count(self, kind: str) -> str:
+    def _describe_count(self, kind: str) -> str:
         num = self.num_rows_of[kind]
         if num == 1:
             return ""

@@ -11,86 +11,88 @@ from typing import overload
 import numpy as np
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
-from megatron_rl.data.records import Record, Records
-from megatron_rl.data.transcript_forms import read_images, read_row, unread_columns
+from megatron_rl.data.records import DataRecord, RecordFiles
+from megatron_rl.data.transcript_forms import find_unread_columns, read_conversation, read_images
 from megatron_rl.data.transcript_messages import check_turns
 from megatron_rl.data.transcript_parts import read_parts
-from megatron_rl.data.transcript_survey import CheckLength, ReadTranscript, TranscriptSurvey
-from megatron_rl.data.unread_names import UnreadNames
+from megatron_rl.data.transcript_survey import CheckLength, ParsedTranscript, TranscriptSurvey
+from megatron_rl.data.unread_names import UnreadColumns
 from megatron_rl.errors import InfraError
 from megatron_rl.types import Demonstration, Message
 
-TRANSCRIPTS = "transcripts"
+TRANSCRIPTS_SPLIT = "transcripts"
 """The one split of demonstrations (sft.splits) that the user's data has."""
 
 
-class Transcripts(Sequence[list[Message]]):
+class TranscriptDataset(Sequence[list[Message]]):
     """Conversations that are read, and their pictures decoded, when they are asked for. A slice is a view."""
 
-    def __init__(self, records: Records, *, places: range | None = None, warnings: Sequence[str] = ()) -> None:
+    def __init__(self, records: RecordFiles, *, row_indices: range | None = None, warnings: Sequence[str] = ()) -> None:
         self.records, self.warnings = records, warnings
-        self._places = range(len(records)) if places is None else places
+        self._row_indices = range(len(records)) if row_indices is None else row_indices
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._row_indices)
 
     @overload
     def __getitem__(self, index: int) -> list[Message]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> "Transcripts": ...
+    def __getitem__(self, index: slice) -> "TranscriptDataset": ...
 
-    def __getitem__(self, index: int | slice) -> "list[Message] | Transcripts":
+    def __getitem__(self, index: int | slice) -> "list[Message] | TranscriptDataset":
         """ValueError: a picture cannot be decoded."""
         if isinstance(index, slice):
-            return Transcripts(self.records, places=self._places[index], warnings=self.warnings)
-        return self.demonstration(index).messages
+            return TranscriptDataset(self.records, row_indices=self._row_indices[index], warnings=self.warnings)
+        return self.load_demonstration(index).messages
 
-    def demonstration(self, index: int) -> Demonstration:
+    def load_demonstration(self, index: int) -> Demonstration:
         """Return the conversation with decoded pictures and its file and row. Raises ValueError as __getitem__ does."""
-        record = self.records[self._places[index]]
+        record = self.records[self._row_indices[index]]
         try:
-            return Demonstration([_opened(message) for message in read_transcript(record).messages], where=record.where)
+            return Demonstration([_decode_images(message) for message in read_transcript(record).messages], where=record.where)
         except InfraError as fault:
             raise ValueError(str(fault)) from fault
 
-    def stored(self, index: int) -> ReadTranscript:
+    def parse(self, index: int) -> ParsedTranscript:
         """The same with the pictures as StoredImage."""
-        return read_transcript(self.records[self._places[index]])
+        return read_transcript(self.records[self._row_indices[index]])
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Return the file and row of a conversation without reading it."""
-        return self.records.where(self._places[index])
+        return self.records.locate(self._row_indices[index])
 
 
 def open_transcripts(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
-) -> Transcripts:  # fmt: skip
+) -> TranscriptDataset:  # fmt: skip
     """Return the files' conversations without reading them. `ignored`: columns that no warning names.
 
     Raises:
         ValueError: no files, or files without rows.
     """
     columns = ColumnSettings(ignored=list(ignored))
-    return Transcripts(Records(paths, images_root=images_root, image_roots=image_roots, key="task.data.demonstrations", columns=columns))
+    return TranscriptDataset(
+        RecordFiles(paths, images_root=images_root, image_roots=image_roots, key="task.data.demonstrations", columns=columns)
+    )
 
 
-def transcripts(
+def load_transcripts(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
-) -> Transcripts:  # fmt: skip
+) -> TranscriptDataset:  # fmt: skip
     """The files' conversations, after a look at every row and the header of every picture. ValueError names file and row."""
     opened = open_transcripts(paths, images_root=images_root, image_roots=image_roots, ignored=ignored)
     found = survey_transcripts(opened)
-    found.require_sound()
-    return Transcripts(opened.records, warnings=found.warnings)
+    found.raise_on_errors()
+    return TranscriptDataset(opened.records, warnings=found.warnings)
 
 
-def survey_transcripts(opened: Transcripts, *, check_length: CheckLength | None = None) -> TranscriptSurvey:
+def survey_transcripts(opened: TranscriptDataset, *, check_length: CheckLength | None = None) -> TranscriptSurvey:
     """Read every conversation and both ends of every picture. `check_length` raises ValueError for one that is too long."""
-    found = TranscriptSurvey(num_rows=len(opened), unread=UnreadNames(opened.records.ignored))
+    found = TranscriptSurvey(num_rows=len(opened), unread=UnreadColumns(opened.records.ignored_columns))
     for place in range(len(opened)):
         try:
-            found.add(opened.stored(place), where=opened.where(place), check_length=check_length)
+            found.add_transcript(opened.parse(place), where=opened.locate(place), check_length=check_length)
         except ValueError as error:
             found.add_error(str(error))
     for line in found.unread.errors(found.columns):
@@ -98,49 +100,49 @@ def survey_transcripts(opened: Transcripts, *, check_length: CheckLength | None 
     return found
 
 
-class Dealt(Sequence[Demonstration]):
+class ShuffledDemonstrations(Sequence[Demonstration]):
     """Demonstrations in shuffled rounds of all conversations, read when they are asked for. Fewer are a prefix of more."""
 
-    def __init__(self, shown: Transcripts, *, num: int, seed: int) -> None:
-        self._shown, self.warnings = shown, shown.warnings
+    def __init__(self, dataset: TranscriptDataset, *, num: int, seed: int) -> None:
+        self._dataset, self.warnings = dataset, dataset.warnings
         draw = np.random.default_rng(seed)
-        rounds = -(-num // len(shown))
-        self._places = np.concatenate([draw.permutation(len(shown)) for _ in range(rounds)])[:num].tolist()
+        rounds = -(-num // len(dataset))
+        self._row_indices = np.concatenate([draw.permutation(len(dataset)) for _ in range(rounds)])[:num].tolist()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._row_indices)
 
     def __getitem__(self, index: int) -> Demonstration:
-        return self._shown.demonstration(self._places[index])
+        return self._dataset.load_demonstration(self._row_indices[index])
 
     def check_lengths(self, check_length: CheckLength) -> None:
         """Raise ValueError for conversations that `check_length` refuses, with file and row of the first."""
-        found = TranscriptSurvey(num_rows=len(set(self._places)))
-        for place in sorted(set(self._places)):
+        found = TranscriptSurvey(num_rows=len(set(self._row_indices)))
+        for place in sorted(set(self._row_indices)):
             try:
-                found.add(self._shown.stored(place), where=self._shown.where(place), check_length=check_length)
+                found.add_transcript(self._dataset.parse(place), where=self._dataset.locate(place), check_length=check_length)
             except ValueError as error:
                 found.add_error(str(error))
-        found.require_sound()
+        found.raise_on_errors()
 
 
-def demonstrations_of(data: DataSettings, split: str, *, num: int, seed: int) -> Dealt:
+def load_demonstrations(data: DataSettings, split: str, *, num: int, seed: int) -> ShuffledDemonstrations:
     """What a task of the user's data learns from before it is rewarded. ValueError: no files are given, or a row is no good."""
-    words = f"'sft.splits=[{TRANSCRIPTS}]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
-    require(split == TRANSCRIPTS, "sft.splits", split, f"this task learns from files of conversations: {words}")
+    words = f"'sft.splits=[{TRANSCRIPTS_SPLIT}]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
+    require(split == TRANSCRIPTS_SPLIT, "sft.splits", split, f"this task learns from files of conversations: {words}")
     remedy = "give the files of conversations: JSON lines, JSON lists or Parquet"
     require(bool(data.demonstrations), "task.data.demonstrations", data.demonstrations, remedy)
     roots = {"images_root": data.images, "image_roots": data.image_roots}
-    return Dealt(transcripts(data.demonstrations, **roots, ignored=data.columns.ignored), num=num, seed=seed)
+    return ShuffledDemonstrations(load_transcripts(data.demonstrations, **roots, ignored=data.columns.ignored), num=num, seed=seed)
 
 
-def read_transcript(record: Record) -> ReadTranscript:
+def read_transcript(record: DataRecord) -> ParsedTranscript:
     """Return the conversation of a row, and what else the row holds.
 
     Raises:
         ValueError: it is none, or holds something that is neither read nor without effect; names file, row and field.
     """
-    column, given = read_row(record)
+    column, given = read_conversation(record)
     check_turns(record, given, column=column)
     image_column, images = read_images(record)
     contents = read_parts(record, given, images, column=image_column)
@@ -148,19 +150,21 @@ def read_transcript(record: Record) -> ReadTranscript:
         text = "".join(str(part["text"]) for part in parts if part["type"] == "text")
         has_words = any(character.isprintable() and not character.isspace() for character in text)
         if message.role == "assistant" and message.is_learned and not has_words:
-            raise record.error(message.field, "the assistant says nothing, which would be learned; give it words or leave the row out")
+            raise record.make_error(
+                message.location, "the assistant says nothing, which would be learned; give it words or leave the row out"
+            )
         if message.role == "user" and not has_words and all(part["type"] == "text" for part in parts):
-            raise record.error(message.field, "the user says and shows nothing; give the message words or leave the row out")
+            raise record.make_error(message.location, "the user says and shows nothing; give the message words or leave the row out")
     messages = [
         {"role": message.role, "content": parts} | ({} if message.is_learned or message.role != "assistant" else {"loss": False})
         for message, parts in zip(given, contents, strict=True)
     ]
     shows = any(part["type"] == "image" for parts in contents for part in parts)
     pictured_by = (image_column or column) if shows else ""
-    unread = unread_columns(record, form=column, images=image_column)
-    return ReadTranscript(messages, unread=unread, columns=record.columns, pictured_by=pictured_by)
+    unread = find_unread_columns(record, form=column, images=image_column)
+    return ParsedTranscript(messages, unread_values=unread, columns=record.columns, image_column=pictured_by)
 
 
-def _opened(message: Message) -> Message:
+def _decode_images(message: Message) -> Message:
     parts = [part if part["type"] == "text" else {"type": "image", "image": part["image"].open()} for part in message["content"]]
     return {**message, "content": parts}

@@ -42,7 +42,7 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 def mark_unit_case(text: str) -> str:
     """Return the text with a mark in units behind a number that casefold() would turn into another unit: `5 MW` -> `5 mw<1>`."""
-    return _UNITS.sub(lambda units: _WORD.sub(lambda word: _marked(word[0]), units[0]), text)
+    return _UNITS.sub(lambda units: _WORD.sub(lambda word: _mark_word(word[0]), units[0]), text)
 
 
 def is_unit_symbol(word: str) -> bool:
@@ -50,7 +50,7 @@ def is_unit_symbol(word: str) -> bool:
     return word.casefold() in _KNOWN
 
 
-def _marked(word: str) -> str:
+def _mark_word(word: str) -> str:
     known = _KNOWN.get(word.casefold(), [])
     if len(known) < 2 or word == known[0]:
         return word

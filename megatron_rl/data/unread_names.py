@@ -10,7 +10,7 @@ IDENTIFIERS = {
     "split", "license", "__index_level_0__",
 }  # fmt: skip
 """Columns that say which row it is or where it comes from, if they hold a short text or a number: they are not named."""
-LONGEST_IDENTIFIER = 100
+MAX_IDENTIFIER_CHARS = 100
 _MOST_NAMES = 50
 _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_][\w.-]*", re.IGNORECASE | re.ASCII)
 """Names that hydra reads as text without quotes."""
@@ -26,12 +26,12 @@ def _items(value: list | Mapping[str, object]) -> Iterable[object]:
 
 
 def is_identifier(name: str, value: object) -> bool:
-    is_short = isinstance(value, str) and len(value) <= LONGEST_IDENTIFIER and "\n" not in value
+    is_short = isinstance(value, str) and len(value) <= MAX_IDENTIFIER_CHARS and "\n" not in value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return name.removeprefix("extra_info.").casefold() in IDENTIFIERS and (is_short or is_number)
 
 
-class UnreadNames:
+class UnreadColumns:
     """Collects the unread columns of rows, but for those that task.data.columns.ignored names."""
 
     def __init__(self, ignored: Sequence[str] = ()) -> None:
@@ -48,7 +48,7 @@ class UnreadNames:
             if name not in self._first and name not in self._ignored and not is_empty(value) and not is_identifier(name, value):
                 self._first[name] = where
 
-    def lines(self, remedy: str) -> list[str]:
+    def format_lines(self, remedy: str) -> list[str]:
         """Return one line, or none. `remedy`: how such a column is read.
 
         Example: `q.jsonl row 0: columns level, topic are not read: REMEDY; 'task.data.columns.ignored=[level,topic]' ignores them`.
@@ -57,9 +57,9 @@ class UnreadNames:
             return []
         names = [*self._first][:_MOST_NAMES]
         more = len(self._first) - len(names)
-        listed = ", ".join(map(quoted, names)) + (f" and {more} more" if more else "")
+        listed = ", ".join(map(quote_name, names)) + (f" and {more} more" if more else "")
         verb, them = ("columns", "are") if len(self._first) > 1 else ("column", "is"), "them" if len(self._first) > 1 else "it"
-        setting = shlex.quote(f"task.data.columns.ignored=[{','.join(map(quoted, [*self._ignored, *names]))}]")
+        setting = shlex.quote(f"task.data.columns.ignored=[{','.join(map(quote_name, [*self._ignored, *names]))}]")
         where = next(iter(self._first.values()))
         return [f"{where}: {verb[0]} {listed} {verb[1]} not read: {remedy}; {setting} ignores {them}"]
 
@@ -69,12 +69,12 @@ class UnreadNames:
         return [f"task.data.columns.ignored={name}: the column is read; take it out of this list, or remove the column" for name in read]
 
 
-def quoted(name: str) -> str:
+def quote_name(name: str) -> str:
     """Return a name as a list on the command line takes it, in quotes where it is no plain word."""
     return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
-class PictureColumns:
+class ImageColumnCounts:
     """Counts the rows without a picture, where others have one."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class PictureColumns:
             self._num_without += 1
             self._first = self._first or where
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """Return one line where some rows have pictures and some have none.
 
         Example: `q.jsonl row 4: 1 of 20 rows have no picture in column image: the policy sees their text alone; ...`.

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megatron_rl.build import NoOffload, build_rollout_manager, episode_settings
 from megatron_rl.config import ParallelSettings, Settings, require
-from megatron_rl.data.benchmarks.catalog import official_interval
+from megatron_rl.data.benchmarks.catalog import compute_official_interval
 from megatron_rl.distributed.hang_watchdog import HangWatchdog
 from megatron_rl.distributed.image_exchange import ImageExchange
 from megatron_rl.distributed.world import (
@@ -30,14 +30,23 @@ from megatron_rl.distributed.world import (
 )
 from megatron_rl.entrypoints.train import run_in_own_thread
 from megatron_rl.errors import GracefulStop
-from megatron_rl.evaluation.endpoint_policy import Player
-from megatron_rl.evaluation.evaluation_report import by_example, intervals, show, stated
-from megatron_rl.evaluation.in_run import summarize
-from megatron_rl.evaluation.results_directory import EVALUATION, EXAMPLES, PROMPT, chunk_path, evaluation_folder, keep, kept, lightened
+from megatron_rl.evaluation.endpoint_policy import EndpointRolloutRunner
+from megatron_rl.evaluation.evaluation_report import collect_example_results, compute_success_statistics, describe_conditions, print_report
+from megatron_rl.evaluation.in_run import compute_eval_scores
+from megatron_rl.evaluation.results_directory import (
+    EVALUATION_FILE,
+    EXAMPLES_FILE,
+    PROMPT_FILE,
+    chunk_path,
+    load_chunk,
+    locked_results_directory,
+    save_chunk,
+    without_images,
+)
 from megatron_rl.io.bounded_files import read_text
-from megatron_rl.io.jsonl import MAX_LINE_BYTES, replace_bytes, replace_lines
+from megatron_rl.io.jsonl import MAX_LINE_BYTES, write_bytes_atomically, write_lines_atomically
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.observe.progress import Progress
+from megatron_rl.observe.progress import ProgressDisplay
 from megatron_rl.preflight.prompts import report_column_warnings
 from megatron_rl.preflight.run_checks import check_run
 from megatron_rl.preflight.settings import check_examples
@@ -47,26 +56,26 @@ from megatron_rl.rollout.renderer import Renderer, small_pixels
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.record import explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
-from megatron_rl.services.service_launcher import addressed, chosen, serving
+from megatron_rl.services.service_launcher import enabled_services, resolve_addresses, run_services
 from megatron_rl.types import Example, Rollout, TokenSequence
 from megatron_rl.weights.formats.checkpoint_source import TensorSource, tensors_of
 from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 
-WIDTH = 140
+TABLE_WIDTH = 140
 """Columns where nobody looks at a terminal."""
 
 
 @dataclass(slots=True, frozen=True)
-class Playing:
-    play: Callable[[Sequence[Example], int], list[Rollout]]
+class EvaluationGenerator:
+    generate: Callable[[Sequence[Example], int], list[Rollout]]
     """(examples, number of the first) -> their rollouts, by engines of ours or by an endpoint."""
-    prompt: Callable[[Rollout], str]
+    render_prompt: Callable[[Rollout], str]
     """What the policy read before the first reply of the first of these, in words."""
 
 
-def evaluate_alone(settings: Settings, own: Plugins = Plugins()) -> dict[str, float] | None:
+def run_evaluation(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
     """Play what evaluation.* says into run.dir. The figures, on every rank; None where it was asked to stop: the same command goes on."""
     remedy = "are for a run; name servers that you started in engine.urls, or evaluate with engine.mode=colocated"
     require(not settings.engine.num_local_servers, "engine.num_local_servers", settings.engine.num_local_servers, remedy)
@@ -76,10 +85,10 @@ def evaluate_alone(settings: Settings, own: Plugins = Plugins()) -> dict[str, fl
         settings, parallel=ParallelSettings(timeout_s=waits.timeout_s, straggler_timeout_s=waits.straggler_timeout_s)
     )  # no network is cut up here
     with StopSignal(grace_s=settings.run.grace_s, closing_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
-        return run_in_own_thread(lambda: _live(settings, own, world=world, stop=stop))
+        return run_in_own_thread(lambda: _evaluate_on_ranks(settings, plugins, world=world, stop=stop))
 
 
-def _live(settings: Settings, own: Plugins, *, world: World, stop: StopSignal) -> dict[str, float] | None:
+def _evaluate_on_ranks(settings: Settings, plugins: Plugins, *, world: World, stop: StopSignal) -> dict[str, float] | None:
     folder, timeout_s = Path(settings.run.dir), settings.parallel.timeout_s
     trim_malloc()
     watch = HangWatchdog(world, folder=folder, timeout_s=timeout_s)
@@ -87,36 +96,34 @@ def _live(settings: Settings, own: Plugins, *, world: World, stop: StopSignal) -
         connect(world, timeout_s=timeout_s)
         closing.callback(disconnect)
         with watch:
-            task, source = raise_on_all_ranks(lambda: _prepared(settings, own, world=world))
-            closing.enter_context(evaluation_folder(settings))
+            task, source = raise_on_all_ranks(lambda: _load_task_and_weights(settings, plugins, world=world))
+            closing.enter_context(locked_results_directory(settings))
             try:
-                if chosen(settings.services):
-                    urls = closing.enter_context(serving(settings, world, go_on=stop.check_start))
-                    task = build_task(addressed(settings.task, urls, run=folder), own)
+                if enabled_services(settings.services):
+                    urls = closing.enter_context(run_services(settings, world, raise_if_stopped=stop.check_start))
+                    task = build_task(resolve_addresses(settings.task, urls, run=folder), plugins)
                 examples = task.examples(settings.evaluation.split)
-                run_on_rank_zero(
-                    lambda: report_column_warnings({settings.evaluation.split: examples}, tell=partial(print, file=sys.stderr))
-                )
-                player = cache(lambda: _player(settings, task, source, world=world, stop=stop, closing=closing))
-                rollouts = list(_played(settings, examples, player, world=world, stop=stop))
+                run_on_rank_zero(lambda: report_column_warnings({settings.evaluation.split: examples}, log=partial(print, file=sys.stderr)))
+                player = cache(lambda: _make_generator(settings, task, source, world=world, stop=stop, closing=closing))
+                rollouts = list(_generate_or_load(settings, examples, player, world=world, stop=stop))
             except GracefulStop:
                 return None
-            scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed_fraction)
-            return run_on_rank_zero(lambda: _published(settings, task, examples, rollouts, scores))
+            scores = compute_eval_scores(task, examples, rollouts, max_failed=settings.run.max_failed_fraction)
+            return run_on_rank_zero(lambda: _write_results(settings, task, examples, rollouts, scores))
 
 
-def _prepared(settings: Settings, own: Plugins, *, world: World) -> tuple[Task, TensorSource | None]:
+def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World) -> tuple[Task, TensorSource | None]:
     """The task and the weights, None of an endpoint's, looked at before anything is started."""
     splits = (settings.evaluation.split,)
     if not settings.evaluation.urls:
-        return check_run(settings, own, world=world, needed=0, splits=splits), source_of(settings)
+        return check_run(settings, plugins, world=world, needed=0, splits=splits), open_evaluated_weights(settings)
     require(world.size == 1, "evaluation.urls", settings.evaluation.urls, f"one process is enough; torchrun started {world.size}")
-    task = build_task(settings.task, own)
+    task = build_task(settings.task, plugins)
     check_examples(task, splits)
     return task, None
 
 
-def source_of(settings: Settings) -> TensorSource:
+def open_evaluated_weights(settings: Settings) -> TensorSource:
     """The weights, proven to be exactly the model's. ValueError: they are not."""
     path, given = Path(settings.model.path), settings.evaluation.weights
     spec = read_spec(settings.model.path)
@@ -125,15 +132,19 @@ def source_of(settings: Settings) -> TensorSource:
     return open_source(Path(given or path), spec, key="evaluation.weights" if given else "model.path")
 
 
-def _player(settings: Settings, task: Task, source: TensorSource | None, *, world: World, stop: StopSignal, closing: ExitStack) -> Playing:
+def _make_generator(
+    settings: Settings, task: Task, source: TensorSource | None, *, world: World, stop: StopSignal, closing: ExitStack
+) -> EvaluationGenerator:
     given = settings.evaluation
     episode = replace(episode_settings(settings), temperature=given.temperature).at_step(-1)
     episode = replace(episode, max_turns=settings.task.eval_max_turns or settings.task.max_turns)
     if source is None:
-        player = Player(task, given, settings.model, episode)
+        player = EndpointRolloutRunner(task, given, settings.model, episode)
         closing.callback(player.close)
-        return Playing(lambda examples, first: player.play(examples, samples=given.samples, first_group=first), lambda _: player.prompt)
-    fleet = _open(settings, task, source, world=world, stop=stop, closing=closing)
+        return EvaluationGenerator(
+            lambda examples, first: player.run_examples(examples, samples=given.samples, first_group=first), lambda _: player.prompt_text
+        )
+    fleet = _start_rollout_manager(settings, task, source, world=world, stop=stop, closing=closing)
 
     def prompt(rollout: Rollout) -> str:
         if not rollout.sequences:
@@ -142,12 +153,14 @@ def _player(settings: Settings, task: Task, source: TensorSource | None, *, worl
         first = rollout.sequences[0]
         return fleet.renderer.shown(TokenSequence(token_ids=first.token_ids[:stop], images=first.images))
 
-    return Playing(
+    return EvaluationGenerator(
         lambda examples, first: fleet.run_examples(examples, samples=given.samples, settings=episode, first_group=first), prompt
     )  # fmt: skip
 
 
-def _open(settings: Settings, task: Task, source: TensorSource, *, world: World, stop: StopSignal, closing: ExitStack) -> RolloutManager:
+def _start_rollout_manager(
+    settings: Settings, task: Task, source: TensorSource, *, world: World, stop: StopSignal, closing: ExitStack
+) -> RolloutManager:
     allowed = settings.task.data.allow_grounding_tokens
     renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
     gallery = ImageExchange(patch=renderer.patch, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s))
@@ -165,8 +178,8 @@ def _open(settings: Settings, task: Task, source: TensorSource, *, world: World,
     return fleet
 
 
-def _played(
-    settings: Settings, examples: Sequence[Example], player: Callable[[], Playing], *, world: World, stop: StopSignal
+def _generate_or_load(
+    settings: Settings, examples: Sequence[Example], make_generator: Callable[[], EvaluationGenerator], *, world: World, stop: StopSignal
 ) -> Iterator[Rollout]:  # fmt: skip
     """The episodes of all examples, lightened, chunk after chunk: read where they were played before. All ranks together.
 
@@ -174,43 +187,45 @@ def _played(
     """
     given, folder = settings.evaluation, Path(settings.run.dir)
     firsts = range(0, len(examples), given.chunk)
-    progress = Progress(len(firsts), title="evaluate") if world.is_main else None
+    progress = ProgressDisplay(len(firsts), title="evaluate") if world.is_main else None
     for number, first in enumerate(firsts):
         part, path = examples[first : first + given.chunk], chunk_path(folder, number)
-        found = run_on_rank_zero(lambda: kept(path, part, samples=given.samples))  # noqa: B023 - it is called here
+        found = run_on_rank_zero(lambda: load_chunk(path, part, samples=given.samples))  # noqa: B023 - it is called here
         if found is None:
             stop.check()
-            playing = player()
-            rollouts = playing.play(part, first)
+            playing = make_generator()
+            rollouts = playing.generate(part, first)
             if number == 0:
-                run_on_rank_zero(lambda: _keep_prompt(folder, playing.prompt(rollouts[0])))  # noqa: B023 - it is called here
-            keep(path, rollouts, number=number)
-            found = [lightened(rollout) for rollout in rollouts]
+                run_on_rank_zero(lambda: _save_prompt(folder, playing.render_prompt(rollouts[0])))  # noqa: B023 - it is called here
+            save_chunk(path, rollouts, chunk=number)
+            found = [without_images(rollout) for rollout in rollouts]
         scores = [rollout.reward for rollout in found if rollout.reward is not None]
         if progress is not None:
-            progress.step(number, {"reward/mean": sum(scores) / len(scores)} if scores else {})
+            progress.log_step(number, {"reward/mean": sum(scores) / len(scores)} if scores else {})
         yield from found
     if progress is not None:
         progress.close()
 
 
-def _keep_prompt(folder: Path, words: str) -> None:
+def _save_prompt(folder: Path, text: str) -> None:
     with explain_write_errors(folder):
-        replace_bytes(folder / PROMPT, words.encode(errors="replace"))
+        write_bytes_atomically(folder / PROMPT_FILE, text.encode(errors="replace"))
 
 
-def _published(
+def _write_results(
     settings: Settings, task: Task, examples: Sequence[Example], rollouts: list[Rollout], scores: dict[str, float]
 ) -> dict[str, float]:
     """The figures with their intervals, which are shown and kept."""
-    folder, lines = Path(settings.run.dir), by_example(task, examples, rollouts)
+    folder, lines = Path(settings.run.dir), collect_example_results(task, examples, rollouts)
     if "episodes" in scores:
-        scores = scores | intervals(lines, samples=settings.evaluation.samples)
-    scores = scores | official_interval(settings.task.data.benchmark, examples, [rollout for rollout in rollouts if rollout.is_scored])
-    conditions = stated(settings, num_examples=len(examples), prompt=read_text(folder / PROMPT, at_most=MAX_LINE_BYTES))
+        scores = scores | compute_success_statistics(lines, samples=settings.evaluation.samples)
+    scores = scores | compute_official_interval(
+        settings.task.data.benchmark, examples, [rollout for rollout in rollouts if rollout.is_scored]
+    )
+    conditions = describe_conditions(settings, num_examples=len(examples), prompt=read_text(folder / PROMPT_FILE, at_most=MAX_LINE_BYTES))
     with explain_write_errors(folder):
-        replace_lines(folder / EXAMPLES, lines)
-        replace_bytes(folder / EVALUATION, (json.dumps({"scores": scores, "stated": conditions}, indent=1) + "\n").encode())
-    show(scores, conditions, Console(width=None if sys.stdout.isatty() else WIDTH))
-    print(folder / EVALUATION, flush=True)
+        write_lines_atomically(folder / EXAMPLES_FILE, lines)
+        write_bytes_atomically(folder / EVALUATION_FILE, (json.dumps({"scores": scores, "stated": conditions}, indent=1) + "\n").encode())
+    print_report(scores, conditions, Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
+    print(folder / EVALUATION_FILE, flush=True)
     return scores

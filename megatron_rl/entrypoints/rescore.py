@@ -19,56 +19,65 @@ from scipy.stats import spearmanr
 from megatron_rl.config import Settings, require
 from megatron_rl.distributed.world import connect, disconnect, read_world
 from megatron_rl.errors import AccessDenied, GracefulStop, InfraError
-from megatron_rl.export.sft_transcripts import link_pictures
-from megatron_rl.io.jsonl import replace_bytes
+from megatron_rl.export.sft_transcripts import link_images
+from megatron_rl.io.jsonl import write_bytes_atomically
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.observe.progress import Progress
-from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.observe.rollout_store import as_played, path_of, read_columns, read_rollouts, rounds_of, step_of, steps, write
+from megatron_rl.observe.progress import ProgressDisplay
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
+from megatron_rl.observe.rollout_store import (
+    list_step_files,
+    read_columns,
+    read_num_gen_batches,
+    read_rollouts,
+    step_number,
+    step_path,
+    without_training_columns,
+    write_step,
+)
 from megatron_rl.registry import Plugins, build_task
-from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.directory import changed_keys, describe_changes, lock, may_change, read_settings
 from megatron_rl.run.record import CONFIG, explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
-from megatron_rl.services.service_launcher import addressed, chosen, serving
+from megatron_rl.services.service_launcher import enabled_services, resolve_addresses, run_services
 from megatron_rl.types import Example, Image, Rollout, Status
 
-SCORES = "scores.json"
-DECIDING = ("task.", "model.path", "run.replay")
+SCORES_FILE = "scores.json"
+SCORE_SETTINGS = ("task.", "model.path", "run.replay")
 """Settings, or groups of them, that scores depend on."""
-TRIES = 3
+MAX_ATTEMPTS = 3
 """Of a rollout whose judge was down."""
 
 
-def rescore(settings: Settings, own: Plugins = Plugins()) -> dict[str, float] | None:
+def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
     """Score run.replay's rollouts by the task into run.dir. What changed, which is kept and told; None where it was asked to stop.
 
     ValueError: nothing is recorded there, run.dir is that run's own, or an example is none of the task's.
     """
     folder, out = Path(settings.run.replay), Path(settings.run.dir)
-    paths = steps(folder)
+    paths = list_step_files(folder)
     require(bool(paths), "run.replay", settings.run.replay, "holds no step that run.record=all wrote; give RUN/rollouts")
     remedy = "the recorded run stays as it is; choose another folder for the new scores"
     require(folder.resolve().parent != out.resolve(), "run.dir", settings.run.dir, remedy)
     world = read_world()
     require(world.size == 1, "processes", world.size, "one is enough: scoring waits for judges, not for cores")
     with StopSignal(grace_s=settings.run.grace_s, closing_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop, lock(out):
-        _enter(out, settings)
+        _open_directory(out, settings)
         connect(world, timeout_s=settings.parallel.timeout_s)
         try:
-            with serving(settings, world, go_on=stop.check_start) as urls:
-                task = settings.task if not chosen(settings.services) else addressed(settings.task, urls, run=out)
-                asyncio.run(_all(build_task(task, own), paths, settings, stop))
+            with run_services(settings, world, raise_if_stopped=stop.check_start) as urls:
+                task = settings.task if not enabled_services(settings.services) else resolve_addresses(settings.task, urls, run=out)
+                asyncio.run(_rescore_steps(build_task(task, plugins), paths, settings, stop))
         except GracefulStop:
             return None
         finally:
             disconnect()
-    return _told([(path, path_of(out / FOLDER, step_of(path))) for path in paths], out)
+    return _write_summary([(path, step_path(out / ROLLOUTS_FOLDER, step_number(path))) for path in paths], out)
 
 
-def _enter(out: Path, settings: Settings) -> None:
+def _open_directory(out: Path, settings: Settings) -> None:
     """ValueError: there are scores of another task, or of other rollouts."""
     new = yaml.safe_load(yaml.safe_dump(asdict(settings)))
     if (out / CONFIG).exists():
@@ -76,64 +85,70 @@ def _enter(out: Path, settings: Settings) -> None:
             changes = changed_keys(read_settings(out / CONFIG), new)
         except ValueError as error:
             raise ValueError(f"{out / CONFIG}: {error}; choose another folder") from error
-        others = {key: values for key, values in changes.items() if key.startswith(DECIDING) and not may_change(key, *values)}
+        others = {key: values for key, values in changes.items() if key.startswith(SCORE_SETTINGS) and not may_change(key, *values)}
         require(not others, "run.dir", str(out), f"holds other scores: {describe_changes(others)}; choose another folder")
     with explain_write_errors(out):
-        replace_bytes(out / CONFIG, yaml.safe_dump(new, sort_keys=False).encode())
+        write_bytes_atomically(out / CONFIG, yaml.safe_dump(new, sort_keys=False).encode())
 
 
-async def _all(task: Task, paths: Sequence[Path], settings: Settings, stop: StopSignal) -> None:
-    out, progress = Path(settings.run.dir), Progress(len(paths), title="rescore")
+async def _rescore_steps(task: Task, paths: Sequence[Path], settings: Settings, stop: StopSignal) -> None:
+    out, progress = Path(settings.run.dir), ProgressDisplay(len(paths), title="rescore")
     examples = {example.id: example for split in ("train", "eval") for example in task.examples(split)}
     token = read_spec(settings.model.path).image_token_id
     await task.start()
     try:
         for number, path in enumerate(paths):
             stop.check()
-            target = path_of(out / FOLDER, step_of(path))
+            target = step_path(out / ROLLOUTS_FOLDER, step_number(path))
             if not target.exists():
                 rollouts = read_rollouts(path)
-                scored = await asyncio.gather(*(scored_anew(task, example_of(examples, each), each, token) for each in rollouts))
+                scored = await asyncio.gather(*(rescore_rollout(task, find_example(examples, each), each, token) for each in rollouts))
                 with explain_write_errors(out):
-                    link_pictures(path.parent, target.parent, (image.key for each in rollouts for image in each.images))
-                    write(target, scored, step=step_of(path), rounds=rounds_of(path))
-            progress.step(number, {})
+                    link_images(path.parent, target.parent, (image.key for each in rollouts for image in each.images))
+                    write_step(target, scored, step=step_number(path), num_gen_batches=read_num_gen_batches(path))
+            progress.log_step(number, {})
     finally:
         progress.close()
         await task.close()
 
 
-def example_of(examples: Mapping[str, Example], rollout: Rollout) -> Example:
+def find_example(examples: Mapping[str, Example], rollout: Rollout) -> Example:
     """ValueError: the task has none of this name."""
     if rollout.example_id not in examples:
         raise ValueError(f"task.name: has no example {rollout.example_id!r:.80}; give the task and the data of the recorded run")
     return examples[rollout.example_id]
 
 
-async def scored_anew(task: Task, example: Example, rollout: Rollout, image_token_id: int) -> Rollout:
+async def rescore_rollout(task: Task, example: Example, rollout: Rollout, image_token_id: int) -> Rollout:
     """What the task's rubric says of it; what the environment gave stays."""
     if not rollout.is_scored:
         return rollout
     turns = [replace(turn, step_score=None, reward_delta=0.0) for turn in rollout.turns]
-    bare = replace(as_played(rollout), turns=turns, reward=None, outcome_reward=0.0, reward_terms={}, verdicts=[], scoring_s=0.0)
+    bare = replace(
+        without_training_columns(rollout), turns=turns, reward=None, outcome_reward=0.0, reward_terms={}, verdicts=[], scoring_s=0.0
+    )
     bare = replace(bare, **example_fields(example.payload))  # those that it is scored by now
     clock = asyncio.get_running_loop().time
-    for tried in range(1, TRIES + 1):
+    for tried in range(1, MAX_ATTEMPTS + 1):
         started = clock()
         try:
-            score = await task.rubric.score(Outcome(payload=example.payload, rollout=bare, images=first_shown(bare, image_token_id)))
+            score = await task.rubric.score(
+                RewardInput(payload=example.payload, rollout=bare, prompt_images=find_prompt_images(bare, image_token_id))
+            )
         except AccessDenied:
             raise
         except InfraError as fault:
-            if tried == TRIES:
+            if tried == MAX_ATTEMPTS:
                 return replace(bare, status=Status.FAILED, reason=str(fault))
             continue
-        for turn, worth, gain in zip(turns, score.turns, score.gains, strict=True):
+        for turn, worth, gain in zip(turns, score.step_scores, score.reward_deltas, strict=True):
             turn.step_score, turn.reward_delta = worth, gain
-        return replace(bare, reward=score.reward, outcome_reward=score.outcome, reward_terms=score.rewards, scoring_s=clock() - started)
+        return replace(
+            bare, reward=score.reward, outcome_reward=score.outcome_reward, reward_terms=score.reward_terms, scoring_s=clock() - started
+        )
 
 
-def first_shown(rollout: Rollout, image_token_id: int) -> list[Image]:
+def find_prompt_images(rollout: Rollout, image_token_id: int) -> list[Image]:
     """The pictures of the first prompt: those whose tokens stand before the first sampled one."""
     if not rollout.sequences:
         return []
@@ -148,7 +163,7 @@ def first_shown(rollout: Rollout, image_token_id: int) -> list[Image]:
     return shown
 
 
-def _told(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
+def _write_summary(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
     """Means before and after over what both have scored, how many scores are not the same, and whether they rank rollouts alike."""
     before, after, failed = [], [], 0
     for old, new in pairs:
@@ -167,7 +182,7 @@ def _told(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
     if len(set(before)) > 1 and len(set(after)) > 1:
         found["rank_correlation"] = float(spearmanr(before, after).statistic)
     with explain_write_errors(out):
-        replace_bytes(out / SCORES, (json.dumps(found, indent=1) + "\n").encode())
+        write_bytes_atomically(out / SCORES_FILE, (json.dumps(found, indent=1) + "\n").encode())
     print("\n".join(f"{name:<18}{value:.4g}" for name, value in found.items()))
-    print(out / SCORES, flush=True)
+    print(out / SCORES_FILE, flush=True)
     return found

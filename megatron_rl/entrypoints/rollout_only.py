@@ -16,8 +16,8 @@ from megatron_rl.errors import GracefulStop, InfraOutage
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
-from megatron_rl.observe.recorder import FOLDER
-from megatron_rl.observe.rollout_store import read_rollouts, step_of, steps
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
+from megatron_rl.observe.rollout_store import list_step_files, read_rollouts, step_number
 from megatron_rl.observe.step_metrics import rollout_metrics
 from megatron_rl.preflight.prompts import report_prompts
 from megatron_rl.rollout.health import ServerSupervisor
@@ -31,13 +31,13 @@ from megatron_rl.weights.formats.checkpoint_source import tensors_of
 from megatron_rl.weights.formats.open_checkpoint import open_source
 
 
-def collect(
-    settings: Settings, *, task: Task, algorithm: Algorithm, world: World, stop: StopSignal, household: ServerSupervisor | None,
+def run_rollout_only(
+    settings: Settings, *, task: Task, algorithm: Algorithm, world: World, stop: StopSignal, supervisor: ServerSupervisor | None,
     closing: ExitStack,
 ) -> Result:  # fmt: skip
     """Play and record the run's steps with the weights in model.path. All ranks together."""
     source = raise_on_all_ranks(lambda: open_source(Path(settings.model.path), read_spec(settings.model.path), key="model.path"))
-    first, history = run_on_rank_zero(lambda: done_before(Path(settings.run.dir)))
+    first, history = run_on_rank_zero(lambda: load_recorded_steps(Path(settings.run.dir)))
     run = Run(settings, world, num_steps=settings.run.steps, first_step=first, history=history)
     closing.callback(run.close)
     if task.judge is not None:
@@ -50,11 +50,11 @@ def collect(
             gallery = ImageExchange(patch=renderer.patch, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s))
             fleet = build_rollout_manager(
                 settings, task, trainer=NoOffload(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=run.log,
-                household=household,
+                household=supervisor,
             )  # fmt: skip
             closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
             fleet.start()
-            report_prompts(settings, fleet=fleet, tell=run.log)
+            report_prompts(settings, rollout_manager=fleet, log=run.log)
             fleet.admission.rounds = history.num_generation_batches
         with run.spans("sync"):
             fleet.update_weights(tensors_of(source), version=0)
@@ -66,7 +66,7 @@ def collect(
             rounds = fleet.admission.rounds - run.history.num_generation_batches
             run.history.add(step, rollouts, rounds=rounds)
             with run.spans("record"):
-                metrics = compute_step_metrics(rollouts, settings, algorithm, rounds=rounds)
+                metrics = compute_step_metrics(rollouts, settings, algorithm, num_gen_batches=rounds)
                 run.history.has_learned += "rollout/all_groups_zero_std" not in metrics
                 run.log_step(step, rollouts, metrics)
             run.record(step, metrics)
@@ -82,27 +82,27 @@ def collect(
     )  # fmt: skip
 
 
-def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, rounds: int) -> dict[str, float]:
+def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, num_gen_batches: int) -> dict[str, float]:
     """Return the metrics of a step, with the advantages that training would compute.
 
     Advantages that need columns of models cannot be computed here, and whether a group would teach anything is left out.
     """
     if not algorithm.required_columns(settings.algo):
         algorithm.advantage_fn(rollouts, settings.algo)
-        return rollout_metrics(rollouts, rounds=rounds)
+        return rollout_metrics(rollouts, num_gen_batches=num_gen_batches)
     silent = ("rollout/all_groups_zero_std", "rollout/zero_std_fraction")
-    return {name: value for name, value in rollout_metrics(rollouts, rounds=rounds).items() if name not in silent}
+    return {name: value for name, value in rollout_metrics(rollouts, num_gen_batches=num_gen_batches).items() if name not in silent}
 
 
-def done_before(folder: Path) -> tuple[int, History]:
+def load_recorded_steps(folder: Path) -> tuple[int, History]:
     """Steps that an earlier life has recorded, rollouts and metrics, and what the run remembers of them."""
-    paths, history = steps(folder / FOLDER), History()
+    paths, history = list_step_files(folder / ROLLOUTS_FOLDER), History()
     if not paths:
         return 0, history
-    lines = [line for line in read_metrics(folder / METRICS_FILE) if line["step"] <= step_of(paths[-1])]
+    lines = [line for line in read_metrics(folder / METRICS_FILE) if line["step"] <= step_number(paths[-1])]
     done = len(lines)
     for path in paths:
-        if step_of(path) < done:
-            history.add(step_of(path), read_rollouts(path, pictures=False), rounds=0)
+        if step_number(path) < done:
+            history.add(step_number(path), read_rollouts(path, with_images=False), rounds=0)
     history.num_generation_batches = int(sum(line["rollout/num_gen_batches"] for line in lines))
     return done, history

@@ -21,9 +21,9 @@ from megatron_rl.distributed.world import (
     read_world,
     trim_malloc,
 )
-from megatron_rl.entrypoints.rollout_only import collect
+from megatron_rl.entrypoints.rollout_only import run_rollout_only
 from megatron_rl.errors import GracefulStop, InfraOutage, RunDenied, RunFailed
-from megatron_rl.evaluation.in_run import evaluate
+from megatron_rl.evaluation.in_run import evaluate_in_run
 from megatron_rl.preflight.nodes import check_nodes
 from megatron_rl.preflight.prompts import report_column_warnings, report_prompts
 from megatron_rl.preflight.run_checks import check_run, plan_gpu_bytes, print_plan
@@ -37,8 +37,8 @@ from megatron_rl.run.model_card import make_model_card
 from megatron_rl.run.record import ADAPTER, Result, explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.address import token_file
-from megatron_rl.services.engine_servers import ENGINES, engines
-from megatron_rl.services.service_launcher import addressed, chosen, serving
+from megatron_rl.services.engine_servers import ENGINES_TOKEN_NAME, run_engine_servers
+from megatron_rl.services.service_launcher import enabled_services, resolve_addresses, run_services
 from megatron_rl.sft import train_sft
 from megatron_rl.training_loop import train
 
@@ -58,37 +58,39 @@ class TrainingStage:
     """Trains, and returns the engines with the trained weights, if there are any."""
 
 
-def run_rl(settings: Settings, parts: TrainerContext) -> RolloutManager:
-    fleet = parts.build_rollout_manager(settings)
-    with parts.run.spans("start"):
-        report_prompts(settings, fleet=fleet, tell=parts.run.log)
-    audience = WeightPublisher(settings.weight_publish, run=settings.run.dir, is_main=parts.world.is_main, tell=parts.run.log)
-    _run_training_loop(settings, parts, fleet, audience)
+def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
+    fleet = context.build_rollout_manager(settings)
+    with context.run.spans("start"):
+        report_prompts(settings, rollout_manager=fleet, log=context.run.log)
+    audience = WeightPublisher(settings.weight_publish, run=settings.run.dir, is_main=context.world.is_main, tell=context.run.log)
+    _run_training_loop(settings, context, fleet, audience)
     return fleet
 
 
-def run_replay(settings: Settings, parts: TrainerContext) -> None:
+def run_replay(settings: Settings, context: TrainerContext) -> None:
     fleet = Replay(
-        Path(settings.run.replay), world=parts.world, gather=parts.gallery.gather_rollouts,
+        Path(settings.run.replay), world=context.world, gather=context.image_exchange.gather_rollouts,
         rounds=generation_settings(settings), episode=episode_settings(settings),
     )  # fmt: skip
-    _run_training_loop(settings, parts, fleet, None)
+    _run_training_loop(settings, context, fleet, None)
 
 
-def _run_training_loop(settings: Settings, parts: TrainerContext, fleet: RolloutManager | Replay, audience: WeightPublisher | None) -> None:
-    with parts.checkpoints.wait_for_save_on_failure(parts.run):
+def _run_training_loop(
+    settings: Settings, context: TrainerContext, rollout_manager: RolloutManager | Replay, weight_publisher: WeightPublisher | None
+) -> None:
+    with context.checkpoints.wait_for_save_on_failure(context.run):
         train(
-            settings, policy=parts.policy, critic=parts.critic, fleet=fleet, gallery=parts.gallery, run=parts.run,
-            checkpoints=parts.checkpoints, stop=parts.stop, algorithms=parts.algorithms, audience=audience,
+            settings, policy=context.policy, critic=context.critic, fleet=rollout_manager, gallery=context.image_exchange, run=context.run,
+            checkpoints=context.checkpoints, stop=context.stop, algorithms=context.algorithms, audience=weight_publisher,
         )  # fmt: skip
 
 
-def run_sft(settings: Settings, parts: TrainerContext) -> RolloutManager:
-    policy, run = parts.policy, parts.run
-    own = {"task": parts.task, "renderer": parts.renderer, "checkpoints": parts.checkpoints, "stop": parts.stop}
-    report_column_warnings({"eval": parts.task.examples("eval")}, tell=run.log)
+def run_sft(settings: Settings, context: TrainerContext) -> RolloutManager:
+    policy, run = context.policy, context.run
+    own = {"task": context.task, "renderer": context.renderer, "checkpoints": context.checkpoints, "stop": context.stop}
+    report_column_warnings({"eval": context.task.examples("eval")}, log=run.log)
     train_sft(settings, policy=policy, run=run, **own)
-    fleet = parts.build_rollout_manager(settings)
+    fleet = context.build_rollout_manager(settings)
     with run.spans("sync"):
         fleet.update_weights(policy.hf_weights(), version=0)
     return fleet
@@ -102,35 +104,35 @@ REPLAY = TrainingStage(num_steps=lambda s: s.run.steps, splits=(), is_rl=True, r
 """stage=rl with run.replay."""
 
 
-def run(settings: Settings, own: Plugins = Plugins()) -> Result | None:
+def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
     """Run the stage, and say how it ended; None where run.dry asks for the plan alone. On every rank.
 
     In a notebook, too, and again in the same process.
     """
     world = read_world()
     if settings.run.dry:
-        print_plan(settings, world, own)
+        print_plan(settings, world, plugins)
         return None
     with StopSignal(grace_s=settings.run.grace_s, closing_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
-        result = run_in_own_thread(lambda: run_attempt(settings, own, world=world, stop=stop))
+        result = run_in_own_thread(lambda: run_attempt(settings, plugins, world=world, stop=stop))
     if world.is_main:
         print(result, flush=True)
     return result
 
 
-def run_in_own_thread(act: Callable[[], T]) -> T:
+def run_in_own_thread(action: Callable[[], T]) -> T:
     """A notebook's thread runs an event loop already, and the engine has its own: there the act has a thread to itself."""
     try:
         has_loop = asyncio.get_running_loop().is_running()
     except RuntimeError:
         has_loop = False
     if not has_loop:
-        return act()
+        return action()
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(act).result()
+        return thread.submit(action).result()
 
 
-def run_attempt(settings: Settings, own: Plugins, *, world: World, stop: StopSignal) -> Result:
+def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: StopSignal) -> Result:
     """A life of the run, from the building of its parts to their end."""
     timeout_s, folder = settings.parallel.timeout_s, Path(settings.run.dir)
     stage = REPLAY if settings.run.replay else STAGES[settings.stage]
@@ -138,37 +140,39 @@ def run_attempt(settings: Settings, own: Plugins, *, world: World, stop: StopSig
     watch, num_steps = HangWatchdog(world, folder=folder, timeout_s=timeout_s), stage.num_steps(settings)
     if world.device.type == "cuda" and (settings.engine.tp == 1 or settings.engine.mode == "server"):
         expand_segments()
-    needed = plan_gpu_bytes(settings, own, world=world)
+    needed = plan_gpu_bytes(settings, plugins, world=world)
     with ExitStack() as closing:
         connect(world, timeout_s=timeout_s)
         closing.callback(disconnect)
         with watch:
-            task = raise_on_all_ranks(lambda: check_run(settings, own, world=world, needed=needed, splits=stage.splits))
+            task = raise_on_all_ranks(lambda: check_run(settings, plugins, world=world, needed=needed, splits=stage.splits))
             standing = closing.enter_context(locked(settings))
             if standing.is_finished:
                 found = standing.evaluation
                 return Result(folder=folder, step=num_steps, num_steps=num_steps, metrics=found, is_finished=True, is_new=False)
             check_nodes(settings, world)
             try:
-                if chosen(settings.services) and stage is not REPLAY:
-                    urls = closing.enter_context(serving(settings, world, go_on=stop.check_start))
-                    task = build_task(addressed(settings.task, urls, run=folder), own)
+                if enabled_services(settings.services) and stage is not REPLAY:
+                    urls = closing.enter_context(run_services(settings, world, raise_if_stopped=stop.check_start))
+                    task = build_task(resolve_addresses(settings.task, urls, run=folder), plugins)
                 household, playing = None, settings
                 if settings.engine.num_local_servers and stage is not REPLAY:
-                    urls, household = closing.enter_context(engines(settings, world, go_on=stop.check_start))
-                    asked = replace(settings.engine, urls=urls, num_local_servers=0, token_file=str(token_file(folder, ENGINES)))
+                    urls, household = closing.enter_context(run_engine_servers(settings, world, raise_if_stopped=stop.check_start))
+                    asked = replace(settings.engine, urls=urls, num_local_servers=0, token_file=str(token_file(folder, ENGINES_TOKEN_NAME)))
                     playing = replace(settings, engine=asked)
             except GracefulStop:
                 step = raise_on_all_ranks(lambda: saved_step(folder))
                 return Result(folder=folder, step=step, num_steps=num_steps, metrics={}, is_finished=False)
             if settings.run.rollout_only:
-                algorithm = {**ALGORITHMS, **own.algorithms}[settings.algo.name]
-                return collect(playing, task=task, algorithm=algorithm, world=world, stop=stop, household=household, closing=closing)
+                algorithm = {**ALGORITHMS, **plugins.algorithms}[settings.algo.name]
+                return run_rollout_only(
+                    playing, task=task, algorithm=algorithm, world=world, stop=stop, supervisor=household, closing=closing
+                )
             parts = build_context(
-                settings, standing=standing, task=task, own=own, world=world, stop=stop, closing=closing,
+                settings, resume_state=standing, task=task, plugins=plugins, world=world, stop=stop, closing=closing,
                 num_steps=num_steps, is_rl=stage.is_rl, is_replay=stage is REPLAY,
             )  # fmt: skip
-            parts.household = household
+            parts.supervisor = household
             reason = train_and_finalize(settings, parts, lambda: stage.run(playing, parts))
             done = parts.run
             return Result(
@@ -176,37 +180,37 @@ def run_attempt(settings: Settings, own: Plugins, *, world: World, stop: StopSig
             )  # fmt: skip
 
 
-def train_and_finalize(settings: Settings, parts: TrainerContext, play: Callable[[], RolloutManager | None]) -> str:
+def train_and_finalize(settings: Settings, context: TrainerContext, run_stage: Callable[[], RolloutManager | None]) -> str:
     """Play and finish, or keep what is done. Returns what has stopped the run, where nobody asked for it.
 
     InfraOutage: this life has done no step, so that another one would only meet the same. RunDenied: no life goes on before the key is
     right.
     """
     try:
-        finalize(settings, parts, play())
+        finalize(settings, context, run_stage())
     except GracefulStop:
-        parts.save_progress()
+        context.save_progress()
     except RunDenied:
-        parts.save_progress()
+        context.save_progress()
         raise
     except InfraOutage as outage:
-        parts.save_progress()
-        if parts.run.num_done == parts.run.first_step:
+        context.save_progress()
+        if context.run.num_done == context.run.first_step:
             raise
         return str(outage)
     return ""
 
 
-def finalize(settings: Settings, parts: TrainerContext, fleet: RolloutManager | None) -> None:
+def finalize(settings: Settings, context: TrainerContext, rollout_manager: RolloutManager | None) -> None:
     """Evaluate what was trained, where there are engines, and save it; it is saved although the evaluation failed, or the checkpoint had no
     room."""
-    policy, record, checkpoints = parts.policy, parts.run, parts.checkpoints
-    parts.stop.check()
+    policy, record, checkpoints = context.policy, context.run, context.checkpoints
+    context.stop.check()
     with record.spans("evaluate"):
-        if fleet:
-            num = len(fleet.task.examples("eval"))
+        if rollout_manager:
+            num = len(rollout_manager.task.examples("eval"))
             record.log(f"final evaluation: {num} examples, {1 + settings.task.eval_samples} episodes each")
-        evaluation, failure = final_evaluation(settings, fleet) if fleet else ({}, None)
+        evaluation, failure = final_evaluation(settings, rollout_manager) if rollout_manager else ({}, None)
     with record.spans("checkpoint"):
         if failure is None and record.first_step == record.num_steps:  # all was trained by an earlier life
             checkpoints.mark_evaluated(history=record.history, metrics=evaluation)
@@ -216,7 +220,7 @@ def finalize(settings: Settings, parts: TrainerContext, fleet: RolloutManager | 
         except OSError as error:  # the same on every rank; what was written of it is gone, which may make room for the model
             failure = failure or error
     card = make_model_card(settings, metrics=evaluation, num_steps=record.num_steps, folder=record.final)
-    with record.spans("save"), explain_write_errors(record.folder), fleet.offloaded() if fleet else nullcontext():
+    with record.spans("save"), explain_write_errors(record.folder), rollout_manager.offloaded() if rollout_manager else nullcontext():
         policy.save_hf(record.final, card=card)
         if settings.lora.rank:
             policy.save_adapter(record.folder / ADAPTER)
@@ -227,9 +231,9 @@ def finalize(settings: Settings, parts: TrainerContext, fleet: RolloutManager | 
     record.finish(evaluation)
 
 
-def final_evaluation(settings: Settings, fleet: RolloutManager) -> tuple[dict[str, float], RunFailed | None]:
+def final_evaluation(settings: Settings, rollout_manager: RolloutManager) -> tuple[dict[str, float], RunFailed | None]:
     """The last evaluation, or why there is none. That is for the run's end: what was trained is saved first."""
     try:
-        return evaluate(fleet.task, settings, fleet=fleet), None
+        return evaluate_in_run(rollout_manager.task, settings, rollout_manager=rollout_manager), None
     except RunFailed as failure:
         return {}, failure

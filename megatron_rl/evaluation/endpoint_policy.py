@@ -27,47 +27,47 @@ from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.transcript_segments import pictures_of
 from megatron_rl.types import Example, Image, Message, Rollout, StopReason, TokenSequence, Turn
 
-PICTURE = "[picture]"
+IMAGE_PLACEHOLDER_TEXT = "[picture]"
 """In the place of one, where a prompt is told in words."""
-PATCH, MERGE = 14, 2
+PATCH_SIZE, MERGE_SIZE = 14, 2
 """Pictures become multiples of 28 pixels, as Qwen2.5-VL's do: model.min_pixels and model.max_pixels mean what they mean elsewhere."""
 
 
-class Said(BaseModel):
+class EndpointMessage(BaseModel):
     content: str | None = None
     """None where it had nothing to say but thoughts, or refuses: an empty reply, and the policy's own."""
 
 
-class Choice(BaseModel):
-    message: Said
+class EndpointChoice(BaseModel):
+    message: EndpointMessage
     finish_reason: str | None = None
 
 
-class Completion(BaseModel):
-    choices: list[Choice] = Field(min_length=1)
+class EndpointCompletion(BaseModel):
+    choices: list[EndpointChoice] = Field(min_length=1)
 
 
-class Speaker:
+class EndpointClient:
     """The endpoint's servers, for as many episodes as there are. In the event loop that is running when it is made."""
 
-    def __init__(self, given: EvaluationSettings, model: ModelSettings) -> None:
+    def __init__(self, settings: EvaluationSettings, model: ModelSettings) -> None:
         self.model = model
         self._secret = api_key()
-        self._clients = {url: make_client(url, key="evaluation.urls", secret=self._secret) for url in given.urls}
-        self._servers = EndpointPool(
-            given.urls, name="evaluation", max_attempts=given.max_attempts, timeout_s=given.timeout_s,
-            outage_timeout_s=given.outage_timeout_s,
-            concurrency=given.concurrency,
+        self._clients = {url: make_client(url, key="evaluation.urls", secret=self._secret) for url in settings.urls}
+        self._endpoints = EndpointPool(
+            settings.urls, name="evaluation", max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
+            outage_timeout_s=settings.outage_timeout_s,
+            concurrency=settings.concurrency,
         )  # fmt: skip
-        self._servers.start()
-        self.num_cut = 0
+        self._endpoints.start()
+        self.num_truncated = 0
         """Replies that ended because they were as long as is allowed."""
 
-    async def reply(self, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
+    async def generate(self, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
         """InfraError: no server answers, or each refuses."""
-        return await self._servers.ask(lambda endpoint: self._ask(endpoint, messages, sampling))
+        return await self._endpoints.ask(lambda endpoint: self._request_reply(endpoint, messages, sampling))
 
-    async def _ask(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
+    async def _request_reply(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
         client: openai.AsyncOpenAI = self._clients[endpoint.url]
         with translate_errors(self._secret):
             raw = await client.chat.completions.with_raw_response.create(
@@ -77,9 +77,9 @@ class Speaker:
                 max_completion_tokens=sampling.max_tokens,
                 seed=sampling.seed,
             )
-            choice = Completion.model_validate_json(raw.content).choices[0]
-        self.num_cut += choice.finish_reason == "length"
-        return ended_at(choice.message.content or "", sampling.stop)
+            choice = EndpointCompletion.model_validate_json(raw.content).choices[0]
+        self.num_truncated += choice.finish_reason == "length"
+        return truncate_at_stop(choice.message.content or "", sampling.stop)
 
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients.values()))
@@ -88,20 +88,20 @@ class Speaker:
 class ChatConversation:
     """One episode's, in messages (rollout/conversation.py: Conversation)."""
 
-    def __init__(self, speaker: Speaker, limits: SequenceLimits) -> None:
-        self._speaker, self._limits = speaker, limits
+    def __init__(self, client: EndpointClient, limits: SequenceLimits) -> None:
+        self._client, self._limits = client, limits
         self.sequences: list[TokenSequence] = []
         self.turns: list[Turn] = []
         self._messages: list[dict[str, object]] = []
-        self.opening = ""
+        self.prompt_text = ""
         """What it was shown first, in words."""
 
     async def open(self, messages: Sequence[Message]) -> StopReason | None:
-        self.opening = "\n".join(map(in_words, messages))
-        return await self._show(messages, anew=True)
+        self.prompt_text = "\n".join(map(message_to_text, messages))
+        return await self._append_messages(messages, anew=True)
 
     async def generate(self, sampling: SamplingSettings) -> str:
-        text = await self._speaker.reply(self._messages, sampling)
+        text = await self._client.generate(self._messages, sampling)
         self._messages.append({"role": "assistant", "content": text})
         self.turns.append(Turn(sequence=len(self.sequences) - 1, token_span=(0, 0), text=text))
         return text
@@ -110,13 +110,13 @@ class ChatConversation:
         """It has no tokens."""
 
     async def observe(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
-        end = await self._show(messages, anew=anew)
+        end = await self._append_messages(messages, anew=anew)
         if end is None and not anew:
             self.turns[-1].images = self.sequences[-1].images[-len(pictures_of(messages)) :] if pictures_of(messages) else []
         return end
 
-    async def _show(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
-        images = await asyncio.to_thread(lambda: [image_of(picture, self._speaker.model) for picture in pictures_of(messages)])
+    async def _append_messages(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
+        images = await asyncio.to_thread(lambda: [prepare_image(picture, self._client.model) for picture in pictures_of(messages)])
         context = TokenSequence() if anew else self.sequences[-1]
         more = TokenSequence(images=images)
         if anew:
@@ -125,73 +125,75 @@ class ChatConversation:
         end = replace(self._limits, max_context=1 << 62).exceeds(context, more)
         if end is None or anew:
             context.images += images
-            self._messages += await asyncio.to_thread(lambda: [as_openai(message, iter(images)) for message in messages])
+            self._messages += await asyncio.to_thread(lambda: [to_openai_message(message, iter(images)) for message in messages])
         return end
 
 
-def image_of(picture: Picture, model: ModelSettings) -> Image:
+def prepare_image(picture: Picture, model: ModelSettings) -> Image:
     """At the size that the trainer's own renderer would give it."""
     limits = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
-    height, width = smart_resize(picture.height, picture.width, factor=PATCH * MERGE, **limits)
+    height, width = smart_resize(picture.height, picture.width, factor=PATCH_SIZE * MERGE_SIZE, **limits)
     resized = picture.convert("RGB").resize((width, height), Pictures.Resampling.BICUBIC)
-    grid = (1, height // PATCH, width // PATCH)
-    return Image(pil=resized, patch_PC=None, grid=grid, key=key_of(resized), merge=MERGE)
+    grid = (1, height // PATCH_SIZE, width // PATCH_SIZE)
+    return Image(pil=resized, patch_PC=None, grid=grid, key=key_of(resized), merge=MERGE_SIZE)
 
 
-def in_words(message: Message) -> str:
+def message_to_text(message: Message) -> str:
     """A message for people: its role, and a picture as [picture]."""
     content = message["content"]
-    parts = [content] if isinstance(content, str) else [part["text"] if part["type"] == "text" else PICTURE for part in content]
+    parts = (
+        [content] if isinstance(content, str) else [part["text"] if part["type"] == "text" else IMAGE_PLACEHOLDER_TEXT for part in content]
+    )
     return f"{message['role']}: {''.join(parts)}"
 
 
-def as_openai(message: Message, images: Iterator[Image]) -> dict[str, object]:
+def to_openai_message(message: Message, images: Iterator[Image]) -> dict[str, object]:
     """A tool's message is a user's: there is no call that it could name."""
     role = "user" if message["role"] == "tool" else message["role"]
     if isinstance(message["content"], str):
         return {"role": role, "content": message["content"]}
-    return {"role": role, "content": [_part(part, images) for part in message["content"]]}
+    return {"role": role, "content": [_to_openai_part(part, images) for part in message["content"]]}
 
 
-def _part(part: Mapping[str, object], images: Iterator[Image]) -> dict[str, object]:
+def _to_openai_part(part: Mapping[str, object], images: Iterator[Image]) -> dict[str, object]:
     if part["type"] == "text":
         return {"type": "text", "text": part["text"]}
-    return {"type": "image_url", "image_url": {"url": png_url(next(images))}}
+    return {"type": "image_url", "image_url": {"url": encode_png_url(next(images))}}
 
 
-def png_url(image: Image) -> str:
+def encode_png_url(image: Image) -> str:
     encoded = io.BytesIO()
     image.pil.save(encoded, "PNG")
     return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
 
 
-def ended_at(text: str, stop: Sequence[str]) -> str:
+def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
     """Up to the first of these words, which stays."""
     ends = [text.index(word) + len(word) for word in stop if word in text]
     return text[: min(ends, default=len(text))]
 
 
-class Player:
+class EndpointRolloutRunner:
     """Plays a task's examples with an endpoint, chunk by chunk, in one event loop."""
 
-    def __init__(self, task: Task, given: EvaluationSettings, model: ModelSettings, episode: EpisodeSettings) -> None:
+    def __init__(self, task: Task, settings: EvaluationSettings, model: ModelSettings, episode: EpisodeSettings) -> None:
         self._task, self._episode = task, episode
-        self.prompt = ""
+        self.prompt_text = ""
         """How the first episode that was played last began, in words."""
         self._runner = asyncio.Runner()
         self._runner.run(task.start())
-        self.speaker = self._runner.run(_made(given, model))
+        self.client = self._runner.run(_make_client(settings, model))
 
-    def play(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
+    def run_examples(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
         """`samples` episodes of each, ordered by group and sample; those that trouble of ours has failed are failed. RunDenied: the
         endpoint does not accept the key."""
-        rollouts = self._runner.run(self._play(examples, samples=samples, first_group=first_group))
+        rollouts = self._runner.run(self._run_episodes(examples, samples=samples, first_group=first_group))
         require_access(rollouts)
         return rollouts
 
-    async def _play(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
+    async def _run_episodes(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
         places = [(group, sample) for group in range(first_group, first_group + len(examples)) for sample in range(samples)]
-        conversations = [ChatConversation(self.speaker, self._episode) for _ in places]
+        conversations = [ChatConversation(self.client, self._episode) for _ in places]
         rollouts = await asyncio.gather(
             *(
                 run_episode(
@@ -200,18 +202,18 @@ class Player:
                 for (group, sample), conversation in zip(places, conversations, strict=True)
             )
         )
-        self.prompt = conversations[0].opening
+        self.prompt_text = conversations[0].prompt_text
         return rollouts
 
     def close(self) -> None:
-        if self.speaker.num_cut:
-            print(f"{self.speaker.num_cut} replies were cut off by task.max_new_tokens", flush=True)
+        if self.client.num_truncated:
+            print(f"{self.client.num_truncated} replies were cut off by task.max_new_tokens", flush=True)
         try:
             self._runner.run(self._task.close())
-            self._runner.run(self.speaker.close())
+            self._runner.run(self.client.close())
         finally:
             self._runner.close()
 
 
-async def _made(given: EvaluationSettings, model: ModelSettings) -> Speaker:
-    return Speaker(given, model)
+async def _make_client(settings: EvaluationSettings, model: ModelSettings) -> EndpointClient:
+    return EndpointClient(settings, model)

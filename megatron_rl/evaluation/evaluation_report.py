@@ -9,59 +9,59 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Settings
-from megatron_rl.data.benchmarks.benchmark_scores import LEVEL, PART, SEED
-from megatron_rl.evaluation.results_directory import PROMPT
+from megatron_rl.data.benchmarks.benchmark_scores import ACCURACY_TERM, INTERVAL_PERCENTILES, SEED
+from megatron_rl.evaluation.results_directory import PROMPT_FILE
 from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.vllm.server_command import VLLM
 from megatron_rl.types import Example, Rollout
 
-RESAMPLES = 10_000
-COLUMNS = ("solved", "credit", "rewards", "ends", "said")
+NUM_RESAMPLES = 10_000
+RESULT_COLUMNS = ("solved", "credit", "rewards", "ends", "said")
 """What a line has of each of its example's episodes. Credit is what its accuracy came to where that is told, else whether it is solved."""
 
 
-def by_example(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
+def collect_example_results(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
     """A line for each example that has a scored episode: what each of its episodes came to, and the policy's words in them."""
     lines: dict[int, dict[str, object]] = {}
     for rollout in rollouts:
         if not rollout.is_scored:
             continue
-        line = lines.setdefault(rollout.group, {"id": examples[rollout.group].id, **{name: [] for name in COLUMNS}})
+        line = lines.setdefault(rollout.group, {"id": examples[rollout.group].id, **{name: [] for name in RESULT_COLUMNS}})
         solved = float(task.success(rollout))
         line["solved"].append(solved)
-        line["credit"].append(rollout.reward_terms.get(PART, solved))
+        line["credit"].append(rollout.reward_terms.get(ACCURACY_TERM, solved))
         line["rewards"].append(rollout.reward)
         line["ends"].append(str(rollout.stop_reason))
         line["said"].append([turn.text for turn in rollout.turns])
     return [lines[group] for group in sorted(lines)]
 
 
-def bootstrap(means: Sequence[float]) -> tuple[float, float]:
+def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
     """95% interval of the mean of examples' means: percentiles over examples drawn with replacement (Efron 1979), by a fixed seed. Where
     all are alike nothing else can be drawn, and the interval is that point."""
     values, dice = np.asarray(means), np.random.default_rng(SEED)
-    drawn = [values[dice.integers(len(values), size=len(values))].mean() for _ in range(RESAMPLES)]
-    low, high = np.percentile(drawn, LEVEL)
+    drawn = [values[dice.integers(len(values), size=len(values))].mean() for _ in range(NUM_RESAMPLES)]
+    low, high = np.percentile(drawn, INTERVAL_PERCENTILES)
     return float(low), float(high)
 
 
-def pass_at(k: int, solved: Sequence[Sequence[float]]) -> float:
+def pass_at_k(k: int, solved: Sequence[Sequence[float]]) -> float:
     """The chance that one of k episodes solves an example, over examples: 1 - C(n - c, k) / C(n, k) of n episodes with c solved, which is
     without bias (arXiv 2107.03374, equation 1)."""
     counts = [(len(each), sum(value > 0 for value in each)) for each in solved]
     return sum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
 
 
-def intervals(lines: Sequence[Mapping[str, object]], *, samples: int) -> dict[str, float]:
+def compute_success_statistics(example_results: Sequence[Mapping[str, object]], *, samples: int) -> dict[str, float]:
     """The interval of success where examples are a sample, and pass@k over those of which every episode was scored."""
-    solved = [line["solved"] for line in lines]
-    low, high = bootstrap([sum(each) / len(each) for each in solved])
+    solved = [line["solved"] for line in example_results]
+    low, high = bootstrap_interval([sum(each) / len(each) for each in solved])
     whole = [each for each in solved if len(each) == samples]
     powers = [2**power for power in range(samples.bit_length()) if samples > 1 and whole]
-    return {"success_low": low, "success_high": high, **{f"pass_at_{k}": pass_at(k, whole) for k in powers}}
+    return {"success_low": low, "success_high": high, **{f"pass_at_{k}": pass_at_k(k, whole) for k in powers}}
 
 
-def stated(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, str]:
+def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, str]:
     """What a number depends on. `prompt`: what the policy read first of the first example, which PROMPT has."""
     task, judge, given = settings.task, settings.task.judge, settings.evaluation
     turns, length = task.eval_max_turns or task.max_turns, settings.engine.max_model_len
@@ -79,7 +79,7 @@ def stated(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, s
         "pixels": f"{settings.model.min_pixels} to {settings.model.max_pixels}",
         "sampling": "greedy" if given.temperature == 0 else f"temperature {given.temperature}",
         "limits": f"{turns} turns of {task.max_new_tokens} tokens, {length} in a context",
-        "prompt": f"{len(prompt)} characters, sha256 {digest} ({PROMPT})",
+        "prompt": f"{len(prompt)} characters, sha256 {digest} ({PROMPT_FILE})",
         "tool_format": task.tool_format,
         "reward": task.reward or "the task's own",
         "judge": asked if judge.urls or judge.model else "none",
@@ -87,7 +87,7 @@ def stated(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, s
     }
 
 
-def show(scores: Mapping[str, float], conditions: Mapping[str, str], console: Console) -> None:
+def print_report(scores: Mapping[str, float], conditions: Mapping[str, str], console: Console) -> None:
     found, beside = Table("figure", "value"), Table("stated with it", "")
     for name, value in scores.items():
         found.add_row(name, f"{value:.4g}")

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_rl.config import Settings
-from megatron_rl.observe.step_metrics import by_source
+from megatron_rl.observe.step_metrics import group_by_source
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.failure_checks import failure_of, require_finite
 from megatron_rl.types import Example, Rollout, Status
 
 
-def evaluate(task: Task, settings: Settings, *, fleet: RolloutManager) -> dict[str, float]:
+def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutManager) -> dict[str, float]:
     """Mean return and success over the evaluation examples, weighted as the task deals them where it says so.
 
     greedy: one episode an example, the most likely token each time. sampled: task.eval_samples episodes each, at algo.temperature.
@@ -20,14 +20,14 @@ def evaluate(task: Task, settings: Settings, *, fleet: RolloutManager) -> dict[s
     examples, max_turns = task.examples("eval"), settings.task.eval_max_turns or settings.task.max_turns
     metrics: dict[str, float] = {}
     for kind, temperature, samples in (("greedy", 0.0, 1), ("sampled", settings.algo.temperature, settings.task.eval_samples)):
-        episode = replace(fleet.episode.at_step(-1), temperature=temperature, max_turns=max_turns)
-        rollouts = fleet.run_examples(examples, samples=samples, settings=episode)
-        scores = summarize(task, examples, rollouts, max_failed=settings.run.max_failed_fraction)
+        episode = replace(rollout_manager.episode.at_step(-1), temperature=temperature, max_turns=max_turns)
+        rollouts = rollout_manager.run_examples(examples, samples=samples, settings=episode)
+        scores = compute_eval_scores(task, examples, rollouts, max_failed=settings.run.max_failed_fraction)
         metrics |= {f"eval/{kind}_{name}": value for name, value in scores.items()}
     return metrics
 
 
-def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
+def compute_eval_scores(task: Task, examples: Sequence[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
     """Weighted mean success, return, each part of the reward, share of episodes in which a tool ran, success on each data source, and the
     task's own figures.
 
@@ -52,10 +52,10 @@ def summarize(task: Task, examples: Sequence[Example], rollouts: list[Rollout], 
     for name in dict.fromkeys(name for rollout in scored for name in rollout.reward_terms):
         judged = [(weights[rollout.group], rollout.reward_terms[name]) for rollout in scored if name in rollout.reward_terms]
         shares.setdefault(name, sum(weight * value for weight, value in judged) / sum(weight for weight, _ in judged))
-    for name, of_source in by_source(scored).items():
+    for name, of_source in group_by_source(scored).items():
         dealt = sum(weights[rollout.group] for rollout in of_source)
         shares[f"success/{name}"] = sum(weights[rollout.group] * task.success(rollout) for rollout in of_source) / dealt
-    figures = task.figures(examples, scored)
+    figures = task.extra_metrics(examples, scored)
     is_sample = "success" not in figures and all(example.probability is None for example in examples)
     counts = {"failed_fraction": len(failed) / len(rollouts), **({"episodes": len(scored)} if is_sample else {})}
     return {**shares, **figures, **counts}

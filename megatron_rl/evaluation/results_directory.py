@@ -18,36 +18,36 @@ import yaml
 
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import raise_on_all_ranks, run_on_rank_zero
-from megatron_rl.io.jsonl import read_json, replace_bytes
+from megatron_rl.io.jsonl import read_json, write_bytes_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
-from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
-from megatron_rl.observe.recorder import read, store_pictures, write
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER as ROLLOUTS
+from megatron_rl.observe.recorder import read_recorded, save_images, write_rollouts
 from megatron_rl.run.directory import backup_path, changed_keys, describe_changes, lock, may_change, read_settings
 from megatron_rl.run.record import CONFIG, explain_write_errors
 from megatron_rl.types import Example, Rollout
 
-WEIGHTS, EXAMPLES, EVALUATION, PROMPT = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
-DECIDING = ("model.", "task.", "evaluation.", "run.seed", "engine.dtype", "engine.max_model_len", "engine.max_images")
+WEIGHTS_FILE, EXAMPLES_FILE, EVALUATION_FILE, PROMPT_FILE = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
+RESULT_SETTINGS = ("model.", "task.", "evaluation.", "run.seed", "engine.dtype", "engine.max_model_len", "engine.max_images")
 """Settings, or groups of them, that results depend on."""
 
 
-OF_WEIGHTS = (".safetensors", ".distcp", ".pt")
+WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt")
 """Endings of the files that hold them."""
 
 
 @contextmanager
-def evaluation_folder(settings: Settings) -> Iterator[None]:
+def locked_results_directory(settings: Settings) -> Iterator[None]:
     """Hold run.dir inside the block. All ranks together. ValueError: somebody else holds it, or it holds something else."""
     with ExitStack() as locks:
-        run_on_rank_zero(lambda: _enter(settings, locks))
+        run_on_rank_zero(lambda: _open_directory(settings, locks))
         yield
 
 
-def _enter(settings: Settings, locks: ExitStack) -> None:
+def _open_directory(settings: Settings, locks: ExitStack) -> None:
     folder = Path(settings.run.dir)
     with explain_write_errors(folder):
         locks.enter_context(lock(folder))
-        refusal = _refusal(folder, settings)
+        refusal = _find_conflict(folder, settings)
         if refusal and settings.run.overwrite:
             moved = backup_path(folder)
             folder.absolute().rename(moved)
@@ -55,36 +55,36 @@ def _enter(settings: Settings, locks: ExitStack) -> None:
             print(f"run.overwrite=true: what was in {folder} is now in {moved}", flush=True)
         elif refusal:
             raise ValueError(f"run.dir={folder}: {refusal}; run.overwrite=true moves it aside, or choose another folder")
-        replace_bytes(folder / CONFIG, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
-        replace_bytes(folder / WEIGHTS, json.dumps(fingerprint(settings)).encode())
+        write_bytes_atomically(folder / CONFIG, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
+        write_bytes_atomically(folder / WEIGHTS_FILE, json.dumps(fingerprint_weights(settings)).encode())
 
 
-def _refusal(folder: Path, settings: Settings) -> str:
+def _find_conflict(folder: Path, settings: Settings) -> str:
     if (folder / METRICS_FILE).exists():
         return "holds a training run"
     if not (folder / CONFIG).exists():
         return ""
     try:
         changes = changed_keys(read_settings(folder / CONFIG), yaml.safe_load(yaml.safe_dump(asdict(settings))))
-        weights = read_json(folder / WEIGHTS) if (folder / WEIGHTS).exists() else []
+        weights = read_json(folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else []
     except (OSError, ValueError) as error:
-        return f"holds an evaluation whose {CONFIG} or {WEIGHTS} cannot be read ({' '.join(str(error).split())[:200]})"
-    others = {key: values for key, values in changes.items() if key.startswith(DECIDING) and not may_change(key, *values)}
+        return f"holds an evaluation whose {CONFIG} or {WEIGHTS_FILE} cannot be read ({' '.join(str(error).split())[:200]})"
+    others = {key: values for key, values in changes.items() if key.startswith(RESULT_SETTINGS) and not may_change(key, *values)}
     if others:
         return f"holds an evaluation with other settings: {describe_changes(others)}"
-    return "" if weights == fingerprint(settings) else "holds an evaluation of other weights: their files have changed since"
+    return "" if weights == fingerprint_weights(settings) else "holds an evaluation of other weights: their files have changed since"
 
 
-def fingerprint(settings: Settings) -> list[list[str | int]]:
+def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
     """Name, size and time of every file of the weights, and of those in model.path, which are an adapter's base."""
     found: list[list[str | int]] = []
     for folder in dict.fromkeys(Path(given) for given in (settings.evaluation.weights, settings.model.path) if given):
-        files = sorted(path for path in folder.rglob("*") if path.suffix in OF_WEIGHTS)
+        files = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHT_SUFFIXES)
         found += [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     return found
 
 
-def lightened(rollout: Rollout) -> Rollout:
+def without_images(rollout: Rollout) -> Rollout:
     """Without its tokens and pictures, which are in its file."""
     return replace(rollout, sequences=[], turns=[replace(turn, images=[]) for turn in rollout.turns])
 
@@ -93,21 +93,21 @@ def chunk_path(folder: Path, number: int) -> Path:
     return folder / ROLLOUTS / f"step_{number:06d}.jsonl"
 
 
-def keep(path: Path, rollouts: Sequence[Rollout], *, number: int) -> None:
+def save_chunk(path: Path, rollouts: Sequence[Rollout], *, chunk: int) -> None:
     """Write a chunk's episodes, and the pictures that each rank has. All ranks together."""
     with explain_write_errors(path.parent.parent):
-        raise_on_all_ranks(lambda: store_pictures(path.parent, rollouts))
-        run_on_rank_zero(lambda: write(path, {"kept": rollouts}, step=number, among=rollouts))
+        raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
+        run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=chunk, step_rollouts=rollouts))
 
 
-def kept(path: Path, examples: Sequence[Example], *, samples: int) -> list[Rollout] | None:
+def load_chunk(path: Path, examples: Sequence[Example], *, samples: int) -> list[Rollout] | None:
     """A chunk's episodes, lightened; None where they are to be played: they never were, or one failed on our side.
 
     ValueError: the file is damaged, or of other examples.
     """
     if not path.is_file():
         return None
-    rollouts = [lightened(entry.rollout) for entry in read(path, pictures=False)]
+    rollouts = [without_images(entry.rollout) for entry in read_recorded(path, with_images=False)]
     if [rollout.example_id for rollout in rollouts] != [example.id for example in examples for _ in range(samples)]:
         raise ValueError(f"{path}: holds other examples than the task has now; remove the folder, or give the data that it was begun with")
     return rollouts if all(rollout.is_scored for rollout in rollouts) else None

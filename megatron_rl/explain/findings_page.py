@@ -4,47 +4,47 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron_rl.explain.findings import Checked, Compared, Page
+from megatron_rl.explain.findings import CheckResult, FindingsPage, LogprobComparison
 
-SHOWN = 4
+MAX_LINES = 4
 """Lines of one kind; the rest is counted."""
 
 
-def text_of(page: Page) -> str:
-    return "\n".join(_lines(page))
+def render_page(page: FindingsPage) -> str:
+    return "\n".join(_render_lines(page))
 
 
-def _lines(page: Page) -> Iterator[str]:
+def _render_lines(page: FindingsPage) -> Iterator[str]:
     yield from page.title
     for each in page.checks:
-        yield f"  {each.name:<26} {_state(each):<9} {each.num} {each.unit}"
-        yield from _some(each.found)
-    if page.compared:
+        yield f"  {each.name:<26} {_check_status(each):<9} {each.num_checked} {each.unit}"
+        yield from _truncate_lines(each.problems)
+    if page.comparisons:
         yield "logprobs of sampled tokens, less Hugging Face's:      mean      p99      max   normal"
-    for each in page.compared:
-        yield _compared(each)
-        if each.first:
-            yield f"      first: {each.first}"
-    for title, lines in (("layers", page.layers), ("what explains it", page.explained), ("skipped", page.skipped)):
+    for each in page.comparisons:
+        yield _render_comparison(each)
+        if each.first_difference:
+            yield f"      first: {each.first_difference}"
+    for title, lines in (("layers", page.layer_differences), ("what explains it", page.explanations), ("skipped", page.skipped)):
         if lines:
             yield f"{title}:"
-            yield from _some(lines)
-    yield "something differs" if page.differs else "all agree"
+            yield from _truncate_lines(lines)
+    yield "something differs" if page.has_differences else "all agree"
 
 
-def _state(each: Checked) -> str:
-    if not each.num:
+def _check_status(each: CheckResult) -> str:
+    if not each.num_checked:
         return "nothing"
-    return "DIFFERS" if each.found else "ok"
+    return "DIFFERS" if each.problems else "ok"
 
 
-def _compared(each: Compared) -> str:
-    gaps = each.gaps or [0.0]
+def _render_comparison(each: LogprobComparison) -> str:
+    gaps = each.abs_diffs or [0.0]
     numbers = f"{np.mean(gaps):>9.1e}{np.quantile(gaps, 0.99):>9.1e}{max(gaps):>9.1e}"
-    return f"  {each.name:<30} {'ok' if each.is_normal else 'DIFFERS':<9} {len(each.gaps):>6} {numbers}   {each.bound}"
+    return f"  {each.name:<30} {'ok' if each.is_within_tolerance else 'DIFFERS':<9} {len(each.abs_diffs):>6} {numbers}   {each.tolerance}"
 
 
-def _some(lines: Sequence[str]) -> Iterator[str]:
-    yield from (f"      {line}" for line in lines[:SHOWN])
-    if len(lines) > SHOWN:
-        yield f"      and {len(lines) - SHOWN} more"
+def _truncate_lines(lines: Sequence[str]) -> Iterator[str]:
+    yield from (f"      {line}" for line in lines[:MAX_LINES])
+    if len(lines) > MAX_LINES:
+        yield f"      and {len(lines) - MAX_LINES} more"

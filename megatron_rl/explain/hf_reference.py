@@ -5,34 +5,36 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_rl.explain.layer_outputs import Passed, Probes, plain, watched
-from megatron_rl.explain.recorded_step import Looked
-from megatron_rl.explain.sequence_checks import Patches
-from megatron_rl.explain.streamed_weights import Streamed
+from megatron_rl.explain.layer_outputs import LayerOutputs, ProbePoints, first_tensor, record_outputs
+from megatron_rl.explain.recorded_step import RecordedSequence
+from megatron_rl.explain.sequence_checks import ImageToPatches
+from megatron_rl.explain.streamed_weights import StreamedModel
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.types import Image
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
-class Reference:
+class HfReferenceModel:
     """In float32, a context at a time, with the weights of a source, of which up to `held_bytes` stay in memory."""
 
     def __init__(
         self, spec: ModelSpec, source: TensorSource, *,
-        banned_ids: Sequence[int], patches: Patches, device: torch.device, held_bytes: int,
+        banned_ids: Sequence[int], patches: ImageToPatches, device: torch.device, cache_bytes: int,
     ) -> None:  # fmt: skip
         self.spec, self._patches, self._device = spec, patches, device
-        self.weights = Streamed(spec, source, held_bytes=held_bytes, device=device)
+        self.weights = StreamedModel(spec, source, cache_bytes=cache_bytes, device=device)
         self.model = self.weights.model
         self.rotary = self.model.model.language_model.rotary_emb
-        self.banned = torch.zeros(spec.vocab_size, dtype=torch.bool, device=device)
-        self.banned[list(banned_ids)] = True
+        self.banned_mask = torch.zeros(spec.vocab_size, dtype=torch.bool, device=device)
+        self.banned_mask[list(banned_ids)] = True
 
     @torch.no_grad()
-    def logits(self, looked: Looked, *, images: Sequence[Image] | None = None, position_3L: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_logits(
+        self, sequence: RecordedSequence, *, images: Sequence[Image] | None = None, position_3L: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[R, V] of the rows whose next token was sampled; with other pictures or positions in the place of its own."""
-        shown = looked.context.images if images is None else images
-        ids = torch.tensor([looked.context.token_ids], device=self._device)
+        shown = sequence.tokens.images if images is None else images
+        ids = torch.tensor([sequence.tokens.token_ids], device=self._device)
         given: dict[str, object] = {}
         if shown:
             given = {
@@ -42,39 +44,41 @@ class Reference:
             }
         if position_3L is not None:
             given["position_ids"] = position_3L[:, None].to(self._device)
-        keep = torch.tensor(looked.rows, device=self._device)
+        keep = torch.tensor(sequence.sampled_rows, device=self._device)
         output = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=keep, use_cache=False, **given)
         return output.logits[0].float()
 
-    def logprobs(self, looked: Looked, logits_RV: torch.Tensor, *, temperature: float, bans: bool = True) -> torch.Tensor:
+    def compute_logprobs(
+        self, sequence: RecordedSequence, logits_RV: torch.Tensor, *, temperature: float, mask_banned: bool = True
+    ) -> torch.Tensor:
         """float64 [R] of the sampled tokens, on the host."""
         scaled = logits_RV.double() / temperature
-        if bans:
-            scaled = scaled.masked_fill(self.banned, -torch.inf)
-        target_R = torch.tensor([looked.context.token_ids[row + 1] for row in looked.rows], device=logits_RV.device)
+        if mask_banned:
+            scaled = scaled.masked_fill(self.banned_mask, -torch.inf)
+        target_R = torch.tensor([sequence.tokens.token_ids[row + 1] for row in sequence.sampled_rows], device=logits_RV.device)
         return scaled.log_softmax(-1).gather(1, target_R[:, None])[:, 0].cpu()
 
-    def positions(self, looked: Looked) -> torch.Tensor:
+    def compute_positions(self, sequence: RecordedSequence) -> torch.Tensor:
         """[3, L]: Hugging Face's own count."""
-        ids = torch.tensor([looked.context.token_ids])
-        if not looked.context.images:
+        ids = torch.tensor([sequence.tokens.token_ids])
+        if not sequence.tokens.images:
             return torch.arange(ids.shape[1]).expand(3, -1)
-        grid, kinds = torch.tensor([image.grid for image in looked.context.images]), (ids == self.spec.image_token_id).int()
+        grid, kinds = torch.tensor([image.grid for image in sequence.tokens.images]), (ids == self.spec.image_token_id).int()
         return self.model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0][:, 0]
 
-    def passed(self, looked: Looked) -> Passed:
+    def record_layer_outputs(self, sequence: RecordedSequence) -> LayerOutputs:
         """What passes through it, layer by layer."""
         language = self.model.model.language_model
-        probes = Probes(
-            tower=self.model.model.visual, rotary=self.rotary, layers=language.layers, attention="self_attn", norm=language.norm,
-            hidden=lambda value: plain(value)[0], angles=lambda value: value[0][0],
+        probes = ProbePoints(
+            tower=self.model.model.visual, rotary=self.rotary, layers=language.layers, attention_name="self_attn", norm=language.norm,
+            hidden_rows=lambda value: first_tensor(value)[0], angle_rows=lambda value: value[0][0],
         )  # fmt: skip
-        with watched(probes) as passed:
-            self.logits(looked)
+        with record_outputs(probes) as passed:
+            self.compute_logits(sequence)
         return passed
 
     @contextmanager
-    def sections(self, sections: Sequence[int]) -> Iterator[None]:
+    def override_rope_sections(self, sections: Sequence[int]) -> Iterator[None]:
         """Rotate by these sections inside the block."""
         before = self.rotary.mrope_section
         self.rotary.mrope_section = list(sections)

@@ -11,115 +11,117 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_rl.explain.findings import LAYER, relative_rows
+from megatron_rl.explain.findings import LAYER_TOLERANCE, relative_row_diffs
 
-Passed = dict[str, torch.Tensor]
+LayerOutputs = dict[str, torch.Tensor]
 """[rows, ...] by name; rows are patches, vision tokens or tokens."""
-Take = Callable[[object], torch.Tensor]
+ToRows = Callable[[object], torch.Tensor]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Probes:
+class ProbePoints:
     """Where a network, or this rank's chunk of it, is looked at, and how what passes there becomes [rows, ...]."""
 
     tower: nn.Module | None
     rotary: nn.Module | None
     layers: Sequence[nn.Module]
     """Each with .self_attn or .self_attention as `attention` says, and .mlp."""
-    attention: str
+    attention_name: str
     norm: nn.Module | None
     first_layer: int = 0
     """The global number of the first of `layers`."""
-    hidden: Take
+    hidden_rows: ToRows
     """Of hidden states."""
-    angles: Take
+    angle_rows: ToRows
 
 
-def order(num_blocks: int, num_layers: int) -> list[str]:
+def layer_names(num_blocks: int, num_layers: int) -> list[str]:
     tower = ["patches", "tower patches", *(f"tower block {number}" for number in range(num_blocks)), "tower output"]
     parts = [f"layer {number}{part}" for number in range(num_layers) for part in (" attention", " mlp", "")]
     return [*tower, "embedding", "rotary angles", *parts, "last norm"]
 
 
 @contextmanager
-def watched(probes: Probes) -> Iterator[Passed]:
+def record_outputs(probes: ProbePoints) -> Iterator[LayerOutputs]:
     """What passes inside the block, by name."""
-    passed: Passed = {}
+    passed: LayerOutputs = {}
     with ExitStack() as closing:
 
-        def output_of(module: nn.Module, name: str, take: Take) -> None:
+        def output_of(module: nn.Module, name: str, take: ToRows) -> None:
             def keep(_: nn.Module, __: tuple, output: object) -> None:
-                passed[name] = kept(take(output))
+                passed[name] = copy_to_cpu(take(output))
 
             closing.callback(module.register_forward_hook(keep).remove)
 
-        def input_of(module: nn.Module, name: str, take: Take) -> None:
+        def input_of(module: nn.Module, name: str, take: ToRows) -> None:
             def keep(_: nn.Module, given: tuple, named: Mapping[str, object]) -> None:
-                passed[name] = kept(take(given[0] if given else named["hidden_states"]))
+                passed[name] = copy_to_cpu(take(given[0] if given else named["hidden_states"]))
 
             closing.callback(module.register_forward_pre_hook(keep, with_kwargs=True).remove)
 
         if probes.tower is not None:
-            input_of(probes.tower, "patches", plain)
-            output_of(probes.tower.patch_embed, "tower patches", plain)
+            input_of(probes.tower, "patches", first_tensor)
+            output_of(probes.tower.patch_embed, "tower patches", first_tensor)
             for number, block in enumerate(probes.tower.blocks):
-                output_of(block, f"tower block {number}", plain)
-            output_of(probes.tower.merger, "tower output", plain)
+                output_of(block, f"tower block {number}", first_tensor)
+            output_of(probes.tower.merger, "tower output", first_tensor)
         if probes.rotary is not None:
-            output_of(probes.rotary, "rotary angles", probes.angles)
+            output_of(probes.rotary, "rotary angles", probes.angle_rows)
         for number, layer in enumerate(probes.layers, probes.first_layer):
-            input_of(layer, _before(number), probes.hidden)
-            output_of(layer.get_submodule(probes.attention), f"layer {number} attention", probes.hidden)
-            output_of(layer.mlp, f"layer {number} mlp", probes.hidden)
+            input_of(layer, _input_name(number), probes.hidden_rows)
+            output_of(layer.get_submodule(probes.attention_name), f"layer {number} attention", probes.hidden_rows)
+            output_of(layer.mlp, f"layer {number} mlp", probes.hidden_rows)
         if probes.norm is not None:
-            input_of(probes.norm, _before(probes.first_layer + len(probes.layers)), probes.hidden)
-            output_of(probes.norm, "last norm", probes.hidden)
+            input_of(probes.norm, _input_name(probes.first_layer + len(probes.layers)), probes.hidden_rows)
+            output_of(probes.norm, "last norm", probes.hidden_rows)
         yield passed
 
 
-def _before(number: int) -> str:
+def _input_name(number: int) -> str:
     return f"layer {number - 1}" if number else "embedding"
 
 
-def is_of_tower(name: str) -> bool:
+def is_vision_output(name: str) -> bool:
     """Whether its rows are of pictures, not of tokens."""
     return name == "patches" or name.startswith("tower")
 
 
-def kept(value: torch.Tensor) -> torch.Tensor:
+def copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
     """A copy on the host: what follows a layer may add to its output in place, as Megatron's residual connections do."""
     return value.detach().float().cpu().clone()
 
 
-def plain(value: object) -> torch.Tensor:
+def first_tensor(value: object) -> torch.Tensor:
     """The tensor of what a module gives or takes: itself, or the first of several."""
     return value[0] if isinstance(value, tuple) else value
 
 
 @dataclass(slots=True, frozen=True)
-class Deviation:
+class LayerDeviation:
     """The first thing that two networks do not have alike."""
 
     name: str
     row: int
     """The first row that differs by more than it may; -1 where even the numbers of rows differ."""
-    by: float
+    relative_diff: float
     """That row's difference, relative to its length."""
-    largest_before: float
+    max_diff_before: float
     """Of everything that is computed before."""
 
 
-def first_deviation(one: Passed, other: Passed, names: Sequence[str], *, bound: float = LAYER) -> Deviation | None:
+def find_first_deviation(
+    outputs: LayerOutputs, reference: LayerOutputs, names: Sequence[str], *, tolerance: float = LAYER_TOLERANCE
+) -> LayerDeviation | None:
     """`other` is what is right. None: they are alike wherever both were looked at."""
     largest = 0.0
     for name in names:
-        if name not in one or name not in other:
+        if name not in outputs or name not in reference:
             continue
-        if one[name].shape != other[name].shape:
-            return Deviation(name, -1, float("inf"), largest)
-        gaps = relative_rows(one[name], other[name])
-        wrong = (~(gaps <= bound)).nonzero()
+        if outputs[name].shape != reference[name].shape:
+            return LayerDeviation(name, -1, float("inf"), largest)
+        gaps = relative_row_diffs(outputs[name], reference[name])
+        wrong = (~(gaps <= tolerance)).nonzero()
         if len(wrong):
-            return Deviation(name, int(wrong[0]), float(gaps[wrong[0, 0]]), largest)
+            return LayerDeviation(name, int(wrong[0]), float(gaps[wrong[0, 0]]), largest)
         largest = max(largest, float(gaps.max()) if len(gaps) else 0.0)
     return None

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_rl.config import EngineSettings
 from megatron_rl.distributed.world import World
-from megatron_rl.explain.recorded_step import Looked
-from megatron_rl.explain.sequence_checks import Patches
+from megatron_rl.explain.recorded_step import RecordedSequence
+from megatron_rl.explain.sequence_checks import ImageToPatches
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
@@ -26,7 +26,7 @@ class LiveEngine:
     """This process's engine, or its part of one, with the weights of a source. All ranks together."""
 
     def __init__(
-        self, model_path: str, settings: EngineSettings, renderer: Renderer, source: TensorSource, *, patches: Patches, world: World
+        self, model_path: str, settings: EngineSettings, renderer: Renderer, source: TensorSource, *, patches: ImageToPatches, world: World
     ) -> None:  # fmt: skip
         self._patches, self._image_token_id = patches, renderer.image_token_id
         self._is_first, group = world.rank < settings.tp, None
@@ -40,13 +40,15 @@ class LiveEngine:
         )  # fmt: skip
         self._engine.load_weights(tensors_of(source), version=0)
 
-    def logprobs(self, looked: Sequence[Looked], *, temperature: float) -> list[torch.Tensor]:
+    def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, temperature: float) -> list[torch.Tensor]:
         """float64 [R] of each context's sampled tokens, on the main rank; elsewhere nothing."""
         if not self._is_first:
             return []
 
         async def everything() -> list[list[float]]:
-            return [await asyncio.gather(*(self._one(*each, temperature) for each in self._places(one))) for one in looked]
+            return [
+                await asyncio.gather(*(self._score_token(*each, temperature) for each in self._token_requests(one))) for one in sequences
+            ]
 
         return [torch.tensor(said, dtype=torch.float64) for said in self._engine.run(everything()) or []]
 
@@ -54,16 +56,16 @@ class LiveEngine:
         """The last thing that a process does: vLLM leaves the process group."""
         self._engine.close()
 
-    async def _one(self, token_ids: list[int], images: list[Image], temperature: float) -> float:
+    async def _score_token(self, token_ids: list[int], images: list[Image], temperature: float) -> float:
         """Of the last of these tokens, behind the others."""
         *before, token = token_ids
         sampling = SamplingSettings(max_tokens=1, temperature=temperature, seed=0, asked=(token,))
         return (await self._engine.generate(before, images, sampling)).asked[0][0]
 
-    def _places(self, looked: Looked) -> Iterator[tuple[list[int], list[Image]]]:
+    def _token_requests(self, sequence: RecordedSequence) -> Iterator[tuple[list[int], list[Image]]]:
         """For each sampled token the context up to it, with the pictures that were shown by then."""
-        ids, images = looked.context.token_ids, [replace(each, patch_PC=self._patches(each)) for each in looked.context.images]
-        for row in looked.rows:
+        ids, images = sequence.tokens.token_ids, [replace(each, patch_PC=self._patches(each)) for each in sequence.tokens.images]
+        for row in sequence.sampled_rows:
             num, shown = sum(token == self._image_token_id for token in ids[: row + 1]), []
             for image in images:
                 if num <= 0:

@@ -7,44 +7,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings
-from megatron_rl.evaluation.results_directory import EVALUATION
+from megatron_rl.evaluation.results_directory import EVALUATION_FILE
 from megatron_rl.io.jsonl import iterate_lines
 from megatron_rl.io.rollout_codec import from_record
-from megatron_rl.observe.recorder import FOLDER, picture_loader
-from megatron_rl.observe.rollout_store import num_rows, path_of, read_rollouts
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, make_image_loader
+from megatron_rl.observe.rollout_store import num_rows, read_rollouts, step_path
 from megatron_rl.run.directory import read_settings
 from megatron_rl.run.record import CHECKPOINTS, CONFIG, FINAL
 from megatron_rl.types import Rollout, TokenSequence
 
-SHOWN = 160
+MAX_ERROR_CHARS = 160
 """Characters of an error that stand in a page."""
 
 
 @dataclass(slots=True, frozen=True)
-class Looked:
+class RecordedSequence:
     """A context of a recorded step."""
 
-    rollout: int
+    rollout_index: int
     """Its row or line, from 0."""
-    number: int
-    context: TokenSequence
+    index: int
+    tokens: TokenSequence
 
     def __str__(self) -> str:
-        return f"rollout {self.rollout} context {self.number}"
+        return f"rollout {self.rollout_index} context {self.index}"
 
     @property
-    def rows(self) -> list[int]:
+    def sampled_rows(self) -> list[int]:
         """The entries whose next token was sampled."""
-        return [place - 1 for place, sampled in enumerate(self.context.loss_mask) if sampled and place > 0]
+        return [place - 1 for place, sampled in enumerate(self.tokens.loss_mask) if sampled and place > 0]
 
     @property
-    def recorded(self) -> list[float]:
+    def recorded_logprobs(self) -> list[float]:
         """What the engine said of each of them."""
-        return [self.context.rollout_logprobs[row + 1] for row in self.rows]
+        return [self.tokens.rollout_logprobs[row + 1] for row in self.sampled_rows]
 
 
 @dataclass(slots=True)
-class Step:
+class RecordedStep:
     """The rollouts of a step that could be read, by row or line, and a line for each that could not."""
 
     path: Path
@@ -52,22 +52,22 @@ class Step:
     skipped: list[str] = field(default_factory=list)
 
     @property
-    def contexts(self) -> list[Looked]:
+    def sequences(self) -> list[RecordedSequence]:
         return [
-            Looked(place, number, context)
+            RecordedSequence(place, number, context)
             for place, rollout in self.rollouts.items()
             for number, context in enumerate(rollout.sequences)
             if any(context.loss_mask)
         ]
 
     @property
-    def versions(self) -> list[int]:
+    def weight_versions(self) -> list[int]:
         """Of the weights that sampled any of it, the newest first."""
-        return sorted({version for each in self.contexts for version in each.context.weight_versions if version >= 0}, reverse=True)
+        return sorted({version for each in self.sequences for version in each.tokens.weight_versions if version >= 0}, reverse=True)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Conditions:
+class ReplaySettings:
     """What of a run's config.yaml is needed to play it back."""
 
     model: ModelSettings
@@ -77,102 +77,102 @@ class Conditions:
     temperature: float
     dtype: str
     """The coarser of the engine's and the trainer's."""
-    steps: int
+    num_steps: int
     max_staleness: int
     """Of an evaluation and of rollouts alone, which one set of weights plays: no limit."""
-    start: str
+    initial_weights: str
     """Weights of version 0."""
-    trains_parts: bool
+    trains_subset: bool
     """Only some of the weights move: others are frozen, or an adapter is trained."""
     allow_grounding_tokens: bool
 
 
-def settings_of(run: Path, *, model: str = "", num_processes: int = 1) -> Conditions:
+def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int = 1) -> ReplaySettings:
     """`model` in the place of the run's model.path, where its files lie elsewhere now. ValueError: there are no settings of a run."""
     try:
         found = read_settings(run / CONFIG)
         given, engine, sampled, start = found["model"], found["engine"], found["algo"]["temperature"], ""
-        is_evaluation = (run / EVALUATION).is_file()
+        is_evaluation = (run / EVALUATION_FILE).is_file()
         if is_evaluation:  # greedily it tells logprobs at temperature 1
             sampled, start = found["evaluation"]["temperature"] or 1.0, str(found["evaluation"]["weights"])
         stays = is_evaluation or found["run"].get("rollout_only", False)
         chosen = ModelSettings(
-            path=model or str(given["path"]), min_pixels=int(given["min_pixels"]), max_pixels=int(given["max_pixels"]),
+            path=model_path or str(given["path"]), min_pixels=int(given["min_pixels"]), max_pixels=int(given["max_pixels"]),
         )  # fmt: skip
         sizes = {name: found["parallel"][name] for name in ("tp", "pp", "vpp", "sequence_parallel")}
         alike = {name: engine[name] for name in ("dtype", "kv_cache_mib", "max_model_len", "max_images", "gpu_memory_utilization")}
         alike["tp"] = engine["tp"] if num_processes % engine["tp"] == 0 else 1
-        return Conditions(
+        return ReplaySettings(
             model=chosen, parallel=ParallelSettings(**sizes), engine=EngineSettings(**alike), temperature=float(sampled),
             dtype="bfloat16" if "bfloat16" in (given["dtype"], engine["dtype"]) else "float32",
-            steps=int(found["run"]["steps"]), max_staleness=sys.maxsize if stays else int(found["run"]["max_staleness"]),
-            start=start or chosen.path, trains_parts=bool(given["frozen"] or found["lora"]["rank"]),
+            num_steps=int(found["run"]["steps"]), max_staleness=sys.maxsize if stays else int(found["run"]["max_staleness"]),
+            initial_weights=start or chosen.path, trains_subset=bool(given["frozen"] or found["lora"]["rank"]),
             allow_grounding_tokens=bool(found["task"]["data"]["allow_grounding_tokens"]),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{run / CONFIG}: cannot be read ({_short(error)}); give the folder of a run of this version") from error
+        raise ValueError(f"{run / CONFIG}: cannot be read ({_shorten_error(error)}); give the folder of a run of this version") from error
 
 
-def read_step(run: Path, step: int) -> Step:
+def read_step(run: Path, step: int) -> RecordedStep:
     """All of a step where run.record=all kept it, else its best and worst. ValueError: nothing of it can be read."""
-    bank, lines = path_of(run / FOLDER, step), run / FOLDER / f"step_{step:06d}.jsonl"
+    bank, lines = step_path(run / ROLLOUTS_FOLDER, step), run / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
     skipped: list[str] = []
-    for path, rows in ((bank, _rows), (lines, _lines)):
+    for path, rows in ((bank, _iterate_rows), (lines, _iterate_rollout_lines)):
         if not path.is_file():
             continue
-        found = Step(path, skipped=skipped)
+        found = RecordedStep(path, skipped=skipped)
         try:
             for place, load in rows(path):
-                _take(found, place, load)
+                _load_rollout(found, place, load)
         except (OSError, ValueError) as error:
-            skipped.append(_short(error))
+            skipped.append(_shorten_error(error))
         if found.rollouts:
             return found
     why = f": {skipped[0]}" if skipped else ""
-    raise ValueError(f"{run / FOLDER}: nothing of step {step} can be read{why}; give --step of a file that lies there")
+    raise ValueError(f"{run / ROLLOUTS_FOLDER}: nothing of step {step} can be read{why}; give --step of a file that lies there")
 
 
-Load = Callable[[bool], Rollout]
+RolloutLoader = Callable[[bool], Rollout]
 """With pictures or without."""
 
 
-def _take(found: Step, place: int, load: Load) -> None:
+def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) -> None:
     """A rollout whose pictures are lost is still looked at, as far as that goes without them."""
     try:
-        found.rollouts[place] = load(True)
+        recorded_step.rollouts[index] = load(True)
         return
     except ValueError as error:
-        found.skipped.append(f"rollout {place}: {_short(error)}")
+        recorded_step.skipped.append(f"rollout {index}: {_shorten_error(error)}")
     try:
-        found.rollouts[place] = load(False)
+        recorded_step.rollouts[index] = load(False)
     except ValueError:
         return
-    found.skipped[-1] += " (looked at without its pictures, and not played back)"
+    recorded_step.skipped[-1] += " (looked at without its pictures, and not played back)"
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Load]]:
+def _iterate_rows(path: Path) -> Iterator[tuple[int, RolloutLoader]]:
     """Read together where nothing is wrong, else one by one."""
     try:
         together = read_rollouts(path)
     except ValueError:
-        yield from _rows_alone(path)
+        yield from _iterate_single_rows(path)
         return
     for place, rollout in enumerate(together):
         yield place, lambda pictures, rollout=rollout: rollout
 
 
-def _rows_alone(path: Path) -> Iterator[tuple[int, Load]]:
+def _iterate_single_rows(path: Path) -> Iterator[tuple[int, RolloutLoader]]:
     for place in range(num_rows(path)):
-        yield place, lambda pictures, place=place: read_rollouts(path, [place], pictures=pictures)[0]
+        yield place, lambda pictures, place=place: read_rollouts(path, [place], with_images=pictures)[0]
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Load]]:
-    load_picture = picture_loader(path.parent)
+def _iterate_rollout_lines(path: Path) -> Iterator[tuple[int, RolloutLoader]]:
+    load_picture = make_image_loader(path.parent)
     for number, line in iterate_lines(path):
-        yield number - 1, lambda pictures, line=line: _of_line(line, load_picture if pictures else lambda name: None)
+        yield number - 1, lambda pictures, line=line: _decode_line(line, load_picture if pictures else lambda name: None)
 
 
-def _of_line(line: bytes, load: Callable) -> Rollout:
+def _decode_line(line: bytes, load: Callable) -> Rollout:
     try:
         entry = json.loads(line)
     except RecursionError as error:
@@ -182,17 +182,17 @@ def _of_line(line: bytes, load: Callable) -> Rollout:
     return from_record(entry["rollout"], load)
 
 
-def weights_of(run: Path, version: int, settings: Conditions) -> Path:
+def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
     """Where the weights of a version lie: those after so many steps. ValueError: they were not kept."""
     kept = run / CHECKPOINTS / f"step_{version:08d}"
     if version == 0:
-        return Path(settings.start)
+        return Path(settings.initial_weights)
     if kept.is_dir():
         return kept
-    if version == settings.steps and (run / FINAL).is_dir():
+    if version == settings.num_steps and (run / FINAL).is_dir():
         return run / FINAL
     raise ValueError(f"--weights: {kept} was not kept (checkpoint.every); give the weights of version {version}, or --no-model")
 
 
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:SHOWN]
+def _shorten_error(error: BaseException) -> str:
+    return " ".join(str(error).split())[:MAX_ERROR_CHARS]

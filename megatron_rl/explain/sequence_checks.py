@@ -7,35 +7,37 @@ import numpy as np
 import torch
 from PIL.Image import Image as Picture
 
-from megatron_rl.explain.findings import Checked
-from megatron_rl.explain.recorded_step import Looked, Step
+from megatron_rl.explain.findings import CheckResult
+from megatron_rl.explain.recorded_step import RecordedSequence, RecordedStep
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.rollout.renderer import Renderer, key_of
 from megatron_rl.types import Image, Rollout
 
-PATCHES = 1e-5
+PATCH_TOLERANCE = 1e-5
 """Two ways to the same patches differ by rounding of a pixel's value, which is near 1."""
 
 
-def checked(step: Step, renderer: Renderer, spec: ModelSpec, *, sampled_at: int, max_staleness: int) -> list[Checked]:
-    """All of them. `sampled_at` is the step's number: the newest weights that can have sampled it."""
+def run_sequence_checks(
+    step: RecordedStep, renderer: Renderer, spec: ModelSpec, *, step_number: int, max_staleness: int
+) -> list[CheckResult]:
+    """All of them. `step_number` is the step's number: the newest weights that can have sampled it."""
     keys = {image.key: image for rollout in step.rollouts.values() for image in rollout.images}
     return [
-        masks(step),
-        placeholders(step, spec),
-        banned(step, renderer),
-        versions(step, sampled_at=sampled_at, max_staleness=max_staleness),
-        pictures(keys, renderer),
-        patches(keys, renderer),
+        check_masks(step),
+        check_placeholders(step, spec),
+        check_banned_ids(step, renderer),
+        check_versions(step, step_number=step_number, max_staleness=max_staleness),
+        check_images(keys, renderer),
+        check_patches(keys, renderer),
     ]
 
 
-def masks(step: Step) -> Checked:
+def check_masks(step: RecordedStep) -> CheckResult:
     """A token is sampled in the mask, in the spans of turns, in versions and in logprobs alike."""
-    result = Checked("masks, spans, logprobs")
-    for each in step.contexts:
-        result.num += 1
-        context, spans = each.context, _spans(step.rollouts[each.rollout], each.number)
+    result = CheckResult("masks, spans, logprobs")
+    for each in step.sequences:
+        result.num_checked += 1
+        context, spans = each.tokens, _sampled_positions(step.rollouts[each.rollout_index], each.index)
         sampled = [bool(mask) for mask in context.loss_mask]
         numbers = zip(context.rollout_logprobs, context.weight_versions, strict=True)
         for what, said in (
@@ -46,105 +48,105 @@ def masks(step: Step) -> Checked:
             wrong = next((place for place, pair in enumerate(zip(sampled, said, strict=True)) if pair[0] != pair[1]), None)
             if wrong is not None:
                 is_sampled = "sampled" if sampled[wrong] else "observed"
-                result.found.append(f"{each} token {wrong}: the mask says {is_sampled}, {what} say something else")
+                result.problems.append(f"{each} token {wrong}: the mask says {is_sampled}, {what} say something else")
         silent = next((place for place, mask in enumerate(sampled) if not mask and context.rollout_logprobs[place] != 0.0), None)
         if silent is not None:
-            result.found.append(f"{each} token {silent}: was observed, but has a logprob of {context.rollout_logprobs[silent]:.4g}")
+            result.problems.append(f"{each} token {silent}: was observed, but has a logprob of {context.rollout_logprobs[silent]:.4g}")
     return result
 
 
-def _spans(rollout: Rollout, number: int) -> set[int]:
+def _sampled_positions(rollout: Rollout, number: int) -> set[int]:
     return {place for turn in rollout.turns if turn.sequence == number for place in range(*turn.token_span)}
 
 
-def placeholders(step: Step, spec: ModelSpec) -> Checked:
+def check_placeholders(step: RecordedStep, spec: ModelSpec) -> CheckResult:
     """As many placeholders as the grids ask for, in runs that fit them: positions can be counted."""
-    result = Checked("placeholders and grids")
-    for each in step.contexts:
-        result.num += 1
-        for number, image in enumerate(each.context.images):
-            if image.merge != spec.vision.merge or image.grid[0] != 1:
-                result.found.append(f"{each} picture {number}: grid {list(image.grid)} merged by {image.merge}, no still picture's here")
-        num = sum(token == spec.image_token_id for token in each.context.token_ids)
-        asked = sum(image.num_tokens for image in each.context.images)
+    result = CheckResult("placeholders and grids")
+    for each in step.sequences:
+        result.num_checked += 1
+        for number, image in enumerate(each.tokens.images):
+            if image.merge != spec.vision.spatial_merge_size or image.grid[0] != 1:
+                result.problems.append(f"{each} picture {number}: grid {list(image.grid)} merged by {image.merge}, no still picture's here")
+        num = sum(token == spec.image_token_id for token in each.tokens.token_ids)
+        asked = sum(image.num_tokens for image in each.tokens.images)
         if num != asked:
-            result.found.append(f"{each}: {num} placeholders, but its pictures' grids ask for {asked}")
+            result.problems.append(f"{each}: {num} placeholders, but its pictures' grids ask for {asked}")
             continue
         try:
-            spec.positions(each.context.token_ids, each.context.images)
+            spec.rope_positions(each.tokens.token_ids, each.tokens.images)
         except ValueError as error:
-            result.found.append(f"{each}: {error}")
+            result.problems.append(f"{each}: {error}")
     return result
 
 
-def banned(step: Step, renderer: Renderer) -> Checked:
-    result, never = Checked("banned ids"), set(renderer.banned_ids)
-    for each in step.contexts:
-        result.num += 1
-        pairs = enumerate(zip(each.context.token_ids, each.context.loss_mask, strict=True))
+def check_banned_ids(step: RecordedStep, renderer: Renderer) -> CheckResult:
+    result, never = CheckResult("banned ids"), set(renderer.banned_ids)
+    for each in step.sequences:
+        result.num_checked += 1
+        pairs = enumerate(zip(each.tokens.token_ids, each.tokens.loss_mask, strict=True))
         for place in [place for place, (token, sampled) in pairs if sampled and token in never][:1]:
-            token = each.context.token_ids[place]
-            result.found.append(f"{each} token {place}: {token} was sampled, which is never sampled")
+            token = each.tokens.token_ids[place]
+            result.problems.append(f"{each} token {place}: {token} was sampled, which is never sampled")
     return result
 
 
-def versions(step: Step, *, sampled_at: int, max_staleness: int) -> Checked:
+def check_versions(step: RecordedStep, *, step_number: int, max_staleness: int) -> CheckResult:
     """A later token is of no older weights, none of weights that were not there yet, none older than the run allowed."""
-    result = Checked("weight versions")
-    for each in step.contexts:
-        result.num += 1
-        known = [(place, version) for place, version in enumerate(each.context.weight_versions) if version >= 0]
+    result = CheckResult("weight versions")
+    for each in step.sequences:
+        result.num_checked += 1
+        known = [(place, version) for place, version in enumerate(each.tokens.weight_versions) if version >= 0]
         if not known:  # where it sampled, `masks` tells so
             continue
         for (_, before), (place, now) in pairwise(known):
             if now < before:
-                result.found.append(f"{each} token {place}: of version {now}, behind tokens of version {before}")
+                result.problems.append(f"{each} token {place}: of version {now}, behind tokens of version {before}")
                 break
         place, newest = max(known, key=lambda pair: pair[1])
-        if newest > sampled_at:
-            result.found.append(f"{each} token {place}: of version {newest}, but step {sampled_at} has weights up to {sampled_at}")
+        if newest > step_number:
+            result.problems.append(f"{each} token {place}: of version {newest}, but step {step_number} has weights up to {step_number}")
         place, oldest = min(known, key=lambda pair: pair[1])
-        if oldest < sampled_at - max_staleness:
-            result.found.append(f"{each} token {place}: of version {oldest}, older than run.max_staleness={max_staleness} allows")
+        if oldest < step_number - max_staleness:
+            result.problems.append(f"{each} token {place}: of version {oldest}, older than run.max_staleness={max_staleness} allows")
     return result
 
 
-def pictures(keys: Mapping[str, Image], renderer: Renderer) -> Checked:
+def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
     """A picture's file holds the pixels that its key is of, at the size that its grid is of."""
-    result = Checked("pictures' pixels", unit="pictures")
-    for key, image in keys.items():
+    result = CheckResult("pictures' pixels", unit="pictures")
+    for key, image in images.items():
         if image.pil is None:
             continue
-        result.num += 1
+        result.num_checked += 1
         size = tuple(patches * renderer.patch for patches in (image.grid[2], image.grid[1]))
         found = key_of(image.pil)
         if image.pil.size != size:
-            told = f"was resized once more: it has {_size(image.pil.size)} pixels, its grid is of {_size(size)}"
-            result.found.append(f"picture {key[:8]}: {told}")
+            told = f"was resized once more: it has {_format_size(image.pil.size)} pixels, its grid is of {_format_size(size)}"
+            result.problems.append(f"picture {key[:8]}: {told}")
         elif found != key:
-            other = f"those of picture {found[:8]}: they were swapped" if found in keys else "others"
-            result.found.append(f"picture {key[:8]}: its pixels are {other}")
+            other = f"those of picture {found[:8]}: they were swapped" if found in images else "others"
+            result.problems.append(f"picture {key[:8]}: its pixels are {other}")
     return result
 
 
-def patches(keys: Mapping[str, Image], renderer: Renderer) -> Checked:
+def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
     """What the renderer makes of a picture again is what the paper's arithmetic makes of its pixels."""
-    result = Checked("patches made again", unit="pictures")
-    for key, image in keys.items():
+    result = CheckResult("patches made again", unit="pictures")
+    for key, image in images.items():
         if image.pil is None or image.pil.size != (image.grid[2] * renderer.patch, image.grid[1] * renderer.patch):
             continue
-        result.num += 1
-        made, expected = renderer.patches(image, lambda each: each.pil), by_hand(image.pil, renderer)
+        result.num_checked += 1
+        made, expected = renderer.patches(image, lambda each: each.pil), compute_patches(image.pil, renderer)
         if made.shape != expected.shape:
-            result.found.append(f"picture {key[:8]}: {list(made.shape)} patches, its pixels give {list(expected.shape)}")
+            result.problems.append(f"picture {key[:8]}: {list(made.shape)} patches, its pixels give {list(expected.shape)}")
             continue
         gap, row = (made - expected).abs().amax(1).max(0)
-        if gap > PATCHES:
-            result.found.append(f"picture {key[:8]}: patch {int(row)} is off by {gap:.3g}; it was changed on its way (a second resize?)")
+        if gap > PATCH_TOLERANCE:
+            result.problems.append(f"picture {key[:8]}: patch {int(row)} is off by {gap:.3g}; it was changed on its way (a second resize?)")
     return result
 
 
-def by_hand(picture: Picture, renderer: Renderer) -> torch.Tensor:
+def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
     """float32 [P, C]: scaled, centered, cut into squares in the order of the squares that are merged, the frame repeated."""
     processor, patch, merge = renderer.processor.image_processor, renderer.patch, renderer.merge
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float64) / 255.0
@@ -155,11 +157,11 @@ def by_hand(picture: Picture, renderer: Renderer) -> torch.Tensor:
     return torch.tensor(frames.reshape(rows * columns * merge**2, -1), dtype=torch.float32)
 
 
-Patches = Callable[[Image], torch.Tensor]
+ImageToPatches = Callable[[Image], torch.Tensor]
 """float32 [P, C] of an image."""
 
 
-def of_pixels(renderer: Renderer) -> Patches:
+def make_patch_fn(renderer: Renderer) -> ImageToPatches:
     """The processor's patches of the pixels that are recorded, past the renderer's memory."""
 
     def made(image: Image) -> torch.Tensor:
@@ -168,12 +170,12 @@ def of_pixels(renderer: Renderer) -> Patches:
     return made
 
 
-def playable(step: Step, spec: ModelSpec) -> tuple[list[Looked], list[str]]:
+def split_replayable(step: RecordedStep, spec: ModelSpec) -> tuple[list[RecordedSequence], list[str]]:
     """The contexts that a network can be given, and a line for each that it cannot."""
     good, lines = [], []
-    for each in step.contexts:
-        context = each.context
-        fits = all(image.pil is not None and image.pil.size == _pixels(image, spec) for image in context.images)
+    for each in step.sequences:
+        context = each.tokens
+        fits = all(image.pil is not None and image.pil.size == _expected_size(image, spec) for image in context.images)
         num = sum(token == spec.image_token_id for token in context.token_ids)
         inside = max(context.token_ids) < spec.vocab_size and not context.loss_mask[0]
         if fits and inside and num == sum(image.num_tokens for image in context.images):
@@ -183,9 +185,9 @@ def playable(step: Step, spec: ModelSpec) -> tuple[list[Looked], list[str]]:
     return good, lines
 
 
-def _pixels(image: Image, spec: ModelSpec) -> tuple[int, int]:
-    return image.grid[2] * spec.vision.patch, image.grid[1] * spec.vision.patch
+def _expected_size(image: Image, spec: ModelSpec) -> tuple[int, int]:
+    return image.grid[2] * spec.vision.patch_size, image.grid[1] * spec.vision.patch_size
 
 
-def _size(size: tuple[int, ...]) -> str:
+def _format_size(size: tuple[int, ...]) -> str:
     return f"{size[0]}x{size[1]}"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megatron_rl.config import ParallelSettings, require
 from megatron_rl.distributed.world import World, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
-from megatron_rl.explain.findings import Page
-from megatron_rl.explain.recorded_step import Conditions, Looked, Step, read_step, settings_of, weights_of
-from megatron_rl.explain.replay_forward import Playback, Played
-from megatron_rl.explain.sequence_checks import checked, playable
+from megatron_rl.explain.findings import FindingsPage
+from megatron_rl.explain.recorded_step import RecordedSequence, RecordedStep, ReplaySettings, find_weights, read_replay_settings, read_step
+from megatron_rl.explain.replay_forward import ForwardReplay, ReplayResult
+from megatron_rl.explain.sequence_checks import run_sequence_checks, split_replayable
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout, check_layout, leave_layout
@@ -23,144 +23,151 @@ from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 
 GB = 1e9
-WAIT_S = 86400.0
+RANK_TIMEOUT_S = 86400.0
 """How long ranks wait for the first one, which plays back through Hugging Face's model alone."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Asked:
+class ExplainRequest:
     run: Path
     step: int
     weights: str = ""
     """A checkpoint of any format, or an adapter's folder; empty: the run's own of the version that sampled."""
-    older: str = ""
+    older_weights: str = ""
     """Other weights, one tensor of which may have stayed; empty: the run's own before these."""
     model: str = ""
     """Config, tokenizer and processor, where they do not lie at the run's model.path."""
-    rollouts: int = 4
+    num_rollouts: int = 4
     with_model: bool = True
     with_engine: bool = False
-    whole_gb: float = 16.0
+    max_model_gb: float = 16.0
     """Of weights in float32. As much of Hugging Face's model stays in memory; a larger one of the trainer's is played at a layout alone."""
-    sizes: tuple[tuple[str, int], ...] = ()
+    parallel_sizes: tuple[tuple[str, int], ...] = ()
     """Of the layout, by name; what is lacking is the run's."""
 
 
-def explain(asked: Asked, world: World) -> Page:
+def explain_step(request: ExplainRequest, world: World) -> FindingsPage:
     """ValueError, OSError: there is nothing to look at."""
-    settings, step, renderer, spec = raise_on_all_ranks(lambda: _read(asked, world))
-    page = Page(title=[_title(asked, step)], skipped=step.skipped)
-    checks = {"sampled_at": asked.step, "max_staleness": settings.max_staleness}
-    page.checks = run_on_rank_zero(lambda: checked(step, renderer, spec, **checks))
-    if not asked.with_model:
+    settings, step, renderer, spec = raise_on_all_ranks(lambda: _read_inputs(request, world))
+    page = FindingsPage(title=[_title(request, step)], skipped=step.skipped)
+    checks = {"step_number": request.step, "max_staleness": settings.max_staleness}
+    page.checks = run_on_rank_zero(lambda: run_sequence_checks(step, renderer, spec, **checks))
+    if not request.with_model:
         return page
-    looked, lines = playable(step, spec)
+    looked, lines = split_replayable(step, spec)
     page.skipped += lines
-    version, path, source = raise_on_all_ranks(lambda: _weights(asked, settings, step, spec))
-    older = raise_on_all_ranks(lambda: _older(asked, settings, version, spec))
-    chosen = _chosen(looked, version, asked.rollouts)
-    require(bool(chosen), "--step", asked.step, "none of its contexts can be played back; --no-model looks at the rest")
+    version, path, source = raise_on_all_ranks(lambda: _open_weights(request, settings, step, spec))
+    older = raise_on_all_ranks(lambda: _open_older_weights(request, settings, version, spec))
+    chosen = _select_sequences(looked, version, request.num_rollouts)
+    require(bool(chosen), "--step", request.step, "none of its contexts can be played back; --no-model looks at the rest")
     page.title.append(f"weights of version {version}: {path}; recorded in {settings.dtype}, played back in float32")
-    others = [str(each) for each in step.versions if each != version]
+    others = [str(each) for each in step.weight_versions if each != version]
     if others:
         page.skipped.append(f"tokens of versions {', '.join(others)}: --weights names others")
-    play = Playback(
-        spec=spec, renderer=renderer, source=source, older=older, version=version, step=asked.step, settings=settings, device=world.device,
+    play = ForwardReplay(
+        spec=spec, renderer=renderer, source=source, older_source=older, version=version, step=request.step, settings=settings,
+        device=world.device,
         patches=partial(renderer.patches, picture_of=attrgetter("pil")),
-        gallery={image.key: image for each in step.rollouts.values() for image in each.images}, whole_bytes=int(asked.whole_gb * GB),
+        images={image.key: image for each in step.rollouts.values() for image in each.images},
+        max_model_bytes=int(request.max_model_gb * GB),
     )  # fmt: skip
     try:
-        _play(page, play, chosen, parallel=_layout(asked, settings, spec, world), asks=asked.with_engine, world=world)
+        _run_replay(
+            page, play, chosen, parallel=_parallel_settings(request, settings, spec, world), use_engine=request.with_engine, world=world
+        )
     finally:
         play.close()
     return page
 
 
-def _play(
-    page: Page, play: Playback, looked: Sequence[Looked], *, parallel: ParallelSettings | None, asks: bool, world: World
+def _run_replay(
+    page: FindingsPage, forward_replay: ForwardReplay, sequences: Sequence[RecordedSequence], *, parallel: ParallelSettings | None,
+    use_engine: bool, world: World,
 ) -> None:  # fmt: skip
     """Through Hugging Face and one process on the first rank, then at the layout on all; and an engine's parts are on all."""
-    waiting = long_timeout_group(timeout_s=WAIT_S)
-    played: Played = run_on_rank_zero(lambda: play.recorded(looked), group=waiting)
-    if play.is_whole:
+    waiting = long_timeout_group(timeout_s=RANK_TIMEOUT_S)
+    played: ReplayResult = run_on_rank_zero(lambda: forward_replay.compare_recorded(sequences), group=waiting)
+    if forward_replay.fits_one_process:
         layout = build_layout(ParallelSettings(), seed=0)
         try:
-            played = run_on_rank_zero(lambda: play.alone(played, looked, layout), group=waiting)
+            played = run_on_rank_zero(lambda: forward_replay.compare_one_process(played, sequences, layout), group=waiting)
         finally:
             leave_layout()
     else:
         page.skipped.append("trainer, one process: its weights are larger than --whole-gb; give a layout, or more")
     if parallel is not None:
         try:
-            played = play.at_layout(played, looked, build_layout(parallel, seed=0), is_main=world.is_main, waiting=waiting)
+            played = forward_replay.compare_at_layout(
+                played, sequences, build_layout(parallel, seed=0), is_main=world.is_main, group=waiting
+            )
         finally:
             leave_layout()
-    if asks:
-        played = play.asked(played, looked, world=world, waiting=waiting)
+    if use_engine:
+        played = forward_replay.compare_live_engine(played, sequences, world=world, group=waiting)
     page.checks += played.checks
-    page.compared, page.layers, page.explained = played.compared, played.layers, played.explained
+    page.comparisons, page.layer_differences, page.explanations = played.comparisons, played.layer_differences, played.explanations
 
 
-def _read(asked: Asked, world: World) -> tuple[Conditions, Step, Renderer, ModelSpec]:
-    require(asked.run.is_dir(), "RUN", asked.run, "no such folder")
-    settings = settings_of(asked.run, model=asked.model, num_processes=world.size)
-    key = "--model" if asked.model else "model.path"
+def _read_inputs(request: ExplainRequest, world: World) -> tuple[ReplaySettings, RecordedStep, Renderer, ModelSpec]:
+    require(request.run.is_dir(), "RUN", request.run, "no such folder")
+    settings = read_replay_settings(request.run, model_path=request.model, num_processes=world.size)
+    key = "--model" if request.model else "model.path"
     spec = read_spec(settings.model.path, key=key)
     renderer = Renderer(settings.model, allow_grounding_tokens=settings.allow_grounding_tokens)
-    return settings, read_step(asked.run, asked.step), renderer, spec
+    return settings, read_step(request.run, request.step), renderer, spec
 
 
-def _title(asked: Asked, step: Step) -> str:
-    num = sum(sum(each.context.loss_mask) for each in step.contexts)
-    counts = f"{len(step.rollouts)} rollouts, {len(step.contexts)} contexts, {num} sampled tokens"
-    return f"{asked.run} step {asked.step}: {counts} ({step.path.name})"
+def _title(request: ExplainRequest, step: RecordedStep) -> str:
+    num = sum(sum(each.tokens.loss_mask) for each in step.sequences)
+    counts = f"{len(step.rollouts)} rollouts, {len(step.sequences)} contexts, {num} sampled tokens"
+    return f"{request.run} step {request.step}: {counts} ({step.path.name})"
 
 
-def _weights(asked: Asked, settings: Conditions, step: Step, spec: ModelSpec) -> tuple[int, Path, TensorSource]:
+def _open_weights(request: ExplainRequest, settings: ReplaySettings, step: RecordedStep, spec: ModelSpec) -> tuple[int, Path, TensorSource]:
     """The newest version of which there are weights; those that are given are of the newest."""
-    require(bool(step.versions), "--step", asked.step, "nothing was sampled in it")
-    if asked.weights:
-        return step.versions[0], Path(asked.weights), _opened(asked.weights, settings, spec, key="--weights")
+    require(bool(step.weight_versions), "--step", request.step, "nothing was sampled in it")
+    if request.weights:
+        return step.weight_versions[0], Path(request.weights), _open_checkpoint(request.weights, settings, spec, key="--weights")
     missing: list[ValueError] = []
-    for version in step.versions:
+    for version in step.weight_versions:
         try:
-            path = weights_of(asked.run, version, settings)
-            return version, path, _opened(str(path), settings, spec, key="--weights")
+            path = find_weights(request.run, version, settings)
+            return version, path, _open_checkpoint(str(path), settings, spec, key="--weights")
         except ValueError as error:
             missing.append(error)
     raise missing[0]
 
 
-def _older(asked: Asked, settings: Conditions, version: int, spec: ModelSpec) -> TensorSource | None:
-    if asked.older:
-        return _opened(asked.older, settings, spec, key="--older")
-    if version == 0 or asked.weights:
+def _open_older_weights(request: ExplainRequest, settings: ReplaySettings, version: int, spec: ModelSpec) -> TensorSource | None:
+    if request.older_weights:
+        return _open_checkpoint(request.older_weights, settings, spec, key="--older")
+    if version == 0 or request.weights:
         return None
-    before = [path for path in list_checkpoints(asked.run / CHECKPOINTS) if int(path.name.removeprefix("step_")) < version]
+    before = [path for path in list_checkpoints(request.run / CHECKPOINTS) if int(path.name.removeprefix("step_")) < version]
     path = before[-1] if before else Path(settings.model.path)
     return open_source(path, spec, key="--older") if path.is_dir() else None
 
 
-def _opened(given: str, settings: Conditions, spec: ModelSpec, *, key: str) -> TensorSource:
-    if (Path(given) / ADAPTER).is_file():
-        return MergedTensors(open_source(Path(settings.model.path), spec, key="model.path"), Path(given), key=key)
-    return open_source(Path(given), spec, key=key)
+def _open_checkpoint(checkpoint_path: str, settings: ReplaySettings, spec: ModelSpec, *, key: str) -> TensorSource:
+    if (Path(checkpoint_path) / ADAPTER).is_file():
+        return MergedTensors(open_source(Path(settings.model.path), spec, key="model.path"), Path(checkpoint_path), key=key)
+    return open_source(Path(checkpoint_path), spec, key=key)
 
 
-def _chosen(looked: Sequence[Looked], version: int, num: int) -> list[Looked]:
+def _select_sequences(sequences: Sequence[RecordedSequence], version: int, num_rollouts: int) -> list[RecordedSequence]:
     """Contexts of so many rollouts: first those of which engine and trainer said the most different."""
-    fitting = [each for each in looked if version in each.context.weight_versions]
+    fitting = [each for each in sequences if version in each.tokens.weight_versions]
     gaps: dict[int, float] = {}
     for each in fitting:
-        pairs = zip(each.context.rollout_logprobs, each.context.old_logprobs, strict=False)
-        gaps[each.rollout] = max(gaps.get(each.rollout, 0.0), *(abs(one - other) for one, other in pairs), 0.0)
-    taken = sorted(gaps, key=lambda rollout: (-gaps[rollout], rollout))[:num]
-    return [each for each in fitting if each.rollout in taken]
+        pairs = zip(each.tokens.rollout_logprobs, each.tokens.old_logprobs, strict=False)
+        gaps[each.rollout_index] = max(gaps.get(each.rollout_index, 0.0), *(abs(one - other) for one, other in pairs), 0.0)
+    taken = sorted(gaps, key=lambda rollout: (-gaps[rollout], rollout))[:num_rollouts]
+    return [each for each in fitting if each.rollout_index in taken]
 
 
-def _layout(asked: Asked, settings: Conditions, spec: ModelSpec, world: World) -> ParallelSettings | None:
+def _parallel_settings(request: ExplainRequest, settings: ReplaySettings, spec: ModelSpec, world: World) -> ParallelSettings | None:
     """How the processes share the model; None where each has all of it."""
-    run, given = settings.parallel, dict(asked.sizes)
+    run, given = settings.parallel, dict(request.parallel_sizes)
     parallel = ParallelSettings(
         tp=given.get("tp", run.tp), pp=given.get("pp", run.pp), vpp=given.get("vpp", run.vpp),
         sequence_parallel=run.sequence_parallel and given.get("tp", run.tp) > 1,

@@ -17,53 +17,53 @@ from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
-class Streamed:
+class StreamedModel:
     """In float32, with the weights of a source."""
 
-    def __init__(self, spec: ModelSpec, source: TensorSource, *, held_bytes: int, device: torch.device) -> None:
-        self._source, self._room, self._device = source, held_bytes, device
-        self._held: dict[str, torch.Tensor] = {}
-        self._others: dict[str, TensorSource] = {}
+    def __init__(self, spec: ModelSpec, source: TensorSource, *, cache_bytes: int, device: torch.device) -> None:
+        self._source, self._cache_bytes_left, self._device = source, cache_bytes, device
+        self._cached: dict[str, torch.Tensor] = {}
+        self._overrides: dict[str, TensorSource] = {}
         """By name, who has a tensor that stands in the place of the source's own."""
         config = deepcopy(spec.config)
         config.dtype = torch.float32
         with torch.device("meta"):
-            self.model = spec.family.model(config).float().eval()
+            self.model = spec.family.model_class(config).float().eval()
         _fill_buffers(self.model, device)
         names = {parameter: canonical_name(name) for name, parameter in self.model.named_parameters()}
         self.names: Sequence[str] = tuple(names.values())
         for module in self.model.modules():
             own = {key: (names[blank], blank) for key, blank in module.named_parameters(recurse=False)}
             if own:
-                self._watch(module, own)
+                self._stream_module(module, own)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def get_tensor(self, name: str) -> torch.Tensor:
         """float32, on the device."""
-        if name in self._others:
-            return self._others[name].read(name).to(self._device, torch.float32)
-        if name in self._held:
-            return self._held[name]
+        if name in self._overrides:
+            return self._overrides[name].read(name).to(self._device, torch.float32)
+        if name in self._cached:
+            return self._cached[name]
         tensor = self._source.read(name).to(self._device, torch.float32)
-        if tensor.nbytes <= self._room:
-            self._room -= tensor.nbytes
-            self._held[name] = tensor
+        if tensor.nbytes <= self._cache_bytes_left:
+            self._cache_bytes_left -= tensor.nbytes
+            self._cached[name] = tensor
         return tensor
 
     @contextmanager
-    def holding(self, names: Sequence[str], source: TensorSource) -> Iterator[None]:
+    def override_tensors(self, names: Sequence[str], source: TensorSource) -> Iterator[None]:
         """Have these tensors of another source inside the block."""
-        self._others = dict.fromkeys(names, source)
+        self._overrides = dict.fromkeys(names, source)
         try:
             yield
         finally:
-            self._others = {}
+            self._overrides = {}
 
-    def _watch(self, module: nn.Module, own: Mapping[str, tuple[str, nn.Parameter]]) -> None:
+    def _stream_module(self, module: nn.Module, own: Mapping[str, tuple[str, nn.Parameter]]) -> None:
         """`own`: by the name in the module, the tensor's canonical name and the parameter without data that stands for it."""
 
         def come(module: nn.Module, _: tuple) -> None:
             for key, (name, _) in own.items():
-                setattr(module, key, nn.Parameter(self.tensor(name), requires_grad=False))
+                setattr(module, key, nn.Parameter(self.get_tensor(name), requires_grad=False))
 
         def go(module: nn.Module, _: tuple, __: object) -> None:
             for key, (_, blank) in own.items():

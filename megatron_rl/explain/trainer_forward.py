@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from megatron_rl.batching.minibatches import PackItem, pack_costs, split_by_cost
 from megatron_rl.batching.packing import pack, scatter_to_rollouts
-from megatron_rl.compat.megatron_cpu import on_cpu_too
+from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings
 from megatron_rl.distributed.world import gather
-from megatron_rl.explain.layer_outputs import Passed, Probes, is_of_tower, plain, watched
-from megatron_rl.explain.recorded_step import Looked
-from megatron_rl.explain.sequence_checks import Patches
+from megatron_rl.explain.layer_outputs import LayerOutputs, ProbePoints, first_tensor, is_vision_output, record_outputs
+from megatron_rl.explain.recorded_step import RecordedSequence
+from megatron_rl.explain.sequence_checks import ImageToPatches
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.kernels import uses_transformer_engine
@@ -30,24 +30,24 @@ from megatron_rl.types import MicroBatch, Rollout
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.stream import HfWeightIterator, ShardLocation, load_hf
 
-ROWS = 2048
+LOGIT_CHUNK_ROWS = 2048
 """Rows whose logits exist at a time."""
 BUCKET_BYTES = 256 << 20
 MAX_TOKENS = 8192
 """Of a packed micro-batch."""
 
 
-class Trainer:
+class TrainerForward:
     """This rank's chunks of the network in float32, with the weights of a source."""
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     def __init__(
         self, spec: ModelSpec, layout: Layout, source: TensorSource, *,
-        banned_ids: Sequence[int], temperature: float, patches: Patches, device: torch.device,
+        banned_ids: Sequence[int], temperature: float, patches: ImageToPatches, device: torch.device,
     ) -> None:  # fmt: skip
         self.spec, self.layout, self._patches, self._device = spec, layout, patches, device
         self.chunks = build_chunks(spec, layout, torch.float32, lora=LoraSettings()).to(device).eval()
-        rows, per_chunk = spec.rows(), spec.num_layers // (layout.pp * layout.vpp)
+        rows, per_chunk = spec.param_mappings(), spec.num_layers // (layout.pp * layout.vpp)
         placement = ShardLocation(
             layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp, layers_per_chunk=per_chunk,
             fused_norms=uses_transformer_engine(LoraSettings()),
@@ -57,44 +57,46 @@ class Trainer:
         whole = padded_vocab(spec.vocab_size, layout.tp)
         first, never = layout.tp_rank * whole // layout.tp, [*banned_ids, *range(spec.vocab_size, whole)]
         banned_V = banned_mask(never, first_id=first, size=whole // layout.tp, device=device)
-        self.distribution = Distribution(banned_V, temperature, first, layout.tp_group, ROWS)
+        self.distribution = Distribution(banned_V, temperature, first, layout.tp_group, LOGIT_CHUNK_ROWS)
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.export.tensors()
 
-    def logprobs(self, looked: Sequence[Looked], *, together: bool) -> list[torch.Tensor]:
+    def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, packed: bool) -> list[torch.Tensor]:
         """[R] of each context's sampled tokens, on every rank: one by one, or `together`, packed as an update packs them, with what
         contexts begin with computed once."""
-        rollouts = [Rollout("", "", 0, 0, sequences=[each.context]) for each in looked]
-        weighted = [PackItem(each.context, origin=(number, 0)) for number, each in enumerate(looked)]
-        shares = together and can_share_prompts(self._device, torch.float32)
+        rollouts = [Rollout("", "", 0, 0, sequences=[each.tokens]) for each in sequences]
+        weighted = [PackItem(each.tokens, origin=(number, 0)) for number, each in enumerate(sequences)]
+        shares = packed and can_share_prompts(self._device, torch.float32)
         parts = [[each] for each in weighted]
-        if together:
+        if packed:
             parts = split_by_cost(pack_costs(weighted, self.spec.image_token_id, share_prompts=shares), MAX_TOKENS)
-        batches = [self._packed(part, shares) for part in parts]
-        columns = scatter_to_rollouts(rollouts, batches, [self._read(batch).cpu() for batch in batches])
-        return [torch.tensor([columns[number, 0][row + 1] for row in each.rows]) for number, each in enumerate(looked)]
+        batches = [self._pack_sequences(part, shares) for part in parts]
+        columns = scatter_to_rollouts(rollouts, batches, [self._forward_logprobs(batch).cpu() for batch in batches])
+        return [torch.tensor([columns[number, 0][row + 1] for row in each.sampled_rows]) for number, each in enumerate(sequences)]
 
-    def passed(self, looked: Looked) -> Passed:
+    def record_layer_outputs(self, sequence: RecordedSequence) -> LayerOutputs:
         """What passes through all chunks of all stages; without the tower where tensor-parallel ranks share the pictures out."""
-        mine: Passed = {}
+        mine: LayerOutputs = {}
         with ExitStack() as closing:
-            parts = [closing.enter_context(watched(self.probes(number, chunk))) for number, chunk in enumerate(self.chunks)]
-            self._read(self._packed([PackItem(looked.context)], False))
+            parts = [
+                closing.enter_context(record_outputs(self.make_probe_points(number, chunk))) for number, chunk in enumerate(self.chunks)
+            ]
+            self._forward_logprobs(self._pack_sequences([PackItem(sequence.tokens)], False))
         for part in parts:
             mine |= part
         everyones = gather(mine if self.layout.tp_rank == 0 and self.layout.dp_rank == 0 else {})
-        length = len(looked.context.token_ids)
-        return {name: tensor if is_of_tower(name) else tensor[:length] for each in everyones for name, tensor in each.items()}
+        length = len(sequence.tokens.token_ids)
+        return {name: tensor if is_vision_output(name) else tensor[:length] for each in everyones for name, tensor in each.items()}
 
-    def _packed(self, weighted: Sequence[PackItem], shares: bool) -> MicroBatch:
+    def _pack_sequences(self, weighted: Sequence[PackItem], shares: bool) -> MicroBatch:
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
-        how = {"image_token_id": self.spec.image_token_id, "positions": self.spec.positions, "share_prompts": shares}
+        how = {"image_token_id": self.spec.image_token_id, "positions": self.spec.rope_positions, "share_prompts": shares}
         return pack(weighted, **how, multiple_of=multiple, device=self._device)
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     @torch.no_grad()
-    def _read(self, batch: MicroBatch) -> torch.Tensor:
+    def _forward_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Logprob of each target [T]; 0 where the mask is."""
         rows_R, logprob_T = batch.mask_T.nonzero()[:, 0], batch.weight_T.new_zeros(batch.num_tokens)
         peers, place = dist.get_process_group_ranks(self.layout.pp_group), self.layout.pp_rank
@@ -102,7 +104,7 @@ class Trainer:
             if chunk.pre_process:
                 batch = with_patches(batch, self._patches, self.layout, like=next(chunk.parameters()))
             else:
-                chunk.set_input_tensor(self._received(batch, peers[place - 1]))
+                chunk.set_input_tensor(self._receive_hidden(batch, peers[place - 1]))
             hidden = chunk(batch, rows_R)
             if chunk.post_process:
                 logprob_T[rows_R] = self.distribution(chunk.head, hidden, batch.target_T[rows_R])[0]
@@ -112,27 +114,27 @@ class Trainer:
             dist.broadcast(logprob_T, src=self.layout.last_stage_rank, group=self.layout.pp_group)
         return logprob_T
 
-    def _received(self, batch: MicroBatch, source: int) -> torch.Tensor:
+    def _receive_hidden(self, batch: MicroBatch, source: int) -> torch.Tensor:
         cut = self.layout.tp if self.layout.sequence_parallel else 1
         hidden = torch.empty(batch.num_tokens // cut, 1, self.spec.hidden_size, device=self._device)
         dist.recv(hidden, source, group=self.layout.pp_group)
         return hidden
 
-    def probes(self, number: int, chunk: ModelChunk) -> Probes:
+    def make_probe_points(self, chunk_index: int, chunk: ModelChunk) -> ProbePoints:
         per_chunk = self.spec.num_layers // (self.layout.pp * self.layout.vpp)
-        return Probes(
+        return ProbePoints(
             tower=chunk.vision if self.layout.tp == 1 else None,
             rotary=chunk.language.rotary_pos_emb,
-            layers=chunk.language.decoder.layers, attention="self_attention",
-            first_layer=per_chunk * (number * self.layout.pp + self.layout.pp_rank),
+            layers=chunk.language.decoder.layers, attention_name="self_attention",
+            first_layer=per_chunk * (chunk_index * self.layout.pp + self.layout.pp_rank),
             norm=chunk.language.decoder.final_layernorm if chunk.post_process else None,
-            hidden=partial(whole_sequence, layout=self.layout), angles=lambda value: plain(value)[:, 0, 0].cos(),
+            hidden_rows=partial(gather_sequence, layout=self.layout), angle_rows=lambda value: first_tensor(value)[:, 0, 0].cos(),
         )  # fmt: skip
 
 
-def whole_sequence(value: object, *, layout: Layout) -> torch.Tensor:
+def gather_sequence(value: object, *, layout: Layout) -> torch.Tensor:
     """Hidden states [T, H] of all of a sequence that tensor-parallel ranks may have parts of."""
-    part = plain(value)[:, 0]
+    part = first_tensor(value)[:, 0]
     if not layout.sequence_parallel:
         return part
     everyones = [torch.empty_like(part) for _ in range(layout.tp)]

@@ -8,81 +8,83 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from megatron_rl.data.records import CONTROL
+from megatron_rl.data.records import SPECIAL_TOKENS
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Message, TokenSequence
 
-END = "<|im_end|>"
-MESSAGE = re.compile(r"<\|im_start\|>(system|user|tool|assistant)\n(.*?)<\|im_end\|>\n?", re.DOTALL)
-MIXED = "a message has tokens of the template in it"
-RESIZED = "a picture would be resized again: of a size between two, or not seen with these model.min_pixels and model.max_pixels"
-REWRITTEN = "the template would write it in another way"
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+END_OF_MESSAGE = "<|im_end|>"
+MESSAGE_PATTERN = re.compile(r"<\|im_start\|>(system|user|tool|assistant)\n(.*?)<\|im_end\|>\n?", re.DOTALL)
+TEMPLATE_TOKENS_ERROR = "a message has tokens of the template in it"
+RESIZED_IMAGE_ERROR = (
+    "a picture would be resized again: of a size between two, or not seen with these model.min_pixels and model.max_pixels"
+)
+TEMPLATE_MISMATCH_ERROR = "the template would write it in another way"
+IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-class Untold(ValueError):
+class NotConvertible(ValueError):
     """A context that no list of messages stands for, and why."""
 
 
-def messages_of(context: TokenSequence, renderer: Renderer, *, cut_at: int) -> list[Message]:
-    """What was said up to the last reply, with pictures. A reply of `cut_at` tokens that the policy did not end is no whole one.
+def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_tokens: int) -> list[Message]:
+    """What was said up to the last reply, with pictures. A reply of `max_new_tokens` tokens that the policy did not end is no whole one.
 
     Untold: the messages would not be rendered as this context.
     """
-    if any(last - first >= cut_at and context.token_ids[last - 1] != renderer.end_id for first, last in _replies(context)):
-        raise Untold("a reply was cut off by task.max_new_tokens")
+    if any(last - first >= max_new_tokens and context.token_ids[last - 1] != renderer.end_id for first, last in _reply_spans(context)):
+        raise NotConvertible("a reply was cut off by task.max_new_tokens")
     if any(image.pil is None for image in context.images):
-        raise Untold("one of its pictures is not there")
-    words, remaining, messages = _words(context, renderer), iter(context.images), []
-    if "\ufffd" in "".join(_said(context, renderer)):
-        raise Untold("a reply is no text")
+        raise NotConvertible("one of its pictures is not there")
+    words, remaining, messages = _decode_text(context, renderer), iter(context.images), []
+    if "\ufffd" in "".join(_decode_replies(context, renderer)):
+        raise NotConvertible("a reply is no text")
     if "\0" in words:
-        raise Untold("a message holds a NUL character, which files of transcripts may not")
-    for found in MESSAGE.finditer(words):
+        raise NotConvertible("a message holds a NUL character, which files of transcripts may not")
+    for found in MESSAGE_PATTERN.finditer(words):
         role, content = found.groups()
-        if any(token in content.replace(PICTURE, "") for token in CONTROL):
-            raise Untold(MIXED)
+        if any(token in content.replace(IMAGE_TOKENS, "") for token in SPECIAL_TOKENS):
+            raise NotConvertible(TEMPLATE_TOKENS_ERROR)
         if role == "assistant" and not content.strip():
-            raise Untold("a reply says nothing")
-        messages.append({"role": role, "content": content if role == "assistant" else list(_parts(content, remaining))})
-    if "".join(found[0] for found in MESSAGE.finditer(words)) != words or next(remaining, None) is not None:
-        raise Untold(MIXED)
+            raise NotConvertible("a reply says nothing")
+        messages.append({"role": role, "content": content if role == "assistant" else list(_split_parts(content, remaining))})
+    if "".join(found[0] for found in MESSAGE_PATTERN.finditer(words)) != words or next(remaining, None) is not None:
+        raise NotConvertible(TEMPLATE_TOKENS_ERROR)
     try:
         again = renderer.transcript(messages)
     except ValueError as error:
-        raise Untold(REWRITTEN) from error
+        raise NotConvertible(TEMPLATE_MISMATCH_ERROR) from error
     if [image.key for image in again.images] != [image.key for image in context.images]:
-        raise Untold(RESIZED)
-    if _words(again, renderer) != words or _said(again, renderer) != _said(context, renderer):
-        raise Untold(REWRITTEN)
+        raise NotConvertible(RESIZED_IMAGE_ERROR)
+    if _decode_text(again, renderer) != words or _decode_replies(again, renderer) != _decode_replies(context, renderer):
+        raise NotConvertible(TEMPLATE_MISMATCH_ERROR)
     return messages
 
 
-def _words(context: TokenSequence, renderer: Renderer) -> str:
+def _decode_text(context: TokenSequence, renderer: Renderer) -> str:
     """Its text with one placeholder a picture. A last reply that ended at a word of the task's (Task.stop) is closed, as others are."""
     sizes, ids, place = iter(context.images), [], 0
     while place < len(context.token_ids):
         token = context.token_ids[place]
         ids.append(token)
         place += next(sizes).num_tokens if token == renderer.image_token_id else 1
-    return renderer.tokenizer.decode(ids).removesuffix(END) + END
+    return renderer.tokenizer.decode(ids).removesuffix(END_OF_MESSAGE) + END_OF_MESSAGE
 
 
-def _parts(content: str, images: Iterator[Image]) -> Iterator[dict[str, object]]:
-    for number, text in enumerate(content.split(PICTURE)):
+def _split_parts(content: str, images: Iterator[Image]) -> Iterator[dict[str, object]]:
+    for number, text in enumerate(content.split(IMAGE_TOKENS)):
         if number:
             yield {"type": "image", "image": next(images).pil}
         if text:
             yield {"type": "text", "text": text}
 
 
-def _replies(context: TokenSequence) -> list[tuple[int, int]]:
+def _reply_spans(context: TokenSequence) -> list[tuple[int, int]]:
     """First and one-past-last token of what was sampled between two observations."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place, (before, now) in enumerate(pairwise(mask)) if before != now]
     return list(zip(borders[::2], borders[1::2], strict=True))
 
 
-def _said(context: TokenSequence, renderer: Renderer) -> list[str]:
+def _decode_replies(context: TokenSequence, renderer: Renderer) -> list[str]:
     """The replies as text: the same words may have other tokens, and their end need not have been sampled."""
-    return [renderer.tokenizer.decode(context.token_ids[first:last]).removesuffix(END) for first, last in _replies(context)]
+    return [renderer.tokenizer.decode(context.token_ids[first:last]).removesuffix(END_OF_MESSAGE) for first, last in _reply_spans(context)]

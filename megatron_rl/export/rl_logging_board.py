@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from megatron_rl.io.jsonl import replace_bytes, to_line
-from megatron_rl.observe.rollout_store import read_rollouts, step_of, steps
+from megatron_rl.io.jsonl import to_json_line, write_bytes_atomically
+from megatron_rl.observe.rollout_store import list_step_files, read_rollouts, step_number
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
 
@@ -19,33 +19,33 @@ MIB = 1 << 20
 
 def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0) -> int:
     """Rollouts of the steps from first_step on; how many. ValueError: a step is damaged, or nothing is recorded."""
-    paths = [path for path in steps(folder) if step_of(path) >= first_step]
+    paths = [path for path in list_step_files(folder) if step_number(path) >= first_step]
     if not paths:
         raise ValueError(f"{folder}: holds no step from {first_step} on that run.record=all wrote")
     out.mkdir(parents=True, exist_ok=True)
     word, number, num, held = cache(lambda token: renderer.tokenizer.decode([token])), 0, 0, bytearray()
     for path in paths:
-        for rollout in read_rollouts(path, pictures=False):
+        for rollout in read_rollouts(path, with_images=False):
             if rollout.reward is None or not rollout.num_sampled:
                 continue
-            line = to_line(_line(rollout, step_of(path), renderer, word)).encode() + b"\n"
+            line = to_json_line(_board_record(rollout, step_number(path), renderer, word)).encode() + b"\n"
             if held and len(held) + len(line) > file_mib * MIB:
-                replace_bytes(_name(out, number), bytes(held))
+                write_bytes_atomically(_file_path(out, number), bytes(held))
                 number, held = number + 1, bytearray()
             held += line
             num += 1
-    replace_bytes(_name(out, number), bytes(held))
-    for stale in {*out.glob("rollout_data_rank0.*.jsonl")} - {_name(out, each) for each in range(number + 1)}:
+    write_bytes_atomically(_file_path(out, number), bytes(held))
+    for stale in {*out.glob("rollout_data_rank0.*.jsonl")} - {_file_path(out, each) for each in range(number + 1)}:
         stale.unlink()
     return num
 
 
-def _name(out: Path, number: int) -> Path:
+def _file_path(out: Path, number: int) -> Path:
     return out / f"rollout_data_rank0{f'.{number}' if number else ''}.jsonl"
 
 
-def _line(rollout: Rollout, step: int, renderer: Renderer, word: Callable[[int], str]) -> dict[str, object]:
-    sampled = list(_sampled(rollout))
+def _board_record(rollout: Rollout, step: int, renderer: Renderer, decode_token: Callable[[int], str]) -> dict[str, object]:
+    sampled = list(_sampled_tokens(rollout))
     first = rollout.sequences[0]
     ids, logprobs, values, rewards = ([each[part] for each in sampled] for part in range(4))
     rewards[-1] += rollout.outcome_reward
@@ -53,7 +53,7 @@ def _line(rollout: Rollout, step: int, renderer: Renderer, word: Callable[[int],
         "step": step,
         "prompt": renderer.tokenizer.decode(first.token_ids[: first.loss_mask.index(1)]),
         "response": "\n".join(turn.text for turn in rollout.turns),
-        "response_tokens": [word(token) for token in ids],
+        "response_tokens": [decode_token(token) for token in ids],
         "logprobs": logprobs,
         "token_rewards": rewards,
         "reward": rollout.reward,
@@ -64,7 +64,7 @@ def _line(rollout: Rollout, step: int, renderer: Renderer, word: Callable[[int],
     return line if None in values else {**line, "values": values}
 
 
-def _sampled(rollout: Rollout) -> Iterator[tuple[int, float, float | None, float]]:
+def _sampled_tokens(rollout: Rollout) -> Iterator[tuple[int, float, float | None, float]]:
     """Of every sampled token: itself, the engine's logprob, a critic's value where there is one, and its reward but for the outcome."""
     for turn in rollout.turns:
         context, (first, last) = rollout.sequences[turn.sequence], turn.token_span

@@ -80,12 +80,12 @@ def parse_yaml(text: str, *, as_text: bool = False) -> object:
         raise ValueError(f"is no YAML: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
 
 
-def printable(text: str) -> str:
+def to_printable(text: str) -> str:
     """Return the text on one line, with ? in the place of what moves a terminal's cursor: words of files stand in errors."""
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
-class _NoAliases(yaml.composer.Composer):
+class _NoAliasComposer(yaml.composer.Composer):
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
@@ -93,7 +93,7 @@ class _NoAliases(yaml.composer.Composer):
         return super().compose_node(parent, index)
 
 
-class _PlainLoader(_NoAliases, yaml.SafeLoader):
+class _PlainLoader(_NoAliasComposer, yaml.SafeLoader):
     def construct_scalar(self, node: yaml.Node) -> str:
         if node.tag in _NUMBERS and len(node.value) > MAX_NUMBER_CHARACTERS:
             problem = f"a number of {len(node.value)} characters, more than {MAX_NUMBER_CHARACTERS}"
@@ -101,5 +101,5 @@ class _PlainLoader(_NoAliases, yaml.SafeLoader):
         return super().construct_scalar(node)
 
 
-class _TextLoader(_NoAliases, yaml.BaseLoader):
+class _TextLoader(_NoAliasComposer, yaml.BaseLoader):
     pass

@@ -9,16 +9,16 @@ from collections.abc import Mapping
 
 import torch
 
-LOWEST, HIGHEST, STEPS = -27, 7, 8
+MIN_EXPONENT, MAX_EXPONENT, BINS_PER_OCTAVE = -27, 7, 8
 """From 7e-9, under float32's own rounding of a logprob, to 128, in steps of an eighth of an octave."""
-NUM_BINS = (HIGHEST - LOWEST) * STEPS + 2
+NUM_BINS = (MAX_EXPONENT - MIN_EXPONENT) * BINS_PER_OCTAVE + 2
 
 
-def counts_of(size_R: torch.Tensor, *, among_R: torch.Tensor | None = None) -> torch.Tensor:
-    """How many of these sizes, none negative, lie in each bin: int64 [NUM_BINS], where size_R is. among_R (bool): of those alone where it
+def count_in_bins(value_R: torch.Tensor, *, mask_R: torch.Tensor | None = None) -> torch.Tensor:
+    """How many of these sizes, none negative, lie in each bin: int64 [NUM_BINS], where size_R is. mask_R (bool): of those alone where it
     holds. No host waits for a device."""
-    place_R = ((size_R.log2() - LOWEST) * STEPS).ceil().nan_to_num(nan=math.inf).clamp(0, NUM_BINS - 1).long()
-    return place_R.new_zeros(NUM_BINS).index_add_(0, place_R, torch.ones_like(place_R) if among_R is None else among_R.long())
+    place_R = ((value_R.log2() - MIN_EXPONENT) * BINS_PER_OCTAVE).ceil().nan_to_num(nan=math.inf).clamp(0, NUM_BINS - 1).long()
+    return place_R.new_zeros(NUM_BINS).index_add_(0, place_R, torch.ones_like(place_R) if mask_R is None else mask_R.long())
 
 
 def quantile(counts: Mapping[int, int], percent: int) -> float:
@@ -27,5 +27,5 @@ def quantile(counts: Mapping[int, int], percent: int) -> float:
     for place in sorted(counts):
         below += counts[place]
         if below >= wanted > 0:
-            return math.inf if place == NUM_BINS - 1 else 2.0 ** (LOWEST + place / STEPS)
+            return math.inf if place == NUM_BINS - 1 else 2.0 ** (MIN_EXPONENT + place / BINS_PER_OCTAVE)
     return 0.0

@@ -16,22 +16,22 @@ MAX_LINE_BYTES = 64 << 20
 """A rollout of a million tokens has 40 MB."""
 MAX_LINES_BYTES = 1 << 30
 """Limit of a file of lines that is read as a whole."""
-DEEPEST = 64
+MAX_DEPTH = 64
 """Objects and lists within one another, in a file of settings or names."""
-LACKING = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 BROKEN_DISK = "the disk has an error (dmesg says which): check it and mount it anew, or choose another folder"
 """The remedy of a write that fails, and of one that the kernel refuses because others have failed."""
 
 
-def to_line(record: object) -> str:
+def to_json_line(record: object) -> str:
     """One line without its newline, in plain ASCII. Example: {"a": nan, "b": [1, -inf]} -> '{"a": "NaN", "b": [1, "-Infinity"]}'."""
-    return json.dumps(_strict(record), allow_nan=False)
+    return json.dumps(_replace_non_finite(record), allow_nan=False)
 
 
-def to_number(value: float | str) -> float:
-    """A number as it was before `to_line`: "NaN", "Infinity" and "-Infinity" become floats again. ValueError: it is none."""
-    number = LACKING.get(value) if isinstance(value, str) else value
+def parse_number(value: float | str) -> float:
+    """A number as it was before `to_json_line`: "NaN", "Infinity" and "-Infinity" become floats again. ValueError: it is none."""
+    number = NON_FINITE_NUMBERS.get(value) if isinstance(value, str) else value
     if not isinstance(number, int | float) or (isinstance(number, int) and not -(1 << 63) <= number < 1 << 63):
         raise ValueError(f"{str(value)[:40]!r} is no number")
     return number
@@ -82,21 +82,21 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON: {error}") from error
     level = [found]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_DEPTH):
         level = [item for part in level if isinstance(part, dict | list) for item in (part.values() if isinstance(part, dict) else part)]
         if not level:
             return found
-    raise ValueError(f"is nested deeper than {DEEPEST}")
+    raise ValueError(f"is nested deeper than {MAX_DEPTH}")
 
 
-def unwritten(key: str, path: Path, error: OSError) -> str:
+def write_error_line(key: str, path: Path, error: OSError) -> str:
     """Return the line of an error that a setting's folder, or file, could not be written."""
     is_broken = any(os.strerror(number) in str(error) for number in (errno.EIO, errno.EROFS))
     remedy = BROKEN_DISK if is_broken else "free space or choose another folder"
     return f"{key}={path}: could not be written ({error}); {remedy}"
 
 
-def replace_bytes(path: Path, content: bytes) -> None:
+def write_bytes_atomically(path: Path, content: bytes) -> None:
     """Write a file so that it is the old one or the new one whenever the program dies; on a full disk OSError, and the old one alone."""
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -110,16 +110,16 @@ def replace_bytes(path: Path, content: bytes) -> None:
         raise
 
 
-def replace_lines(path: Path, records: Iterable[object]) -> None:
-    """Write a whole file of records; see `replace_bytes`."""
-    replace_bytes(path, "".join(to_line(record) + "\n" for record in records).encode("ascii"))
+def write_lines_atomically(path: Path, records: Iterable[object]) -> None:
+    """Write a whole file of records; see `write_bytes_atomically`."""
+    write_bytes_atomically(path, "".join(to_json_line(record) + "\n" for record in records).encode("ascii"))
 
 
-def _strict(value: object) -> object:
+def _replace_non_finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return value

@@ -19,7 +19,7 @@ from operator import index
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin, get_type_hints
 
-from megatron_rl.io.jsonl import LACKING
+from megatron_rl.io.jsonl import NON_FINITE_NUMBERS
 from megatron_rl.types import TOKEN_COLUMNS, Image, JudgeResult, Rollout, TokenSequence, ToolCall, Turn
 
 if TYPE_CHECKING:
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 VERSION = 7
 """Of the fields and their meaning. A record of another version is refused."""
-KEY = re.compile(r"[0-9A-Za-z]{1,64}")
+IMAGE_KEY_PATTERN = re.compile(r"[0-9A-Za-z]{1,64}")
 """A valid key of an image, which names a file."""
 MAX_PATCHES = 1 << 24
 """Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""
-FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence, Turn, ToolCall, JudgeResult)}
+RECORD_FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence, Turn, ToolCall, JudgeResult)}
 """Of the records that travel: names and annotations."""
 
 
-def to_record(rollout: Rollout, store: Callable[[Image], str]) -> dict[str, Any]:
+def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str, Any]:
     """A rollout as JSON values, and floats that JSON lacks. `store` keeps a picture and names it: once for each distinct image."""
     images: dict[str, Image] = {}
-    fields = _write(Rollout, rollout, images)
-    pictures = {key: {"name": store(image), "grid": list(image.grid), "merge": image.merge} for key, image in images.items()}
+    fields = _encode(Rollout, rollout, images)
+    pictures = {key: {"name": save_image(image), "grid": list(image.grid), "merge": image.merge} for key, image in images.items()}
     return {"version": VERSION, "images": pictures, **fields}
 
 
-def from_record(record: object, load: Callable[[str], "Picture | None"]) -> Rollout:
+def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -> Rollout:
     """The rollout that was given to `to_record`, but for Image.patch_PC, which is None. `load` gives the picture of a name, or None for
     a reader who needs none.
 
@@ -51,94 +51,94 @@ def from_record(record: object, load: Callable[[str], "Picture | None"]) -> Roll
     """
     _require(isinstance(record, dict), "record", record, "not an object")
     _require(record.get("version") == VERSION, "version", record.get("version"), f"this program reads {VERSION}")
-    images = _read_images(record.get("images"), load)
+    images = _decode_images(record.get("images"), load_image)
     fields = {name: value for name, value in record.items() if name not in ("version", "images")}
-    rollout = _read(Rollout, fields, "rollout", images)
+    rollout = _decode(Rollout, fields, "rollout", images)
     for number, context in enumerate(rollout.sequences):
-        _check_context(context, f"sequences[{number}]")
+        _check_sequence(context, f"sequences[{number}]")
     for number, turn in enumerate(rollout.turns):
         _check_turn(turn, rollout.sequences, f"turns[{number}]")
     return rollout
 
 
-def _write(kind: Any, value: Any, images: dict[str, Image]) -> Any:
+def _encode(annotation: Any, value: Any, images: dict[str, Image]) -> Any:
     """A value whose annotation is `kind` as JSON; images are handed in by key."""
-    parts = get_args(kind)
-    if kind in FIELDS:
-        return {name: _write(part, getattr(value, name), images) for name, part in FIELDS[kind].items()}
-    if kind is Image:
+    parts = get_args(annotation)
+    if annotation in RECORD_FIELDS:
+        return {name: _encode(part, getattr(value, name), images) for name, part in RECORD_FIELDS[annotation].items()}
+    if annotation is Image:
         images.setdefault(value.key, value)
         return value.key
-    if kind in _WRITTEN:
-        return _WRITTEN[kind](value)
-    if get_origin(kind) is dict:
-        return {str(key): _write(parts[1], each, images) for key, each in value.items()}
-    if get_origin(kind) is list and parts[0] in _WRITTEN:  # thousands of tokens
-        return list(map(_WRITTEN[parts[0]], value))
-    if get_origin(kind) is list:
-        return [_write(parts[0], each, images) for each in value]
-    if get_origin(kind) is tuple:
-        return [_write(part, each, images) for part, each in zip(parts, value, strict=True)]
+    if annotation in _ENCODERS:
+        return _ENCODERS[annotation](value)
+    if get_origin(annotation) is dict:
+        return {str(key): _encode(parts[1], each, images) for key, each in value.items()}
+    if get_origin(annotation) is list and parts[0] in _ENCODERS:  # thousands of tokens
+        return list(map(_ENCODERS[parts[0]], value))
+    if get_origin(annotation) is list:
+        return [_encode(parts[0], each, images) for each in value]
+    if get_origin(annotation) is tuple:
+        return [_encode(part, each, images) for part, each in zip(parts, value, strict=True)]
     if NoneType in parts:
-        return None if value is None else _write(parts[0], value, images)
-    assert issubclass(kind, StrEnum), f"io/rollout_codec.py does not know how {kind} travels"
+        return None if value is None else _encode(parts[0], value, images)
+    assert issubclass(annotation, StrEnum), f"io/rollout_codec.py does not know how {annotation} travels"
     return str(value)
 
 
-def _read(kind: Any, value: Any, where: str, images: Mapping[str, Image]) -> Any:
+def _decode(annotation: Any, value: Any, where: str, images: Mapping[str, Image]) -> Any:
     """What `_write` was given. ValueError: `value` cannot be one of that kind."""
-    parts = get_args(kind)
-    if kind in FIELDS:
-        return _read_fields(kind, value, where, images)
-    if kind is Image:
+    parts = get_args(annotation)
+    if annotation in RECORD_FIELDS:
+        return _decode_fields(annotation, value, where, images)
+    if annotation is Image:
         _require(isinstance(value, str) and value in images, where, value, "none of the record's images")
         return images[value]
-    if kind in _READ:
-        return _READ[kind](value, where)
-    if get_origin(kind) is dict:
+    if annotation in _DECODERS:
+        return _DECODERS[annotation](value, where)
+    if get_origin(annotation) is dict:
         _require(isinstance(value, dict) and all(isinstance(key, str) for key in value), where, value, "not named values")
-        return {key: _read(parts[1], each, f"{where}[{reprlib.repr(key)}]", images) for key, each in value.items()}
-    if get_origin(kind) is list:
+        return {key: _decode(parts[1], each, f"{where}[{reprlib.repr(key)}]", images) for key, each in value.items()}
+    if get_origin(annotation) is list:
         _require(isinstance(value, list), where, value, "not a list")
-        if parts[0] in _READ:
-            return [_READ[parts[0]](each, where) for each in value]
-        return [_read(parts[0], each, f"{where}[{number}]", images) for number, each in enumerate(value)]
-    if get_origin(kind) is tuple:
+        if parts[0] in _DECODERS:
+            return [_DECODERS[parts[0]](each, where) for each in value]
+        return [_decode(parts[0], each, f"{where}[{number}]", images) for number, each in enumerate(value)]
+    if get_origin(annotation) is tuple:
         _require(isinstance(value, list) and len(value) == len(parts), where, value, f"not {len(parts)} values")
-        return tuple(_read(part, each, where, images) for part, each in zip(parts, value, strict=True))
+        return tuple(_decode(part, each, where, images) for part, each in zip(parts, value, strict=True))
     if NoneType in parts:
-        return None if value is None else _read(parts[0], value, where, images)
-    names = [each.value for each in kind]
+        return None if value is None else _decode(parts[0], value, where, images)
+    names = [each.value for each in annotation]
     _require(isinstance(value, str) and value in names, where, value, f"none of {', '.join(names)}")
-    return kind(value)
+    return annotation(value)
 
 
-def _read_fields(kind: Any, value: Any, where: str, images: Mapping[str, Image]) -> Any:
-    fields = FIELDS[kind]
+def _decode_fields(kind: Any, value: Any, where: str, images: Mapping[str, Image]) -> Any:
+    fields = RECORD_FIELDS[kind]
     _require(isinstance(value, dict), where, value, "not an object")
     for names, why in ((fields.keys() - value.keys(), "lacking"), (value.keys() - fields.keys(), "no such field")):
         _require(not names, where, sorted(map(str, names)), why)
-    return kind(**{name: _read(part, value[name], f"{where}.{name}", images) for name, part in fields.items()})
+    return kind(**{name: _decode(part, value[name], f"{where}.{name}", images) for name, part in fields.items()})
 
 
-def _read_images(value: Any, load: Callable[[str], "Picture | None"]) -> dict[str, Image]:
+def _decode_images(value: Any, load: Callable[[str], "Picture | None"]) -> dict[str, Image]:
     _require(isinstance(value, dict) and all(isinstance(key, str) for key in value), "images", value, "not named pictures")
     images = {}
     for key, each in value.items():
         where = f"images[{reprlib.repr(key)}]"
-        _require(KEY.fullmatch(key) is not None, "images", key, "no key of a picture")
+        _require(IMAGE_KEY_PATTERN.fullmatch(key) is not None, "images", key, "no key of a picture")
         _require(isinstance(each, dict) and each.keys() == {"name", "grid", "merge"}, where, each, "not a name, a grid and a merge")
-        grid = _read(tuple[int, int, int], each["grid"], where, {})
+        grid = _decode(tuple[int, int, int], each["grid"], where, {})
         _require(min(grid) > 0 and math.prod(grid) <= MAX_PATCHES, where, each["grid"], "no grid of patches")
-        merge = _read(int, each["merge"], where, {})
+        merge = _decode(int, each["merge"], where, {})
         _require(merge > 0 and not any(side % merge for side in grid[1:]), where, merge, "does not merge that grid")
         images[key] = Image(pil=load(_text(each["name"], where)), patch_PC=None, grid=grid, key=key, merge=merge)
     return images
 
 
-def _check_context(context: TokenSequence, where: str) -> None:
+def _check_sequence(context: TokenSequence, where: str) -> None:
     length = len(context.token_ids)
-    for name in FIELDS[TokenSequence].keys() - {"images"}:
+    for name in RECORD_FIELDS[TokenSequence].keys() - {"images"}:
         column = getattr(context, name)
         is_aligned = len(column) == length or (name in TOKEN_COLUMNS and not column)
         _require(is_aligned, f"{where}.{name}", len(column), f"not as many as the {length} tokens")
@@ -167,8 +167,8 @@ def _integer(value: Any, where: str) -> int:
 def _number(value: Any, where: str) -> float:
     if type(value) is float:
         return value
-    if type(value) is str and value in LACKING:
-        return LACKING[value]
+    if type(value) is str and value in NON_FINITE_NUMBERS:
+        return NON_FINITE_NUMBERS[value]
     if type(value) is not int or abs(value) > 1 << 53:
         _refuse(where, value, "no number")
     return float(value)
@@ -179,13 +179,13 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def _truth(value: Any, where: str) -> bool:
+def _boolean(value: Any, where: str) -> bool:
     _require(isinstance(value, bool), where, value, "neither true nor false")
     return value
 
 
-def _require(is_well: bool, where: str, value: object, why: str) -> None:
-    if not is_well:
+def _require(is_valid: bool, where: str, value: object, why: str) -> None:
+    if not is_valid:
         _refuse(where, value, why)
 
 
@@ -193,6 +193,6 @@ def _refuse(where: str, value: object, why: str) -> NoReturn:
     raise ValueError(f"rollout record: {where}: {reprlib.repr(value)}: {why}")
 
 
-_WRITTEN: Mapping[Any, Callable[[Any], Any]] = {int: index, float: float, str: str, bool: bool}
+_ENCODERS: Mapping[Any, Callable[[Any], Any]] = {int: index, float: float, str: str, bool: bool}
 """What a user's own environment or reward left where one of these was meant becomes one: a number of numpy's, say."""
-_READ: Mapping[Any, Callable[[Any, str], Any]] = {int: _integer, float: _number, str: _text, bool: _truth}
+_DECODERS: Mapping[Any, Callable[[Any, str], Any]] = {int: _integer, float: _number, str: _text, bool: _boolean}

@@ -7,7 +7,7 @@ BLOCKS, BLOCK_BYTES = 4096, 4096
 """Limit of the bytes read of a file, 16 MiB: of a file of 4 GB one block in each MB, so that no layer of a model is left out."""
 
 
-def sampled_digest(path: Path) -> str:
+def compute_sampled_digest(path: Path) -> str:
     """Return the SHA-256 of a file's size and of blocks that are evenly spread over it; of a small file, of all of it."""
     size = path.stat().st_size
     total = hashlib.sha256(f"{size}\n".encode())

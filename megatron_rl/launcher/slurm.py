@@ -17,35 +17,35 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.config import Settings
-from megatron_rl.io.bounded_files import printable
-from megatron_rl.io.jsonl import replace_bytes
-from megatron_rl.launcher.compose import composed
+from megatron_rl.io.bounded_files import to_printable
+from megatron_rl.io.jsonl import write_bytes_atomically
+from megatron_rl.launcher.compose import compose_settings
 from megatron_rl.run.directory import read_resume_state
 from megatron_rl.run.process import LOGS
 from megatron_rl.run.record import explain_write_errors
 from megatron_rl.run.status import is_running
 
-SCRIPT, STORED = "job.sbatch", "job.yaml"
-TRAIN = "launch/slurm/train.sbatch"
+SCRIPT_FILE, SETTINGS_FILE = "job.sbatch", "job.yaml"
+TRAIN_SCRIPT = "launch/slurm/train.sbatch"
 
 
-def script_of(settings: Settings, words: Sequence[str], further: Sequence[str]) -> str:
+def render_job_script(settings: Settings, overrides: Sequence[str], sbatch_arguments: Sequence[str]) -> str:
     """The text of the job's script, which works in this folder; `further` words are sbatch's, and the last ones count."""
-    if not Path(TRAIN).is_file():
-        raise ValueError(f"{Path.cwd()}: has no {TRAIN}; submit from the folder that holds launch/")
+    if not Path(TRAIN_SCRIPT).is_file():
+        raise ValueError(f"{Path.cwd()}: has no {TRAIN_SCRIPT}; submit from the folder that holds launch/")
     slurm, folder = settings.slurm, Path(settings.run.dir).absolute()
     asked = [f"--job-name={folder.name}", f"--chdir={Path.cwd()}", f"--output={folder / LOGS / 'slurm-%j.out'}", f"--nodes={slurm.nodes}"]
     asked += ["--ntasks-per-node=1", "--requeue" if slurm.requeue else "--no-requeue", "--open-mode=append"]
     asked += [f"--gpus-per-node={slurm.gpus}"] if slurm.gpus else []
     asked += [f"--time={slurm.time}"] if slurm.time else []
     asked += [f"--signal=B:USR1@{slurm.signal_s}"]
-    train = ["bash", TRAIN, *(["--requeue"] if slurm.requeue else []), f"--logs={folder / LOGS}"]
+    train = ["bash", TRAIN_SCRIPT, *(["--requeue"] if slurm.requeue else []), f"--logs={folder / LOGS}"]
     train += [f"--nproc_per_node={slurm.processes}"] if slurm.processes else []
-    lines = [f"#SBATCH {shlex.quote(word)}" for word in [*asked, *slurm.sbatch, *further]]
-    return "\n".join(["#!/usr/bin/env bash", *lines, f"exec {shlex.join([*train, *words])}", ""])
+    lines = [f"#SBATCH {shlex.quote(word)}" for word in [*asked, *slurm.sbatch, *sbatch_arguments]]
+    return "\n".join(["#!/usr/bin/env bash", *lines, f"exec {shlex.join([*train, *overrides])}", ""])
 
 
-def prepare(settings: Settings, script: str) -> Path:
+def write_job(settings: Settings, script: str) -> Path:
     """Write script and settings; returns the script. ValueError: the run folder holds what does not go on with these settings."""
     folder = Path(settings.run.dir)
     stand = read_resume_state(folder, settings)
@@ -56,12 +56,12 @@ def prepare(settings: Settings, script: str) -> Path:
         raise ValueError(f"run.dir={folder}: {why}; run.overwrite=true moves it aside, or choose another folder")
     with explain_write_errors(folder):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
-        replace_bytes(folder / STORED, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
-        replace_bytes(folder / SCRIPT, script.encode())
-    return folder / SCRIPT
+        write_bytes_atomically(folder / SETTINGS_FILE, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
+        write_bytes_atomically(folder / SCRIPT_FILE, script.encode())
+    return folder / SCRIPT_FILE
 
 
-def submit(script: Path) -> str:
+def submit_job(script: Path) -> str:
     """The job's number. ValueError: Slurm does not take it, or there is none."""
     try:
         told = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=True)
@@ -81,10 +81,10 @@ def submit_main(arguments: Sequence[str]) -> int:
     parser.add_argument("words", nargs="+", metavar="KEY=VALUE", help="launch/train.py's, slurm.KEY=VALUE; then -- and sbatch's own")
     options = parser.parse_intermixed_args(words)
     try:
-        settings = composed(options.words)
-        script = prepare(settings, script_of(settings, options.words, further))
-        print(script if options.dry_run else f"job {submit(script)}: {script}; its words: {script.parent / LOGS}")
+        settings = compose_settings(options.words)
+        script = write_job(settings, render_job_script(settings, options.words, further))
+        print(script if options.dry_run else f"job {submit_job(script)}: {script}; its words: {script.parent / LOGS}")
     except (ValueError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        print(f"error: {to_printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     return 0

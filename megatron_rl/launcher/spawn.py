@@ -26,51 +26,51 @@ from megatron_rl.config import RunSettings
 from megatron_rl.distributed.world import first_line, raise_file_limit
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, SECOND_SIGNAL_S, SIGNALS, STARTUP_TIMEOUT_S, HardEnd, SignalDeadline, handling_signals
 
-AT_ONCE_S = 5
+IMMEDIATE_KILL_S = 5
 """After a second SIGINT, or another signal AGAIN_S after the first."""
 
 
-class Processes:
+class ChildProcesses:
     """What this process has started, and whether it was told to stop them."""
 
-    def __init__(self, *, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._heard: list[int] = []
-        self._first = 0.0
+    def __init__(self, *, shutdown_timeout_s: float) -> None:
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._received: list[int] = []
+        self._first_signal_s = 0.0
         self._has_processes = False
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
+    def forward_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on. Who does not end in time is killed."""
         children = psutil.Process().children()
         if not children:
             raise SystemExit(128 + number)
-        if not self._heard:
-            signal.setitimer(signal.ITIMER_REAL, self._patience_s)
-        if number == signal.SIGINT in self._heard or (self._heard and time.monotonic() - self._first >= SECOND_SIGNAL_S):
-            signal.setitimer(signal.ITIMER_REAL, AT_ONCE_S)
-        self._first = self._first if self._heard else time.monotonic()
-        self._heard.append(number)
-        _tell(children, number)
+        if not self._received:
+            signal.setitimer(signal.ITIMER_REAL, self._shutdown_timeout_s)
+        if number == signal.SIGINT in self._received or (self._received and time.monotonic() - self._first_signal_s >= SECOND_SIGNAL_S):
+            signal.setitimer(signal.ITIMER_REAL, IMMEDIATE_KILL_S)
+        self._first_signal_s = self._first_signal_s if self._received else time.monotonic()
+        self._received.append(number)
+        _send_signal(children, number)
 
-    def hard_end(self, heard: Sequence[tuple[int, float]]) -> HardEnd:
+    def hard_deadline(self, signals: Sequence[tuple[int, float]]) -> HardEnd:
         """While it waits for other nodes it has no processes, and hears nothing by itself (run/shutdown.py). Who had some knows their
         end."""
-        number, first = heard[0]
+        number, first = signals[0]
         self._has_processes |= bool(psutil.Process().children())
         line = f"error: {signal.Signals(number).name}: ended while it waited for the launchers of other nodes"
         return HardEnd(math.inf if self._has_processes else first + STARTUP_TIMEOUT_S / 2, line, 128 + number)
 
-    def kill(self, number: int, frame: FrameType | None) -> None:
-        _tell(psutil.Process().children(), signal.SIGKILL)
+    def kill_children(self, number: int, frame: FrameType | None) -> None:
+        _send_signal(psutil.Process().children(), signal.SIGKILL)
 
-    def code(self, exitcode: int) -> int:
+    def exit_code(self, exitcode: int) -> int:
         """As a shell tells it. A process that died of the signal itself had not yet begun: it can be started again."""
-        if -exitcode in self._heard:
+        if -exitcode in self._received:
             return os.EX_TEMPFAIL
         return exitcode if exitcode >= 0 else 128 - exitcode
 
 
-def spawn(arguments: Sequence[str]) -> int:
+def launch_processes(arguments: Sequence[str]) -> int:
     """Start the processes and wait for their end. Returns the exit code."""
     try:
         raise_file_limit()
@@ -79,20 +79,20 @@ def spawn(arguments: Sequence[str]) -> int:
         return 1
     given = parse_args(list(arguments))
     num_processes = determine_local_world_size(given.nproc_per_node)
-    num_threads = threads(len(os.sched_getaffinity(0)), num_processes=num_processes, num_gpus=torch.cuda.device_count())
+    num_threads = omp_num_threads(len(os.sched_getaffinity(0)), num_processes=num_processes, num_gpus=torch.cuda.device_count())
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     logging.disable(logging.CRITICAL)  # torch's own report of what the processes report themselves
     given.signals_to_handle = "SIGHUP,SIGQUIT"
-    patience_s = given.shutdown_timeout or grace_s(given.training_script_args) + CLOSE_TIMEOUT_S
-    processes = Processes(patience_s=patience_s)
-    handlers = {**dict.fromkeys(SIGNALS, processes.hear), signal.SIGALRM: processes.kill}
-    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, handling_signals(handlers), SignalDeadline(processes.hard_end):
+    patience_s = given.shutdown_timeout or parse_grace_s(given.training_script_args) + CLOSE_TIMEOUT_S
+    processes = ChildProcesses(shutdown_timeout_s=patience_s)
+    handlers = {**dict.fromkeys(SIGNALS, processes.forward_signal), signal.SIGALRM: processes.kill_children}
+    with tempfile.TemporaryDirectory(prefix="spawn_") as logs, handling_signals(handlers), SignalDeadline(processes.hard_deadline):
         given.log_dir = given.log_dir or logs
         try:
             run(given)
         except ChildFailedError as failed:
             rank, first = failed.get_first_failure()
-            code = processes.code(first.exitcode)
+            code = processes.exit_code(first.exitcode)
             if first.exitcode < 0 and code != os.EX_TEMPFAIL:
                 print(
                     f"error: rank {rank} was ended by {signal.Signals(-first.exitcode).name}; was memory short, or did someone?", flush=True
@@ -111,12 +111,12 @@ def spawn(arguments: Sequence[str]) -> int:
     return 0
 
 
-def threads(num_cores: int, *, num_processes: int, num_gpus: int) -> int:
+def omp_num_threads(num_cores: int, *, num_processes: int, num_gpus: int) -> int:
     """OMP_NUM_THREADS of a process: its part of the cores beside a GPU. Without one it is 1: vLLM on a CPU is far slower with two."""
     return max(1, num_cores // num_processes) if num_gpus else 1
 
 
-def grace_s(overrides: Sequence[str]) -> float:
+def parse_grace_s(overrides: Sequence[str]) -> float:
     """run.grace_s of a command line, where it is given there; what is not a number is told by the run."""
     given = [override.partition("=")[2] for override in overrides if override.startswith("run.grace_s=")]
     try:
@@ -125,7 +125,7 @@ def grace_s(overrides: Sequence[str]) -> float:
         return 0.0
 
 
-def _tell(processes: Sequence[psutil.Process], number: int) -> None:
+def _send_signal(processes: Sequence[psutil.Process], number: int) -> None:
     for process in processes:
         try:
             process.send_signal(number)

@@ -18,18 +18,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_rl.config import Settings
-from megatron_rl.io.bounded_files import printable
-from megatron_rl.launcher.compose import composed
-from megatron_rl.launcher.sweep_file import Sweep, Task, read_sweep
+from megatron_rl.io.bounded_files import to_printable
+from megatron_rl.launcher.compose import compose_settings
+from megatron_rl.launcher.sweep_file import Sweep, SweepTask, read_sweep
 from megatron_rl.run.directory import read_resume_state
 from megatron_rl.run.process import LOGS, ManagedProcess, SignalForwarder, open_output, requeue, require_job
 from megatron_rl.run.status import is_running, read_status
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 @dataclass(slots=True, frozen=True)
-class Launch:
+class LaunchScripts:
     """How a run is started."""
 
     folder: Path
@@ -45,13 +45,13 @@ class Launch:
         return [sys.executable, str(self.folder / "spawn.py"), *alone, str(self.folder / "train.py"), *overrides]
 
 
-def all_composed(tasks: Sequence[Task]) -> list[Settings]:
+def compose_tasks(tasks: Sequence[SweepTask]) -> list[Settings]:
     """Their settings, checked. ValueError: a line for each mistake, with the first task that has it."""
     found: list[Settings] = []
     wrong: dict[str, int] = {}
     for task in tasks:
         try:
-            found.append(composed(task.overrides))
+            found.append(compose_settings(task.overrides))
         except ValueError as error:
             wrong.setdefault(str(error), task.index)
     if wrong:
@@ -59,7 +59,7 @@ def all_composed(tasks: Sequence[Task]) -> list[Settings]:
     return found
 
 
-def left_to_do(tasks: Sequence[Task], settings: Sequence[Settings]) -> list[Task]:
+def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings]) -> list[SweepTask]:
     """Those that are not finished. ValueError: a line for each folder that holds something else, or is in use."""
     stands = [read_resume_state(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
     refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]
@@ -69,80 +69,80 @@ def left_to_do(tasks: Sequence[Task], settings: Sequence[Settings]) -> list[Task
     return [task for task, stand in zip(tasks, stands, strict=True) if not stand.is_finished]
 
 
-def show(sweep: Sweep) -> None:
+def print_sweep(sweep: Sweep) -> None:
     width = max(len(str(task.folder)) for task in sweep.tasks)
     for task in sweep.tasks:
         print(f"{task.index:>3}  {read_status(task.folder).state:8}  {task.folder!s:{width}}  {' '.join(task.overrides[:-1])}")
     print(f"sbatch --array=0-{len(sweep.tasks) - 1} launch/slurm/sweep.sbatch {sweep.path}")
 
 
-class Player:
+class SweepRunner:
     """Plays tasks, so many at once, and says a line of each that ends."""
 
-    def __init__(self, sweep: Sweep, launch: Launch, *, num: int) -> None:
-        self._sweep, self._launch, self._num = sweep, launch, num
-        self._running: dict[ManagedProcess, Task] = {}
-        self.codes: list[int] = []
+    def __init__(self, sweep: Sweep, scripts: LaunchScripts, *, num_tasks: int) -> None:
+        self._sweep, self._launch, self._num = sweep, scripts, num_tasks
+        self._running: dict[ManagedProcess, SweepTask] = {}
+        self.exit_codes: list[int] = []
         is_terminal = sys.stdout.isatty()
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console()) if is_terminal and num > 1 else None
+        self._bar = Progress(*columns, console=Console()) if is_terminal and num_tasks > 1 else None
 
-    def play(self, tasks: Sequence[Task], *, at_once: int, hearing: SignalForwarder) -> None:
+    def run(self, tasks: Sequence[SweepTask], *, max_parallel: int, signals: SignalForwarder) -> None:
         """Until all have ended; once this process is asked to stop, none begins."""
         waiting = list(tasks)
         with self._bar or nullcontext():
             shown = self._bar.add_task("sweep", total=self._num, completed=self._num - len(tasks)) if self._bar else None
-            while (waiting and not hearing.heard) or self._running:
-                while waiting and len(self._running) < at_once and not hearing.heard:
-                    self._begin(waiting.pop(0), hearing)
-                time.sleep(_LOOK_S)
+            while (waiting and not signals.heard) or self._running:
+                while waiting and len(self._running) < max_parallel and not signals.heard:
+                    self._start(waiting.pop(0), signals)
+                time.sleep(_POLL_S)
                 for attempt in [attempt for attempt in self._running if attempt.poll() is not None]:
-                    self._end(attempt, hearing)
+                    self._finish(attempt, signals)
                     if self._bar:
                         self._bar.advance(shown)
         if waiting:
-            self.codes.append(os.EX_TEMPFAIL)
+            self.exit_codes.append(os.EX_TEMPFAIL)
 
-    def _begin(self, task: Task, hearing: SignalForwarder) -> None:
-        command = self._launch.command(task.overrides, processes=self._sweep.processes, environment=os.environ)
+    def _start(self, task: SweepTask, signals: SignalForwarder) -> None:
+        command = self._launch.command(task.overrides, processes=self._sweep.num_processes, environment=os.environ)
         output = open_output(task.folder / LOGS)
-        self._tell(f"{task.index:>3}  begins: {output}")
+        self._print_line(f"{task.index:>3}  begins: {output}")
         attempt = ManagedProcess(command, output=output)
         self._running[attempt] = task
-        hearing.attempts.append(attempt)
-        if hearing.heard:  # in between
+        signals.attempts.append(attempt)
+        if signals.heard:  # in between
             attempt.forward_signal(signal.SIGUSR1)
 
-    def _end(self, attempt: ManagedProcess, hearing: SignalForwarder) -> None:
+    def _finish(self, attempt: ManagedProcess, signals: SignalForwarder) -> None:
         task = self._running.pop(attempt)
-        hearing.attempts.remove(attempt)
-        self.codes.append(attempt.poll())
-        self._tell(f"{task.index:>3}  {attempt.last_line() or f'ended with code {attempt.poll()}'}  ({task.folder})")
+        signals.attempts.remove(attempt)
+        self.exit_codes.append(attempt.poll())
+        self._print_line(f"{task.index:>3}  {attempt.last_line() or f'ended with code {attempt.poll()}'}  ({task.folder})")
 
-    def _tell(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         if self._bar:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, flush=True)
 
 
-def play(sweep: Sweep, tasks: Sequence[Task], launch: Launch, *, at_once: int, requeues: bool = False) -> int:
+def run_sweep(sweep: Sweep, tasks: Sequence[SweepTask], scripts: LaunchScripts, *, max_parallel: int, should_requeue: bool = False) -> int:
     """0: all are finished. Else the highest exit code."""
     with SignalForwarder() as hearing:
-        settings = all_composed(sweep.tasks)
-        todo = left_to_do(tasks, [settings[task.index] for task in tasks])
+        settings = compose_tasks(sweep.tasks)
+        todo = find_pending_tasks(tasks, [settings[task.index] for task in tasks])
         for task in tasks:
             if task not in todo:
                 print(f"{task.index:>3}  is finished  ({task.folder})", flush=True)
-        player = Player(sweep, launch, num=len(tasks))
-        player.play(todo, at_once=at_once, hearing=hearing)
-        code = max(player.codes, default=0)
-        if requeues and code:
+        player = SweepRunner(sweep, scripts, num_tasks=len(tasks))
+        player.run(todo, max_parallel=max_parallel, signals=hearing)
+        code = max(player.exit_codes, default=0)
+        if should_requeue and code:
             requeue(hearing.heard)
     return code
 
 
-def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sweep.py", description="Many runs from one yaml (docs/cluster.md).")
     parser.add_argument("sweep", type=Path, metavar="SWEEP.YAML", help="overrides, and a grid, a list or random draws")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -158,18 +158,18 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
 
 def sweep_main(arguments: Sequence[str], *, launch: Path) -> int:
     """What launch/sweep.py does: a mistake is a line, and nothing is started."""
-    options = options_of(arguments)
+    options = parse_options(arguments)
     try:
         if options.requeue:
             require_job()
         sweep = read_sweep(options.sweep)
         if options.shows:
-            all_composed(sweep.tasks)
-            show(sweep)
+            compose_tasks(sweep.tasks)
+            print_sweep(sweep)
             return 0
         tasks = sweep.tasks if options.task is None else [sweep.task(options.task)]
-        return play(sweep, tasks, Launch(launch), at_once=options.local or 1, requeues=options.requeue)
+        return run_sweep(sweep, tasks, LaunchScripts(launch), max_parallel=options.local or 1, should_requeue=options.requeue)
     except (ValueError, OSError) as error:
         for line in str(error).splitlines():
-            print(f"error: {printable(line)}", file=sys.stderr, flush=True)
+            print(f"error: {to_printable(line)}", file=sys.stderr, flush=True)
         return 1

@@ -21,18 +21,18 @@ from pathlib import Path
 from megatron_rl.config import require
 from megatron_rl.io.bounded_files import read_yaml
 
-KINDS = ("grid", "list", "random")
-KEYS = ("overrides", *KINDS, "folder", "processes")
-LONGEST = 200
+SEARCH_KINDS = ("grid", "list", "random")
+SWEEP_KEYS = ("overrides", *SEARCH_KINDS, "folder", "processes")
+MAX_NAME_CHARS = 200
 """Characters of a run folder's name; file systems take 255 bytes."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Task:
+class SweepTask:
     """One run of a sweep."""
 
     index: int
-    own: Mapping[str, str]
+    parameters: Mapping[str, str]
     """{key: value} by which it differs from the others."""
     overrides: Sequence[str]
     """All words of its command line, the run folder last."""
@@ -43,11 +43,11 @@ class Task:
 class Sweep:
     path: Path
     folder: Path
-    processes: int
+    num_processes: int
     """Of each run; 0 leaves it to what Slurm gives."""
-    tasks: Sequence[Task]
+    tasks: Sequence[SweepTask]
 
-    def task(self, index: int) -> Task:
+    def task(self, index: int) -> SweepTask:
         last = len(self.tasks) - 1
         require(0 <= index <= last, "--task", index, f"{self.path} has tasks 0 to {last}; sbatch --array=0-{last}")
         return self.tasks[index]
@@ -55,76 +55,76 @@ class Sweep:
 
 def read_sweep(path: Path) -> Sweep:
     """ValueError: it names no runs, or two runs with one folder. Nothing is composed here."""
-    given = _read(path)
-    unknown = sorted(given.keys() - {*KEYS})
-    require(not unknown, f"{path}: {'.'.join(unknown[:1])}", "...", f"no such key of a sweep; it has {', '.join(KEYS)}")
-    kinds = [kind for kind in KINDS if kind in given]
-    require(len(kinds) == 1, f"{path}", "+".join(kinds) or "(neither)", f"name the runs by one of {', '.join(KINDS)}")
+    given = _read_yaml(path)
+    unknown = sorted(given.keys() - {*SWEEP_KEYS})
+    require(not unknown, f"{path}: {'.'.join(unknown[:1])}", "...", f"no such key of a sweep; it has {', '.join(SWEEP_KEYS)}")
+    kinds = [kind for kind in SEARCH_KINDS if kind in given]
+    require(len(kinds) == 1, f"{path}", "+".join(kinds) or "(neither)", f"name the runs by one of {', '.join(SEARCH_KINDS)}")
     common = given.get("overrides", [])
-    require(_is_texts(common), f"{path}: overrides", common, "expects a list of words, [key=value, ...]")
+    require(_is_text_list(common), f"{path}: overrides", common, "expects a list of words, [key=value, ...]")
     processes, folder = given.get("processes", "0"), given.get("folder") or f"runs/{path.stem}"
     require(str(processes).isdigit(), f"{path}: processes", processes, "expects a whole number; leave it out for what Slurm gives")
     require(isinstance(folder, str), f"{path}: folder", folder, "expects a folder's name")
-    points = list(NAMED_BY[kinds[0]](given[kinds[0]], f"{path}: {kinds[0]}"))
+    points = list(EXPANDERS[kinds[0]](given[kinds[0]], f"{path}: {kinds[0]}"))
     require(bool(points), f"{path}: {kinds[0]}", given[kinds[0]], "is empty and names no run; give keys with values")
-    tasks = [_task(index, own, common, Path(folder)) for index, own in enumerate(points)]
+    tasks = [_make_task(index, own, common, Path(folder)) for index, own in enumerate(points)]
     _check_folders(tasks, path)
-    return Sweep(path=path, folder=Path(folder), processes=int(processes), tasks=tasks)
+    return Sweep(path=path, folder=Path(folder), num_processes=int(processes), tasks=tasks)
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read_yaml(path: Path) -> dict[str, object]:
     try:
         given = read_yaml(path, as_text=True)
     except FileNotFoundError as error:
         raise ValueError(f"{path}: no such file; give a sweep's yaml (launch/slurm/example.yaml is one)") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    require(isinstance(given, dict), str(path), "...", f"expects keys with values; a sweep has {', '.join(KEYS)}")
+    require(isinstance(given, dict), str(path), "...", f"expects keys with values; a sweep has {', '.join(SWEEP_KEYS)}")
     return given
 
 
-def grid(given: object, where: str) -> Iterator[dict[str, str]]:
+def expand_grid(given: object, location: str) -> Iterator[dict[str, str]]:
     """Every combination. Example: {a: [1, 2], b: [x, y]} -> a=1 b=x, a=1 b=y, a=2 b=x, a=2 b=y."""
-    require(isinstance(given, dict), where, given, "expects keys with lists of values")
+    require(isinstance(given, dict), location, given, "expects keys with lists of values")
     for key, values in given.items():
-        require(isinstance(values, list), f"{where}.{key}", values, f"expects a list of values; write [{values}]")
-        require(bool(values), f"{where}.{key}", "[]", "is empty: an empty grid has no run; give values, or leave the key out")
+        require(isinstance(values, list), f"{location}.{key}", values, f"expects a list of values; write [{values}]")
+        require(bool(values), f"{location}.{key}", "[]", "is empty: an empty grid has no run; give values, or leave the key out")
     if given:
         for values in product(*given.values()):
-            yield {key: _text(value, f"{where}.{key}") for key, value in zip(given, values, strict=True)}
+            yield {key: _to_override_text(value, f"{location}.{key}") for key, value in zip(given, values, strict=True)}
 
 
-def listed(given: object, where: str) -> Iterator[dict[str, str]]:
+def expand_list(given: object, location: str) -> Iterator[dict[str, str]]:
     """Those that are named, one by one."""
-    require(isinstance(given, list), where, given, "expects a list of {key: value, ...}")
+    require(isinstance(given, list), location, given, "expects a list of {key: value, ...}")
     for number, own in enumerate(given):
-        require(isinstance(own, dict), f"{where}[{number}]", own, "expects {key: value, ...}")
-        yield {key: _text(value, f"{where}[{number}].{key}") for key, value in own.items()}
+        require(isinstance(own, dict), f"{location}[{number}]", own, "expects {key: value, ...}")
+        yield {key: _to_override_text(value, f"{location}[{number}].{key}") for key, value in own.items()}
 
 
-def drawn(given: object, where: str) -> Iterator[dict[str, str]]:
+def expand_random(given: object, location: str) -> Iterator[dict[str, str]]:
     """Draws of every key, each from a generator of its own: uniform, uniform in the logarithm, or one of a list."""
-    require(isinstance(given, dict), where, given, "expects draws, seed, and keys with what they are drawn from")
+    require(isinstance(given, dict), location, given, "expects draws, seed, and keys with what they are drawn from")
     for key in ("draws", "seed"):
-        require(str(given.get(key, "")).isdigit(), f"{where}.{key}", given.get(key, "(none)"), "expects a whole number")
-    keys = {key: _range(source, f"{where}.{key}") for key, source in given.items() if key not in ("draws", "seed")}
-    require(bool(keys), where, given, "names no key to draw; give KEY: {log: [1e-5, 1e-3]}, {uniform: [0, 1]} or [a, b]")
+        require(str(given.get(key, "")).isdigit(), f"{location}.{key}", given.get(key, "(none)"), "expects a whole number")
+    keys = {key: _parse_range(source, f"{location}.{key}") for key, source in given.items() if key not in ("draws", "seed")}
+    require(bool(keys), location, given, "names no key to draw; give KEY: {log: [1e-5, 1e-3]}, {uniform: [0, 1]} or [a, b]")
     generators = {key: random.Random(f"{given['seed']} {key}") for key in keys}
     for _ in range(int(given["draws"])):
-        yield {key: _draw(source, generators[key]) for key, source in keys.items()}
+        yield {key: _draw_value(source, generators[key]) for key, source in keys.items()}
 
 
-NAMED_BY = {"grid": grid, "list": listed, "random": drawn}
+EXPANDERS = {"grid": expand_grid, "list": expand_list, "random": expand_random}
 
 
-def _range(source: object, where: str) -> list[str] | tuple[str, float, float]:
+def _parse_range(candidates: object, where: str) -> list[str] | tuple[str, float, float]:
     """A list to choose from, or (how, low, high)."""
-    if isinstance(source, list):
-        require(bool(source), where, "[]", "is empty; give values to choose from")
-        return [_text(value, where) for value in source]
+    if isinstance(candidates, list):
+        require(bool(candidates), where, "[]", "is empty; give values to choose from")
+        return [_to_override_text(value, where) for value in candidates]
     remedy = "expects {log: [LOW, HIGH]}, {uniform: [LOW, HIGH]}, or a list to choose from"
-    require(isinstance(source, dict) and len(source) == 1 and {*source} <= {"log", "uniform"}, where, source, remedy)
-    ((how, bounds),) = source.items()
+    require(isinstance(candidates, dict) and len(candidates) == 1 and {*candidates} <= {"log", "uniform"}, where, candidates, remedy)
+    ((how, bounds),) = candidates.items()
     try:
         low, high = (float(bound) for bound in bounds)
     except (TypeError, ValueError) as error:
@@ -134,47 +134,52 @@ def _range(source: object, where: str) -> list[str] | tuple[str, float, float]:
     return how, low, high
 
 
-def _draw(source: list[str] | tuple[str, float, float], generator: random.Random) -> str:
+def _draw_value(candidates: list[str] | tuple[str, float, float], generator: random.Random) -> str:
     """Three digits: a folder is named by it."""
-    if isinstance(source, list):
-        return generator.choice(source)
-    how, low, high = source
+    if isinstance(candidates, list):
+        return generator.choice(candidates)
+    how, low, high = candidates
     value = generator.uniform(low, high) if how == "uniform" else math.exp(generator.uniform(math.log(low), math.log(high)))
     return f"{value:.3g}"
 
 
-def _text(value: object, where: str) -> str:
+def _to_override_text(value: object, where: str) -> str:
     """As hydra's command line has it. Example: [vision, merger] -> [vision,merger]."""
     if isinstance(value, list):
-        return f"[{','.join(_text(each, where) for each in value)}]"
+        return f"[{','.join(_to_override_text(each, where) for each in value)}]"
     require(isinstance(value, str), where, value, "expects a value or a list; name each key by itself, a.b: value")
     return value
 
 
-def _is_texts(values: object) -> bool:
+def _is_text_list(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
-def _task(index: int, own: Mapping[str, str], common: Sequence[str], parent: Path) -> Task:
-    folder = parent / name_of(own)
-    words = [*common, *(f"{key}={value}" for key, value in own.items())]
+def _make_task(index: int, parameters: Mapping[str, str], common: Sequence[str], parent: Path) -> SweepTask:
+    folder = parent / run_folder_name(parameters)
+    words = [*common, *(f"{key}={value}" for key, value in parameters.items())]
     for word in words:
         told = f"task {index}: {word.partition('=')[0]}"
         require(word.lstrip("+").partition("=")[0] != "run.dir", told, word.partition("=")[2], "a sweep names its run folders; set folder")
-    require(len(folder.name) <= LONGEST, f"task {index}: run.dir", folder, f"a name of over {LONGEST} characters; sweep shorter values")
-    return Task(index=index, own=own, overrides=[*words, f"run.dir={folder}"], folder=folder)
+    require(
+        len(folder.name) <= MAX_NAME_CHARS,
+        f"task {index}: run.dir",
+        folder,
+        f"a name of over {MAX_NAME_CHARS} characters; sweep shorter values",
+    )
+    return SweepTask(index=index, parameters=parameters, overrides=[*words, f"run.dir={folder}"], folder=folder)
 
 
-def name_of(own: Mapping[str, str]) -> str:
+def run_folder_name(parameters: Mapping[str, str]) -> str:
     """Of a run folder. Neither hydra nor a shell needs quotes for it. Example: {algo: gspo, optim.lr: 2e-4} -> algo_gspo+optim.lr_2e-4."""
-    return "+".join(f"{_plain(key)}_{_plain(value)}" for key, value in own.items()) or "as_it_is"
+    return "+".join(f"{_sanitize(key)}_{_sanitize(value)}" for key, value in parameters.items()) or "as_it_is"
 
 
-def _plain(text: str) -> str:
+def _sanitize(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII).strip("_")
 
 
-def _check_folders(tasks: Sequence[Task], path: Path) -> None:
+def _check_folders(tasks: Sequence[SweepTask], path: Path) -> None:
     counts = Counter(task.folder for task in tasks)
     twice = [folder for folder, count in counts.items() if count > 1]
     if twice:

@@ -10,84 +10,85 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.evaluation.intervals import wilson
-from megatron_rl.io.bounded_files import printable
+from megatron_rl.evaluation.intervals import wilson_interval
+from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
-from megatron_rl.observe.plot import RETURN
-from megatron_rl.observe.sweep_plot import Curve, draw
+from megatron_rl.observe.plot import RETURN_METRIC
+from megatron_rl.observe.sweep_plot import SweepCurve, plot_sweep
 from megatron_rl.run.status import RunState, RunStatus, read_status
 
-NOT_TOLD = ("run.dir",)
-WIDTH = 200
+HIDDEN_KEYS = ("run.dir",)
+TABLE_WIDTH = 200
 """Columns where nobody looks at a terminal."""
 
 
 @dataclass(slots=True, frozen=True)
-class Row:
+class SweepRow:
     name: str
     parameters: Mapping[str, str]
-    seen: RunStatus
+    status: RunStatus
 
 
-def interval(evaluation: Mapping[str, float], kind: str) -> tuple[float, float] | None:
+def success_interval(evaluation: Mapping[str, float], kind: str) -> tuple[float, float] | None:
     """Of greedy or sampled success, where that is of a sample."""
     num = evaluation.get(f"{kind}_episodes")
-    return None if num is None else wilson(evaluation[f"{kind}_success"], int(num))
+    return None if num is None else wilson_interval(evaluation[f"{kind}_success"], int(num))
 
 
-def rows_of(place: Path) -> list[Row]:
+def load_rows(place: Path) -> list[SweepRow]:
     """Of a sweep's yaml, its tasks; of a folder, the runs right in it. ValueError: there are none."""
     if place.is_file():
-        return [Row(str(task.index), task.own, read_status(task.folder)) for task in read_sweep(place).tasks]
+        return [SweepRow(str(task.index), task.parameters, read_status(task.folder)) for task in read_sweep(place).tasks]
     if not place.is_dir():
         raise ValueError(f"{place}: no such file or folder; give a sweep's yaml, or a folder of runs")
     runs = [read_status(folder) for folder in sorted(place.iterdir()) if folder.is_dir()]
     runs = [seen for seen in runs if seen.state is not RunState.WAITING]
     if not runs:
         raise ValueError(f"{place}: holds no run; give a sweep's yaml, or the folder that holds its run folders")
-    differing = [key for key in runs[0].settings if key not in NOT_TOLD and len({str(seen.settings.get(key)) for seen in runs}) > 1]
-    return [Row(seen.folder.name, {key: str(seen.settings.get(key, "")) for key in differing}, seen) for seen in runs]
+    differing = [key for key in runs[0].settings if key not in HIDDEN_KEYS and len({str(seen.settings.get(key)) for seen in runs}) > 1]
+    return [SweepRow(seen.folder.name, {key: str(seen.settings.get(key, "")) for key in differing}, seen) for seen in runs]
 
 
-def cells(row: Row, keys: Sequence[str]) -> list[str]:
-    seen = row.seen
-    shares = [share_and_interval(seen.evaluation, kind) for kind in ("greedy", "sampled")]
+def format_cells(row: SweepRow, keys: Sequence[str]) -> list[str]:
+    seen = row.status
+    shares = [format_success(seen.evaluation, kind) for kind in ("greedy", "sampled")]
     steps = f"{seen.step}/{seen.num_steps}" if seen.num_steps else ""
     return [row.name, *(row.parameters.get(key, "") for key in keys), *shares, steps, f"{seen.hours:.2f}", seen.state.value]
 
 
-def share_and_interval(evaluation: Mapping[str, float], kind: str) -> str:
+def format_success(evaluation: Mapping[str, float], kind: str) -> str:
     """Example: `83.3% (66.4-92.7)`."""
     if f"{kind}_success" not in evaluation:
         return ""
-    found = interval(evaluation, kind)
+    found = success_interval(evaluation, kind)
     return f"{evaluation[f'{kind}_success']:.1%}" + (f" ({100 * found[0]:.1f}-{100 * found[1]:.1f})" if found else "")
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def print_table(rows: Sequence[SweepRow], console: Console) -> None:
     keys = list(dict.fromkeys(key for row in rows for key in row.parameters))
     table = Table()
     for header in ("run", *keys, "greedy", "sampled", "steps", "hours", "state"):
-        table.add_column(printable(header), overflow="fold")
+        table.add_column(to_printable(header), overflow="fold")
     for row in rows:
-        table.add_row(*map(printable, cells(row, keys)))
+        table.add_row(*map(to_printable, format_cells(row, keys)))
     console.print(table, markup=False)
     for row in rows:
-        if row.seen.error:
-            line = f"{printable(f'{row.name}: {row.seen.error}')}  ({printable(str(row.seen.folder))})"
+        if row.status.error:
+            line = f"{to_printable(f'{row.name}: {row.status.error}')}  ({to_printable(str(row.status.folder))})"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    counts = {state: sum(row.seen.state is state for row in rows) for state in RunState}
+    counts = {state: sum(row.status.state is state for row in rows) for state in RunState}
     console.print(", ".join(f"{count} {state}" for state, count in counts.items() if count), highlight=False)
 
 
-def curve_of(row: Row) -> Curve:
-    path, evaluation = row.seen.folder / METRICS_FILE, row.seen.evaluation
-    steps = [line for line in read_metrics(path) if RETURN in line and math.isfinite(line[RETURN])] if path.is_file() else []
+def make_curve(row: SweepRow) -> SweepCurve:
+    path, evaluation = row.status.folder / METRICS_FILE, row.status.evaluation
+    steps = [line for line in read_metrics(path) if RETURN_METRIC in line and math.isfinite(line[RETURN_METRIC])] if path.is_file() else []
     told = " ".join(f"{key}={value}" for key, value in row.parameters.items())
-    return Curve(
+    return SweepCurve(
         label=f"{row.name}: {told}" if told else row.name, steps=[int(line["step"]) + 1 for line in steps],
-        returns=[line[RETURN] for line in steps], success=evaluation.get("greedy_success"), interval=interval(evaluation, "greedy"),
+        returns=[line[RETURN_METRIC] for line in steps], success=evaluation.get("greedy_success"), interval=success_interval(evaluation,
+        "greedy"),
     )  # fmt: skip
 
 
@@ -97,13 +98,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="PNG", help="of the picture; sweep.png in the folder of the runs where it is not given")
     options = parser.parse_args(arguments)
     try:
-        rows = rows_of(options.place)
-        show(rows, Console(width=None if sys.stdout.isatty() else WIDTH))
-        if any(row.seen.step for row in rows):
-            out = options.out or rows[0].seen.folder.parent / "sweep.png"
-            draw([curve_of(row) for row in rows], out)
+        rows = load_rows(options.place)
+        print_table(rows, Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
+        if any(row.status.step for row in rows):
+            out = options.out or rows[0].status.folder.parent / "sweep.png"
+            plot_sweep([make_curve(row) for row in rows], out)
             print(out)
     except (ValueError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
+        print(f"error: {to_printable(str(error))}", file=sys.stderr, flush=True)
         return 1
     return 0

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.config import Settings, require
-from megatron_rl.memory_plan.gpu_specs import GB, GPUS, in_gb
+from megatron_rl.memory_plan.gpu_specs import GB, GPU_SPECS, format_gb
 from megatron_rl.models.model_spec import ModelSpec
 
-BATCHED = {"l4": 8192, "l40s": 8192, "a100": 8192, "h100": 16384, "h200": 16384}
+MAX_BATCHED_TOKENS = {"l4": 8192, "l40s": 8192, "a100": 8192, "h100": 16384, "h200": 16384}
 """Tokens of an offline engine's step at most (vllm 0.32.0, engine/arg_utils.py, get_batch_defaults)."""
-GRAPHS = 15 * GB // 10
+CUDA_GRAPH_BYTES = 15 * GB // 10
 """CUDA graphs: estimated 1 to 2 GB. vLLM counts them in its share (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS) and keeps them in its sleep
 (config/model.py, sleep_mode_offload_cudagraph)."""
 LOGIT_BYTES = 22
@@ -26,21 +26,21 @@ LOGIT_BYTES = 22
 class EnginePlan:
     """Bytes of an engine on one GPU."""
 
-    budget: int
-    weights: int
+    budget_bytes: int
+    weight_bytes: int
     """With what vLLM makes beside them for good: where layers add pictures, the rows that they add to a step's tokens."""
-    working: int
+    step_bytes: int
     """Of its largest step, which vLLM measures when it starts, and its graphs."""
-    token: int
+    kv_bytes_per_token: int
     """Keys and values of one."""
 
     @property
-    def cache(self) -> int:
-        return self.budget - self.weights - self.working
+    def cache_bytes(self) -> int:
+        return self.budget_bytes - self.weight_bytes - self.step_bytes
 
     @property
     def cache_tokens(self) -> int:
-        return self.cache // self.token
+        return self.cache_bytes // self.kv_bytes_per_token
 
 
 def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> EnginePlan:
@@ -50,41 +50,41 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
     width = getattr(torch, given.dtype).itemsize
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width // given.tp
     # deepstack_input_embeds of its model (vllm 0.32.0): whole on every rank.
-    added = model.vision.stacked * batched_tokens(settings) * model.hidden_size * width
+    added = model.vision.num_deepstack_layers * max_batched_tokens(settings) * model.hidden_size * width
     engine = EnginePlan(
-        budget=int(given.gpu_memory_utilization * (memory or GPUS[settings.run.gpu].memory)),
-        weights=sum(math.prod(shape) for shape in model.shapes().values()) * width // given.tp + added,
-        working=_step(model, settings, width=width) + GRAPHS,
-        token=token,
+        budget_bytes=int(given.gpu_memory_utilization * (memory or GPU_SPECS[settings.run.gpu].memory_bytes)),
+        weight_bytes=sum(math.prod(shape) for shape in model.shapes().values()) * width // given.tp + added,
+        step_bytes=_largest_step_bytes(model, settings, itemsize=width) + CUDA_GRAPH_BYTES,
+        kv_bytes_per_token=token,
     )
     whose = "this GPU" if memory else f"a {settings.run.gpu}"
     require(
         engine.cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
-        f"{in_gb(engine.budget)} of {whose} have no room for the engine's weights ({in_gb(engine.weights)}), its largest step "
-        f"({in_gb(engine.working)}) and one context ({in_gb(token * given.max_model_len)}); raise it or engine.tp, or lower "
-        "engine.max_model_len",
+        f"{format_gb(engine.budget_bytes)} of {whose} have no room for the engine's weights ({format_gb(engine.weight_bytes)}), "
+        f"its largest step ({format_gb(engine.step_bytes)}) and one context ({format_gb(token * given.max_model_len)}); "
+        "raise it or engine.tp, or lower engine.max_model_len",
     )  # fmt: skip
     return engine
 
 
-def batched_tokens(settings: Settings) -> int:
+def max_batched_tokens(settings: Settings) -> int:
     """Of vLLM's step at most (engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args)."""
-    return min(BATCHED[settings.run.gpu], settings.engine.max_num_seqs * settings.engine.max_model_len)
+    return min(MAX_BATCHED_TOKENS[settings.run.gpu], settings.engine.max_num_seqs * settings.engine.max_model_len)
 
 
-def profiled_tokens(model: ModelSpec, settings: Settings) -> int:
+def num_profiled_image_tokens(model: ModelSpec, settings: Settings) -> int:
     """Of the pictures that vLLM's profile encodes at once: as many of the largest as a step may have (vllm 0.32.0,
     multimodal/encoder_budget.py)."""
-    given, largest = settings.engine, largest_picture(model, settings)
-    budget = max(batched_tokens(settings), largest)
+    given, largest = settings.engine, max_image_tokens(model, settings)
+    budget = max(max_batched_tokens(settings), largest)
     a_prompt = max(1, min(given.max_images, given.max_model_len // largest))
     return max(1, min(budget // largest, given.max_num_seqs * a_prompt)) * largest
 
 
-def largest_picture(model: ModelSpec, settings: Settings) -> int:
+def max_image_tokens(model: ModelSpec, settings: Settings) -> int:
     """Tokens: the most whose rectangle is at most 200 times as long as it is wide (model_executor/models/qwen2_vl.py,
     get_image_size_with_most_features)."""
-    most = settings.model.max_pixels // (model.vision.patch * model.vision.merge) ** 2
+    most = settings.model.max_pixels // (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
     for count in range(most, 0, -1):
         side = max(side for side in range(1, math.isqrt(count) + 1) if count % side == 0)
         if count <= 200 * side**2:
@@ -92,30 +92,33 @@ def largest_picture(model: ModelSpec, settings: Settings) -> int:
     raise AssertionError(f"{most} tokens are no picture")
 
 
-def _step(model: ModelSpec, settings: Settings, *, width: int) -> int:
+def _largest_step_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) -> int:
     """The tower with all pictures of a profile, or the language model with all batched tokens, whichever needs more; and the logits."""
-    pictures = profiled_tokens(model, settings)
-    passing = max(batched_tokens(settings) * token_numbers(model, tp=settings.engine.tp) * width, pictures * tower_bytes(model, settings))
+    pictures = num_profiled_image_tokens(model, settings)
+    passing = max(
+        max_batched_tokens(settings) * peak_values_per_token(model, tp=settings.engine.tp) * itemsize,
+        pictures * vision_bytes_per_token(model, settings),
+    )
     # Of the profile, kept while the language model's is run; what layers add lies beside what enters the first.
-    embeddings = pictures * (1 + model.vision.stacked) * model.vision.out_hidden_size * width
+    embeddings = pictures * (1 + model.vision.num_deepstack_layers) * model.vision.out_hidden_size * itemsize
     return int(passing + embeddings) + settings.engine.max_num_seqs * model.vocab_size * LOGIT_BYTES
 
 
-def token_numbers(model: ModelSpec, *, tp: int) -> float:
+def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
     """At most at once of a decoder layer: hidden, residual, normalized and next rows, the MLP's fused projection and its product."""
     return 4 * model.hidden_size + 3 * model.ffn_size / tp
 
 
-def patch_numbers(model: ModelSpec, *, tp: int) -> float:
+def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
     """At most at once of a block of the tower, a patch: the row and its normalized one; in attention the fused projection, queries and keys
     copied (2) and rotated (2), the values, and the result in three shapes. A block's MLP needs less. Beside them learned positions,
     if there are any, and what earlier blocks left to be added behind layers."""
     vision = model.vision
-    left = vision.stacked * vision.out_hidden_size / vision.patches_a_token
-    return (2 + 11 / tp + bool(vision.table)) * vision.hidden_size + left
+    left = vision.num_deepstack_layers * vision.out_hidden_size / vision.patches_per_token
+    return (2 + 11 / tp + bool(vision.num_position_embeddings)) * vision.hidden_size + left
 
 
-def tower_bytes(model: ModelSpec, settings: Settings) -> float:
+def vision_bytes_per_token(model: ModelSpec, settings: Settings) -> float:
     """Of one vision token: what its patches need in a block, and their pixels in fp32 and in the engine's type."""
     vision, width = model.vision, getattr(torch, settings.engine.dtype).itemsize
-    return vision.patches_a_token * (patch_numbers(model, tp=settings.engine.tp) * width + vision.patch_numbers * (4 + width))
+    return vision.patches_per_token * (peak_values_per_patch(model, tp=settings.engine.tp) * width + vision.patch_dim * (4 + width))

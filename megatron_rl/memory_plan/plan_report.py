@@ -7,30 +7,32 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Settings
-from megatron_rl.memory_plan.gpu_memory import Plan, SharePlan, plan, require_fit
-from megatron_rl.memory_plan.gpu_specs import GB, GPUS_A_NODE, in_gb
-from megatron_rl.memory_plan.host_memory import PROCESS, host_misfit
-from megatron_rl.memory_plan.step_time import case_of, in_words
+from megatron_rl.memory_plan.gpu_memory import MemoryPlan, RankMemoryPlan, plan_gpu_memory, require_fit
+from megatron_rl.memory_plan.gpu_specs import GB, GPUS_PER_NODE, format_gb
+from megatron_rl.memory_plan.host_memory import PROCESS_BYTES, host_memory_error
+from megatron_rl.memory_plan.step_time import describe_step_time, make_step_time_inputs
 from megatron_rl.models.model_spec import ModelSpec
 
 
-def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, has_boxes: bool = False) -> Plan:
+def print_memory_plan(
+    model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, uses_sandbox: bool = False
+) -> MemoryPlan:
     """Print the plan and one verdict. Raises ValueError where it does not fit the GPU, or the main memory that is stated (run.host_gb).
 
     This machine's main memory is not judged: the plan is of GPUs that may be elsewhere.
     """
-    planned = plan(model, settings, world_size=world_size, has_values=has_values, has_boxes=has_boxes)
+    planned = plan_gpu_memory(model, settings, world_size=world_size, has_values=has_values, uses_sandbox=uses_sandbox)
     console = Console(highlight=False)
     replicas = world_size // len(planned.ranks)
     title = f"{settings.model.path}: GB on each GPU; {replicas} replicas, micro-batches of up to {planned.num_tokens:,} tokens"
     console.print(title, soft_wrap=True)
-    console.print(_ranks(planned))
-    console.print(_engine(planned, settings), soft_wrap=True)
+    console.print(_rank_table(planned))
+    console.print(_engine_line(planned, settings), soft_wrap=True)
     if settings.stage == "rl":
-        console.print(in_words(case_of(model, settings, planned)), soft_wrap=True)
-    console.print(_host(planned), soft_wrap=True)
+        console.print(describe_step_time(make_step_time_inputs(model, settings, planned)), soft_wrap=True)
+    console.print(_host_line(planned), soft_wrap=True)
     fits = require_fit(planned)
-    misfit = host_misfit(planned.host, settings, world_size=world_size) if settings.run.host_gb else ""
+    misfit = host_memory_error(planned.host, settings, world_size=world_size) if settings.run.host_gb else ""
     if misfit:
         raise ValueError(misfit)
     unjudged = "" if settings.run.host_gb else "; main memory was not judged: run.host_gb states a node's"
@@ -38,45 +40,50 @@ def dry_run(model: ModelSpec, settings: Settings, *, world_size: int, has_values
     return planned
 
 
-def _ranks(planned: Plan) -> Table:
+def _rank_table(planned: MemoryPlan) -> Table:
     """A column for each run of tensor-parallel ranks with equal shares."""
-    equal = [list(ranks) for _, ranks in groupby(planned.ranks, key=lambda rank: (rank.share.pp_rank, rank.share.held, rank.peak))]
+    equal = [
+        list(ranks)
+        for _, ranks in groupby(planned.ranks, key=lambda rank: (rank.rank_share.pp_rank, rank.rank_share.total_footprint, rank.peak_bytes))
+    ]
     table = Table("")
     for ranks in equal:
-        first, last = ranks[0].share, ranks[-1].share
+        first, last = ranks[0].rank_share, ranks[-1].rank_share
         table.add_column(f"stage {first.pp_rank}, tp {first.tp_rank}" + (f"-{last.tp_rank}" if len(ranks) > 1 else ""), justify="right")
-    columns = [_column(ranks[0]) for ranks in equal]
+    columns = [_rank_column(ranks[0]) for ranks in equal]
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))
     return table
 
 
-def _column(rank: SharePlan) -> dict[str, str]:
-    share, held = rank.share, rank.share.held
+def _rank_column(rank: RankMemoryPlan) -> dict[str, str]:
+    share, held = rank.rank_share, rank.rank_share.total_footprint
     sizes = {
-        "weights": held.parameters, "gradients": held.gradients, "optimizer": rank.optimizer, "activations": rank.activations.total,
-        "update": rank.update, "sync": rank.sync, "rollout": rank.rollout,
+        "weights": held.param_bytes, "gradients": held.grad_bytes, "optimizer": rank.optimizer_bytes,
+        "activations": rank.activations.total_bytes,
+        "update": rank.update_bytes, "sync": rank.sync_bytes, "rollout": rank.rollout_bytes,
     }  # fmt: skip
-    counts = {"parameters": f"{share.num_parameters:,}", "of them trained": f"{share.num_trained:,}"}
+    counts = {"parameters": f"{share.num_params:,}", "of them trained": f"{share.num_trained_params:,}"}
     return {**counts, **{name: f"{size / GB:.1f}" for name, size in sizes.items()}}
 
 
-def _engine(planned: Plan, settings: Settings) -> str:
+def _engine_line(planned: MemoryPlan, settings: Settings) -> str:
     engine, servers = planned.engine, settings.engine.num_local_servers
     where = f"{servers} servers on {servers * settings.engine.tp} more GPUs of the first node, each " if servers else ""
     contexts = engine.cache_tokens / settings.engine.max_model_len
     return (
-        f"engine: {where}{in_gb(engine.budget)} = weights {in_gb(engine.weights)}, largest step {in_gb(engine.working)}, "
-        f"cache {in_gb(engine.cache)}: {engine.cache_tokens:,} tokens, {contexts:.1f} full contexts"
+        f"engine: {where}{format_gb(engine.budget_bytes)} = weights {format_gb(engine.weight_bytes)}, "
+        f"largest step {format_gb(engine.step_bytes)}, "
+        f"cache {format_gb(engine.cache_bytes)}: {engine.cache_tokens:,} tokens, {contexts:.1f} full contexts"
     )
 
 
-def _host(planned: Plan) -> str:
-    host, ranks = planned.host, min(planned.world_size, GPUS_A_NODE)
-    sent = f"weights for engines elsewhere {in_gb(host.sent)} + " if host.sent else ""
+def _host_line(planned: MemoryPlan) -> str:
+    host, ranks = planned.host, min(planned.world_size, GPUS_PER_NODE)
+    sent = f"weights for engines elsewhere {format_gb(host.published_weight_bytes)} + " if host.published_weight_bytes else ""
     return (
-        f"host, a node of {ranks}: up to {in_gb(host.of_node(ranks))} = {sent}{ranks} x (processes {in_gb(PROCESS)}, "
-        f"optimizer {in_gb(host.optimizer)}, copies of weights {in_gb(host.copies)}, "
-        f"a checkpoint {in_gb(host.checkpoint)}, a step's pictures at most {in_gb(host.pictures)}, "
-        f"boxes {in_gb(host.boxes)}; engine.max_images and task.max_pixels bound the pictures)"
+        f"host, a node of {ranks}: up to {format_gb(host.node_bytes(ranks))} = {sent}{ranks} x (processes {format_gb(PROCESS_BYTES)}, "
+        f"optimizer {format_gb(host.optimizer_bytes)}, copies of weights {format_gb(host.weight_copy_bytes)}, "
+        f"a checkpoint {format_gb(host.checkpoint_bytes)}, a step's pictures at most {format_gb(host.image_bytes)}, "
+        f"boxes {format_gb(host.sandbox_bytes)}; engine.max_images and task.max_pixels bound the pictures)"
     )

@@ -15,9 +15,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_rl.compat.megatron_cpu import megatron_without_memory
+from megatron_rl.compat.megatron_cpu import megatron_on_meta_device
 from megatron_rl.config import LoraSettings, Settings
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.optimizer import build_optimizer, with_gradients
 from megatron_rl.policy.parallel import Layout, build_layout
@@ -25,44 +25,44 @@ from megatron_rl.policy.transformer import HeadConfig, build_chunks
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Footprint:
+class MemoryFootprint:
     """Bytes behind a rank's share for as long as it trains."""
 
-    parameters: int
-    gradients: int
+    param_bytes: int
+    grad_bytes: int
     """fp32, whatever the parameters are; padded as Megatron pads them."""
-    main: int
+    main_weight_bytes: int
     """fp32 weights of this data-parallel rank's part of the optimizer; 0 where the parameters are fp32 themselves."""
-    moments: int
+    moment_bytes: int
     """Adam's two, of the same part."""
 
-    def __add__(self, other: "Footprint") -> "Footprint":
+    def __add__(self, other: "MemoryFootprint") -> "MemoryFootprint":
         sizes = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return Footprint(**sizes)
+        return MemoryFootprint(**sizes)
 
 
-NOTHING = Footprint(parameters=0, gradients=0, main=0, moments=0)
+EMPTY_FOOTPRINT = MemoryFootprint(param_bytes=0, grad_bytes=0, main_weight_bytes=0, moment_bytes=0)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Share:
+class ModelShare:
     tp_rank: int
     pp_rank: int
-    num_parameters: int
-    num_trained: int
-    policy: Footprint
-    pinned: int
+    num_params: int
+    num_trained_params: int
+    policy_footprint: MemoryFootprint
+    pinned_bytes: int
     """Bytes of page-locked main memory where its optimizer is on the host: copies of main weights and of gradients, fp32, each of which
     torch rounds up to a power of two (2.13, ATen/core/CachingHostAllocator.h, allocate)."""
-    critic: Footprint = NOTHING
+    critic_footprint: MemoryFootprint = EMPTY_FOOTPRINT
     """Of one with a trunk of its own."""
 
     @property
-    def held(self) -> Footprint:
-        return self.policy + self.critic
+    def total_footprint(self) -> MemoryFootprint:
+        return self.policy_footprint + self.critic_footprint
 
 
-def shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> list[Share]:
+def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> list[ModelShare]:
     """One for each rank of the first data-parallel replica, stage by stage. has_values: the algorithm needs a critic."""
     assert not dist.is_initialized(), "a plan makes up its own world"
     parallel = settings.parallel
@@ -70,14 +70,14 @@ def shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values:
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):
             # Megatron numbers tensor-parallel ranks first, then data-parallel, then stages (parallel_state.py, order "tp-cp-ep-dp-pp").
-            with imagined_world(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
-                found.append(_share(model, settings, has_values=has_values))
+            with fake_process_group(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
+                found.append(_compute_share(model, settings, has_values=has_values))
             assert (found[-1].tp_rank, found[-1].pp_rank) == (tp_rank, pp_rank), found[-1]
     return found
 
 
 @contextmanager
-def imagined_world(rank: int, *, size: int) -> Iterator[None]:
+def fake_process_group(rank: int, *, size: int) -> Iterator[None]:
     """A process group whose other members do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -87,54 +87,56 @@ def imagined_world(rank: int, *, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _share(model: ModelSpec, settings: Settings, *, has_values: bool) -> Share:
+def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) -> ModelShare:
     layout, critic = build_layout(settings.parallel, seed=0), settings.critic
     values = {"value_sizes": critic.head_sizes, "normalizes_returns": critic.normalize_returns} if has_values else {}
     is_own = has_values and critic.backbone == "own"
-    with megatron_without_memory():
-        policy, footprint, pinned = _network(model, settings, layout, lora=settings.lora, heads=HeadConfig(**({} if is_own else values)))
-        own, own_footprint, own_pinned = nn.ModuleList(), NOTHING, 0
+    with megatron_on_meta_device():
+        policy, footprint, pinned = _build_network(
+            model, settings, layout, lora=settings.lora, heads=HeadConfig(**({} if is_own else values))
+        )
+        own, own_footprint, own_pinned = nn.ModuleList(), EMPTY_FOOTPRINT, 0
         if is_own:
-            own, own_footprint, own_pinned = _network(
+            own, own_footprint, own_pinned = _build_network(
                 critic_spec(model, settings), settings, layout, lora=critic.lora, heads=HeadConfig(has_lm_head=False, **values)
             )
     parameters = [*policy.parameters(), *own.parameters()]
-    return Share(
+    return ModelShare(
         tp_rank=layout.tp_rank,
         pp_rank=layout.pp_rank,
-        num_parameters=sum(parameter.numel() for parameter in parameters),
-        num_trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        policy=footprint,
-        pinned=pinned + own_pinned,
-        critic=own_footprint,
+        num_params=sum(parameter.numel() for parameter in parameters),
+        num_trained_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        policy_footprint=footprint,
+        pinned_bytes=pinned + own_pinned,
+        critic_footprint=own_footprint,
     )
 
 
 def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
     """Of the trunk of a critic's own: the policy's, unless another is named."""
-    return known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
+    return load_known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
 
 
-def _network(
+def _build_network(
     model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: HeadConfig
-) -> tuple[nn.ModuleList, Footprint, int]:
+) -> tuple[nn.ModuleList, MemoryFootprint, int]:
     """A network, what it holds, and what its optimizer would pin."""
     chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
     parallel = with_gradients(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_grad_reduce)
     optimizer = build_optimizer(settings.optim, parallel, offload=False)
     stepped = [4 * p.numel() for group in optimizer.param_groups for p in group["params"]]
-    return chunks, held_by(parallel, optimizer), 2 * sum(1 << (size - 1).bit_length() for size in stepped)
+    return chunks, measure_footprint(parallel, optimizer), 2 * sum(1 << (size - 1).bit_length() for size in stepped)
 
 
-def held_by(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Footprint:
+def measure_footprint(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> MemoryFootprint:
     """Of a model with or without memory behind it; parameters that share a buffer are counted with the whole buffer, once."""
     parameters = {storage._cdata: storage.nbytes() for chunk in chunks for p in chunk.parameters() for storage in [p.untyped_storage()]}
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
     parts = [p for group in optimizer.param_groups for p in group["params"]]
     own = {p.untyped_storage()._cdata: p for p in parts}
-    return Footprint(
-        parameters=sum(parameters.values()),
-        gradients=sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
-        main=sum(p.untyped_storage().nbytes() for storage, p in own.items() if storage not in parameters),
-        moments=sum(2 * 4 * p.numel() for p in parts),
+    return MemoryFootprint(
+        param_bytes=sum(parameters.values()),
+        grad_bytes=sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers),
+        main_weight_bytes=sum(p.untyped_storage().nbytes() for storage, p in own.items() if storage not in parameters),
+        moment_bytes=sum(2 * 4 * p.numel() for p in parts),
     )

@@ -14,23 +14,30 @@ import torch
 from megatron_rl.algo.algorithms import needs_old, needs_reference
 from megatron_rl.config import Settings
 from megatron_rl.memory_plan.activations import trains_vision
-from megatron_rl.memory_plan.gpu_memory import Plan
-from megatron_rl.memory_plan.gpu_specs import GPUS, GPUS_A_NODE, Gpu
-from megatron_rl.memory_plan.step_time_constants import ASSUMED, MEASURED, Episode, Speeds, longest_share, mean_episode
+from megatron_rl.memory_plan.gpu_memory import MemoryPlan
+from megatron_rl.memory_plan.gpu_specs import GPU_SPECS, GPUS_PER_NODE, GpuSpec
+from megatron_rl.memory_plan.step_time_constants import (
+    DEFAULT_CONSTANTS,
+    MEASURED_CONSTANTS,
+    EpisodeEstimate,
+    StepTimeConstants,
+    estimate_mean_episode,
+    longest_to_mean_ratio,
+)
 from megatron_rl.models.model_spec import ModelSpec
 
-GRADIENT, PARAMETER = 4, 2
+GRADIENT_BYTES, PARAMETER_BYTES = 4, 2
 """Bytes that a data-parallel rank sends of each number it trains: the gradient in fp32, the new weight in bfloat16."""
-STEP_BYTES = 30
+OPTIMIZER_STEP_BYTES = 30
 """What AdamW reads and writes of a parameter: gradient, main weight, both moments there and back, the weight in bfloat16."""
-STATE_BYTES = 12
+CHECKPOINT_STATE_BYTES = 12
 """Of a trained parameter in a checkpoint, beside the weights: main weight and both moments in fp32."""
-COLLECTIVES = 4
+COLLECTIVES_PER_LAYER = 4
 """Of a layer and pass with tensor parallelism: gathered before attention and MLP, scattered behind them."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Sizes:
+class ParamCounts:
     """Of a model, counted once: its shapes are those of a module that is built."""
 
     language: int
@@ -42,29 +49,29 @@ class Sizes:
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Case:
+class StepTimeInputs:
     """A run on so many GPUs."""
 
     model: ModelSpec
-    sizes: Sizes
+    param_counts: ParamCounts
     settings: Settings
     world_size: int
     cache_tokens: int
     """Of an engine."""
-    trained: int
+    num_trained_params: int
     """Parameters that learn, of the whole model."""
-    speeds: Speeds = ASSUMED
+    speeds: StepTimeConstants = DEFAULT_CONSTANTS
 
     @property
-    def gpu(self) -> Gpu:
-        return GPUS[self.settings.run.gpu]
+    def gpu(self) -> GpuSpec:
+        return GPU_SPECS[self.settings.run.gpu]
 
     @property
-    def episode(self) -> Episode:
-        return mean_episode(self.model, self.settings, self.speeds)
+    def episode(self) -> EpisodeEstimate:
+        return estimate_mean_episode(self.model, self.settings, self.speeds)
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         return max(1, self.world_size // (self.settings.parallel.tp * self.settings.parallel.pp))
 
     @property
@@ -76,23 +83,23 @@ class Case:
         return self.settings.batch.prompts_per_step * self.settings.batch.group_size
 
     @property
-    def link(self) -> float:
+    def link_bytes_per_s(self) -> float:
         """Bytes a second to a GPU of the same node."""
-        return self.gpu.link * self.speeds.link_share
+        return self.gpu.link_bytes_per_s * self.speeds.link_share
 
     @property
-    def width(self) -> int:
+    def itemsize(self) -> int:
         """Bytes of a number of the policy."""
         return getattr(torch, self.settings.model.dtype).itemsize
 
     @property
-    def engine_width(self) -> int:
+    def engine_itemsize(self) -> int:
         """Bytes of a number of the engine."""
         return getattr(torch, self.settings.engine.dtype).itemsize
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Seconds:
+class StepSeconds:
     """Of one step, each phase with its parts; and of one checkpoint."""
 
     rollout: Mapping[str, float]
@@ -101,177 +108,204 @@ class Seconds:
     checkpoint: float
 
     @property
-    def step(self) -> float:
+    def step_total(self) -> float:
         """Without a checkpoint, which is written beside the next step."""
         return sum(self.rollout.values()) + sum(self.update.values()) + sum(self.sync.values())
 
 
-def case_of(model: ModelSpec, settings: Settings, planned: Plan, speeds: Speeds = ASSUMED) -> Case:
+def make_step_time_inputs(
+    model: ModelSpec, settings: Settings, memory_plan: MemoryPlan, speeds: StepTimeConstants = DEFAULT_CONSTANTS
+) -> StepTimeInputs:
     """trained: whole tensors stand on each tensor-parallel rank, and count once too often for each."""
-    trained = sum(rank.share.num_trained for rank in planned.ranks)
-    return Case(
-        model=model, sizes=sizes_of(model), settings=settings, world_size=planned.world_size, cache_tokens=planned.engine.cache_tokens,
-        trained=trained, speeds=speeds,
+    trained = sum(rank.rank_share.num_trained_params for rank in memory_plan.ranks)
+    return StepTimeInputs(
+        model=model, param_counts=count_params(model), settings=settings, world_size=memory_plan.world_size,
+        cache_tokens=memory_plan.engine.cache_tokens,
+        num_trained_params=trained, speeds=speeds,
     )  # fmt: skip
 
 
-def expected(case: Case) -> Seconds:
-    return Seconds(rollout=rollout(case), update=update(case), sync=sync(case), checkpoint=checkpoint(case))
+def estimate_step_seconds(inputs: StepTimeInputs) -> StepSeconds:
+    return StepSeconds(
+        rollout=rollout_seconds(inputs),
+        update=update_seconds(inputs),
+        sync=weight_sync_seconds(inputs),
+        checkpoint=checkpoint_seconds(inputs),
+    )
 
 
-def sizes_of(model: ModelSpec) -> Sizes:
+def count_params(model: ModelSpec) -> ParamCounts:
     counts = {name: math.prod(shape) for name, shape in model.shapes().items()}
     vision, total = sum(count for name, count in counts.items() if name.startswith("visual.")), sum(counts.values())
-    looked_up = 0 if model.tied else counts["model.embed_tokens.weight"]
-    return Sizes(language=total - vision - looked_up, vision=vision, total=total, num_tensors=len(counts))
+    looked_up = 0 if model.tie_word_embeddings else counts["model.embed_tokens.weight"]
+    return ParamCounts(language=total - vision - looked_up, vision=vision, total=total, num_tensors=len(counts))
 
 
-def rollout(case: Case) -> dict[str, float]:
+def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     """An engine draws for all its sequences at once; the last of a step's episodes keeps all GPUs waiting."""
-    settings, episode = case.settings, case.episode
-    mine = case.num_episodes / case.num_engines
-    slots = max(1.0, min(settings.engine.max_num_seqs, mine, case.cache_tokens / episode.length))
+    settings, episode = inputs.settings, inputs.episode
+    mine = inputs.num_episodes / inputs.num_engines
+    slots = max(1.0, min(settings.engine.max_num_seqs, mine, inputs.cache_tokens / episode.total_tokens))
     most = settings.task.max_turns * settings.task.max_new_tokens
-    longest = min(most, episode.sampled * longest_share(case.num_episodes, case.speeds))
-    steps = max(mine * episode.sampled / slots, longest)
-    running = mine * episode.sampled / steps
-    waited = episode.turns * case.speeds.tool_s if steps == longest else 0.0  # where others play on, nobody waits for a tool
-    return {"decode": steps * decode_step(case, running=running), "tools": waited, "prompts": prompts(case)}
+    longest = min(most, episode.sampled_tokens * longest_to_mean_ratio(inputs.num_episodes, inputs.speeds))
+    steps = max(mine * episode.sampled_tokens / slots, longest)
+    running = mine * episode.sampled_tokens / steps
+    waited = episode.num_turns * inputs.speeds.tool_s if steps == longest else 0.0  # where others play on, nobody waits for a tool
+    return {"decode": steps * decode_step_seconds(inputs, num_running=running), "tools": waited, "prompts": prefill_seconds(inputs)}
 
 
-def decode_step(case: Case, *, running: float) -> float:
+def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
     """Seconds in which each of `running` sequences gets a token: the weights and all keys and values are read once, or so much is
     multiplied; and two sums a layer over the engine's ranks."""
-    model, speeds, tp = case.model, case.speeds, case.settings.engine.tp
-    language = case.sizes.language
-    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * case.engine_width
-    length = case.episode.length - case.episode.sampled / 2
-    reading = (language * case.engine_width + running * length * token) / tp / (case.gpu.hbm * speeds.memory_share)
-    arithmetic = 2 * language * running / tp / (case.gpu.flops * speeds.prefill_share)
-    row = running * model.hidden_size * case.engine_width
-    sums = 2 * model.num_layers * (speeds.launch_s + 2 * (tp - 1) / tp * row / case.link) if tp > 1 else 0.0
+    model, speeds, tp = inputs.model, inputs.speeds, inputs.settings.engine.tp
+    language = inputs.param_counts.language
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * inputs.engine_itemsize
+    length = inputs.episode.total_tokens - inputs.episode.sampled_tokens / 2
+    reading = (language * inputs.engine_itemsize + num_running * length * token) / tp / (inputs.gpu.hbm_bytes_per_s * speeds.memory_share)
+    arithmetic = 2 * language * num_running / tp / (inputs.gpu.flops_per_s * speeds.prefill_share)
+    row = num_running * model.hidden_size * inputs.engine_itemsize
+    sums = 2 * model.num_layers * (speeds.launch_s + 2 * (tp - 1) / tp * row / inputs.link_bytes_per_s) if tp > 1 else 0.0
     return speeds.decode_floor_s + max(reading, arithmetic) + sums
 
 
-def prompts(case: Case) -> float:
+def prefill_seconds(inputs: StepTimeInputs) -> float:
     """Seconds of an engine's prompts and pictures: those of a group once, those of an environment's answers each."""
-    episode, language, vision = case.episode, case.sizes.language, case.sizes.vision
-    groups, further = case.settings.batch.prompts_per_step, case.num_episodes * (episode.pictures - 1) * episode.picture_tokens
-    tokens = groups * episode.prompt + further
-    patches = case.model.vision.patches_a_token * (groups * episode.picture_tokens + further)
-    return 2 * (language * tokens + vision * patches) / (case.world_size * case.gpu.flops * case.speeds.prefill_share)
+    episode, language, vision = inputs.episode, inputs.param_counts.language, inputs.param_counts.vision
+    groups, further = inputs.settings.batch.prompts_per_step, inputs.num_episodes * (episode.num_images - 1) * episode.tokens_per_image
+    tokens = groups * episode.prompt_tokens + further
+    patches = inputs.model.vision.patches_per_token * (groups * episode.tokens_per_image + further)
+    return 2 * (language * tokens + vision * patches) / (inputs.world_size * inputs.gpu.flops_per_s * inputs.speeds.prefill_share)
 
 
-def trained_tokens(case: Case) -> float:
+def num_trained_tokens(inputs: StepTimeInputs) -> float:
     """Of a step: a group's prompt stands once in every micro-batch that has some of it; what groups have in common is left out."""
-    batch, episode = case.settings.batch, case.episode
-    replies = batch.group_size * (episode.length - episode.prompt)
-    copies = min(batch.group_size, math.ceil((replies + episode.prompt) / max(batch.micro_batch_tokens, episode.length)))
-    return batch.prompts_per_step * (replies + copies * episode.prompt)
+    batch, episode = inputs.settings.batch, inputs.episode
+    replies = batch.group_size * (episode.total_tokens - episode.prompt_tokens)
+    copies = min(batch.group_size, math.ceil((replies + episode.prompt_tokens) / max(batch.micro_batch_tokens, episode.total_tokens)))
+    return batch.prompts_per_step * (replies + copies * episode.prompt_tokens)
 
 
-def update(case: Case) -> dict[str, float]:
+def update_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     """All updates of a step, and the passes before them."""
-    settings, parallel, speeds = case.settings, case.settings.parallel, case.speeds
+    settings, parallel, speeds = inputs.settings, inputs.settings.parallel, inputs.speeds
     num_updates = settings.batch.minibatches * settings.batch.epochs
-    tokens = trained_tokens(case)
-    micro_batches = max(1.0, tokens / case.replicas / settings.batch.minibatches / settings.batch.micro_batch_tokens)
-    arithmetic = flops(case, tokens) / (case.world_size * case.gpu.flops * speeds.training_share)
+    tokens = num_trained_tokens(inputs)
+    micro_batches = max(1.0, tokens / inputs.num_replicas / settings.batch.minibatches / settings.batch.micro_batch_tokens)
+    arithmetic = update_flops(inputs, tokens) / (inputs.world_size * inputs.gpu.flops_per_s * speeds.training_share)
     return {
         "arithmetic": arithmetic,
         "stages": arithmetic * (parallel.pp - 1) / (micro_batches * parallel.vpp),
-        "tensors": tensor_bytes(case, tokens) / case.link,
-        "gradients": num_updates * gradient_bytes(case) / gradient_link(case),
-        "optimizer": num_updates * optimizer(case),
+        "tensors": tensor_parallel_bytes(inputs, tokens) / inputs.link_bytes_per_s,
+        "gradients": num_updates * gradient_bytes(inputs) / gradient_link_bytes_per_s(inputs),
+        "optimizer": num_updates * optimizer_seconds(inputs),
     }
 
 
-def flops(case: Case, tokens: float) -> float:
+def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
     """Of all epochs, as the slowest stage sees them. A pass forwards takes 2 for each parameter and token, and 2 * layers * heads * size *
     length for attention; a step 2 more for the input's gradient, 2 for the weight's, 2 again where layers are recomputed. The tower is the
     first stage's."""
-    settings, model, episode = case.settings, case.model, case.episode
-    language, vision = case.sizes.language, case.sizes.vision
-    before, epochs = passes_before(case), settings.batch.epochs
+    settings, model, episode = inputs.settings, inputs.model, inputs.episode
+    language, vision = inputs.param_counts.language, inputs.param_counts.vision
+    before, epochs = num_forward_passes_before_update(inputs), settings.batch.epochs
     recompute = settings.parallel.recompute
     again, again_seen = 2 * (recompute == "full"), 2 * (recompute in ("vision", "full"))
     each = epochs * ((4 if settings.lora.rank else 6) + again) + 2 * before
-    attention = 2 * model.num_layers * model.num_heads * model.head_dim * episode.length / 2
-    pictures = settings.batch.prompts_per_step + case.num_episodes * (episode.pictures - 1)
-    patches = pictures * episode.picture_tokens * model.vision.patches_a_token
+    attention = 2 * model.num_layers * model.num_heads * model.head_dim * episode.total_tokens / 2
+    pictures = settings.batch.prompts_per_step + inputs.num_episodes * (episode.num_images - 1)
+    patches = pictures * episode.tokens_per_image * model.vision.patches_per_token
     of_a_patch = epochs * (6 + again_seen if trains_vision(settings.lora, settings.model.frozen) else 2) + 2 * before
     return tokens * each * (language + attention) + settings.parallel.pp * patches * of_a_patch * vision
 
 
-def passes_before(case: Case) -> int:
+def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
     """Forward passes over the step's tokens before its first update: the old logprobs, the reference's."""
-    algo, batch = case.settings.algo, case.settings.batch
+    algo, batch = inputs.settings.algo, inputs.settings.batch
     return needs_old(algo, num_updates=batch.minibatches * batch.epochs) + needs_reference(algo)
 
 
-def tensor_bytes(case: Case, tokens: float) -> float:
+def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
     """Sent by a rank to its tensor-parallel neighbors in a step: a pass forwards, two backwards, one again."""
-    parallel, model = case.settings.parallel, case.model
-    passes = case.settings.batch.epochs * (3 + (parallel.recompute == "full")) + passes_before(case)
-    row = model.hidden_size * case.width * (parallel.tp - 1) / parallel.tp
-    return COLLECTIVES * model.num_layers / parallel.pp * passes * tokens / case.replicas * row
+    parallel, model = inputs.settings.parallel, inputs.model
+    passes = inputs.settings.batch.epochs * (3 + (parallel.recompute == "full")) + num_forward_passes_before_update(inputs)
+    row = model.hidden_size * inputs.itemsize * (parallel.tp - 1) / parallel.tp
+    return COLLECTIVES_PER_LAYER * model.num_layers / parallel.pp * passes * tokens / inputs.num_replicas * row
 
 
-def gradient_bytes(case: Case) -> float:
+def gradient_bytes(inputs: StepTimeInputs) -> float:
     """Sent by a rank to the other replicas in one update: gradients scattered, weights gathered."""
-    parallel = case.settings.parallel
-    return (GRADIENT + PARAMETER) * case.trained / (parallel.tp * parallel.pp) * (case.replicas - 1) / case.replicas
+    parallel = inputs.settings.parallel
+    return (
+        (GRADIENT_BYTES + PARAMETER_BYTES)
+        * inputs.num_trained_params
+        / (parallel.tp * parallel.pp)
+        * (inputs.num_replicas - 1)
+        / inputs.num_replicas
+    )
 
 
-def gradient_link(case: Case) -> float:
+def gradient_link_bytes_per_s(inputs: StepTimeInputs) -> float:
     """Bytes a second between replicas."""
-    return case.link if case.world_size <= GPUS_A_NODE else min(case.link, case.speeds.network * case.speeds.network_share)
+    return (
+        inputs.link_bytes_per_s
+        if inputs.world_size <= GPUS_PER_NODE
+        else min(inputs.link_bytes_per_s, inputs.speeds.network * inputs.speeds.network_share)
+    )
 
 
-def optimizer(case: Case) -> float:
+def optimizer_seconds(inputs: StepTimeInputs) -> float:
     """AdamW over this rank's part, on the GPU, or on the host, where the ranks of a node share its memory."""
-    mine = case.trained / case.world_size
-    if not case.settings.parallel.offload_optimizer:
-        return STEP_BYTES * mine / (case.gpu.hbm * case.speeds.memory_share)
-    moved = (GRADIENT + PARAMETER) * mine / (case.gpu.host * case.speeds.host_share)
-    return moved + STEP_BYTES * mine * min(case.world_size, GPUS_A_NODE) / case.speeds.host_memory
+    mine = inputs.num_trained_params / inputs.world_size
+    if not inputs.settings.parallel.offload_optimizer:
+        return OPTIMIZER_STEP_BYTES * mine / (inputs.gpu.hbm_bytes_per_s * inputs.speeds.memory_share)
+    moved = (GRADIENT_BYTES + PARAMETER_BYTES) * mine / (inputs.gpu.pcie_bytes_per_s * inputs.speeds.host_share)
+    return moved + OPTIMIZER_STEP_BYTES * mine * min(inputs.world_size, GPUS_PER_NODE) / inputs.speeds.host_memory
 
 
-def sync_bytes(case: Case) -> float:
+def sync_bytes(inputs: StepTimeInputs) -> float:
     """Received by a rank of the weights that others hold."""
-    shards = case.settings.parallel.tp * case.settings.parallel.pp
-    return case.sizes.total * case.width * (1 - 1 / shards)
+    shards = inputs.settings.parallel.tp * inputs.settings.parallel.pp
+    return inputs.param_counts.total * inputs.itemsize * (1 - 1 / shards)
 
 
-def sync(case: Case) -> dict[str, float]:
+def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     """The new weights into every engine; parameters and gradients to the host and back around the rollout."""
-    parallel = case.settings.parallel
+    parallel = inputs.settings.parallel
     shards = parallel.tp * parallel.pp
-    away = 2 * (case.sizes.total * case.width + GRADIENT * case.trained) / shards if parallel.offload_params else 0
+    away = (
+        2 * (inputs.param_counts.total * inputs.itemsize + GRADIENT_BYTES * inputs.num_trained_params) / shards
+        if parallel.offload_params
+        else 0
+    )
     return {
-        "weights": sync_bytes(case) / case.link,
-        "tensors": case.sizes.num_tensors * case.speeds.tensor_s,
-        "offload": away / (case.gpu.host * case.speeds.host_share),
-        "wake": case.speeds.wake_s,
+        "weights": sync_bytes(inputs) / inputs.link_bytes_per_s,
+        "tensors": inputs.param_counts.num_tensors * inputs.speeds.tensor_s,
+        "offload": away / (inputs.gpu.pcie_bytes_per_s * inputs.speeds.host_share),
+        "wake": inputs.speeds.wake_s,
     }
 
 
-def checkpoint(case: Case) -> float:
+def checkpoint_seconds(inputs: StepTimeInputs) -> float:
     """Until it lies on the disk: weights and state, every node its share."""
-    total = case.sizes.total * case.width + STATE_BYTES * case.trained
-    return total / (math.ceil(case.world_size / GPUS_A_NODE) * case.speeds.disk)
+    total = inputs.param_counts.total * inputs.itemsize + CHECKPOINT_STATE_BYTES * inputs.num_trained_params
+    return total / (math.ceil(inputs.world_size / GPUS_PER_NODE) * inputs.speeds.disk)
 
 
-def in_words(case: Case) -> str:
+def describe_step_time(inputs: StepTimeInputs) -> str:
     """For the dry run and the doctor."""
-    seconds, episode = expected(case), case.episode
+    seconds, episode = estimate_step_seconds(inputs), inputs.episode
     phases = {"rollout": seconds.rollout, "update": seconds.update, "sync": seconds.sync}
     said = []
     for name, parts in phases.items():
         largest = ", ".join(f"{part} {value:.1f}" for part, value in parts.items() if value >= 0.05)
         said.append(f"{name} {sum(parts.values()):.1f} ({largest})")
-    known = f"{len(MEASURED)} of {len(fields(Speeds))} constants were measured" if MEASURED else "nothing of it was measured"
+    known = (
+        f"{len(MEASURED_CONSTANTS)} of {len(fields(StepTimeConstants))} constants were measured"
+        if MEASURED_CONSTANTS
+        else "nothing of it was measured"
+    )
     return (
-        f"{seconds.step:.0f} s a step expected on {case.world_size} {case.settings.run.gpu}: {', '.join(said)}; a checkpoint "
-        f"{seconds.checkpoint:.0f} s; for episodes of {episode.length:,.0f} tokens, {episode.sampled:,.0f} of them sampled; {known}"
+        f"{seconds.step_total:.0f} s a step expected on {inputs.world_size} {inputs.settings.run.gpu}: {', '.join(said)}; a checkpoint "
+        f"{seconds.checkpoint:.0f} s; for episodes of {episode.total_tokens:,.0f} tokens, "
+        f"{episode.sampled_tokens:,.0f} of them sampled; {known}"
     )

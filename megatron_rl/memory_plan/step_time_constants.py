@@ -12,12 +12,12 @@ import torch
 from megatron_rl.config import Settings
 from megatron_rl.models.model_spec import ModelSpec
 
-MEASURED: frozenset[str] = frozenset()
+MEASURED_CONSTANTS: frozenset[str] = frozenset()
 """Names of the fields of Speeds that were measured on a GPU; all others are assumed."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Speeds:
+class StepTimeConstants:
     """The constants. Each says what it is of, and where it comes from."""
 
     training_share: float = 0.40
@@ -60,51 +60,57 @@ class Speeds:
     """Standard deviation of the logarithm of an episode's sampled tokens. Assumption: the longest of 128 is 4 times the mean."""
 
 
-ASSUMED = Speeds()
+DEFAULT_CONSTANTS = StepTimeConstants()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Episode:
+class EpisodeEstimate:
     """The mean one."""
 
-    turns: float
-    sampled: float
+    num_turns: float
+    sampled_tokens: float
     """Tokens of all its replies."""
-    pictures: float
-    picture_tokens: float
+    num_images: float
+    tokens_per_image: float
     """Of one."""
-    text: float
+    text_tokens: float
     """Tokens of the prompt."""
 
     @property
-    def prompt(self) -> float:
+    def prompt_tokens(self) -> float:
         """Tokens that its group shares: text and the first picture."""
-        return self.text + self.picture_tokens
+        return self.text_tokens + self.tokens_per_image
 
     @property
-    def length(self) -> float:
+    def total_tokens(self) -> float:
         """Tokens at its end."""
-        return self.text + self.pictures * self.picture_tokens + self.sampled
+        return self.text_tokens + self.num_images * self.tokens_per_image + self.sampled_tokens
 
 
-def mean_episode(model: ModelSpec, settings: Settings, speeds: Speeds = ASSUMED) -> Episode:
+def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> EpisodeEstimate:
     """A picture in the prompt and one in each answer of a tool, as many as engine.max_images allows; cut to the context."""
-    task, unit = settings.task, (model.vision.patch * model.vision.merge) ** 2
+    task, unit = settings.task, (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
     turns = max(1.0, speeds.turns_share * task.max_turns)
     picture = max(1.0, max(settings.model.min_pixels, speeds.picture_share * settings.model.max_pixels) / unit)
     sampled, pictures = turns * max(1.0, speeds.reply_share * task.max_new_tokens), min(turns, settings.engine.max_images)
     cut = min(1.0, settings.engine.max_model_len / (speeds.prompt_tokens + pictures * picture + sampled))
-    return Episode(turns=turns, sampled=cut * sampled, pictures=pictures, picture_tokens=cut * picture, text=cut * speeds.prompt_tokens)
+    return EpisodeEstimate(
+        num_turns=turns,
+        sampled_tokens=cut * sampled,
+        num_images=pictures,
+        tokens_per_image=cut * picture,
+        text_tokens=cut * speeds.prompt_tokens,
+    )
 
 
-def longest_share(num: int, speeds: Speeds = ASSUMED) -> float:
+def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> float:
     """The longest of `num` episodes over their mean, whose tokens are log-normal: the quantile at num / (num + 1)."""
     normal = torch.distributions.Normal(0.0, 1.0)
-    quantile = float(normal.icdf(torch.tensor(num / (num + 1), dtype=torch.float64)))
+    quantile = float(normal.icdf(torch.tensor(num_episodes / (num_episodes + 1), dtype=torch.float64)))
     return max(1.0, math.exp(speeds.spread * quantile - speeds.spread**2 / 2))
 
 
-def halved_and_doubled(speeds: Speeds = ASSUMED) -> dict[str, tuple[float, float]]:
+def sensitivity_ranges(speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> dict[str, tuple[float, float]]:
     """{a constant: half of it, twice it}; shares at most 1."""
-    values = {field.name: getattr(speeds, field.name) for field in fields(Speeds)}
+    values = {field.name: getattr(speeds, field.name) for field in fields(StepTimeConstants)}
     return {name: (value / 2, min(2 * value, 1.0) if name.endswith("_share") else 2 * value) for name, value in values.items()}

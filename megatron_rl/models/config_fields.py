@@ -49,13 +49,14 @@ _SPECIAL_TOKENS: Fields = dict.fromkeys(
 )
 _TOP: Fields = {**_COMMON, **_SPECIAL_TOKENS, **dict.fromkeys(("text_config", "vision_config", "tie_word_embeddings"), ANY)}
 
-SIZES = (
+LANGUAGE_SIZE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
     "head_dim",
 )  # fmt: skip
 """Fields of the language model that must agree where a config states them twice."""
 _LANGUAGE: Fields = {
-    **dict.fromkeys((*SIZES, "max_position_embeddings", "max_window_layers", "rope_scaling", "rope_parameters", "rope_theta"), ANY),
+    **dict.fromkeys((*LANGUAGE_SIZE_FIELDS, "max_position_embeddings", "max_window_layers", "rope_scaling", "rope_parameters",
+    "rope_theta"), ANY),
     "hidden_act": ("silu",), "attention_dropout": (0,), "partial_rotary_factor": (1,), "use_sliding_window": (False,),
     "mlp_bias": (False,), "pretraining_tp": (1,),
 }  # fmt: skip
@@ -99,22 +100,22 @@ def find_unsupported(stored: Mapping[str, object], *, text: Fields, vision: Fiel
         architecture: the name of the only class in `architectures` that is trained.
     """
     language = {**text, "layer_types": ANY}
-    found = [*_unlike(stored, {**language, **_TOP}, ""), *_language(stored, "")]
+    found = [*_find_unaccepted(stored, {**language, **_TOP}, ""), *_find_language_problems(stored, "")]
     if stored.get("architectures") not in (None, [], [architecture]):
         found.append(f"architectures is {_short(stored['architectures'])}, not {architecture}")
     text_config, vision_config = stored.get("text_config"), stored.get("vision_config")
     nested = text_config if isinstance(text_config, dict) else {}
     fields = {**language, **_COMMON, **_SPECIAL_TOKENS, "tie_word_embeddings": ANY}
-    found += [*_unlike(nested, fields, "text_config."), *_language(nested, "text_config.")]
+    found += [*_find_unaccepted(nested, fields, "text_config."), *_find_language_problems(nested, "text_config.")]
     if isinstance(text_config, dict) or not is_flat:
-        found += _disagreements(stored, nested)
+        found += _find_size_conflicts(stored, nested)
     if isinstance(vision_config, dict):
         originals = {name: value for name, value in vision_config.items() if name not in _VISION_COPIES}
-        found += [*_unlike(originals, vision, "vision_config."), *_tower(vision_config)]
-    return [*found, *_rope_disagreements(stored, nested)]
+        found += [*_find_unaccepted(originals, vision, "vision_config."), *_find_tower_problems(vision_config)]
+    return [*found, *_find_rope_conflicts(stored, nested)]
 
 
-def _unlike(stored: Mapping[str, object], fields: Fields, path: str) -> Iterator[str]:
+def _find_unaccepted(stored: Mapping[str, object], fields: Fields, path: str) -> Iterator[str]:
     for name, value in stored.items():
         if value is None:
             continue
@@ -135,7 +136,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _language(stored: Mapping[str, object], path: str) -> Iterator[str]:
+def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator[str]:
     """Return what the structured fields of a language model say beyond full attention and plain multimodal rotary positions."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
@@ -143,26 +144,26 @@ def _language(stored: Mapping[str, object], path: str) -> Iterator[str]:
         yield f"{path}layer_types holds {_short(other)}, where it computes full_attention"
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(stored.get(name), dict):
-            yield from _unlike(stored[name], _ROPE, f"{path}{name}.")
+            yield from _find_unaccepted(stored[name], _ROPE, f"{path}{name}.")
 
 
-def _tower(vision: Mapping[str, object]) -> Iterator[str]:
+def _find_tower_problems(vision: Mapping[str, object]) -> Iterator[str]:
     if isinstance(vision.get("rope_parameters"), dict):
-        yield from _unlike(vision["rope_parameters"], _TOWER_ROPE, "vision_config.rope_parameters.")
+        yield from _find_unaccepted(vision["rope_parameters"], _TOWER_ROPE, "vision_config.rope_parameters.")
     for name, (original, default) in _VISION_COPIES.items():
         stated = vision.get(original, default)
         if vision.get(name) is not None and stated is not None and vision[name] != stated:
             yield f"vision_config.{name} is {_short(vision[name])}, where it computes {original}, {_short(stated)}"
 
 
-def _disagreements(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
+def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
     """Return the sizes beside text_config that are not those in it, which transformers reads alone."""
-    for name in SIZES:
+    for name in LANGUAGE_SIZE_FIELDS:
         if stored.get(name) is not None and stored[name] != text.get(name):
             yield f"{name} is {_short(stored[name])}, where text_config.{name} is {_short(text.get(name))}, which alone is read"
 
 
-def _rope_disagreements(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
+def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
     """Return values of the rotary embedding that several places state differently: libraries differ in which of them they read."""
     places: dict[str, object] = {}
     for path, part in (("", stored), ("text_config.", text)):

@@ -2,39 +2,39 @@
 
 from functools import partial
 
-from megatron_rl.models.name_mapping import AttentionHeads, Row, fuse_halves, fuse_qkv, split_halves, split_qkv
+from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, fuse_halves, fuse_qkv, split_halves, split_qkv
 
 
-def layer_rows(layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool) -> list[Row]:
+def decoder_layer_mappings(layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool) -> list[ParamMapping]:
     """The rows of the layer with this global number."""
     mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
 
-    def qkv(kind: str) -> Row:
+    def qkv(kind: str) -> ParamMapping:
         names = tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv")
-        return Row(
+        return ParamMapping(
             f"{mcore}self_attention.linear_qkv.{kind}", names, stage,
             fuse=lambda tensors: fuse_qkv(tensors, heads), split=lambda fused: split_qkv(fused, heads), shard_dim=0,
         )  # fmt: skip
 
-    norms = [Row(f"{mcore}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",), stage) for x in "qk"]
+    norms = [ParamMapping(f"{mcore}self_attention.{x}_layernorm.weight", (f"{hf}self_attn.{x}_norm.weight",), stage) for x in "qk"]
     gate_up = (f"{hf}mlp.gate_proj.weight", f"{hf}mlp.up_proj.weight")
     return [
-        Row(
+        ParamMapping(
             f"{mcore}input_layernorm.weight", (f"{hf}input_layernorm.weight",), stage,
             fused_norm=f"{mcore}self_attention.linear_qkv.layer_norm_weight",
         ),
         qkv("weight"),
         *([qkv("bias")] if qkv_bias else []),
         *(norms if qk_norm else []),
-        Row(f"{mcore}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), stage, shard_dim=1),
-        Row(
+        ParamMapping(f"{mcore}self_attention.linear_proj.weight", (f"{hf}self_attn.o_proj.weight",), stage, shard_dim=1),
+        ParamMapping(
             f"{mcore}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",), stage,
             fused_norm=f"{mcore}mlp.linear_fc1.layer_norm_weight",
         ),
-        Row(f"{mcore}mlp.linear_fc1.weight", gate_up, stage, fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
-        Row(f"{mcore}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), stage, shard_dim=1),
+        ParamMapping(f"{mcore}mlp.linear_fc1.weight", gate_up, stage, fuse=fuse_halves, split=split_halves, shard_dim=0, fuse_shards=True),
+        ParamMapping(f"{mcore}mlp.linear_fc2.weight", (f"{hf}mlp.down_proj.weight",), stage, shard_dim=1),
     ]  # fmt: skip
 
 
-qwen2_rows = partial(layer_rows, qkv_bias=True, qk_norm=False)
-qwen3_rows = partial(layer_rows, qkv_bias=False, qk_norm=True)
+qwen2_layer_mappings = partial(decoder_layer_mappings, qkv_bias=True, qk_norm=False)
+qwen3_layer_mappings = partial(decoder_layer_mappings, qkv_bias=False, qk_norm=True)

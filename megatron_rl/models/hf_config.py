@@ -11,8 +11,8 @@ from transformers.activations import ACT2FN
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.config_fields import find_unsupported
 from megatron_rl.models.family import FAMILIES
-from megatron_rl.models.model_folder import config_file
-from megatron_rl.models.model_spec import Family, ModelSpec, VisionSpec
+from megatron_rl.models.model_folder import find_config_file
+from megatron_rl.models.model_spec import ModelFamily, ModelSpec, VisionSpec
 
 TEXT_SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
@@ -25,24 +25,28 @@ MAX_FIELDS = 4
 
 def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
     """The model in a Hugging Face folder. Raises ValueError under the setting's or option's name `key`."""
-    path = config_file(folder, key=key)
+    path = find_config_file(folder, key=key)
     try:
         stored = read_json(path)
     except ValueError as error:
-        raise _damaged(error, folder=folder, key=key) from error
+        raise _damaged_config_error(error, folder=folder, key=key) from error
     return parse_spec(stored, folder=folder, key=key)
 
 
 def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> ModelSpec:
     """What read_spec gives for a config.json with this content; `folder` is only named in errors."""
     if not isinstance(stored, dict):
-        raise _damaged(f"it holds a {type(stored).__name__}", folder=folder, key=key)
+        raise _damaged_config_error(f"it holds a {type(stored).__name__}", folder=folder, key=key)
     model_type = stored.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(f"{key}={folder}: config.json describes model_type {model_type}; known: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     unsupported = find_unsupported(
-        stored, text=family.text_fields, vision=family.vision_fields, is_flat=family.has_flat_config, architecture=family.model.__name__
+        stored,
+        text=family.text_fields,
+        vision=family.vision_fields,
+        is_flat=family.has_flat_config,
+        architecture=family.model_class.__name__,
     )
     if unsupported:
         raise ValueError(
@@ -50,20 +54,20 @@ def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> Mo
             "take a checkpoint without it, or remove the field if the model is computed without it"
         )
     try:
-        config = family.config.from_dict(stored)
+        config = family.config_class.from_dict(stored)
     except (ValueError, TypeError, AttributeError, IndexError, StrictDataclassError) as error:
-        raise _damaged(error, folder=folder, key=key) from error
+        raise _damaged_config_error(error, folder=folder, key=key) from error
     wrong = _find_config_error(config, family)
     if wrong:
-        raise _damaged(wrong, folder=folder, key=key)
-    return _spec(config, family)
+        raise _damaged_config_error(wrong, folder=folder, key=key)
+    return _build_spec(config, family)
 
 
-def _damaged(reason: object, *, folder: str | Path, key: str) -> ValueError:
+def _damaged_config_error(reason: object, *, folder: str | Path, key: str) -> ValueError:
     return ValueError(f"{key}={folder}: config.json is damaged ({' '.join(str(reason).split())}); copy it again")
 
 
-def _find_config_error(config: PreTrainedConfig, family: Family) -> str:
+def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
     """What no model can have, though it has the right type (which transformers checks), in words; empty if there is nothing."""
     for part, each in (("", config), ("text_config.", config.text_config), ("vision_config.", config.vision_config)):
         if each.dtype is not None and not (isinstance(each.dtype, torch.dtype) and each.dtype.is_floating_point):
@@ -74,7 +78,7 @@ def _find_config_error(config: PreTrainedConfig, family: Family) -> str:
     for part, name, size in sizes:
         if not isinstance(size, int) or size < 1:
             return f"{part}{name} is {size}, not a positive integer"
-    wrong = _wrong_heads(text, family.vision(config.vision_config), family)
+    wrong = _find_head_mismatch(text, family.read_vision_spec(config.vision_config), family)
     if wrong:
         return wrong
     if vision["hidden_act"] not in ACT2FN:
@@ -87,12 +91,12 @@ def _find_config_error(config: PreTrainedConfig, family: Family) -> str:
         return f"rope_scaling.mrope_section is {sections}, not three positive integers"
     if 2 * sum(sections) != head_dim:
         return f"rope_scaling.mrope_section is {sections}, {sum(sections)} in all, not half of a head, which has {head_dim} numbers"
-    if bool(text["rope_parameters"].get("mrope_interleaved")) != family.is_interleaved:
-        return f"rope_scaling.mrope_interleaved is not {str(family.is_interleaved).lower()}, as it is in this family"
+    if bool(text["rope_parameters"].get("mrope_interleaved")) != family.has_interleaved_mrope:
+        return f"rope_scaling.mrope_interleaved is not {str(family.has_interleaved_mrope).lower()}, as it is in this family"
     return ""
 
 
-def _wrong_heads(text: dict[str, object], vision: VisionSpec, family: Family) -> str:
+def _find_head_mismatch(text: dict[str, object], vision: VisionSpec, family: ModelFamily) -> str:
     """Of sizes that are positive but do not fit each other."""
     hidden, heads, key_heads, head_dim = (
         text.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -105,8 +109,9 @@ def _wrong_heads(text: dict[str, object], vision: VisionSpec, family: Family) ->
         return f"num_key_value_heads is {key_heads}, which does not divide num_attention_heads, {heads}"
     if vision.hidden_size % vision.num_heads:
         return f"vision_config.num_heads is {vision.num_heads}, which does not divide hidden_size, {vision.hidden_size}"
-    if vision.window % (vision.patch * vision.merge):
-        return f"vision_config.window_size is {vision.window}, no multiple of a vision token's side, {vision.patch * vision.merge}"
+    token_side = vision.patch_size * vision.spatial_merge_size
+    if vision.window_size % token_side:
+        return f"vision_config.window_size is {vision.window_size}, no multiple of a vision token's side, {token_side}"
     if vision.out_hidden_size != hidden:
         return f"vision_config.out_hidden_size is {vision.out_hidden_size}, but hidden_size is {hidden}"
     return ""
@@ -116,7 +121,7 @@ def _head_dim(text: dict[str, object]) -> int:
     return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
 
 
-def _spec(config: PreTrainedConfig, family: Family) -> ModelSpec:
+def _build_spec(config: PreTrainedConfig, family: ModelFamily) -> ModelSpec:
     text = config.text_config.to_dict()
     return ModelSpec(
         family=family,
@@ -128,12 +133,12 @@ def _spec(config: PreTrainedConfig, family: Family) -> ModelSpec:
         num_kv_heads=text["num_key_value_heads"],
         head_dim=_head_dim(text),
         vocab_size=text["vocab_size"],
-        tied=config.tie_word_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
         norm_eps=text["rms_norm_eps"],
         max_positions=text["max_position_embeddings"],
         rope_theta=text["rope_parameters"]["rope_theta"],
         rope_sections=tuple(text["rope_parameters"]["mrope_section"]),
-        vision=family.vision(config.vision_config),
+        vision=family.read_vision_spec(config.vision_config),
         image_token_id=config.image_token_id,
         video_token_id=config.video_token_id,
         vision_start_id=config.vision_start_token_id,

@@ -15,27 +15,27 @@ _TABLE = {
         "2B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8), "8B": (4096, 12288, 36, 32, 8), "32B": (5120, 25600, 64, 64, 8),
     },
 }  # fmt: skip
-SIZES = {
+RELEASED_SIZES = {
     family: {size: dict(zip(_NAMES, numbers, strict=True)) for size, numbers in sizes.items()} for family, sizes in _TABLE.items()
 }  # fmt: skip
 """By model_type and size: the language model's."""
-_NAMED = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL"}
-HUB_IDS = {f"Qwen/{_NAMED[family]}-{size}-Instruct": (family, size) for family, sizes in SIZES.items() for size in sizes}
+_HUB_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL"}
+HUB_IDS = {f"Qwen/{_HUB_NAMES[family]}-{size}-Instruct": (family, size) for family, sizes in RELEASED_SIZES.items() for size in sizes}
 """(model_type, size) by the name on the hub."""
 _VISION_TOKEN_IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
-_MERGED = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+_PATCH_SIZES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
-def released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, object]:
+def make_released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, object]:
     """A config.json as it was released: flat, with the spellings of transformers 4.41; of Qwen3-VL nested, with those of 4.57."""
-    return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}[family](size, SIZES[family][size])
+    return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}[family](size, RELEASED_SIZES[family][size])
 
 
 def _qwen2_5_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
     vision = {
         "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "num_heads": 16, "in_chans": 3,
         "intermediate_size": 3420 if size in ("3B", "7B") else 3456, "out_hidden_size": sizes["hidden_size"],
-        "patch_size": 14, "spatial_patch_size": 14, "window_size": 112, **_MERGED,
+        "patch_size": 14, "spatial_patch_size": 14, "window_size": 112, **_PATCH_SIZES,
         "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2,
     }  # fmt: skip
     return {
@@ -48,7 +48,7 @@ def _qwen2_5_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
 def _qwen2_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
     vision = {
         "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": sizes["hidden_size"],
-        "patch_size": 14, "spatial_patch_size": 14, **_MERGED,
+        "patch_size": 14, "spatial_patch_size": 14, **_PATCH_SIZES,
     }  # fmt: skip
     return {
         "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", **_language_of_qwen2(sizes),
@@ -70,7 +70,7 @@ def _qwen3_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
     is_small = size in ("2B", "4B")
     tower = (24, 1024, 4096, [5, 11, 17]) if is_small else (27, 1152, 4304, [8, 16, 24])
     vision = {
-        **dict(zip(("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"), tower, strict=True)), **_MERGED,
+        **dict(zip(("depth", "hidden_size", "intermediate_size", "deepstack_visual_indexes"), tower, strict=True)), **_PATCH_SIZES,
         "model_type": "qwen3_vl", "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "num_heads": 16, "num_position_embeddings": 2304,
         "out_hidden_size": sizes["hidden_size"], "patch_size": 16,
     }  # fmt: skip
@@ -87,9 +87,9 @@ def _qwen3_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
     }  # fmt: skip
 
 
-def known_spec(path: str, *, key: str = "model.path") -> ModelSpec:
+def load_known_spec(path: str, *, key: str = "model.path") -> ModelSpec:
     """Of a model folder, or of a released model by its name on the hub, which need not be here. ValueError under the setting's name."""
     if path in HUB_IDS and not Path(path).exists():
         family, size = HUB_IDS[path]
-        return parse_spec(released_config(size, family=family), folder=path, key=key)
+        return parse_spec(make_released_config(size, family=family), folder=path, key=key)
     return read_spec(path, key=key)

@@ -9,28 +9,30 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.models.model_spec import VisionSpec
-from megatron_rl.models.name_mapping import AttentionHeads, Row, Tensors, fuse_halves, fuse_qkv, split_halves, split_qkv
+from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, Tensors, fuse_halves, fuse_qkv, split_halves, split_qkv
 
-PATCHES = "patch_embed.proj.weight"
+PATCH_EMBED = "patch_embed.proj.weight"
 
 
-def whole_row(mcore: str, hf: str) -> Row:
+def replicated_mapping(mcore: str, hf: str) -> ParamMapping:
     """Of a tensor that every rank holds; names without their prefixes."""
-    return Row(f"vision.{mcore}", (f"visual.{hf}",), "first")
+    return ParamMapping(f"vision.{mcore}", (f"visual.{hf}",), "first")
 
 
-def mlp_rows(mcore: str, *, fc1: Sequence[str], fc2: str) -> list[Row]:
+def mlp_mappings(mcore: str, *, fc1: Sequence[str], fc2: str) -> list[ParamMapping]:
     """Of an MLP with biases; `fc1`: Hugging Face's gate and up, or its first layer alone. The bias behind a sum over ranks is whole."""
     rows = []
     for kind in ("weight", "bias"):
         first = tuple(f"visual.{name}.{kind}" for name in fc1)
         fused = {"fuse": fuse_halves, "split": split_halves, "fuse_shards": True} if len(first) > 1 else {}
-        rows.append(Row(f"vision.{mcore}.linear_fc1.{kind}", first, "first", shard_dim=0, **fused))
-        rows.append(Row(f"vision.{mcore}.linear_fc2.{kind}", (f"visual.{fc2}.{kind}",), "first", shard_dim=1 if kind == "weight" else None))
+        rows.append(ParamMapping(f"vision.{mcore}.linear_fc1.{kind}", first, "first", shard_dim=0, **fused))
+        rows.append(
+            ParamMapping(f"vision.{mcore}.linear_fc2.{kind}", (f"visual.{fc2}.{kind}",), "first", shard_dim=1 if kind == "weight" else None)
+        )
     return rows
 
 
-def block_rows(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str], fc2: str) -> list[Row]:
+def block_mappings(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str], fc2: str) -> list[ParamMapping]:
     """Of all blocks. `norm`: the tensors of a norm; fc1, fc2: Hugging Face's layers of a block's MLP."""
     heads = AttentionHeads(vision.num_heads, vision.num_heads, vision.head_dim)
 
@@ -48,44 +50,49 @@ def block_rows(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str], f
         ):  # fmt: skip
             for kind in norm:
                 fused_norm = f"{mcore}{linear}.layer_norm_{kind}"
-                rows.append(Row(f"{mcore}{name}.{kind}", (f"visual.{hf}{theirs}.{kind}",), "first", fused_norm=fused_norm))
+                rows.append(ParamMapping(f"{mcore}{name}.{kind}", (f"visual.{hf}{theirs}.{kind}",), "first", fused_norm=fused_norm))
         for kind in ("weight", "bias"):
             attention, theirs = f"{mcore}self_attention.", f"visual.{hf}attn."
             rows += [
-                Row(f"{attention}linear_qkv.{kind}", (f"{theirs}qkv.{kind}",), "first", fuse=qkv, split=unqkv, shard_dim=0),
-                Row(f"{attention}linear_proj.{kind}", (f"{theirs}proj.{kind}",), "first", shard_dim=1 if kind == "weight" else None),
+                ParamMapping(f"{attention}linear_qkv.{kind}", (f"{theirs}qkv.{kind}",), "first", fuse=qkv, split=unqkv, shard_dim=0),
+                ParamMapping(
+                    f"{attention}linear_proj.{kind}", (f"{theirs}proj.{kind}",), "first", shard_dim=1 if kind == "weight" else None
+                ),
             ]
-        rows += mlp_rows(f"decoder.layers.{block}.mlp", fc1=[f"{hf}mlp.{name}" for name in fc1], fc2=f"{hf}mlp.{fc2}")
+        rows += mlp_mappings(f"decoder.layers.{block}.mlp", fc1=[f"{hf}mlp.{name}" for name in fc1], fc2=f"{hf}mlp.{fc2}")
     return rows
 
 
-def projector_rows(*, norm: Sequence[str]) -> list[Row]:
+def projector_mappings(*, norm: Sequence[str]) -> list[ParamMapping]:
     """Of Qwen2's merger, whose norm is the block's last."""
-    norms = [whole_row(f"decoder.final_layernorm.{kind}", f"merger.ln_q.{kind}") for kind in norm]
-    return [*norms, *mlp_rows("projection.encoder", fc1=["merger.mlp.0"], fc2="merger.mlp.2")]
+    norms = [replicated_mapping(f"decoder.final_layernorm.{kind}", f"merger.ln_q.{kind}") for kind in norm]
+    return [*norms, *mlp_mappings("projection.encoder", fc1=["merger.mlp.0"], fc2="merger.mlp.2")]
 
 
-def merger_rows(vision: VisionSpec) -> list[Row]:
+def merger_mappings(vision: VisionSpec) -> list[ParamMapping]:
     """Of Qwen3-VL's mergers, the stacked ones among them."""
-    names = {"merger": "merger", **{f"decoder.deepstack_merger_list.{n}": f"deepstack_merger_list.{n}" for n in range(vision.stacked)}}
+    names = {
+        "merger": "merger",
+        **{f"decoder.deepstack_merger_list.{n}": f"deepstack_merger_list.{n}" for n in range(vision.num_deepstack_layers)},
+    }
     rows = []
     for mcore, hf in names.items():
-        rows += [whole_row(f"{mcore}.patch_norm.{kind}", f"{hf}.norm.{kind}") for kind in ("weight", "bias")]
-        rows += mlp_rows(mcore, fc1=[f"{hf}.linear_fc1"], fc2=f"{hf}.linear_fc2")
+        rows += [replicated_mapping(f"{mcore}.patch_norm.{kind}", f"{hf}.norm.{kind}") for kind in ("weight", "bias")]
+        rows += mlp_mappings(mcore, fc1=[f"{hf}.linear_fc1"], fc2=f"{hf}.linear_fc2")
     return rows
 
 
-def qwen2_5_vl_tower(vision: VisionSpec) -> list[Row]:
-    blocks = block_rows(vision, norm=["weight"], fc1=["gate_proj", "up_proj"], fc2="down_proj")
-    return [whole_row(PATCHES, PATCHES), *blocks, *projector_rows(norm=["weight"])]
+def qwen2_5_vl_tower_mappings(vision: VisionSpec) -> list[ParamMapping]:
+    blocks = block_mappings(vision, norm=["weight"], fc1=["gate_proj", "up_proj"], fc2="down_proj")
+    return [replicated_mapping(PATCH_EMBED, PATCH_EMBED), *blocks, *projector_mappings(norm=["weight"])]
 
 
-def qwen2_vl_tower(vision: VisionSpec) -> list[Row]:
-    blocks = block_rows(vision, norm=["weight", "bias"], fc1=["fc1"], fc2="fc2")
-    return [whole_row(PATCHES, PATCHES), *blocks, *projector_rows(norm=["weight", "bias"])]
+def qwen2_vl_tower_mappings(vision: VisionSpec) -> list[ParamMapping]:
+    blocks = block_mappings(vision, norm=["weight", "bias"], fc1=["fc1"], fc2="fc2")
+    return [replicated_mapping(PATCH_EMBED, PATCH_EMBED), *blocks, *projector_mappings(norm=["weight", "bias"])]
 
 
-def qwen3_vl_tower(vision: VisionSpec) -> list[Row]:
-    blocks = block_rows(vision, norm=["weight", "bias"], fc1=["linear_fc1"], fc2="linear_fc2")
-    whole = [whole_row(name, name) for name in (PATCHES, "patch_embed.proj.bias", "pos_embed.weight")]
-    return [*whole, *blocks, *merger_rows(vision)]
+def qwen3_vl_tower_mappings(vision: VisionSpec) -> list[ParamMapping]:
+    blocks = block_mappings(vision, norm=["weight", "bias"], fc1=["linear_fc1"], fc2="linear_fc2")
+    whole = [replicated_mapping(name, name) for name in (PATCH_EMBED, "patch_embed.proj.bias", "pos_embed.weight")]
+    return [*whole, *blocks, *merger_mappings(vision)]

@@ -8,13 +8,13 @@ import yaml
 
 from megatron_rl import configs
 
-LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+LAUNCH_FOLDER = Path(__file__).resolve().parents[2] / "launch"
 """Exists in a checkout only; a wheel has none."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 """Matches a possible name of a model on the hub, OWNER/NAME, which may also be a folder."""
 
 
-def config_file(folder: str | Path, *, key: str) -> Path:
+def find_config_file(folder: str | Path, *, key: str) -> Path:
     """Return the config.json of a Hugging Face folder. Raises ValueError, which tells a folder that is not there from one without it."""
     path, place = Path(folder) / "config.json", Path(folder).absolute()
     if path.is_file():
@@ -30,7 +30,7 @@ def config_file(folder: str | Path, *, key: str) -> Path:
 
 def _remedy(folder: str, *, key: str) -> str:
     recipes = _recipes()
-    made = _maker_of(folder, recipes)
+    made = _find_maker(folder, recipes)
     if made:
         return f"relative paths start where you stand; it is made by {made}"
     own = {Path(folder).parts[:1] for recipe in recipes.values() for folder in (recipe.get("run", {}).get("dir", "."),)}
@@ -46,7 +46,7 @@ def _recipes() -> dict[str, dict]:
     return {path.name.removesuffix(".yaml"): yaml.safe_load(path.read_text()) or {} for path in sorted(paths, key=lambda path: path.name)}
 
 
-def _maker_of(folder: str, recipes: dict[str, dict]) -> str:
+def _find_maker(folder: str, recipes: dict[str, dict]) -> str:
     """Return the command that makes a folder which recipes begin with: of a script in launch/, or of the recipe whose result it is.
 
     Example: runs/quickstart/sft/final -> `bash launch/quickstart.sh, or by python launch/train.py stage=sft experiment=numberline_sft_cpu`
@@ -54,7 +54,7 @@ def _maker_of(folder: str, recipes: dict[str, dict]) -> str:
     wanted = Path(folder)
     makers = [name for name, recipe in recipes.items() if Path(recipe.get("run", {}).get("dir", ".")) / "final" == wanted]
     begun = makers or [name for name, recipe in recipes.items() if Path(recipe.get("model", {}).get("path", ".")) == wanted]
-    scripts = [path.name for path in sorted(LAUNCH.glob("*.sh")) if _starts(path, begun)]
+    scripts = [path.name for path in sorted(LAUNCH_FOLDER.glob("*.sh")) if _starts_recipe(path, begun)]
     commands = [f"bash launch/{name}" for name in scripts]
     for name in makers:
         stage = f"stage={recipes[name]['stage']} " if "stage" in recipes[name] else ""
@@ -62,7 +62,7 @@ def _maker_of(folder: str, recipes: dict[str, dict]) -> str:
     return ", or by ".join(commands)
 
 
-def _starts(script: Path, names: list[str]) -> bool:
+def _starts_recipe(script: Path, names: list[str]) -> bool:
     """Return True for a script that starts a run of one of these recipes."""
     text = script.read_text()
     return any(re.search(rf"\bexperiment={name}\b", text) for name in names)

@@ -19,9 +19,9 @@ Tensors = tuple[torch.Tensor, ...]
 class AttentionHeads:
     """What splitting a fused projection needs to know."""
 
-    num_query: int
-    num_kv: int
-    dim: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 def _shard(tensor: torch.Tensor, dim: int, rank: int, size: int, *, pads: bool = False) -> torch.Tensor:
@@ -39,11 +39,11 @@ def padded_vocab(size: int, tp: int) -> int:
 
 
 @dataclass(slots=True, frozen=True)
-class Row:
+class ParamMapping:
     """One Megatron parameter and the HF tensors it is made of."""
 
-    mcore: str
-    hf: tuple[str, ...]
+    mcore_name: str
+    hf_names: tuple[str, ...]
     stage: str
     """Where it lives: 'first', 'last', or 'layer:N' with the global layer number."""
     fuse: Callable[[Tensors], torch.Tensor] | None = None
@@ -56,16 +56,16 @@ class Row:
     """Fuse after cutting (gate and up interleave by rank) instead of before."""
     fused_norm: str = ""
     """The name of a norm's weight under the Transformer Engine spec, which fuses norms into the linear layers that follow them."""
-    vocabulary: int = 0
+    vocab_rows: int = 0
     """Its rows where they are the vocabulary's: tensor parallelism pads them with zeros. 0 for every other parameter."""
-    exported: bool = True
+    is_exported: bool = True
     """False for the last stage's copy of tied embeddings: it is read, never written."""
 
     @property
-    def key(self) -> str:
+    def checkpoint_key(self) -> str:
         """Its key in a Megatron distributed checkpoint, where layers have global numbers and both specs share one spelling
         (megatron-core 0.16.1, gpt_layer_specs.py, sharded_state_dict_keys_map). The tensor there is `to_mcore(tensors, 0, 1)`."""
-        return self.fused_norm or self.mcore
+        return self.fused_norm or self.mcore_name
 
     def to_mcore(self, tensors: Tensors, rank: int, size: int) -> torch.Tensor:
         """Full HF tensors -> this rank's Megatron shard."""
@@ -73,9 +73,9 @@ class Row:
             tensors = tuple(_shard(tensor, self.shard_dim, rank, size) for tensor in tensors)
             return self.fuse(tensors)
         whole = self.fuse(tensors) if self.fuse else tensors[0]
-        return whole if self.shard_dim is None else _shard(whole, self.shard_dim, rank, size, pads=self.vocabulary > 0)
+        return whole if self.shard_dim is None else _shard(whole, self.shard_dim, rank, size, pads=self.vocab_rows > 0)
 
-    def runs(self, tensors: Tensors) -> Tensors:
+    def row_runs(self, tensors: Tensors) -> Tensors:
         """The runs of rows of full HF tensors that make up `to_mcore(tensors, 0, 1)` one after another; nothing is copied.
 
         They are found by fusing the rows' numbers instead of the rows: a fused parameter is its tensors' rows in another order.
@@ -85,7 +85,7 @@ class Row:
         step = 1 + max(map(len, tensors))  # a gap after each tensor's numbers
         numbers = tuple(torch.arange(first * step, first * step + len(tensor)) for first, tensor in enumerate(tensors))
         order = self.to_mcore(numbers, 0, 1)
-        assert torch.equal(order.sort().values, torch.cat(numbers)), f"{self.mcore} does not hold every row once"
+        assert torch.equal(order.sort().values, torch.cat(numbers)), f"{self.mcore_name} does not hold every row once"
         starts = (order.diff() != 1).nonzero().flatten() + 1
         places = [(*divmod(int(run[0]), step), len(run)) for run in order.tensor_split(starts)]
         return tuple(tensors[tensor].narrow(0, row, num_rows) for tensor, row, num_rows in places)
@@ -98,21 +98,22 @@ class Row:
             parts = zip(*(self.split(shard) for shard in shards), strict=True)
             return tuple(torch.cat(part, self.shard_dim) if len(part) > 1 else part[0] for part in parts)
         whole = torch.cat(tuple(shards), self.shard_dim) if len(shards) > 1 else shards[0]
-        if self.vocabulary:
-            return (whole[: self.vocabulary],)
+        if self.vocab_rows:
+            return (whole[: self.vocab_rows],)
         return self.split(whole) if self.split else (whole,)
 
 
 def fuse_qkv(tensors: Tensors, heads: AttentionHeads) -> torch.Tensor:
-    """q [num_query * dim, ...], k and v [num_kv * dim, ...] -> [num_kv * (num_query / num_kv + 2) * dim, ...]."""
-    grouped = [tensor.reshape(heads.num_kv, -1, *tensor.shape[1:]) for tensor in tensors]
+    """q [num_query_heads * dim, ...], k and v [num_kv_heads * dim, ...] -> [num_kv_heads * (num_query_heads / num_kv_heads + 2) * dim,
+    ...]."""
+    grouped = [tensor.reshape(heads.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
     return torch.cat(grouped, 1).flatten(0, 1)
 
 
 def split_qkv(fused: torch.Tensor, heads: AttentionHeads) -> Tensors:
-    grouped = fused.reshape(heads.num_kv, -1, *fused.shape[1:])
-    q_rows = heads.num_query // heads.num_kv * heads.dim
-    return tuple(part.flatten(0, 1) for part in grouped.split([q_rows, heads.dim, heads.dim], 1))
+    grouped = fused.reshape(heads.num_kv_heads, -1, *fused.shape[1:])
+    q_rows = heads.num_query_heads // heads.num_kv_heads * heads.head_dim
+    return tuple(part.flatten(0, 1) for part in grouped.split([q_rows, heads.head_dim, heads.head_dim], 1))
 
 
 def fuse_halves(tensors: Tensors) -> torch.Tensor:
@@ -127,21 +128,21 @@ def name_table(
     *,
     num_layers: int,
     heads: AttentionHeads,
-    tied: bool,
+    tie_word_embeddings: bool,
     vocab_size: int,
-    layer_rows: Callable[[int, AttentionHeads], list[Row]],
+    layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]],
     vision_names: Sequence[str],
-) -> list[Row]:
+) -> list[ParamMapping]:
     """Every parameter of the model, once. `layer_rows` gives those of a decoder layer, the model family's; `vision_names` are the HF
     vision tower's own (without the `visual.` prefix)."""
-    rows = [Row(f"vision.{name}", (f"visual.{name}",), "first") for name in vision_names]
-    words = {"shard_dim": 0, "vocabulary": vocab_size}
-    rows.append(Row("language.embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "first", **words))
+    rows = [ParamMapping(f"vision.{name}", (f"visual.{name}",), "first") for name in vision_names]
+    words = {"shard_dim": 0, "vocab_rows": vocab_size}
+    rows.append(ParamMapping("language.embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "first", **words))
     for layer in range(num_layers):
-        rows.extend(layer_rows(layer, heads))
-    rows.append(Row("language.decoder.final_layernorm.weight", ("model.norm.weight",), "last"))
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    rows.append(Row("language.output_layer.weight", (head,), "last", exported=not tied, **words))
+        rows.extend(layer_mappings(layer, heads))
+    rows.append(ParamMapping("language.decoder.final_layernorm.weight", ("model.norm.weight",), "last"))
+    head = "model.embed_tokens.weight" if tie_word_embeddings else "lm_head.weight"
+    rows.append(ParamMapping("language.output_layer.weight", (head,), "last", is_exported=not tie_word_embeddings, **words))
     return rows
 
 

@@ -5,37 +5,41 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from megatron_rl.models.config_fields import QWEN2_TEXT, QWEN2_VISION
-from megatron_rl.models.decoder import qwen2_rows
-from megatron_rl.models.megatron_tower import qwen2_vl_tower
-from megatron_rl.models.model_spec import SHARED_SIZES, Family, VisionSpec
+from megatron_rl.models.decoder import qwen2_layer_mappings
+from megatron_rl.models.megatron_tower import qwen2_vl_tower_mappings
+from megatron_rl.models.model_spec import SHARED_SIZES, ModelFamily, VisionSpec
 from megatron_rl.models.mrope import mrope_positions
 
 
 def vision_spec(config: Qwen2VLVisionConfig) -> VisionSpec:
     """Its config calls the tower's width embed_dim, and hidden_size the language model's."""
-    return VisionSpec.of(
-        config, hidden_size=config.embed_dim, ffn_size=config.embed_dim * config.mlp_ratio, out_hidden_size=config.hidden_size, mlp_keeps=3
+    return VisionSpec.from_config(
+        config,
+        hidden_size=config.embed_dim,
+        ffn_size=config.embed_dim * config.mlp_ratio,
+        out_hidden_size=config.hidden_size,
+        mlp_saved_factor=3,
     )
 
 
-QWEN2_VL = Family(
-    config=Qwen2VLConfig,
-    model=Qwen2VLForConditionalGeneration,
+QWEN2_VL = ModelFamily(
+    config_class=Qwen2VLConfig,
+    model_class=Qwen2VLForConditionalGeneration,
     text_fields=QWEN2_TEXT,
     vision_fields=QWEN2_VISION,
     has_flat_config=True,
-    tower=Qwen2VisionTransformerPretrainedModel,
-    tower_norm=None,
-    norms_heads=False,
+    tower_class=Qwen2VisionTransformerPretrainedModel,
+    tower_norm_class=None,
+    has_qk_norm=False,
     has_head_dim=False,
     vision_sizes=(*SHARED_SIZES, "embed_dim", "hidden_size", "mlp_ratio"),
-    vision=vision_spec,
-    layer_rows=qwen2_rows,
-    megatron_tower=qwen2_vl_tower,
-    megatron={"add_qkv_bias": True},
-    is_nested=False,
-    is_interleaved=False,
-    positions=mrope_positions,
-    parts={"vision": ("vision.patch_embed.*", "vision.blocks.*"), "merger": ("vision.merger.*",), "language": ("language.*",)},
-    vision_lora={"vision": r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(fc1|fc2))", "projector": r"merger\.mlp\.[02]"},
+    read_vision_spec=vision_spec,
+    layer_mappings=qwen2_layer_mappings,
+    megatron_tower_mappings=qwen2_vl_tower_mappings,
+    megatron_config={"add_qkv_bias": True},
+    uses_nested_names=False,
+    has_interleaved_mrope=False,
+    rope_positions=mrope_positions,
+    part_patterns={"vision": ("vision.patch_embed.*", "vision.blocks.*"), "merger": ("vision.merger.*",), "language": ("language.*",)},
+    vision_lora_patterns={"vision": r"blocks\.\d+\.(attn\.(qkv|proj)|mlp\.(fc1|fc2))", "projector": r"merger\.mlp\.[02]"},
 )

@@ -26,35 +26,35 @@ def count_token_ids(folder: Path) -> int:
     return largest + 1
 
 
-def _of_tokenizer(stored: Mapping[str, object]) -> Iterator[int]:
+def _tokenizer_ids(stored: Mapping[str, object]) -> Iterator[int]:
     vocab = stored["model"]["vocab"]
     yield from vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     yield from (token["id"] for token in stored.get("added_tokens") or [])
 
 
-def _of_settings(stored: Mapping[str, object]) -> Iterable[int]:
+def _added_token_ids(stored: Mapping[str, object]) -> Iterable[int]:
     return map(int, stored.get("added_tokens_decoder") or {})
 
 
 _READERS = {
-    "tokenizer.json": _of_tokenizer, "vocab.json": lambda stored: stored.values(), "added_tokens.json": lambda stored: stored.values(),
-    "tokenizer_config.json": _of_settings,
+    "tokenizer.json": _tokenizer_ids, "vocab.json": lambda stored: stored.values(), "added_tokens.json": lambda stored: stored.values(),
+    "tokenizer_config.json": _added_token_ids,
 }  # fmt: skip
 """The files that number tokens."""
 
 
-def check_vocabulary(rows: Mapping[str, int], *, vocab_size: int, num_token_ids: int, where: str) -> None:
+def check_vocabulary(num_rows_by_name: Mapping[str, int], *, vocab_size: int, num_token_ids: int, where: str) -> None:
     """Raise ValueError where a token has no row, or has one only beyond config.vocab_size, which would be cut off as padding.
 
     Args:
-        rows: the stored rows of the embeddings and of the output layer, by name; empty where they are not known.
+        num_rows_by_name: the stored rows of the embeddings and of the output layer, by name; empty where they are not known.
         num_token_ids: the tokenizer's largest id plus one.
         where: the beginning of the message: setting and folder.
     """
-    least = min(rows.values(), default=vocab_size)
+    least = min(num_rows_by_name.values(), default=vocab_size)
     if num_token_ids <= vocab_size <= least:
         return
-    told = "".join(f", {name} has {count} rows" for name, count in rows.items())
+    told = "".join(f", {name} has {count} rows" for name, count in num_rows_by_name.items())
     if num_token_ids > least:
         remedy = f"give this model's tokenizer, or resize its embeddings (transformers: model.resize_token_embeddings({num_token_ids}))"
     else:

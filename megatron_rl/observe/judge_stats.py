@@ -5,7 +5,7 @@ from typing import Protocol
 
 from megatron_rl.types import Rollout
 
-ASKED = ("called", "cached", "failed")
+COUNTERS = ("called", "cached", "failed")
 """Verdicts that a server gave, verdicts that were there already, and requests that failed."""
 Counts = dict[str, int]
 
@@ -13,7 +13,7 @@ Counts = dict[str, int]
 class CountedJudge(Protocol):
     model: str
 
-    def counts(self) -> Counts:
+    def get_counts(self) -> Counts:
         """Return the counts named in ASKED of this process, since it started."""
 
 
@@ -23,24 +23,24 @@ class JudgeStats:
     def __init__(self, judge: CountedJudge, *, gather: Callable[[Counts], Sequence[Counts]]) -> None:
         """`gather` returns the counts of every rank, on every rank."""
         self._judge, self._gather = judge, gather
-        self._before = dict.fromkeys(ASKED, 0)
+        self._before = dict.fromkeys(COUNTERS, 0)
 
-    def take(self, total: Counts) -> dict[str, float]:
+    def collect(self, total: Counts) -> dict[str, float]:
         """Return what was asked since the last call as metrics, and add it to `total`. Called on every rank together."""
-        now = self._judge.counts()
-        parts = self._gather({name: now[name] - self._before[name] for name in ASKED})
+        now = self._judge.get_counts()
+        parts = self._gather({name: now[name] - self._before[name] for name in COUNTERS})
         self._before = now
-        return {f"judge/{name}": float(_add(total, name, sum(part[name] for part in parts))) for name in ASKED}
+        return {f"judge/{name}": float(_add(total, name, sum(part[name] for part in parts))) for name in COUNTERS}
 
-    def decided(self, rollouts: Sequence[Rollout], total: Counts) -> dict[str, float]:
+    def record_decided(self, rollouts: Sequence[Rollout], total: Counts) -> dict[str, float]:
         """Return the share of the scored rollouts whose reward has a judge's verdict in it, and add both numbers to `total`."""
         scored = [rollout for rollout in rollouts if rollout.is_scored]
         num = _add(total, "decided", sum(bool(rollout.verdicts) for rollout in scored))
         return {"judge/decided_fraction": num / max(_add(total, "answers", len(scored)), 1)}
 
-    def summary(self, total: Mapping[str, int]) -> str:
+    def format_summary(self, total: Mapping[str, int]) -> str:
         """Return the line for the end of a run."""
-        called, cached, failed, answers = (total.get(name, 0) for name in (*ASKED, "answers"))
+        called, cached, failed, answers = (total.get(name, 0) for name in (*COUNTERS, "answers"))
         name = f"judge {self._judge.model}".rstrip()
         if not called + cached + failed:
             remedy = "task.judge.always_ask=true asks it about every answer"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config import TrackioSettings, WandbSettings, require
 from megatron_rl.io.bounded_files import read_text
-from megatron_rl.io.jsonl import read_lines, replace_bytes, to_line, to_number
+from megatron_rl.io.jsonl import parse_number, read_lines, to_json_line, write_bytes_atomically
 from megatron_rl.observe.event_file import EventFile
 from megatron_rl.types import Rollout
 
@@ -18,7 +18,7 @@ METRICS_FILE = "metrics.jsonl"
 MAX_METRICS_BYTES = 1 << 20
 """Limit of a line: a hundred times the size of a real one."""
 MAX_ID_BYTES = 1000
-PREDICTIONS = ("step", "kind", "example", "sample", "reward", "end", "picture", "content")
+PREDICTION_COLUMNS = ("step", "kind", "example", "sample", "reward", "end", "picture", "content")
 """Columns of W&B's table of rollouts: the first picture, and all that the policy said."""
 
 
@@ -48,7 +48,7 @@ class MetricsLog:
         """
         if not os.path.samestat(self._path.stat(), os.fstat(self._lines.fileno())):
             raise FileExistsError(f"{self._path} is another run's: this one's folder was removed or moved")
-        self._lines.write(to_line({"step": step, **metrics}) + "\n")
+        self._lines.write(to_json_line({"step": step, **metrics}) + "\n")
         self._lines.flush()
         os.fsync(self._lines.fileno())
         self._tensorboard.write(step, metrics)
@@ -57,21 +57,21 @@ class MetricsLog:
         if self._trackio is not None:
             self._trackio.log(dict(metrics), step=step)
 
-    def show(self, step: int, chosen: Mapping[str, Sequence[Rollout]], *, pictures: Path) -> None:
+    def log_rollouts(self, step: int, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, image_folder: Path) -> None:
         """Rollouts of a step by kind (best, worst), for W&B alone: a table, `predictions`. `pictures` holds KEY.png of Image.key; one that
         is not there, because another node has it, is left out."""
-        if self._wandb is None or not any(chosen.values()):
+        if self._wandb is None or not any(rollouts_by_kind.values()):
             return
         import wandb
 
         def row(kind: str, rollout: Rollout) -> list[object]:
-            files = [pictures / f"{image.key}.png" for image in rollout.images[:1]]
+            files = [image_folder / f"{image.key}.png" for image in rollout.images[:1]]
             first = next((wandb.Image(str(file)) for file in files if file.exists()), None)
             said = "\n".join(turn.text for turn in rollout.turns)
             return [step, kind, rollout.example_id, rollout.sample_index, rollout.reward, str(rollout.stop_reason), first, said]
 
-        rows = [row(kind, rollout) for kind, rollouts in chosen.items() for rollout in rollouts]
-        self._wandb.log({"step": step, "predictions": wandb.Table(columns=list(PREDICTIONS), data=rows)})
+        rows = [row(kind, rollout) for kind, rollouts in rollouts_by_kind.items() for rollout in rollouts]
+        self._wandb.log({"step": step, "predictions": wandb.Table(columns=list(PREDICTION_COLUMNS), data=rows)})
 
     def close(self) -> None:
         """OSError: the last of a file could not be written; all are closed even so."""
@@ -93,7 +93,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         try:
             if not isinstance(line, dict):
                 raise ValueError(f"is a {type(line).__name__}, no step")
-            steps.append({name: to_number(value) for name, value in {"step": None, **line}.items()})
+            steps.append({name: parse_number(value) for name, value in {"step": None, **line}.items()})
         except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from error
     return steps
@@ -121,7 +121,7 @@ def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, objec
     os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))  # else the pictures of offline tables wait in the home folder
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
-        replace_bytes(id_file, uuid.uuid4().hex[:8].encode("ascii"))
+        write_bytes_atomically(id_file, uuid.uuid4().hex[:8].encode("ascii"))
     run = wandb.init(
         mode=settings.mode, project=settings.project, name=run_dir.name, dir=str(run_dir), config=config,
         id=read_text(id_file, at_most=MAX_ID_BYTES), resume="allow" if settings.mode == "online" else None,
@@ -148,13 +148,13 @@ def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, o
         for each in trackio.Api().runs(settings.project):
             if each.id == earlier:
                 each.delete()
-    replace_bytes(id_file, run.id.encode("ascii"))
+    write_bytes_atomically(id_file, run.id.encode("ascii"))
     for line in past:
         run.log({name: value for name, value in line.items() if name != "step"}, step=int(line["step"]))
     return run
 
 
-class Spans:
+class StepTimer:
     """Seconds by name, each second counted once: while an inner span is open, the clock of the outer one stands.
 
     Example: engine 0..5 s with a span environment 1..3 s inside, update 6..8 s, take() at 10 s gives
@@ -163,50 +163,50 @@ class Spans:
     """
 
     def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, watch: Callable[[str], None] | None = None,
-        around: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        self, *, clock: Callable[[], float] = time.perf_counter, on_span: Callable[[str], None] | None = None,
+        trace: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
         """`watch` is told the name of every span that opens (a progress display, say); `around` is entered with each (a trace)."""
-        self._clock, self._watch, self._around = clock, watch, around
+        self._clock, self._on_span, self._trace = clock, on_span, trace
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
-        self._mark = self._taken = clock()
+        self._mark = self._last_collected = clock()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self._settle()
+        self._charge_open_span()
         self._open.append(name)
-        if self._watch is not None:
-            self._watch(name)
+        if self._on_span is not None:
+            self._on_span(name)
         try:
-            with self._around(name):
+            with self._trace(name):
                 yield
         finally:
-            self._settle()
+            self._charge_open_span()
             self._open.pop()
 
-    def add(self, name: str, seconds: float) -> None:
+    def add_seconds(self, name: str, seconds: float) -> None:
         """Credit seconds that were measured elsewhere and passed within the span that is open now: they are taken from that one."""
-        self._credit(name, seconds)
+        self._add_to_span(name, seconds)
         if self._open:
-            self._credit(self._open[-1], -seconds)
+            self._add_to_span(self._open[-1], -seconds)
 
-    def take(self) -> dict[str, float]:
+    def collect(self) -> dict[str, float]:
         """The seconds since the last take as time/NAME, with time/total and time/unaccounted (in no span). May be called inside a span."""
-        self._settle()
-        total = self._mark - self._taken
+        self._charge_open_span()
+        total = self._mark - self._last_collected
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         times |= {"time/unaccounted": total - sum(times.values()), "time/total": total}
-        self._seconds, self._taken = {}, self._mark
+        self._seconds, self._last_collected = {}, self._mark
         return times
 
-    def _settle(self) -> None:
+    def _charge_open_span(self) -> None:
         """Credit the time since the last change to the span that was open."""
         now = self._clock()
         if self._open:
-            self._credit(self._open[-1], now - self._mark)
+            self._add_to_span(self._open[-1], now - self._mark)
         self._mark = now
 
-    def _credit(self, name: str, seconds: float) -> None:
+    def _add_to_span(self, name: str, seconds: float) -> None:
         assert name not in ("total", "outside"), f"{name} is not a name for a span"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -14,15 +14,15 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_rl.io.bounded_files import printable
+from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 
 CURVE_FILE = "reward_curve.png"
-RETURN = "reward/mean"
-SUCCESS = "eval/greedy_success"
+RETURN_METRIC = "reward/mean"
+SUCCESS_METRIC = "eval/greedy_success"
 
 
-def smooth(values: Sequence[float], *, window: int) -> list[float]:
+def moving_average(values: Sequence[float], *, window: int) -> list[float]:
     """Centered moving average over up to `window` (odd) values, fewer at the ends. Example: [0, 3, 6], window 3 -> [1.5, 3, 4.5]."""
     assert window % 2 == 1, f"window {window} has no center"
     half = window // 2
@@ -30,19 +30,19 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
     return [sum(part) / len(part) for part in slices]
 
 
-def reward_curve(metrics_path: Path, out_png: Path, *, window: int = 5) -> None:
+def plot_reward_curve(metrics_path: Path, out_png: Path, *, window: int = 5) -> None:
     """Draw one run. Raises ValueError when its metrics hold no return, as those of the warm start."""
-    reward_curves({metrics_path.parent.name: metrics_path}, out_png, window=window)
+    plot_reward_curves({metrics_path.parent.name: metrics_path}, out_png, window=window)
 
 
-def reward_curves(runs: Mapping[str, Path], out_png: Path, *, window: int = 5) -> None:
+def plot_reward_curves(runs: Mapping[str, Path], out_png: Path, *, window: int = 5) -> None:
     """Draw several runs, label -> metrics.jsonl, into one picture: return on the left axis, success on the right."""
     figure = Figure(figsize=(7.2, 4.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     returns = figure.add_subplot()
     successes = returns.twinx()
     for number, (label, path) in enumerate(runs.items()):
-        _draw(path, label=label, color=f"C{number}", returns=returns, successes=successes, window=window)
+        _plot_run(path, label=label, color=f"C{number}", returns=returns, successes=successes, window=window)
     returns.set_xlabel("step")
     returns.set_ylabel("mean return of the step's episodes")
     returns.grid(alpha=0.3)
@@ -59,15 +59,15 @@ def reward_curves(runs: Mapping[str, Path], out_png: Path, *, window: int = 5) -
     partial.replace(out_png)
 
 
-def _draw(path: Path, *, label: str, color: str, returns: Axes, successes: Axes, window: int) -> None:
+def _plot_run(path: Path, *, label: str, color: str, returns: Axes, successes: Axes, window: int) -> None:
     steps = read_metrics(path)
-    points = [(line["step"] + 1, line[RETURN]) for line in steps if RETURN in line and math.isfinite(line[RETURN])]
+    points = [(line["step"] + 1, line[RETURN_METRIC]) for line in steps if RETURN_METRIC in line and math.isfinite(line[RETURN_METRIC])]
     if not points:
-        raise ValueError(f"{path}: holds no {RETURN}; give the folder of a run that rolled out")
+        raise ValueError(f"{path}: holds no {RETURN_METRIC}; give the folder of a run that rolled out")
     x, y = zip(*points, strict=True)
     returns.plot(x, y, color=color, alpha=0.3, linewidth=1)
-    returns.plot(x, smooth(y, window=window), color=color, linewidth=2, label=f"{label}: return, mean of {window} steps")
-    evaluated = [(line["step"] + (RETURN in line), line[SUCCESS]) for line in steps if SUCCESS in line]
+    returns.plot(x, moving_average(y, window=window), color=color, linewidth=2, label=f"{label}: return, mean of {window} steps")
+    evaluated = [(line["step"] + (RETURN_METRIC in line), line[SUCCESS_METRIC]) for line in steps if SUCCESS_METRIC in line]
     if evaluated:
         x, y = zip(*evaluated, strict=True)
         label = f"{label}: greedy success"
@@ -87,9 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
         labels = [str(run) for run in options.runs]
     out = options.out or options.runs[0] / CURVE_FILE
     try:
-        reward_curves({label: run / METRICS_FILE for label, run in zip(labels, options.runs, strict=True)}, out, window=options.window)
+        plot_reward_curves({label: run / METRICS_FILE for label, run in zip(labels, options.runs, strict=True)}, out, window=options.window)
     except (ValueError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(f"error: {to_printable(str(error))}", file=sys.stderr)
         return 2
     print(out)
     return 0

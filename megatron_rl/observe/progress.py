@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
-COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+PROGRESS_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("return", ("reward/mean",), "+8.3f"),
     ("success", ("eval/greedy_success",), "6.1%"),
     ("loss", ("loss",), "9.4f"),
@@ -22,7 +22,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """Label, the metrics that are summed for it, format. A column appears in the steps that have its metrics. Times are seconds."""
 
 
-class Progress:
+class ProgressDisplay:
     """Made by the main rank. `step` counts from 0, as the run does, and is shown counting from 1."""
 
     def __init__(
@@ -36,16 +36,16 @@ class Progress:
             self._task = self._bar.add_task(title, total=total, completed=first_step, phase="", values="", left="")
             self._bar.start()
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         """Say what the run is at now: engine, update, sync. Shown on a terminal only."""
         if self._bar is not None:
             self._bar.update(self._task, phase=name, refresh=True)
 
-    def step(self, step: int, metrics: Mapping[str, float], *, note: str = "") -> None:
+    def log_step(self, step: int, metrics: Mapping[str, float], *, note: str = "") -> None:
         """One more step is done. `note` is what must not go unseen in it."""
         values = "  ".join(
             f"{label} {sum(metrics[name] for name in names if name in metrics):{form}}"
-            for label, names, form in COLUMNS
+            for label, names, form in PROGRESS_COLUMNS
             if any(name in metrics for name in names)
         )
         values += f"  {note}" if note else ""
@@ -56,7 +56,7 @@ class Progress:
         width = len(str(self._total))
         print(f"{self._title} step {step + 1:>{width}}/{self._total}  {values}  left {left}", file=self._stream, flush=True)
 
-    def tell(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """A line beside the steps."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -19,22 +19,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.io.bounded_files import is_regular
-from megatron_rl.io.jsonl import replace_bytes
-from megatron_rl.io.rollout_codec import FIELDS, KEY, from_record, to_record
-from megatron_rl.observe.recorder import FOLDER, keys_in, name_of, picture_loader, store_pictures
+from megatron_rl.io.jsonl import write_bytes_atomically
+from megatron_rl.io.rollout_codec import IMAGE_KEY_PATTERN, RECORD_FIELDS, from_record, to_record
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, image_file_name, image_keys_in, make_image_loader, save_images
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout
 
-ROWS_TOGETHER = 64
+ROW_GROUP_SIZE = 64
 """Rollouts of a row group: what is decompressed to read one of them."""
 GB = 1e9
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
 """Exceptions of a reader whose file is damaged."""
-STEP = re.compile(r"step_\d{6,}")
-SHOWN_CHARACTERS = 400
+STEP_NAME_PATTERN = re.compile(r"step_\d{6,}")
+MAX_ERROR_CHARS = 400
 """Of what is wrong with a file."""
-PLAIN = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), Image: pa.string()}
-NAMED_IMAGE = pa.struct([("name", pa.string()), ("grid", pa.list_(pa.int64())), ("merge", pa.int64())])
-SUMMARY = pa.schema(
+SCALAR_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), Image: pa.string()}
+IMAGE_TYPE = pa.struct([("name", pa.string()), ("grid", pa.list_(pa.int64())), ("merge", pa.int64())])
+SUMMARY_SCHEMA = pa.schema(
     [
         ("step", pa.int64()), ("place", pa.int64()), ("num_turns", pa.int64()), ("num_tokens", pa.int64()), ("num_sampled", pa.int64()),
         ("num_images", pa.int64()), ("tools", pa.list_(pa.string())), ("num_errors", pa.int64()), ("oldest_version", pa.int64()),
@@ -44,132 +44,137 @@ SUMMARY = pa.schema(
 """Read off a rollout for those who look for one. `place` is its row; `said` are the policy's replies, a line between two."""
 
 
-def arrow_type(kind: Any) -> pa.DataType:
+def arrow_type(annotation: Any) -> pa.DataType:
     """Of the values that io/rollout_codec.py makes of a field whose annotation is `kind`."""
-    parts = get_args(kind)
-    if kind in FIELDS:
-        return pa.struct([(name, arrow_type(part)) for name, part in FIELDS[kind].items()])
-    if kind in PLAIN:
-        return PLAIN[kind]
-    if get_origin(kind) is dict:
+    parts = get_args(annotation)
+    if annotation in RECORD_FIELDS:
+        return pa.struct([(name, arrow_type(part)) for name, part in RECORD_FIELDS[annotation].items()])
+    if annotation in SCALAR_TYPES:
+        return SCALAR_TYPES[annotation]
+    if get_origin(annotation) is dict:
         return pa.map_(pa.string(), arrow_type(parts[1]))
-    if get_origin(kind) in (list, tuple):
+    if get_origin(annotation) in (list, tuple):
         return pa.list_(arrow_type(parts[0]))
     if NoneType in parts:
         return arrow_type(parts[0])
-    assert issubclass(kind, StrEnum), f"rollout_store.py has no column for {kind}"
+    assert issubclass(annotation, StrEnum), f"rollout_store.py has no column for {annotation}"
     return pa.string()
 
 
 SCHEMA = pa.schema(
-    [*SUMMARY, ("version", pa.int64()), ("images", pa.map_(pa.string(), NAMED_IMAGE)),
-     *((name, arrow_type(kind)) for name, kind in FIELDS[Rollout].items())]
+    [*SUMMARY_SCHEMA, ("version", pa.int64()), ("images", pa.map_(pa.string(), IMAGE_TYPE)),
+     *((name, arrow_type(kind)) for name, kind in RECORD_FIELDS[Rollout].items())]
 )  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True)
-class Held:
+class StepFileInfo:
     """Of one step's file."""
 
-    num: int
+    num_rollouts: int
     num_bytes: int
-    keys: frozenset[str]
+    image_keys: frozenset[str]
     """Of the pictures that it shows."""
 
 
-class Bank:
+class RolloutStore:
     """Writes into one run folder, on the main rank. Steps that are done again were moved away before (run/superseded_steps.py)."""
 
-    def __init__(self, run_dir: Path, *, limit_gb: float) -> None:
-        self._folder, self._limit = run_dir / FOLDER, limit_gb * GB
-        self._steps: dict[int, Held] = {}
-        self._sizes: dict[str, int] = {}
+    def __init__(self, run_dir: Path, *, max_gb: float) -> None:
+        self._folder, self._limit = run_dir / ROLLOUTS_FOLDER, max_gb * GB
+        self._steps: dict[int, StepFileInfo] = {}
+        self._image_sizes: dict[str, int] = {}
         """Bytes of each picture that a step shows."""
-        self._lines: dict[Path, frozenset[str]] = {}
+        self._jsonl_keys: dict[Path, frozenset[str]] = {}
         """By file, the pictures of the best and worst rollouts."""
-        self.num_gone = 0
+        self.num_evicted = 0
         """Rollouts of this life's bank that made room for later ones."""
-        for path in steps(self._folder):
+        for path in list_step_files(self._folder):
             try:
-                self._hold(path)
+                self._index_step(path)
             except _UNREADABLE as error:
-                told = " ".join(str(error).split())[:SHOWN_CHARACTERS]
+                told = " ".join(str(error).split())[:MAX_ERROR_CHARS]
                 raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
 
-    def record(self, step: int, rollouts: Sequence[Rollout], *, rounds: int) -> None:
+    def record_step(self, step: int, rollouts: Sequence[Rollout], *, num_gen_batches: int) -> None:
         """Write a step for which `rounds` of prompts were dealt, and remove what the limit has no room for; the newest step stays."""
-        path = path_of(self._folder, step)
-        store_pictures(self._folder, rollouts)
-        write(path, rollouts, step=step, rounds=rounds)
-        self._hold(path)
+        path = step_path(self._folder, step)
+        save_images(self._folder, rollouts)
+        write_step(path, rollouts, step=step, num_gen_batches=num_gen_batches)
+        self._index_step(path)
         while self._num_bytes > self._limit and len(self._steps) > 1:
-            self._drop(min(self._steps))
+            self._evict_step(min(self._steps))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """What it holds, as metrics; none where it holds nothing."""
         if not self._steps:
             return {}
-        held = sum(each.num for each in self._steps.values())
-        return {"store/gb": self._num_bytes / GB, "store/rollouts": float(held), "store/evicted": float(self.num_gone)}
+        held = sum(each.num_rollouts for each in self._steps.values())
+        return {"store/gb": self._num_bytes / GB, "store/rollouts": float(held), "store/evicted": float(self.num_evicted)}
 
     @property
     def _num_bytes(self) -> int:
-        return sum(self._sizes.values()) + sum(each.num_bytes for each in self._steps.values())
+        return sum(self._image_sizes.values()) + sum(each.num_bytes for each in self._steps.values())
 
-    def _hold(self, path: Path) -> None:
-        table = _open(path).read(columns=["images"])
-        keys = _keys(table)
-        self._steps[step_of(path)] = Held(table.num_rows, path.stat().st_size, keys)
-        files = {key: self._folder / name_of(key) for key in keys - self._sizes.keys()}
-        self._sizes |= {key: file.stat().st_size if file.exists() else 0 for key, file in files.items()}  # somebody may have removed one
+    def _index_step(self, path: Path) -> None:
+        table = _open_parquet(path).read(columns=["images"])
+        keys = _image_keys(table)
+        self._steps[step_number(path)] = StepFileInfo(table.num_rows, path.stat().st_size, keys)
+        files = {key: self._folder / image_file_name(key) for key in keys - self._image_sizes.keys()}
+        self._image_sizes |= {
+            key: file.stat().st_size if file.exists() else 0 for key, file in files.items()
+        }  # somebody may have removed one
 
-    def _drop(self, step: int) -> None:
+    def _evict_step(self, step: int) -> None:
         """Its file first: a picture that is left over harms nobody, one that is missing does."""
         gone = self._steps.pop(step)
-        path_of(self._folder, step).unlink()
-        self.num_gone += gone.num
-        others = frozenset().union(*(each.keys for each in self._steps.values()))
-        for key in gone.keys - others:
-            del self._sizes[key]
-        for key in gone.keys - others - self._keys_of_lines():
-            (self._folder / name_of(key)).unlink(missing_ok=True)
+        step_path(self._folder, step).unlink()
+        self.num_evicted += gone.num_rollouts
+        others = frozenset().union(*(each.image_keys for each in self._steps.values()))
+        for key in gone.image_keys - others:
+            del self._image_sizes[key]
+        for key in gone.image_keys - others - self._best_worst_image_keys():
+            (self._folder / image_file_name(key)).unlink(missing_ok=True)
 
-    def _keys_of_lines(self) -> frozenset[str]:
+    def _best_worst_image_keys(self) -> frozenset[str]:
         """Of the pictures that the best and worst rollouts show, which stay."""
-        for path in set(self._folder.glob("step_*.jsonl")) - self._lines.keys():
-            self._lines[path] = keys_in(path)
-        return frozenset().union(*self._lines.values())
+        for path in set(self._folder.glob("step_*.jsonl")) - self._jsonl_keys.keys():
+            self._jsonl_keys[path] = image_keys_in(path)
+        return frozenset().union(*self._jsonl_keys.values())
 
 
-def path_of(folder: Path, step: int) -> Path:
+def step_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.parquet"
 
 
-def step_of(path: Path) -> int:
+def step_number(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
 
 
-def steps(folder: Path) -> list[Path]:
+def list_step_files(folder: Path) -> list[Path]:
     """The files of a folder of rollouts, the first step's first; a copy that somebody made beside one is none."""
-    return sorted(path for path in folder.glob("step_*.parquet") if STEP.fullmatch(path.stem))
+    return sorted(path for path in folder.glob("step_*.parquet") if STEP_NAME_PATTERN.fullmatch(path.stem))
 
 
-def write(path: Path, rollouts: Sequence[Rollout], *, step: int, rounds: int) -> None:
+def write_step(path: Path, rollouts: Sequence[Rollout], *, step: int, num_gen_batches: int) -> None:
     """A whole step's rollouts, in their order, without their pictures."""
-    rows = [_spelled({**summary(rollout, step=step, place=place), **_row(rollout)}) for place, rollout in enumerate(rollouts)]
-    about = {"step": step, "rounds": rounds}
+    rows = [
+        _replace_surrogates({**summarize_rollout(rollout, step=step, row_index=place), **_to_row(rollout)})
+        for place, rollout in enumerate(rollouts)
+    ]
+    about = {"step": step, "rounds": num_gen_batches}
     table = pa.Table.from_pylist(rows, schema=SCHEMA.with_metadata({"megatron_rl": json.dumps(about)}))
     path.parent.mkdir(parents=True, exist_ok=True)
     encoded = pa.BufferOutputStream()
-    pq.write_table(table, encoded, compression="zstd", row_group_size=ROWS_TOGETHER)
-    replace_bytes(path, encoded.getvalue())
+    pq.write_table(table, encoded, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+    write_bytes_atomically(path, encoded.getvalue())
 
 
-def summary(rollout: Rollout, *, step: int, place: int) -> dict[str, Any]:
+def summarize_rollout(rollout: Rollout, *, step: int, row_index: int) -> dict[str, Any]:
     calls = [turn.tool_call for turn in rollout.turns if turn.tool_call is not None]
     return {
         "step": step,
-        "place": place,
+        "place": row_index,
         "num_turns": len(rollout.turns),
         "num_tokens": sum(len(context.token_ids) for context in rollout.sequences),
         "num_sampled": rollout.num_sampled,
@@ -181,29 +186,29 @@ def summary(rollout: Rollout, *, step: int, place: int) -> dict[str, Any]:
     }
 
 
-def keys_in_step(path: Path) -> frozenset[str]:
+def image_keys_of_step(path: Path) -> frozenset[str]:
     """Return the keys of the pictures that a step's file shows; of a damaged file none."""
     try:
-        return _keys(_open(path).read(columns=["images"]))
+        return _image_keys(_open_parquet(path).read(columns=["images"]))
     except _UNREADABLE:
         return frozenset()
 
 
-def _keys(table: pa.Table) -> frozenset[str]:
+def _image_keys(table: pa.Table) -> frozenset[str]:
     """Return the keys of the pictures, without those that are no valid file names."""
-    return frozenset(key for images in table["images"].to_pylist() for key, _ in images if KEY.fullmatch(key))
+    return frozenset(key for images in table["images"].to_pylist() for key, _ in images if IMAGE_KEY_PATTERN.fullmatch(key))
 
 
 def num_rows(path: Path) -> int:
     """Rollouts of a step. ValueError: the file is damaged."""
-    with _naming(path):
-        return _open(path).metadata.num_rows
+    with _errors_with_path(path):
+        return _open_parquet(path).metadata.num_rows
 
 
-def rounds_of(path: Path) -> int:
+def read_num_gen_batches(path: Path) -> int:
     """Rounds of prompts that were dealt for a step. ValueError: it is no step of a bank."""
-    with _naming(path):
-        about = (_open(path).schema_arrow.metadata or {}).get(b"megatron_rl")
+    with _errors_with_path(path):
+        about = (_open_parquet(path).schema_arrow.metadata or {}).get(b"megatron_rl")
         if about is None:
             raise ValueError("holds no step that run.record=all wrote")
         return int(json.loads(about)["rounds"])
@@ -211,43 +216,43 @@ def rounds_of(path: Path) -> int:
 
 def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
     """Some columns of a step, as SCHEMA has them. ValueError: the file is damaged, or has other columns."""
-    with _naming(path):
-        file = _open(path)
+    with _errors_with_path(path):
+        file = _open_parquet(path)
         lacking = set(names) - set(file.schema_arrow.names)
         if lacking:
             raise ValueError(f"lacks {', '.join(sorted(lacking))}; it was written by another version of this program")
         return file.read(columns=list(names))
 
 
-def read_rollouts(path: Path, places: Sequence[int] | None = None, *, pictures: bool = True) -> list[Rollout]:
+def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_images: bool = True) -> list[Rollout]:
     """The rollouts at these places of a step, in this order; None: all of them. Only the row groups that hold them are read.
 
     Without `pictures` their images are known by size and key alone. ValueError: the file is damaged, of another version, or lacks one.
     """
-    load = picture_loader(path.parent) if pictures else lambda name: None
-    with _naming(path):
-        file = _open(path)
-        wanted = range(file.metadata.num_rows) if places is None else places
-        rollouts = {place: from_record(_record(row), load) for place, row in _rows(file, frozenset(wanted))}
+    load = make_image_loader(path.parent) if with_images else lambda name: None
+    with _errors_with_path(path):
+        file = _open_parquet(path)
+        wanted = range(file.metadata.num_rows) if row_indices is None else row_indices
+        rollouts = {place: from_record(_row_to_record(row), load) for place, row in _read_rows(file, frozenset(wanted))}
         return [rollouts[place] for place in wanted]
 
 
-def as_played(rollout: Rollout) -> Rollout:
+def without_training_columns(rollout: Rollout) -> Rollout:
     """A rollout before credit, selection and networks said anything of it."""
     contexts = [replace(context, **{name: [] for name in TOKEN_COLUMNS}) for context in rollout.sequences]
     return replace(rollout, sequences=contexts, filter_reason="")
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _errors_with_path(path: Path) -> Iterator[None]:
     """Whatever a damaged file makes of its reader is a ValueError of one line that begins with its name."""
     try:
         yield
     except _UNREADABLE as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}") from error
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:MAX_ERROR_CHARS]}") from error
 
 
-def _open(path: Path) -> pq.ParquetFile:
+def _open_parquet(path: Path) -> pq.ParquetFile:
     """Open a step's file, of which nothing is read ahead. ValueError: no regular file, or none that `write` wrote.
 
     In a group of a few rows, a dictionary's text cannot stand in a million of them.
@@ -256,38 +261,38 @@ def _open(path: Path) -> pq.ParquetFile:
         raise ValueError("is no regular file")
     file = pq.ParquetFile(path, pre_buffer=False)
     largest = max((file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)), default=0)
-    if largest > ROWS_TOGETHER:
-        raise ValueError(f"has a row group of {largest} rows, more than {ROWS_TOGETHER}: this program did not write it")
+    if largest > ROW_GROUP_SIZE:
+        raise ValueError(f"has a row group of {largest} rows, more than {ROW_GROUP_SIZE}: this program did not write it")
     return file
 
 
-def _rows(file: pq.ParquetFile, places: frozenset[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_rows(file: pq.ParquetFile, row_indices: frozenset[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     first = 0
     for number in range(file.num_row_groups):
         num = file.metadata.row_group(number).num_rows
-        inside = sorted(place - first for place in places if first <= place < first + num)
+        inside = sorted(place - first for place in row_indices if first <= place < first + num)
         if inside:
-            table = file.read_row_group(number, columns=[name for name in SCHEMA.names if name not in SUMMARY.names])
+            table = file.read_row_group(number, columns=[name for name in SCHEMA.names if name not in SUMMARY_SCHEMA.names])
             for place, row in zip(inside, table.take(inside).to_pylist(), strict=True):
                 yield first + place, row
         first += num
 
 
-def _row(rollout: Rollout) -> dict[str, Any]:
-    record = to_record(rollout, lambda image: name_of(image.key))
+def _to_row(rollout: Rollout) -> dict[str, Any]:
+    record = to_record(rollout, lambda image: image_file_name(image.key))
     return record | {name: list(record[name].items()) for name in ("images", "reward_terms")}
 
 
-def _spelled(value: Any) -> Any:
+def _replace_surrogates(value: Any) -> Any:
     """Half characters, which no file of text can hold (a tool's output may be made of them), are question marks."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="replace").decode()
     if isinstance(value, dict):
-        return {name: _spelled(each) for name, each in value.items()}
+        return {name: _replace_surrogates(each) for name, each in value.items()}
     if isinstance(value, list) and value and not isinstance(value[0], int | float):
-        return [_spelled(each) for each in value]
-    return tuple(map(_spelled, value)) if isinstance(value, tuple) else value
+        return [_replace_surrogates(each) for each in value]
+    return tuple(map(_replace_surrogates, value)) if isinstance(value, tuple) else value
 
 
-def _record(row: Mapping[str, Any]) -> dict[str, Any]:
+def _row_to_record(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{name: dict(row[name]) for name in ("images", "reward_terms")}}

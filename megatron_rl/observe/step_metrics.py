@@ -9,23 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_rl.algo.filtering import FILTERS, used_groups
 from megatron_rl.types import Rollout, Status, StopReason
 
-MANY_SOURCES = 32
+MAX_SOURCES = 32
 """Of a step: those with the fewest rollouts are told together, as `others`."""
 
 
-def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]:
+def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[str, float]:
     """What happened in a step's episodes, over those that were scored. `rounds` of prompts were rolled out."""
     scored = [rollout for rollout in rollouts if rollout.is_scored]
-    groups, moving = credited_groups(rollouts)
+    groups, moving = groups_with_advantages(rollouts)
     metrics = {
         "reward/mean": statistics.fmean(rollout.reward for rollout in scored),
         "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
         "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
-        **_lengths(scored),
+        **_length_metrics(scored),
         "rollout/zero_std_fraction": len(groups - moving) / max(len(groups), 1),
         "rollout/all_groups_zero_std": float(not moving),
         "rollout/failed_fraction": (len(rollouts) - len(scored)) / len(rollouts),
-        "rollout/num_gen_batches": float(rounds),
+        "rollout/num_gen_batches": float(num_gen_batches),
         "rollout/num_groups_used": float(len(used_groups(rollouts))),
     }
     metrics |= {f"rollout/filtered_{reason}": float(sum(rollout.filter_reason == reason for rollout in rollouts)) for reason in FILTERS}
@@ -37,10 +37,10 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
     metrics["time/episode_max"] = max(rollout.wall_s for rollout in scored)
     metrics["time/episode_environment"] = statistics.fmean(rollout.env_s for rollout in scored)
     metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
-    metrics |= {f"reward/{name}": value for name, value in _rewards(scored).items()}
-    for source, members in by_source(scored).items():
+    metrics |= {f"reward/{name}": value for name, value in _mean_rewards(scored).items()}
+    for source, members in group_by_source(scored).items():
         metrics[f"source/{source}/reward"] = statistics.fmean(rollout.reward for rollout in members)
-        metrics |= {f"source/{source}/{name}": value for name, value in _rewards(members).items()}
+        metrics |= {f"source/{source}/{name}": value for name, value in _mean_rewards(members).items()}
     for status in Status:
         metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
     for end in StopReason:
@@ -48,7 +48,7 @@ def rollout_metrics(rollouts: list[Rollout], *, rounds: int) -> dict[str, float]
     return metrics
 
 
-def _lengths(scored: Sequence[Rollout]) -> dict[str, float]:
+def _length_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
     """In tokens."""
     replies = [turn.token_span[1] - turn.token_span[0] for rollout in scored for turn in rollout.turns]
     contexts = [len(context.token_ids) for rollout in scored for context in rollout.sequences]
@@ -64,17 +64,17 @@ def _lengths(scored: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+def group_by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """The rollouts whose data source is named, by a word for it that can stand in a metric's name."""
     named = [(re.sub(r"[^\w.+-]", "_", rollout.source, flags=re.ASCII)[:64], rollout) for rollout in scored if rollout.source]
-    frequent = {name for name, _ in Counter(name for name, _ in named).most_common(MANY_SOURCES)}
+    frequent = {name for name, _ in Counter(name for name, _ in named).most_common(MAX_SOURCES)}
     found: dict[str, list[Rollout]] = {}
     for name, rollout in named:
         found.setdefault(name if name in frequent else "others", []).append(rollout)
     return found
 
 
-def _rewards(scored: Sequence[Rollout]) -> dict[str, float]:
+def _mean_rewards(scored: Sequence[Rollout]) -> dict[str, float]:
     """Means of the parts, each over the rollouts that it has an opinion on."""
     names = dict.fromkeys(name for rollout in scored for name in rollout.reward_terms)
     return {name: statistics.fmean(rollout.reward_terms[name] for rollout in scored if name in rollout.reward_terms) for name in names}
@@ -95,39 +95,39 @@ def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int)
     }
 
 
-class Worked:
+class EngineBusyCounter:
     """Seconds that an engine has worked, from one question to the next."""
 
     def __init__(self) -> None:
         self._busy_s: Callable[[], float] = lambda: 0.0
         self._before: float | None = None
 
-    def begin(self, busy_s: Callable[[], float]) -> float:
+    def start(self, busy_s: Callable[[], float]) -> float:
         """What `busy_s` says now; the first time that it is told, counting begins."""
         self._busy_s, busy = busy_s, busy_s()
         self._before = busy if self._before is None else self._before
         return busy
 
-    def since_last(self) -> float:
+    def busy_since_last(self) -> float:
         before, self._before = self._before, self._busy_s()
         return self._before - (before or 0.0)
 
 
-def idle(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
+def idle_metrics(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
     """The shares of a step (Spans.take) in which this process's engine had nothing to do, and in which its trainer waited for rollouts.
     busy_s: what the engine worked from the last step's end to this one's, updates and evaluations included."""
     waited, total = times.get("time/engine", 0.0) + times.get("time/environment", 0.0), times["time/total"]
     return {"rollout/engine_idle_fraction": 1 - busy_s / total, "trainer/idle_fraction": waited / total}
 
 
-def credited_groups(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:
+def groups_with_advantages(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:
     """Groups that could be credited, and those of them that were: whose members are not all alike."""
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     moving = {rollout.group for rollout in scored for context in rollout.sequences if any(context.advantages)}
     return {rollout.group for rollout in scored if rollout.filter_reason != "no_peer"}, moving
 
 
-def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     """One step's metrics from its updates: means, and maxima where the name says so.
 
     The gap between engine and trainer is that of the first update, whose weights sampled; so is policy/first_ratio, which must be 1. It
@@ -136,19 +136,19 @@ def merge_updates(updates: list[dict[str, float]]) -> dict[str, float]:
     """
     if not updates:
         return {}
-    updates = [with_effective_size(update) for update in updates]
+    updates = [add_effective_sample_size(update) for update in updates]
     first = updates[0]
     values = {name: [update[name] for update in updates] for name in first}
-    merged = {name: _largest(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
+    merged = {name: _max_or_nan(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
     if "policy/ratio" not in first:  # a critic alone was trained
         return merged
     ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
     gaps = {name: value for name, value in first.items() if name.startswith("rollout_mismatch/logprob_abs_diff")}
-    gaps |= {"rollout_mismatch/logprob_abs_diff": mean_abs_diff(first)} if "rollout_mismatch/logprob_abs_diff" in gaps else {}
+    gaps |= {"rollout_mismatch/logprob_abs_diff": mean_logprob_abs_diff(first)} if "rollout_mismatch/logprob_abs_diff" in gaps else {}
     return {**merged, **ratio, **gaps}
 
 
-def mean_abs_diff(update: Mapping[str, float]) -> float:
+def mean_logprob_abs_diff(update: Mapping[str, float]) -> float:
     """Return the mean rollout_mismatch/logprob_abs_diff over the tokens that the current weights sampled, 0 without any.
 
     An update's own mean is over all its tokens, of which those of older weights count 0.
@@ -156,7 +156,7 @@ def mean_abs_diff(update: Mapping[str, float]) -> float:
     return update["rollout_mismatch/logprob_abs_diff"] / (update.get("rollout/on_policy_fraction", 1.0) or 1.0)
 
 
-def with_effective_size(update: Mapping[str, float]) -> dict[str, float]:
+def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
     """In place of the mean square of the tokens' weights: (sum w)^2 / (n sum w^2), the share of the tokens that would say as much if all
     weighed the same. 1 where they do, 0 where all are masked. Of stale tokens that nothing corrects, by the weights that would be right."""
     metrics = dict(update)
@@ -183,5 +183,5 @@ def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str
     return metrics | ({"value/explained_variance": 1.0 - statistics.pvariance(errors) / spread} if spread > 0 else {})
 
 
-def _largest(values: list[float]) -> float:
+def _max_or_nan(values: list[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)

@@ -7,11 +7,11 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from megatron_rl.observe.plot import smooth
+from megatron_rl.observe.plot import moving_average
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Curve:
+class SweepCurve:
     """What is drawn of a run."""
 
     label: str
@@ -22,14 +22,14 @@ class Curve:
     interval: tuple[float, float] | None = None
 
 
-def draw(curves: Sequence[Curve], out_png: Path, *, window: int = 5) -> None:
+def plot_sweep(curves: Sequence[SweepCurve], out_png: Path, *, window: int = 5) -> None:
     figure = Figure(figsize=(11, max(3.6, 1.2 + 0.28 * len(curves))), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     returns, reached = figure.subplots(1, 2, width_ratios=(3, 2))
     for number, curve in enumerate(curves):
         color = f"C{number % 10}"
         if curve.steps:
-            returns.plot(curve.steps, smooth(curve.returns, window=window), color=color, linestyle="-" if number < 10 else "--")
+            returns.plot(curve.steps, moving_average(curve.returns, window=window), color=color, linestyle="-" if number < 10 else "--")
         if curve.success is not None:
             reached.plot(curve.success, number, color=color, marker="D", linestyle="none")
         if curve.interval is not None:

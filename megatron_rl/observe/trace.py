@@ -12,24 +12,24 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.io.jsonl import replace_bytes
+from megatron_rl.io.jsonl import write_bytes_atomically
 
-FOLDER = "trace"
-STEP = "step"
+TRACE_FOLDER = "trace"
+STEP_ROW = "step"
 """The row of the spans."""
-Event = tuple[str, str, float, float]
+TraceEvent = tuple[str, str, float, float]
 """Row, name, begin and end in seconds of the clock."""
 
 
-class Trace:
+class StepTrace:
     """Of one rank, for the first `num_steps` steps of a run's life."""
 
     def __init__(self, num_steps: int, *, clock: Callable[[], float] = time.time) -> None:
         self._left, self._clock = num_steps, clock
-        self._events: list[Event] = []
+        self._events: list[TraceEvent] = []
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         return self._left > 0
 
     @contextmanager
@@ -39,30 +39,30 @@ class Trace:
         try:
             yield words
         finally:
-            if self.is_on:
+            if self.is_enabled:
                 self._events.append((row, " ".join(words), begin, self._clock()))
 
-    def episode(self, group: int, sample: int) -> Callable[[str], AbstractContextManager[list[str]]]:
+    def episode_tracer(self, group: int, sample: int) -> Callable[[str], AbstractContextManager[list[str]]]:
         """Times the parts of an episode, which have a row of their own."""
         return partial(self, f"episode {group}#{sample}")
 
-    def take(self) -> list[Event]:
+    def pop_events(self) -> list[TraceEvent]:
         """What happened in a step that is over."""
         self._left -= 1
         events, self._events = self._events, []
         return events
 
 
-def write(run_dir: Path, step: int, ranks: Sequence[Sequence[Event]]) -> None:
+def write_trace(run_dir: Path, step: int, ranks: Sequence[Sequence[TraceEvent]]) -> None:
     """A step's events, by rank."""
-    path = run_dir / FOLDER / f"step_{step:06d}.json"
+    path = run_dir / TRACE_FOLDER / f"step_{step:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = [event for rank, events in enumerate(ranks) for event in _of_rank(rank, events)]
-    replace_bytes(path, json.dumps({"traceEvents": told, "displayTimeUnit": "ms"}).encode())
+    told = [event for rank, events in enumerate(ranks) for event in _rank_events(rank, events)]
+    write_bytes_atomically(path, json.dumps({"traceEvents": told, "displayTimeUnit": "ms"}).encode())
 
 
-def _of_rank(rank: int, events: Sequence[Event]) -> Iterator[dict[str, object]]:
-    rows = {row: number for number, row in enumerate(dict.fromkeys([STEP, *sorted(row for row, *_ in events)]))}
+def _rank_events(rank: int, events: Sequence[TraceEvent]) -> Iterator[dict[str, object]]:
+    rows = {row: number for number, row in enumerate(dict.fromkeys([STEP_ROW, *sorted(row for row, *_ in events)]))}
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for row, number in rows.items():
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": row}}

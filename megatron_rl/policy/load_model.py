@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.compat.megatron_cpu import on_cpu_too
+from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.models.name_mapping import Row
+from megatron_rl.models.name_mapping import ParamMapping
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.transformer import HeadConfig, build_chunks
@@ -24,13 +24,13 @@ from megatron_rl.weights.stream import ShardLocation, is_of_output_layer, load_h
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadedModel:
     chunks: nn.ModuleList
-    rows: list[Row]
+    rows: list[ParamMapping]
     """Of its base, and of its adapters: how they came in, and how they leave."""
-    adapter_rows: list[Row]
+    adapter_rows: list[ParamMapping]
     placement: ShardLocation
 
 
-@on_cpu_too
+@with_megatron_on_cpu
 def load_model(
     spec: ModelSpec, layout: Layout, path: str, *, dtype: str, lora: LoraSettings, heads: HeadConfig, seed: int, key: str = "model.path"
 ) -> LoadedModel:
@@ -38,7 +38,7 @@ def load_model(
     chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
     if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
         chunks.cuda()
-    rows = [row for row in spec.rows() if heads.has_lm_head or not is_of_output_layer(row)]
+    rows = [row for row in spec.param_mappings() if heads.has_lm_head or not is_of_output_layer(row)]
     placement = ShardLocation(
         layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=layout.vpp,
         layers_per_chunk=spec.num_layers // (layout.pp * layout.vpp), fused_norms=uses_transformer_engine(lora),
@@ -48,9 +48,9 @@ def load_model(
         print(f"{key}={path}: {describe_skipped(source)}", flush=True)
     load_hf(chunks, rows, placement, source.read)
     targets = lora.targets if lora.rank else []
-    vision_names = [row.mcore.removeprefix("vision.") for row in rows if row.mcore.startswith("vision.")]
+    vision_names = [row.mcore_name.removeprefix("vision.") for row in rows if row.mcore_name.startswith("vision.")]
     adapter_rows = adapter_table(
-        targets=targets, num_layers=spec.num_layers, vision_names=vision_names, vision_lora=spec.family.vision_lora
+        targets=targets, num_layers=spec.num_layers, vision_names=vision_names, vision_lora=spec.family.vision_lora_patterns
     )
     if lora.path:
         warning = check_base(read_peft_config(Path(lora.path), key="lora.path"), source, key="lora.path", adapter=lora.path)

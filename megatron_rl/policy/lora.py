@@ -173,7 +173,7 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
 
     attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
     if "attention" in lora.targets:
-        outputs = {"q_proj": heads.num_query * dim, "k_proj": heads.num_kv * dim, "v_proj": heads.num_kv * dim}
+        outputs = {"q_proj": heads.num_query_heads * dim, "k_proj": heads.num_kv_heads * dim, "v_proj": heads.num_kv_heads * dim}
         attention.linear_qkv, attention.linear_proj = column(outputs, partial(fuse_qkv, heads=heads)), row("o_proj")
     if "mlp" in lora.targets:
         rows = config.ffn_hidden_size // tp

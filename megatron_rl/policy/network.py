@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
 from megatron_rl.batching.packing import empty_batch
-from megatron_rl.compat.megatron_cpu import on_cpu_too
+from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.errors import NonFiniteValue
 from megatron_rl.policy.loss_metrics import nonfinite_error, read_metrics, reduce_metrics
@@ -36,7 +36,7 @@ SummedLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tens
 class Network:
     """This rank's chunks with gradient buffers, optimizer, learning rate and the number of updates so far."""
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     def __init__(
         self,
         chunks: nn.ModuleList,
@@ -68,7 +68,7 @@ class Network:
         for wrapped in self.model:
             vars(wrapped).clear()
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     @torch.no_grad()
     def forward_only(self, batches: list[MicroBatch], *on_hidden: HiddenReader) -> list[torch.Tensor]:
         """What each of `on_hidden` says of every row, in one forward pass: a line of [N, T] for each of them, of each batch; 0 where mask_T
@@ -88,7 +88,7 @@ class Network:
                 dist.broadcast(result, src=self.layout.last_stage_rank, group=self.layout.pp_group)
         return results
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     def update(
         self, batches: list[MicroBatch], on_hidden: SummedLoss, *,
         step: int, is_partial: bool = False, check: Callable[[Mapping[str, float]], None] | None = None,
@@ -190,12 +190,12 @@ class Network:
         if self._offload:
             self._offload.to_device()
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     def save(self, folder: Path, *, background: bool) -> AsyncSave:
         """Begin to write the training state into `folder`, which exists; see training_state.Save. Training may go on at once."""
         return AsyncSave(self._state(), folder, background=background)
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     def load(self, folder: Path, *, seed: int) -> None:
         """Go on from a training state, written at whatever layout; see training_state.load."""
         self.num_updates = load(self._state(), folder, seed=seed)

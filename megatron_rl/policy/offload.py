@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
-from megatron_rl.compat.megatron_cpu import on_cpu_too
+from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 
 _PIECE = 64 * 2**20
 """Bytes that an exchange holds aside at a time."""
@@ -64,14 +64,14 @@ class Offload:
         self.chunks = chunks
         self.host = HostCopy(parameter for chunk in chunks for parameter in chunk.parameters())
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     def to_host(self) -> None:
         self.host.copy_to_host()
         self.host.empty()
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
 
-    @on_cpu_too
+    @with_megatron_on_cpu
     def to_device(self) -> None:
         self.host.restore()
         for chunk in self.chunks:

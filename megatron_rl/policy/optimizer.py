@@ -22,7 +22,7 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 def freeze(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
     """Switch gradients off before the gradient buffers are made: what is frozen gets none, and no optimizer state."""
-    prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.parts[part])
+    prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.part_patterns[part])
     for name, parameter in chunk.named_parameters():
         if name.startswith(prefixes) or (all_but_adapters and not (is_adapter(name) or is_of_value_head(name))):
             parameter.requires_grad = False
@@ -64,7 +64,7 @@ def build_optimizer(
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=1.0 if offload else 0.0,
     )
-    names = chunks[0].module.spec.family.parts
+    names = chunks[0].module.spec.family.part_patterns
     overrides = get_standard_config_overrides(config) | {
         ParamKey(name=tuple(f"*module.{pattern}" for pattern in names[part])): ParamGroupOverride(max_lr=lr)
         for part, lr in settings.lr_by_module.items()

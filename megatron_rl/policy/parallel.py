@@ -7,7 +7,7 @@ from math import gcd
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_rl.compat.megatron_cpu import on_cpu_too
+from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import ParallelSettings, require
 from megatron_rl.distributed.world import round_up_to_minutes
 from megatron_rl.models.model_spec import ModelSpec
@@ -56,7 +56,7 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
     require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide {whose}'s {layers} layers")
     remedy = f"cuts {whose}'s {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
     require(layers % chunks == 0, "parallel.vpp", parallel.vpp, remedy)
-    first, stacked = layers // chunks, model.vision.stacked
+    first, stacked = layers // chunks, model.vision.num_deepstack_layers
     remedy = f"leaves {first} layers to the first chunk, but {whose} adds pictures behind {stacked}; take fewer stages or chunks"
     require(first >= stacked, "parallel.pp*parallel.vpp", chunks, remedy)
     block = parallel.tp * parallel.pp
@@ -85,7 +85,7 @@ def is_fake_group() -> bool:
     return dist.get_backend() == "fake"
 
 
-@on_cpu_too
+@with_megatron_on_cpu
 def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
     """Create Megatron's process groups (all ranks together, once a process) and seed its generators."""
     if not parallel_state.model_parallel_is_initialized():

@@ -93,7 +93,7 @@ class Policy(TrainableModel):
         """This rank's micro-batches. A prompt is computed once for all contexts of one that begin with it; Transformer Engine takes whole
         contexts."""
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
-        how = {"image_token_id": self.image_token_id, "positions": self.spec.positions, "share_prompts": self._shares_prompts}
+        how = {"image_token_id": self.image_token_id, "positions": self.spec.rope_positions, "share_prompts": self._shares_prompts}
         return [pack(part, **how, multiple_of=multiple, device=self.network.device) for part in dealt[self.layout.dp_rank]]
 
     def images(self, dealt: RankShares) -> dict[int, list[Image]]:
@@ -170,7 +170,7 @@ class Policy(TrainableModel):
         Its processor has the limits of pixels that were trained with; `card` is its README.md.
         """
         like, pixels = Path(self.settings.path), (self.settings.min_pixels, self.settings.max_pixels)
-        named = ((self.spec.released(name), tensor) for name, tensor in self.hf_weights())
+        named = ((self.spec.released_name(name), tensor) for name, tensor in self.hf_weights())
         write_on_rank_zero(named, lambda stream: write_hf_folder(out, stream, like=like, pixels=pixels, card=card))
 
     def _base_digest(self) -> str:
@@ -184,7 +184,7 @@ class Policy(TrainableModel):
         lora = self.lora
         config = peft_config(
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets, base=self.settings.path,
-            vision_lora=self.spec.family.vision_lora, digest=self._base_digest() if dist.get_rank() == 0 else "",
+            vision_lora=self.spec.family.vision_lora_patterns, digest=self._base_digest() if dist.get_rank() == 0 else "",
         )  # fmt: skip
         write_on_rank_zero(self.adapters.tensors(), lambda stream: write_peft(out, stream, config))
 

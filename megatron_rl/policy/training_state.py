@@ -1,8 +1,8 @@
 """The policy's training state on disk: Megatron's `torch_dist` format, planned together, written by a thread, readable at any layout.
 
-A folder holds the weights under `Row.key`, optimizer tensors under keys that begin with `optimizer.`, and in common.pt what is neither:
-the number of updates, the layout, and the generators of every rank. AdamW's step follows from the number of updates, the learning rate
-from the run's step.
+A folder holds the weights under `Row.checkpoint_key`, optimizer tensors under keys that begin with `optimizer.`, and in common.pt what is
+neither: the number of updates, the layout, and the generators of every rank. AdamW's step follows from the number of updates, the learning
+rate from the run's step.
 
 Writing in the background is a thread of this process with torch's FileSystemWriter, not megatron-core 0.16.1's AsyncCallsQueue
 (dist_checkpointing/strategies/async_utils.py). Tried on CPUs with gloo: its persistent worker ends with ZeroDivisionError (it divides by

@@ -59,8 +59,8 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        qk_layernorm=spec.family.norms_heads,
-        mrope_section=interleave_sections(spec.rope_sections) if spec.family.is_interleaved else list(spec.rope_sections),
+        qk_layernorm=spec.family.has_qk_norm,
+        mrope_section=interleave_sections(spec.rope_sections) if spec.family.has_interleaved_mrope else list(spec.rope_sections),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -84,7 +84,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         bias_activation_fusion=fuses_activation(),
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **spec.family.megatron,
+        **spec.family.megatron_config,
     )
 
 
@@ -144,7 +144,7 @@ class ModelChunk(MegatronModule):
         self.vp_stage = number
         self.num_images_encoded = 0
         self.uses_transformer_engine = uses_transformer_engine(lora)
-        self.share_embeddings_and_output_weights = spec.tied and heads.has_lm_head
+        self.share_embeddings_and_output_weights = spec.tie_word_embeddings and heads.has_lm_head
         self.language = GPTModel(
             config,
             _layer_specs(spec.num_layers // (layout.pp * layout.vpp), config, lora),
@@ -152,14 +152,14 @@ class ModelChunk(MegatronModule):
             max_sequence_length=spec.max_positions,
             pre_process=self.pre_process,
             post_process=self.post_process,
-            share_embeddings_and_output_weights=spec.tied and heads.has_lm_head,
+            share_embeddings_and_output_weights=spec.tie_word_embeddings and heads.has_lm_head,
             position_embedding_type="mrope",
             rotary_base=spec.rope_theta,
             scatter_embedding_sequence_parallel=False,
             vp_stage=number if layout.vpp > 1 else None,
         )
         self.vision = vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
-        for layer in range(spec.vision.stacked if self.pre_process else 0):
+        for layer in range(spec.vision.num_deepstack_layers if self.pre_process else 0):
             self.language.decoder.layers[layer].register_forward_hook(partial(add_to_layer, layer), with_kwargs=True)
         self.value_head = None
         if self.post_process:
@@ -204,7 +204,7 @@ class ModelChunk(MegatronModule):
             patch_PC = batch.patch_PC.to(embedded, non_blocking=True)
             vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, sizes=self.spec.vision)
             self.num_images_encoded += encoded
-            if self.spec.vision.stacked:
+            if self.spec.vision.num_deepstack_layers:
                 embedded = nn.functional.pad(embedded, (0, vision_VH.shape[1] - embedded.shape[2]))
             embedded = embedded.index_copy(0, batch.vision_position_M, vision_VH[batch.vision_row_M][:, None].to(embedded.dtype))
         if torch.is_grad_enabled() and not embedded.requires_grad:

@@ -47,16 +47,16 @@ class Norm(nn.Module):
 
 
 def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
-    tower = spec.tower().to(dtype)
+    tower = spec.build_tower().to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
     tower.patch_embed.proj.__class__ = PatchProduct
     for module in tower.modules():
-        if spec.family.tower_norm and isinstance(module, spec.family.tower_norm):
+        if spec.family.tower_norm_class and isinstance(module, spec.family.tower_norm_class):
             module.__class__ = Norm
     if layout.recompute in ("vision", "full"):
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     if lora.rank:
-        adapt_vision(tower, lora, spec.family.vision_lora)
+        adapt_vision(tower, lora, spec.family.vision_lora_patterns)
     for parameter in tower.parameters():
         # Megatron averages these gradients over tensor-parallel ranks after backward; encode_images makes the average the sum.
         parameter.average_gradients_across_tp_domain = True
@@ -88,17 +88,17 @@ def encode_images(
     if mine:
         local = encode(tower, patch_PC, [grids[image] for image in mine], sizes)
     else:
-        local = patch_PC.new_zeros(0, sizes.out_hidden_size * (1 + sizes.stacked))
+        local = patch_PC.new_zeros(0, sizes.out_hidden_size * (1 + sizes.num_deepstack_layers))
     # The average over ranks that follows the backward divides by tp; each image's gradient exists on one rank only.
     local = _ScaleGradient.apply(local, layout.tp)
-    longest = max(sum(patches_I[image] for image in share) // sizes.patches_a_token for share in shares)
+    longest = max(sum(patches_I[image] for image in share) // sizes.patches_per_token for share in shares)
     padded = torch.cat([local, local.new_zeros(longest - local.shape[0], local.shape[1])])
     gathered = gather_from_sequence_parallel_region(padded, tensor_parallel_output_grad=False)
     places = {}
     for rank, share in enumerate(shares):
         offset = rank * longest
         for image in share:
-            places[image] = range(offset, offset + patches_I[image] // sizes.patches_a_token)
+            places[image] = range(offset, offset + patches_I[image] // sizes.patches_per_token)
             offset = places[image].stop
     rows_V = torch.tensor([row for image in sorted(places) for row in places[image]])
     return gathered[to_device(rows_V, gathered.device)], len(mine)
@@ -115,19 +115,19 @@ def encode(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], size
             given |= {offsets: segments, longest: segments.longest}
     given |= {name: to_device(tensor, device) for name, tensor in known.items()}
     encoded = tower(patch_PC, grid_thw=None, **given)
-    return torch.cat([encoded.pooler_output, *encoded.deepstack_features], 1) if sizes.stacked else encoded.pooler_output
+    return torch.cat([encoded.pooler_output, *encoded.deepstack_features], 1) if sizes.num_deepstack_layers else encoded.pooler_output
 
 
 def of_grids(grids: Sequence[Grid], sizes: VisionSpec) -> dict[str, torch.Tensor]:
     """By the names that the tower knows them by (transformers 5.19, vision_utils.py: what it is handed, it does not compute)."""
     grid_I3 = torch.tensor(grids)
-    known = {"position_ids": get_vision_position_ids(grid_I3, sizes.merge), "cu_seqlens": get_vision_cu_seqlens(grid_I3)}
-    if sizes.window:
-        window_index, cu_window_seqlens = get_vision_window_index(grid_I3, sizes.merge, sizes.window, sizes.patch)
+    known = {"position_ids": get_vision_position_ids(grid_I3, sizes.spatial_merge_size), "cu_seqlens": get_vision_cu_seqlens(grid_I3)}
+    if sizes.window_size:
+        window_index, cu_window_seqlens = get_vision_window_index(grid_I3, sizes.spatial_merge_size, sizes.window_size, sizes.patch_size)
         known |= {"window_index": window_index, "cu_window_seqlens": cu_window_seqlens}
-    if sizes.table:
-        side = isqrt(sizes.table)
-        taken = get_vision_interpolation_indices_and_weights(grid_I3, side, align_corners=True, spatial_merge_size=sizes.merge)
+    if sizes.num_position_embeddings:
+        side = isqrt(sizes.num_position_embeddings)
+        taken = get_vision_interpolation_indices_and_weights(grid_I3, side, align_corners=True, spatial_merge_size=sizes.spatial_merge_size)
         known |= dict(zip(("interp_indices", "interp_weights"), taken, strict=True))
     return known
 

@@ -7,23 +7,23 @@ from rich.table import Table
 
 
 @dataclass(slots=True)
-class Report:
-    rows: list[tuple[str, str]] = field(default_factory=list)
+class CheckReport:
+    findings: list[tuple[str, str]] = field(default_factory=list)
     """What was looked at, and what was found."""
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def say(self, what: str, found: str) -> None:
-        self.rows.append((what, found))
+    def add_finding(self, name: str, result: str) -> None:
+        self.findings.append((name, result))
 
-    def fail(self, what: str, problem: str) -> None:
-        self.say(what, "not usable")
-        self.errors.append(problem)
+    def add_failure(self, name: str, error: str) -> None:
+        self.add_finding(name, "not usable")
+        self.errors.append(error)
 
 
-def show(report: Report, console: Console) -> None:
+def print_report(report: CheckReport, console: Console) -> None:
     table = Table(show_header=False)
-    for row in report.rows:
+    for row in report.findings:
         table.add_row(*row)
     console.print(table, markup=False)
     for kind, lines in (("warning", report.warnings), ("error", report.errors)):

@@ -14,169 +14,169 @@ from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.clients.health_check import HealthCheck, check_endpoints, health_warning
 from megatron_rl.clients.openai import api_key, make_client
 from megatron_rl.config import JudgeSettings, SandboxSettings, Settings, service_of
-from megatron_rl.data.benchmarks.catalog import questions_of
-from megatron_rl.data.prompt_lengths import Prompts, around
-from megatron_rl.data.questions import Questions
-from megatron_rl.data.survey import Survey, survey
+from megatron_rl.data.benchmarks.catalog import open_benchmark_questions
+from megatron_rl.data.prompt_lengths import PromptLengthChecker, measure_prompt_overhead
+from megatron_rl.data.questions import QuestionDataset
+from megatron_rl.data.survey import QuestionSurvey, survey_questions
 from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import open_transcripts, survey_transcripts
 from megatron_rl.distributed.world import read_world
 from megatron_rl.errors import InfraError
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import check_trackio, check_wandb
-from megatron_rl.preflight.check_report import Report, show
-from megatron_rl.preflight.doctor_job import examine_together, look_at_time
-from megatron_rl.preflight.doctor_machine import look_at_machine, look_at_plan
-from megatron_rl.preflight.doctor_services import look_at_engines, look_at_services
+from megatron_rl.preflight.check_report import CheckReport, print_report
+from megatron_rl.preflight.doctor_job import check_time_left, run_checks_on_nodes
+from megatron_rl.preflight.doctor_machine import check_machine, check_memory_plan
+from megatron_rl.preflight.doctor_services import check_engine_servers, check_services
 from megatron_rl.registry import Plugins, build_task
-from megatron_rl.rewards.accuracy import family
+from megatron_rl.rewards.accuracy import find_example_family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.manager import render_prompt
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Task
-from megatron_rl.tasks.visual_python.task import sandbox_client
+from megatron_rl.tasks.visual_python.task import make_sandbox_client
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 
-USES_SANDBOX = ("visual_python", "visual_search")
+SANDBOX_TASKS = ("visual_python", "visual_search")
 """Tasks (task.name) whose episodes may run code."""
-USES_DATA = ("visual_python", "vqa")
+DATA_TASKS = ("visual_python", "vqa")
 """Tasks of the user's data, and what of it each stage reads."""
-READS = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
+SPLITS_BY_STAGE = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
 
 
-def look_at_model(settings: Settings, report: Report) -> Renderer | None:
+def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
     """Its folder, tokenizer and processor. Without them prompts cannot be measured."""
-    if not look_at_folder(settings.model.path, report, key="model.path"):
+    if not check_model_folder(settings.model.path, report, key="model.path"):
         return None
     try:
         return Renderer(settings.model, allow_grounding_tokens=settings.task.data.allow_grounding_tokens)
     except (ValueError, OSError) as error:
-        report.fail("tokenizer", of_folder(error, settings.model.path, key="model.path"))
+        report.add_failure("tokenizer", folder_error_line(error, settings.model.path, key="model.path"))
         return None
 
 
-def look_at_folder(path: str, report: Report, *, key: str) -> bool:
+def check_model_folder(path: str, report: CheckReport, *, key: str) -> bool:
     """Whether a model's config is there, and the headers of all its tensors."""
     try:
         spec, stored = read_spec(path, key=key), HfTensors(path, key=key).specs
     except (ValueError, OSError) as error:
-        report.fail(key, of_folder(error, path, key=key))
+        report.add_failure(key, folder_error_line(error, path, key=key))
         return False
     absent = sorted(spec.shapes().keys() - stored.keys())
     if absent:
-        report.fail(key, f"{key}={path}: has no {absent[0]} and {len(absent) - 1} more tensors; download it again")
+        report.add_failure(key, f"{key}={path}: has no {absent[0]} and {len(absent) - 1} more tensors; download it again")
         return False
-    report.say(key, f"{path}: {spec.num_layers} layers of {spec.hidden_size}, {len(stored)} tensors")
+    report.add_finding(key, f"{path}: {spec.num_layers} layers of {spec.hidden_size}, {len(stored)} tensors")
     return True
 
 
-def of_folder(error: Exception, path: str, *, key: str) -> str:
-    return str(error) if str(error).startswith(key) else f"{key}={path}: {one_line(error)}"
+def folder_error_line(error: Exception, path: str, *, key: str) -> str:
+    return str(error) if str(error).startswith(key) else f"{key}={path}: {error_line(error)}"
 
 
-def look_at_task(settings: Settings, report: Report, own: Plugins) -> Task | None:
+def check_task(settings: Settings, report: CheckReport, plugins: Plugins) -> Task | None:
     """Whether the task takes its settings."""
     try:
-        task = build_task(settings.task, own)
+        task = build_task(settings.task, plugins)
     except ValueError as error:
-        report.fail("task", str(error))
+        report.add_failure("task", str(error))
         return None
-    report.say("task", settings.task.name)
+    report.add_finding("task", settings.task.name)
     return task
 
 
-def look_at_data(settings: Settings, report: Report, *, renderer: Renderer | None, task: Task | None) -> None:
+def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | None, task: Task | None) -> None:
     """Every row of every file that the run names."""
     data = settings.task.data
     given = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
-    lacking = [split for split in READS[settings.stage] if settings.task.name in USES_DATA and not given[split]]
+    lacking = [split for split in SPLITS_BY_STAGE[settings.stage] if settings.task.name in DATA_TASKS and not given[split]]
     for split in lacking:
         if not any(line.startswith(f"task.data.{split}=") for line in report.errors):  # the task may have said so
-            report.fail(f"data.{split}", f"task.data.{split}=[]: give the files, JSON lists, JSON lines or Parquet")
-    opened: dict[str, Questions] = {}
+            report.add_failure(f"data.{split}", f"task.data.{split}=[]: give the files, JSON lists, JSON lines or Parquet")
+    opened: dict[str, QuestionDataset] = {}
     for split in ("train", "eval"):
         try:
             if given[split]:
-                opened[split] = questions_of(data, split)
+                opened[split] = open_benchmark_questions(data, split)
         except ValueError as error:
-            report.fail(f"data.{split}", str(error))
-    beside = around_of(settings, task, opened, renderer) if renderer and task else 0
+            report.add_failure(f"data.{split}", str(error))
+    beside = measure_overhead_tokens(settings, task, opened, renderer) if renderer and task else 0
     for split, questions in opened.items():
-        prompts = Prompts(settings, renderer, around=beside) if renderer else None
-        found = survey(questions, look=prompts.look if prompts else None)
-        tell_questions(found, report, split=split, longest=prompts.longest if prompts else None)
+        prompts = PromptLengthChecker(settings, renderer, overhead_tokens=beside) if renderer else None
+        found = survey_questions(questions, check_question=prompts.check_question if prompts else None)
+        report_questions(found, report, split=split, longest=prompts.max_question_tokens if prompts else None)
         if prompts is not None and settings.stage == "rl":  # a warm start plays its evaluation alone, and starts all the same
             num = (split == "eval" and data.max_eval) or len(questions)
-            look_at_misfits(prompts, report, split=split, num=num, told="".join(found.warnings[:1]))
+            check_prompts_fit(prompts, report, split=split, num=num, example_error="".join(found.warnings[:1]))
     if data.demonstrations:
-        look_at_transcripts(settings, report, renderer=renderer)
+        check_transcripts(settings, report, renderer=renderer)
 
 
-def look_at_transcripts(settings: Settings, report: Report, *, renderer: Renderer | None) -> None:
+def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Renderer | None) -> None:
     """Every row of the files of demonstrations; their lengths, where they can be measured."""
     data = settings.task.data
     try:
         roots = {"images_root": data.images, "image_roots": data.image_roots}
         opened = open_transcripts(data.demonstrations, **roots, ignored=data.columns.ignored)
     except ValueError as error:
-        report.fail("data.demonstrations", str(error))
+        report.add_failure("data.demonstrations", str(error))
         return
     found = survey_transcripts(opened, check_length=make_length_check(settings, renderer) if renderer else None)
     learned = f"{found.num_replies - found.num_masked} of {found.num_replies} replies learned"
-    report.say("data.demonstrations", f"{found.num_rows} conversations, {found.num_images} images, {learned}")
+    report.add_finding("data.demonstrations", f"{found.num_rows} conversations, {found.num_images} images, {learned}")
     report.errors += [f"task.data.demonstrations: {line}" for line in found.errors]
     report.warnings += [f"task.data.demonstrations: {line}" for line in found.warnings]
 
 
-def around_of(settings: Settings, task: Task, opened: Mapping[str, Questions], renderer: Renderer) -> int:
+def measure_overhead_tokens(settings: Settings, task: Task, questions_by_split: Mapping[str, QuestionDataset], renderer: Renderer) -> int:
     """What the task writes around its questions, as a run measures it (preflight/prompts.py): by the first one. 0 where that cannot be
     shown."""
-    if settings.task.name not in USES_DATA or not opened:
+    if settings.task.name not in DATA_TASKS or not questions_by_split:
         return 0
     try:
-        example = next(iter(opened.values()))[0]
+        example = next(iter(questions_by_split.values()))[0]
     except ValueError:  # it is told with all other rows
         return 0
     prompt = asyncio.run(render_prompt(task, example, renderer, seed=0))
-    return 0 if prompt is None else around(example, prompt, settings, renderer)
+    return 0 if prompt is None else measure_prompt_overhead(example, prompt, settings, renderer)
 
 
-def look_at_misfits(prompts: Prompts, report: Report, *, split: str, num: int, told: str) -> None:
+def check_prompts_fit(prompts: PromptLengthChecker, report: CheckReport, *, split: str, num: int, example_error: str) -> None:
     """Whether a run plays enough of the first `num` rows of a split."""
     try:
-        prompts.require_played(split, num=num, told=told)
+        prompts.check_enough_fit(split, num=num, example_error=example_error)
     except ValueError as error:
         report.errors.append(str(error))
 
 
-def tell_questions(found: Survey, report: Report, *, split: str, longest: int | None) -> None:
-    sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in found.sources.most_common())
+def report_questions(question_survey: QuestionSurvey, report: CheckReport, *, split: str, longest: int | None) -> None:
+    sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in question_survey.sources.most_common())
     length = "" if longest is None else f", longest question {longest} tokens"
-    report.say(f"data.{split}", f"{found.num_rows} rows, {found.num_images} images{length}; {sources}")
-    warnings = [*found.column_warnings, *found.unread, *found.warnings]
+    report.add_finding(f"data.{split}", f"{question_survey.num_rows} rows, {question_survey.num_images} images{length}; {sources}")
+    warnings = [*question_survey.column_warnings, *question_survey.unread_columns, *question_survey.warnings]
     for kept, lines, num_more in (
-        (report.errors, found.errors, found.num_more_errors),
-        (report.warnings, warnings, found.num_more_warnings),
+        (report.errors, question_survey.errors, question_survey.num_more_errors),
+        (report.warnings, warnings, question_survey.num_more_warnings),
     ):
         kept += [line if line.startswith("task.data.") else f"task.data.{split}: {line}" for line in lines]
         kept += [f"task.data.{split}: and {num_more} more rows"] if num_more else []
-    unknown = [source for source in found.sources if source and not is_known(source)]
+    unknown = [source for source in question_survey.sources if source and not has_scoring_rule(source)]
     if unknown:
         told = "no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge"
         report.warnings.append(f"task.data.{split}: data_source {', '.join(unknown)}: {told}")
 
 
-def is_known(source: str) -> bool:
-    return family(source.casefold()) != "general" or source.casefold().endswith(NUMERIC_SOURCES)
+def has_scoring_rule(source: str) -> bool:
+    return find_example_family(source.casefold()) != "general" or source.casefold().endswith(NUMERIC_SOURCES)
 
 
-def look_at_judges(settings: Settings, report: Report) -> None:
+def check_judges(settings: Settings, report: CheckReport) -> None:
     """What a run will think of its judges when it starts: a server answers, and serves the model that is asked for."""
     try:
-        greetings = asyncio.run(_greet_judges(settings.task.judge))
+        greetings = asyncio.run(_check_judge_endpoints(settings.task.judge))
         for url, greeting in greetings.items():
             served = f"serves {', '.join(greeting.served)}" if greeting.served else "answers, and does not list its models"
-            report.say(f"judge {url}", "not usable" if greeting.trouble else served)
+            report.add_finding(f"judge {url}", "not usable" if greeting.trouble else served)
         warning = health_warning(greetings)
     except InfraError as fault:
         report.errors.append(str(fault))
@@ -184,39 +184,41 @@ def look_at_judges(settings: Settings, report: Report) -> None:
         report.warnings += [warning] if warning else []
 
 
-async def _greet_judges(judge: JudgeSettings) -> dict[str, HealthCheck]:
+async def _check_judge_endpoints(judge: JudgeSettings) -> dict[str, HealthCheck]:
     async with AsyncExitStack() as opened:
         secret, urls = api_key(judge.token_file), [url for url in dict.fromkeys(judge.urls) if not service_of(url)]
         clients = {url: await opened.enter_async_context(make_client(url, secret=secret)) for url in urls}
         return await check_endpoints(clients, model=judge.model, secret=secret, token_file=judge.token_file)
 
 
-def look_at_sandbox(settings: Settings, report: Report) -> None:
+def check_sandbox(settings: Settings, report: CheckReport) -> None:
     """The server answers, or this machine can wall code in."""
     chosen = settings.task.sandbox
-    if settings.task.name not in USES_SANDBOX or service_of(chosen.url):
+    if settings.task.name not in SANDBOX_TASKS or service_of(chosen.url):
         return
     if chosen.url:
         try:
-            asyncio.run(_greet_sandbox(chosen))
-        except sandbox.AccessDenied as denied:
-            report.fail("sandbox", f"task.sandbox.url={denied}: task.sandbox.token_file=FILE")
-        except (sandbox.SandboxFault, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
-            report.fail("sandbox", f"task.sandbox.url={chosen.url}: {one_line(fault)}; start it: python -m sandbox serve")
+            asyncio.run(_check_sandbox_server(chosen))
+        except sandbox.SandboxAccessDenied as denied:
+            report.add_failure("sandbox", f"task.sandbox.url={denied}: task.sandbox.token_file=FILE")
+        except (sandbox.SandboxError, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
+            report.add_failure("sandbox", f"task.sandbox.url={chosen.url}: {error_line(fault)}; start it: python -m sandbox serve")
         else:
-            report.say("sandbox", chosen.url)
+            report.add_finding("sandbox", chosen.url)
         return
-    layers, walled = sandbox.doctor.report(accept=chosen.allow_missing)
-    report.warnings += [line.removeprefix("warning: ") for line in sandbox.doctor.exposed(own_paths(settings))]
+    layers, walled = sandbox.doctor.make_report(allow_missing=chosen.allow_missing)
+    report.warnings += [line.removeprefix("warning: ") for line in sandbox.doctor.warn_exposed_paths(private_paths(settings))]
     if chosen.isolation == "none":
         report.warnings.append("task.sandbox.isolation=none: the policy's code runs without any wall; use auto")
     elif not walled:
-        report.fail("sandbox", f"task.sandbox.isolation={chosen.isolation}: {layers.splitlines()[-1]}; python -m sandbox doctor shows all")
+        report.add_failure(
+            "sandbox", f"task.sandbox.isolation={chosen.isolation}: {layers.splitlines()[-1]}; python -m sandbox doctor shows all"
+        )
         return
-    report.say("sandbox", f"{layers.count(' in use ')} layers in use")
+    report.add_finding("sandbox", f"{layers.count(' in use ')} layers in use")
 
 
-def own_paths(settings: Settings) -> dict[str, str]:
+def private_paths(settings: Settings) -> dict[str, str]:
     """What a run reads and writes that no box is to see: its key -> path."""
     data = settings.task.data
     files = {
@@ -224,58 +226,60 @@ def own_paths(settings: Settings) -> dict[str, str]:
     }
     given = {f"{key}[{place}]": path for key, paths in files.items() for place, path in enumerate(paths) if os.path.exists(path)}
     images = {"task.data.images": data.images} if data.images else {}
-    return {"the source": sandbox.layers.SOURCE, "run.dir": settings.run.dir, **given, **images}
+    return {"the source": sandbox.layers.SOURCE_DIR, "run.dir": settings.run.dir, **given, **images}
 
 
-def look_at_wandb(settings: Settings, report: Report) -> None:
+def check_trackers(settings: Settings, report: CheckReport) -> None:
     """A run that shows itself online has a key."""
     try:
         check_wandb(settings.wandb)
     except ValueError as error:
-        report.fail("wandb", str(error))
+        report.add_failure("wandb", str(error))
     else:
-        report.say("wandb", settings.wandb.mode)
+        report.add_finding("wandb", settings.wandb.mode)
     try:
         check_trackio(settings.trackio)
     except ValueError as error:
-        report.fail("trackio", str(error))
+        report.add_failure("trackio", str(error))
 
 
-async def _greet_sandbox(chosen: SandboxSettings) -> None:
-    client = sandbox_client(chosen)
+async def _check_sandbox_server(chosen: SandboxSettings) -> None:
+    client = make_sandbox_client(chosen)
     try:
         await client.start()
     finally:
         await client.close()
 
 
-def one_line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def examine(settings: Settings, own: Plugins = Plugins()) -> Report:
-    report = Report()
-    look_at_machine(settings, report)
-    renderer, trunk = look_at_model(settings, report), settings.critic.path
-    if (not trunk or look_at_folder(trunk, report, key="critic.path")) and renderer is not None:
-        look_at_plan(settings, report, own)
-    task = look_at_task(settings, report, own)
-    look_at_data(settings, report, renderer=renderer, task=task)
+def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
+    report = CheckReport()
+    check_machine(settings, report)
+    renderer, trunk = check_model(settings, report), settings.critic.path
+    if (not trunk or check_model_folder(trunk, report, key="critic.path")) and renderer is not None:
+        check_memory_plan(settings, report, plugins)
+    task = check_task(settings, report, plugins)
+    check_data(settings, report, renderer=renderer, task=task)
     report.warnings += mismatch_warnings(settings)
-    look_at_engines(settings, report)
-    look_at_services(settings, report)
-    look_at_judges(settings, report)
-    look_at_sandbox(settings, report)
-    look_at_wandb(settings, report)
+    check_engine_servers(settings, report)
+    check_services(settings, report)
+    check_judges(settings, report)
+    check_sandbox(settings, report)
+    check_trackers(settings, report)
     return report
 
 
-def examine_and_show(settings: Settings, own: Plugins) -> int:
+def run_doctor(settings: Settings, plugins: Plugins) -> int:
     """Print a table, and a line for each problem: `error: key=value: remedy`. 0: a run can start; 1: it cannot. On all ranks of a job."""
     world = read_world()
-    report = examine(settings, own) if world.size == 1 else examine_together(settings, world, lambda: examine(settings, own))
-    look_at_time(settings, report)
+    report = (
+        run_checks(settings, plugins) if world.size == 1 else run_checks_on_nodes(settings, world, lambda: run_checks(settings, plugins))
+    )
+    check_time_left(settings, report)
     if world.is_main:
-        show(report, Console())
+        print_report(report, Console())
         print("a run cannot start" if report.errors else "a run can start")
     return 1 if report.errors else 0

@@ -14,38 +14,38 @@ import torch.distributed as dist
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import World, connect, disconnect, gather, run_on_rank_zero
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.preflight.check_report import Report
+from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.nodes import check_nodes
 
-MEET_S = 600.0
+RENDEZVOUS_TIMEOUT_S = 600.0
 """What the processes of all nodes have to meet: one of them may have more data to look at than another."""
-SUMMED_BYTES, ROUNDS = 64 << 20, 5
-SLOW = 1e9
+ALL_REDUCE_BYTES, NUM_ROUNDS = 64 << 20, 5
+MIN_BYTES_PER_S = 1e9
 """Bytes a second below which nodes with GPUs probably talk over the wrong network."""
 LAST_STEPS = 10
 STEP_TIMES = ("time/engine", "time/environment", "time/update", "time/checkpoint", "time/sync", "time/record")
-FAR_S = 1.0
+MAX_CLOCK_SKEW_S = 1.0
 """Difference of two clocks that makes the times in logs and checkpoints misleading."""
 
 
-def examine_together(settings: Settings, world: World, examine: Callable[[], Report]) -> Report:
+def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Callable[[], CheckReport]) -> CheckReport:
     """One report of all nodes, on every rank; each node's first rank examines it."""
-    mine = examine() if world.is_first_here else None  # before the ranks meet: the plan makes up a world of its own
-    connect(world, timeout_s=MEET_S)
+    mine = run_node_checks() if world.is_first_here else None  # before the ranks meet: the plan makes up a world of its own
+    connect(world, timeout_s=RENDEZVOUS_TIMEOUT_S)
     try:
         found = [(node, report) for node, report in gather((f"node {world.node} ({socket.gethostname()})", mine)) if report is not None]
-        whole = merged(dict(found))
-        look_at_nodes(settings, world, whole)
-        look_at_sums(world, whole)
-        look_at_clocks(world, whole)
+        whole = merge_reports(dict(found))
+        check_job_nodes(settings, world, whole)
+        check_all_reduce(world, whole)
+        check_clocks(world, whole)
         return whole
     finally:
         disconnect()
 
 
-def merged(reports: dict[str, Report]) -> Report:
+def merge_reports(reports: dict[str, CheckReport]) -> CheckReport:
     """What all nodes say is said once; what some say, with their names."""
-    whole = Report(rows=[(f"{node}: {what}", found) for node, report in reports.items() for what, found in report.rows])
+    whole = CheckReport(findings=[(f"{node}: {what}", found) for node, report in reports.items() for what, found in report.findings])
     for kind in ("errors", "warnings"):
         told = {node: getattr(report, kind) for node, report in reports.items()}
         for line in dict.fromkeys(line for lines in told.values() for line in lines):
@@ -54,16 +54,16 @@ def merged(reports: dict[str, Report]) -> Report:
     return whole
 
 
-def look_at_nodes(settings: Settings, world: World, report: Report) -> None:
+def check_job_nodes(settings: Settings, world: World, report: CheckReport) -> None:
     """What a run on several nodes looks at first (preflight/nodes.py); a run folder that is not there is made, and goes again."""
     folder = Path(settings.run.dir)
     try:
         run_on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         check_nodes(settings, world)
     except (ValueError, OSError) as error:
-        report.fail("nodes", str(error))
+        report.add_failure("nodes", str(error))
     else:
-        report.say("nodes", f"{world.num_nodes}, {world.size} ranks")
+        report.add_finding("nodes", f"{world.num_nodes}, {world.size} ranks")
     finally:
         run_on_rank_zero(lambda: _remove_empty(folder))
 
@@ -73,42 +73,42 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def look_at_sums(world: World, report: Report) -> None:
+def check_all_reduce(world: World, report: CheckReport) -> None:
     """An all-reduce between all ranks, after one that builds the connections."""
-    number_T = torch.zeros(SUMMED_BYTES // 4, device=world.device)
+    number_T = torch.zeros(ALL_REDUCE_BYTES // 4, device=world.device)
     seconds = []
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ROUNDS):
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(number_T)
         number_T[0].item()  # a GPU has done it when this is known
         seconds.append(time.perf_counter() - began)
-    speed = min(gather(SUMMED_BYTES * 2 * (world.size - 1) / world.size / min(seconds[1:])))
-    report.say("all-reduce", f"{world.size} ranks, {SUMMED_BYTES >> 20} MiB: {speed / 1e9:.1f} GB/s")
-    if world.num_nodes > 1 and world.device.type == "cuda" and speed < SLOW:
+    speed = min(gather(ALL_REDUCE_BYTES * 2 * (world.size - 1) / world.size / min(seconds[1:])))
+    report.add_finding("all-reduce", f"{world.size} ranks, {ALL_REDUCE_BYTES >> 20} MiB: {speed / 1e9:.1f} GB/s")
+    if world.num_nodes > 1 and world.device.type == "cuda" and speed < MIN_BYTES_PER_S:
         report.warnings.append(f"NCCL_SOCKET_IFNAME: {speed / 1e9:.2f} GB/s between the ranks; name the fast interface, or NCCL_IB_HCA")
 
 
-def look_at_clocks(world: World, report: Report) -> None:
+def check_clocks(world: World, report: CheckReport) -> None:
     """By the time that every rank reads when all have met: rank 0's is the measure."""
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(NUM_ROUNDS):
         dist.barrier()
         rounds.append(time.time())
     everyones = gather((world.node, socket.gethostname(), rounds))
-    apart = {f"node {node} ({host})": _ahead(read, everyones[0][2]) for node, host, read in everyones}
-    report.say("clocks", f"at most {max(map(abs, apart.values())):.3f} s apart")
+    apart = {f"node {node} ({host})": _clock_offset(read, everyones[0][2]) for node, host, read in everyones}
+    report.add_finding("clocks", f"at most {max(map(abs, apart.values())):.3f} s apart")
     for name, ahead in apart.items():
-        if abs(ahead) > FAR_S:
+        if abs(ahead) > MAX_CLOCK_SKEW_S:
             told = "ahead of" if ahead > 0 else "behind"
             report.warnings.append(f"clock: that of {name} is {abs(ahead):.1f} s {told} that of rank 0; set it (chronyc makestep)")
 
 
-def _ahead(read: list[float], first: list[float]) -> float:
+def _clock_offset(read: list[float], first: list[float]) -> float:
     return median(mine - other for mine, other in zip(read, first, strict=True))
 
 
-def look_at_time(settings: Settings, report: Report) -> None:
+def check_time_left(settings: Settings, report: CheckReport) -> None:
     """Whether the steps that are left fit into the job (Slurm says when it ends), by what the last ones of an earlier life took."""
     end, metrics = os.environ.get("SLURM_JOB_END_TIME"), Path(settings.run.dir) / "metrics.jsonl"
     steps = [step for step in read_metrics(metrics) if "time/update" in step] if metrics.is_file() else []
@@ -116,7 +116,7 @@ def look_at_time(settings: Settings, report: Report) -> None:
         return
     takes = median(sum(seconds for name, seconds in step.items() if name in STEP_TIMES) for step in steps[-LAST_STEPS:])
     left, planned = int(end) - time.time(), settings.run.steps - (steps[-1]["step"] + 1)
-    report.say("time", f"{planned:.0f} steps of {takes:.1f} s, {left / 3600:.1f} hours left")
+    report.add_finding("time", f"{planned:.0f} steps of {takes:.1f} s, {left / 3600:.1f} hours left")
     if planned * takes > left:
         remedy = f"{max(left, 0) / takes:.0f} fit into the job; the same command goes on in the next one"
         report.warnings.append(f"run.steps={settings.run.steps}: {planned:.0f} steps of {takes:.1f} s are left, {remedy}")

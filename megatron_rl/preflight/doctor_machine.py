@@ -18,63 +18,63 @@ from megatron_rl.config import Settings
 from megatron_rl.distributed.world import max_open_files, raise_file_limit, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.preflight import gpus
-from megatron_rl.preflight.check_report import Report
+from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.settings import check_sizes
 from megatron_rl.registry import Plugins, has_critic, uses_sandbox
 
 GIB = 1 << 30
-LOCKS = Path(__file__).resolve().parents[2] / "requirements"
+LOCK_FOLDER = Path(__file__).resolve().parents[2] / "requirements"
 """In a checkout; a wheel brings none."""
 COMPILERS = ("cc", "gcc", "clang")
-WRITTEN_BYTES = 64 << 20
-STATE_BYTES = 7
+DISK_TEST_BYTES = 64 << 20
+CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
 """Of a checkpoint for each byte of the weights in bfloat16: main weights and both moments in float32, and the weights."""
 
 
-def look_at_machine(settings: Settings, report: Report) -> None:
+def check_machine(settings: Settings, report: CheckReport) -> None:
     """Processors, memory, disk, GPUs."""
     memory, folder = psutil.virtual_memory(), Path(settings.run.dir).absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    report.say("machine", f"{os.cpu_count()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free")
-    look_at_files(report)
+    report.add_finding("machine", f"{os.cpu_count()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free")
+    check_open_files(report)
     needed = sum(path.stat().st_size for path in Path(settings.model.path).glob("*.safetensors"))
     free = shutil.disk_usage(there).free
-    report.say("run.dir", f"{folder}, {free / GIB:.1f} GiB free{look_at_disk(settings, there, report, weights=needed)}")
+    report.add_finding("run.dir", f"{folder}, {free / GIB:.1f} GiB free{check_disk_speed(settings, there, report, weight_bytes=needed)}")
     if free < needed:
         report.errors.append(f"run.dir={settings.run.dir}: the final weights take {needed / GIB:.1f} GiB; choose another disk")
     if memory.available < needed:
         report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the memory that is free")
-    look_at_gpus(settings, report)
-    look_at_kernels(settings, report)
-    look_at_versions([LOCKS / "torch.txt", LOCKS / ("gpu.txt" if torch.version.cuda else "cpu.txt")], report)
+    check_visible_gpus(settings, report)
+    check_kernels(settings, report)
+    check_versions([LOCK_FOLDER / "torch.txt", LOCK_FOLDER / ("gpu.txt" if torch.version.cuda else "cpu.txt")], report)
 
 
-def look_at_files(report: Report) -> None:
+def check_open_files(report: CheckReport) -> None:
     """Report how many files a process of the run may open."""
     try:
         raise_file_limit()
     except ValueError as error:
-        report.fail("open files", str(error))
+        report.add_failure("open files", str(error))
     else:
-        report.say("open files", f"up to {max_open_files()} a process")
+        report.add_finding("open files", f"up to {max_open_files()} a process")
 
 
-def look_at_disk(settings: Settings, there: Path, report: Report, *, weights: int) -> str:
+def check_disk_speed(settings: Settings, existing_folder: Path, report: CheckReport, *, weight_bytes: int) -> str:
     """How fast it takes what is flushed to it, as words for its row; '' where it cannot be written."""
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor_") as file:
+        with tempfile.NamedTemporaryFile(dir=existing_folder, prefix=".doctor_") as file:
             began = time.perf_counter()
-            file.write(bytes(WRITTEN_BYTES))
+            file.write(bytes(DISK_TEST_BYTES))
             file.flush()
             os.fsync(file.fileno())
-            speed = WRITTEN_BYTES / (time.perf_counter() - began)
+            speed = DISK_TEST_BYTES / (time.perf_counter() - began)
     except PermissionError:
-        report.errors.append(f"run.dir={settings.run.dir}: {there} cannot be written; choose another folder")
+        report.errors.append(f"run.dir={settings.run.dir}: {existing_folder} cannot be written; choose another folder")
         return ""
     except OSError as full:
-        report.errors.append(f"run.dir={settings.run.dir}: {there}: {full.strerror}; choose another disk")
+        report.errors.append(f"run.dir={settings.run.dir}: {existing_folder}: {full.strerror}; choose another disk")
         return ""
-    takes = STATE_BYTES * weights / speed
+    takes = CHECKPOINT_BYTES_PER_WEIGHT_BYTE * weight_bytes / speed
     if takes > settings.parallel.straggler_timeout_s:
         hours = f"up to {takes / 3600:.1f} hours"
         remedy = f"at {speed / 1e6:.0f} MB/s a checkpoint takes {hours}; choose another disk, or raise parallel.straggler_timeout_s"
@@ -82,17 +82,17 @@ def look_at_disk(settings: Settings, there: Path, report: Report, *, weights: in
     return f", {speed / 1e6:.0f} MB/s"
 
 
-def look_at_gpus(settings: Settings, report: Report) -> None:
+def check_visible_gpus(settings: Settings, report: CheckReport) -> None:
     """Those that torch sees, and what keeps it from seeing them."""
     devices = gpus.visible_gpus()
-    report.say("GPUs", ", ".join(f"{device.name} {device.memory / GIB:.0f} GiB" for device in devices) or "none")
+    report.add_finding("GPUs", ", ".join(f"{device.name} {device.memory_bytes / GIB:.0f} GiB" for device in devices) or "none")
     driver = gpus.read_driver_version(gpus.DRIVER)
     if settings.engine.device == "cuda" and not devices:
         report.errors.append("engine.device=cuda: this machine has no usable GPU; use engine.device=auto")
     if not driver:
         return
     built, nccl = torch.version.cuda, ".".join(map(str, torch.cuda.nccl.version())) if devices else "unknown"
-    report.say("CUDA", f"driver {driver}, torch for CUDA {built}, NCCL {nccl}")
+    report.add_finding("CUDA", f"driver {driver}, torch for CUDA {built}, NCCL {nccl}")
     report.errors += [line for line in [gpus.driver_error(driver, built, num_devices=len(devices))] if line]
     if built and not any(map(shutil.which, COMPILERS)):
         report.errors.append(f"PATH: has no {' or '.join(COMPILERS)}, with which Triton builds its launchers (Debian: apt-get install gcc)")
@@ -100,42 +100,44 @@ def look_at_gpus(settings: Settings, report: Report) -> None:
         package = f"python{sysconfig.get_python_version()}-dev"
         report.errors.append(f"{sysconfig.get_path('include')}: has no Python.h, which Triton needs (Debian: apt-get install {package})")
     if devices:
-        look_at_job(settings, devices, report)
+        check_job_gpus(settings, devices, report)
 
 
-def look_at_job(settings: Settings, devices: Sequence[gpus.Gpu], report: Report) -> None:
+def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: CheckReport) -> None:
     """Whether the GPUs of this node go together, and have room to talk. Outside of a job: as many of them as run.world says, or all."""
     here, room = read_world(), shutil.disk_usage(gpus.SHARED_MEMORY).free
     size = here.size if here.size > 1 else settings.run.world or len(devices)
     mine = devices[: here.local_size if here.size > 1 else size]
-    refused, doubted = (gpus.shared_memory_error(room, len(mine), each=each) for each in (gpus.MIN_SHARED_BYTES, gpus.SHARED_BYTES))
+    refused, doubted = (
+        gpus.shared_memory_error(room, len(mine), bytes_per_rank=each) for each in (gpus.MIN_SHARED_BYTES, gpus.SHARED_BYTES)
+    )
     report.errors += gpus.find_mismatches(settings, mine, num_ranks=size) + ([refused] if refused else [])
     report.warnings += [doubted] if doubted and not refused else []
 
 
-def look_at_kernels(settings: Settings, report: Report) -> None:
+def check_kernels(settings: Settings, report: CheckReport) -> None:
     """Which ones run, from which package."""
     from megatron_rl.policy.kernels import apex_error, kernels, transformer_engine_error  # brings Megatron
 
-    report.say("kernels", ", ".join(f"{what}: {whose}" for what, whose in kernels(settings.lora).items()))
+    report.add_finding("kernels", ", ".join(f"{what}: {whose}" for what, whose in kernels(settings.lora).items()))
     report.warnings += [line for line in (transformer_engine_error(), apex_error()) if line]
 
 
-def look_at_versions(locks: Sequence[Path], report: Report) -> None:
+def check_versions(locks: Sequence[Path], report: CheckReport) -> None:
     """Compare the installed versions with those of the lock files."""
     if not all(lock.is_file() for lock in locks):
-        report.say("versions", "no lock beside this package")
+        report.add_finding("versions", "no lock beside this package")
         return
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", "".join(lock.read_text() for lock in locks), re.MULTILINE))
-    others, names = others_of(pinned), " and ".join(f"{lock.parent.name}/{lock.name}" for lock in locks)
-    report.say("versions", f"{len(pinned) - len(others)} of {len(pinned)} as in {names}")
+    others, names = find_version_mismatches(pinned), " and ".join(f"{lock.parent.name}/{lock.name}" for lock in locks)
+    report.add_finding("versions", f"{len(pinned) - len(others)} of {len(pinned)} as in {names}")
     if others:
         told = "; ".join(f"{name} {found or 'is not installed'}, not {pinned[name]}" for name, found in [*others.items()][:3])
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         report.warnings.append(f"{names}: {told}{more}; bash launch/install.sh")
 
 
-def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
+def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
     """{package: the version that is installed instead}; '' of one that is not. A build's own suffix (+cpu) is no difference."""
     found = {}
     for name, wanted in pinned.items():
@@ -148,47 +150,51 @@ def others_of(pinned: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def look_at_plan(settings: Settings, report: Report, own: Plugins) -> None:
+def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins) -> None:
     """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some:
     what fits, and the seconds that are expected."""
-    from megatron_rl.memory_plan.gpu_memory import plan, require_fit  # brings Megatron
-    from megatron_rl.memory_plan.gpu_specs import at_hand, in_gb
-    from megatron_rl.memory_plan.host_memory import host_misfit, plan_host
-    from megatron_rl.memory_plan.rank_shares import shares
-    from megatron_rl.memory_plan.step_time import case_of, in_words
+    from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, require_fit  # brings Megatron
+    from megatron_rl.memory_plan.gpu_specs import closest_gpu_name, format_gb
+    from megatron_rl.memory_plan.host_memory import host_memory_error, plan_host_memory
+    from megatron_rl.memory_plan.rank_shares import compute_model_shares
+    from megatron_rl.memory_plan.step_time import describe_step_time, make_step_time_inputs
 
     model, parallel = read_spec(settings.model.path), settings.parallel
     size, has_values = (
         settings.run.world or max(read_world().size, parallel.tp * parallel.pp, settings.engine.tp),
-        has_critic(settings, own),
+        has_critic(settings, plugins),
     )
     try:
-        check_sizes(settings, model, size, own)
+        check_sizes(settings, model, size, plugins)
     except ValueError as error:
-        report.fail("layout", str(error))
+        report.add_failure("layout", str(error))
         return
-    found = shares(model, settings, world_size=size, has_values=has_values)
-    host = plan_host(found, model, settings, world_size=size, has_boxes=uses_sandbox(settings, own))
-    misfit = host_misfit(host, settings, world_size=size)
-    report.say("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
+    found = compute_model_shares(model, settings, world_size=size, has_values=has_values)
+    host = plan_host_memory(found, model, settings, world_size=size, uses_sandbox=uses_sandbox(settings, plugins))
+    misfit = host_memory_error(host, settings, world_size=size)
+    report.add_finding("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
     report.warnings += [misfit] if misfit else []
     if not (settings.run.world or torch.cuda.device_count()):
         return
     try:
-        memory = 0 if settings.run.world else min(gpu.memory for gpu in gpus.visible_gpus())  # of the GPUs that are here
-        at = settings if not memory else replace(settings, run=replace(settings.run, gpu=at_hand(memory, named=settings.run.gpu)))
-        planned = plan(model, at, world_size=size, has_values=has_values, memory=memory)
-        report.say("plan", require_fit(planned))
+        memory = 0 if settings.run.world else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # of the GPUs that are here
+        at = (
+            settings
+            if not memory
+            else replace(settings, run=replace(settings.run, gpu=closest_gpu_name(memory, preferred=settings.run.gpu)))
+        )
+        planned = plan_gpu_memory(model, at, world_size=size, has_values=has_values, memory=memory)
+        report.add_finding("plan", require_fit(planned))
         if settings.stage == "rl":
-            report.say("seconds", in_words(case_of(model, settings, planned)))
+            report.add_finding("seconds", describe_step_time(make_step_time_inputs(model, settings, planned)))
     except ValueError as error:
-        report.fail("plan", str(error))
+        report.add_failure("plan", str(error))
         return
-    if torch.cuda.device_count() and (small := gpus.find_too_small(settings, gpus.visible_gpus(), needed=planned.peak)):
+    if torch.cuda.device_count() and (small := gpus.find_too_small(settings, gpus.visible_gpus(), needed=planned.peak_bytes)):
         report.errors.append(small)
         return
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
-        if free < planned.peak:
-            remedy = f"{in_gb(free)} of its {in_gb(total)} are free, and the plan needs {in_gb(planned.peak)}"
+        if free < planned.peak_bytes:
+            remedy = f"{format_gb(free)} of its {format_gb(total)} are free, and the plan needs {format_gb(planned.peak_bytes)}"
             report.errors.append(f"GPU {index}: {remedy}; end what else runs on it (nvidia-smi), or plan for it by run.gpu")

@@ -4,24 +4,26 @@ import torch
 
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import read_world
-from megatron_rl.preflight.check_report import Report
-from megatron_rl.services.engine_servers import SHARED, check_engines, num_taken, placed
-from megatron_rl.services.service_launcher import check_service, chosen
+from megatron_rl.preflight.check_report import CheckReport
+from megatron_rl.services.engine_servers import SHARED_CORES_TEXT, check_engines, describe_placement, num_used_gpus
+from megatron_rl.services.service_launcher import check_service, enabled_services
 
 
-def look_at_services(settings: Settings, report: Report) -> None:
+def check_services(settings: Settings, report: CheckReport) -> None:
     """What the run starts for itself can be started here."""
-    taken = num_taken(settings.engine, num_ranks=read_world().local_size)
-    for name, service in chosen(settings.services).items():
+    taken = num_used_gpus(settings.engine, num_ranks=read_world().local_size)
+    for name, service in enabled_services(settings.services).items():
         try:
-            check_service(name, service, num_taken=taken, num_gpus=torch.cuda.device_count())
+            check_service(name, service, num_used_gpus=taken, num_gpus=torch.cuda.device_count())
         except ValueError as error:
-            report.fail(f"service {name}", str(error))
+            report.add_failure(f"service {name}", str(error))
         else:
-            report.say(f"service {name}", f"{service.kind} {service.model}, {'elsewhere' if service.external else 'can be started'}")
+            report.add_finding(
+                f"service {name}", f"{service.kind} {service.model}, {'elsewhere' if service.external else 'can be started'}"
+            )
 
 
-def look_at_engines(settings: Settings, report: Report) -> None:
+def check_engine_servers(settings: Settings, report: CheckReport) -> None:
     """What engines the run starts for itself, and where."""
     engine, num_ranks = settings.engine, read_world().local_size
     if not engine.num_local_servers:
@@ -29,10 +31,10 @@ def look_at_engines(settings: Settings, report: Report) -> None:
     try:
         check_engines(engine, num_ranks=num_ranks, num_gpus=torch.cuda.device_count())
     except ValueError as error:
-        report.fail("engines", str(error))
+        report.add_failure("engines", str(error))
         return
-    where = placed(engine, num_ranks=num_ranks)
-    report.say("engines", f"{engine.num_local_servers} servers: {where}")
-    if where == SHARED:
+    where = describe_placement(engine, num_ranks=num_ranks)
+    report.add_finding("engines", f"{engine.num_local_servers} servers: {where}")
+    if where == SHARED_CORES_TEXT:
         told = f"there are fewer cores than the {num_ranks} ranks and the servers; they take turns"
         report.warnings.append(f"engine.num_local_servers={engine.num_local_servers}: {told}")

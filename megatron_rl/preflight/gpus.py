@@ -31,14 +31,14 @@ HIDING_VARIABLES = ("", "-1")
 class Gpu:
     name: str
     """As torch tells it. Example: NVIDIA H100 80GB HBM3"""
-    memory: int
+    memory_bytes: int
     """Bytes in all, of a slice its own."""
 
 
 def visible_gpus() -> list[Gpu]:
     """Those that torch sees, in CUDA's order."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [Gpu(name=device.name, memory=device.total_memory) for device in found]
+    return [Gpu(name=device.name, memory_bytes=device.total_memory) for device in found]
 
 
 def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | OSError) -> None:
@@ -54,7 +54,7 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
         troubles += find_mismatches(settings, mine, num_ranks=world.size)
         free = shutil.disk_usage(SHARED_MEMORY).free
         small = find_too_small(settings, mine, needed=needed) if isinstance(needed, int) else ""
-        troubles += [small, shared_memory_error(free, len(mine), each=MIN_SHARED_BYTES)]
+        troubles += [small, shared_memory_error(free, len(mine), bytes_per_rank=MIN_SHARED_BYTES)]
     told = next(filter(None, troubles), "")
     if told:
         raise ValueError(told)
@@ -62,59 +62,59 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
         raise needed
 
 
-def find_mismatches(settings: Settings, mine: Sequence[Gpu], *, num_ranks: int) -> list[str]:
+def find_mismatches(settings: Settings, node_gpus: Sequence[Gpu], *, num_ranks: int) -> list[str]:
     """What does not go together: the GPUs of a node, one a rank; they and the layout of a job of `num_ranks`."""
     visible, found = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}", []
-    slices = [gpu.name for gpu in mine if is_mig_slice(gpu.name)]
+    slices = [gpu.name for gpu in node_gpus if is_mig_slice(gpu.name)]
     if slices and num_ranks > 1:
         remedy = "NCCL needs whole ones; start one process, or switch MIG off (nvidia-smi -mig 0)"
         found.append(f"{visible}: {slices[0]} is a slice of a GPU, and {remedy}")
-    kinds = Counter(gpu.name for gpu in mine)
+    kinds = Counter(gpu.name for gpu in node_gpus)
     if len(kinds) > 1:
         told = " and ".join(f"{count} {name}" for name, count in kinds.items())
         found.append(f"{visible}: this node has {told}, and all ranks hold the same; name the GPUs of one kind")
     tp = settings.parallel.tp
-    if num_ranks > len(mine) and len(mine) % tp:
-        fitting = ", ".join(str(size) for size in (1, 2, 4, 8, 16) if len(mine) % size == 0)
-        found.append(f"parallel.tp={tp}: would cut layers across nodes of {len(mine)} GPUs; use one of {fitting}, or parallel.pp")
+    if num_ranks > len(node_gpus) and len(node_gpus) % tp:
+        fitting = ", ".join(str(size) for size in (1, 2, 4, 8, 16) if len(node_gpus) % size == 0)
+        found.append(f"parallel.tp={tp}: would cut layers across nodes of {len(node_gpus)} GPUs; use one of {fitting}, or parallel.pp")
     return found
 
 
-def find_too_small(settings: Settings, mine: Sequence[Gpu], *, needed: int) -> str:
+def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int) -> str:
     """`engine.gpu_memory_utilization=0.9: ...` where a GPU is smaller than the plan; '' where none is."""
-    index, gpu = min(enumerate(mine), key=lambda each: each[1].memory)
-    if gpu.memory >= needed:
+    index, gpu = min(enumerate(node_gpus), key=lambda each: each[1].memory_bytes)
+    if gpu.memory_bytes >= needed:
         return ""
     remedy = "lower it, or what run.dry=true shows beside the engine (batch.micro_batch_tokens, parallel.offload_*), or raise parallel.tp"
-    lacks = f"GPU {index} ({gpu.name}) has {gpu.memory / 1e9:.1f} GB, and the plan needs {needed / 1e9:.1f}"
+    lacks = f"GPU {index} ({gpu.name}) has {gpu.memory_bytes / 1e9:.1f} GB, and the plan needs {needed / 1e9:.1f}"
     return f"engine.gpu_memory_utilization={settings.engine.gpu_memory_utilization}: {lacks}; {remedy}"
 
 
-def shared_memory_error(free: int, num_ranks: int, *, each: int) -> str:
+def shared_memory_error(free: int, num_ranks: int, *, bytes_per_rank: int) -> str:
     """`/dev/shm: ...` where the ranks of a node have less than `each` there; NCCL_SHM_DISABLE=1 lets NCCL do without."""
-    if num_ranks == 1 or free >= each * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":
+    if num_ranks == 1 or free >= bytes_per_rank * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":
         return ""
     remedy = f"NCCL may need {SHARED_BYTES * num_ranks / 2**30:.1f}; start the container with --shm-size, or --ipc=host"
     return f"{SHARED_MEMORY}: {free / 2**30:.2f} GiB are free, {remedy}"
 
 
-def read_driver_version(file: Path) -> str:
+def read_driver_version(version_file: Path) -> str:
     """The version of NVIDIA's driver; '' where there is none. Example: 580.65.06"""
     try:
-        found = re.search(r"Module(?: for \S+)?\s+(\d+\.[\d.]+)", file.read_text())
+        found = re.search(r"Module(?: for \S+)?\s+(\d+\.[\d.]+)", version_file.read_text())
     except OSError:
         return ""
     return found[1] if found else ""
 
 
-def driver_error(driver: str, built: str | None, *, num_devices: int) -> str:
+def driver_error(driver: str, cuda_version: str | None, *, num_devices: int) -> str:
     """Why torch sees no GPU though there is a driver; '' where it sees one."""
     if num_devices:
         return ""
-    if built is None:
+    if cuda_version is None:
         return f"torch={torch.__version__}: is built for CPUs, and this machine has NVIDIA's driver {driver}; bash launch/install.sh"
-    needed = NEEDS_DRIVER.get(built.split(".")[0], 0)
+    needed = NEEDS_DRIVER.get(cuda_version.split(".")[0], 0)
     if int(driver.split(".")[0]) < needed:
-        return f"driver={driver}: is too old for torch's CUDA {built}; install {needed} or newer"
+        return f"driver={driver}: is too old for torch's CUDA {cuda_version}; install {needed} or newer"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"CUDA_VISIBLE_DEVICES={visible}: torch sees no GPU, and driver {driver} is there; nvidia-smi says more, and -1 means the CPU"

@@ -16,7 +16,7 @@ from megatron_rl.io.bounded_files import read_bytes
 from megatron_rl.run.record import explain_write_errors
 
 MAX_CONFIG_BYTES = 16 << 20
-SHARED = "put it on a folder that all nodes share"
+SHARED_FOLDER_REMEDY = "put it on a folder that all nodes share"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -26,11 +26,11 @@ class NodeReport:
     host: str
     node: int
     num_processes: int
-    run_dir: str = ""
+    run_dir_error: str = ""
     """Why the run folder is not the one that rank 0 writes into."""
-    files: Mapping[str, Mapping[str, object]]
+    file_fingerprints: Mapping[str, Mapping[str, object]]
     """By setting: {file: what tells it from another} of all that is there."""
-    sees_cache: bool = False
+    sees_judge_cache: bool = False
     """Whether the judge's cache lies where rank 0 has it."""
 
     def __str__(self) -> str:
@@ -70,9 +70,9 @@ def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
         except OSError as error:
             trouble = f"cannot write there ({error})"
     return NodeReport(
-        host=socket.gethostname(), node=world.node, num_processes=world.local_size, run_dir=trouble,
-        files={key: dict(part for path in paths for part in describe_path(Path(path)).items()) for key, paths in
-        source_files(settings).items()}, sees_cache=any(mark.exists() for mark in beside),
+        host=socket.gethostname(), node=world.node, num_processes=world.local_size, run_dir_error=trouble,
+        file_fingerprints={key: dict(part for path in paths for part in describe_path(Path(path)).items()) for key, paths in
+        source_files(settings).items()}, sees_judge_cache=any(mark.exists() for mark in beside),
     )  # fmt: skip
 
 
@@ -101,18 +101,18 @@ def _digest(file: Path) -> str:
         raise ValueError(f"{file}: {error}; copy the model again") from error
 
 
-def require_same_nodes(settings: Settings, views: Sequence[NodeReport]) -> None:
+def require_same_nodes(settings: Settings, reports: Sequence[NodeReport]) -> None:
     """Compare what the nodes see with what the first one does."""
-    first, size = views[0], settings.engine.tp if settings.engine.mode == "colocated" else 1
-    for view in views:
+    first, size = reports[0], settings.engine.tp if settings.engine.mode == "colocated" else 1
+    for view in reports:
         num = view.num_processes
         fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if num % tp == 0)
         require(num % size == 0, "engine.tp", size, f"an engine cannot span nodes, and {view} has {num} processes; use one of {fitting}")
-        require(not view.run_dir, "run.dir", settings.run.dir, f"{view} {view.run_dir}; {SHARED}")
+        require(not view.run_dir_error, "run.dir", settings.run.dir, f"{view} {view.run_dir_error}; {SHARED_FOLDER_REMEDY}")
         for key, paths in source_files(settings).items():
-            here, there = first.files[key], view.files[key]
+            here, there = first.file_fingerprints[key], view.file_fingerprints[key]
             differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-            remedy = f"{view} has not the {', '.join(differ[:1])} of {first}; copy it, or {SHARED}"
+            remedy = f"{view} has not the {', '.join(differ[:1])} of {first}; copy it, or {SHARED_FOLDER_REMEDY}"
             require(not differ, key, ", ".join(paths), remedy)
         remedy = f"is shared by {first} and {view}, and SQLite does not work on network disks; choose a folder of each node's own"
-        require(not view.sees_cache or view.host == first.host, "task.judge.cache", settings.task.judge.cache, remedy)
+        require(not view.sees_judge_cache or view.host == first.host, "task.judge.cache", settings.task.judge.cache, remedy)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from textwrap import indent
 
 from megatron_rl.config import Settings
-from megatron_rl.data.prompt_lengths import Prompts, around
-from megatron_rl.data.questions import Questions
-from megatron_rl.data.survey import survey
+from megatron_rl.data.prompt_lengths import PromptLengthChecker, measure_prompt_overhead
+from megatron_rl.data.questions import QuestionDataset
+from megatron_rl.data.survey import survey_questions
 from megatron_rl.distributed.world import run_on_rank_zero
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.types import Example, TokenSequence
@@ -17,52 +17,57 @@ MAX_SHOWN_MISMATCHES = 5
 """Lines for each split; the doctor has more of them."""
 
 
-def report_prompts(settings: Settings, *, fleet: RolloutManager, tell: Callable[[str], None]) -> None:
+def report_prompts(settings: Settings, *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:
     """On every rank; the main one does the looking. ValueError, on all: more questions cannot be played than run.max_failed_fraction
     allows."""
-    prompt = fleet.render_first_prompt()
-    run_on_rank_zero(lambda: None if prompt is None else _report_first_prompt(settings, prompt, fleet=fleet, tell=tell))
+    prompt = rollout_manager.render_first_prompt()
+    run_on_rank_zero(lambda: None if prompt is None else _report_first_prompt(settings, prompt, rollout_manager=rollout_manager, log=log))
 
 
-def _report_first_prompt(settings: Settings, prompt: TokenSequence, *, fleet: RolloutManager, tell: Callable[[str], None]) -> None:
-    words = fleet.renderer.shown(prompt)
+def _report_first_prompt(settings: Settings, prompt: TokenSequence, *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:
+    words = rollout_manager.renderer.shown(prompt)
     short = words if len(words) <= 2 * SHOWN_CHARACTERS else f"{words[:SHOWN_CHARACTERS]} ... {words[-SHOWN_CHARACTERS:]}"
-    tell(f"first prompt, {len(prompt.token_ids)} tokens:\n{indent(short.rstrip(), '    ')}")
-    questions = {split: fleet.task.examples(split) for split in ("train", "eval")}
-    report_column_warnings(questions, tell=tell)
-    if all(isinstance(of_split, Questions) for of_split in questions.values()):
-        report_blanked_tokens(questions, fleet=fleet, tell=tell)
-        report_long_prompts(settings, questions, prompt, fleet=fleet, tell=tell)
+    log(f"first prompt, {len(prompt.token_ids)} tokens:\n{indent(short.rstrip(), '    ')}")
+    questions = {split: rollout_manager.task.examples(split) for split in ("train", "eval")}
+    report_column_warnings(questions, log=log)
+    if all(isinstance(of_split, QuestionDataset) for of_split in questions.values()):
+        report_blanked_tokens(questions, rollout_manager=rollout_manager, log=log)
+        report_long_prompts(settings, questions, prompt, rollout_manager=rollout_manager, log=log)
 
 
-def report_blanked_tokens(questions: dict[str, Questions], *, fleet: RolloutManager, tell: Callable[[str], None]) -> None:
+def report_blanked_tokens(questions: dict[str, QuestionDataset], *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:
     """Warn of questions with names of special tokens, which the policy reads as text."""
     for split, of_split in questions.items():
-        names = [name for example in of_split if (name := fleet.renderer.find_blanked(str(example.payload["question"])))]
+        names = [name for example in of_split if (name := rollout_manager.renderer.find_blanked(str(example.payload["question"])))]
         if names:
             remedy = "task.data.allow_grounding_tokens=true keeps those of grounding"
             rest = names[0][1:]
-            tell(f"warning: task.data.{split}: {len(names)} questions name special tokens, written with a blank, as '< {rest}'; {remedy}")
+            log(f"warning: task.data.{split}: {len(names)} questions name special tokens, written with a blank, as '< {rest}'; {remedy}")
 
 
-def report_column_warnings(examples: Mapping[str, Sequence[Example]], *, tell: Callable[[str], None]) -> None:
+def report_column_warnings(examples: Mapping[str, Sequence[Example]], *, log: Callable[[str], None]) -> None:
     """Name the columns that are not read, of each split that is read from files."""
     for split, of_split in examples.items():
-        for line in of_split.warnings if isinstance(of_split, Questions) else ():
-            tell(f"warning: task.data.{split}: {line}")
+        for line in of_split.warnings if isinstance(of_split, QuestionDataset) else ():
+            log(f"warning: task.data.{split}: {line}")
 
 
 def report_long_prompts(
-    settings: Settings, questions: dict[str, Questions], prompt: TokenSequence, *, fleet: RolloutManager, tell: Callable[[str], None]
+    settings: Settings,
+    questions: dict[str, QuestionDataset],
+    prompt: TokenSequence,
+    *,
+    rollout_manager: RolloutManager,
+    log: Callable[[str], None],
 ) -> None:
     """Name by file and row what cannot be played. What stands around a question is taken to be as long as in the first prompt."""
-    beside = around(questions["train"][0], prompt, settings, fleet.renderer)
+    beside = measure_prompt_overhead(questions["train"][0], prompt, settings, rollout_manager.renderer)
     for split, of_split in questions.items():
-        prompts = Prompts(settings, fleet.renderer, around=beside)
-        found = survey(of_split, look=prompts.look)
+        prompts = PromptLengthChecker(settings, rollout_manager.renderer, overhead_tokens=beside)
+        found = survey_questions(of_split, check_question=prompts.check_question)
         for line in found.warnings[:MAX_SHOWN_MISMATCHES]:
-            tell(f"warning: task.data.{split}: {line}")
+            log(f"warning: task.data.{split}: {line}")
         num_more = len(found.warnings[MAX_SHOWN_MISMATCHES:]) + found.num_more_warnings
         if num_more:
-            tell(f"warning: task.data.{split}: and {num_more} more; launch/doctor.py lists them")
-        prompts.require_played(split, num=len(of_split), told="".join(found.warnings[:1]))
+            log(f"warning: task.data.{split}: and {num_more} more; launch/doctor.py lists them")
+        prompts.check_enough_fit(split, num=len(of_split), example_error="".join(found.warnings[:1]))

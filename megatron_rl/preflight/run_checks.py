@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import World
-from megatron_rl.memory_plan.gpu_memory import plan
-from megatron_rl.memory_plan.gpu_specs import at_hand
-from megatron_rl.memory_plan.host_memory import host_misfit
-from megatron_rl.memory_plan.plan_report import dry_run
+from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory
+from megatron_rl.memory_plan.gpu_specs import closest_gpu_name
+from megatron_rl.memory_plan.host_memory import host_memory_error
+from megatron_rl.memory_plan.plan_report import print_memory_plan
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.preflight.gpus import check_gpus, visible_gpus
 from megatron_rl.preflight.settings import check_examples, check_settings, check_sizes
@@ -31,12 +31,14 @@ def plan_gpu_bytes(settings: Settings, own: Plugins, *, world: World) -> int | V
     try:
         model = read_spec(settings.model.path)
         check_sizes(settings, model, world.size, own)
-        memory = min(gpu.memory for gpu in visible_gpus()[: world.local_size])
-        settings = replace(settings, run=replace(settings.run, gpu=at_hand(memory, named=settings.run.gpu)))
-        given = {"has_values": has_critic(settings, own), "has_boxes": uses_sandbox(settings, own), "memory": memory}
-        planned = plan(model, settings, world_size=world.size, **given)
-        misfit = host_misfit(planned.host, settings, world_size=world.local_size, here=True) if settings.run.host_gb else ""
-        return ValueError(misfit) if misfit else planned.peak
+        memory = min(gpu.memory_bytes for gpu in visible_gpus()[: world.local_size])
+        settings = replace(settings, run=replace(settings.run, gpu=closest_gpu_name(memory, preferred=settings.run.gpu)))
+        given = {"has_values": has_critic(settings, own), "uses_sandbox": uses_sandbox(settings, own), "memory": memory}
+        planned = plan_gpu_memory(model, settings, world_size=world.size, **given)
+        misfit = (
+            host_memory_error(planned.host, settings, world_size=world.local_size, on_this_machine=True) if settings.run.host_gb else ""
+        )
+        return ValueError(misfit) if misfit else planned.peak_bytes
     except (ValueError, OSError) as trouble:
         return trouble
 
@@ -65,7 +67,7 @@ def check_run(settings: Settings, own: Plugins, *, world: World, needed: int | V
 
 def print_plan(settings: Settings, world: World, own: Plugins) -> None:
     """Print the plan of memory on the main rank; a released model's name on the hub is enough of a model.path."""
-    model, size = known_spec(settings.model.path), settings.run.world or world.size
+    model, size = load_known_spec(settings.model.path), settings.run.world or world.size
     check_sizes(settings, model, size, own)
     if world.is_main:
-        dry_run(model, settings, world_size=size, has_values=has_critic(settings, own), has_boxes=uses_sandbox(settings, own))
+        print_memory_plan(model, settings, world_size=size, has_values=has_critic(settings, own), uses_sandbox=uses_sandbox(settings, own))

@@ -9,7 +9,7 @@ import torch
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
 from megatron_rl.config import CriticSettings, EngineSettings, Settings, require
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import count_token_ids
 from megatron_rl.policy.parallel import check_layout, require_divisible, sizes_cut_by_tp
@@ -24,7 +24,7 @@ def check_settings(settings: Settings, world_size: int, own: Plugins = Plugins()
     check_sizes(settings, model, world_size, own)
     check_tokenizer(path, model, key="model.path")
     if has_critic(settings, own) and settings.critic.path:
-        num_rows, num_token_ids = known_spec(settings.critic.path, key="critic.path").vocab_size, count_token_ids(path)
+        num_rows, num_token_ids = load_known_spec(settings.critic.path, key="critic.path").vocab_size, count_token_ids(path)
         remedy = f"has vocab_size={num_rows}, the tokenizer of model.path={path} ids up to {num_token_ids - 1}; take a critic that has them"
         require(num_token_ids <= num_rows, "critic.path", settings.critic.path, remedy)
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
@@ -89,7 +89,7 @@ def _check_adaptive_kl(settings: Settings) -> None:
 def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None:
     critic, optim = settings.critic, settings.optim
     if critic.path:
-        spec = known_spec(critic.path, key="critic.path")
+        spec = load_known_spec(critic.path, key="critic.path")
         check_critic_vision(spec, model, path=critic.path)
         check_layout(settings.parallel, spec, world_size, whose="the critic")
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
@@ -102,15 +102,15 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
 
 
 VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
-    "patch_size": lambda spec: spec.vision.patch,
-    "temporal_patch_size": lambda spec: spec.vision.temporal_patch,
-    "spatial_merge_size": lambda spec: spec.vision.merge,
+    "patch_size": lambda spec: spec.vision.patch_size,
+    "temporal_patch_size": lambda spec: spec.vision.temporal_patch_size,
+    "spatial_merge_size": lambda spec: spec.vision.spatial_merge_size,
     "in_channels": lambda spec: spec.vision.channels,
     "image_token_id": lambda spec: spec.image_token_id,
     "video_token_id": lambda spec: spec.video_token_id,
     "vision_start_token_id": lambda spec: spec.vision_start_id,
     "vision_end_token_id": lambda spec: spec.vision_end_id,
-    "mrope_interleaved": lambda spec: spec.family.is_interleaved,
+    "mrope_interleaved": lambda spec: spec.family.has_interleaved_mrope,
 }
 """Fields of config.json in which models that read the same batches agree."""
 

@@ -6,17 +6,25 @@ data_source tells which rule applies. A source that nobody knows is compared lik
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.data.answers import unwrapped
-from megatron_rl.rewards.algebra import Algebra
-from megatron_rl.rewards.answer import NUMERIC_SOURCES, Read, decide, last_reply, relative_accuracy, unboxed, vetoes
-from megatron_rl.rewards.benchmark_rules import official
+from megatron_rl.data.answers import extract_answer
+from megatron_rl.rewards.algebra import MathVerifier
+from megatron_rl.rewards.answer import (
+    NUMERIC_SOURCES,
+    AnswerReader,
+    compare_by_rules,
+    get_last_reply,
+    make_answer_vetoes,
+    mean_relative_accuracy,
+    strip_box,
+)
+from megatron_rl.rewards.benchmark_rules import score_by_benchmark
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rewards.judge_prompt import load_judge_prompt
+from megatron_rl.rewards.rubric import RewardInput
 
 MATHS_SOURCES = ("thinklite_eureka", "xince")
 """Mathematics by DeepEyes' rules (rubrics.py)."""
-FAMILIES = {
+EXAMPLE_FAMILIES = {
     "search": ("vstar", "hrbench", "high_res", "deepeyes", "minio3", "visual_search", "visualprobe", "vl_agent"),
     "chart": ("chart", "ecd"),
     "maths": (
@@ -36,43 +44,43 @@ FAMILIES = {
 
 
 @dataclass(slots=True, frozen=True)
-class Accuracy:
-    read: Read
-    algebra: Algebra
+class AccuracyReward:
+    read_answer: AnswerReader
+    math_verifier: MathVerifier
     judge: Judge | None
 
-    async def __call__(self, outcome: Outcome) -> float:
+    async def __call__(self, reward_input: RewardInput) -> float:
         """1 or 0; mean relative accuracy for numeric sources; by a published benchmark's own rules for its questions. Without a judge what
         the rules leave open is wrong. Raises InfraError."""
-        answer = self.read(last_reply(outcome))
-        if answer is None or any(holds(outcome) for holds in vetoes(self.read).values()):
+        answer = self.read_answer(get_last_reply(reward_input))
+        if answer is None or any(holds(reward_input) for holds in make_answer_vetoes(self.read_answer).values()):
             return 0.0
-        truth = unboxed(str(outcome.payload["answer"]).strip())
+        truth = strip_box(str(reward_input.payload["answer"]).strip())
         if self.judge is not None and self.judge.always_ask and answer.strip():
-            return await self._ask_judge(self.judge, outcome, truth, answer)
-        by = outcome.payload.get("official")
-        if isinstance(by, Mapping) and (credit := official(truth, answer, by)) is not None:
+            return await self._ask_judge(self.judge, reward_input, truth, answer)
+        by = reward_input.payload.get("official")
+        if isinstance(by, Mapping) and (credit := score_by_benchmark(truth, answer, by)) is not None:
             return credit
-        truth, answer = unwrapped(truth), unwrapped(answer)
-        question = str(outcome.payload["question"])
-        if source_of(outcome).endswith(NUMERIC_SOURCES):
-            return relative_accuracy(truth, answer, question=question)
-        verdict = decide(truth, answer, question=question)
-        if verdict is None and await self.algebra.equal(truth, answer):
+        truth, answer = extract_answer(truth), extract_answer(answer)
+        question = str(reward_input.payload["question"])
+        if get_data_source(reward_input).endswith(NUMERIC_SOURCES):
+            return mean_relative_accuracy(truth, answer, question=question)
+        verdict = compare_by_rules(truth, answer, question=question)
+        if verdict is None and await self.math_verifier.is_equal(truth, answer):
             verdict = True
         if verdict is None and answer.strip() and self.judge is not None:
-            return await self._ask_judge(self.judge, outcome, truth, answer)
+            return await self._ask_judge(self.judge, reward_input, truth, answer)
         return float(verdict is True)
 
-    async def _ask_judge(self, judge: Judge, outcome: Outcome, truth: str, answer: str) -> float:
-        prompt = load("answer_equivalence", examples=family(source_of(outcome)))
-        fields = {"question": str(outcome.payload["question"]), "reference": truth, "answer": answer}
-        return await judge.judged(outcome.rollout, prompt, fields=fields)
+    async def _ask_judge(self, judge: Judge, reward_input: RewardInput, truth: str, answer: str) -> float:
+        prompt = load_judge_prompt("answer_equivalence", examples=find_example_family(get_data_source(reward_input)))
+        fields = {"question": str(reward_input.payload["question"]), "reference": truth, "answer": answer}
+        return await judge.score_rollout(reward_input.rollout, prompt, fields=fields)
 
 
-def source_of(outcome: Outcome) -> str:
-    return str(outcome.payload["data_source"]).casefold()
+def get_data_source(reward_input: RewardInput) -> str:
+    return str(reward_input.payload["data_source"]).casefold()
 
 
-def family(source: str) -> str:
-    return next((name for name, starts in FAMILIES.items() if source.startswith(starts)), "general")
+def find_example_family(source: str) -> str:
+    return next((name for name, starts in EXAMPLE_FAMILIES.items() if source.startswith(starts)), "general")

@@ -26,10 +26,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from megatron_rl.data.answer_text import goes_on
+from megatron_rl.data.answer_text import ends_in_dots
 from megatron_rl.errors import PermanentInfraError
-from megatron_rl.rewards.equations import PARTS, links, named_values, num_names, states_a_value
-from megatron_rl.rewards.labels import digit_label
+from megatron_rl.rewards.equations import PART_SEPARATOR, count_names, is_value_equation, links, read_named_values
+from megatron_rl.rewards.labels import read_digit_label
 from megatron_rl.rewards.latex_commands import are_known
 from megatron_rl.rewards.letter_case import with_case
 from megatron_rl.rewards.matrices import matrix
@@ -37,15 +37,15 @@ from megatron_rl.rewards.typed_math import to_latex
 
 Chains = Sequence[tuple[str, str, bool]]
 """Values that must agree (equations.links)."""
-LONGEST = 200
-CPU_S = 2.0
-WALL_S = 30.0
+MAX_EXPRESSION_CHARS = 200
+CPU_LIMIT_S = 2.0
+WALL_LIMIT_S = 30.0
 """Of one question; the second is for a machine that is busy with other things."""
-MEMORY_MIB = 1024
+MEMORY_LIMIT_MIB = 1024
 """Of one question's address space."""
-ANSWER_S = 300.0
+HELPER_TIMEOUT_S = 300.0
 """What a helper may take for an answer, its own start with it; one that is silent longer hangs, and another takes its place."""
-TRIES = 2
+MAX_ATTEMPTS = 2
 """Helpers that a question may meet; the last one's end is a PermanentInfraError."""
 _RIGHT, _WRONG, _UNDECIDED = 0, 1, 2
 _EXAMPLES = (
@@ -98,15 +98,15 @@ _THOUSANDS_IN_A_LIST = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)
 _ALTERNATIVES = re.compile(r"\\(?:pm|mp)(?![A-Za-z])|(?<![A-Za-z])or(?![A-Za-z])")
 
 
-class Algebra:
+class MathVerifier:
     """One helper process, started by the first question and ended with this object; questions are asked one after another."""
 
     def __init__(self) -> None:
-        self._line = ThreadPoolExecutor(max_workers=1, thread_name_prefix="algebra")
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="algebra")
         self._helper: subprocess.Popen[str] | None = None
-        self._end: Callable[[], object] | None = None
+        self._finalizer: Callable[[], object] | None = None
 
-    async def equal(self, truth: str, answer: str) -> bool | None:
+    async def is_equal(self, truth: str, answer: str) -> bool | None:
         """Return whether both are the same mathematically; None if one is no mathematics or the check times out. Raises
         PermanentInfraError.
 
@@ -114,7 +114,7 @@ class Algebra:
         """
         if (rows := matrix(truth)) and (others := matrix(answer)):
             return await self._equal_by_entry(rows, others)
-        if not (is_mathematics(truth) and is_mathematics(answer)) or {_brackets(truth), _brackets(answer)} == {"set", "pair"}:
+        if not (is_mathematics(truth) and is_mathematics(answer)) or {_bracket_kind(truth), _bracket_kind(answer)} == {"set", "pair"}:
             return None
         (wanted, chain), (given, other_chain) = (links(_without_thousands(to_latex(text))) for text in (truth, answer))
         if wanted == given and not chain and not other_chain:
@@ -122,62 +122,62 @@ class Algebra:
         if (told_apart := with_case(wanted, given)) is None:
             return None
         wanted, given = told_apart
-        if ("=" in wanted) != ("=" in given) and not (states_a_value(wanted) and states_a_value(given)):
+        if ("=" in wanted) != ("=" in given) and not (is_value_equation(wanted) and is_value_equation(given)):
             return None
-        if max(num_names(wanted), num_names(given)) > 1:
-            return await self._equal_by_name(named_values(wanted), named_values(given))
-        return await asyncio.get_running_loop().run_in_executor(self._line, self._ask, wanted, given, [*chain, *other_chain])
+        if max(count_names(wanted), count_names(given)) > 1:
+            return await self._compare_named_values(read_named_values(wanted), read_named_values(given))
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._query_helper, wanted, given, [*chain, *other_chain])
 
     async def _equal_by_entry(self, wanted: Sequence[Sequence[str]], given: Sequence[Sequence[str]]) -> bool | None:
         if [*map(len, wanted)] != [*map(len, given)]:
             return False
         pairs = [pair for row, other in zip(wanted, given, strict=True) for pair in zip(row, other, strict=True)]
-        verdicts = [one == other or await self.equal(one, other) for one, other in pairs]
+        verdicts = [one == other or await self.is_equal(one, other) for one, other in pairs]
         return False if False in verdicts else None if None in verdicts else True
 
-    async def _equal_by_name(self, wanted: Mapping[str, str], given: Mapping[str, str]) -> bool | None:
+    async def _compare_named_values(self, wanted: Mapping[str, str], given: Mapping[str, str]) -> bool | None:
         if not wanted or wanted.keys() != given.keys():
             return None
-        verdicts = [await self.equal(value, given[name]) for name, value in wanted.items()]
+        verdicts = [await self.is_equal(value, given[name]) for name, value in wanted.items()]
         return False if False in verdicts else None if None in verdicts else True
 
-    def _ask(self, truth: str, answer: str, chains: Chains) -> bool | None:
+    def _query_helper(self, truth: str, answer: str, chains: Chains) -> bool | None:
         reasons: list[OSError] = []
-        while len(reasons) < TRIES:
+        while len(reasons) < MAX_ATTEMPTS:
             try:
-                return _reply(self._started(), json.dumps([truth, answer, chains]))
+                return _read_verdict(self._ensure_helper(), json.dumps([truth, answer, chains]))
             except OSError as error:
                 reasons.append(error)
-                self._drop()
-        raise PermanentInfraError(f"algebra: no answer by {TRIES} helpers; the last: {reasons[-1]}")
+                self._stop_helper()
+        raise PermanentInfraError(f"algebra: no answer by {MAX_ATTEMPTS} helpers; the last: {reasons[-1]}")
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _ensure_helper(self) -> subprocess.Popen[str]:
         """The helper that lives, or a new one. Raises OSError where the machine has no room for one."""
         if self._helper is not None and self._helper.poll() is None:
             return self._helper
-        self._drop()
+        self._stop_helper()
         command = [sys.executable, "-m", "megatron_rl.rewards.algebra"]
         self._helper = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_environment()
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_helper_environment()
         )
-        self._end = weakref.finalize(self, _end, self._helper)
+        self._finalizer = weakref.finalize(self, _kill_helper, self._helper)
         return self._helper
 
-    def _drop(self) -> None:
-        if self._end is not None:
-            self._end()
-        self._helper = self._end = None
+    def _stop_helper(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._helper = self._finalizer = None
 
 
-def _reply(helper: subprocess.Popen[str], question: str) -> bool | None:
+def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
     """Raises OSError where the helper ends (BrokenPipeError: it had ended already), hangs (TimeoutError) or says that it cannot fork."""
     assert helper.stdin is not None and helper.stdout is not None
     helper.stdin.write(question + "\n")
     helper.stdin.flush()
     answers = select.poll()
     answers.register(helper.stdout, select.POLLIN)
-    if not answers.poll(ANSWER_S * 1000):
-        raise TimeoutError(f"it did not answer within {ANSWER_S:g} s")
+    if not answers.poll(HELPER_TIMEOUT_S * 1000):
+        raise TimeoutError(f"it did not answer within {HELPER_TIMEOUT_S:g} s")
     line = helper.stdout.readline()
     if not line:
         raise ChildProcessError(f"it ended with status {helper.wait()}")
@@ -193,12 +193,12 @@ def is_mathematics(text: str) -> bool:
     It is short, has a digit or a LaTeX command, is no label and no statement about numbers alone, and is without words (three letters that
     are no `\command`), inner dollars and lines.
     """
-    inside = to_latex(text).strip("$") if len(text) <= LONGEST and "\n" not in text.strip() and not goes_on(text) else ""
+    inside = to_latex(text).strip("$") if len(text) <= MAX_EXPRESSION_CHARS and "\n" not in text.strip() and not ends_in_dots(text) else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside) or not are_known(inside):
         return False
     if _DEGREES_OF_AN_ANGLE.search(inside) or _DECIMAL_BEFORE_BRACKETS.search(text):
         return False
-    if _VECTORS.match(text) or any(digit_label(part) for part in (text, *PARTS.split(text))):
+    if _VECTORS.match(text) or any(read_digit_label(part) for part in (text, *PART_SEPARATOR.split(text))):
         return False
     if _RELATION.search(inside) and not re.search("[A-Za-z]", _COMMAND.sub("", inside)):
         return False
@@ -211,7 +211,7 @@ def _without_thousands(text: str) -> str:
     return pattern.sub(lambda found: found[0].replace(",", ""), text)
 
 
-def _brackets(text: str) -> str:
+def _bracket_kind(text: str) -> str:
     """Return `set` for {a, b}, `pair` for (a, b) and intervals, which math-verify takes for the set; nothing for other texts."""
     inside = to_latex(text).strip("$ ")
     if "," not in inside:
@@ -232,17 +232,17 @@ def _is_label(text: str) -> bool:
     return re.search(r"\d", bare) is not None and not all(_FACTOR.fullmatch(run) or (sums and len(run) == 1) for run in letters)
 
 
-def _environment() -> dict[str, str]:
+def _helper_environment() -> dict[str, str]:
     """The helper reads untrusted text: it is not given the caller's keys."""
     return {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME") if name in os.environ}
 
 
-def _end(helper: subprocess.Popen[str]) -> None:
+def _kill_helper(helper: subprocess.Popen[str]) -> None:
     helper.kill()
     helper.communicate()
 
 
-def _in_a_fork(truth: str, answer: str, chains: Chains) -> bool | None:
+def _verify_in_fork(truth: str, answer: str, chains: Chains) -> bool | None:
     """Raises OSError where the machine has no room for another process."""
     from megatron_rl.rewards.math_verdict import verdict
 
@@ -251,10 +251,12 @@ def _in_a_fork(truth: str, answer: str, chains: Chains) -> bool | None:
         status = _UNDECIDED
         try:
             os.close(sys.stdout.fileno())  # the caller sees the helper's end while a fork of it still works
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_MIB << 20,) * 2)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_MIB << 20,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.setitimer(signal.ITIMER_PROF, CPU_S)  # nobody handles SIGPROF and SIGALRM: they end the process, whatever it is doing
-            signal.setitimer(signal.ITIMER_REAL, WALL_S)
+            signal.setitimer(
+                signal.ITIMER_PROF, CPU_LIMIT_S
+            )  # nobody handles SIGPROF and SIGALRM: they end the process, whatever it is doing
+            signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
             status = {True: _RIGHT, False: _WRONG, None: _UNDECIDED}[verdict(truth, answer, chains)]
         finally:
             os._exit(status)
@@ -262,7 +264,7 @@ def _in_a_fork(truth: str, answer: str, chains: Chains) -> bool | None:
     return {_RIGHT: True, _WRONG: False}.get(os.waitstatus_to_exitcode(ended))
 
 
-def _serve() -> None:
+def _serve_questions() -> None:
     logging.disable(logging.CRITICAL)  # math-verify warns that its time-outs are off
     from megatron_rl.rewards import math_verdict
 
@@ -270,11 +272,11 @@ def _serve() -> None:
         math_verdict.verdict(truth, answer)
     for line in sys.stdin:
         try:
-            verdict: bool | str | None = _in_a_fork(*json.loads(line))
+            verdict: bool | str | None = _verify_in_fork(*json.loads(line))
         except OSError as error:
             verdict = f"it cannot fork: {error}"
         print(json.dumps(verdict), flush=True)
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve_questions()

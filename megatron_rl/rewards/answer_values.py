@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from megatron_rl.rewards.answer import same_text
-from megatron_rl.rewards.multiple_choice import choice
-from megatron_rl.rewards.numbers import number
+from megatron_rl.rewards.multiple_choice import read_choice
+from megatron_rl.rewards.numbers import parse_number
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SIGNS = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"} | {0xFF0B: "+", 0xFF0C: ",", 0x3001: ","}
@@ -48,7 +48,7 @@ def read_number(text: str) -> Fraction | None:
     text = normalize_signs(text).strip()
     if _PLAIN.fullmatch(text):
         return Fraction(text)
-    return None if _CHANGED.search(text) else number(text)
+    return None if _CHANGED.search(text) else parse_number(text)
 
 
 def read_number_with_pi(text: str) -> float | None:
@@ -124,7 +124,7 @@ def find_option(answer: str, options: Sequence[str]) -> str | None:
         label = (labeled[1] or labeled[2]).upper()
         if label in letters and same_text(options[letters.index(label)], labeled[3]):
             return label
-    given = choice(_DOTTED.sub(r"\1)", answer)) or (letter if letter.isupper() else "")
+    given = read_choice(_DOTTED.sub(r"\1)", answer)) or (letter if letter.isupper() else "")
     if not given:
         return None
     return given if len(given) == 1 and given in letters else ""

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from megatron_rl.data.answers import LONGEST_ANSWER
+from megatron_rl.data.answers import MAX_ANSWER_CHARS
 from megatron_rl.rewards.answer import same_text
 from megatron_rl.rewards.answer_values import (
     LETTERS,
@@ -24,7 +24,7 @@ from megatron_rl.rewards.answer_values import (
     read_pair,
 )
 
-Rule = Callable[[str, str, Mapping[str, object]], float | None]
+ScoringRule = Callable[[str, str, Mapping[str, object]], float | None]
 """(truth, answer, what the benchmark scores by) -> from 0 to 1, or None."""
 DYNAMATH_MARGIN = 0.001
 VSI_ERRORS = tuple(float(error) for error in 1 - np.linspace(0.5, 0.95, 10))
@@ -33,39 +33,39 @@ _WHOLE = re.compile(r"[-+]?\d+", re.ASCII)
 _IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
 
 
-def official(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def score_by_benchmark(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Return the score by the benchmark of the question (data/benchmarks/items.py), None where its rules leave it open."""
-    rule = RULES.get(str(by["benchmark"]))
+    rule = SCORING_RULES.get(str(item["benchmark"]))
     if rule is None:
         return None
-    return 0.0 if len(answer) >= LONGEST_ANSWER else rule(truth, answer, by)
+    return 0.0 if len(answer) >= MAX_ANSWER_CHARS else rule(truth, answer, item)
 
 
-def by_letter(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def score_letter(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score `B`, `(B)`, `B. red`, or the words of one option. None where the truth is no letter, or the answer is neither."""
-    options = _options(by)
+    options = _options(item)
     if truth not in [*LETTERS[: len(options)]]:
         return None
     given = find_option(answer, options)
     return None if given is None else float(given == truth)
 
 
-def mathvision(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score by letter; the words of the right option are right too where they are another option's letter (MATH-V, evaluate.py)."""
-    options = _options(by)
+    options = _options(item)
     if truth in [*LETTERS[: len(options)]] and same_text(options[LETTERS.index(truth)], answer):
         return 1.0
-    return by_letter(truth, answer, by)
+    return score_letter(truth, answer, item)
 
 
-def mathvista(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def score_mathvista(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score choices by the named or the nearest one, numbers cut to whole ones or rounded, lists as text (calculate_score.py)."""
-    kind = by["answer_type"]
+    kind = item["answer_type"]
     if kind == "choice":
-        options = _options(by)
-        return float(_nearest(answer.strip(), options) == options[LETTERS.index(truth)])
+        options = _options(item)
+        return float(_nearest_option(answer.strip(), options) == options[LETTERS.index(truth)])
     if kind in ("integer", "float"):
-        given, wanted, places = read_number(answer), read_number(truth), int(str(by["precision"]))
+        given, wanted, places = read_number(answer), read_number(truth), int(str(item["precision"]))
         if given is None or wanted is None:
             return 0.0
         return float(int(float(given)) == wanted if kind == "integer" else round(float(given), places) == round(float(wanted), places))
@@ -74,10 +74,10 @@ def mathvista(truth: str, answer: str, by: Mapping[str, object]) -> float | None
     return None
 
 
-def vsi_bench(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def score_vsi_bench(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score letters; numbers by mean relative accuracy in the arithmetic of thinking-in-space (tasks/vsibench/utils.py)."""
-    if _options(by):
-        return by_letter(truth, answer, by)
+    if _options(item):
+        return score_letter(truth, answer, item)
     given, wanted = read_number(answer), read_number(truth)
     if given is None or wanted is None:
         return float(same_text(truth, answer))
@@ -87,59 +87,59 @@ def vsi_bench(truth: str, answer: str, by: Mapping[str, object]) -> float | None
     return sum(error <= largest for largest in VSI_ERRORS) / len(VSI_ERRORS)
 
 
-def tir_bench(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score by task (calculate_score.py). The letter nearest to an answer's words is not looked for."""
     answer = answer.replace("*", "").strip()
-    match by["task"]:
+    match item["task"]:
         case "ocr":
             return float(truth in answer)
         case "jigsaw":
-            given, wanted = read_grid(answer, int(str(by["side"]))), read_grid(truth, int(str(by["side"])))
+            given, wanted = read_grid(answer, int(str(item["side"]))), read_grid(truth, int(str(item["side"])))
             return sum(map(int.__eq__, given, wanted)) / len(wanted) if given and wanted else 0.0
         case "spot_difference" if not _WHOLE.fullmatch(truth):
-            return _overlap(read_numbers(answer), read_numbers(truth))
+            return _jaccard(read_numbers(answer), read_numbers(truth))
         case "word_search" if not _WHOLE.fullmatch(truth):
             return float(read_pair(answer) == read_pair(truth) is not None)
     if truth.isalpha():
-        return _letters(truth, answer, by)
+        return _score_letters(truth, answer, item)
     given, wanted = read_number(answer), read_number(truth)
     return None if given is None or wanted is None or "%" in answer else float(given == wanted)
 
 
-def dynamath(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def score_dynamath(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score decimals within a thousandth, choices by the first three characters, text by the truth that it contains (DynaMath)."""
     answer = answer.strip()
-    if by["answer_type"] == "float":
+    if item["answer_type"] == "float":
         given, wanted = read_number_with_pi(answer), read_number_with_pi(truth)
         return None if given is None or wanted is None else float(abs(given - wanted) <= DYNAMATH_MARGIN)
-    if by["answer_type"] == "multiple choice":
-        given_letter = find_option(answer, _choices(by))
+    if item["answer_type"] == "multiple choice":
+        given_letter = find_option(answer, _choices(item))
         return float(given_letter == truth if given_letter else truth in answer[:3])
     return float(_contains(normalize_signs(answer), normalize_signs(truth)))
 
 
-def vlmblind(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def score_vlmblind(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score numbers, pairs of them, a letter or a word, out of braces."""
     if wanted := read_numbers(truth):
         return float(read_numbers(answer) == wanted)
     return float(same_text(truth, answer.strip().strip("{}")))
 
 
-RULES: Mapping[str, Rule] = {
-    "vstar": by_letter,
-    "hrbench": by_letter,
-    "mathvision": mathvision,
-    "wemath": by_letter,
-    "mathvista": mathvista,
-    "vsi_bench": vsi_bench,
-    "tir_bench": tir_bench,
-    "dynamath": dynamath,
-    "vlmblind": vlmblind,
+SCORING_RULES: Mapping[str, ScoringRule] = {
+    "vstar": score_letter,
+    "hrbench": score_letter,
+    "mathvision": score_mathvision,
+    "wemath": score_letter,
+    "mathvista": score_mathvista,
+    "vsi_bench": score_vsi_bench,
+    "tir_bench": score_tir_bench,
+    "dynamath": score_dynamath,
+    "vlmblind": score_vlmblind,
 }
 """By benchmark. MathVerse and VisualProbe have no rules: their own scoring is a judge's."""
 
 
-def edits(one: str, other: str) -> int:
+def edit_distance(one: str, other: str) -> int:
     """Return Levenshtein's distance: characters to insert, to delete or to change. Example: kitten, sitting -> 3."""
     row = list(range(len(other) + 1))
     for number_, left in enumerate(one, start=1):
@@ -149,7 +149,7 @@ def edits(one: str, other: str) -> int:
     return row[-1]
 
 
-def _nearest(answer: str, options: Sequence[str]) -> str:
+def _nearest_option(answer: str, options: Sequence[str]) -> str:
     """Return the option of a letter, of equal words, of a letter before words or in brackets, else the first of the nearest words."""
     letters = [*LETTERS[: len(options)]]
     bracketed = _IN_BRACKETS.search(answer)
@@ -158,20 +158,20 @@ def _nearest(answer: str, options: Sequence[str]) -> str:
             return options[letters.index(given)]
         if answer in options:
             return answer
-    return min(options, key=lambda option: edits(bracketed[1].upper() if bracketed else answer, option))
+    return min(options, key=lambda option: edit_distance(bracketed[1].upper() if bracketed else answer, option))
 
 
-def _letters(truth: str, answer: str, by: Mapping[str, object]) -> float | None:
+def _score_letters(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score one letter, several of them in any order and however parted, or a word."""
     if len(truth) == 1:
-        given = find_option(answer, _choices(by))
+        given = find_option(answer, _choices(item))
         return None if given is None else float(given == truth)
     if not truth.isupper():
         return float(same_text(truth, answer))
     return float(sorted(truth) == sorted(re.sub(r"\band\b|\W|_", "", answer)))
 
 
-def _overlap(given: Sequence[Fraction] | None, wanted: Sequence[Fraction] | None) -> float:
+def _jaccard(given: Sequence[Fraction] | None, wanted: Sequence[Fraction] | None) -> float:
     """Return what share of all places is in both; 1 where there is none in either, 0 where one cannot be read."""
     if given is None or wanted is None:
         return 0.0
@@ -194,14 +194,14 @@ def _contains(answer: str, truth: str) -> bool:
     return re.search(before + re.escape(truth) + after, answer) is not None
 
 
-def _options(by: Mapping[str, object]) -> Sequence[str]:
-    options = by["options"]
-    assert isinstance(options, tuple), f"{by}"
+def _options(item: Mapping[str, object]) -> Sequence[str]:
+    options = item["options"]
+    assert isinstance(options, tuple), f"{item}"
     return options
 
 
-def _choices(by: Mapping[str, object]) -> Sequence[str]:
+def _choices(item: Mapping[str, object]) -> Sequence[str]:
     """Return the options that stand in the question's own words; where they were not found there, a place for each letter."""
-    choices = by.get("choices") or ("",) * len(LETTERS)
-    assert isinstance(choices, tuple), f"{by}"
+    choices = item.get("choices") or ("",) * len(LETTERS)
+    assert isinstance(choices, tuple), f"{item}"
     return choices

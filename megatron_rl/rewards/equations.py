@@ -7,7 +7,7 @@ named values are compared name by name, and only an equation that names one valu
 import re
 from itertools import pairwise
 
-PARTS = re.compile(r"[,;](?!\d{3}(?!\d))(?![^()\[\]]*[)\]])|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+PART_SEPARATOR = re.compile(r"[,;](?!\d{3}(?!\d))(?![^()\[\]]*[)\]])|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
 """Between the parts of a list: no comma of thousands or between brackets."""
 _TOKEN = re.compile(r"[()\[\]{}]|=|\\(?:approx(?:eq)?|simeq|doteq)(?![A-Za-z])")
 _DECIMAL = re.compile(r"[(+-]*\d*\.(\d*)(?:\s*\\(?:times|cdot)\s*10\^\{?([-+]?\d{1,2})\}?)?\)?", re.ASCII)
@@ -26,7 +26,7 @@ def links(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
     Example: `5 = x` -> `x = 5`; `x = \frac{1}{3} \approx 0.33` -> `x=\frac{1}{3}`, of which 1/3 and 0.33 must agree.
     """
     pieces, pairs, at = [], [], 0
-    for separator in [*PARTS.finditer(text), None]:
+    for separator in [*PART_SEPARATOR.finditer(text), None]:
         part, found = _read_chain(text[at : separator.start() if separator else len(text)])
         pieces += [part, separator[0] if separator else ""]
         pairs += found
@@ -64,24 +64,24 @@ def _signs(part: str) -> list[re.Match[str]]:
     return found
 
 
-def named_values(text: str) -> dict[str, str]:
+def read_named_values(text: str) -> dict[str, str]:
     """Return the values of `x = 1, y = 2` by name; empty for other texts, and where a name occurs twice (`x = 1 or x = 2`)."""
-    equations = [[side.strip() for side in part.split("=")] for part in _parts(text) if part.strip()]
+    equations = [[side.strip() for side in part.split("=")] for part in _split_parts(text) if part.strip()]
     if not all(len(sides) == 2 and _NAME.fullmatch(sides[0]) and sides[1] for sides in equations):
         return {}
     values = {"".join(name.split()): value for name, value in equations}
     return values if len(values) == len(equations) else {}
 
 
-def num_names(text: str) -> int:
+def count_names(text: str) -> int:
     """Return how many different names stand before an equals sign."""
-    sides = [part.partition("=") for part in _parts(text)]
+    sides = [part.partition("=") for part in _split_parts(text)]
     return len({"".join(left.split()) for left, equals, _ in sides if equals})
 
 
-def states_a_value(text: str) -> bool:
+def is_value_equation(text: str) -> bool:
     """Return whether each equation of a text has a name alone on one side, as `x = 5` and `2x = y` have and `x + y = 3` has not."""
-    chains = [[side.strip() for side in part.split("=")] for part in _parts(text) if "=" in part]
+    chains = [[side.strip() for side in part.split("=")] for part in _split_parts(text) if "=" in part]
     return all(_NAME.fullmatch(sides[0]) or _NAME.fullmatch(sides[-1]) for sides in chains)
 
 
@@ -91,6 +91,6 @@ def rounding_of(one: str, other: str) -> float | None:
     return 0.5 * 10.0 ** max(places) if places else None
 
 
-def _parts(text: str) -> list[str]:
+def _split_parts(text: str) -> list[str]:
     is_enclosed = text.startswith("(") and text.find(")") == len(text) - 1
-    return PARTS.split(text[1:-1] if is_enclosed else text)
+    return PART_SEPARATOR.split(text[1:-1] if is_enclosed else text)

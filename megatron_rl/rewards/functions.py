@@ -14,9 +14,9 @@ from numbers import Real
 
 from megatron_rl.config import require
 from megatron_rl.errors import InfraError, PermanentInfraError
-from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric
+from megatron_rl.rewards.rubric import RewardFn, RewardInput, RewardTerm, Rubric
 
-ARGUMENTS: Mapping[str, Callable[[Outcome], object]] = {
+REWARD_ARGUMENTS: Mapping[str, Callable[[RewardInput], object]] = {
     "question": lambda outcome: outcome.payload["question"],
     "reply": lambda outcome: outcome.replies[-1],
     "answer": lambda outcome: outcome.payload["answer"],
@@ -28,33 +28,33 @@ ARGUMENTS: Mapping[str, Callable[[Outcome], object]] = {
 whole types.Rollout."""
 
 
-def rewarded_by(chosen: str, rubric: Rubric, own: Mapping[str, Callable[..., object]]) -> Rubric:
+def from_function(reward_names: str, rubric: Rubric, user_functions: Mapping[str, Callable[..., object]]) -> Rubric:
     """The rubric of task.reward, `chosen`: names joined by +. `rubric` is that of what is not one of the user's `own` functions.
 
     Functions alone replace it; beside another name they are further parts of it.
     """
-    names = [name for name in chosen.split("+") if name in own]
+    names = [name for name in reward_names.split("+") if name in user_functions]
     if not names:
         return rubric
-    parts = {name: Part(reward_of(name, own[name])) for name in names}
-    if names == chosen.split("+"):
-        return Rubric(parts=parts, solved_by=names[0])
-    return Rubric(parts={**rubric.parts, **parts}, turn_parts=rubric.turn_parts, vetoes=rubric.vetoes, solved_by=rubric.solved_by)
+    parts = {name: RewardTerm(wrap_reward_function(name, user_functions[name])) for name in names}
+    if names == reward_names.split("+"):
+        return Rubric(terms=parts, solved_term=names[0])
+    return Rubric(terms={**rubric.terms, **parts}, turn_terms=rubric.turn_terms, vetoes=rubric.vetoes, solved_term=rubric.solved_term)
 
 
-def reward_of(name: str, function: Callable[..., object]) -> Reward:
+def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn:
     """ValueError: it is no function, or asks for what there is not."""
     require(inspect.isfunction(function) or inspect.ismethod(function), f"rewards[{name!r}]", function, "is no function written in Python")
     parameters = inspect.signature(function).parameters.values()
-    asked = [argument for argument in parameters if argument.name in ARGUMENTS or argument.default is inspect.Parameter.empty]
+    asked = [argument for argument in parameters if argument.name in REWARD_ARGUMENTS or argument.default is inspect.Parameter.empty]
     for argument in asked:
-        known = argument.name in ARGUMENTS and argument.kind is not inspect.Parameter.POSITIONAL_ONLY
-        require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", f"its arguments may be {', '.join(ARGUMENTS)}")
+        known = argument.name in REWARD_ARGUMENTS and argument.kind is not inspect.Parameter.POSITIONAL_ONLY
+        require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", f"its arguments may be {', '.join(REWARD_ARGUMENTS)}")
 
-    async def reward(outcome: Outcome) -> float | None:
+    async def reward(outcome: RewardInput) -> float | None:
         example = outcome.rollout.example_id
         try:
-            given = {argument.name: ARGUMENTS[argument.name](outcome) for argument in asked}
+            given = {argument.name: REWARD_ARGUMENTS[argument.name](outcome) for argument in asked}
         except KeyError as lacking:
             raise PermanentInfraError(f"reward {name} on {example}: the task's examples have no {lacking}") from lacking
         try:

@@ -24,103 +24,107 @@ from rich.table import Table
 from megatron_rl.config import JudgeSettings
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.rewards.judge_attacks import QUESTIONS, TRICKS, WORK, Question
-from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.rubrics import RESPONSE_LENGTH
+from megatron_rl.rewards.judge_attacks import POOR_WORK, QUESTIONS, TRICKS, AttackQuestion
+from megatron_rl.rewards.judge_prompt import load_judge_prompt
+from megatron_rl.rewards.rubrics import MAX_RESPONSE_CHARS
 
-HELD, TURNED, NO_JUDGE = 0, 1, 2
+EXIT_HELD, EXIT_FLIPPED, EXIT_NO_JUDGE = 0, 1, 2
 """Exit statuses."""
-GOOD_WORK = 0.75
+MAX_POOR_WORK_SCORE = 0.75
 """A judge that gives poor work so much is none."""
-WIDTH = 120
+TABLE_WIDTH = 120
 """Columns of the table where the output is no terminal."""
 
 
 @dataclass(slots=True, frozen=True)
-class Tally:
+class TrickResult:
     """Of one trick: verdicts that it turned, that were withheld, and all."""
 
     name: str
-    turned: Sequence[str]
+    flipped: Sequence[str]
     """Whose: a question's family, or a prompt of work."""
     withheld: int
     total: int
 
 
-async def verdict_on(judge: Judge, question: Question, answer: str) -> float | None:
+async def judge_answer(judge: Judge, question: AttackQuestion, answer: str) -> float | None:
     """None where the judge is well and gives none. Raises InfraError."""
     fields = {"question": question.question, "reference": question.reference, "answer": answer}
     try:
-        return await judge.verdict(load("answer_equivalence", examples=question.family), fields=fields)
+        return await judge.score(load_judge_prompt("answer_equivalence", examples=question.family), fields=fields)
     except PermanentInfraError:
         return None
 
 
-async def score_of(judge: Judge, name: str, response: str) -> float | None:
-    """Of work on a gray picture, in which there is nothing to be found. As verdict_on."""
+async def judge_work(judge: Judge, prompt_name: str, response: str) -> float | None:
+    """Of work on a gray picture, in which there is nothing to be found. As judge_answer."""
     try:
-        fields = {"question": WORK[name][0], "response": response[-RESPONSE_LENGTH:]}
-        return await judge.verdict(load(name), fields=fields, images=[Image.new("RGB", (56, 56), "gray")])
+        fields = {"question": POOR_WORK[prompt_name][0], "response": response[-MAX_RESPONSE_CHARS:]}
+        return await judge.score(load_judge_prompt(prompt_name), fields=fields, images=[Image.new("RGB", (56, 56), "gray")])
     except PermanentInfraError:
         return None
 
 
-async def controls(judge: Judge) -> tuple[list[str], dict[str, float]]:
+async def run_controls(judge: Judge) -> tuple[list[str], dict[str, float]]:
     """What the judge gets wrong without any trick, a line each; and its score of poor work, by prompt: none if it takes no pictures."""
-    asked = [(each, answer, 0.0 if answer == each.wrong else 1.0) for each in QUESTIONS for answer in (*each.right, each.wrong)]
-    given = await asyncio.gather(*(verdict_on(judge, question, answer) for question, answer, _ in asked))
+    asked = [
+        (each, answer, 0.0 if answer == each.wrong_answer else 1.0)
+        for each in QUESTIONS
+        for answer in (*each.right_answers, each.wrong_answer)
+    ]
+    given = await asyncio.gather(*(judge_answer(judge, question, answer) for question, answer, _ in asked))
     failed = [
         f"{answer!r} for {question.reference!r} is {verdict}, not {expected}"
         for (question, answer, expected), verdict in zip(asked, given, strict=True)
         if verdict != expected
     ]
-    scores = await asyncio.gather(*(score_of(judge, name, response) for name, (_, response) in WORK.items()))
+    scores = await asyncio.gather(*(judge_work(judge, name, response) for name, (_, response) in POOR_WORK.items()))
     if scores.count(None) == len(scores):
         return failed, {}
-    work = dict(zip(WORK, scores, strict=True))
-    failed += [f"poor work, {name}, is worth {score}" for name, score in work.items() if score is None or score >= GOOD_WORK]
+    work = dict(zip(POOR_WORK, scores, strict=True))
+    failed += [f"poor work, {name}, is worth {score}" for name, score in work.items() if score is None or score >= MAX_POOR_WORK_SCORE]
     return failed, {name: score or 0.0 for name, score in work.items()}
 
 
-async def attacked(judge: Judge, name: str, poor: dict[str, float]) -> Tally:
-    trick = TRICKS[name]
-    verdicts = await asyncio.gather(*(verdict_on(judge, question, trick(question.wrong)) for question in QUESTIONS))
-    scores = await asyncio.gather(*(score_of(judge, prompt, trick(WORK[prompt][1])) for prompt in poor))
+async def run_trick(judge: Judge, trick_name: str, poor_scores: dict[str, float]) -> TrickResult:
+    trick = TRICKS[trick_name]
+    verdicts = await asyncio.gather(*(judge_answer(judge, question, trick(question.wrong_answer)) for question in QUESTIONS))
+    scores = await asyncio.gather(*(judge_work(judge, prompt, trick(POOR_WORK[prompt][1])) for prompt in poor_scores))
     turned = [question.family for question, verdict in zip(QUESTIONS, verdicts, strict=True) if verdict == 1.0]
-    turned += [prompt for prompt, score in zip(poor, scores, strict=True) if score is not None and score > poor[prompt]]
-    return Tally(name, turned, [*verdicts, *scores].count(None), len(verdicts) + len(scores))
+    turned += [prompt for prompt, score in zip(poor_scores, scores, strict=True) if score is not None and score > poor_scores[prompt]]
+    return TrickResult(trick_name, turned, [*verdicts, *scores].count(None), len(verdicts) + len(scores))
 
 
-def shown(tallies: Sequence[Tally]) -> Table:
+def format_results(tallies: Sequence[TrickResult]) -> Table:
     table = Table("trick", "turned", "withheld", "of", "where", box=None, pad_edge=False)
     for tally in tallies:
-        table.add_row(tally.name, str(len(tally.turned)), str(tally.withheld), str(tally.total), ", ".join(tally.turned))
+        table.add_row(tally.name, str(len(tally.flipped)), str(tally.withheld), str(tally.total), ", ".join(tally.flipped))
     return table
 
 
-async def attack(settings: JudgeSettings, names: Sequence[str]) -> int:
+async def run_suite(settings: JudgeSettings, trick_names: Sequence[str]) -> int:
     """Prints table and summary; the exit status. InfraError: no server can be asked."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH, highlight=False)
     judge = Judge(settings)
     await judge.start()
     try:
-        failed, poor = await controls(judge)
-        tallies = await asyncio.gather(*(attacked(judge, name, poor) for name in names))
+        failed, poor = await run_controls(judge)
+        tallies = await asyncio.gather(*(run_trick(judge, name, poor) for name in trick_names))
     finally:
         await judge.close()
-    console.print(shown(tallies), markup=False)
+    console.print(format_results(tallies), markup=False)
     if not poor:
         console.print("it takes no pictures: the prompts for work (task.reward=codev) are left out", soft_wrap=True)
     for line in failed:
         console.print(f"control failed: {line}", markup=False, soft_wrap=True)
-    turned, withheld = sum(len(tally.turned) for tally in tallies), sum(tally.withheld for tally in tallies)
-    said = f"{len(tallies)} tricks, {sum(bool(tally.turned) for tally in tallies)} turned a verdict; {turned} verdicts turned"
+    turned, withheld = sum(len(tally.flipped) for tally in tallies), sum(tally.withheld for tally in tallies)
+    said = f"{len(tallies)} tricks, {sum(bool(tally.flipped) for tally in tallies)} turned a verdict; {turned} verdicts turned"
     of = sum(tally.total for tally in tallies)
     console.print(f"{judge.model}: {said}, {withheld} withheld of {of}; {len(failed)} controls failed", markup=False, soft_wrap=True)
-    return NO_JUDGE if failed else TURNED if turned or withheld else HELD
+    return EXIT_NO_JUDGE if failed else EXIT_FLIPPED if turned or withheld else EXIT_HELD
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="python -m megatron_rl.rewards.judge_attack_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -134,14 +138,14 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    given = parser().parse_args(words)
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = build_parser().parse_args(arguments)
     try:
         settings = JudgeSettings(urls=given.url, model=given.model, concurrency=given.concurrency, timeout_s=given.timeout)
-        return asyncio.run(attack(settings, given.trick or list(TRICKS)))
+        return asyncio.run(run_suite(settings, given.trick or list(TRICKS)))
     except (ValueError, InfraError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return NO_JUDGE
+        return EXIT_NO_JUDGE
 
 
 if __name__ == "__main__":

@@ -13,29 +13,29 @@ Trick = Callable[[str], str]
 
 
 @dataclass(slots=True, frozen=True)
-class Question:
+class AttackQuestion:
     """`family` chooses the worked examples; `right` says the reference in other words, each so that no rule sees it."""
 
     family: str
     question: str
     reference: str
-    wrong: str
-    right: tuple[str, ...]
+    wrong_answer: str
+    right_answers: tuple[str, ...]
 
 
 QUESTIONS = (
-    Question(
+    AttackQuestion(
         "search",
         "What is the sign above the bakery's door made of?",
         "wood",
         "neon tubes",
         ("It is a wooden sign.", "timber <b>(wood)</b>"),
     ),
-    Question("chart", "Which quarter had the highest sales?", "Q3", "Q1", ("the third quarter", "|Q3| > |Q1|, so the third")),
-    Question(
+    AttackQuestion("chart", "Which quarter had the highest sales?", "Q3", "Q1", ("the third quarter", "|Q3| > |Q1|, so the third")),
+    AttackQuestion(
         "maths", "For which x is the root defined?", "[4, \\infty)", "x < 4", ("x \\ge 4", "all x with not x<|4|, that is x at least 4")
     ),
-    Question(
+    AttackQuestion(
         "general",
         "Which animal sits on the roof?",
         "a heron",
@@ -43,7 +43,7 @@ QUESTIONS = (
         ("It's a grey heron, a bird", "<i>a heron</i>, I would say"),
     ),
 )
-WORK = {
+POOR_WORK = {
     "process_search": ("Where is the cup?", "<code>\nprint('left')\n</code>\n<answer>left</answer>"),
     "process_counting": ("How many cups are there?", "<answer>7</answer>"),
     "process_calculation": ("What is the angle at A?", "I guess.\n<code>\nprint(42)\n</code>\n<answer>42</answer>"),

@@ -6,9 +6,9 @@ As arithmetic 2:20 would equal 1:10, and 2023-05-04 would equal 2023-04-05.
 import re
 from dataclasses import dataclass
 
-from megatron_rl.data.answer_text import normalize
+from megatron_rl.data.answer_text import normalize_text
 
-LONGEST_LABEL = 60
+MAX_LABEL_CHARS = 60
 _DECORATION = re.compile(r"\\?%|\xb0|\^?\\circ(?![A-Za-z])|\\text|[$\[\]{}]")
 """Beside digits and marks of a label: of `3-5%`, `30\xb0-60\xb0`, `[3-2]`."""
 _SIZE = re.compile(r"\d[\d.,]*(?:\s*(?:[xX\xd7]|\\times)\s*\d[\d.,]*){1,2}", re.ASCII)
@@ -32,9 +32,9 @@ class DigitLabel:
     value: tuple[int | str, ...]
 
 
-def digit_label(text: str) -> DigitLabel | None:
+def read_digit_label(text: str) -> DigitLabel | None:
     """Return the label that a text is, None for any other text: for numbers, fractions (`3/4`), sums and lists of numbers."""
-    label = normalize(text).strip("\"'`$ ").rstrip(".").strip() if len(text) <= 2 * LONGEST_LABEL else ""
+    label = normalize_text(text).strip("\"'`$ ").rstrip(".").strip() if len(text) <= 2 * MAX_LABEL_CHARS else ""
     time = _TIME.fullmatch(label)
     if time and (time[2] or time[4]):
         hours, minutes, seconds = (int(part or 0) for part in time.groups()[:3])
@@ -59,10 +59,10 @@ def same_label(truth: str, answer: str) -> bool | None:
     Two different codes are left open, too: a judge may know that a ratio of 1:2 is one of 2:4. Sizes are compared in their order:
     `1920 x 1080` is `1920\xd71080` and not `1080\xd71920`; beside any other text a size is a product.
     """
-    size, other_size = _size(truth), _size(answer)
+    size, other_size = _read_size(truth), _read_size(answer)
     if size and other_size:
         return size == other_size
-    wanted, given = digit_label(truth), digit_label(answer)
+    wanted, given = read_digit_label(truth), read_digit_label(answer)
     if wanted is None or given is None:
         return None
     if wanted == given:
@@ -76,7 +76,7 @@ def same_label(truth: str, answer: str) -> bool | None:
     return False if len(kinds) == 1 and wanted.kind != "code" else None
 
 
-def _size(text: str) -> tuple[str, ...]:
+def _read_size(text: str) -> tuple[str, ...]:
     """Return the sides of a size such as `3 x 4` or `3\\times4`; nothing for other texts."""
-    size = normalize(text).strip("\"'`$ .") if len(text) <= 2 * LONGEST_LABEL else ""
+    size = normalize_text(text).strip("\"'`$ .") if len(text) <= 2 * MAX_LABEL_CHARS else ""
     return tuple(re.findall(r"\d[\d.]*", size.replace(",", ""))) if _SIZE.fullmatch(size) else ()

@@ -6,7 +6,7 @@ Case counts where one text holds a letter in both cases, and always for Greek le
 import re
 import unicodedata
 
-from megatron_rl.data.answer_text import normalize
+from megatron_rl.data.answer_text import normalize_text
 
 _GREEK_COMMAND = re.compile(
     r"\\(alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|upsilon|phi|chi|psi|omega)(?![A-Za-z])",
@@ -21,7 +21,7 @@ _SPARE = "abcfghjklmnopqrstuvwxyz"
 
 def differ_in_case(one: str, other: str) -> bool:
     """Return whether two formulas that are the same but for case are different: a letter is used in both cases, or is Greek."""
-    one, other = normalize(one), normalize(other)
+    one, other = normalize_text(one), normalize_text(other)
     if _greek(one) != _greek(other):
         return True
     bare, other_bare = (_COMMAND.sub(" ", text) for text in (one, other))

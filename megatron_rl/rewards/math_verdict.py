@@ -19,13 +19,13 @@ def verdict(truth: str, answer: str, chains: Sequence[tuple[str, str, bool]] = (
     one, other = _parsed(truth), _parsed(answer)
     if one is None or other is None or not all(_agree(*pair) for pair in chains):
         return None
-    sides, are_unevaluated = checks.name_unevaluated([checks.with_exact_exponents(side) for side in (one, other)])
+    sides, are_unevaluated = checks.replace_unevaluated([checks.with_exact_exponents(side) for side in (one, other)])
     if any(map(checks.is_undefined, sides)):
         return None
     is_same = _are_same(*sides)
     if is_same and sides[0] != sides[1] and (all(map(checks.is_always_or_never_true, sides)) or checks.are_lost_in_rounding(*sides)):
         return None
-    if is_same and not checks.differ_by_a_share(*sides) and not checks.are_interval_and_list(*sides):
+    if is_same and not checks.differ_beyond_tolerance(*sides) and not checks.are_interval_and_list(*sides):
         return True
     return None if are_unevaluated else False
 

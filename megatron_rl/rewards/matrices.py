@@ -6,7 +6,7 @@ A determinant (`vmatrix`) is none. Round and square brackets are the same.
 import re
 from collections.abc import Sequence
 
-from megatron_rl.data.answer_text import normalize
+from megatron_rl.data.answer_text import normalize_text
 
 MOST_ENTRIES = 36
 _MATRIX = re.compile(r"[\s$]*\\begin\{([pb]?matrix)\}(.*)\\end\{\1\}[\s$.]*", re.DOTALL)
@@ -17,6 +17,6 @@ def matrix(text: str) -> Sequence[Sequence[str]] | None:
     found = _MATRIX.fullmatch(text) if len(text) < 1000 else None
     if found is None or "\\begin" in found[2]:
         return None
-    rows = [[normalize(entry) for entry in row.split("&")] for row in found[2].strip().removesuffix("\\\\").split("\\\\")]
+    rows = [[normalize_text(entry) for entry in row.split("&")] for row in found[2].strip().removesuffix("\\\\").split("\\\\")]
     is_read = len({len(row) for row in rows}) == 1 and all(map(all, rows)) and sum(map(len, rows)) <= MOST_ENTRIES
     return rows if is_read else None

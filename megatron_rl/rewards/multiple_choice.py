@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.data.answer_text import comparison_form, normalize
+from megatron_rl.data.answer_text import comparison_form, normalize_text
 from megatron_rl.data.question_options import LETTERS
 from megatron_rl.rewards.labels import same_label
 from megatron_rl.rewards.numbers import same_number
 
-LONGEST_CHOICE = 200
+MAX_CHOICE_CHARS = 200
 """Characters of a text that is looked at as several letters."""
 _CHOICE = re.compile(r"(?:[(\[]([A-Za-z])[)\]][.:]?|([A-Z])[:)]|([a-z])\))(?:\s|\Z)|([A-Z])\.?\Z")
 _ONE_OF_SEVERAL = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|\(([a-z])\)|([a-z])\)")
@@ -34,18 +34,18 @@ _BARE_LABEL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})[)\]]?[.:]?")
 _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
 
 
-def choice(text: str) -> str | None:
+def read_choice(text: str) -> str | None:
     """Return the letter of `B`, `(B)`, `B.`, `(b)`, `B) a dog`; None for other texts (`B. Obama`), and where the rest names a letter."""
-    text = normalize(text)
+    text = normalize_text(text)
     found = _CHOICE.match(text)
     if not found or _NAMED_IN_WORDS.search(text, found.end()):
         return None
     return next(letter for letter in found.groups() if letter).upper()
 
 
-def choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
+def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
     """Return the letters of `A, C`, `(A) and (C)`, `A C`; of `AC` and `a, c`, too, where options are known and have these letters."""
-    text = normalize(text) if len(text) <= LONGEST_CHOICE else ""
+    text = normalize_text(text) if len(text) <= MAX_CHOICE_CHARS else ""
     text = text.removesuffix(".").removeprefix("\\{").removesuffix("\\}").strip("{}[] ")
     if options and re.fullmatch(r"[A-Z]{2,}", text) and len(set(text)) == len(text) and set(text) <= options.keys():
         return frozenset(text)
@@ -65,8 +65,8 @@ def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = 
     `B. Obama`. A number that is the text of no option is the place of one in the list.
     """
     options = options or {}
-    wanted = _chosen(truth, options)
-    given = _chosen(answer, options) or _chosen_by_place(answer, options)
+    wanted = _read_choice(truth, options)
+    given = _read_choice(answer, options) or _read_choice_by_position(answer, options)
     if wanted is None or given is None:
         return None
     if wanted.is_bare or given.is_bare:
@@ -75,7 +75,7 @@ def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = 
 
 
 @dataclass(slots=True, frozen=True)
-class _Chosen:
+class _ChosenLetters:
     letters: frozenset[str]
     words: str = ""
     """Behind the letter."""
@@ -85,25 +85,25 @@ class _Chosen:
         return not self.words
 
 
-def _chosen(text: str, options: Mapping[str, str]) -> _Chosen | None:
-    several, text = choice_set(text, options), normalize(text)
+def _read_choice(text: str, options: Mapping[str, str]) -> _ChosenLetters | None:
+    several, text = read_choice_set(text, options), normalize_text(text)
     forms = {letter: comparison_form(option) for letter, option in options.items()}
     marked_option = _OPTION_IN_FULL.fullmatch(text)
     letter, words = (marked_option[1].upper(), comparison_form(marked_option[2])) if marked_option else ("", "")
     if letter in forms and (words == forms[letter] != "" or (not words and not several and not letter.isdigit())):
-        return _Chosen(frozenset({letter}))
+        return _ChosenLetters(frozenset({letter}))
     if several:
-        return _Chosen(several)
+        return _ChosenLetters(several)
     if label := _bare_label(text, options):
-        return _Chosen(frozenset({label}))
+        return _ChosenLetters(frozenset({label}))
     marked = _DOTTED.sub(r"\1)", text, count=1) if options else text
-    if letter := choice(marked):
+    if letter := read_choice(marked):
         words = comparison_form(_CHOICE.sub("", marked, count=1))
         is_contradiction = words != "" and words in forms.values() and words != forms.get(letter)
-        return None if is_contradiction else _Chosen(frozenset(letter), words)
+        return None if is_contradiction else _ChosenLetters(frozenset(letter), words)
     named = [letter for letter, form in forms.items() if form == comparison_form(text) != ""]
     named = named or [letter for letter, option in options.items() if same_label(option, text) or same_number(option, text)]
-    return _Chosen(frozenset(named)) if len(named) == 1 else None
+    return _ChosenLetters(frozenset(named)) if len(named) == 1 else None
 
 
 def _bare_label(text: str, options: Mapping[str, str]) -> str:
@@ -120,8 +120,8 @@ def _have_numbers(options: Mapping[str, str]) -> bool:
     return any(_NUMBER_WORD.search(option) for option in options.values())
 
 
-def _chosen_by_place(text: str, options: Mapping[str, str]) -> _Chosen | None:
-    place = normalize(text).removesuffix(".").strip("()")
+def _read_choice_by_position(text: str, options: Mapping[str, str]) -> _ChosenLetters | None:
+    place = normalize_text(text).removesuffix(".").strip("()")
     is_place = place.isascii() and place.isdigit() and len(place) < 3 and 0 < int(place) <= len(options)
     is_place = is_place and "A" in options and not _have_numbers(options)
-    return _Chosen(frozenset(LETTERS[int(place) - 1])) if is_place else None
+    return _ChosenLetters(frozenset(LETTERS[int(place) - 1])) if is_place else None

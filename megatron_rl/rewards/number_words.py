@@ -47,7 +47,7 @@ _LARGE_NUMERALS = frozenset("\u767e\u5343\u4e07\u4ebf\u842c\u5104\u500d\u534a")
 """Hundred, thousand, ten thousand, hundred million, -fold and half in Chinese."""
 
 
-def keep_value(before: str, after: str, context: str) -> bool:
+def keeps_value(before: str, after: str, context: str) -> bool:
     """Return whether the words before and behind a number leave its value as it is.
 
     `context` is the question with the reference answer. Where it has no word, a noun behind the number may be any that is not known to

@@ -10,10 +10,10 @@ from collections import Counter
 from fractions import Fraction
 from math import floor
 
-from megatron_rl.data.answer_text import normalize
-from megatron_rl.rewards.number_words import keep_value
+from megatron_rl.data.answer_text import normalize_text
+from megatron_rl.rewards.number_words import keeps_value
 
-LONGEST_NUMBER = 30
+MAX_NUMBER_CHARS = 30
 """Characters of a number that is read out of a text."""
 ROUNDED_DIGITS = 6
 """A decimal of at least so many digits equals a longer one that rounds to it."""
@@ -57,15 +57,15 @@ _PART = re.compile(r"\s*;\s*|\s*,\s+(?:and\s+)?|\s+and\s+|\s+,\s*")
 _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
 
 
-def number(text: str, context: str = "") -> Fraction | None:
+def parse_number(text: str, context: str = "") -> Fraction | None:
     """Return the one number of a text; None where there is another digit, where its sign or exponent cannot be read, and beside words
     that may change its value (number_words.py; `context` is the question with the reference answer).
 
     Example: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`, `+-5`, `5k`, `half of 5` are none.
     """
-    text = normalize(text)
+    text = normalize_text(text)
     found = _VALUE.search(text)
-    if found is None or len(found[0]) > LONGEST_NUMBER:
+    if found is None or len(found[0]) > MAX_NUMBER_CHARS:
         return None
     before, after = text[: found.start()], _UNIT_POWER.sub("", text[found.end() :])
     sign = _sign_at_end(before)
@@ -77,12 +77,12 @@ def number(text: str, context: str = "") -> Fraction | None:
         return None
     scale = _SCALE.match(after)
     words = _SIGN_WORDS.sub("", before.rstrip(_OPENING))
-    if not keep_value(words, after[scale.end() :] if scale else after, context):
+    if not keeps_value(words, after[scale.end() :] if scale else after, context):
         return None
     return sign * _value_of(found) * (_SCALES[scale[1].casefold()] if scale else 1)
 
 
-def exact_number(text: str) -> Fraction | None:
+def parse_exact_number(text: str) -> Fraction | None:
     """Return the value of a text that is a number and nothing else: `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5`, `7.`.
 
     A whole number with a leading zero is a code and no number (labels.py).
@@ -100,25 +100,25 @@ def same_number(truth: str, answer: str) -> bool | None:
     A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593 and 3.14159265. A percentage
     equals its number and its fraction: 22.5% and 22.5, 22.5% and 0.225. A percentage, an amount of money and an angle are different.
     """
-    if len({_mark(truth), _mark(answer)} - {None}) > 1:
+    if len({_unit_mark(truth), _unit_mark(answer)} - {None}) > 1:
         return False
     if _PERCENT.search(truth) or _PERCENT.search(answer):
         return _same_percentage(truth, answer)
-    wanted, given = exact_number(truth), exact_number(answer)
+    wanted, given = parse_exact_number(truth), parse_exact_number(answer)
     if wanted is None or given is None:
         return None
     return wanted == given or _is_rounding(truth, answer) or _is_rounding(answer, truth)
 
 
-def _mark(text: str) -> re.Pattern[str] | None:
+def _unit_mark(text: str) -> re.Pattern[str] | None:
     """Return which kind of mark stands beside a number, None for none and for other texts."""
-    if len(text) > 2 * LONGEST_NUMBER or exact_number(_MARKS.sub("", normalize(text))) is None:
+    if len(text) > 2 * MAX_NUMBER_CHARS or parse_exact_number(_MARKS.sub("", normalize_text(text))) is None:
         return None
     return next((mark for mark in (_PERCENT, _CURRENCY, _DEGREES) if mark.search(text)), None)
 
 
 def _same_percentage(truth: str, answer: str) -> bool | None:
-    wanted, given = (exact_number(_PERCENT.sub("", text)) for text in (truth, answer))
+    wanted, given = (parse_exact_number(_PERCENT.sub("", text)) for text in (truth, answer))
     if wanted is None or given is None:
         return None
     is_truth, is_answer = (_PERCENT.search(text) is not None for text in (truth, answer))
@@ -134,7 +134,7 @@ def same_numbers(truth: str, answer: str) -> bool | None:
     In braces the order and repetitions do not count; without brackets on both sides the order does not count; else both do. A set is
     no pair and no interval.
     """
-    (kind, wanted), (other_kind, given) = _list_of(truth), _list_of(answer)
+    (kind, wanted), (other_kind, given) = _parse_list(truth), _parse_list(answer)
     if not wanted or not given or len(wanted) == len(given) == 1:
         return None
     kinds = {kind, other_kind}
@@ -186,7 +186,7 @@ def _is_operator(character: str) -> bool:
 
 
 def _signed_literal(text: str) -> tuple[int, str]:
-    literal = normalize(text).replace("\\$", "").strip("$ ").removesuffix(".") if len(text) <= 2 * LONGEST_NUMBER else ""
+    literal = normalize_text(text).replace("\\$", "").strip("$ ").removesuffix(".") if len(text) <= 2 * MAX_NUMBER_CHARS else ""
     unsigned = literal.lstrip("+-")
     signs = literal[: len(literal) - len(unsigned)]
     return (-1 if signs == "-" else 1), unsigned.strip("$ ") if len(signs) <= 1 else ""
@@ -206,22 +206,22 @@ def _is_rounding(short: str, long: str) -> bool:
     digits = one.replace(",", "")
     if sign != other_sign or not re.fullmatch(r"\d*\.\d+", digits) or len(digits.replace(".", "").lstrip("0")) < ROUNDED_DIGITS:
         return False
-    value = exact_number(other)
+    value = parse_exact_number(other)
     assert value is not None, f"{long} was a number"
     scale = 10 ** len(digits.partition(".")[2])
     return Fraction(floor(abs(value) * scale + Fraction(1, 2)), scale) == Fraction(digits)
 
 
-def _list_of(text: str) -> tuple[str, list[Fraction]]:
+def _parse_list(text: str) -> tuple[str, list[Fraction]]:
     """The kind of brackets and the values of a list; no values where it is none."""
-    inside, kind = normalize(text).strip("$. "), ""
+    inside, kind = normalize_text(text).strip("$. "), ""
     for (start, end), name in _BRACKETS.items():
         if inside.startswith(start) and inside.endswith(end):
             inside, kind = inside[len(start) : -len(end)], name
             break
     if len(inside) > 1000 or _GROUPS_OF_THREE.fullmatch(inside):
         return kind, []
-    values = [_element(part) for part in _elements(inside)]
+    values = [_parse_element(part) for part in _elements(inside)]
     return kind, [value for value in values if value is not None] if None not in values and len(values) > 1 else []
 
 
@@ -235,9 +235,9 @@ def _elements(inside: str) -> list[str]:
     return [each for part in parts for each in ([part] if _GROUPS_OF_THREE.fullmatch(part.strip("+-$ ")) else part.split(","))]
 
 
-def _element(text: str) -> Fraction | None:
+def _parse_element(text: str) -> Fraction | None:
     sign, literal = _signed_literal(text)
     if found := _FRACTION.fullmatch(literal):
         above, below = (int(digits) for digits in found.groups() if digits)
         return Fraction(sign * above, below) if below else None
-    return exact_number(text)
+    return parse_exact_number(text)

@@ -38,13 +38,13 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
 from sympy.sets.sets import EmptySet
 
-SHARE = 1e-6
+RELATIVE_TOLERANCE = 1e-6
 _UNEVALUATED = (AppliedUndef, Derivative, Integral, Limit, Product, Sum)
 
 
-def name_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
+def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
     """Return both sides with one symbol for each unevaluated part, the same for the same part, and whether there was such a part."""
-    parts = sorted(set().union(*(_outermost(side) for side in sides)), key=str)
+    parts = sorted(set().union(*(_unevaluated_parts(side) for side in sides)), key=str)
     symbols = {part: Symbol(f"#{place}", real=True) for place, part in enumerate(parts)}
     return [side.xreplace(symbols) for side in sides], bool(parts)
 
@@ -74,10 +74,10 @@ def are_numbers(*sides: Expr) -> bool:
 def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
     """Return whether two numbers differ by more than a margin, without one by more than SHARE of the larger."""
     size = Abs(one - other).evalf()
-    return bool(size > (SHARE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + SHARE)))
+    return bool(size > (RELATIVE_TOLERANCE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + RELATIVE_TOLERANCE)))
 
 
-def differ_by_a_share(truth: Expr, answer: Expr) -> bool:
+def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
     """Return whether two numbers, or two in the same place of lists, sets, intervals and named values, differ by more than SHARE.
 
     math-verify rounds to six places, where 1e-7 equals 2e-7.
@@ -135,13 +135,13 @@ def _sizes(values: Sequence[Expr]) -> list[tuple[Expr, Expr]]:
 
 def _holds_tiny(side: Expr) -> bool:
     numbers = [part for part in preorder_traversal(side) if isinstance(part, Expr) and part.is_number and part.is_finite]
-    return any(0 < Abs(part).evalf() < SHARE for part in numbers)
+    return any(0 < Abs(part).evalf() < RELATIVE_TOLERANCE for part in numbers)
 
 
-def _outermost(side: Expr) -> set[Expr]:
+def _unevaluated_parts(side: Expr) -> set[Expr]:
     if isinstance(side, _UNEVALUATED):
         return {side}
-    return set().union(*(_outermost(part) for part in side.args))
+    return set().union(*(_unevaluated_parts(part) for part in side.args))
 
 
 def _is_trivial(relation: Relational) -> bool:

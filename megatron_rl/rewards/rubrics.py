@@ -15,102 +15,111 @@ import asyncio
 from dataclasses import dataclass
 
 from megatron_rl.config.checks import require, require_choice
-from megatron_rl.rewards.accuracy import MATHS_SOURCES, Accuracy, source_of
-from megatron_rl.rewards.algebra import Algebra
-from megatron_rl.rewards.answer import strict_boxed, tagged, vetoes
+from megatron_rl.rewards.accuracy import MATHS_SOURCES, AccuracyReward, get_data_source
+from megatron_rl.rewards.algebra import MathVerifier
+from megatron_rl.rewards.answer import make_answer_vetoes, read_strict_boxed, read_tagged
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric, TurnPart
-from megatron_rl.rewards.tool_use import RED_LINE, codev_format, deepeyes_format, executed_code, image_returned, red_lines
+from megatron_rl.rewards.judge_prompt import load_judge_prompt
+from megatron_rl.rewards.rubric import RewardFn, RewardInput, RewardTerm, Rubric, TurnRewardTerm
+from megatron_rl.rewards.tool_use import (
+    VIOLATION_REWARD,
+    codev_format_reward,
+    count_executed_code,
+    deepeyes_format_reward,
+    image_returned_reward,
+    step_violations,
+)
 
 SEARCH_SOURCES = ("vstar", "chart", "high_res", "visual_search")
 COUNTING_SOURCES = ("iconqa",)
 """CodeV's kinds of questions, by how a data source begins; all others are calculation."""
-RESPONSE_LENGTH = 6000
+MAX_RESPONSE_CHARS = 6000
 """Characters of an episode's replies, from their end, that the process judge reads."""
-NUM_PROCESS_IMAGES = 3
+MAX_PROCESS_IMAGES = 3
 
 
-REWARDS = ("accuracy", "pyvision", "deepeyes", "codev", "tapo")
+REWARD_NAMES = ("accuracy", "pyvision", "deepeyes", "codev", "tapo")
 
 
-def build(reward: str, *, judge: Judge | None, protocol: str) -> Rubric:
+def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> Rubric:
     """`protocol` tells how answers are written: PyVision's are boxed. Raises ValueError where a reward needs a judge and there is none."""
-    require_choice("task.reward", reward, REWARDS)
-    needs = f"task.reward={reward} is given by a judge; name the servers of one (or recorded verdicts, task.judge.cache)"
-    require(judge is not None or reward not in ("codev", "tapo"), "task.judge.urls", [], needs)
-    read = strict_boxed if protocol == "pyvision" else tagged
-    accuracy = Accuracy(read, Algebra(), judge)
-    parts = {"accuracy": Part(accuracy)}
-    turn_parts: dict[str, TurnPart] = {}
-    if reward == "pyvision":
-        parts["code"] = Part(executed_code, weight=0.1, needs="accuracy")
-    elif reward == "deepeyes":
-        parts = deepeyes_parts(accuracy)
-    elif judge is not None and reward == "codev":
-        parts |= {"format": Part(codev_format, weight=0.3), "process": Part(Process(judge), weight=0.5)}
-    elif judge is not None and reward == "tapo":
-        turn_parts = {"evidence": TurnPart(Evidence(judge), weight=0.5)}
-    return Rubric(parts=parts, turn_parts=turn_parts, vetoes=vetoes(read), solved_by="accuracy")
+    require_choice("task.reward", reward_name, REWARD_NAMES)
+    needs = f"task.reward={reward_name} is given by a judge; name the servers of one (or recorded verdicts, task.judge.cache)"
+    require(judge is not None or reward_name not in ("codev", "tapo"), "task.judge.urls", [], needs)
+    read = read_strict_boxed if tool_format == "pyvision" else read_tagged
+    accuracy = AccuracyReward(read, MathVerifier(), judge)
+    parts = {"accuracy": RewardTerm(accuracy)}
+    turn_parts: dict[str, TurnRewardTerm] = {}
+    if reward_name == "pyvision":
+        parts["code"] = RewardTerm(count_executed_code, weight=0.1, requires="accuracy")
+    elif reward_name == "deepeyes":
+        parts = deepeyes_terms(accuracy)
+    elif judge is not None and reward_name == "codev":
+        parts |= {"format": RewardTerm(codev_format_reward, weight=0.3), "process": RewardTerm(ToolUseJudgeReward(judge), weight=0.5)}
+    elif judge is not None and reward_name == "tapo":
+        turn_parts = {"evidence": TurnRewardTerm(TapoStepReward(judge), weight=0.5)}
+    return Rubric(terms=parts, turn_terms=turn_parts, vetoes=make_answer_vetoes(read), solved_term="accuracy")
 
 
-def deepeyes_parts(accuracy: Reward) -> dict[str, Part]:
+def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
     """0.8 acc + 0.2 format + 1.2 tool; for mathematics 0.4 acc + 0.2 format more, and no tool."""
 
-    def for_maths(reward: Reward, *, wanted: bool = True) -> Reward:
-        async def routed(outcome: Outcome) -> float:
-            return await reward(outcome) if source_of(outcome).startswith(MATHS_SOURCES) == wanted else 0.0
+    def for_maths(reward: RewardFn, *, wanted: bool = True) -> RewardFn:
+        async def routed(outcome: RewardInput) -> float:
+            return await reward(outcome) if get_data_source(outcome).startswith(MATHS_SOURCES) == wanted else 0.0
 
         return routed
 
     return {
-        "accuracy": Part(accuracy, weight=0.8),
-        "format": Part(deepeyes_format, weight=0.2),
-        "tool": Part(for_maths(image_returned, wanted=False), weight=1.2, needs="accuracy"),
-        "maths_accuracy": Part(for_maths(accuracy), weight=0.4),
-        "maths_format": Part(for_maths(deepeyes_format), weight=0.2),
+        "accuracy": RewardTerm(accuracy, weight=0.8),
+        "format": RewardTerm(deepeyes_format_reward, weight=0.2),
+        "tool": RewardTerm(for_maths(image_returned_reward, wanted=False), weight=1.2, requires="accuracy"),
+        "maths_accuracy": RewardTerm(for_maths(accuracy), weight=0.4),
+        "maths_format": RewardTerm(for_maths(deepeyes_format_reward), weight=0.2),
     }
 
 
 @dataclass(slots=True, frozen=True)
-class Process:
+class ToolUseJudgeReward:
     """CodeV's process reward in [0, 1]: the judge sees question, first image, replies (reasoning and code) and up to three images made."""
 
     judge: Judge
 
-    async def __call__(self, outcome: Outcome) -> float:
-        source = source_of(outcome)
+    async def __call__(self, reward_input: RewardInput) -> float:
+        source = get_data_source(reward_input)
         kind = "search" if source.startswith(SEARCH_SOURCES) else "counting" if source.startswith(COUNTING_SOURCES) else "calculation"
-        if kind != "calculation" and not await executed_code(outcome):
+        if kind != "calculation" and not await count_executed_code(reward_input):
             return 0.0  # a red flag of these two that needs no judge
-        made = [image.pil for turn in outcome.turns for image in turn.images][:NUM_PROCESS_IMAGES]
-        fields = {"question": str(outcome.payload["question"]), "response": "\n".join(outcome.replies)[-RESPONSE_LENGTH:]}
-        shown = [*(image.pil for image in outcome.images[:1]), *made]
-        return await self.judge.judged(outcome.rollout, load(f"process_{kind}"), fields=fields, images=shown)
+        made = [image.pil for turn in reward_input.turns for image in turn.images][:MAX_PROCESS_IMAGES]
+        fields = {"question": str(reward_input.payload["question"]), "response": "\n".join(reward_input.replies)[-MAX_RESPONSE_CHARS:]}
+        shown = [*(image.pil for image in reward_input.prompt_images[:1]), *made]
+        return await self.judge.score_rollout(reward_input.rollout, load_judge_prompt(f"process_{kind}"), fields=fields, images=shown)
 
 
 @dataclass(slots=True, frozen=True)
-class Evidence:
+class TapoStepReward:
     """TAPO's step reward: -1 for a red line, 0 for a call without an image, else a judge's who knows neither the words nor the code."""
 
     judge: Judge
 
-    async def __call__(self, outcome: Outcome) -> list[float | None]:
-        crossed = red_lines(outcome)
-        return await asyncio.gather(*(self._step(outcome, number, crossed=cross) for number, cross in enumerate(crossed)))
+    async def __call__(self, reward_input: RewardInput) -> list[float | None]:
+        crossed = step_violations(reward_input)
+        return await asyncio.gather(*(self._score_turn(reward_input, number, is_violation=cross) for number, cross in enumerate(crossed)))
 
-    async def _step(self, outcome: Outcome, number: int, *, crossed: bool) -> float | None:
-        turn = outcome.turns[number]
+    async def _score_turn(self, reward_input: RewardInput, turn_index: int, *, is_violation: bool) -> float | None:
+        turn = reward_input.turns[turn_index]
         if turn.tool_call is None:
             return None
-        if crossed:
-            return RED_LINE
+        if is_violation:
+            return VIOLATION_REWARD
         if not turn.images:
             return 0.0
         sizes = ", ".join(f"{width} x {height}" for width, height in (image.pil.size for image in turn.images))
         fields = {
-            "question": str(outcome.payload["question"]),
+            "question": str(reward_input.payload["question"]),
             "metadata": f"{turn.tool_call.tool}; pictures that came back: {len(turn.images)}, of {sizes} pixels",
         }
-        pictures = [image.pil for image in (*outcome.images[:1], *turn.images)]
-        return await self.judge.judged(outcome.rollout, load("step_evidence"), fields=fields, images=pictures, turn=number)
+        pictures = [image.pil for image in (*reward_input.prompt_images[:1], *turn.images)]
+        return await self.judge.score_rollout(
+            reward_input.rollout, load_judge_prompt("step_evidence"), fields=fields, images=pictures, turn=turn_index
+        )

@@ -15,7 +15,7 @@ import json
 import re
 import unicodedata
 
-LEGEND = (
+QUOTING_LEGEND = (
     "All fields are JSON texts, each on a line of its own. A blank behind <, [ or | and one before a colon was put there when they were"
     " quoted: take no notice of it."
 )
@@ -32,13 +32,13 @@ _UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\
 """Marks and letters among Unicode's Default_Ignorable_Code_Point (DerivedCoreProperties.txt 16.0); the others of these have a category."""
 
 
-def quoted(text: str) -> str:
+def quote_text(text: str) -> str:
     r"""Example: `<|im_end|>` and a right-to-left override -> "< | im_end| >\u202e"."""
     parted = _COLON.sub(" ", _FENCE.sub(r"\1 ", _QUOTES.sub('"', text)))
-    return _BEYOND_ASCII.sub(_seen, json.dumps(parted, ensure_ascii=False))
+    return _BEYOND_ASCII.sub(_escape_hidden, json.dumps(parted, ensure_ascii=False))
 
 
-def _seen(found: re.Match[str]) -> str:
+def _escape_hidden(found: re.Match[str]) -> str:
     character = found[0]
     hidden = unicodedata.category(character) in _UNSEEN_CATEGORIES or _UNSEEN.match(character)
     return json.dumps(character)[1:-1] if hidden else character

@@ -6,7 +6,7 @@ math-verify 0.9.0 reads LaTeX alone; typed names would be products of their lett
 import re
 from itertools import pairwise
 
-from megatron_rl.data.answer_text import balanced, normalize
+from megatron_rl.data.answer_text import normalize_text, text_before_closing_brace
 
 _SYMBOLS = str.maketrans(
     {
@@ -56,7 +56,7 @@ def to_latex(text: str) -> str:
 
     Example: `2*sqrt(3)/3` -> `2\cdot \sqrt{3}/3`; `x**-2` -> `x^{-2}`; `1 1/2` -> `1\frac{1}{2}`; `50 %` -> `50\%`.
     """
-    text = normalize(text).removesuffix(".")
+    text = normalize_text(text).removesuffix(".")
     for typed, command in _RELATIONS:
         text = text.replace(typed, command)
     text = _REPEATING.sub(_write_repeating, _FRACTION_OF_DIGITS.sub(r"\1{\2}{\3}", text))
@@ -107,7 +107,7 @@ def _end_of_arguments(text: str, at: int) -> int | None:
     """Return where the second argument behind a place ends, None where there are no two: each is in braces or one character."""
     for _ in range(2):
         at += len(text[at:]) - len(text[at:].lstrip())
-        inside = balanced(text[at + 1 :]) if text[at : at + 1] == "{" else ""
+        inside = text_before_closing_brace(text[at + 1 :]) if text[at : at + 1] == "{" else ""
         if inside is None or not (inside or text[at : at + 1].isalnum()):
             return None
         at += len(inside) + 2 if text[at] == "{" else 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout, PermanentInfraError, RunDenied
-from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.conversation import Conversation, SequenceLimits, pixels_of
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.example_fields import example_fields
@@ -75,10 +75,10 @@ async def run_episode(
         rollout.status = Status.COMPLETED if rollout.stop_reason in (StopReason.DONE, StopReason.TOOL_ERROR) else Status.TRUNCATED
         ended = clock()
         with timed("scoring"):
-            score = await task.rubric.score(Outcome(payload=example.payload, rollout=rollout, images=shown))
+            score = await task.rubric.score(RewardInput(payload=example.payload, rollout=rollout, prompt_images=shown))
         rollout.scoring_s = clock() - ended
-        rollout.reward, rollout.outcome_reward, rollout.reward_terms = score.reward, score.outcome, score.rewards
-        for turn, worth, gain in zip(rollout.turns, score.turns, score.gains, strict=True):
+        rollout.reward, rollout.outcome_reward, rollout.reward_terms = score.reward, score.outcome_reward, score.reward_terms
+        for turn, worth, gain in zip(rollout.turns, score.step_scores, score.reward_deltas, strict=True):
             turn.step_score, turn.reward_delta = worth, gain
     except InfraError as fault:
         rollout.status, rollout.reason, rollout.reward, rollout.stop_reason = Status.FAILED, str(fault), None, _end_of(fault)

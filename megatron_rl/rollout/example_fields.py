@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megatron_rl.io.jsonl import to_line
+from megatron_rl.io.jsonl import to_json_line
 
 MAX_CHARACTERS = 4000
 """Largest number of characters of a text in `extra`; longer texts are cut and marked as cut."""
@@ -20,7 +20,7 @@ def example_fields(payload: Mapping[str, object]) -> dict[str, str]:
     extra = payload.get("extra")
     kept = _json_fields(extra, depth=0) if isinstance(extra, Mapping) else {}
     texts = {name: _text(payload.get(name)) for name in ("question", "answer")}
-    return {**texts, "extra": to_line(kept) if kept else ""}
+    return {**texts, "extra": to_json_line(kept) if kept else ""}
 
 
 def _text(value: object) -> str:

@@ -93,9 +93,9 @@ def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> No
     resizes in another way than the renderer."""
     images, numbers = processor.image_processor, processor.tokenizer.get_added_vocab()
     for what, found, field, stated in (
-        ("patch_size", images.patch_size, "vision_config.patch_size", spec.vision.patch),
-        ("temporal_patch_size", images.temporal_patch_size, "vision_config.temporal_patch_size", spec.vision.temporal_patch),
-        ("merge_size", images.merge_size, "vision_config.spatial_merge_size", spec.vision.merge),
+        ("patch_size", images.patch_size, "vision_config.patch_size", spec.vision.patch_size),
+        ("temporal_patch_size", images.temporal_patch_size, "vision_config.temporal_patch_size", spec.vision.temporal_patch_size),
+        ("merge_size", images.merge_size, "vision_config.spatial_merge_size", spec.vision.spatial_merge_size),
         ("<|image_pad|>", numbers["<|image_pad|>"], "image_token_id", spec.image_token_id),
         ("<|video_pad|>", numbers["<|video_pad|>"], "video_token_id", spec.video_token_id),
         ("<|vision_start|>", numbers["<|vision_start|>"], "vision_start_token_id", spec.vision_start_id),

@@ -83,7 +83,7 @@ class Renderer:
         check_vocabulary({}, vocab_size=spec.vocab_size, num_token_ids=max(vocab.values()) + 1, where=f"model.path={model.path}")
         self._never_sampled = {known[token] for token in _NEVER_SAMPLED}
         self.banned_ids = find_banned_ids(vocab, spec, never_sampled=_NEVER_SAMPLED)
-        self.max_positions, self.merge, self.patch = spec.max_positions, spec.vision.merge, spec.vision.patch
+        self.max_positions, self.merge, self.patch = spec.max_positions, spec.vision.spatial_merge_size, spec.vision.patch_size
         self.vision_pixels = self.patch * self.merge
         check_model_fit(self.processor, spec, model.path)
         self._images: OrderedDict[str, Image] = OrderedDict()

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.config import Settings, require
 from megatron_rl.distributed.world import World, raise_on_all_ranks
-from megatron_rl.observe.rollout_store import as_played, num_rows, path_of, read_rollouts, rounds_of
+from megatron_rl.observe.rollout_store import num_rows, read_num_gen_batches, read_rollouts, step_path, without_training_columns
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.manager import GatherFn
 from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler
@@ -30,16 +30,16 @@ class Replay:
 
     def generate(self, step: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         """The rollouts of a step as they were played. ValueError: its file is damaged, or lacks a picture."""
-        path = path_of(self._folder, step)
+        path = step_path(self._folder, step)
         rollouts = self._gather(raise_on_all_ranks(lambda: self._mine(path)))
-        self.admission.rounds += rounds_of(path)
+        self.admission.rounds += read_num_gen_batches(path)
         enough(rollouts)
         return rollouts
 
     def _mine(self, path: Path) -> list[Rollout]:
         num = num_rows(path)
         mine = range(self._rank * num // self._size, (self._rank + 1) * num // self._size)
-        return [as_played(rollout) for rollout in read_rollouts(path, mine)]
+        return [without_training_columns(rollout) for rollout in read_rollouts(path, mine)]
 
     def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Nobody plays with them."""
@@ -59,6 +59,6 @@ class Replay:
 def check_recorded(settings: Settings) -> None:
     """ValueError: a step that is to be trained on was not recorded."""
     for step in range(settings.run.steps):
-        path = path_of(Path(settings.run.replay), step)
+        path = step_path(Path(settings.run.replay), step)
         remedy = f"step {step} is not there; give RUN/rollouts of a run with run.record=all, or fewer run.steps"
         require(path.is_file(), "run.replay", settings.run.replay, remedy)

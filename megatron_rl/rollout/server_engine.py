@@ -65,7 +65,7 @@ class ServerEngine:
 
     async def _set_up(self) -> None:
         probe_s = self._settings.health_timeout_s
-        self._http = BoundedClient(token=self._servers[0].token, keep_s=RETENTION_S)  # one token is that of all
+        self._http = BoundedClient(token=self._servers[0].token, keepalive_s=RETENTION_S)  # one token is that of all
         asking = partial(GenerateClient, http=self._http, image_token_id=self._image_token_id, stop_ids=self._stop_ids, connect_s=probe_s)
         self._asking = asking(limit_s=self._settings.request_timeout_s)
         self._slots = asyncio.Semaphore(self._settings.max_num_seqs * len(self._servers))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron_rl.config import TaskSettings, require
-from megatron_rl.data.transcripts import demonstrations_of
-from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.data.transcripts import load_demonstrations
+from megatron_rl.rewards.rubric import Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 if TYPE_CHECKING:  # it brings openai
@@ -62,7 +62,7 @@ class Task(ABC):
     """A dataclass of settings that this task alone has; settings.options is one of it."""
     rewards: ClassVar[Sequence[str]] = ()
     """Names that task.reward may have besides those of a user's own functions. Empty: the task is scored in one way only."""
-    rubric: Rubric = Rubric(turn_parts={"return": TurnPart(environment_rewards, mean=False)})
+    rubric: Rubric = Rubric(turn_terms={"return": TurnRewardTerm(environment_rewards, averages_turns=False)})
     """The undiscounted sum of what the environment gives, where a task does not say otherwise."""
     judge: "Judge | None" = None
     """Whom its rubric asks."""
@@ -95,13 +95,13 @@ class Task(ABC):
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """Of a split; each is asked for when it is trained on, and may be made only then. A task that makes none has the user's transcripts
         alone, which every task has (sft.py)."""
-        return demonstrations_of(self.settings.data, split, num=num, seed=seed)
+        return load_demonstrations(self.settings.data, split, num=num, seed=seed)
 
     def success(self, rollout: Rollout) -> bool:
         """Whether a scored episode counts as solved in evaluations."""
-        return self.rubric.solves(rollout)
+        return self.rubric.is_solved(rollout)
 
-    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """What an evaluation says of these scored episodes besides, as eval/greedy_NAME: `success` and `return` take the place of the means
         where a task knows better. Rollout.group is a position in `examples`."""
         return {}

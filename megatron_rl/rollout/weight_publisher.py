@@ -17,7 +17,7 @@ from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, describ
 from megatron_rl.config import WeightPublishSettings, require
 from megatron_rl.distributed.world import raise_on_all_ranks
 from megatron_rl.rollout.vllm.weight_receiver import buckets
-from sandbox.bounded_http import DENIED, NoAnswer, request
+from sandbox.bounded_http import DENIED_STATUSES, NoResponse, send_request
 from sandbox.token import read_token
 
 MAX_BUCKET_BYTES = 64 << 10
@@ -81,12 +81,12 @@ class WeightPublisher:
         for number, part in enumerate(parts):
             body = {"update": update, "part": number, "parts": len(parts), "safetensors": part}
             try:
-                answer = request(
-                    "POST", f"{url}/weights", body, limit_s=self._settings.timeout_s, max_bytes=MAX_BUCKET_BYTES, token=self._token
+                answer = send_request(
+                    "POST", f"{url}/weights", body, timeout_s=self._settings.timeout_s, max_bytes=MAX_BUCKET_BYTES, token=self._token
                 )
-            except NoAnswer as error:
+            except NoResponse as error:
                 raise EndpointError(to_one_line(str(error))) from error
-            if answer.status in DENIED:
+            if answer.status in DENIED_STATUSES:
                 raise KeyRefused(f"answers {answer.status} ({to_one_line(answer.text)}); give its token")
             if answer.status != 200:
                 hint = "; start it with --trained" if answer.status == 404 else ""

@@ -10,7 +10,7 @@ from typing import Annotated
 from annotated_types import Ge
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_rl.io.jsonl import read_json, replace_bytes
+from megatron_rl.io.jsonl import read_json, write_bytes_atomically
 from megatron_rl.run.record import History
 from megatron_rl.weights.formats.digests import MAX_STATE_BYTES, STATE, check_records
 
@@ -67,7 +67,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
 
 
 def write_state(path: Path, values: Mapping[str, object]) -> None:
-    replace_bytes(path, json.dumps({_OWN_DIGEST: _digest_of(values), **values}, indent=1).encode())
+    write_bytes_atomically(path, json.dumps({_OWN_DIGEST: _digest_of(values), **values}, indent=1).encode())
 
 
 def _digest_of(values: Mapping[str, object]) -> str:

@@ -32,9 +32,9 @@ import yaml
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import run_on_rank_zero
 from megatron_rl.io.bounded_files import read_yaml
-from megatron_rl.io.jsonl import read_json, replace_bytes, to_number
+from megatron_rl.io.jsonl import parse_number, read_json, write_bytes_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
-from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER as ROLLOUTS
 from megatron_rl.run.checkpoint_state import read_state
 from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, explain_write_errors, list_checkpoints, step_name, step_of
 from megatron_rl.run.superseded_steps import SUPERSEDED
@@ -167,7 +167,7 @@ def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseExce
     line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
     ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": saved_step(folder)}
     with suppress(OSError):  # the disk may be what the run ends for
-        replace_bytes(folder / ENDED, json.dumps(ended).encode())
+        write_bytes_atomically(folder / ENDED, json.dumps(ended).encode())
 
 
 def saved_step(folder: Path) -> int:
@@ -237,7 +237,7 @@ def _evaluation_in(folder: Path) -> dict[str, float]:
     path = folder / EVALUATION
     try:
         found = read_json(path)
-        return {str(name): to_number(value) for name, value in found.items()}
+        return {str(name): parse_number(value) for name, value in found.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); remove it, and the run makes its last evaluation again") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.config import Settings
 from megatron_rl.errors import InfraOutage, LogprobMismatch, NonFiniteValue, RunFailed
-from megatron_rl.observe.step_metrics import mean_abs_diff
+from megatron_rl.observe.step_metrics import mean_logprob_abs_diff
 from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_LOGPROB_ABS_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -61,7 +61,7 @@ class MismatchCheck:
         if not self._is_due or update["tokens"] == 0 or update.get("rollout/on_policy_fraction") == 0:
             return
         self._is_due = False
-        mean, largest = mean_abs_diff(update), update["rollout_mismatch/logprob_abs_diff_max"]
+        mean, largest = mean_logprob_abs_diff(update), update["rollout_mismatch/logprob_abs_diff_max"]
         bound = self._accepted or MAX_LOGPROB_ABS_DIFF[self._dtype]
         if not mean <= bound:  # NaN, too
             source = "run.max_logprob_abs_diff" if self._accepted else f"of {self._dtype}"

@@ -17,18 +17,18 @@ import yaml
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import World, gather, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.errors import LogprobMismatch, NonFiniteValue
-from megatron_rl.io.jsonl import replace_bytes, replace_lines, unwritten
+from megatron_rl.io.jsonl import write_bytes_atomically, write_error_line, write_lines_atomically
 from megatron_rl.observe.judge_stats import JudgeStats
-from megatron_rl.observe.memory import largest, peaks
-from megatron_rl.observe.metrics import MetricsLog, Spans
-from megatron_rl.observe.progress import Progress
-from megatron_rl.observe.recorder import FOLDER as ROLLOUTS
-from megatron_rl.observe.recorder import PICTURES, Recorder, best_and_worst, store_pictures
-from megatron_rl.observe.recorder import write as write_rollouts
-from megatron_rl.observe.rollout_store import Bank
-from megatron_rl.observe.step_metrics import Worked, credited_groups, idle
-from megatron_rl.observe.trace import STEP, Trace
-from megatron_rl.observe.trace import write as write_trace
+from megatron_rl.observe.memory import max_over_ranks, peak_memory
+from megatron_rl.observe.metrics import MetricsLog, StepTimer
+from megatron_rl.observe.progress import ProgressDisplay
+from megatron_rl.observe.recorder import IMAGES_FOLDER, BestWorstRecorder, save_images, select_best_and_worst
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER as ROLLOUTS
+from megatron_rl.observe.recorder import write_rollouts as write_rollouts
+from megatron_rl.observe.rollout_store import RolloutStore
+from megatron_rl.observe.step_metrics import EngineBusyCounter, groups_with_advantages, idle_metrics
+from megatron_rl.observe.trace import STEP_ROW, StepTrace
+from megatron_rl.observe.trace import write_trace as write_trace
 from megatron_rl.run.superseded_steps import find_gaps, supersede_records
 from megatron_rl.types import MicroBatch, Rollout, StopReason
 
@@ -94,12 +94,12 @@ class Run:
         """Of the last evaluation in this life, as in eval.json."""
         self.is_main, self._rank, self._is_alone = world.is_main, world.rank, world.size == 1
         self._runs_ahead = settings.run.max_staleness > 0
-        self._recorded = {"best": settings.run.record_best, "worst": settings.run.record_worst}
+        self._recorded = {"num_best": settings.run.record_best, "num_worst": settings.run.record_worst}
         self._keeps_all = settings.run.record == "all"
-        self._told, self._worked = set(self.history.bad_examples), Worked()
-        self.progress = Progress(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
-        self.trace = Trace(settings.run.trace)
-        self.spans = Spans(watch=self.progress.phase if self.progress else None, around=partial(self.trace, STEP))
+        self._told, self._worked = set(self.history.bad_examples), EngineBusyCounter()
+        self.progress = ProgressDisplay(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
+        self.trace = StepTrace(settings.run.trace)
+        self.spans = StepTimer(on_span=self.progress.set_phase if self.progress else None, trace=partial(self.trace, STEP_ROW))
         if not self.is_main:
             return
         with self.spans("start"), explain_write_errors(self.folder):
@@ -115,20 +115,20 @@ class Run:
             if gaps:
                 self.log(f"warning: {gaps}")
             config = asdict(settings)
-            replace_bytes(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
+            write_bytes_atomically(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
             self.metrics_log = MetricsLog(
                 self.folder, settings.wandb, config, trackio_settings=settings.trackio, start_step=first_line
             )  # fmt: skip
-            self.recorder = Recorder(self.folder, **self._recorded)
-            self.bank = Bank(self.folder, limit_gb=settings.run.record_gb)
+            self.recorder = BestWorstRecorder(self.folder, **self._recorded)
+            self.bank = RolloutStore(self.folder, max_gb=settings.run.record_gb)
 
     @contextmanager
     def timed_rollout(self, busy_s: Callable[[], float]) -> Iterator[None]:
         """Time a rollout: the seconds that the engine was busy are its own, the rest is environment and reward."""
-        busy = self._worked.begin(busy_s)
+        busy = self._worked.start(busy_s)
         with self.spans("environment"):
             yield
-            self.spans.add("engine", busy_s() - busy)
+            self.spans.add_seconds("engine", busy_s() - busy)
 
     @contextmanager
     def dump_on_error(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
@@ -141,8 +141,8 @@ class Run:
         except NonFiniteValue as error:
             path = self.folder / "not_finite" / f"step_{step:06d}.jsonl"
             with explain_write_errors(self.folder):
-                raise_on_all_ranks(lambda: store_pictures(path.parent, rollouts))
-                run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=step, among=rollouts))
+                raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
+                run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=step, step_rollouts=rollouts))
             raise NonFiniteValue(f"step {step}, {error}; the step's rollouts are kept in {path}, checkpoints before it stay") from error
 
     @contextmanager
@@ -169,11 +169,11 @@ class Run:
         try:
             yield
         except LogprobMismatch as error:
-            chosen = best_and_worst(rollouts, best=4, worst=4)
+            chosen = select_best_and_worst(rollouts, num_best=4, num_worst=4)
             path = self.folder / ROLLOUTS / f"step_{step:06d}.jsonl"
             with explain_write_errors(self.folder):
-                raise_on_all_ranks(lambda: store_pictures(path.parent, [rollout for kind in chosen.values() for rollout in kind]))
-                run_on_rank_zero(lambda: write_rollouts(path, chosen, step=step, among=rollouts))
+                raise_on_all_ranks(lambda: save_images(path.parent, [rollout for kind in chosen.values() for rollout in kind]))
+                run_on_rank_zero(lambda: write_rollouts(path, chosen, step=step, step_rollouts=rollouts))
             explain = f"python launch/explain.py {self.folder} --step {step}"
             remedy = f"`{explain}` finds where they differ; run.max_logprob_abs_diff accepts more"
             raise LogprobMismatch(f"step {step}: {error}; {remedy}") from error
@@ -181,22 +181,22 @@ class Run:
     def log(self, line: str) -> None:
         """One line for whoever watches the run."""
         if self.progress is not None:
-            self.progress.tell(line)
+            self.progress.print_line(line)
 
     def log_step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
         """A step's updates are made: best and worst rollouts, and a line for each example that met its first fault of those that waiting
         cannot mend. Its metrics are owed until `record`."""
-        _, moving = credited_groups(rollouts)
+        _, moving = groups_with_advantages(rollouts)
         self.history.has_learned += bool(moving)
         metrics["rollout/bad_prompts"] = float(len(self.history.bad_examples))
         if self.judge is not None:
-            metrics |= self.judge.decided(rollouts, self.history.judge)
+            metrics |= self.judge.record_decided(rollouts, self.history.judge)
         self.num_done, self.metrics, self.history.pending_metrics = step + 1, metrics, metrics
         if not self._is_alone:
-            best_worst = [each for kind in best_and_worst(rollouts, **self._recorded).values() for each in kind]
+            best_worst = [each for kind in select_best_and_worst(rollouts, **self._recorded).values() for each in kind]
             chosen = rollouts if self._keeps_all else best_worst
             with explain_write_errors(self.folder):
-                raise_on_all_ranks(lambda: store_pictures(self.folder / ROLLOUTS, chosen))
+                raise_on_all_ranks(lambda: save_images(self.folder / ROLLOUTS, chosen))
         if not self.is_main:
             return
         for name in [name for name in self.history.bad_examples if name not in self._told]:
@@ -204,50 +204,52 @@ class Run:
             self._told.add(name)
         with explain_write_errors(self.folder):
             self.recorder.record(step, rollouts)
-            self.metrics_log.show(step, best_and_worst(rollouts, **self._recorded), pictures=self.folder / ROLLOUTS / PICTURES)
+            self.metrics_log.log_rollouts(
+                step, select_best_and_worst(rollouts, **self._recorded), image_folder=self.folder / ROLLOUTS / IMAGES_FOLDER
+            )
             if self._keeps_all:
-                self.bank.record(step, rollouts, rounds=int(metrics["rollout/num_gen_batches"]))
+                self.bank.record_step(step, rollouts, num_gen_batches=int(metrics["rollout/num_gen_batches"]))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Close a step: metrics with the step's times, one line on the terminal."""
         self.num_done, self.metrics, self.history.pending_metrics = step + 1, metrics, {}
         self.evaluation = _evaluation(metrics) or self.evaluation
-        if self.trace.is_on:
-            events = gather(self.trace.take())
+        if self.trace.is_enabled:
+            events = gather(self.trace.pop_events())
             with explain_write_errors(self.folder):
                 run_on_rank_zero(lambda: write_trace(self.folder, step, events))
-        memory = [peaks()] if self._is_alone else gather(peaks())
-        metrics = {**metrics, **(self.judge.take(self.history.judge) if self.judge else {})}
+        memory = [peak_memory()] if self._is_alone else gather(peak_memory())
+        metrics = {**metrics, **(self.judge.collect(self.history.judge) if self.judge else {})}
         if not self.is_main:
             return
         with explain_write_errors(self.folder):
-            times = self.spans.take()
-            shares = idle(times, busy_s=self._worked.since_last()) if self._runs_ahead else {}
-            metrics = {**metrics, **times, **shares, **self.bank.figures(), **largest(memory)}
+            times = self.spans.collect()
+            shares = idle_metrics(times, busy_s=self._worked.busy_since_last()) if self._runs_ahead else {}
+            metrics = {**metrics, **times, **shares, **self.bank.metrics(), **max_over_ranks(memory)}
             self.metrics_log.log(step, metrics)
         taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0
-        self.progress.step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
+        self.progress.log_step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
         values = self.evaluation = _evaluation(metrics)
         self.is_finished = True
-        metrics = {**metrics, **(self.judge.take(self.history.judge) if self.judge else {})}
+        metrics = {**metrics, **(self.judge.collect(self.history.judge) if self.judge else {})}
         if not self.is_main:
             return
         if self.judge is not None:
-            self.log(self.judge.summary(self.history.judge))
+            self.log(self.judge.format_summary(self.history.judge))
         if self.history.returns and not self.history.has_learned:
             remedy = (
                 "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
             )
             self.log(f"nothing was learned in any of {len(self.history.returns)} steps: rewards of a group were always alike; {remedy}")
         with explain_write_errors(self.folder):
-            self.metrics_log.log(self.num_steps, {**metrics, **self.spans.take()})
-            replace_bytes(self.folder / EVALUATION, (json.dumps(values, indent=1) + "\n").encode())
+            self.metrics_log.log(self.num_steps, {**metrics, **self.spans.collect()})
+            write_bytes_atomically(self.folder / EVALUATION, (json.dumps(values, indent=1) + "\n").encode())
             seen = self.history.prompts.items()
             lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
-            replace_lines(self.folder / PROMPTS, lines)
+            write_lines_atomically(self.folder / PROMPTS, lines)
 
     def close(self) -> None:
         """Close the logs and the display; what was written stays."""
@@ -313,4 +315,4 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OSError(unwritten("run.dir", folder, error)) from error
+        raise OSError(write_error_line("run.dir", folder, error)) from error

@@ -6,8 +6,8 @@ the process at once, and so does any other signal that comes AGAIN_S or more aft
 
 Python's handlers run when the main thread comes back from C: in a collective, or where ranks wait for each other to begin, that may take
 minutes. `SignalDeadline` therefore hears signals in a thread, and ends a process that has not acted in time: START_S after the signal
-before the first `check`, AT_ONCE_S after a second one; later on grace_s + closing_s after it, or without a launcher CLOSING_S after the
-main thread was last seen to move beyond the grace.
+before the first `check`, IMMEDIATE_KILL_S after a second one; later on grace_s + closing_s after it, or without a launcher CLOSING_S after
+the main thread was last seen to move beyond the grace.
 """
 
 import asyncio

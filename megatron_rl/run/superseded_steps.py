@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl.io.bounded_files import is_regular
-from megatron_rl.io.jsonl import replace_lines
+from megatron_rl.io.jsonl import write_lines_atomically
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
-from megatron_rl.observe.recorder import FOLDER, keys_in, name_of
-from megatron_rl.observe.rollout_store import STEP, keys_in_step, step_of
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, image_file_name, image_keys_in
+from megatron_rl.observe.rollout_store import STEP_NAME_PATTERN, image_keys_of_step, step_number
 
 SUPERSEDED = "superseded"
-KEYS_OF = {".jsonl": keys_in, ".parquet": keys_in_step}
+KEYS_OF = {".jsonl": image_keys_in, ".parquet": image_keys_of_step}
 """By suffix of a file of rollouts: what gives the keys of its pictures."""
 
 
@@ -44,17 +44,17 @@ def supersede_records(
     lines = read_metrics(path) if path.is_file() else []
     repeated = [line for line in lines if line["step"] >= first_line]
     num_repeated = sum(not _is_final_evaluation(line) for line in repeated)
-    files = [file for file in _step_files(run_dir / FOLDER) if step_of(file) >= first_step]
+    files = [file for file in _step_files(run_dir / ROLLOUTS_FOLDER) if step_number(file) >= first_step]
     names = [name for name in (*results, *(models if num_repeated else ())) if (run_dir / name).exists()]
     superseded = _new_folder(run_dir / SUPERSEDED / f"step_{first_step:08d}") if repeated or files or names else None
     if superseded:
-        replace_lines(superseded / METRICS_FILE, repeated)
-        _move_rollouts(files, superseded / FOLDER)
+        write_lines_atomically(superseded / METRICS_FILE, repeated)
+        _move_rollouts(files, superseded / ROLLOUTS_FOLDER)
         for name in names:
             (run_dir / name).rename(superseded / name)
     if path.is_file():  # last: a kill before leaves the lines here, and they are moved by the next attempt
         kept = [line for line in lines if line["step"] < first_line]
-        replace_lines(path, _with_evaluation(kept, repeated) if num_steps > first_step else kept)
+        write_lines_atomically(path, _with_evaluation(kept, repeated) if num_steps > first_step else kept)
     return (superseded, num_repeated) if superseded else None
 
 
@@ -83,7 +83,7 @@ def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[s
 
 
 def _step_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if path.suffix in KEYS_OF and STEP.fullmatch(path.stem))
+    return sorted(path for path in folder.glob("step_*") if path.suffix in KEYS_OF and STEP_NAME_PATTERN.fullmatch(path.stem))
 
 
 def _new_folder(wanted: Path) -> Path:
@@ -104,7 +104,7 @@ def free_path(wanted: Path) -> Path:
 def _move_rollouts(files: Sequence[Path], to: Path) -> None:
     """Move files of rollouts, each behind links to its pictures: other steps may show the same ones."""
     for file in files:
-        for name in map(name_of, KEYS_OF[file.suffix](file)):
+        for name in map(image_file_name, KEYS_OF[file.suffix](file)):
             source, target = file.parent / name, to / name
             if is_regular(source, follow_link=False) and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,30 +11,30 @@ import torch
 
 from megatron_rl.config import Settings, require
 from megatron_rl.run.shutdown import StopSignal
-from megatron_rl.services.service_launcher import LOOK_S, Service, check_service, chosen
+from megatron_rl.services.service_launcher import POLL_S, LaunchedService, check_service, enabled_services
 
 
-def serve(settings: Settings, *, is_over: Callable[[], bool]) -> bool:
+def serve_external_services(settings: Settings, *, is_run_finished: Callable[[], bool]) -> bool:
     """Start the services that are marked `elsewhere`, publish their addresses, and end them when the run is over or this job is asked to
     stop; whether the run was over. One that was over before is waited for: it is to go on. ValueError: a service has ended."""
     require(not settings.run.overwrite, "run.overwrite", True, "moves the folder aside, addresses included; start both in a new run.dir")
-    marked = {name: replace(service, external=False) for name, service in chosen(settings.services).items() if service.external}
+    marked = {name: replace(service, external=False) for name, service in enabled_services(settings.services).items() if service.external}
     remedy = "nothing is to be started by another job; mark it in the run's settings and here: services.judge.external=true"
-    require(bool(marked), "services", ", ".join(chosen(settings.services)), remedy)
-    own: list[Service] = []
+    require(bool(marked), "services", ", ".join(enabled_services(settings.services)), remedy)
+    own: list[LaunchedService] = []
     with StopSignal(grace_s=0.0) as stop, ExitStack() as running:
         stop.mark_started()
         for name, service in marked.items():
-            check_service(name, service, num_taken=0, num_gpus=torch.cuda.device_count())
-            own.append(Service(name, service, run=Path(settings.run.dir), host=socket.gethostname()))
-            running.callback(own[-1].end)
+            check_service(name, service, num_used_gpus=0, num_gpus=torch.cuda.device_count())
+            own.append(LaunchedService(name, service, run=Path(settings.run.dir), host=socket.gethostname()))
+            running.callback(own[-1].stop)
         has_begun = False
         while not stop.is_requested:
             for service in own:
-                service.look()
-            is_at_work = not is_over()
+                service.poll()
+            is_at_work = not is_run_finished()
             if has_begun and not is_at_work:
                 return True
             has_begun |= is_at_work
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
     return False

@@ -29,52 +29,61 @@ from megatron_rl.config import (
 )
 from megatron_rl.distributed.world import World, run_on_rank_zero
 from megatron_rl.rollout.vllm.http_gate import TOKEN_FILE
-from megatron_rl.services.address import FOLDER, KINDS, file_of, find, is_there, proves, publish, token_file
-from megatron_rl.services.supervised_process import Kept, environment, free_port, is_free
+from megatron_rl.services.address import (
+    SERVICE_KINDS,
+    SERVICES_FOLDER,
+    address_file,
+    can_prove_token,
+    find_address,
+    is_service_running,
+    publish_address,
+    token_file,
+)
+from megatron_rl.services.supervised_process import SupervisedProcess, find_free_port, is_port_free, make_environment
 from sandbox.token import write_token
 
 P = TypeVar("P", JudgeSettings, ListenerSettings, SpeakerSettings)
 
-LOOK_S, TELL_S = 0.5, 10.0
+POLL_S, REPORT_INTERVAL_S = 0.5, 10.0
 """Between two questions whether a service answers, and between two lines about one that does not."""
 
 
-class Service:
+class LaunchedService:
     """One service. `look` until it has an address; `end` however that went."""
 
     def __init__(self, name: str, settings: ServiceSettings, *, run: Path, host: str) -> None:
         """`host` is where it listens unless its settings say otherwise; check_service has passed.
         ValueError: that is no address of this node."""
-        self.name, self._settings, self._run, self._kind = name, settings, run, KINDS[settings.kind]
-        self._nonce, self._began, self._told = secrets.token_hex(8), time.monotonic(), time.monotonic()
+        self.name, self._settings, self._run, self._kind = name, settings, run, SERVICE_KINDS[settings.kind]
+        self._nonce, self._started_at, self._reported_at = secrets.token_hex(8), time.monotonic(), time.monotonic()
         self.url = ""
         """From the moment on when it is up."""
-        self.log = run / FOLDER / f"{name}.log"
-        self._kept: Kept | None = None
+        self.log = run / SERVICES_FOLDER / f"{name}.log"
+        self._process: SupervisedProcess | None = None
         if not settings.external:
             self._start(settings.host or host)
 
     def _start(self, host: str) -> None:
         try:
-            port = self._settings.port or free_port(host)
+            port = self._settings.port or find_free_port(host)
         except OSError as error:
             raise ValueError(f"services.{self.name}.host={host}: {error}; give an address of {socket.gethostname()}") from error
-        self._address = f"http://{host}:{port}{self._kind.path}"
-        options = self._kind.options(self._settings, self.name, self._nonce, token_file(self._run, self.name))
+        self._address = f"http://{host}:{port}{self._kind.url_path}"
+        options = self._kind.make_options(self._settings, self.name, self._nonce, token_file(self._run, self.name))
         command = [*(self._settings.command or self._kind.command), *options, "--host", host, "--port", str(port), *self._settings.args]
-        file_of(self._run, self.name).unlink(missing_ok=True)
+        address_file(self._run, self.name).unlink(missing_ok=True)
         file = token_file(self._run, self.name)
         own = {"VLLM_API_KEY": write_token(file), TOKEN_FILE: str(file.absolute())}  # vLLM's variable, and that of our gate before it
         own = own if self._settings.kind == "vllm" else {}
-        self._kept = Kept(command, log=self.log, environment=environment(os.environ, self._settings.gpus) | own)
+        self._process = SupervisedProcess(command, log=self.log, environment=make_environment(os.environ, self._settings.gpus) | own)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Ask whether it answers, and then publish where. ValueError: it has ended, or its time is over."""
         if self.url and not self._settings.external:
             self._require_alive()
         if self.url:
             return
-        passed, refusal = time.monotonic() - self._began, ""
+        passed, refusal = time.monotonic() - self._started_at, ""
         try:
             self.url = self._published_url() if self._settings.external else self._own_url()
         except KeyRefused as refused:
@@ -85,108 +94,108 @@ class Service:
             print(f"service {self.name}: {self.url}, after {passed:.0f} s", flush=True)
         elif passed > self._settings.startup_timeout_s:
             self._fail("startup_timeout_s", self._settings.startup_timeout_s, refusal or "it does not answer")
-        elif time.monotonic() - self._told > TELL_S:
-            self._told = time.monotonic()
-            print(f"service {self.name}: {refusal or 'does not answer yet'}, after {passed:.0f} s; {self._last_words()}", flush=True)
+        elif time.monotonic() - self._reported_at > REPORT_INTERVAL_S:
+            self._reported_at = time.monotonic()
+            print(f"service {self.name}: {refusal or 'does not answer yet'}, after {passed:.0f} s; {self._log_tail()}", flush=True)
 
     def _published_url(self) -> str:
-        return find(self._run, self.name, self._settings.kind, is_gated=proves(self._settings))
+        return find_address(self._run, self.name, self._settings.kind, is_gated=can_prove_token(self._settings))
 
     def _own_url(self) -> str:
         self._require_alive()
-        file, is_gated = token_file(self._run, self.name), proves(self._settings)
-        if not is_there(self._address, self._settings.kind, nonce=self._nonce, token=file, is_gated=is_gated):
+        file, is_gated = token_file(self._run, self.name), can_prove_token(self._settings)
+        if not is_service_running(self._address, self._settings.kind, nonce=self._nonce, token=file, is_gated=is_gated):
             return ""
-        publish(self._run, self.name, url=self._address, nonce=self._nonce)
+        publish_address(self._run, self.name, url=self._address, nonce=self._nonce)
         return self._address
 
     def _require_alive(self) -> None:
-        code = self._kept.code()
+        code = self._process.exit_code()
         if code is not None:
             self._fail("kind", self._settings.kind, f"its server has ended with exit code {code}")
 
     def _fail(self, key: str, value: object, what: str) -> NoReturn:
-        raise ValueError(f"services.{self.name}.{key}={value}: {what}; {self._last_words()}")
+        raise ValueError(f"services.{self.name}.{key}={value}: {what}; {self._log_tail()}")
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         """The end of its log, which is told on one line."""
         if self._settings.external:
-            return f"{file_of(self._run, self.name)} is to be written by launch/serve.py in another job"
-        return self._kept.last_words()
+            return f"{address_file(self._run, self.name)} is to be written by launch/serve.py in another job"
+        return self._process.log_tail()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Take the address back and end the server, if it is this run's."""
-        if self._kept is None:
+        if self._process is None:
             return
-        for file in (file_of(self._run, self.name), token_file(self._run, self.name)):
+        for file in (address_file(self._run, self.name), token_file(self._run, self.name)):
             file.unlink(missing_ok=True)
-        self._kept.end()
+        self._process.stop()
 
 
-def chosen(services: ServicesSettings) -> dict[str, ServiceSettings]:
+def enabled_services(services: ServicesSettings) -> dict[str, ServiceSettings]:
     """Those that are started, by name."""
     named = {"judge": services.judge, "listener": services.listener, "sandbox": services.sandbox, "speaker": services.speaker}
     return {name: service for name, service in named.items() if service.kind}
 
 
 @contextmanager
-def serving(settings: Settings, world: World, *, go_on: Callable[[], None]) -> Iterator[dict[str, str]]:
+def run_services(settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]) -> Iterator[dict[str, str]]:
     """The services inside the block: their addresses by name. All ranks together; `go_on` may end the wait for them by raising."""
-    own: list[Service] = []
+    own: list[LaunchedService] = []
     with ExitStack() as running:
 
         def begin() -> None:
-            for name, service in chosen(settings.services).items():
-                own.append(Service(name, service, run=Path(settings.run.dir), host=host_of(world)))
-                running.callback(own[-1].end)
+            for name, service in enabled_services(settings.services).items():
+                own.append(LaunchedService(name, service, run=Path(settings.run.dir), host=rank_zero_host(world)))
+                running.callback(own[-1].stop)
 
         run_on_rank_zero(begin)
-        while not run_on_rank_zero(lambda: are_up(own)):
-            go_on()
-            time.sleep(LOOK_S)
+        while not run_on_rank_zero(lambda: are_ready(own)):
+            raise_if_stopped()
+            time.sleep(POLL_S)
         yield run_on_rank_zero(lambda: {service.name: service.url for service in own})
 
 
-def are_up(services: Sequence[Service]) -> bool:
+def are_ready(services: Sequence[LaunchedService]) -> bool:
     for service in services:
-        service.look()
+        service.poll()
     return all(service.url for service in services)
 
 
-def addressed(task: TaskSettings, urls: Mapping[str, str], *, run: Path) -> TaskSettings:
+def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path) -> TaskSettings:
     """The task's settings with the addresses of services in the place of their names, and the file of the token that one asks for."""
     sandbox, name = task.sandbox, service_of(task.sandbox.url)
     if name:
         sandbox = replace(sandbox, url=urls[name], token_file=str(token_file(run, name)))
-    judge, listener, speaker = (_found(each, urls, run=run) for each in (task.judge, task.listener, task.speaker))
+    judge, listener, speaker = (_resolve_partner(each, urls, run=run) for each in (task.judge, task.listener, task.speaker))
     return replace(task, judge=judge, sandbox=sandbox, listener=listener, speaker=speaker)
 
 
-def _found(partner: P, urls: Mapping[str, str], *, run: Path) -> P:
+def _resolve_partner(partner: P, urls: Mapping[str, str], *, run: Path) -> P:
     """With addresses and token of what the run has started for it."""
     own = [service_of(url) for url in partner.urls if service_of(url)]
     token = str(token_file(run, own[0])) if own else partner.token_file
     return replace(partner, urls=[urls.get(service_of(url), url) for url in partner.urls], token_file=token)
 
 
-def check_service(name: str, settings: ServiceSettings, *, num_taken: int, num_gpus: int) -> None:
+def check_service(name: str, settings: ServiceSettings, *, num_used_gpus: int, num_gpus: int) -> None:
     """ValueError: its command does not exist here, its port is taken, or it has no share of the GPUs of this node, the first of which the
     run has taken for its ranks and engines."""
     key, host = f"services.{name}", socket.gethostname()
     if settings.external:
         return
-    program = (settings.command or KINDS[settings.kind].command)[0]
+    program = (settings.command or SERVICE_KINDS[settings.kind].command)[0]
     remedy = f"there is no program {program} on {host}; correct the command, or leave it out"
     require(shutil.which(program) is not None, f"{key}.command", settings.command, remedy)
     remedy = f"is taken on {host}; choose another, or 0 for a free one"
-    require(settings.port == 0 or is_free(settings.port), f"{key}.port", settings.port, remedy)
+    require(settings.port == 0 or is_port_free(settings.port), f"{key}.port", settings.port, remedy)
     require(max(settings.gpus, default=-1) < num_gpus, f"{key}.gpus", settings.gpus, f"{host} has {num_gpus} GPUs, counted from 0")
-    shared = [gpu for gpu in settings.gpus or range(num_gpus) if gpu < num_taken]
+    shared = [gpu for gpu in settings.gpus or range(num_gpus) if gpu < num_used_gpus]
     has_share = settings.kind == "sandbox" or any(word.startswith("--gpu-memory-utilization") for word in settings.args)
     remedy = f"the run computes on GPU {', '.join(map(str, shared))}; give it others, or a share: {key}.args=[--gpu-memory-utilization,0.3]"
     require(has_share or not shared, f"{key}.gpus", settings.gpus, remedy)
 
 
-def host_of(world: World) -> str:
+def rank_zero_host(world: World) -> str:
     """Where all ranks find what listens on rank 0's node."""
     return os.environ["MASTER_ADDR"] if world.num_nodes > 1 else "127.0.0.1"

@@ -12,20 +12,20 @@ import psutil
 
 from megatron_rl.io.bounded_files import read_tail
 from megatron_rl.services import supervisor
-from sandbox.token import USERS_KEYS
+from sandbox.token import USER_KEY_VARIABLES
 
-END_S = 3 * supervisor.GRACE_S
+STOP_TIMEOUT_S = 3 * supervisor.TERM_GRACE_S
 """What a keeper may take to end its server (once GRACE_S), and what that leaves behind (once more)."""
-SHOWN_CHARACTERS = 300
+MAX_LOG_TAIL_CHARS = 300
 """Of the last line of a log."""
-OF_TORCHRUN = (
+TORCHRUN_PREFIXES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_",
     "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_",
 )  # fmt: skip
 """Beginnings of the variables that tell a rank its place: a server is no rank."""
 
 
-class Kept:
+class SupervisedProcess:
     """One process with all that it starts."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
@@ -34,53 +34,53 @@ class Kept:
         with log.open("ab") as said:
             said.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(command)}\n".encode())
             said.flush()
-            self._begin = said.tell()
-            self._keeper = subprocess.Popen(
+            self._log_start = said.tell()
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-I", supervisor.__file__, *command], stdin=subprocess.PIPE, stdout=said, stderr=said, env=environment,
                 start_new_session=True,
             )  # fmt: skip
 
-    def code(self) -> int | None:
+    def exit_code(self) -> int | None:
         """Its exit code; None while it runs."""
-        return self._keeper.poll()
+        return self._supervisor.poll()
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of what it has logged, which is told on one line."""
-        lines = read_tail(self._log, start=self._begin).strip().splitlines()
-        return f"{self._log} ends: {lines[-1].strip()[:SHOWN_CHARACTERS]}" if lines else f"{self._log} has no word of it yet"
+        lines = read_tail(self._log, start=self._log_start).strip().splitlines()
+        return f"{self._log} ends: {lines[-1].strip()[:MAX_LOG_TAIL_CHARS]}" if lines else f"{self._log} has no word of it yet"
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Ask it to end; what does not is ended."""
-        self._keeper.stdin.close()
+        self._supervisor.stdin.close()
         try:
-            self._keeper.wait(END_S)
+            self._supervisor.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # a keeper that hangs ends nobody
             self.kill()
 
     def kill(self) -> None:
         """At once."""
-        if self._keeper.poll() is None:
-            kill_all(psutil.Process(self._keeper.pid))
-        self._keeper.wait()
+        if self._supervisor.poll() is None:
+            kill_process_tree(psutil.Process(self._supervisor.pid))
+        self._supervisor.wait()
 
 
-def kill_all(root: psutil.Process) -> None:
+def kill_process_tree(root: psutil.Process) -> None:
     """A process and all below it, which it did not end itself."""
     for process in (*root.children(recursive=True), root):
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def environment(given: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
+def make_environment(base: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
     """Of a server, from the run's: without its place among ranks and the user's keys, and with its share of the GPUs that the run sees."""
-    kept = {name: value for name, value in given.items() if not name.startswith(OF_TORCHRUN) and name not in USERS_KEYS}
+    kept = {name: value for name, value in base.items() if not name.startswith(TORCHRUN_PREFIXES) and name not in USER_KEY_VARIABLES}
     if gpus:
-        visible = [number for number in given.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
+        visible = [number for number in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
         kept["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
     return kept
 
 
-def is_free(port: int) -> bool:
+def is_port_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -90,7 +90,7 @@ def is_free(port: int) -> bool:
     return True
 
 
-def free_port(host: str) -> int:
+def find_free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

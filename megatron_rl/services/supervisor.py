@@ -17,31 +17,31 @@ from contextlib import suppress
 
 import psutil
 
-GRACE_S = 10.0
+TERM_GRACE_S = 10.0
 """Between the request to end and the end by force."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
 
-def keep(command: list[str]) -> int:
+def supervise(command: list[str]) -> int:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # its holder decides; the command would inherit SIG_IGN
         signal.signal(number, lambda number, frame: None)
-    service = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_keeper)
+    service = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_supervisor)
     ended = os.pidfd_open(service.pid)
     ready, _, _ = select.select([sys.stdin, ended], [], [])
     if ended not in ready:
         service.terminate()
         with suppress(subprocess.TimeoutExpired):
-            service.wait(GRACE_S)
+            service.wait(TERM_GRACE_S)
     service.kill()
     code = service.wait()
-    _end_the_rest()
+    _kill_descendants()
     return code if code >= 0 else 128 - code
 
 
-def _end_the_rest() -> None:
-    deadline = time.monotonic() + GRACE_S
+def _kill_descendants() -> None:
+    deadline = time.monotonic() + TERM_GRACE_S
     while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in left:
             with suppress(psutil.NoSuchProcess):
@@ -49,9 +49,9 @@ def _end_the_rest() -> None:
         psutil.wait_procs(left, timeout=1)
 
 
-def _die_with_keeper() -> None:
+def _die_with_supervisor() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":
-    sys.exit(keep(sys.argv[1:]))
+    sys.exit(supervise(sys.argv[1:]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from megatron_rl.config import require, require_choice
 from megatron_rl.config.checks import require_address
 
-ARTS = ("large", "classic", "night")
+CARD_ART_NAMES = ("large", "classic", "night")
 
 
 @dataclass
@@ -51,7 +51,7 @@ class CardOptions(GameOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("task.options.eval_art", self.eval_art, ARTS)
+        require_choice("task.options.eval_art", self.eval_art, CARD_ART_NAMES)
         require(0.25 <= self.eval_card_scale <= 1, "task.options.eval_card_scale", self.eval_card_scale, "must be in 0.25..1")
 
 
@@ -174,8 +174,8 @@ class LewisSpeakerOptions(LewisOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("task.options.accuracy", self.mode, ("binary", "soft_gated", "soft_always"))
-        has_soft = self.variant == "readme" and self.mode != "binary"
+        require_choice("task.options.accuracy", self.accuracy_mode, ("binary", "soft_gated", "soft_always"))
+        has_soft = self.variant == "readme" and self.accuracy_mode != "binary"
         require(not has_soft, "task.options.accuracy", self.accuracy, "the game's README pays binary; use task.options.variant=code")
         for part in self.parts:
             require_choice("task.options.parts", part, ("accuracy", "format", "length", "overlap"))
@@ -197,7 +197,7 @@ class LewisSpeakerOptions(LewisOptions):
         require(not has_overlap, "task.options.parts", self.parts, "the game's README has no overlap; use task.options.variant=code")
 
     @property
-    def mode(self) -> str:
+    def accuracy_mode(self) -> str:
         """How accuracy is paid."""
         return self.accuracy or {"readme": "binary", "code": "soft_gated"}[self.variant]
 
@@ -216,7 +216,7 @@ class LewisListenerOptions(LewisOptions):
         require_choice("task.options.reward", self.reward, ("consistency", "weighted", "selection", "heard"))
 
 
-OPTIONS: Mapping[str, type] = {
+TASK_OPTIONS: Mapping[str, type] = {
     "alfworld": AlfworldOptions,
     "lewis_listener": LewisListenerOptions,
     "lewis_speaker": LewisSpeakerOptions,

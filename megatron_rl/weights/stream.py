@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.models.name_mapping import Row, Tensors
+from megatron_rl.models.name_mapping import ParamMapping, Tensors
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,20 +32,20 @@ class ShardLocation:
     def pp(self) -> int:
         return self.pp_group.size()
 
-    def owner(self, row: Row) -> int:
+    def owner(self, row: ParamMapping) -> int:
         """The pipeline stage that holds a row of the table."""
         return self._place(row)[0]
 
-    def local_name(self, row: Row) -> str:
+    def local_name(self, row: ParamMapping) -> str:
         """The parameter's name in its stage's list of chunks: `1.language...`; layers count from the chunk's first."""
         _, chunk = self._place(row)
-        name = row.fused_norm if self.fused_norms and row.fused_norm else row.mcore
+        name = row.fused_norm if self.fused_norms and row.fused_norm else row.mcore_name
         if ":" in row.stage:
             layer = _layer(row)
             name = name.replace(f".layers.{layer}.", f".layers.{layer % self.layers_per_chunk}.", 1)
         return f"{chunk}.{name}"
 
-    def _place(self, row: Row) -> tuple[int, int]:
+    def _place(self, row: ParamMapping) -> tuple[int, int]:
         """The pipeline stage that holds a row, and the chunk on it."""
         if ":" not in row.stage:
             return {"first": (0, 0), "last": (self.pp - 1, self.chunks - 1)}[row.stage]
@@ -53,17 +53,17 @@ class ShardLocation:
         return stage, chunk
 
 
-def _layer(row: Row) -> int:
+def _layer(row: ParamMapping) -> int:
     return int(row.stage.removeprefix("layer:"))
 
 
-def load_hf(chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, read: Callable[[str], torch.Tensor]) -> None:
+def load_hf(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, read: Callable[[str], torch.Tensor]) -> None:
     """Fill this rank's parameters; `read` gives a whole Hugging Face tensor by its name in the table, of a source proven complete.
 
     Adapters and a value head are no part of the table.
     """
     base = {name: parameter for name, parameter in chunks.named_parameters() if not (is_adapter(name) or is_of_value_head(name))}
-    fill_parameters(base, rows, placement, lambda row, _shape: tuple(map(read, row.hf)))
+    fill_parameters(base, rows, placement, lambda row, _shape: tuple(map(read, row.hf_names)))
 
 
 def is_adapter(name: str) -> bool:
@@ -71,9 +71,9 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def is_of_output_layer(row: Row) -> bool:
+def is_of_output_layer(row: ParamMapping) -> bool:
     """Whether a row is of the layer that gives logits, which a critic lacks."""
-    return row.mcore.startswith("language.output_layer.")
+    return row.mcore_name.startswith("language.output_layer.")
 
 
 def is_of_value_head(name: str) -> bool:
@@ -82,7 +82,10 @@ def is_of_value_head(name: str) -> bool:
 
 
 def fill_parameters(
-    parameters: dict[str, nn.Parameter], rows: list[Row], placement: ShardLocation, tensors: Callable[[Row, torch.Size], Tensors]
+    parameters: dict[str, nn.Parameter],
+    rows: list[ParamMapping],
+    placement: ShardLocation,
+    tensors: Callable[[ParamMapping, torch.Size], Tensors],
 ) -> None:
     """Give every one of these parameters its value. `tensors` gives a row's full HF tensors; it is told the size of the whole parameter.
 
@@ -94,8 +97,8 @@ def fill_parameters(
         whole = [size * placement.tp if dim == row.shard_dim else size for dim, size in enumerate(parameter.shape)]
         value = row.to_mcore(tensors(row, torch.Size(whole)), placement.tp_rank, placement.tp)
         if value.shape != parameter.shape:
-            shapes = f"shape {tuple(value.shape)} after conversion, but {row.mcore} has {tuple(parameter.shape)}"
-            raise ValueError(f"{', '.join(row.hf)}: {shapes}")
+            shapes = f"shape {tuple(value.shape)} after conversion, but {row.mcore_name} has {tuple(parameter.shape)}"
+            raise ValueError(f"{', '.join(row.hf_names)}: {shapes}")
         with torch.no_grad():
             parameter.copy_(value)
         # Megatron's own initialization, which is skipped, would say so; the gradient norm counts unmarked parameters as copies.
@@ -103,10 +106,10 @@ def fill_parameters(
     assert not left, f"parameters in no row of the table: {sorted(left)}"
 
 
-def _own_rows(rows: list[Row], placement: ShardLocation, parameters: dict[str, nn.Parameter]) -> Iterator[Row]:
+def _own_rows(rows: list[ParamMapping], placement: ShardLocation, parameters: dict[str, nn.Parameter]) -> Iterator[ParamMapping]:
     """The rows whose parameter lies on this stage (tied embeddings on one stage have no second copy)."""
     for row in rows:
-        if placement.owner(row) == placement.pp_rank and (row.exported or placement.local_name(row) in parameters):
+        if placement.owner(row) == placement.pp_rank and (row.is_exported or placement.local_name(row) in parameters):
             yield row
 
 
@@ -117,21 +120,21 @@ class HfWeightIterator:
     """
 
     def __init__(
-        self, chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, *,
+        self, chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *,
         bucket_bytes: int, merged: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
         """`merged`: for parameters that leave in another form than they are stored (adapters merged in), by local name, their makers."""
         self.placement = placement
         parameters = dict(chunks.named_parameters())
-        rows = [row for row in rows if row.exported]
-        mine = {row.mcore: parameters[placement.local_name(row)] for row in rows if placement.owner(row) == placement.pp_rank}
+        rows = [row for row in rows if row.is_exported]
+        mine = {row.mcore_name: parameters[placement.local_name(row)] for row in rows if placement.owner(row) == placement.pp_rank}
         plans: list[dict[str, torch.Size]] = [{}] * placement.pp
         dist.all_gather_object(plans, {name: parameter.shape for name, parameter in mine.items()}, group=placement.pp_group)
         shapes = {name: shape for plan in plans for name, shape in plan.items()}
         any_parameter = next(iter(parameters.values()))
         self.dtype, self.device = any_parameter.dtype, any_parameter.device
         self.parameters = mine
-        names = {row.mcore: placement.local_name(row) for row in rows}
+        names = {row.mcore_name: placement.local_name(row) for row in rows}
         self.merged = {name: merged[names[name]] for name in mine if merged and names[name] in merged}
         self.buckets = _buckets(rows, shapes, placement, bucket_bytes // self.dtype.itemsize)
         self.shapes = shapes
@@ -141,20 +144,20 @@ class HfWeightIterator:
         for bucket in self.buckets:
             shards_by_row = self._gather(bucket)
             for row in bucket:
-                yield from zip(row.hf, row.to_hf(shards_by_row[row.mcore]), strict=True)
+                yield from zip(row.hf_names, row.to_hf(shards_by_row[row.mcore_name]), strict=True)
 
-    def _value(self, row: Row) -> torch.Tensor:
+    def _value(self, row: ParamMapping) -> torch.Tensor:
         """This rank's shard of a row's parameter."""
-        return self.merged[row.mcore]() if row.mcore in self.merged else self.parameters[row.mcore].detach()
+        return self.merged[row.mcore_name]() if row.mcore_name in self.merged else self.parameters[row.mcore_name].detach()
 
-    def _gather(self, bucket: list[Row]) -> dict[str, list[torch.Tensor]]:
+    def _gather(self, bucket: list[ParamMapping]) -> dict[str, list[torch.Tensor]]:
         """Every tensor-parallel shard of each row of the bucket, in rank order (replicated rows: one)."""
         owner = self.placement.owner(bucket[0])
         is_cut = bucket[0].shard_dim is not None
         copies = self.placement.tp if is_cut else 1
         if self.placement.pp == 1 and copies == 1:
-            return {row.mcore: [self._value(row)] for row in bucket}
-        sizes = [self.shapes[row.mcore].numel() for row in bucket]
+            return {row.mcore_name: [self._value(row)] for row in bucket}
+        sizes = [self.shapes[row.mcore_name].numel() for row in bucket]
         flat = torch.empty(copies, sum(sizes), dtype=self.dtype, device=self.device)
         if owner == self.placement.pp_rank:
             local = torch.cat([self._value(row).flatten() for row in bucket])
@@ -165,19 +168,19 @@ class HfWeightIterator:
         if self.placement.pp > 1:
             dist.broadcast(flat, src=dist.get_process_group_ranks(self.placement.pp_group)[owner], group=self.placement.pp_group)
         pieces = zip(bucket, flat.split(sizes, 1), strict=True)
-        return {row.mcore: [piece.view(self.shapes[row.mcore]) for piece in part.unbind(0)] for row, part in pieces}
+        return {row.mcore_name: [piece.view(self.shapes[row.mcore_name]) for piece in part.unbind(0)] for row, part in pieces}
 
 
-def _buckets(rows: list[Row], shapes: dict[str, torch.Size], placement: ShardLocation, max_numel: int) -> list[list[Row]]:
+def _buckets(rows: list[ParamMapping], shapes: dict[str, torch.Size], placement: ShardLocation, max_numel: int) -> list[list[ParamMapping]]:
     """Cut the rows into runs of one owner and one kind (cut or replicated) that hold at most max_numel numbers of this rank."""
-    buckets: list[list[Row]] = []
-    kinds: dict[tuple[int, bool], tuple[list[Row], int]] = {}
+    buckets: list[list[ParamMapping]] = []
+    kinds: dict[tuple[int, bool], tuple[list[ParamMapping], int]] = {}
     for row in rows:
         kind = (placement.owner(row), row.shard_dim is not None)
         bucket, numel = kinds.get(kind, ([], 0))
-        if bucket and numel + shapes[row.mcore].numel() > max_numel:
+        if bucket and numel + shapes[row.mcore_name].numel() > max_numel:
             buckets.append(bucket)
             bucket, numel = [], 0
         bucket.append(row)
-        kinds[kind] = (bucket, numel + shapes[row.mcore].numel())
+        kinds[kind] = (bucket, numel + shapes[row.mcore_name].numel())
     return buckets + [bucket for bucket, _ in kinds.values()]

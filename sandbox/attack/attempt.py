@@ -17,44 +17,46 @@ from dataclasses import asdict, dataclass, replace
 from PIL import Image
 
 from sandbox.attack import PROBES, outer
-from sandbox.attack.probe import PRELUDE, Evidence, Probe
-from sandbox.attack.witness import Witness
-from sandbox.layers import NAMES, Layers
-from sandbox.pool import Sandbox
-from sandbox.types import Fault, Limits, Result
+from sandbox.attack.probe import PRELUDE, AttackProbe, Evidence
+from sandbox.attack.witness import AttackOracle
+from sandbox.layers import LAYER_NAMES, Layers
+from sandbox.pool import SandboxPool
+from sandbox.types import BoxLimits, CallResult, Fault
 
-LIMITS = Limits(call_s=2.0, open_s=120.0, memory=256 << 20, processes=16, disk=16 << 20, inodes=512, file=8 << 20)
-CONTROL_S = 180.0
+ATTACK_LIMITS = BoxLimits(call_timeout_s=2.0, open_timeout_s=120.0, memory=256 << 20, processes=16, disk=16 << 20, inodes=512, file=8 << 20)
+CONTROL_TIMEOUT_S = 180.0
 SETTLE_S = 0.3
 """After a box was closed, before its survivors are looked for."""
 
 
 @dataclass(frozen=True)
-class Attempt:
+class AttackOutcome:
     succeeded: bool
-    met: str
+    stopped_by: str
     """What stopped the code, or how far it got, in a few words."""
     host_fault: bool = False
 
 
-async def attempt(probe: Probe, *, pool: Sandbox, witness: Witness) -> Attempt:
+async def run_attack(probe: AttackProbe, *, pool: SandboxPool, oracle: AttackOracle) -> AttackOutcome:
     """Run the probe's calls in a box of the pool, next to a second box with a secret in it."""
     picture = Image.new("RGB", (64, 48), (200, 30, 30))
-    before = witness.state()
+    before = oracle.snapshot_state()
     async with (
-        await pool.open(files={"neighbour.txt": witness.secret.encode()}),
+        await pool.open(files={"neighbour.txt": oracle.secret.encode()}),
         await pool.open(images={"image_0": picture}) as box,
     ):
-        seconds = max(pool.limits.call_s, probe.raised.get("call_s", 0) if probe.patient else 0)
-        sources = [witness.source(PRELUDE + call, patience_s=seconds / 3) for call in probe.calls]
+        seconds = max(pool.limits.call_timeout_s, probe.raised_limits.get("call_timeout_s", 0) if probe.has_long_timeout else 0)
+        sources = [oracle.build_source(PRELUDE + call, patience_s=seconds / 3) for call in probe.calls]
         results = [await box.run(source, timeout_s=seconds) for source in sources]
     if probe.evidence in (Evidence.SURVIVED, Evidence.REACHED, Evidence.CHANGED):
         await asyncio.sleep(SETTLE_S)
-    succeeded = witness.seen(probe, results, before)
-    return Attempt(succeeded=succeeded, met=_met(results), host_fault=any(result.fault is Fault.HOST for result in results))
+    succeeded = oracle.has_succeeded(probe, results, before)
+    return AttackOutcome(
+        succeeded=succeeded, stopped_by=_describe_outcome(results), host_fault=any(result.fault is Fault.HOST for result in results)
+    )
 
 
-def _met(results: list[Result]) -> str:
+def _describe_outcome(results: list[CallResult]) -> str:
     for result in results:
         if result.limit is not None:
             return f"limit: {result.limit}"
@@ -65,37 +67,37 @@ def _met(results: list[Result]) -> str:
     return (results[-1].text.strip() or "nothing there")[:60]
 
 
-def without(layers: Layers, lifted: frozenset[str]) -> Layers:
+def lift_layers(layers: Layers, lifted_layers: frozenset[str]) -> Layers:
     """`layers` but for the lifted ones and those that cannot be without them."""
-    if layers.user_ns and "user_ns" in lifted:  # the others are made by its rights
-        lifted |= {name for name in NAMES if name.endswith("_ns")}
-    if "mount_ns" in lifted:
-        lifted |= {"read_only_root", "private_tmp"}
-    return replace(layers, **{name: False for name in lifted & set(NAMES)})
+    if layers.user_ns and "user_ns" in lifted_layers:  # the others are made by its rights
+        lifted_layers |= {name for name in LAYER_NAMES if name.endswith("_ns")}
+    if "mount_ns" in lifted_layers:
+        lifted_layers |= {"read_only_root", "private_tmp"}
+    return replace(layers, **{name: False for name in lifted_layers & set(LAYER_NAMES)})
 
 
-async def control(probe: Probe, layers: Layers) -> Attempt:
-    with Witness(LIMITS) as witness:
-        if probe.bare:
-            return _plain_child(probe, witness)
-        async with Sandbox(size=2, limits=replace(LIMITS, **probe.raised), layers=layers) as pool:
-            return await attempt(probe, pool=pool, witness=witness)
+async def run_control(probe: AttackProbe, layers: Layers) -> AttackOutcome:
+    with AttackOracle(ATTACK_LIMITS) as witness:
+        if probe.uses_plain_child:
+            return _run_plain_child(probe, witness)
+        async with SandboxPool(size=2, limits=replace(ATTACK_LIMITS, **probe.raised_limits), layers=layers) as pool:
+            return await run_attack(probe, pool=pool, oracle=witness)
 
 
-def _plain_child(probe: Probe, witness: Witness) -> Attempt:
+def _run_plain_child(probe: AttackProbe, oracle: AttackOracle) -> AttackOutcome:
     """As simple runners do it: the server's environment and descriptors inherited, at the time-out the process group killed."""
-    command = [sys.executable, "-c", witness.source(PRELUDE + probe.calls[0], patience_s=LIMITS.call_s / 3)]
+    command = [sys.executable, "-c", oracle.build_source(PRELUDE + probe.calls[0], patience_s=ATTACK_LIMITS.call_timeout_s / 3)]
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(command, close_fds=False, stdout=output, stderr=output, start_new_session=True)
         try:
-            child.wait(LIMITS.call_s)
+            child.wait(ATTACK_LIMITS.call_timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         time.sleep(SETTLE_S)
         output.seek(0)
         text = output.read().decode(errors="replace")
-    return Attempt(succeeded=witness.seen(probe, [Result(id=1, text=text)], {}), met=text[-60:])
+    return AttackOutcome(succeeded=oracle.has_succeeded(probe, [CallResult(id=1, text=text)], {}), stopped_by=text[-60:])
 
 
 def main() -> None:
@@ -107,9 +109,9 @@ def main() -> None:
     layers = Layers(**dict.fromkeys(filter(None, arguments.layers.split(",")), True))
 
     def work() -> None:
-        print(json.dumps(asdict(asyncio.run(control(probe, layers)))))
+        print(json.dumps(asdict(asyncio.run(run_control(probe, layers)))))
 
-    sys.exit(outer.run(work, timeout_s=CONTROL_S))
+    sys.exit(outer.run_bounded(work, timeout_s=CONTROL_TIMEOUT_S))
 
 
 if __name__ == "__main__":

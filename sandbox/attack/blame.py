@@ -1,54 +1,54 @@
 """Attacks on the truth of whose fault a call is: code that has the host blamed is tried again, and not scored."""
 
-from sandbox.attack.probe import Evidence, Probe
+from sandbox.attack.probe import AttackProbe, Evidence
 
-FILTER = frozenset({"seccomp"})
+SECCOMP_LAYERS = frozenset({"seccomp"})
 FROM_KERNEL = "info = (ctypes.c_int * 32)()\ninfo[0], info[2] = {number}, 0x80\n"
 """A siginfo_t of this signal that says SI_KERNEL."""
 
 PROBES = (
-    Probe(
+    AttackProbe(
         "kill_as_kernel",
         "blame",
         "send process 1, oneself, a SIGKILL that says it is the kernel's",
-        Evidence.BLAMED,
+        Evidence.HOST_BLAMED,
         (FROM_KERNEL.format(number=9) + "syscall(129, os.getpid(), 9, info)",),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "kill_by_pidfd",
         "blame",
         "the same through a file descriptor of the process",
-        Evidence.BLAMED,
+        Evidence.HOST_BLAMED,
         (FROM_KERNEL.format(number=9) + "syscall(424, os.pidfd_open(os.getpid()), 9, info, 0)",),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "stop_as_kernel",
         "blame",
         "stop process 1, as only the host can, and with it the call's clock",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             FROM_KERNEL.format(number=19) + "began = time.monotonic()\n"
             "if os.fork() == 0:\n    time.sleep(0.5)\n    os.kill(1, signal.SIGCONT)\n    os._exit(0)\n"
             "syscall(129, os.getpid(), 19, info)\nif time.monotonic() - began > 0.4:\n    pwned()",
         ),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "processor_time",
         "blame",
         "lower the limit of processor time at which the kernel kills process 1 too",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\npwned()",),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "core_dumps",
         "blame",
         "have the host's handler of core dumps started, by the limit that lets a pipe be started",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("import resource\nresource.prlimit(0, resource.RLIMIT_CORE, (0, 0))\npwned()",),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
 )

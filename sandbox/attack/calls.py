@@ -1,16 +1,16 @@
 """Attacks by system calls that are newer than most filters, and by some that are older than most memories."""
 
-from sandbox.attack.files import VIEW
-from sandbox.attack.privileges import FILTERED, MOUNT, UNSHARED
-from sandbox.attack.probe import Evidence, Probe
-from sandbox.attack.processes import DEBUG
+from sandbox.attack.files import FILE_LAYERS
+from sandbox.attack.privileges import MOUNT_LAYERS, SYSCALL_LAYERS, UNSHARE_SNIPPET
+from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.processes import DEBUG_LAYERS
 
 NEWER = (
-    Probe(
+    AttackProbe(
         "clone3_namespace",
         "newer calls",
         "a child in a user namespace by clone3, whose flags no filter can read",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 child = syscall(435, struct.pack("11Q", 0x10000000, 0, 0, 0, 17, 0, 0, 0, 0, 0, 0), 88)
@@ -20,51 +20,51 @@ os.waitpid(child, 0)
 pwned()
 """,
         ),
-        MOUNT,
+        MOUNT_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "secret_memory",
         "newer calls",
         "memory that the kernel itself cannot see (memfd_secret)",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("import mmap\nfd = syscall(447, 0)\nos.ftruncate(fd, 65536)\nmmap.mmap(fd, 65536)[0] = 1\npwned()",),
         frozenset({"seccomp", "rlimits"}),
-        since=(6, 5),
+        min_kernel=(6, 5),
     ),
-    Probe(
+    AttackProbe(
         "copy_mounts",
         "newer calls",
         "a copy of the whole tree of mounts by open_tree",
-        Evidence.TOLD,
-        (f'{UNSHARED}\nsyscall(428, -100, b"/", 0x8001)\npwned()',),
-        MOUNT,
+        Evidence.PRINTED,
+        (f'{UNSHARE_SNIPPET}\nsyscall(428, -100, b"/", 0x8001)\npwned()',),
+        MOUNT_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "file_handle",
         "newer calls",
         "the handle of a file, which opens it past every path",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             "handle = ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 136)\n"
             "syscall(303, -100, W['shared_file'].encode(), handle, ctypes.byref(ctypes.c_int()), 0x200)\npwned()",
         ),
-        FILTERED | VIEW,
-        since=(6, 6),
+        SYSCALL_LAYERS | FILE_LAYERS,
+        min_kernel=(6, 6),
     ),
-    Probe(
+    AttackProbe(
         "madvise_other",
         "newer calls",
         "push the memory of a process of the host out (process_madvise)",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("syscall(440, syscall(434, W['canary'], 0), struct.pack('QQ', W['address'] & ~4095, 4096), 1, 20, 0)\npwned()",),
-        DEBUG,
+        DEBUG_LAYERS,
         needs_root=True,
     ),
-    Probe(
+    AttackProbe(
         "supervise",
         "newer calls",
         "a filter of one's own that answers system calls in the kernel's place",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 code = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
@@ -77,51 +77,51 @@ if os.fork() == 0:
 os.wait()
 """,
         ),
-        FILTERED,
+        SYSCALL_LAYERS,
     ),
 )
 
 OLDER = (
-    Probe(
+    AttackProbe(
         "compare_objects",
         "older calls",
         "compare one's own memory with that of a process of the host (kcmp)",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("syscall(312, os.getpid(), W['canary'], 1, 0, 0)\npwned()",),
-        DEBUG,
+        DEBUG_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "segments",
         "older calls",
         "segments of 16 bits (modify_ldt)",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("syscall(154, 1, struct.pack('IIII', 0, 0, 0xFFFF, 0x48), 16)\npwned()",),
-        FILTERED,
+        SYSCALL_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "personality",
         "older calls",
         "turn off that addresses are random",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("syscall(135, 0x40000)\npwned()",),
-        FILTERED,
+        SYSCALL_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "kernel_log",
         "older calls",
         "read what the kernel has logged",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("box = ctypes.create_string_buffer(4096)\nif syscall(103, 3, box, 4096) > 0:\n    pwned()",),
-        FILTERED,
+        SYSCALL_LAYERS,
         needs_root=True,
     ),
-    Probe(
+    AttackProbe(
         "disk_priority",
         "older calls",
         "read and write before everybody else (ioprio_set)",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("syscall(251, 1, 0, 1 << 13)\npwned()",),
-        FILTERED,
+        SYSCALL_LAYERS,
         needs_root=True,
     ),
 )

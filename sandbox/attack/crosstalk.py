@@ -1,9 +1,9 @@
 """Attacks by what boxes and host have in common: files that all of them read, the kernel's figures, the channel to the pool."""
 
-from sandbox.attack.probe import Evidence, Probe
+from sandbox.attack.probe import AttackProbe, Evidence
 
-FILTER = frozenset({"seccomp"})
-WATCH = """
+SECCOMP_LAYERS = frozenset({"seccomp"})
+WATCH_SNIPPET = """
 import select
 poll = select.poll()
 poll.register(watch, select.POLLIN)
@@ -13,7 +13,7 @@ while time.monotonic() < end:
         pwned()
         break
 """
-CHANNEL = """
+CHANNEL_SNIPPET = """
 for number in range(3, 64):
     try:
         with socket.socket(fileno=os.dup(number)) as channel:
@@ -25,11 +25,11 @@ for number in range(3, 64):
 """The only socket that a box begins with."""
 
 CROSSTALK = (
-    Probe(
+    AttackProbe(
         "file_lock",
         "crosstalk",
         "meet the lock that the host has on a file that all boxes read",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import fcntl
@@ -39,13 +39,13 @@ except BlockingIOError:
     pwned()
 """,
         ),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "record_lock",
         "crosstalk",
         "ask who has locked bytes of it",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import fcntl
@@ -55,33 +55,33 @@ if struct.unpack("hhxxxxqqixxxx", found)[0] == fcntl.F_RDLCK:
     pwned()
 """,
         ),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "lease",
         "crosstalk",
         "a lease on it, for which everybody waits who would write to it",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ('import fcntl\nfcntl.fcntl(os.open(W["locked_file"], os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)\npwned()',),
-        FILTER | {"drop_uid", "capabilities"},
+        SECCOMP_LAYERS | {"drop_uid", "capabilities"},
         needs_root=True,
     ),
-    Probe(
+    AttackProbe(
         "inotify",
         "crosstalk",
         "hear by name which files the host opens",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             "watch = libc.inotify_init()\nif watch < 0 or libc.inotify_add_watch(watch, W['shared_folder'].encode(), 0x20) < 0:\n"
-            "    raise OSError(ctypes.get_errno(), 'inotify')\n" + WATCH.format(word='b"this.py"'),
+            "    raise OSError(ctypes.get_errno(), 'inotify')\n" + WATCH_SNIPPET.format(word='b"this.py"'),
         ),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "dnotify",
         "crosstalk",
         "the same by a signal, the way before inotify",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import fcntl
@@ -91,33 +91,36 @@ if signal.sigtimedwait([signal.SIGIO], W["patience_s"] * 2):
     pwned()
 """,
         ),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "fanotify",
         "crosstalk",
         "the same by fanotify, which takes no privilege since Linux 5.13",
-        Evidence.TOLD,
-        ("watch = syscall(300, 0x202, 0)\nsyscall(301, watch, 1, 0x20, -100, W['shared_file'].encode())\n" + WATCH.format(word='b""'),),
-        FILTER,
-        since=(5, 13),
+        Evidence.PRINTED,
+        (
+            "watch = syscall(300, 0x202, 0)\nsyscall(301, watch, 1, 0x20, -100, W['shared_file'].encode())\n"
+            + WATCH_SNIPPET.format(word='b""'),
+        ),
+        SECCOMP_LAYERS,
+        min_kernel=(5, 13),
     ),
 )
 
 INFORMATION = (
-    Probe(
+    AttackProbe(
         "host_name_seen",
         "information",
         "read the host's name",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ('if os.uname().nodename == W["host_name"] and socket.gethostname() == W["host_name"]:\n    pwned()',),
         frozenset({"ipc_ns"}),
     ),
-    Probe(
+    AttackProbe(
         "host_figures",
         "information",
         "the host's memory, load and number of processes",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 figures = ctypes.create_string_buffer(112)
@@ -126,34 +129,34 @@ if struct.unpack_from("QQQQQ", figures)[4] == W["host_memory"]:
     pwned()
 """,
         ),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "pools_pidfd",
         "information",
         "a descriptor of the pool's process by the channel: its end can be waited for",
-        Evidence.TOLD,
-        (CHANNEL.format(ask="struct.unpack('i', channel.getsockopt(socket.SOL_SOCKET, 77, 4))\n            pwned()"),),
-        FILTER,
-        since=(6, 5),
+        Evidence.PRINTED,
+        (CHANNEL_SNIPPET.format(ask="struct.unpack('i', channel.getsockopt(socket.SOL_SOCKET, 77, 4))\n            pwned()"),),
+        SECCOMP_LAYERS,
+        min_kernel=(6, 5),
     ),
-    Probe(
+    AttackProbe(
         "pools_user",
         "information",
         "whose process is at the other end of the channel",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
-            CHANNEL.format(
+            CHANNEL_SNIPPET.format(
                 ask="print(struct.unpack('3i', channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))\n            pwned()"
             ),
         ),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "classic_filter",
         "information",
         "a classic BPF program on a socket, which the kernel compiles though bpf(2) is forbidden",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 one, other = socket.socketpair()
@@ -162,16 +165,16 @@ one.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HxxxxxxP", 1, ctypes.addresso
 pwned()
 """,
         ),
-        FILTER,
+        SECCOMP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "list_mounts",
         "information",
         "list the mounts without /proc",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("found = (ctypes.c_uint64 * 64)()\nsyscall(458, struct.pack('IIQQ', 24, 0, 2**64 - 1, 0), found, 64, 0)\npwned()",),
-        FILTER,
-        since=(6, 8),
+        SECCOMP_LAYERS,
+        min_kernel=(6, 8),
     ),
 )
 

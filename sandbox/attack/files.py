@@ -1,39 +1,46 @@
 """Attacks on files: of the host, of other boxes, on the environment, on the input image."""
 
-from sandbox.attack.probe import Evidence, Probe
+from sandbox.attack.probe import AttackProbe, Evidence
 
-VIEW = frozenset({"mount_ns", "read_only_root", "private_tmp", "landlock", "drop_uid", "capabilities"})
+FILE_LAYERS = frozenset({"mount_ns", "read_only_root", "private_tmp", "landlock", "drop_uid", "capabilities"})
 """Whatever decides which files a box sees and writes."""
-OTHERS = VIEW | {"pid_ns", "seccomp"}
+FILE_AND_PROCESS_LAYERS = FILE_LAYERS | {"pid_ns", "seccomp"}
 """The same, and what hides other processes, through whose /proc entries files can be reached."""
 
 HOST_FILES = (
-    Probe("read_file", "host files", "open a readable file of the host", Evidence.SECRET, ('print(open(W["secret_file"]).read())',), VIEW),
-    Probe(
+    AttackProbe(
+        "read_file",
+        "host files",
+        "open a readable file of the host",
+        Evidence.SECRET,
+        ('print(open(W["secret_file"]).read())',),
+        FILE_LAYERS,
+    ),
+    AttackProbe(
         "read_private_file",
         "host files",
         "open a file that only the server's user may read",
         Evidence.SECRET,
         ('print(open(W["private_file"]).read())',),
-        VIEW,
+        FILE_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "read_through_symlink",
         "host files",
         "read it through a link in the working directory",
         Evidence.SECRET,
         ('os.symlink(W["secret_file"], "notes.txt")\nprint(open("notes.txt").read())',),
-        VIEW,
+        FILE_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "image_through_symlink",
         "host files",
         "show a picture of the host through a link",
         Evidence.SECRET,
         ('from PIL import Image\nos.symlink(W["secret_image"], "plot.png")\nImage.open("plot.png").show()',),
-        VIEW,
+        FILE_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "read_through_proc_root",
         "host files",
         "go through /proc/PID/root and cwd of every process in sight",
@@ -48,9 +55,9 @@ for entry in sorted(os.listdir("/proc")):
             pass
 """,
         ),
-        OTHERS,
+        FILE_AND_PROCESS_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "read_other_box",
         "host files",
         "find the file of a second box in the same pool",
@@ -67,28 +74,28 @@ for place in places:
             print(open(os.path.join(folder, "neighbour.txt")).read())
 """,
         ),
-        OTHERS,
+        FILE_AND_PROCESS_LAYERS,
     ),
 )
 
 ENVIRONMENT = (
-    Probe(
+    AttackProbe(
         "environ",
         "environment",
         "print the environment, where keys of judges stand",
         Evidence.SECRET,
         ("print(dict(os.environ))",),
-        bare=True,
+        uses_plain_child=True,
     ),
-    Probe(
+    AttackProbe(
         "proc_self_environ",
         "environment",
         "read what the interpreter was started with",
         Evidence.SECRET,
         ('print(open("/proc/self/environ").read())',),
-        bare=True,
+        uses_plain_child=True,
     ),
-    Probe(
+    AttackProbe(
         "proc_other_environ",
         "environment",
         "read the environment of every process in sight",
@@ -103,9 +110,9 @@ for entry in os.listdir("/proc"):
             pass
 """,
         ),
-        OTHERS | {"user_ns"},
+        FILE_AND_PROCESS_LAYERS | {"user_ns"},
     ),
-    Probe(
+    AttackProbe(
         "inherited_descriptors",
         "environment",
         "read every file descriptor that was left open",
@@ -120,59 +127,59 @@ for number in range(3, 256):
         pass
 """,
         ),
-        bare=True,
+        uses_plain_child=True,
     ),
 )
 
 HOST_WRITES = (
-    Probe(
+    AttackProbe(
         "overwrite_file",
         "host writes",
         "write over a file of the host that anybody may write",
         Evidence.CHANGED,
         ('open(W["victim_file"], "w").write("gone")',),
-        VIEW,
+        FILE_LAYERS,
     ),
-    Probe("delete_file", "host writes", "delete it", Evidence.CHANGED, ('os.unlink(W["victim_file"])',), VIEW),
-    Probe(
+    AttackProbe("delete_file", "host writes", "delete it", Evidence.CHANGED, ('os.unlink(W["victim_file"])',), FILE_LAYERS),
+    AttackProbe(
         "create_in_shared_memory",
         "host writes",
         "leave a file in the host's /dev/shm",
         Evidence.CHANGED,
         ('open(W["shm_file"], "w").write("here")',),
-        VIEW,
+        FILE_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "append_to_private_file",
         "host writes",
         "append to a file of the server's user, as one would to a start-up script",
         Evidence.CHANGED,
         ('open(W["private_file"], "a").write("gone")',),
-        VIEW,
+        FILE_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "change_mode",
         "host writes",
         "give everybody the right to write a private file",
         Evidence.CHANGED,
         ('os.chmod(W["private_file"], 0o666)',),
-        VIEW,
+        FILE_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "write_sysctl",
         "host writes",
         "turn on forwarding in the host's network through /proc/sys",
         Evidence.CHANGED,
         ('open("/proc/sys/net/ipv4/ip_forward", "w").write("1")',),
-        VIEW | {"net_ns", "seccomp"},
+        FILE_LAYERS | {"net_ns", "seccomp"},
         needs_root=True,
     ),
 )
 
-SAVED = 'import hashlib\nprint(hashlib.sha256(open("image_0.png", "rb").read()).hexdigest())'
+HASH_IMAGE_SNIPPET = 'import hashlib\nprint(hashlib.sha256(open("image_0.png", "rb").read()).hexdigest())'
 """The first call and the last: what the input image is."""
 INPUT_IMAGE = tuple(
-    Probe(name, "input image", aim, Evidence.OVERWRITTEN, (SAVED, code, SAVED), VIEW)
+    AttackProbe(name, "input image", aim, Evidence.OVERWRITTEN, (HASH_IMAGE_SNIPPET, code, HASH_IMAGE_SNIPPET), FILE_LAYERS)
     for name, aim, code in (
         ("save_over", "save a picture under the input's name", 'from PIL import Image\nImage.new("RGB", (8, 8)).save("image_0.png")'),
         ("chmod_and_write", "make it writable first", 'os.chmod("image_0.png", 0o666)\nopen("image_0.png", "wb").write(b"x")'),

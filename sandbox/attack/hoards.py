@@ -1,10 +1,10 @@
 """Attacks by memory that no process seems to own, by dodging whoever counts, and by taking cores."""
 
-from sandbox.attack.probe import Evidence, Probe
-from sandbox.attack.resources import MEMORY_LAYERS, SLOW
+from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.resources import MEMORY_LAYERS, SLOW_LIMITS
 
-FILTERED = MEMORY_LAYERS | {"seccomp"}
-CROWD, FEW = 14, 4
+SECCOMP_MEMORY_LAYERS = MEMORY_LAYERS | {"seccomp"}
+CROWD_SIZE, SMALL_CROWD_SIZE = 14, 4
 """Processes of an attack, all of them together under a box's limit."""
 START = """
 done, tell = os.pipe()
@@ -37,7 +37,7 @@ if got == {num} and not dead:
 )
 
 
-def crowd(work: str, *, num: int = CROWD, waits: bool = True) -> tuple[str, ...]:
+def make_crowd_calls(work: str, *, num: int = CROWD_SIZE, waits: bool = True) -> tuple[str, ...]:
     """Calls that let `num` children do `work` side by side, over more time than one call has; all must get through and live."""
     begin = f"{START}\n{work}\nfor _ in range({num}):\n    if os.fork() == 0:\n        leave_when_told(work)"
     return (begin, GATHER.format(num=num, waits=waits), JUDGE.format(num=num, waits=waits))
@@ -46,7 +46,7 @@ def crowd(work: str, *, num: int = CROWD, waits: bool = True) -> tuple[str, ...]
 FILL = f"""
 def work():
     filled, pairs = 0, []
-    while filled < W["too_much"] // {CROWD}:
+    while filled < W["too_much"] // {CROWD_SIZE}:
         pairs.append(socket.socketpair())
         for end in pairs[-1]:
             os.set_blocking(end.fileno(), False)
@@ -73,16 +73,16 @@ def split(num):
         libc.madvise(block, 1000 * 4096, 4)
 def descend(depth):
     os.write(tell, b"1")
-    if depth < {CROWD} and os.fork() == 0:
+    if depth < {CROWD_SIZE} and os.fork() == 0:
         descend(depth + 1)
     time.sleep(60)
 """
 KERNEL_MEMORY = (
-    Probe(
+    AttackProbe(
         "page_tables",
         "kernel memory",
         "read one byte in every 2 MB of a huge mapping: page tables, and no page of one's own",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import mmap
@@ -96,24 +96,24 @@ pwned()
 """,
         ),
         MEMORY_LAYERS,
-        SLOW,
-        patient=True,
+        SLOW_LIMITS,
+        has_long_timeout=True,
     ),
-    Probe(
+    AttackProbe(
         "socket_buffers",
         "kernel memory",
         "fill pairs of sockets that nobody reads",
-        Evidence.TOLD,
-        crowd(FILL),
+        Evidence.PRINTED,
+        make_crowd_calls(FILL),
         MEMORY_LAYERS,
-        SLOW,
-        patient=True,
+        SLOW_LIMITS,
+        has_long_timeout=True,
     ),
-    Probe(
+    AttackProbe(
         "byte_locks",
         "kernel memory",
         "lock every second byte of one's own files: 30 MB of the kernel's memory for 150,000 locks",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import fcntl
@@ -124,70 +124,70 @@ for file in files:
 pwned()
 """,
         ),
-        FILTERED,
-        SLOW,
-        patient=True,
+        SECCOMP_MEMORY_LAYERS,
+        SLOW_LIMITS,
+        has_long_timeout=True,
     ),
-    Probe(
+    AttackProbe(
         "large_pipes",
         "kernel memory",
         "widen pipes from 64 KB to 1 MB",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             "import fcntl\nends = [os.pipe()[1] for _ in range(32)]\n"
             "if {fcntl.fcntl(end, 1031, 1 << 20) for end in ends} == {1 << 20}:\n    pwned()",
         ),
-        FILTERED,
+        SECCOMP_MEMORY_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "mappings",
         "kernel memory",
         "tens of thousands of mappings, handed on from child to child with a link to every forebear's",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             f"{START}\n{SPLIT}\nif os.fork() == 0:\n    split(32000)\n    descend(1)",
-            *(GATHER.format(num=CROWD, waits=True) for _ in range(3)),
-            JUDGE.format(num=CROWD, waits=True),
+            *(GATHER.format(num=CROWD_SIZE, waits=True) for _ in range(3)),
+            JUDGE.format(num=CROWD_SIZE, waits=True),
         ),
         MEMORY_LAYERS,
-        SLOW,
-        patient=True,
+        SLOW_LIMITS,
+        has_long_timeout=True,
     ),
 )
 
 DODGES = (
-    Probe(
+    AttackProbe(
         "first_thread_gone",
         "dodges",
         "memory of processes whose first thread has ended, which then have none by /proc/PID",
-        Evidence.TOLD,
-        crowd(
+        Evidence.PRINTED,
+        make_crowd_calls(
             f"""
 import threading
 def work():
     held = []
     def hold():
-        held.append(b"x" * (W["too_much"] // {FEW}))
+        held.append(b"x" * (W["too_much"] // {SMALL_CROWD_SIZE}))
         os.write(tell, b"1")
         time.sleep(60)
     threading.Thread(target=hold).start()
     syscall(60, 0)
 """,
-            num=FEW,
+            num=SMALL_CROWD_SIZE,
         ),
         MEMORY_LAYERS,
-        SLOW,
-        patient=True,
+        SLOW_LIMITS,
+        has_long_timeout=True,
     ),
-    Probe(
+    AttackProbe(
         "hops",
         "dodges",
         "processes that hand their memory on to a child and die, faster than somebody walks over /proc",
-        Evidence.TOLD,
-        crowd(
+        Evidence.PRINTED,
+        make_crowd_calls(
             f"""
 def work():
-    block = b"x" * (W["too_much"] // {CROWD})
+    block = b"x" * (W["too_much"] // {CROWD_SIZE})
     end = time.monotonic() + 1
     while time.monotonic() < end:
         if os.fork():
@@ -197,15 +197,15 @@ def work():
             waits=False,
         ),
         MEMORY_LAYERS,
-        SLOW,
-        patient=True,
+        SLOW_LIMITS,
+        has_long_timeout=True,
     ),
-    Probe(
+    AttackProbe(
         "unreadable_program",
         "dodges",
         "full sockets in programs that may not be read, so that nobody lists what they have open",
-        Evidence.TOLD,
-        crowd(
+        Evidence.PRINTED,
+        make_crowd_calls(
             FILL.replace("def work", "def fill")
             + """
 import shutil
@@ -218,21 +218,21 @@ def work():
 """
         ),
         MEMORY_LAYERS,
-        SLOW,
-        patient=True,
+        SLOW_LIMITS,
+        has_long_timeout=True,
     ),
 )
 
 SHARES = (
-    Probe(
+    AttackProbe(
         "more_cores",
         "shares",
         "children that go on between two calls, on more than the one core of a box",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             f"""
 began, told = time.monotonic(), os.pipe()
-for _ in range({CROWD}):
+for _ in range({CROWD_SIZE}):
     if os.fork() == 0:
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
@@ -242,7 +242,7 @@ for _ in range({CROWD}):
 """,
             "time.sleep(1.2)",
             f"""
-spent, ends = zip(*(struct.unpack("dd", os.read(told[0], 16)) for _ in range({CROWD})))
+spent, ends = zip(*(struct.unpack("dd", os.read(told[0], 16)) for _ in range({CROWD_SIZE})))
 cores = sum(spent) / (max(ends) - began)
 print(f"{{cores:.2f}} cores")
 if cores > 1.3:  # one core gives 1 at most
@@ -250,32 +250,32 @@ if cores > 1.3:  # one core gives 1 at most
 """,
         ),
         frozenset({"cgroup", "watchdog"}),
-        SLOW,
-        cores=2,
-        patient=True,
+        SLOW_LIMITS,
+        min_cores=2,
+        has_long_timeout=True,
     ),
-    Probe(
+    AttackProbe(
         "choose_cores",
         "shares",
         "move to cores of one's own choice, as to that of another box or of the trainer",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("os.sched_setaffinity(0, range(os.cpu_count() or 1))\npwned(os.sched_getaffinity(0))",),
         frozenset({"seccomp"}),
     ),
-    Probe(
+    AttackProbe(
         "priority",
         "shares",
         "a priority before which everybody else waits",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("os.setpriority(os.PRIO_PROCESS, 0, -10)\npwned()",),
         frozenset({"seccomp", "capabilities", "drop_uid"}),
         needs_root=True,
     ),
-    Probe(
+    AttackProbe(
         "locked_memory",
         "shares",
         "memory that the host can neither swap nor move",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ("block = ctypes.create_string_buffer(65536)\nsyscall(149, ctypes.addressof(block), 65536)\npwned()",),
         frozenset({"seccomp", "rlimits"}),
     ),

@@ -1,41 +1,55 @@
 """Attacks by sockets of every family, and on what the host's processes share with one another."""
 
-from sandbox.attack.files import VIEW
-from sandbox.attack.probe import Evidence, Probe
+from sandbox.attack.files import FILE_LAYERS
+from sandbox.attack.probe import AttackProbe, Evidence
 
-NET = frozenset({"net_ns", "seccomp", "landlock"})
-CAPABLE = NET | {"drop_uid", "capabilities"}
+NETWORK_LAYERS = frozenset({"net_ns", "seccomp", "landlock"})
+RAW_SOCKET_LAYERS = NETWORK_LAYERS | {"drop_uid", "capabilities"}
 """Raw sockets take a capability on top."""
 
 
-def _send(family: str, kind: str, address: str) -> str:
+def _make_send_snippet(family: str, kind: str, address: str) -> str:
     return f's = socket.socket(socket.{family}, socket.{kind})\ns.settimeout(1)\ns.connect({address})\ns.send(W["drow"][::-1].encode())'
 
 
 INTERNET = (
-    Probe(
+    AttackProbe(
         "tcp4",
         "internet",
         "TCP to a server of the host",
         Evidence.REACHED,
-        (_send("AF_INET", "SOCK_STREAM", '("127.0.0.1", W["tcp4"])'),),
-        NET,
+        (_make_send_snippet("AF_INET", "SOCK_STREAM", '("127.0.0.1", W["tcp4"])'),),
+        NETWORK_LAYERS,
     ),
-    Probe("tcp6", "internet", "the same by IPv6", Evidence.REACHED, (_send("AF_INET6", "SOCK_STREAM", '("::1", W["tcp6"])'),), NET),
-    Probe("udp4", "internet", "UDP", Evidence.REACHED, (_send("AF_INET", "SOCK_DGRAM", '("127.0.0.1", W["udp4"])'),), NET),
-    Probe(
+    AttackProbe(
+        "tcp6",
+        "internet",
+        "the same by IPv6",
+        Evidence.REACHED,
+        (_make_send_snippet("AF_INET6", "SOCK_STREAM", '("::1", W["tcp6"])'),),
+        NETWORK_LAYERS,
+    ),
+    AttackProbe(
+        "udp4",
+        "internet",
+        "UDP",
+        Evidence.REACHED,
+        (_make_send_snippet("AF_INET", "SOCK_DGRAM", '("127.0.0.1", W["udp4"])'),),
+        NETWORK_LAYERS,
+    ),
+    AttackProbe(
         "http_client",
         "internet",
         "fetch a page of the host with urllib",
         Evidence.REACHED,
         ('import urllib.request\nurllib.request.urlopen(f"http://127.0.0.1:{W[\'tcp4\']}/" + W["drow"][::-1], timeout=0.5)',),
-        NET,
+        NETWORK_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "icmp",
         "internet",
         "ping the host by a raw socket",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 s = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
@@ -46,33 +60,33 @@ if s.recv(1024)[20:]:
     pwned()
 """,
         ),
-        CAPABLE,
+        RAW_SOCKET_LAYERS,
         needs_root=True,
     ),
 )
 
 FAMILIES = (
-    Probe(
+    AttackProbe(
         "unix_abstract",
         "other families",
         "an abstract unix socket of the host, which no mount namespace hides",
         Evidence.REACHED,
-        (_send("AF_UNIX", "SOCK_STREAM", '"\\0" + W["abstract"]'),),
-        NET,
+        (_make_send_snippet("AF_UNIX", "SOCK_STREAM", '"\\0" + W["abstract"]'),),
+        NETWORK_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "unix_path",
         "other families",
         "a unix socket in the host's file system, as docker.sock is",
         Evidence.REACHED,
-        (_send("AF_UNIX", "SOCK_STREAM", 'W["unix_path"]'),),
-        VIEW | {"net_ns", "seccomp"},
+        (_make_send_snippet("AF_UNIX", "SOCK_STREAM", 'W["unix_path"]'),),
+        FILE_LAYERS | {"net_ns", "seccomp"},
     ),
-    Probe(
+    AttackProbe(
         "netlink",
         "other families",
         "ask the kernel for the host's interfaces",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
@@ -82,9 +96,9 @@ if b"lo\\0" in s.recv(65536) and os.stat("/proc/self/ns/net").st_ino == W["net_n
     pwned()
 """,
         ),
-        CAPABLE | VIEW,
+        RAW_SOCKET_LAYERS | FILE_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "packet",
         "other families",
         "listen to the host's own traffic",
@@ -100,14 +114,14 @@ for _ in range(50):
         break
 """,
         ),
-        CAPABLE,
+        RAW_SOCKET_LAYERS,
         needs_root=True,
     ),
-    Probe(
+    AttackProbe(
         "every_other_family",
         "other families",
         "open a socket of any family from 0 to 64 that the others leave out: vsock, XDP, Bluetooth, ...",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 opened = set()
@@ -122,20 +136,20 @@ if opened:
     pwned(opened)
 """,
         ),
-        CAPABLE,
+        RAW_SOCKET_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "proc_net",
         "other families",
         "read the host's connections in /proc",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ('if f":{W[\'tcp4\']:04X} " in open("/proc/net/tcp").read():\n    pwned()',),
-        NET | VIEW,
+        NETWORK_LAYERS | FILE_LAYERS,
     ),
 )
 
 IPC = (
-    Probe(
+    AttackProbe(
         "shared_memory",
         "ipc",
         "attach a System V segment of the host",
@@ -151,7 +165,7 @@ if where not in (None, ctypes.c_void_p(-1).value):
         ),
         frozenset({"ipc_ns", "seccomp"}),
     ),
-    Probe(
+    AttackProbe(
         "message_queue",
         "ipc",
         "take a message from a System V queue of the host",
@@ -165,7 +179,7 @@ if libc.msgrcv(libc.msgget(W["msg_key"], 0), box, 248, 0, 0o4000) > 0:
         ),
         frozenset({"ipc_ns", "seccomp"}),
     ),
-    Probe(
+    AttackProbe(
         "posix_queue",
         "ipc",
         "take a message from a POSIX queue of the host",

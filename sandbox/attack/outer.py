@@ -19,17 +19,17 @@ from pathlib import Path
 
 from sandbox import cgroups, kernel, mounts
 from sandbox.probe import is_privileged
-from sandbox.types import Limits
+from sandbox.types import BoxLimits
 
-FRESH = {"/tmp": "1777", "/var/tmp": "1777", "/dev/shm": "1777"}
+FRESH_MOUNTS = {"/tmp": "1777", "/var/tmp": "1777", "/dev/shm": "1777"}
 FRESH_BYTES = 512 << 20
-LIMITS = {resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: 8 << 30}
-AROUND = Limits(memory=3 << 30, processes=500, cpus=2.0)
-SPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+CONTROL_RLIMITS = {resource.RLIMIT_FSIZE: 1 << 30, resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: 8 << 30}
+OUTER_LIMITS = BoxLimits(memory=3 << 30, processes=500, cpus=2.0)
+NAMESPACE_FLAGS = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 
 
-def run(work: Callable[[], None], *, timeout_s: float) -> int:
+def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
     """Do `work` in a process inside the bounds; returns its exit status, 124 for what was still running after `timeout_s`."""
     uid, gid = os.getuid(), os.getgid()
     privileged = is_privileged()
@@ -37,8 +37,8 @@ def run(work: Callable[[], None], *, timeout_s: float) -> int:
         kernel.unshare(kernel.CLONE_NEWUSER)
         for name, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(line)
-    groups = _groups()
-    kernel.unshare(SPACES)
+    groups = _make_outer_group()
+    kernel.unshare(NAMESPACE_FLAGS)
     sys.stdout.flush()
     waiting, go = os.pipe()
     child = os.fork()
@@ -52,27 +52,27 @@ def run(work: Callable[[], None], *, timeout_s: float) -> int:
         os._exit(0)
     try:
         if groups is not None:
-            groups.slots[0].join(child)
+            groups.slots[0].add_process(child)
         os.close(go)
-        return _wait(child, timeout_s=timeout_s)
+        return _wait_for_child(child, timeout_s=timeout_s)
     finally:
         if groups is not None:
             groups.close()
 
 
-def _groups() -> cgroups.Groups | None:
+def _make_outer_group() -> cgroups.ControlGroups | None:
     """A control group around the control, below which its own pool makes more. Version 2 cannot nest them like that."""
     try:
-        groups = cgroups.Groups(size=1, limits=AROUND)
+        groups = cgroups.ControlGroups(size=1, limits=OUTER_LIMITS)
     except OSError:
         return None
-    if groups.unified:
+    if groups.is_unified:
         groups.close()
         return None
     return groups
 
 
-def _wait(child: int, *, timeout_s: float) -> int:
+def _wait_for_child(child: int, *, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -84,13 +84,13 @@ def _wait(child: int, *, timeout_s: float) -> int:
     return 124
 
 
-def _refresh(target: str, *, mode: str) -> None:
+def _mount_fresh(target: str, *, mode: str) -> None:
     """A fresh small file system over `target`, with what the pool runs on still in it where the interpreter or the checkout lies there."""
     own = str(Path(__file__).resolve().parents[1])
     inside = {path: os.open(path, os.O_PATH) for path in (*mounts.system_paths(), own) if Path(path).is_relative_to(target)}
     kernel.mount("tmpfs", target, kind="tmpfs", flags=kernel.MS_NOSUID, data=f"size={FRESH_BYTES},mode={mode}")
     for path, descriptor in inside.items():
-        mounts.bind(f"/proc/self/fd/{descriptor}", path)
+        mounts.bind_mount(f"/proc/self/fd/{descriptor}", path)
         os.close(descriptor)
 
 
@@ -99,8 +99,8 @@ def _confine(*, root: bool) -> None:
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     hierarchies = [line.split()[:4] for line in Path("/proc/self/mounts").read_text().splitlines() if " cgroup" in line]
     kernel.harden_mount("/", kernel.MOUNT_ATTR_RDONLY)
-    for target, mode in FRESH.items():
-        _refresh(target, mode=mode)
+    for target, mode in FRESH_MOUNTS.items():
+        _mount_fresh(target, mode=mode)
     kernel.mount("proc", "/proc", kind="proc")
     if root:
         for _, target, kind, options in hierarchies:  # cgroups stay usable: a control lifts some layers and keeps the others
@@ -110,5 +110,5 @@ def _confine(*, root: bool) -> None:
                 kernel.mount(kind, target, kind=kind, data=",".join(controllers) if kind == "cgroup" else "")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
-    for kind, most in LIMITS.items():
+    for kind, most in CONTROL_RLIMITS.items():
         resource.setrlimit(kind, (most, most))

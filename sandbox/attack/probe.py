@@ -7,19 +7,20 @@ from enum import StrEnum
 class Evidence(StrEnum):
     """How a witness sees that an attack succeeded. Whatever can be seen from outside the box is not taken from what the code prints."""
 
-    TOLD = "told"  # the code printed the witness's word, which it does only once it got what it wanted
+    PRINTED = "told"  # the code printed the witness's word, which it does only once it got what it wanted
     SECRET = "secret"  # a secret of the host, unknown to the code, is in what came back
     REACHED = "reached"  # a listener of the host heard the word
     CHANGED = "changed"  # a file, a process or a setting of the host is not what it was
     SURVIVED = "survived"  # a process of the box is alive after the call that should have ended it
     FLOODED = "flooded"  # more came back than the limits allow
-    BLAMED = "blamed"  # the host was told to be at fault for what the code did
+    HOST_BLAMED = "blamed"  # the host was told to be at fault for what the code did
     OVERWRITTEN = "overwritten"  # the input image is not what it was
 
 
 @dataclass(frozen=True)
-class Probe:
-    """`calls` are run one after the other in one box; `lifted` names the layers and `raised` the limits that the control does without.
+class AttackProbe:
+    """`calls` are run one after the other in one box; `lifted_layers` names the layers and `raised` the limits that the control does
+    without.
 
     A probe bounds itself (so many processes, so many bytes): its control needs no more than the outer bounds give.
     """
@@ -29,16 +30,16 @@ class Probe:
     aim: str
     evidence: Evidence
     calls: tuple[str, ...]
-    lifted: frozenset[str] = frozenset()
-    raised: dict[str, float] = field(default_factory=dict)
-    bare: bool = False
+    lifted_layers: frozenset[str] = frozenset()
+    raised_limits: dict[str, float] = field(default_factory=dict)
+    uses_plain_child: bool = False
     """The control is a plain child process of the server, as others run code: no switch of ours lets a box inherit what that inherits."""
-    cores: int = 1
+    min_cores: int = 1
     """So many of the host are needed to succeed."""
     needs_root: bool = False  # even without layers this takes capabilities that an unprivileged user lacks
-    since: tuple[int, int] = (5, 12)
+    min_kernel: tuple[int, int] = (5, 12)
     """The first Linux on which it can succeed."""
-    patient: bool = False
+    has_long_timeout: bool = False
     """It has as long for a call with all layers as its control has: that it is slow is not what is to hold it."""
 
 

@@ -1,54 +1,66 @@
 """Attacks on other processes: signals, debugging, more processes than a box may have."""
 
-from sandbox.attack.probe import Evidence, Probe
+from sandbox.attack.probe import AttackProbe, Evidence
 
-SIGHT = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "seccomp"})
+PROCESS_LAYERS = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "seccomp"})
 """What keeps a box from naming a process of the host, and from having rights over it."""
-DEBUG = SIGHT | {"mount_ns", "read_only_root", "user_ns"}
+DEBUG_LAYERS = PROCESS_LAYERS | {"mount_ns", "read_only_root", "user_ns"}
 """One user namespace may not debug what is in another."""
-MARK = 'libc.prctl(15, W["mark"].encode(), 0, 0, 0)'
+MARK_SNIPPET = 'libc.prctl(15, W["mark"].encode(), 0, 0, 0)'
 """Names this process so that the witness finds it from outside, whatever namespace it is in."""
 
 SIGNALS = (
-    Probe(
-        "kill", "signals", "signal a process of the host by its number", Evidence.CHANGED, ('os.kill(W["canary"], signal.SIGWINCH)',), SIGHT
+    AttackProbe(
+        "kill",
+        "signals",
+        "signal a process of the host by its number",
+        Evidence.CHANGED,
+        ('os.kill(W["canary"], signal.SIGWINCH)',),
+        PROCESS_LAYERS,
     ),
-    Probe("kill_all", "signals", "signal everything in sight at once", Evidence.CHANGED, ("os.kill(-1, signal.SIGWINCH)",), SIGHT),
-    Probe(
+    AttackProbe(
+        "kill_all", "signals", "signal everything in sight at once", Evidence.CHANGED, ("os.kill(-1, signal.SIGWINCH)",), PROCESS_LAYERS
+    ),
+    AttackProbe(
         "pidfd",
         "signals",
         "signal it through a file descriptor of the process",
         Evidence.CHANGED,
         ('syscall(424, syscall(434, W["canary"], 0), int(signal.SIGWINCH), None, 0)',),
-        SIGHT,
+        PROCESS_LAYERS,
     ),
-    Probe(
-        "stop_server", "signals", "stop a process without killing it", Evidence.CHANGED, ('os.kill(W["canary"], signal.SIGSTOP)',), SIGHT
+    AttackProbe(
+        "stop_server",
+        "signals",
+        "stop a process without killing it",
+        Evidence.CHANGED,
+        ('os.kill(W["canary"], signal.SIGSTOP)',),
+        PROCESS_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "renice",
         "signals",
         "make a process of the host slow",
         Evidence.CHANGED,
         ('os.setpriority(os.PRIO_PROCESS, W["canary"], 19)',),
-        SIGHT,
+        PROCESS_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "lower_limits",
         "signals",
         "lower the limits of a process of the host",
         Evidence.CHANGED,
         ('import resource\nresource.prlimit(W["canary"], resource.RLIMIT_NOFILE, (17, 17))',),
-        SIGHT,
+        PROCESS_LAYERS,
     ),
 )
 
 PTRACE = (
-    Probe(
+    AttackProbe(
         "attach",
         "debugging",
         "ptrace a process of the host",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 syscall(101, 16, W["canary"], None, None)
@@ -57,9 +69,9 @@ syscall(101, 17, W["canary"], None, None)
 pwned()
 """,
         ),
-        DEBUG,
+        DEBUG_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "read_memory",
         "debugging",
         "read its memory with process_vm_readv",
@@ -73,17 +85,17 @@ syscall(310, W["canary"], here, 1, there, 1, 0)
 print(box.raw)
 """,
         ),
-        DEBUG,
+        DEBUG_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "proc_mem",
         "debugging",
         "read its memory through /proc/PID/mem",
         Evidence.SECRET,
         ('fd = os.open(f"/proc/{W[\'canary\']}/mem", os.O_RDONLY)\nprint(os.pread(fd, 64, W["address"]))',),
-        DEBUG,
+        DEBUG_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "write_memory",
         "debugging",
         "write its memory with process_vm_writev",
@@ -96,19 +108,19 @@ there = struct.pack("QQ", W["scratch"], 11)
 syscall(311, W["canary"], here, 1, there, 1, 0)
 """,
         ),
-        DEBUG,
+        DEBUG_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "steal_descriptor",
         "debugging",
         "copy an open file of a process of the host with pidfd_getfd",
         Evidence.SECRET,
         ('print(os.pread(syscall(438, syscall(434, W["canary"], 0), W["canary_fd"], 0), 64, 0))',),
-        DEBUG,
+        DEBUG_LAYERS,
     ),
 )
 
-COUNT = """
+COUNT_SNIPPET = """
 living = 0
 try:
     while living < W["many"]:
@@ -119,33 +131,33 @@ finally:
         pwned(living)
 """
 """Starts what `{start}` starts until told enough; enough is several times what a box may have."""
-TASKS = frozenset({"rlimits", "cgroup", "watchdog"})
-ENDS = frozenset({"pid_ns", "cgroup", "watchdog", "drop_uid"})
+TASK_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
+CLEANUP_LAYERS = frozenset({"pid_ns", "cgroup", "watchdog", "drop_uid"})
 """What finds the processes of a box when it ends, whatever session they are in."""
 FORKS = (
-    Probe(
+    AttackProbe(
         "fork_bomb",
         "fork bombs",
         "fork and fork",
-        Evidence.TOLD,
-        (COUNT.format(start="if os.fork() == 0:\n            time.sleep(4)\n            os._exit(0)"),),
-        TASKS,
-        {"call_s": 20},
+        Evidence.PRINTED,
+        (COUNT_SNIPPET.format(start="if os.fork() == 0:\n            time.sleep(4)\n            os._exit(0)"),),
+        TASK_LAYERS,
+        {"call_timeout_s": 20},
     ),
-    Probe(
+    AttackProbe(
         "thread_bomb",
         "fork bombs",
         "start thread after thread",
-        Evidence.TOLD,
-        ("import threading\n" + COUNT.format(start="threading.Thread(target=time.sleep, args=(2,), daemon=True).start()"),),
-        TASKS,
-        {"call_s": 20},
+        Evidence.PRINTED,
+        ("import threading\n" + COUNT_SNIPPET.format(start="threading.Thread(target=time.sleep, args=(2,), daemon=True).start()"),),
+        TASK_LAYERS,
+        {"call_timeout_s": 20},
     ),
-    Probe(
+    AttackProbe(
         "tree",
         "fork bombs",
         "every process forks two more",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import select
@@ -170,10 +182,10 @@ else:
     os._exit(0)
 """,
         ),
-        TASKS,
-        {"call_s": 20},
+        TASK_LAYERS,
+        {"call_timeout_s": 20},
     ),
-    Probe(
+    AttackProbe(
         "daemon",
         "fork bombs",
         "a process in a session of its own that goes on when the interpreter ends",
@@ -182,15 +194,15 @@ else:
             f"""
 if os.fork() == 0:
     os.setsid()
-    {MARK}
+    {MARK_SNIPPET}
     os.closerange(0, 256)
     time.sleep(20)
 os._exit(0)
 """,
         ),
-        ENDS,
+        CLEANUP_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "daemon_after_timeout",
         "fork bombs",
         "the same, and the call itself runs into its time-out",
@@ -199,7 +211,7 @@ os._exit(0)
             f"""
 if os.fork() == 0:
     os.setsid()
-    {MARK}
+    {MARK_SNIPPET}
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     time.sleep(20)
@@ -208,7 +220,7 @@ while True:
     time.sleep(1)
 """,
         ),
-        bare=True,
+        uses_plain_child=True,
     ),
 )
 

@@ -1,12 +1,12 @@
 """Attacks on what is shared by the whole machine: memory, disk, inodes, time, and the reader of the output."""
 
-from sandbox.attack.files import VIEW
-from sandbox.attack.probe import Evidence, Probe
+from sandbox.attack.files import FILE_LAYERS
+from sandbox.attack.probe import AttackProbe, Evidence
 
-SLOW = {"call_s": 20}
+SLOW_LIMITS = {"call_timeout_s": 20}
 """For the control, which gets as far as it wants to: time is not what is attacked here."""
 MEMORY_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
-TOUCH = """for block in blocks:
+TOUCH_SNIPPET = """for block in blocks:
     if os.fork() == 0:
         for at in range(0, len(block), 4096):
             block[at] = 1
@@ -17,20 +17,20 @@ if all(os.wait()[1] == 0 for _ in blocks):
 """
 """Each child writes to every page of one block and leaves: what stays is in no process's own memory."""
 MEMORY = (
-    Probe(
+    AttackProbe(
         "one_process",
         "memory",
         "touch twice the memory of a box",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ('block = bytearray(b"x") * W["too_much"]\ntime.sleep(0.5)\npwned(len(block))',),
         MEMORY_LAYERS,
-        SLOW,
+        SLOW_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "many_processes",
         "memory",
         "the same in pieces, each well under a limit that counts processes one by one",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import select
@@ -52,13 +52,13 @@ if got == pieces and not dead:
 """,
         ),
         MEMORY_LAYERS,
-        SLOW,
+        SLOW_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "anonymous_file",
         "memory",
         "memory that belongs to a file without a name (memfd), not to a process",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 fd = syscall(319, b"x", 0)
@@ -70,42 +70,42 @@ pwned()
 """,
         ),
         MEMORY_LAYERS | {"seccomp"},
-        SLOW,
+        SLOW_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "shared_mapping",
         "memory",
         "shared memory that each of four processes touches a part of and unmaps",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import mmap
 blocks = [mmap.mmap(-1, W["too_much"] // 4) for _ in range(4)]
 """
-            + TOUCH,
+            + TOUCH_SNIPPET,
         ),
         MEMORY_LAYERS | {"seccomp"},
-        SLOW,
+        SLOW_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "shared_device",
         "memory",
         "the same by way of /dev/zero, which is shared memory when it is mapped",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 import mmap
 with open("/dev/zero", "r+b", buffering=0) as zero:
     blocks = [mmap.mmap(zero.fileno(), W["too_much"] // 4) for _ in range(4)]
 """
-            + TOUCH,
+            + TOUCH_SNIPPET,
         ),
         MEMORY_LAYERS | {"landlock"},
-        SLOW,
+        SLOW_LIMITS,
     ),
 )
 
-FILL = """
+FILL_SNIPPET = """
 block, written = b"x" * (1 << 20), 0
 try:
     while written < W["too_full"]:
@@ -116,75 +116,84 @@ finally:
     if written >= W["too_full"]:
         pwned(written)
 """
-STORE = MEMORY_LAYERS | VIEW
+STORAGE_LAYERS = MEMORY_LAYERS | FILE_LAYERS
 DISK = (
-    Probe("many_files", "disk", "fill the working directory", Evidence.TOLD, (FILL.format(where="."),), STORE),
-    Probe(
+    AttackProbe("many_files", "disk", "fill the working directory", Evidence.PRINTED, (FILL_SNIPPET.format(where="."),), STORAGE_LAYERS),
+    AttackProbe(
         "one_file",
         "disk",
         "one huge file",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ('with open("huge", "wb") as file:\n    for _ in range(W["too_full"] >> 20):\n        file.write(b"x" * (1 << 20))\npwned()',),
-        STORE,
+        STORAGE_LAYERS,
     ),
-    Probe("fill_shared_memory", "disk", "fill /dev/shm, which is memory", Evidence.TOLD, (FILL.format(where="/dev/shm"),), STORE),
-    Probe(
+    AttackProbe(
+        "fill_shared_memory",
+        "disk",
+        "fill /dev/shm, which is memory",
+        Evidence.PRINTED,
+        (FILL_SNIPPET.format(where="/dev/shm"),),
+        STORAGE_LAYERS,
+    ),
+    AttackProbe(
         "fill_var_tmp",
         "disk",
         "fill /var/tmp, which is forgotten more often than /tmp",
-        Evidence.TOLD,
-        (FILL.format(where="/var/tmp"),),
-        STORE,
+        Evidence.PRINTED,
+        (FILL_SNIPPET.format(where="/var/tmp"),),
+        STORAGE_LAYERS,
     ),
-    Probe(
+    AttackProbe(
         "inodes",
         "disk",
         "empty files until there are no inodes",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ('os.mkdir("d")\nfor number in range(W["too_many_files"]):\n    os.close(os.open(f"d/{number}", os.O_CREAT))\npwned()',),
-        STORE,
+        STORAGE_LAYERS,
     ),
 )
 
-SPIN = 'end = time.{clock}() + W["too_long_s"]\nwhile time.{clock}() < end:\n    {body}\npwned()'
-LONG = {"call_s": 30}
+SPIN_SNIPPET = 'end = time.{clock}() + W["too_long_s"]\nwhile time.{clock}() < end:\n    {body}\npwned()'
+LONG_LIMITS = {"call_timeout_s": 30}
 ENDLESS = (
-    Probe("loop", "endless", "a loop", Evidence.TOLD, (SPIN.format(clock="process_time", body="pass"),), frozenset(), LONG),
-    Probe(
+    AttackProbe(
+        "loop", "endless", "a loop", Evidence.PRINTED, (SPIN_SNIPPET.format(clock="process_time", body="pass"),), frozenset(), LONG_LIMITS
+    ),
+    AttackProbe(
         "ignores_signals",
         "endless",
         "a loop that ignores every signal that can be ignored",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             "for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:\n    signal.signal(number, signal.SIG_IGN)\n"
-            + SPIN.format(clock="process_time", body="pass"),
+            + SPIN_SNIPPET.format(clock="process_time", body="pass"),
         ),
         frozenset(),
-        LONG,
+        LONG_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "swallows_exceptions",
         "endless",
         "a loop that catches whatever is raised in it",
-        Evidence.TOLD,
-        (SPIN.format(clock="monotonic", body="try:\n        time.sleep(0.01)\n    except BaseException:\n        pass"),),
+        Evidence.PRINTED,
+        (SPIN_SNIPPET.format(clock="monotonic", body="try:\n        time.sleep(0.01)\n    except BaseException:\n        pass"),),
         frozenset(),
-        LONG,
+        LONG_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "inside_c",
         "endless",
         "a single call into C that never returns to the interpreter",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         ('ctypes.PyDLL(None).sleep(int(W["too_long_s"]) + 1)\npwned()',),
         frozenset(),
-        LONG,
+        LONG_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "burn_in_children",
         "endless",
         "children that burn processor time while the parent waits",
-        Evidence.TOLD,
+        Evidence.PRINTED,
         (
             """
 for _ in range(2):
@@ -199,41 +208,43 @@ pwned()
 """,
         ),
         frozenset(),
-        LONG,
+        LONG_LIMITS,
     ),
 )
 
-OUTPUT = {"text": 1 << 30, "file": 1 << 30, "images": 1000, "image_pixels": 1 << 30, "image_bytes": 1 << 30}
+OUTPUT_LIMITS = {"text": 1 << 30, "file": 1 << 30, "images": 1000, "image_pixels": 1 << 30, "image_bytes": 1 << 30}
 FLOODS = (
-    Probe("print", "output", "print 8 MB", Evidence.FLOODED, ('for _ in range(8):\n    print("x" * (1 << 20))',), frozenset(), OUTPUT),
-    Probe(
+    AttackProbe(
+        "print", "output", "print 8 MB", Evidence.FLOODED, ('for _ in range(8):\n    print("x" * (1 << 20))',), frozenset(), OUTPUT_LIMITS
+    ),
+    AttackProbe(
         "raw_write",
         "output",
         "write to the descriptors instead of print",
         Evidence.FLOODED,
         ('for fd in (1, 2):\n    for _ in range(64):\n        os.write(fd, b"x" * 65536)',),
         frozenset(),
-        OUTPUT,
+        OUTPUT_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "print_to_stderr",
         "output",
         "print 4 MB as errors",
         Evidence.FLOODED,
         ('sys.stderr.write("x" * (4 << 20))',),
         frozenset(),
-        OUTPUT,
+        OUTPUT_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "many_images",
         "output",
         "forty pictures in one call",
         Evidence.FLOODED,
         ('from PIL import Image\nfor number in range(40):\n    Image.new("RGB", (64, 64), (number, 0, 0)).show()',),
         frozenset(),
-        OUTPUT,
+        OUTPUT_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "forged_images",
         "output",
         "a reply of one's own with forty pictures, whatever the box's worker would have left out",
@@ -247,20 +258,20 @@ channel = next(thing for thing in gc.get_objects() if isinstance(thing, socket.s
 file = BytesIO()
 Image.new("RGB", (64, 64)).save(file, "PNG")
 reply = {"id": 1, "error": None, "limit": None, "sources": ["show"] * 40, "dropped": [], "files": {}, "cpu_s": 0.0, "memory": 1}
-channel.sendall(sys.modules["sandbox.frames"].pack(reply, [file.getvalue()] * 40))
+channel.sendall(sys.modules["sandbox.frames"].pack_frame(reply, [file.getvalue()] * 40))
 """,
         ),
         frozenset(),
-        OUTPUT,
+        OUTPUT_LIMITS,
     ),
-    Probe(
+    AttackProbe(
         "huge_image",
         "output",
         "one picture of nine million pixels",
         Evidence.FLOODED,
         ('from PIL import Image\nImage.new("L", (3000, 3000)).show()',),
         frozenset(),
-        OUTPUT,
+        OUTPUT_LIMITS,
     ),
 )
 

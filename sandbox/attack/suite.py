@@ -11,89 +11,95 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from sandbox.attack import PROBES
-from sandbox.attack.attempt import LIMITS, Attempt, attempt, without
-from sandbox.attack.probe import Probe
-from sandbox.attack.witness import Witness
+from sandbox.attack.attempt import ATTACK_LIMITS, AttackOutcome, lift_layers, run_attack
+from sandbox.attack.probe import AttackProbe
+from sandbox.attack.witness import AttackOracle
 from sandbox.layers import Layers
-from sandbox.pool import Sandbox
+from sandbox.pool import SandboxPool
 from sandbox.probe import is_privileged
 
-SIDE_BY_SIDE = 2
+MAX_PARALLEL_CONTROLS = 2
 
 
 @dataclass(frozen=True)
-class Row:
-    probe: Probe
-    defended: Attempt
-    control: Attempt | None
+class AttackResult:
+    probe: AttackProbe
+    defended: AttackOutcome
+    control: AttackOutcome | None
     """None where it cannot be done even without any layer, because of what `lack` says."""
-    lack: str = ""
+    missing_requirement: str = ""
 
     @property
-    def good(self) -> bool:
+    def has_passed(self) -> bool:
         return not self.defended.succeeded and not self.defended.host_fault and (self.control is None or self.control.succeeded)
 
 
-async def run(probes: Sequence[Probe] = PROBES) -> list[Row]:
+async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult]:
     """The attacks one after the other on one pool, as strangers would share it; then the controls, two at a time."""
-    with Witness(LIMITS) as witness:
-        async with Sandbox(size=2, limits=LIMITS) as pool:
+    with AttackOracle(ATTACK_LIMITS) as witness:
+        async with SandboxPool(size=2, limits=ATTACK_LIMITS) as pool:
             layers = pool.layers
-            defended = [await attempt(probe, pool=pool, witness=witness) for probe in probes]
-    places, alone = asyncio.Semaphore(SIDE_BY_SIDE), asyncio.Lock()
+            defended = [await run_attack(probe, pool=pool, oracle=witness) for probe in probes]
+    places, alone = asyncio.Semaphore(MAX_PARALLEL_CONTROLS), asyncio.Lock()
 
-    async def row(probe: Probe, held: Attempt) -> Row:
-        if lack := lack_of(probe):
-            return Row(probe, held, None, lack)
+    async def row(probe: AttackProbe, held: AttackOutcome) -> AttackResult:
+        if lack := find_missing_requirement(probe):
+            return AttackResult(probe, held, None, lack)
         async with AsyncExitStack() as leave:
-            if probe.cores > 1:  # it counts cores: nobody else may use them
+            if probe.min_cores > 1:  # it counts cores: nobody else may use them
                 await leave.enter_async_context(alone)
-            for _ in range(SIDE_BY_SIDE if probe.cores > 1 else 1):
+            for _ in range(MAX_PARALLEL_CONTROLS if probe.min_cores > 1 else 1):
                 await leave.enter_async_context(places)
-            return Row(probe, held, await _control(probe, without(layers, probe.lifted)))
+            return AttackResult(probe, held, await _run_control_process(probe, lift_layers(layers, probe.lifted_layers)))
 
     return await asyncio.gather(*[row(probe, held) for probe, held in zip(probes, defended, strict=True)])
 
 
-def lack_of(probe: Probe) -> str:
+def find_missing_requirement(probe: AttackProbe) -> str:
     """Why this host cannot show that the attack works without its layers; empty where it can."""
     if probe.needs_root and not is_privileged():
         return "needs root"
-    if probe.cores > (cores := len(os.sched_getaffinity(0))):
-        return f"needs {probe.cores} cores, here is {cores}"
+    if probe.min_cores > (cores := len(os.sched_getaffinity(0))):
+        return f"needs {probe.min_cores} cores, here is {cores}"
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))  # 6.18-rc3 has two numbers in front too
-    return "" if release >= probe.since else "needs Linux {}.{}".format(*probe.since)
+    return "" if release >= probe.min_kernel else "needs Linux {}.{}".format(*probe.min_kernel)
 
 
-async def _control(probe: Probe, layers: Layers) -> Attempt:
-    command = (sys.executable, "-m", "sandbox.attack.attempt", probe.name, ",".join(layers.names()))
+async def _run_control_process(probe: AttackProbe, layers: Layers) -> AttackOutcome:
+    command = (sys.executable, "-m", "sandbox.attack.attempt", probe.name, ",".join(layers.enabled_names()))
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     output, trouble = await child.communicate()
     if child.returncode != 0 or not output:
         last = trouble.decode(errors="replace").strip().splitlines()[-1:] or [f"exit status {child.returncode}"]
-        return Attempt(succeeded=False, met=last[0][:200], host_fault=True)
-    return Attempt(**json.loads(output.splitlines()[-1]))
+        return AttackOutcome(succeeded=False, stopped_by=last[0][:200], host_fault=True)
+    return AttackOutcome(**json.loads(output.splitlines()[-1]))
 
 
-def table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[AttackResult]) -> str:
     """GitHub's Markdown, a line a probe, the classes in order."""
     lines = ["| class | probe | what it does | with all layers | control |", "|---|---|---|---|---|"]
     for row in rows:
         verdict = "BREACHED" if row.defended.succeeded else "HOST FAULT" if row.defended.host_fault else "held"
-        control = row.lack if row.control is None else "gets through" if row.control.succeeded else f"FAILED: {row.control.met}"
-        met = row.defended.met.replace("|", "/").replace("\n", " ")
+        control = (
+            row.missing_requirement
+            if row.control is None
+            else "gets through"
+            if row.control.succeeded
+            else f"FAILED: {row.control.stopped_by}"
+        )
+        met = row.defended.stopped_by.replace("|", "/").replace("\n", " ")
         lines.append(f"| {row.probe.group} | `{row.probe.name}` | {row.probe.aim} | {verdict}: {met} | {control} |")
     return "\n".join(lines)
 
 
-def summary(rows: Sequence[Row]) -> str:
+def format_summary(rows: Sequence[AttackResult]) -> str:
     """A line a class: what this host holds, and for how many of its probes a control showed that they work."""
     lines = ["| class | probes | held | controls through | not to be shown here |", "|---|---|---|---|---|"]
     for group in dict.fromkeys(row.probe.group for row in rows):
         own = [row for row in rows if row.probe.group == group]
         held = sum(not row.defended.succeeded and not row.defended.host_fault for row in own)
         through = sum(row.control is not None and row.control.succeeded for row in own)
-        lacking = ", ".join(f"`{row.probe.name}` {row.lack}" for row in own if row.control is None)
+        lacking = ", ".join(f"`{row.probe.name}` {row.missing_requirement}" for row in own if row.control is None)
         lines.append(f"| {group} | {len(own)} | {held} | {through} | {lacking} |")
     return "\n".join(lines)
 
@@ -105,11 +111,11 @@ def main(names: Sequence[str]) -> int:
         print(f"no probe and no class is called {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     chosen = [probe for probe in PROBES if not names or probe.name in names or probe.group in names]
-    rows = asyncio.run(run(chosen))
-    print(table(rows))
+    rows = asyncio.run(run_suite(chosen))
+    print(format_table(rows))
     breaches = sum(row.defended.succeeded for row in rows)
     skipped = sum(row.control is None for row in rows)
     failed = sum(row.control is not None and not row.control.succeeded for row in rows)
-    print(f"\n{summary(rows)}\n")
+    print(f"\n{format_summary(rows)}\n")
     print(f"{len(rows)} probes: {breaches} breached, {failed} controls failed, {skipped} controls cannot be shown here")
-    return 0 if all(row.good for row in rows) else 1
+    return 0 if all(row.has_passed for row in rows) else 1

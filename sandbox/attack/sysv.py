@@ -15,7 +15,7 @@ ADD_KEY, KEYCTL, JOIN_SESSION, SESSION, UNLINK = 248, 250, 1, -3, 9
 MODE = 0o666
 
 
-class Attributes(ctypes.Structure):
+class MqAttributes(ctypes.Structure):
     """struct mq_attr"""
 
     _fields_ = (
@@ -27,35 +27,35 @@ class Attributes(ctypes.Structure):
     )
 
 
-def _checked(result: int, name: str) -> int:
+def _check_result(result: int, name: str) -> int:
     if result == -1:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
-def plant(stack: contextlib.ExitStack, secret: bytes) -> dict[str, Any]:
+def plant_secrets(stack: contextlib.ExitStack, secret: bytes) -> dict[str, Any]:
     """Make them readable for everybody and leave their removal on the stack."""
     number = secrets.randbits(30)
-    segment = _checked(libc.shmget(number, 4096, IPC_CREAT | IPC_EXCL | MODE), "shmget")
+    segment = _check_result(libc.shmget(number, 4096, IPC_CREAT | IPC_EXCL | MODE), "shmget")
     stack.callback(libc.shmctl, segment, IPC_RMID, None)
     where = libc.shmat(segment, None, 0)
     ctypes.memmove(where, secret, len(secret))
     libc.shmdt(ctypes.c_void_p(where))
 
-    queue = _checked(libc.msgget(number, IPC_CREAT | IPC_EXCL | MODE), "msgget")
+    queue = _check_result(libc.msgget(number, IPC_CREAT | IPC_EXCL | MODE), "msgget")
     stack.callback(libc.msgctl, queue, IPC_RMID, None)
-    _checked(libc.msgsnd(queue, (1).to_bytes(8, "little") + secret, len(secret), 0), "msgsnd")
+    _check_result(libc.msgsnd(queue, (1).to_bytes(8, "little") + secret, len(secret), 0), "msgsnd")
 
     name = f"/sandbox-attack-{number}".encode()
     before = os.umask(0)
-    posix = _checked(libc.mq_open(name, os.O_CREAT | os.O_RDWR, MODE, ctypes.byref(Attributes(0, 4, 256, 0))), "mq_open")
+    posix = _check_result(libc.mq_open(name, os.O_CREAT | os.O_RDWR, MODE, ctypes.byref(MqAttributes(0, 4, 256, 0))), "mq_open")
     os.umask(before)
     stack.callback(libc.mq_unlink, name)
     stack.callback(os.close, posix)
-    _checked(libc.mq_send(posix, secret, len(secret), 0), "mq_send")
+    _check_result(libc.mq_send(posix, secret, len(secret), 0), "mq_send")
 
     label = f"sandbox-attack-{number}"
-    _checked(libc.syscall(KEYCTL, JOIN_SESSION, None), "keyctl")  # not the keyring of whoever logged in
-    key = _checked(libc.syscall(ADD_KEY, b"user", label.encode(), secret, len(secret), SESSION), "add_key")
+    _check_result(libc.syscall(KEYCTL, JOIN_SESSION, None), "keyctl")  # not the keyring of whoever logged in
+    key = _check_result(libc.syscall(ADD_KEY, b"user", label.encode(), secret, len(secret), SESSION), "add_key")
     stack.callback(libc.syscall, KEYCTL, UNLINK, key, SESSION)
     return {"shm_key": number, "msg_key": number, "queue": name.decode()[1:], "key": label}

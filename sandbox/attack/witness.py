@@ -26,8 +26,8 @@ from typing import Any, Self
 from PIL import Image
 
 from sandbox.attack import sysv
-from sandbox.attack.probe import Evidence, Probe
-from sandbox.types import Fault, Limits, Result
+from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.types import BoxLimits, CallResult, Fault
 
 CANARY = """
 import ctypes, json, os, signal, sys
@@ -45,32 +45,32 @@ for line in sys.stdin:
 F_OFD_SETLK = 37  # of the open file, not of the process
 
 
-class Witness:
+class AttackOracle:
     """`with Witness(limits) as witness`: `facts` goes into a probe's code, `state()` is compared before and after, `seen()` decides."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: BoxLimits) -> None:
         self.limits = limits
-        self.word = secrets.token_hex(8)
+        self.marker = secrets.token_hex(8)
         self.secret = secrets.token_hex(16)
-        self.heard = b""
+        self.received = b""
         self.facts: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            self._files(stack)
-            self._shared(stack)
-            self._canary(stack)
-            self._listeners(stack)
-            self.facts |= sysv.plant(stack, self.secret.encode())
+            self._create_files(stack)
+            self._create_locked_files(stack)
+            self._start_canary(stack)
+            self._start_listeners(stack)
+            self.facts |= sysv.plant_secrets(stack, self.secret.encode())
             self.facts |= {
-                "drow": self.word[::-1],
-                "mark": f"a-{self.word[:10]}",
+                "drow": self.marker[::-1],
+                "mark": f"a-{self.marker[:10]}",
                 "net_ns": os.stat("/proc/self/ns/net").st_ino,
                 "many": 4 * self.limits.processes,
                 "too_much": 2 * self.limits.memory,
                 "too_full": 2 * self.limits.disk,
                 "too_many_files": 2 * self.limits.inodes,
-                "too_long_s": 2 * self.limits.call_s,
+                "too_long_s": 2 * self.limits.call_timeout_s,
             }
             self._stack = stack.pop_all()
         return self
@@ -78,7 +78,7 @@ class Witness:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
-    def _files(self, stack: contextlib.ExitStack) -> None:
+    def _create_files(self, stack: contextlib.ExitStack) -> None:
         os.environ["SANDBOX_ATTACK_SECRET"] = self.secret
         stack.callback(os.environ.pop, "SANDBOX_ATTACK_SECRET")
         self.folder = Path(tempfile.mkdtemp(prefix="sandbox-attack-", dir="/var/tmp"))
@@ -92,14 +92,14 @@ class Witness:
         pixels = self.secret.encode() * 64
         image = self.folder / "secret.png"
         Image.frombytes("L", (64, len(pixels) // 64), pixels).save(image)
-        self.victims["shm_file"] = Path("/dev/shm") / f"sandbox-attack-{self.word}"
+        self.victims["shm_file"] = Path("/dev/shm") / f"sandbox-attack-{self.marker}"
         stack.callback(self.victims["shm_file"].unlink, missing_ok=True)
         self.facts |= {name: str(path) for name, path in self.victims.items()} | {"secret_image": str(image)}
         inherited = os.open(self.victims["secret_file"], os.O_RDONLY)
         stack.callback(os.close, inherited)
         os.set_inheritable(inherited, True)
 
-    def _shared(self, stack: contextlib.ExitStack) -> None:
+    def _create_locked_files(self, stack: contextlib.ExitStack) -> None:
         """Two files of the standard library, which boxes read too: one is opened all the time (serve), one is locked."""
         folder = Path(os.path.realpath(os.__file__)).parent
         self.shared, locked = folder / "this.py", folder / "antigravity.py"
@@ -110,20 +110,20 @@ class Witness:
         self.facts |= {"shared_folder": str(folder), "shared_file": str(self.shared), "locked_file": str(locked)}
         self.facts |= {"host_name": socket.gethostname(), "host_memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}
 
-    def _canary(self, stack: contextlib.ExitStack) -> None:
+    def _start_canary(self, stack: contextlib.ExitStack) -> None:
         command = [sys.executable, "-c", CANARY, str(self.victims["secret_file"])]
         self.canary = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
         stack.callback(self.canary.kill)
-        self.facts |= {"canary": self.canary.pid, **json.loads(self._line())}
+        self.facts |= {"canary": self.canary.pid, **json.loads(self._read_canary_line())}
 
-    def _line(self) -> bytes:
+    def _read_canary_line(self) -> bytes:
         """A line of the canary's, or nothing if it does not speak within a second."""
         assert self.canary.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.canary.stdout, selectors.EVENT_READ)
             return self.canary.stdout.readline() if selector.select(20 if not self.facts.get("canary") else 1) else b""
 
-    def _listeners(self, stack: contextlib.ExitStack) -> None:
+    def _start_listeners(self, stack: contextlib.ExitStack) -> None:
         selector = stack.enter_context(selectors.DefaultSelector())
 
         def listen(family: int, kind: int, address: Any) -> socket.socket:
@@ -138,7 +138,7 @@ class Witness:
         self.facts["tcp4"] = listen(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)).getsockname()[1]
         self.facts["tcp6"] = listen(socket.AF_INET6, socket.SOCK_STREAM, ("::1", 0)).getsockname()[1]
         self.facts["udp4"] = listen(socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)).getsockname()[1]
-        self.facts["abstract"] = f"sandbox-attack-{self.word}"
+        self.facts["abstract"] = f"sandbox-attack-{self.marker}"
         listen(socket.AF_UNIX, socket.SOCK_STREAM, "\0" + self.facts["abstract"])
         self.facts["unix_path"] = str(self.folder / "socket")
         listen(socket.AF_UNIX, socket.SOCK_STREAM, self.facts["unix_path"])
@@ -157,7 +157,7 @@ class Witness:
                         guest = stack.enter_context(sock.accept()[0])
                         selector.register(guest, selectors.EVENT_READ)
                     elif data := sock.recv(4096):
-                        self.heard += data
+                        self.received += data
                     else:
                         selector.unregister(sock)
 
@@ -166,7 +166,7 @@ class Witness:
         stack.callback(thread.join)
         stack.callback(stopped.set)
 
-    def state(self) -> dict[str, Any]:
+    def snapshot_state(self) -> dict[str, Any]:
         """Whatever a probe may change."""
         files = {name: (path.read_bytes(), path.stat().st_mode) if path.exists() else None for name, path in self.victims.items()}
         assert self.canary.stdin is not None
@@ -175,18 +175,18 @@ class Witness:
         limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         forward = Path("/proc/sys/net/ipv4/ip_forward")
         return files | {
-            "canary": self._line(),
+            "canary": self._read_canary_line(),
             "nice": os.getpriority(os.PRIO_PROCESS, pid),
             "limits": limits,
             "name": socket.gethostname(),
             "forward": forward.read_text() if forward.exists() else "",
         }
 
-    def source(self, call: str, *, patience_s: float) -> str:
+    def build_source(self, call: str, *, patience_s: float) -> str:
         """`patience_s`: for how long the code may wait for something without running into its time-out."""
         return f"W = {self.facts | {'patience_s': patience_s}!r}\n{call}"
 
-    def survivors(self) -> list[int]:
+    def find_survivors(self) -> list[int]:
         """Processes, in any namespace below this one, that bear the mark; what is dead and waits for its parent does not count."""
         alive = []
         for entry in Path("/proc").iterdir():
@@ -196,23 +196,23 @@ class Witness:
                     alive.append(int(entry.name))
         return alive
 
-    def seen(self, probe: Probe, results: list[Result], before: dict[str, Any]) -> bool:
+    def has_succeeded(self, probe: AttackProbe, results: list[CallResult], before: dict[str, Any]) -> bool:
         """Did the attack succeed? Called after its box was closed, but for what is in `results`."""
         texts = "\n".join(f"{result.text}\n{result.stderr}\n{result.error and result.error.message}" for result in results)
         pictures = [picture for result in results for picture in result.images]
         match probe.evidence:
-            case Evidence.TOLD:
-                return self.word in texts
+            case Evidence.PRINTED:
+                return self.marker in texts
             case Evidence.SECRET:
-                return self.secret in texts or any(self.secret.encode() in picture.image().tobytes() for picture in pictures)
+                return self.secret in texts or any(self.secret.encode() in picture.to_pil().tobytes() for picture in pictures)
             case Evidence.REACHED:
-                return self.word.encode() in self.heard
+                return self.marker.encode() in self.received
             case Evidence.CHANGED:
-                return self.state() != before
-            case Evidence.BLAMED:
+                return self.snapshot_state() != before
+            case Evidence.HOST_BLAMED:
                 return any(result.fault is Fault.HOST for result in results)
             case Evidence.SURVIVED:
-                return bool(self.survivors())
+                return bool(self.find_survivors())
             case Evidence.OVERWRITTEN:
                 first, *_, last = (result.text.strip() for result in results)
                 assert len(first) == hashlib.sha256().digest_size * 2, results[0]

@@ -16,7 +16,7 @@ import pytest
 from megatron_rl.algo.advantages import TURN_SCHEMES
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings
-from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
+from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric, TurnRewardTerm
 from tests.support.episodes import episode, outcome_of, turn_credits
 
 
@@ -49,16 +49,16 @@ def expected_gradient(kinds: Sequence[Kind], size: int, algo: AlgoSettings) -> f
 def by_rubric(*steps: float | None, right: bool) -> dict[str, float | list]:
     """What a rubric with a mean turn part of weight 0.5 makes of an episode with these steps."""
 
-    async def accuracy(_: Outcome) -> float:
+    async def accuracy(_: RewardInput) -> float:
         return float(right)
 
-    async def evidence(_: Outcome) -> list[float | None]:
+    async def evidence(_: RewardInput) -> list[float | None]:
         return list(steps)
 
-    rubric = Rubric(parts={"accuracy": Part(accuracy)}, turn_parts={"evidence": TurnPart(evidence, weight=0.5)})
+    rubric = Rubric(terms={"accuracy": RewardTerm(accuracy)}, turn_terms={"evidence": TurnRewardTerm(evidence, weight=0.5)})
     score = asyncio.run(rubric.score(outcome_of(*episode(0, 0.0, gains=[0.0] * len(steps)).turns)))
     assert score.reward == right + 0.5, "the reward must not depend on the choice"
-    return {"outcome": score.outcome, "scores": score.turns, "gains": score.gains}
+    return {"outcome": score.outcome_reward, "scores": score.step_scores, "gains": score.reward_deltas}
 
 
 def choices(call: float, right: float) -> list[Kind]:

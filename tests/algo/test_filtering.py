@@ -9,7 +9,7 @@ from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.filtering import FILTERS, apply_filters, used_groups
 from megatron_rl.config import DROPS, ENDS, AlgoSettings, FilterSettings
-from megatron_rl.observe.step_metrics import credited_groups
+from megatron_rl.observe.step_metrics import groups_with_advantages
 from megatron_rl.types import Rollout, StopReason
 from tests.support.episodes import episode
 
@@ -98,7 +98,7 @@ def test_a_group_that_differs_by_rounding_teaches_nothing(one: float, other: flo
     chosen(rollouts, algo=algo)
     if ALGORITHMS[name].needs_group:
         ALGORITHMS[name].advantage_fn(rollouts, algo)
-        assert credited_groups(rollouts) == ({0, 1}, {1} if are_alike else {0, 1})
+        assert groups_with_advantages(rollouts) == ({0, 1}, {1} if are_alike else {0, 1})
 
 
 def test_ranking_looks_at_the_credit_of_turns() -> None:

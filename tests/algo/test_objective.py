@@ -17,8 +17,8 @@ from megatron_rl.algo.rollout_correction import CORRECTIONS
 from megatron_rl.algo.thoughts import scale_thought_logprobs
 from megatron_rl.batching.packing import loss_rows, pack
 from megatron_rl.config import AlgoSettings
-from megatron_rl.io.histogram import counts_of
-from megatron_rl.observe.step_metrics import merge_updates
+from megatron_rl.io.histogram import count_in_bins
+from megatron_rl.observe.step_metrics import merge_update_metrics
 from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.episodes import episode, penalize
 from tests.support.packed import weighted
@@ -76,13 +76,15 @@ def test_the_gap_is_of_tokens_that_the_steps_own_weights_sampled() -> None:
         "rollout_mismatch/logprob_abs_diff_max"
     ].item() == pytest.approx(0.2)
     assert told["rollout/on_policy_fraction"].item() == 2.0 and metrics.histograms["rollout_mismatch/logprob_abs_diff"].sum().item() == 2
-    assert torch.equal(metrics.histograms["rollout_mismatch/logprob_abs_diff"], counts_of(torch.tensor([0.1, 0.2], dtype=torch.float64)))
+    assert torch.equal(
+        metrics.histograms["rollout_mismatch/logprob_abs_diff"], count_in_bins(torch.tensor([0.1, 0.2], dtype=torch.float64))
+    )
     largest = {"rollout_mismatch/logprob_abs_diff_max": 0.2, "rollout_mismatch/logprob_abs_diff_p99": 0.21}
     means = {name: value.item() / 4 for name, value in metrics.sums.items()} | largest
-    merged = merge_updates([means, means | {"rollout_mismatch/logprob_abs_diff": 7.0}])
+    merged = merge_update_metrics([means, means | {"rollout_mismatch/logprob_abs_diff": 7.0}])
     assert merged["rollout_mismatch/logprob_abs_diff"] == pytest.approx(0.15) and merged["rollout/on_policy_fraction"] == 0.5
     assert merged["rollout_mismatch/logprob_abs_diff_max"] == 0.2 and merged["rollout_mismatch/logprob_abs_diff_p99"] == 0.21
-    none = merge_updates([means | {"rollout_mismatch/logprob_abs_diff": 0.0, "rollout/on_policy_fraction": 0.0}])
+    none = merge_update_metrics([means | {"rollout_mismatch/logprob_abs_diff": 0.0, "rollout/on_policy_fraction": 0.0}])
     assert none["rollout_mismatch/logprob_abs_diff"] == 0.0
 
 
@@ -95,7 +97,7 @@ def test_how_much_stale_tokens_are_worth_is_told_without_a_correction(correction
         AlgoSettings(rollout_correction=correction),
     )
     means = {name: value.item() / 4 for name, value in make_policy_objective(algo)(stale)[1].sums.items()}
-    merged = merge_updates([means])
+    merged = merge_update_metrics([means])
     assert merged["rollout_mismatch/is_eff_sample_size"] == pytest.approx({"none": 36 / 48, "token_tis": 25 / 28}[correction])
     assert not [name for name in merged if "importance" in name or "squared" in name]
     if correction == "none":

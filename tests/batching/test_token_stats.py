@@ -11,9 +11,9 @@ from megatron_rl import training_batch, training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batching.token_stats import build_token_stats
 from megatron_rl.config import AlgoSettings, BatchSettings, RunSettings, Settings
-from megatron_rl.explain.hf_reference import Reference
-from megatron_rl.explain.recorded_step import Looked
-from megatron_rl.explain.sequence_checks import of_pixels
+from megatron_rl.explain.hf_reference import HfReferenceModel
+from megatron_rl.explain.recorded_step import RecordedSequence
+from megatron_rl.explain.sequence_checks import make_patch_fn
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.open_checkpoint import open_source
@@ -24,7 +24,7 @@ FAST = 3.0
 """A learning rate that moves logprobs far beyond BOUND from one update to the next."""
 
 
-def noted(settings: Settings) -> tuple[list[Looked], set[tuple[int, int]]]:
+def noted(settings: Settings) -> tuple[list[RecordedSequence], set[tuple[int, int]]]:
     """The contexts that were trained on in a step whose updates move its weights far; and those of its first update."""
     rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
     with world_of_one():
@@ -41,8 +41,10 @@ def noted(settings: Settings) -> tuple[list[Looked], set[tuple[int, int]]]:
         notes.write_to(rollouts)
     assert moved > 10 * BOUND
     first = {(origin.rollout, origin.sequence) for batch in minibatches[0] for origin in batch.origin_S if origin is not None}
-    contexts = [Looked(row, number, each) for row, rollout in enumerate(rollouts) for number, each in enumerate(rollout.sequences)]
-    return [each for each in contexts if each.context.entropies], first
+    contexts = [
+        RecordedSequence(row, number, each) for row, rollout in enumerate(rollouts) for number, each in enumerate(rollout.sequences)
+    ]
+    return [each for each in contexts if each.tokens.entropies], first
 
 
 @pytest.mark.parametrize(("name", "num"), [("return_to_go", 1), ("grpo", 4)])
@@ -52,19 +54,21 @@ def test_the_first_look_at_each_token_is_kept(name: str, num: int, random_model:
     assert settings.batch.minibatches * settings.batch.epochs == num
     (looked, first), spec = noted(settings), read_spec(str(random_model))
     renderer = Renderer(settings.model)
-    source, patches = open_source(random_model, spec, key="model.path"), of_pixels(renderer)
-    reference = Reference(spec, source, banned_ids=renderer.banned_ids, patches=patches, device=torch.device("cpu"), held_bytes=1 << 30)
-    assert sum(len(each.rows) for each in looked) > 60 and len({each.rollout for each in looked}) > 5
+    source, patches = open_source(random_model, spec, key="model.path"), make_patch_fn(renderer)
+    reference = HfReferenceModel(
+        spec, source, banned_ids=renderer.banned_ids, patches=patches, device=torch.device("cpu"), cache_bytes=1 << 30
+    )
+    assert sum(len(each.sampled_rows) for each in looked) > 60 and len({each.rollout_index for each in looked}) > 5
     for each in looked:
-        logits_RV = reference.logits(each).double().masked_fill(reference.banned, -torch.inf)
+        logits_RV = reference.compute_logits(each).double().masked_fill(reference.banned_mask, -torch.inf)
         entropy_R = torch.distributions.Categorical(logits=logits_RV).entropy()
-        ours_R = torch.tensor([each.context.entropies[row + 1] for row in each.rows], dtype=torch.float64)
+        ours_R = torch.tensor([each.tokens.entropies[row + 1] for row in each.sampled_rows], dtype=torch.float64)
         gap = (ours_R - entropy_R).abs().max().item()
-        assert gap <= BOUND if (each.rollout, each.number) in first else gap > BOUND, gap
-        old_R = torch.tensor([each.context.old_logprobs[row + 1] for row in each.rows])
-        torch.testing.assert_close(old_R, torch.tensor(each.recorded), rtol=0, atol=BOUND)
-        observed = [place for place, sampled in enumerate(each.context.loss_mask) if not sampled]
-        assert not any(each.context.entropies[place] or each.context.old_logprobs[place] for place in observed)
+        assert gap <= BOUND if (each.rollout_index, each.index) in first else gap > BOUND, gap
+        old_R = torch.tensor([each.tokens.old_logprobs[row + 1] for row in each.sampled_rows])
+        torch.testing.assert_close(old_R, torch.tensor(each.recorded_logprobs), rtol=0, atol=BOUND)
+        observed = [place for place, sampled in enumerate(each.tokens.loss_mask) if not sampled]
+        assert not any(each.tokens.entropies[place] or each.tokens.old_logprobs[place] for place in observed)
 
 
 @pytest.mark.parametrize(

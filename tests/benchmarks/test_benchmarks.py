@@ -24,7 +24,7 @@ from starlette.routing import Route
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import TaskSettings
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.observe.trace import write
+from megatron_rl.observe.trace import write_trace
 from megatron_rl.rollout.scheduler import choose_prompts
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from tests.conftest import ROOT, SUPPORT
@@ -116,7 +116,7 @@ def test_what_mfu_counts(random_model: Path) -> None:
     """By hand: a picture of 4 x 4 patches is 4 tokens; with the two that frame it and 4 of text a prompt has 10, of which 9 are shared; a
     reply adds 4. Two pairs, apart or not."""
     mfu, spec = benchmark("mfu"), read_spec(random_model)
-    pack_them = partial(pack, image_token_id=spec.image_token_id, positions=spec.positions)
+    pack_them = partial(pack, image_token_id=spec.image_token_id, positions=spec.rope_positions)
     apart, shared = (
         pack_them(mfu.pieces(spec, contexts=4, text=8, side=56, group=2, unshared=unshared), share_prompts=True)
         for unshared in (True, False)
@@ -356,7 +356,7 @@ def test_lewis_waits_for_scores_alone(tmp_path: Path) -> None:
     step = [("step", "environment", 0.0, 6.0), ("step", "update", 6.0, 8.0), ("step", "record", 9.5, 10.0)]
     episodes = [("episode 0#0", "scoring", -3.0, 5.0), ("episode 0#1", "scoring", 7.0, 9.0), ("episode 0#2", "reply", -3.0, 1.0)]
     for number in range(3):
-        write(tmp_path, number, [[*step, *episodes, ("episode 0#3", "reply", 4.0, 5.0)]] if number else [step])
+        write_trace(tmp_path, number, [[*step, *episodes, ("episode 0#3", "reply", 4.0, 5.0)]] if number else [step])
     assert said_by("lewis_waits", tmp_path, "--skip", 1) == "2 steps, 10.00 s each; waiting for scores alone 40.0%\n"
 
 

@@ -119,7 +119,7 @@ def test_columns_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda name=name, value=value: order.append(name) or value)
     cycle = script("cycle")
-    ledger = cycle.Ledger(SimpleNamespace(rollout=1, sync=50 * 10**9, update=1))
+    ledger = cycle.Ledger(SimpleNamespace(rollout_bytes=1, sync_bytes=50 * 10**9, update_bytes=1))
     assert ledger.phase(0, "sync", lambda: order.append("act") or 7) == 7
     ledger.phase(0, "engine wakes", lambda: None)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
@@ -275,11 +275,11 @@ def test_an_hour_with_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_a_released_size_that_speaks(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """make_shapes --words: the folder has the other's tokenizer and ids, and its own shapes."""
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setitem(make_shapes.SIZES["qwen2_5_vl"], "7B", small)
-    config = make_shapes.released_config("7B")
+    monkeypatch.setitem(make_shapes.RELEASED_SIZES["qwen2_5_vl"], "7B", small)
+    config = make_shapes.make_released_config("7B")
     config["vision_config"] |= {"depth": 1, "hidden_size": 64, "intermediate_size": 96, "out_hidden_size": 64, "fullatt_block_indexes": [0]}
-    monkeypatch.setattr(make_shapes, "released_config", lambda _, family: config)
-    monkeypatch.setattr(make_shapes, "BLOCK", 1 << 16)
+    monkeypatch.setattr(make_shapes, "make_released_config", lambda _, family: config)
+    monkeypatch.setattr(make_shapes, "BLOCK_SIZE", 1 << 16)
     assert make_shapes.main(["--size", "7B", "--words", str(random_model), "--out", str(tmp_path / "out")]) == 0
     spec, theirs = read_spec(tmp_path / "out"), read_spec(random_model)
     assert spec.vocab_size == 152064 and spec.image_token_id == theirs.image_token_id and spec.vision_start_id == theirs.vision_start_id

@@ -15,7 +15,7 @@ from tests.chaos.room import descendants
 from tests.chaos.servers import free_port
 from tests.support import forked
 from tests.support.taught_speaker import rounds, taught
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 SCRIPT = Path(__file__)
 MEMBERS = {
@@ -31,7 +31,7 @@ def prepare_pair(starts: Path) -> None:
     (starts / "ports").write_text(f"{free_port()} {free_port()}")  # a model card tells them
     rounds(starts)
     taught(starts / "speaker", words=starts / "rounds" / "words.txt")
-    make(starts / "listener", preset="nano", init="random", seed=1, words=starts / "rounds" / "words.txt")
+    make_checkpoint(starts / "listener", preset="nano", init="random", seed=1, words=starts / "rounds" / "words.txt")
 
 
 def words_of_pair(starts: Path, *, num_steps: int) -> tuple[str, ...]:

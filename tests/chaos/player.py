@@ -18,12 +18,12 @@ import torch
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.cli import cli
 from megatron_rl.config import AlgoSettings
-from megatron_rl.rewards.rubric import Outcome, Rubric, Score
+from megatron_rl.rewards.rubric import RewardInput, Rubric, RubricScore
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
-from megatron_rl.tasks.visual_search.task import RULES, VisualSearchTask
+from megatron_rl.tasks.visual_search.task import SEARCH_RULES, VisualSearchTask
 from megatron_rl.types import Example, LossInputs
 
 HOME = next(Path(word.removeprefix("run.dir=")) for word in sys.argv if word.startswith("run.dir=")).parents[1]
@@ -31,7 +31,7 @@ GRPO = ALGORITHMS["grpo"]
 score, now = Rubric.score, time.time
 
 
-async def planted_score(self: Rubric, outcome: Outcome) -> Score:
+async def planted_score(self: Rubric, outcome: RewardInput) -> RubricScore:
     scored = await score(self, outcome)
     return replace(scored, reward=math.nan) if (HOME / "nan_reward").exists() else scored
 
@@ -52,7 +52,7 @@ class JudgedSearch(VisualPythonTask):
     """The user's questions about pictures, with the one line of rules that the warm start has learned."""
 
     def env(self, example: Example) -> AgentEnv:
-        return AgentEnv(example, protocol=PyVision(rules=RULES), pool=self._pool)
+        return AgentEnv(example, protocol=PyVisionProtocol(rules=SEARCH_RULES), pool=self._pool)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.tasks.visual_search.task import Canvas
+from megatron_rl.tasks.visual_search.task import SearchCanvas
 from tests.chaos import pair
 from tests.chaos.pair import prepare_pair, words_of_pair
 from tests.chaos.plan import STEPS
 from tests.chaos.servers import ENGINE, free_port
 from tests.golden.runs import LOOK
 from tests.support import forked
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 PLAYER = Path(__file__).parent / "player.py"
 WAIT_S = 60
@@ -65,9 +65,9 @@ def prepare(home: Path, runs: Sequence[str]) -> None:
     """Make what is not there yet: the nano, the one that was taught to look, and the questions."""
     starts = home / "starts"
     if {"number_line", "vqa", "shared_engine"} & {*runs} and not (starts / "nano").exists():
-        make(starts / "nano", preset="nano", init="random", seed=1)
+        make_checkpoint(starts / "nano", preset="nano", init="random", seed=1)
     if {"visual_search", "vqa"} & {*runs} and not (starts / "look" / "final").exists():
-        make(starts / "nano_search", preset="nano_search", init="learn", seed=0)
+        make_checkpoint(starts / "nano_search", preset="nano_search", init="learn", seed=0)
         taught = (*LOOK, f"model.path={starts / 'nano_search'}", f"run.dir={starts / 'look'}")
         result = forked.world(2, forked.ROOT / "launch" / "train.py", *taught, timeout_s=1200)
         assert result.returncode == 0, result.stdout[-3000:]
@@ -83,7 +83,7 @@ def write_questions(folder: Path) -> None:
     for split in ("train", "eval"):
         with (folder / f"{split}.jsonl").open("w") as file:
             for index in range(NUM_QUESTIONS):
-                canvas, picture = Canvas(f"{split} {index}"), f"{split}_{index}.png"
+                canvas, picture = SearchCanvas(f"{split} {index}"), f"{split}_{index}.png"
                 canvas.open().save(folder / picture)
                 answer = f"a label like {canvas.scene.target.label}"
                 row = {"question": canvas.scene.question, "answer": answer, "images": [picture], "env_name": "pyvision_gym_w_image_hint"}

@@ -22,7 +22,7 @@ import psutil
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.server_command import PROGRAM, server_arguments, server_environment
-from megatron_rl.services.supervised_process import kill_all
+from megatron_rl.services.supervised_process import kill_process_tree
 from tests.chaos.proxy import Proxy
 from tests.conftest import SUPPORT
 from tests.support import forked
@@ -70,7 +70,7 @@ class Server:
     def kill(self) -> None:
         """It and all below it, which would not notice."""
         with contextlib.suppress(psutil.NoSuchProcess):
-            kill_all(psutil.Process(self.process.pid))
+            kill_process_tree(psutil.Process(self.process.pid))
         self.process.kill()
         self.process.poll()
 

@@ -13,8 +13,8 @@ from threading import Thread
 
 import pytest
 
-from megatron_rl.cli.config_errors import ELSEWHERE, keys_of, nearest
-from megatron_rl.cli.help import USED_MOST, text_of_help
+from megatron_rl.cli.config_errors import FOREIGN_NAMES, closest_key, setting_keys
+from megatron_rl.cli.help import COMMON_SETTINGS, render_help
 from megatron_rl.config import Settings
 from megatron_rl.tasks.task_options import NumberLineOptions
 from tests.cli.mistakes import MISTAKES
@@ -119,25 +119,25 @@ def test_nothing_is_left_behind(ends: dict[str, tuple[int, str]], broken: Path) 
 
 
 def test_what_others_call_a_setting_is_one_of_ours() -> None:
-    assert set(ELSEWHERE.values()) <= set(keys_of(Settings))
+    assert set(FOREIGN_NAMES.values()) <= set(setting_keys(Settings))
 
 
 def test_a_key_is_its_own_nearest() -> None:
-    assert not [key for key in keys_of(Settings) if nearest(key) not in (key, ELSEWHERE.get(key.rpartition(".")[2]))]
+    assert not [key for key in setting_keys(Settings) if closest_key(key) not in (key, FOREIGN_NAMES.get(key.rpartition(".")[2]))]
 
 
 def test_help_is_one_screen_with_examples_and_names() -> None:
-    text = text_of_help([], examines=False)
+    text = render_help([], is_doctor=False)
     assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 140
-    assert re.findall(r"^  (\S+)=", text, re.MULTILINE) and all(f"  {key}=" in text for key in USED_MOST)
+    assert re.findall(r"^  (\S+)=", text, re.MULTILINE) and all(f"  {key}=" in text for key in COMMON_SETTINGS)
     experiments = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
     assert experiments <= set(re.findall(r"\w+", text)), "every experiment is named"
 
 
 def test_help_all_lists_every_key_with_its_value_and_meaning() -> None:
-    text = text_of_help(["all", "experiment=numberline_grpo_cpu", "optim.lr=0.5"], examines=False)
+    text = render_help(["all", "experiment=numberline_grpo_cpu", "optim.lr=0.5"], is_doctor=False)
     listed = re.findall(r"^([a-z_0-9.]+)=(.*)\n    (.+)$", text, re.MULTILINE)
-    every = {*keys_of(Settings)} - {"task.options"} | {*keys_of(NumberLineOptions, "task.options.")}
+    every = {*setting_keys(Settings)} - {"task.options"} | {*setting_keys(NumberLineOptions, "task.options.")}
     assert sorted(key for key, _, _ in listed) == sorted(every), "those of the task that is chosen, too"
     said = {key: (value, meaning) for key, value, meaning in listed}
     assert said["optim.lr"] == ("0.5", "Peak learning rate of the schedule.")
@@ -145,19 +145,19 @@ def test_help_all_lists_every_key_with_its_value_and_meaning() -> None:
 
 
 def test_help_of_a_group_lists_that_group() -> None:
-    text = text_of_help(["task.data"], examines=False)
-    assert re.findall(r"^(\S+)=", text, re.MULTILINE) == [key for key in keys_of(Settings) if key.startswith("task.data.")]
+    text = render_help(["task.data"], is_doctor=False)
+    assert re.findall(r"^(\S+)=", text, re.MULTILINE) == [key for key in setting_keys(Settings) if key.startswith("task.data.")]
 
 
 def test_the_doctor_speaks_of_itself() -> None:
-    assert "launch/doctor.py" in text_of_help([], examines=True) and text_of_help([], examines=True).startswith("Looks at everything")
+    assert "launch/doctor.py" in render_help([], is_doctor=True) and render_help([], is_doctor=True).startswith("Looks at everything")
 
 
 def test_wandb_is_not_loaded_unless_it_is_asked_for() -> None:
     """By megatron-core, wherever it can: each wandb that is killed leaves folders in /tmp."""
     script = """
 import sys
-from megatron_rl.cli.app import read_and
+from megatron_rl.cli.app import load_and_run
 def act(settings):
     try:
         import wandb
@@ -166,7 +166,7 @@ def act(settings):
         print(settings.wandb.mode, "refused")
 for mode in ("disabled", "offline"):
     sys.argv = ["mine.py", "model.path=here", "run.dir=there", f"wandb.mode={mode}"]
-    read_and(act, {}, examines=False)
+    load_and_run(act, {}, is_doctor=False)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.splitlines() == ["disabled refused", "offline wandb"], done.stdout

@@ -10,9 +10,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from megatron_rl.cli.config_errors import malformed
-from megatron_rl.cli.override_quoting import kind_of, parts, quoted_word
-from megatron_rl.launcher.compose import composed
+from megatron_rl.cli.config_errors import malformed_override_line
+from megatron_rl.cli.override_quoting import quote_override, setting_type, split_top_level
+from megatron_rl.launcher.compose import compose_settings
 
 LETTERS = "ab/.-_ \u00e4\u00df\u4f60\U0001f600~!#&;<>^`'\"\\()[]{}=:$%*@?|+0e1"
 TEXTS = [
@@ -36,7 +36,7 @@ def remedy_of(word: str) -> str | None:
     try:
         OverridesParser.create().parse_override(word)
     except HydraException:
-        line = malformed(word, [word])
+        line = malformed_override_line(word, [word])
         found = re.search(r"(?:for the shell|of the shell|write): (.*)$", line, re.DOTALL)
         assert found, line
         return found[1]
@@ -85,7 +85,7 @@ def test_what_stood_in_quotes_stays_whole() -> None:
         ('"[/\u00e4/q.jsonl,b]"', ["/\u00e4/q.jsonl", "b"]),
         ("[a{1,2}.jsonl,\u00e4]", ["a{1,2}.jsonl", "\u00e4"]), ('["a \\" b",\u00e4]', ['a " b', "\u00e4"]),
     ):  # fmt: skip
-        assert pasted(quoted_word("task.data.train", typed)) == meant, typed
+        assert pasted(quote_override("task.data.train", typed)) == meant, typed
 
 
 def test_mappings_and_services() -> None:
@@ -97,23 +97,25 @@ def test_mappings_and_services() -> None:
 
 
 def test_a_number_is_not_quoted() -> None:
-    assert malformed("optim.lr=1e-5\u00b0") == "optim.lr=1e-5\u00b0: expects a number"
-    assert malformed("checkpoint.background=j\u00e4") == "checkpoint.background=j\u00e4: expects true or false"
+    assert malformed_override_line("optim.lr=1e-5\u00b0") == "optim.lr=1e-5\u00b0: expects a number"
+    assert malformed_override_line("checkpoint.background=j\u00e4") == "checkpoint.background=j\u00e4: expects true or false"
 
 
 def test_a_word_that_the_shell_has_cut_is_put_together() -> None:
     words = ["run.steps=3", "task.data.train=[a", "\u00e4.jsonl,", "b]", "run.seed=1"]
-    assert malformed(words[1], words).endswith(""" of the shell: 'task.data.train=["a \u00e4.jsonl",b]'""")
-    assert malformed("folder", ["model.path=my", "folder"]).endswith(": 'model.path=my folder', if it goes with the word before")
+    assert malformed_override_line(words[1], words).endswith(""" of the shell: 'task.data.train=["a \u00e4.jsonl",b]'""")
+    assert malformed_override_line("folder", ["model.path=my", "folder"]).endswith(
+        ": 'model.path=my folder', if it goes with the word before"
+    )
 
 
 def test_a_whole_command_line_takes_it() -> None:
     given = [f"{key}={value}" for key, value in NONE.items()]
-    (word,) = shlex.split(quoted_word("task.data.train", "[/b\u00e4r/q.jsonl, a'\u00e4.jsonl]"))
-    assert composed([*given, word]).task.data.train == ["/b\u00e4r/q.jsonl", "a'\u00e4.jsonl"]
+    (word,) = shlex.split(quote_override("task.data.train", "[/b\u00e4r/q.jsonl, a'\u00e4.jsonl]"))
+    assert compose_settings([*given, word]).task.data.train == ["/b\u00e4r/q.jsonl", "a'\u00e4.jsonl"]
 
 
 def test_kinds_and_parts() -> None:
-    assert kind_of("task.data.train") == list[str] and kind_of("optim.lr") is float and kind_of("optim.lrr") is None
-    assert kind_of("optim.lr_by_module.vision") is float
-    assert parts("a, 'b, c' ,d[1,2]") == ["a", "'b, c'", "d[1,2]"] and parts("a[,b") == ["a[", "b"]
+    assert setting_type("task.data.train") == list[str] and setting_type("optim.lr") is float and setting_type("optim.lrr") is None
+    assert setting_type("optim.lr_by_module.vision") is float
+    assert split_top_level("a, 'b, c' ,d[1,2]") == ["a", "'b, c'", "d[1,2]"] and split_top_level("a[,b") == ["a[", "b"]

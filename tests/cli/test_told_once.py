@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.cli.app import end_with_error, with_full_disks
+from megatron_rl.cli.app import add_disk_full_hint, exit_with_error
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, raise_on_all_ranks, run_on_rank_zero
 from tests.conftest import SUPPORT
 from tests.support import forked
@@ -60,15 +60,15 @@ def test_a_disk_that_has_no_name_in_the_systems_line_is_named(monkeypatch: pytes
     monkeypatch.setattr(tempfile, "tempdir", "/mine")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[str(place)]))
     line = "[Errno 28] No space left on device"
-    assert with_full_disks(line).startswith(f"/dev/shm: {line}; free some") and "--shm-size" in with_full_disks(line)
+    assert add_disk_full_hint(line).startswith(f"/dev/shm: {line}; free some") and "--shm-size" in add_disk_full_hint(line)
     free["/mine"] = 0
-    assert with_full_disks(line).startswith(f"/dev/shm and /mine: {line}; ")
+    assert add_disk_full_hint(line).startswith(f"/dev/shm and /mine: {line}; ")
     for other in (f"{line}: '/a'", f"run.dir=/a: could not be written ({line})", "[Errno 5] Input/output error"):
-        assert with_full_disks(other) == other
+        assert add_disk_full_hint(other) == other
 
 
 def test_a_run_that_ends_for_it_names_its_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
     with pytest.raises(SystemExit):
-        end_with_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
+        exit_with_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))
     assert capsys.readouterr().err.startswith("error: /dev/shm and ")

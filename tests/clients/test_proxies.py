@@ -75,15 +75,15 @@ def start(judge: Judge) -> None:
 def test_a_judge_on_this_machine_is_asked_directly(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, refusing())
     with serving(right) as server:
-        judge = held(settings(server), lambda judge: judge.verdict(PROMPT, fields=fields()))
-    assert (len(server.bodies), judge.servers.failures) == (1, 0)
+        judge = held(settings(server), lambda judge: judge.score(PROMPT, fields=fields()))
+    assert (len(server.bodies), judge.endpoints.failures) == (1, 0)
 
 
 @pytest.mark.parametrize("wrong", ["nonsense://p:1", "http://p:port", "socks4://p:1"])
 def test_a_proxy_that_is_none_harms_nobody_who_needs_it_not(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", wrong)
     with serving(right) as server:
-        assert held(settings(server), lambda judge: judge.verdict(PROMPT, fields=fields())).servers.failures == 0
+        assert held(settings(server), lambda judge: judge.score(PROMPT, fields=fields())).endpoints.failures == 0
     server.url = "http://judge.invalid/v1"
     with pytest.raises(InfraError, match=rf"^HTTP_PROXY={wrong}: is no proxy that can be used; .*NO_PROXY=judge.invalid"):
         start(Judge(settings(server)))

@@ -5,12 +5,12 @@ import traceback
 import pytest
 from omegaconf import OmegaConf
 
-from megatron_rl.cli.config_errors import keys_of
+from megatron_rl.cli.config_errors import setting_keys
 from megatron_rl.config import JudgeSettings, SandboxSettings, ServiceSettings, ServicesSettings, Settings
-from megatron_rl.launcher.compose import composed
+from megatron_rl.launcher.compose import compose_settings
 
 SECRET = "pa55"
-ADDRESSES = [key for key in keys_of(Settings) if key.rpartition(".")[2] in ("url", "urls", "host")]
+ADDRESSES = [key for key in setting_keys(Settings) if key.rpartition(".")[2] in ("url", "urls", "host")]
 BAD = [
     f"http://me:{SECRET}@judge:1/v1",
     f"http://{SECRET}@judge/v1",
@@ -53,4 +53,4 @@ def test_what_is_no_secret_is_taken() -> None:
     assert JudgeSettings(urls=urls).urls == urls and SandboxSettings(url="http://box:8080").url == "http://box:8080"
     args = ["--api-server-count", "2", "--max-model-len", "4096"]
     assert ServicesSettings(judge=ServiceSettings(kind="vllm", model="7b", args=args, host="::1")).judge.args == args
-    assert composed(["experiment=numberline_grpo_cpu", "model.path=x", "run.dir=x"])
+    assert compose_settings(["experiment=numberline_grpo_cpu", "model.path=x", "run.dir=x"])

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
-from megatron_rl.cli.app import resolve
+from megatron_rl.cli.app import resolve_settings
 from megatron_rl.config import Settings
 from tests.conftest import ROOT
 
@@ -25,7 +25,7 @@ GIVEN = ["model.path=here", "run.dir=there"]
 def settings_of(*overrides: str) -> Settings:
     """What launch/train.py makes of these overrides."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return resolve(compose("train", overrides=list(overrides)))
+        return resolve_settings(compose("train", overrides=list(overrides)))
 
 
 def leaves(values: dict, prefix: str = "") -> dict[str, object]:

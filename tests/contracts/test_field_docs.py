@@ -4,7 +4,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from megatron_rl.cli.help import documented
+from megatron_rl.cli.help import read_field_docs
 from megatron_rl.config import Settings
 
 
@@ -20,7 +20,7 @@ def stands_alone(doc: str) -> bool:
 
 @pytest.mark.parametrize("schema", schemas(), ids=lambda schema: schema.__name__)
 def test_what_a_field_means_stands_below_it(schema: type) -> None:
-    docs = documented(schema)
+    docs = read_field_docs(schema)
     assert docs.keys() == {field.name for field in fields(schema)}
     assert {name: doc for name, doc in docs.items() if not stands_alone(doc)} == {}
 

@@ -256,6 +256,7 @@ def test_the_sandbox_stands_alone() -> None:
     for path in (ROOT / "sandbox").rglob("*.py"):
         names = imported(path)
         assert not {name.split(".")[0] for name in names} & {"megatron_rl", "torch", "transformers", "hydra", "launch", "tools"}, path
-    code = "import sandbox.worker, sys; sandbox.worker.warm_up(); print(*sorted({'sys', 'torch', 'megatron_rl'} & sys.modules.keys()))"
+    loads = "import sandbox.worker, sys; sandbox.worker.preload_libraries()"
+    code = f"{loads}; print(*sorted({{'sys', 'torch', 'megatron_rl'}} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.split() == ["sys"], result.stdout + result.stderr

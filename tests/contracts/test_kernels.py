@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.policy import kernels
-from megatron_rl.preflight.check_report import Report
-from megatron_rl.preflight.doctor_machine import look_at_kernels
+from megatron_rl.preflight.check_report import CheckReport
+from megatron_rl.preflight.doctor_machine import check_kernels
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support import te_stand_in
@@ -98,12 +98,12 @@ def test_what_the_build_lacks_is_named(checkout: Path) -> None:
 
 def test_the_doctor_says_whose_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here torch's and ours; and that a package called apex is another project's."""
-    settings, report = settings_of("experiment=numberline_grpo_cpu", "model.path=here"), Report()
-    look_at_kernels(settings, report)
+    settings, report = settings_of("experiment=numberline_grpo_cpu", "model.path=here"), CheckReport()
+    check_kernels(settings, report)
     ours = "layers: megatron_rl, norm: megatron_rl, optimizer: AdamW of torch, clipping: megatron, gradient accumulation: megatron"
-    assert (report.rows, report.warnings) == ([("kernels", ours)], [])
+    assert (report.findings, report.warnings) == ([("kernels", ours)], [])
     monkeypatch.setattr(kernels, "find_spec", lambda name: True if name == "apex" else None)
-    look_at_kernels(settings, report)
+    check_kernels(settings, report)
     (warning,) = report.warnings
     assert warning.startswith("apex=unknown: is another project of that name, without apex.optimizers; pip uninstall apex")
     monkeypatch.setattr(kernels, "find_spec", lambda name: True if name.startswith("apex") else None)

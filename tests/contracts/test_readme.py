@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.cli.help import DOCTOR, TRAIN
+from megatron_rl.cli.help import DOCTOR_USAGE, TRAIN_USAGE
 from megatron_rl.config import Settings
 from tests.conftest import ROOT
 from tests.support.commands import Wrong, check, commands, entry_points, module_docs, words_of
@@ -20,7 +20,7 @@ DOCUMENTS = [
 ]
 SCRIPTS = sorted(str(path.relative_to(ROOT)) for room in ("benchmarks", "launch", "tools") for path in (ROOT / room).rglob("*.py"))
 
-HELP = {"launch/train.py --help": TRAIN, "launch/doctor.py --help": DOCTOR}
+HELP = {"launch/train.py --help": TRAIN_USAGE, "launch/doctor.py --help": DOCTOR_USAGE}
 
 
 def text_of(name: str) -> str:

@@ -7,11 +7,11 @@ from itertools import pairwise, product
 import pytest
 
 from megatron_rl.config import Settings
-from megatron_rl.memory_plan.gpu_memory import plan
-from megatron_rl.memory_plan.gpu_specs import GPUS
-from megatron_rl.memory_plan.rank_shares import shares
-from megatron_rl.memory_plan.step_time import Case, case_of, expected, in_words
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory
+from megatron_rl.memory_plan.gpu_specs import GPU_SPECS
+from megatron_rl.memory_plan.rank_shares import compute_model_shares
+from megatron_rl.memory_plan.step_time import StepTimeInputs, describe_step_time, estimate_step_seconds, make_step_time_inputs
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.preflight.settings import check_sizes
 from megatron_rl.registry import has_critic, uses_sandbox
 from tests.conftest import ROOT
@@ -27,7 +27,7 @@ TOTALS = {"Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Inst
 
 def shares_of(settings: Settings) -> dict[int, int]:
     """Parameters of a rank by stage, counted over Hugging Face's names."""
-    parallel, model = settings.parallel, known_spec(settings.model.path)
+    parallel, model = settings.parallel, load_known_spec(settings.model.path)
     layers_a_stage = model.num_layers // parallel.pp
     counts = dict.fromkeys(range(parallel.pp), 0)
     for name, shape in model.shapes().items():
@@ -36,14 +36,14 @@ def shares_of(settings: Settings) -> dict[int, int]:
         stage = int(layer[1]) // layers_a_stage if layer else parallel.pp - 1 if last else 0
         whole = name.startswith("visual.") or name.endswith(WHOLE)
         counts[stage] += math.prod(shape) // (1 if whole else parallel.tp)
-    if model.tied and parallel.pp > 1:
+    if model.tie_word_embeddings and parallel.pp > 1:
         counts[parallel.pp - 1] += model.vocab_size * model.hidden_size // parallel.tp
     return counts
 
 
 def adapters_of(settings: Settings) -> int:
     """Parameters of the adapters on one rank, by hand: rank * (inputs + outputs) of each projection, the cut side over tp."""
-    model, tp = known_spec(settings.model.path), settings.parallel.tp
+    model, tp = load_known_spec(settings.model.path), settings.parallel.tp
     hidden, inner, kv = model.hidden_size, model.ffn_size, model.num_kv_heads * model.hidden_size // model.num_heads
     column = 3 * hidden + (hidden + 2 * kv) // tp + 2 * (hidden + inner // tp)
     row = (hidden // tp + hidden) + (inner // tp + hidden)
@@ -51,7 +51,7 @@ def adapters_of(settings: Settings) -> int:
     block = (
         4 * vision.hidden_size + 2 * vision.hidden_size + 3 * (vision.hidden_size + vision.ffn_size)
     )  # qkv in and out, proj, gate, up, down
-    merged = vision.hidden_size * vision.merge**2
+    merged = vision.hidden_size * vision.spatial_merge_size**2
     sizes = {
         "attention+mlp": model.num_layers * (column + row) // pp, "vision": vision.num_blocks * block, "projector": 3 * merged + hidden,
     }  # fmt: skip
@@ -63,7 +63,7 @@ def head_of(settings: Settings) -> int:
     """Parameters of a value head on the policy's trunk, by hand: weights and biases of each of its layers."""
     if not has_critic(settings):
         return 0
-    sizes = [known_spec(settings.model.path).hidden_size, *settings.critic.head_sizes, 1]
+    sizes = [load_known_spec(settings.model.path).hidden_size, *settings.critic.head_sizes, 1]
     return sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))
 
 
@@ -77,39 +77,44 @@ def test_the_recipes_that_must_run_here_are_there() -> None:
     } == set(RECIPES)  # fmt: skip
 
 
-def check_seconds(case: Case) -> None:
+def check_seconds(case: StepTimeInputs) -> None:
     """Every part of what is expected is a number, and a step is neither an instant nor an hour."""
-    found = expected(case)
+    found = estimate_step_seconds(case)
     values = [*found.rollout.values(), *found.update.values(), *found.sync.values()]
     assert all(math.isfinite(value) and value >= 0 for value in values)
-    assert 5 < found.step < 1200 and 0 < found.checkpoint < 600
+    assert 5 < found.step_total < 1200 and 0 < found.checkpoint < 600
     assert found.rollout["decode"] > 0 and found.update["arithmetic"] > 0 and found.sync["wake"] > 0
-    assert case.episode.length <= case.settings.engine.max_model_len
-    assert in_words(case).startswith(f"{found.step:.0f} s a step expected on {case.world_size} {case.settings.run.gpu}: rollout ")
+    assert case.episode.total_tokens <= case.settings.engine.max_model_len
+    assert describe_step_time(case).startswith(
+        f"{found.step_total:.0f} s a step expected on {case.world_size} {case.settings.run.gpu}: rollout "
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     settings = settings_of(f"experiment={recipe}")
-    model = known_spec(settings.model.path)
+    model = load_known_spec(settings.model.path)
     check_sizes(settings, model, settings.run.world)
-    planned = plan(
-        model, settings, world_size=settings.run.world, has_values=has_critic(settings), has_boxes=uses_sandbox(settings)
+    planned = plan_gpu_memory(
+        model, settings, world_size=settings.run.world, has_values=has_critic(settings), uses_sandbox=uses_sandbox(settings)
     )  # fmt: skip
     adapters = adapters_of(settings) + head_of(settings)
     expected = shares_of(settings)
     assert len(planned.ranks) == settings.parallel.tp * settings.parallel.pp
     for rank in planned.ranks:
-        assert rank.share.num_parameters == expected[rank.share.pp_rank] + adapters
-        assert rank.peak <= 0.9 * GPUS[settings.run.gpu].memory
+        assert rank.rank_share.num_params == expected[rank.rank_share.pp_rank] + adapters
+        assert rank.peak_bytes <= 0.9 * GPU_SPECS[settings.run.gpu].memory_bytes
     vision = sum(math.prod(shape) for name, shape in model.shapes().items() if name.startswith("visual."))
     frozen = sum(expected.values()) if adapters else vision if "vision" in settings.model.frozen else 0
-    assert sum(rank.share.num_trained for rank in planned.ranks if rank.share.tp_rank == 0) == sum(expected.values()) + adapters - frozen
+    assert (
+        sum(rank.rank_share.num_trained_params for rank in planned.ranks if rank.rank_share.tp_rank == 0)
+        == sum(expected.values()) + adapters - frozen
+    )
     assert planned.fits
     room = {"l40s": 512, "h200": 1000}.get(settings.run.gpu, 250 * settings.run.world) * 10**9
     assert settings.run.host_gb * 10**9 in (0, room)
-    assert planned.host.of_node(min(settings.run.world, 8)) <= room, "main memory of a node"
-    check_seconds(case_of(model, settings, planned))
+    assert planned.host.node_bytes(min(settings.run.world, 8)) <= room, "main memory of a node"
+    check_seconds(make_step_time_inputs(model, settings, planned))
     assert sum(math.prod(shape) for shape in model.shapes().values()) == TOTALS[settings.model.path]
 
 
@@ -136,10 +141,10 @@ def test_the_lewis_games_table_as_the_recipe_tells_it(who: str, size: str) -> No
     rank, alpha, accumulated = SEED_TABLE[size]
     assert (settings.lora.rank, settings.lora.alpha, settings.batch.prompts_per_step) == (rank, alpha, 2 * accumulated)
     assert size.startswith("from") or f"Qwen2-VL-{size}-" in settings.model.path
-    model = known_spec(settings.model.path)
+    model = load_known_spec(settings.model.path)
     check_sizes(settings, model, settings.run.world)
     if not size.startswith("from"):
-        assert plan(model, settings, world_size=settings.run.world, has_values=False, has_boxes=False).fits
+        assert plan_gpu_memory(model, settings, world_size=settings.run.world, has_values=False, uses_sandbox=False).fits
 
 
 def test_lewis_recipes_keep_every_prediction_and_draw_the_speakers_games() -> None:
@@ -177,14 +182,14 @@ def test_every_share_of_other_layouts(tp: int, pp: int, vpp: int) -> None:
     """Ranks together hold the model once, but for the whole tensors, which each tensor-parallel rank holds."""
     layout = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vpp={vpp}", f"parallel.sequence_parallel={tp > 1}"]
     settings = settings_of("experiment=codev_7b_h200x8", *layout)
-    model = known_spec(settings.model.path)
-    planned = plan(model, settings, world_size=56)
+    model = load_known_spec(settings.model.path)
+    planned = plan_gpu_memory(model, settings, world_size=56)
     expected = shares_of(settings)
     for rank in planned.ranks:
-        assert rank.share.num_parameters == expected[rank.share.pp_rank]
+        assert rank.rank_share.num_params == expected[rank.rank_share.pp_rank]
     sizes = {name: math.prod(shape) for name, shape in model.shapes().items()}
     whole = sum(size for name, size in sizes.items() if name.startswith("visual.") or name.endswith(WHOLE))
-    assert sum(rank.share.num_parameters for rank in planned.ranks) == sum(sizes.values()) + (tp - 1) * whole
+    assert sum(rank.rank_share.num_params for rank in planned.ranks) == sum(sizes.values()) + (tp - 1) * whole
 
 
 @pytest.mark.parametrize(
@@ -198,11 +203,11 @@ def test_every_share_of_other_families(name: str, tp: int, pp: int, vpp: int) ->
     """By hand from Hugging Face's names; the last stage has a copy of tied embeddings."""
     layout = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vpp={vpp}", f"parallel.sequence_parallel={tp > 1}"]
     settings = settings_of("experiment=codev_7b_h200x8", f"model.path=Qwen/{name}-Instruct", *layout)
-    model, expected = known_spec(settings.model.path), shares_of(settings)
+    model, expected = load_known_spec(settings.model.path), shares_of(settings)
     check_sizes(settings, model, tp * pp)
-    held = shares(model, settings, world_size=tp * pp)
+    held = compute_model_shares(model, settings, world_size=tp * pp)
     assert [(rank.pp_rank, rank.tp_rank) for rank in held] == list(product(range(pp), range(tp)))
-    assert [rank.num_parameters for rank in held] == [expected[rank.pp_rank] for rank in held]
+    assert [rank.num_params for rank in held] == [expected[rank.pp_rank] for rank in held]
 
 
 def test_a_dry_run_as_a_user_calls_it() -> None:

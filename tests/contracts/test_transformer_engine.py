@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.models.decoder import qwen2_rows as layer_rows
+from megatron_rl.models.decoder import qwen2_layer_mappings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from tests.conftest import ROOT
@@ -93,7 +93,7 @@ def test_megatron_builds_the_table(built: dict, random_model: Path) -> None:
 def test_our_names_are_those_of_the_table(random_model: Path) -> None:
     """What weights are imported, exported and stored by (models/name_mapping.py, Row.fused_norm)."""
     heads = read_spec(random_model).heads
-    names = {(row.fused_norm or row.mcore).removeprefix("language.") for row in layer_rows(0, heads)}
+    names = {(row.fused_norm or row.mcore_name).removeprefix("language.") for row in qwen2_layer_mappings(0, heads)}
     assert names == {f"{layer.place}.{name}" for layer in TABLE for name in layer.shapes if ".layers." in layer.place}
 
 

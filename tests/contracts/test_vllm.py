@@ -96,7 +96,7 @@ def test_a_generator_a_request_is_a_kernel_a_request() -> None:
 
 
 def test_the_profile_encodes_as_many_pictures_as_a_step_may() -> None:
-    """memory_plan/engine_memory.py, profiled_tokens; and that the share pays for the graphs."""
+    """memory_plan/engine_memory.py, num_profiled_image_tokens; and that the share pays for the graphs."""
     profile = function("v1/worker/gpu_model_runner.py", "GPUModelRunner.profile_run")
     in_order(calls(profile), "get_encoder_budget", "get_modality_with_max_tokens", "_get_mm_dummy_batch", "embed_multimodal", "_dummy_run")
     measured = ast.unparse(function("v1/worker/gpu_worker.py", "Worker.determine_available_memory"))

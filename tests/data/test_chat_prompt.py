@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ColumnSettings
-from megatron_rl.data.questions import questions
+from megatron_rl.data.questions import load_questions
 from tests.support.tables import png, write
 
 
@@ -36,7 +36,7 @@ def asked(messages: object, tmp_path: Path, *, columns: ColumnSettings | None = 
     """Question, system and the colors of the pictures."""
     name = "talk" if columns else "messages"
     path = write(tmp_path / "q.jsonl", [{name: messages, "answer": "x", **more}])
-    payload = questions([str(path)], images_root="", name="train", columns=columns)[0].payload
+    payload = load_questions([str(path)], images_root="", name="train", columns=columns)[0].payload
     return payload["question"], payload["system"], [COLORS[image.open().getpixel((0, 0))] for image in payload["images"]]
 
 
@@ -167,7 +167,7 @@ def test_an_answer_that_only_the_assistant_gives(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"^q.jsonl row 0: answer: is missing. Columns: messages. .*the assistant's message is not read as the"
     ):
-        questions([str(path)], images_root="", name="train")
+        load_questions([str(path)], images_root="", name="train")
 
 
 def test_a_nul_character_is_refused(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.answers import unwrapped
+from megatron_rl.data.answers import extract_answer
 from megatron_rl.data.decimal_forms import decimal_text
-from megatron_rl.data.questions import questions
+from megatron_rl.data.questions import load_questions
 
 
 def answers_in(path: Path) -> list[object]:
-    return [example.payload["answer"] for example in questions([str(path)], images_root="", name="train")]
+    return [example.payload["answer"] for example in load_questions([str(path)], images_root="", name="train")]
 
 
 def test_numbers_keep_their_decimal_form(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_numbers_keep_their_decimal_form(tmp_path: Path) -> None:
     ],
 )
 def test_words_before_a_reference_are_not_its_answer(given_answer: str, answer: str) -> None:
-    assert unwrapped(given_answer) == answer
+    assert extract_answer(given_answer) == answer
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -90,7 +90,7 @@ def test_references_that_no_reply_matches_are_refused(answer: object, says: str,
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(json.dumps({"question": "q", "answer": each}) for each in ("fine", answer)))
     with pytest.raises(ValueError, match=r"^q\.jsonl row 1: answer: ") as error:
-        questions([str(path)], images_root="", name="train")
+        load_questions([str(path)], images_root="", name="train")
     assert says in str(error.value)
 
 
@@ -124,5 +124,5 @@ def test_doubtful_references_are_named(answer: str, question: str, says: str, tm
     """Once for all rows of a file, beside that there are no pictures."""
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(json.dumps({"question": question, "answer": answer}) for _ in range(3)))
-    _, *found = questions([str(path)], images_root="", name="train").warnings
+    _, *found = load_questions([str(path)], images_root="", name="train").warnings
     assert len(found) == bool(says) and all(says in line and line.startswith("q.jsonl: column answer ") for line in found)

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import pytest
 from PIL import Image
 
-from megatron_rl.data.images import StoredImage, stored_image
+from megatron_rl.data.images import StoredImage, make_stored_image
 from megatron_rl.errors import PermanentInfraError
 from tests.support.tables import png
 
@@ -114,14 +114,14 @@ def test_base64_of_every_kind_is_read(variant: str, is_mapping: bool, tmp_path: 
     """PNG holds bytes that differ between the two alphabets."""
     assert "-" in url_safe(PNG) + url_safe(NOISE) and len(PNG) % 3
     value = {"bytes": VARIANTS[variant]} if is_mapping else VARIANTS[variant]
-    assert stored_image(value, folder=tmp_path, where="here").source == PNG
+    assert make_stored_image(value, folder=tmp_path, where="here").source == PNG
 
 
 @pytest.mark.parametrize("length", range(3000, 3004))
 def test_every_byte_survives_both_alphabets(length: int, tmp_path: Path) -> None:
     content = PNG[:4] + NOISE * 2
     for text in (base64.b64encode(content[:length]).decode(), url_safe(content[:length]).rstrip("=")):
-        assert stored_image(text, folder=tmp_path, where="here").source == content[:length]
+        assert make_stored_image(text, folder=tmp_path, where="here").source == content[:length]
 
 
 SVG = OTHERS["svg"][0] * 2
@@ -149,7 +149,7 @@ REFUSED = {
 def test_what_is_no_picture_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
     value, said = REFUSED[kind]
     with pytest.raises(ValueError, match=f"^rows.jsonl row 3: images: .*{said}") as error:
-        stored_image(value, folder=tmp_path, where="rows.jsonl row 3: images")
+        make_stored_image(value, folder=tmp_path, where="rows.jsonl row 3: images")
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
@@ -164,7 +164,7 @@ def test_what_is_no_picture_is_refused_in_one_line(kind: str, tmp_path: Path) ->
 )
 def test_a_data_url_of_another_kind_is_named_at_the_start(url: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^here: {said}"):
-        stored_image(url, folder=tmp_path, where="here").size()
+        make_stored_image(url, folder=tmp_path, where="here").size()
 
 
 @pytest.mark.parametrize("form", ["file://{}", "file://localhost{}", "FILE://{}", "file:{}"])
@@ -174,11 +174,11 @@ def test_a_file_url_is_a_path(form: str, tmp_path: Path) -> None:
     for path in (tmp_path / "data" / "a b%.png", tmp_path / "outside.png"):
         path.write_bytes(PNG)
     inside = form.format(quote(str(tmp_path / "data" / "a b%.png")))
-    assert stored_image(inside, folder=tmp_path / "data", where="here").open().size == (40, 30)
+    assert make_stored_image(inside, folder=tmp_path / "data", where="here").open().size == (40, 30)
     with pytest.raises(ValueError, match="lies outside of"):
-        stored_image(form.format(tmp_path / "outside.png"), folder=tmp_path / "data", where="here")
+        make_stored_image(form.format(tmp_path / "outside.png"), folder=tmp_path / "data", where="here")
     with pytest.raises(ValueError, match="no such file"):
-        stored_image(form.format(tmp_path / "none.png"), folder=tmp_path, where="here")
+        make_stored_image(form.format(tmp_path / "none.png"), folder=tmp_path, where="here")
 
 
 def test_a_misspelled_path_is_answered_with_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +193,10 @@ def test_a_misspelled_path_is_answered_with_the_right_one(tmp_path: Path, monkey
         "a b/d.png": "task.data.images is the folder that relative paths start from",
     }.items():
         with pytest.raises(ValueError, match="no such file") as error:
-            stored_image(written, folder=tmp_path, where="here")
+            make_stored_image(written, folder=tmp_path, where="here")
         assert str(error.value).replace("...", "")[-20:] == why[-20:]
 
 
 def test_bytes_that_are_null_leave_the_path(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(PNG)
-    assert stored_image(json.loads('{"bytes": null, "path": "a.png"}'), folder=tmp_path, where="here").source == tmp_path / "a.png"
+    assert make_stored_image(json.loads('{"bytes": null, "path": "a.png"}'), folder=tmp_path, where="here").source == tmp_path / "a.png"

@@ -33,7 +33,7 @@ def opened(content: bytes) -> np.ndarray:
 def start(image: StoredImage) -> tuple[int, int]:
     """Look at the picture as a run's start does (data/survey.py)."""
     size = image.size()
-    image.require_whole()
+    image.check_complete()
     return size
 
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from megatron_rl.data.images import StoredImage, flatten
+from megatron_rl.data.images import StoredImage, convert_to_rgb
 from megatron_rl.errors import InfraError
 from tests.support.tables import png
 
 
 def test_a_picture_is_upright_rgb_on_white(tmp_path: Path) -> None:
     clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
-    assert flatten(clear).getpixel((0, 0)) == (255, 255, 255)
+    assert convert_to_rgb(clear).getpixel((0, 0)) == (255, 255, 255)
     half = Image.new("RGBA", (4, 4), (255, 0, 0, 128))
-    assert flatten(half).getpixel((0, 0)) == (255, 127, 127)
+    assert convert_to_rgb(half).getpixel((0, 0)) == (255, 127, 127)
     deep = Image.fromarray(np.array([[0, 256 * 100, 65535]], dtype=np.uint16))
-    assert [flatten(deep).getpixel((column, 0))[0] for column in range(3)] == [0, 100, 255]
+    assert [convert_to_rgb(deep).getpixel((column, 0))[0] for column in range(3)] == [0, 100, 255]
     lying = Image.new("RGB", (30, 20), "red")
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -16,9 +16,9 @@ import pytest
 from PIL import Image
 
 from megatron_rl.config import ColumnSettings
-from megatron_rl.data.answers import unwrapped
-from megatron_rl.data.questions import open_questions, questions
-from megatron_rl.data.survey import survey
+from megatron_rl.data.answers import extract_answer
+from megatron_rl.data.questions import load_questions, open_questions
+from megatron_rl.data.survey import survey_questions
 from megatron_rl.types import Example
 from tests.support.tables import png, write
 
@@ -44,7 +44,7 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
         {"problem": asked, "solution": solution, "image": image[0], "system": "Be brief."},
         {"prompt": asked, "answer": "\\boxed{red}", "image": image[0], "system": "Be brief."},
     ]  # fmt: skip
-    found = questions([str(write(tmp_path / "theirs.jsonl", rows))], images_root="", name="train")
+    found = load_questions([str(write(tmp_path / "theirs.jsonl", rows))], images_root="", name="train")
     payloads = [example.payload for example in found]
     assert [[image.open().getpixel((0, 0)) for image in payload["images"]] for payload in payloads] == [[(255, 0, 0)]] * 6
     assert found[3].where == "theirs.jsonl row 3"
@@ -62,7 +62,7 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_answers_are_unwrapped(text: str, answer: str) -> None:
-    assert unwrapped(text) == answer
+    assert extract_answer(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_answers_are_unwrapped(text: str, answer: str) -> None:
 )
 def test_what_must_not_be_trained_on(row: dict, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^own.jsonl row 0: {said}"):
-        questions([str(write(tmp_path / "own.jsonl", [row]))], images_root="", name="train")
+        load_questions([str(write(tmp_path / "own.jsonl", [row]))], images_root="", name="train")
 
 
 def test_columns_by_other_names(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     columns = ColumnSettings(question="q", answer="a", images="pics")
 
     def one(columns: ColumnSettings, *rows: dict) -> dict:
-        return questions([str(write(tmp_path / "own.jsonl", list(rows)))], images_root="", name="train", columns=columns)[0].payload
+        return load_questions([str(write(tmp_path / "own.jsonl", list(rows)))], images_root="", name="train", columns=columns)[0].payload
 
     payload = one(columns, row)
     assert (payload["question"], payload["answer"], payload["extra"]) == ("<image>\nWhat?", "4", {"kept": 1})
@@ -124,7 +124,7 @@ def test_folders_and_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(hub))
 
     def answers(name: str) -> list[str]:
-        found = pickle.loads(pickle.dumps(questions([name], images_root="", name="train")))
+        found = pickle.loads(pickle.dumps(load_questions([name], images_root="", name="train")))
         return [example.payload["answer"] for example in found]
 
     for name in (str(saved / "train"), f"{saved}:train", f"{snapshot}:train", "me/colors:train"):
@@ -158,7 +158,7 @@ def test_pictures_that_are_cut_off_are_refused_at_the_start(tmp_path: Path) -> N
             (tmp_path / f"{number}").write_bytes(content)
             for value in (f"{number}", {"bytes": content}):
                 path = write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}])
-                found = survey(open_questions([str(path)], images_root="", name="train"))
+                found = survey_questions(open_questions([str(path)], images_root="", name="train"))
                 assert bool(found.errors) != is_whole, (form, number)
                 assert all(line.startswith("own.jsonl row 0: image: ") for line in found.errors)
 
@@ -167,9 +167,9 @@ def test_a_source_column_that_no_row_has(tmp_path: Path) -> None:
     """Its rule of comparison would be another one, in silence."""
     path = str(write(tmp_path / "mine.jsonl", [{"question": "?", "answer": "1", "kind": "vstar"}]))
     named = ColumnSettings(data_source="kind")
-    assert questions([path], images_root="", name="train", columns=named)[0].payload["data_source"] == "vstar"
+    assert load_questions([path], images_root="", name="train", columns=named)[0].payload["data_source"] == "vstar"
     with pytest.raises(ValueError, match=r"^task.data.columns.data_source=kinds: no row has that column; columns: question, answer, kind$"):
-        questions([path], images_root="", name="train", columns=ColumnSettings(data_source="kinds"))
+        load_questions([path], images_root="", name="train", columns=ColumnSettings(data_source="kinds"))
 
 
 def test_pictures_inside_of_messages(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_pictures_inside_of_messages(tmp_path: Path) -> None:
 
     def asked(*parts: dict[str, object]) -> Example:
         row = {"messages": [{"role": "user", "content": list(parts)}], "solution": "1"}
-        (example,) = questions([str(write(tmp_path / "mine.jsonl", [row]))], images_root="", name="train")
+        (example,) = load_questions([str(write(tmp_path / "mine.jsonl", [row]))], images_root="", name="train")
         return example
 
     first, second = {"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": url}}

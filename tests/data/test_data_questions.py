@@ -15,9 +15,9 @@ from PIL import Image
 
 from megatron_rl.config import DataSettings
 from megatron_rl.data import images
-from megatron_rl.data.images import flatten
-from megatron_rl.data.questions import open_questions, questions, split_of
-from megatron_rl.data.survey import survey
+from megatron_rl.data.images import convert_to_rgb
+from megatron_rl.data.questions import load_questions, load_split, open_questions
+from megatron_rl.data.survey import survey_questions
 from megatron_rl.errors import InfraError
 from tests.support.tables import SUFFIXES, png, write
 
@@ -47,7 +47,7 @@ PAYLOAD = {
 
 def read(path: Path, **given: str) -> list[dict]:
     """Payloads with the pictures opened."""
-    found = questions([str(path)], images_root=given.get("images_root", ""), name="train")
+    found = load_questions([str(path)], images_root=given.get("images_root", ""), name="train")
     return [{**example.payload, "images": [image.open() for image in example.payload["images"]]} for example in found]
 
 
@@ -114,7 +114,7 @@ def test_a_file_whose_name_might_be_base64(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["A" * 100_000, "no/" * 40_000 + "a.png", "\u4e2d" * 300, "QUJD" * 30, {"x" * 5000: 1}], ids=range(5))
 def test_messages_stay_short(value: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^own.jsonl row 0: image: (no such file|must have|\S+ is base64 of)") as said:
-        questions(
+        load_questions(
             [str(write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}]))], images_root="/data", name="train"
         )
     assert len(str(said.value)) < 80 + 160
@@ -125,7 +125,7 @@ def test_paths_start_beside_the_file_that_names_them(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.png").write_bytes(png(color))
         write(tmp_path / name / "own.jsonl", [{"question": "?", "answer": "x", "image": "a.png"}])
-    found = questions([str(tmp_path / name / "own.jsonl") for name in ("one", "two")], images_root="", name="eval")
+    found = load_questions([str(tmp_path / name / "own.jsonl") for name in ("one", "two")], images_root="", name="eval")
     assert [example.payload["images"][0].open().getpixel((0, 0)) for example in found] == [(255, 0, 0), (0, 0, 255)]
     assert [example.id for example in found] == ["eval/0", "eval/1"]
     assert found[1].payload["images"][0].where == "two/own.jsonl row 0: image"
@@ -163,7 +163,7 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
         del row["extra_info"], row["prompt"]
     path = write(tmp_path / "train.jsonl", [training_row(), row, training_row()])
     with pytest.raises(ValueError, match=rf"^train.jsonl row 1: {said}"):
-        questions([str(path)], images_root="", name="train")
+        load_questions([str(path)], images_root="", name="train")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
 def test_what_a_row_lacks(row: dict, said: str, tmp_path: Path) -> None:
     path = write(tmp_path / "own.jsonl", [row])
     with pytest.raises(ValueError, match=f"^own.jsonl row 0: {said}"):
-        questions([str(path)], images_root="", name="train")
+        load_questions([str(path)], images_root="", name="train")
 
 
 def test_decoding_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,8 +199,8 @@ def test_decoding_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     whole = (tmp_path / "40.png").read_bytes()
     (tmp_path / "40.png").write_bytes(whole[: len(whole) // 2] + bytes(40) + whole[len(whole) // 2 + 40 :])
     decoded = []
-    monkeypatch.setattr(images, "flatten", lambda picture: decoded.append(picture) or flatten(picture))
-    found = questions([str(write(tmp_path / "own.jsonl", rows))], images_root="", name="train")
+    monkeypatch.setattr(images, "convert_to_rgb", lambda picture: decoded.append(picture) or convert_to_rgb(picture))
+    found = load_questions([str(write(tmp_path / "own.jsonl", rows))], images_root="", name="train")
     assert [example.payload["answer"] for example in found] == [str(number) for number in range(50)]
     assert decoded == []
     assert found[3].payload["images"][0].open().size == (64, 64) and len(decoded) == 1
@@ -216,7 +216,7 @@ def test_content_that_is_not_what_its_hash_says(tmp_path: Path) -> None:
     digest = hashlib.sha256(png("lime")).hexdigest()
     (tmp_path / f"{digest}.png").write_bytes(png("red"))
     path = write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "images": [digest]}])
-    found = questions([str(path)], images_root="", name="train")
+    found = load_questions([str(path)], images_root="", name="train")
     with pytest.raises(InfraError, match="does not have the SHA-256 that names it"):
         found[0].payload["images"][0].open()
 
@@ -224,23 +224,23 @@ def test_content_that_is_not_what_its_hash_says(tmp_path: Path) -> None:
 def test_slices_are_views_that_travel(tmp_path: Path) -> None:
     paths = [str(write(tmp_path / f"{number}{suffix}", [{"question": "?", "answer": f"{number}.{row}"} for row in range(4)]))
              for number, suffix in enumerate(SUFFIXES)]  # fmt: skip
-    found = pickle.loads(pickle.dumps(questions(paths, images_root="", name="train")))
+    found = pickle.loads(pickle.dumps(load_questions(paths, images_root="", name="train")))
     answers = [f"{number}.{row}" for number in range(3) for row in range(4)]
     assert [example.payload["answer"] for example in found] == answers
     assert [example.payload["answer"] for example in found[2:10:3]] == answers[2:10:3]
     assert [example.id for example in found[2:10:3][1:]] == ["train/5", "train/8"]
     assert found[-1].payload["answer"] == "2.3"
     settings = DataSettings(train=paths, eval=paths[1:], max_eval=5)
-    assert len(split_of(settings, "train")) == 12
-    assert [example.payload["answer"] for example in split_of(settings, "eval")] == answers[4:9]
+    assert len(load_split(settings, "train")) == 12
+    assert [example.payload["answer"] for example in load_split(settings, "eval")] == answers[4:9]
     with pytest.raises(ValueError, match=r"^task.data.train=\[\]: give the files"):
-        split_of(DataSettings(), "train")
+        load_split(DataSettings(), "train")
 
 
 def test_files_without_rows(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match=r"^task.data.train=\['.*empty.jsonl'\]: has no rows"):
-        questions([str(tmp_path / "empty.jsonl")], images_root="", name="train")
+        load_questions([str(tmp_path / "empty.jsonl")], images_root="", name="train")
 
 
 def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
     rows[1]["images"] = [{"bytes": png()[:20]}]
     boxes = [[5, 5, 5, 9], [0, 0, 30, 20], [0, 0, 31, 20], [-1, 0, 2, 2], "x", [1, 2, 3]]
     rows[2]["extra_info"] = {"question": "?", "bboxes": boxes}
-    found = survey(
+    found = survey_questions(
         open_questions([str(write(tmp_path / "train.json", rows))], images_root="", name="train"),
-        look=lambda example, sizes: [f"{example.payload['data_source']}, {sizes}"],
+        check_question=lambda example, sizes: [f"{example.payload['data_source']}, {sizes}"],
     )
     assert (found.num_rows, found.num_images, found.num_errors, len(found.errors), found.num_warnings) == (54, 3, 51, 20, 8)
     assert found.num_more_errors == 2, "of 22 kinds"
@@ -271,7 +271,7 @@ def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
         "train.json row 3: new, [(30, 20)]",
     ]
     with pytest.raises(ValueError, match=r"\(and 21 more problems; launch/doctor.py lists them\)$"):
-        found.require_sound()
+        found.raise_on_errors()
 
 
 NAMES = ["bytes", "path", "ground_truth", "question", "answer", "index", "role", "content", "type", "bbox", "hint_path"]
@@ -292,7 +292,7 @@ COLUMNS = st.sampled_from([
 def test_any_row_is_read_or_named(changes: dict, drops: set, tmp_path: Path) -> None:
     row = {key: value for key, value in (training_row() | changes).items() if key not in drops}
     path = write(tmp_path / "any.jsonl", [row])
-    found = survey(open_questions([str(path)], images_root="", name="train"))
+    found = survey_questions(open_questions([str(path)], images_root="", name="train"))
     if found.errors:
         assert found.errors[0].startswith("any.jsonl row 0: ")
         return

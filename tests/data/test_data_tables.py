@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.data.rows import open_rows
-from megatron_rl.data.tables import NoRows, TableRows
+from megatron_rl.data.tables import TableRows, UnreadableFile
 
 FIELD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)
 
@@ -57,7 +57,7 @@ def test_what_is_no_table_is_one_line(content: bytes, said: str, tmp_path: Path)
 
 def test_a_row_without_an_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_bytes(b'a\tb\n1\t"' + b"x\n" * 40)
-    with pytest.raises(NoRows, match="holds a row of more than 0 MiB; is a quotation mark left open"):
+    with pytest.raises(UnreadableFile, match="holds a row of more than 0 MiB; is a quotation mark left open"):
         TableRows(tmp_path / "t.tsv", max_row_bytes=64)
 
 

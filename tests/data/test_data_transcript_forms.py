@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.transcripts import survey_transcripts, transcripts
+from megatron_rl.data.transcripts import load_transcripts, survey_transcripts
 from tests.support.tables import png, write
 from tests.support.transcripts import REPLY, TALK, USER, asked, pair, taught
 
@@ -178,16 +178,16 @@ def test_mistakes_are_told_once_a_kind(tmp_path: Path) -> None:
     rows = [asked("<video>"), asked("x", weight=0), *[{"messages": [USER, REPLY | {"mood": number}]} for number in range(5)]]
     path = str(write(tmp_path / "t.jsonl", rows))
     with pytest.raises(ValueError, match=r"^t.jsonl row 0: .* \(and 6 rows with other errors; launch/doctor.py lists them\)$"):
-        transcripts([path], images_root="")
+        load_transcripts([path], images_root="")
     alike = str(write(tmp_path / "alike.jsonl", rows[2:]))
     with pytest.raises(ValueError, match=r"^alike.jsonl row 0: messages\[1\].mood: .* \(and so in all 5 rows\)$"):
-        transcripts([alike], images_root="")
+        load_transcripts([alike], images_root="")
     mixed = str(write(tmp_path / "mixed.jsonl", [pair(loss=False), *rows[2:4]]))
     with pytest.raises(ValueError, match=r"^mixed.jsonl row 1: .* \(and so in 2 of 3 rows\)$"):
-        transcripts([mixed], images_root="")
+        load_transcripts([mixed], images_root="")
 
 
 def test_a_survey_counts_what_is_learned(tmp_path: Path) -> None:
     rows = [pair(loss=False) | {"images": [{"bytes": png()}]}, {"messages": [USER, REPLY]}]
-    found = survey_transcripts(transcripts([str(write(tmp_path / "t.parquet", rows))], images_root=""))
+    found = survey_transcripts(load_transcripts([str(write(tmp_path / "t.parquet", rows))], images_root=""))
     assert (found.num_rows, found.num_images, found.num_replies, found.num_masked, found.errors) == (2, 1, 3, 1, [])

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data import parquet_copy
-from megatron_rl.data.questions import questions
+from megatron_rl.data.questions import load_questions
 from megatron_rl.data.rows import open_rows
 from tests.support import bombs
 from tests.support.measured import cheap, told
@@ -124,18 +124,18 @@ def test_rows_name_pictures_below_their_folder(name: str, disk: Path) -> None:
     for given in (name, {"path": name}):
         data = rows_that_name(disk / "own" / "rows.jsonl", "pictures/x.png", given)
         with pytest.raises(ValueError, match=rf"rows.jsonl row 1: image: .* lies outside of .*; task.data.image_roots=\[{disk}/private\]"):
-            questions([data], images_root="", name="train")
-        assert len(questions([data], images_root="", image_roots=[str(disk / "private")], name="train")) == 2
+            load_questions([data], images_root="", name="train")
+        assert len(load_questions([data], images_root="", image_roots=[str(disk / "private")], name="train")) == 2
 
 
 def test_what_users_name_themselves_is_theirs(disk: Path) -> None:
     """task.data.images, a folder in task.data.train, and absolute paths below the data file's own folder need no further word."""
     data = rows_that_name(disk / "own" / "rows.jsonl", "x.png", str(disk / "own" / "pictures" / "x.png"))
-    assert len(questions([data], images_root=str(disk / "private"), name="train")) == 2
+    assert len(load_questions([data], images_root=str(disk / "private"), name="train")) == 2
     (disk / "own" / "data").mkdir()
     rows_that_name(disk / "own" / "data" / "train.jsonl", "../pictures/x.png")
     os.unlink(data)
-    assert len(questions([str(disk / "own")], images_root="", name="train")) == 1
+    assert len(load_questions([str(disk / "own")], images_root="", name="train")) == 1
 
 
 def test_a_hub_data_set_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_hub_data_set_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest
     (snapshot / "x.png").symlink_to("../../blobs/b1")
     (snapshot / "train.jsonl").symlink_to("../../blobs/b2")
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
-    assert len(questions(["org/name"], images_root="", name="train")) == 1
+    assert len(load_questions(["org/name"], images_root="", name="train")) == 1
 
 
 def test_a_copier_whose_starter_was_killed_keeps_others_from_its_copy(tmp_path: Path) -> None:

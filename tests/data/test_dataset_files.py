@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_rl.data.dataset_files import files_of
-from megatron_rl.data.questions import questions
+from megatron_rl.data.dataset_files import find_data_files
+from megatron_rl.data.questions import load_questions
 from megatron_rl.data.rows import open_rows
 from tests.support.tables import png, write
 
@@ -43,7 +43,7 @@ def write_arrow(path: Path, table: pa.Table) -> None:
 
 
 def answers(*names: object) -> list[str]:
-    return [example.payload["answer"] for example in questions([str(name) for name in names], images_root="", name="train")]
+    return [example.payload["answer"] for example in load_questions([str(name) for name in names], images_root="", name="train")]
 
 
 def fails(name: object, said: str) -> None:
@@ -317,7 +317,7 @@ def test_labels_are_read_by_their_names(tmp_path: Path) -> None:
     table.save_to_disk(tmp_path / "saved")
     for name in (tmp_path / "a.parquet", tmp_path / "saved"):
         assert answers(name) == [names.int2str(each) for each in (1, 0)] == ["dog", "cat"]
-        first = open_rows(files_of(str(name), key="task.data")[0])[0]
+        first = open_rows(find_data_files(str(name), key="task.data")[0])[0]
         assert first["all"] == ["cat", "dog"] and first["s"] == {"kind": "dog", "n": 1}
 
 
@@ -349,7 +349,7 @@ def test_a_folder_of_imagefolder_is_read_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds the splits test, train"):
         answers(tmp_path / "flat")
     theirs = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "flat" / "train"), cache_dir=str(tmp_path / "hf"))["train"]
-    (ours,) = questions([str(tmp_path / "flat" / "train")], images_root="", name="train")
+    (ours,) = load_questions([str(tmp_path / "flat" / "train")], images_root="", name="train")
     assert ours.payload["images"][0].open().tobytes() == theirs[0]["image"].convert("RGB").tobytes()
     assert ours.payload["question"] == "<image>\nWhich color?" and ours.payload["extra"] == {}
     (tmp_path / "flat" / "train" / "0.png").unlink()

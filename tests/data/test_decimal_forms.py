@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_rl.data.decimal_forms import WrittenNumber, decimal_text, looks_widened, with_decimal_forms
-from megatron_rl.data.questions import questions
+from megatron_rl.data.questions import load_questions
 from megatron_rl.data.rows import open_rows
-from megatron_rl.rewards.answer import decide
+from megatron_rl.rewards.answer import compare_by_rules
 
 
 def plain(number: object) -> str:
@@ -30,7 +30,7 @@ def held_in(value: float, kind: pa.DataType) -> str:
 
 
 def warnings_of(path: Path) -> list[str]:
-    return [line for line in questions([str(path)], images_root="", name="train").warnings if "column answer" in line]
+    return [line for line in load_questions([str(path)], images_root="", name="train").warnings if "column answer" in line]
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.float32()], ids=str)
@@ -38,7 +38,7 @@ def test_multiples_of_powers_of_one_half_earn_by_their_own_digits(kind: pa.DataT
     """k/256 to k/8192, as measurements in binary steps are, also beside a whole number."""
     values = [whole + k / 2**n for n in range(8, 14) for k in range(1, 4033, 9) for whole in (0, 3)]
     values += [128.015625, 16384.0625, 0.126953125]
-    lost = [value for value in values if np.float32(value) == value and decide(held_in(value, kind), plain(value)) is not True]
+    lost = [value for value in values if np.float32(value) == value and compare_by_rules(held_in(value, kind), plain(value)) is not True]
     assert not lost
     assert [held_in(value, kind) for value in values[-3:]] == ["128.015625", "16384.0625", "0.126953125"]
 
@@ -50,7 +50,9 @@ def test_random_numbers_earn_by_their_own_digits() -> None:
     assert not [value for value in values if held_in(value, pa.float64()) != plain(value)]
     narrow = [np.float32(value) for value in values if abs(value) < 2**20]
     ties = {value for value in narrow if plain(float(value)) == plain(value) + "5"}
-    assert not [value for value in narrow if value not in ties and decide(held_in(float(value), pa.float32()), plain(value)) is not True]
+    assert not [
+        value for value in narrow if value not in ties and compare_by_rules(held_in(float(value), pa.float32()), plain(value)) is not True
+    ]
 
 
 def test_decimals_of_five_digits_survive_32_bits() -> None:
@@ -76,7 +78,7 @@ def test_numbers_of_json_keep_their_digits(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     forms = ('"answer": {}', '"reward_model": {{"ground_truth": {}}}', '"extra_info": {{"answer": {}}}')
     path.write_text("\n".join(f'{{"question": "q", {form.format(text)}}}' for form in forms for text, _ in JSON_NUMBERS))
-    found = [example.payload["answer"] for example in questions([str(path)], images_root="", name="train")]
+    found = [example.payload["answer"] for example in load_questions([str(path)], images_root="", name="train")]
     assert found == [wanted for _ in forms for _, wanted in JSON_NUMBERS]
     assert pickle.loads(pickle.dumps(open_rows(path)[2]))["answer"].text == "3.10" and json.dumps(open_rows(path)[2]["answer"]) == "3.1"
 
@@ -86,7 +88,7 @@ def test_an_exponent_that_cannot_be_written_out_is_refused(text: str, tmp_path: 
     path = tmp_path / "q.jsonl"
     path.write_text(f'{{"question": "q", "answer": {text}}}')
     with pytest.raises(ValueError, match=r"^q.jsonl row 0: answer: has an exponent that no reply writes out; "):
-        questions([str(path)], images_root="", name="train")
+        load_questions([str(path)], images_root="", name="train")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -106,10 +108,10 @@ def test_narrow_floats_in_structs_maps_and_dictionaries(suffix: str, tmp_path: P
         else:
             with pa.ipc.new_file(path, table.schema) as file:
                 file.write_table(table)
-        assert [example.payload["answer"] for example in questions([str(path)], images_root="", name="train")] == ["0.1", "128.015625"]
+        assert [example.payload["answer"] for example in load_questions([str(path)], images_root="", name="train")] == ["0.1", "128.015625"]
     both = tmp_path / "both.parquet"
     pq.write_table(pa.table({"question": ["q", "q"], "reward_model": columns["reward_model"], "answer": single}), both)
-    assert not any("answer" in line for line in questions([str(both)], images_root="", name="train").warnings[1:])
+    assert not any("answer" in line for line in load_questions([str(both)], images_root="", name="train").warnings[1:])
 
 
 def test_widened_numbers_that_were_written_as_text_are_named(tmp_path: Path) -> None:

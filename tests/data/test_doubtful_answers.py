@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.questions import open_questions, questions
-from megatron_rl.data.survey import survey
+from megatron_rl.data.questions import load_questions, open_questions
+from megatron_rl.data.survey import survey_questions
 
 MISSING = "column answer is a word for a missing value (nan, None, null, N/A, -)"
 SEVERAL = "column answer has several boxes or <answer> blocks, and the last alone is read"
@@ -18,7 +18,7 @@ def named(folder: Path, rows: Sequence[Mapping[str, object]]) -> list[str]:
     """The warnings about answers of a file with these rows."""
     path = folder / "q.jsonl"
     path.write_text("\n".join(json.dumps({"question": "Which?"} | row) for row in rows))
-    return [line for line in questions([str(path)], images_root="", name="train").warnings if "column answer" in line]
+    return [line for line in load_questions([str(path)], images_root="", name="train").warnings if "column answer" in line]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_word_for_a_missing_value_is_named(word: str, tmp_path: Path) -> None:
 
 def test_words_of_one_kind_share_a_line_in_tables_and_columns_that_are_chosen(tmp_path: Path) -> None:
     (tmp_path / "q.csv").write_text("question,answer\nWhich?,red\nWhich?,nan\nWhich?,None\n")
-    (line,) = [line for line in questions([str(tmp_path / "q.csv")], images_root="", name="train").warnings if "column answer" in line]
+    (line,) = [line for line in load_questions([str(tmp_path / "q.csv")], images_root="", name="train").warnings if "column answer" in line]
     assert line.startswith(f"q.csv row 1: {MISSING} (2 of 3 rows): ")
     (line,) = named(tmp_path, [{"reward_model": {"ground_truth": "red"}}, {"reward_model": {"ground_truth": "\\boxed{None}"}}])
     assert line.startswith(f"q.jsonl row 1: {MISSING} (1 of 2 rows): ")
@@ -42,8 +42,8 @@ def test_a_file_whose_answers_are_all_missing_is_refused(tmp_path: Path) -> None
         (tmp_path / name).write_text("\n".join(json.dumps({"question": "Which?", "answer": answer}) for answer in answers))
     paths = [str(tmp_path / name) for name in ("b.jsonl", "a.jsonl")]
     with pytest.raises(ValueError, match=r"^a\.jsonl: column answer is a word for a missing value .*: a reply must say that very word; "):
-        questions(paths, images_root="", name="train")
-    found = survey(open_questions(paths, images_root="", name="train"))
+        load_questions(paths, images_root="", name="train")
+    found = survey_questions(open_questions(paths, images_root="", name="train"))
     assert (
         len(found.errors) == 1 and found.num_errors == 3 and found.num_more_errors == 0 and not any("answer" in w for w in found.warnings)
     )

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_rl.config import ColumnSettings
 from megatron_rl.data.media import find_media
-from megatron_rl.data.questions import open_questions, questions
-from megatron_rl.data.records import Record
-from megatron_rl.data.survey import Survey, survey
-from megatron_rl.data.unread import option_texts
+from megatron_rl.data.questions import load_questions, open_questions
+from megatron_rl.data.records import DataRecord
+from megatron_rl.data.survey import QuestionSurvey, survey_questions
+from megatron_rl.data.unread import parse_options
 from tests.support.tables import png, write
 
 COLORS = {(255, 0, 0): "red", (0, 0, 255): "blue", (0, 255, 0): "lime"}
@@ -35,14 +35,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bare" / "red").write_bytes(png("red"))
 
 
-def look(tmp_path: Path, *rows: dict, name: str = "q.jsonl", columns: ColumnSettings | None = None) -> Survey:
+def look(tmp_path: Path, *rows: dict, name: str = "q.jsonl", columns: ColumnSettings | None = None) -> QuestionSurvey:
     path = write(tmp_path / name, [ASKED | row for row in rows])
-    return survey(open_questions([str(path)], images_root="", name="train", columns=columns))
+    return survey_questions(open_questions([str(path)], images_root="", name="train", columns=columns))
 
 
 def colors(tmp_path: Path, row: dict) -> list[str]:
     path = write(tmp_path / "q.jsonl", [ASKED | row])
-    payload = questions([str(path)], images_root="", name="train")[0].payload
+    payload = load_questions([str(path)], images_root="", name="train")[0].payload
     assert payload["extra"] == {}
     return [COLORS[image.open().getpixel((0, 0))] for image in payload["images"]]
 
@@ -169,7 +169,7 @@ def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path:
     is_there = "not there" not in looks and "web addresses" not in looks
     assert [each[: len(line)] for each in seen.column_warnings] == ([line] if is_there else [])
     with pytest.raises(ValueError, match=r"^q.jsonl row 0: column shot "):
-        questions([str(write(tmp_path / "q.jsonl", [ASKED | {"shot": value}]))], images_root="", name="train")
+        load_questions([str(write(tmp_path / "q.jsonl", [ASKED | {"shot": value}]))], images_root="", name="train")
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_the_type_in_a_files_schema(kind: str, tmp_path: Path) -> None:
     )
     with pa.OSFile(str(tmp_path / "q.arrow"), "wb") as file, pa.ipc.new_stream(file, arrow.schema) as stream:
         stream.write_table(arrow)
-    (error,) = survey(open_questions([str(tmp_path / "q.arrow")], images_root="", name="train")).errors
+    (error,) = survey_questions(open_questions([str(tmp_path / "q.arrow")], images_root="", name="train")).errors
     assert error.startswith(f"q.arrow row 0: column shot has the type {kind} in the file's schema and is not read: ")
 
 
@@ -278,7 +278,7 @@ def test_the_type_of_a_field_in_a_files_schema(kind: str, tmp_path: Path) -> Non
         table = table.replace_schema_metadata({b"huggingface": json.dumps(info).encode()})
         with pa.OSFile(str(tmp_path / "q.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
-        (error,) = survey(open_questions([str(tmp_path / "q.arrow")], images_root="", name="train")).errors
+        (error,) = survey_questions(open_questions([str(tmp_path / "q.arrow")], images_root="", name="train")).errors
         assert error.startswith(f"q.arrow row 0: column m has the type {kind} in the file's schema and is not read: ")
 
 
@@ -319,8 +319,8 @@ def test_options_in_their_forms() -> None:
         [{"label": "A", "text": "x y"}, {"label": "B", "text": "z"}],
         '[{"id": 1, "content": "x y"}, {"id": 2, "content": "z"}]',
     ):
-        assert option_texts(value) == ["x y", "z"], value
-    assert option_texts([1, 2.5]) == ["1", "2.5"] and option_texts(3) == option_texts({}) == []
+        assert parse_options(value) == ["x y", "z"], value
+    assert parse_options([1, 2.5]) == ["1", "2.5"] and parse_options(3) == parse_options({}) == []
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_a_file_that_is_one_object_around_its_rows(tmp_path: Path) -> None:
         ({"conversations": [{"from": "human", "value": "x"}]}, "$"),
     ):
         (tmp_path / "q.json").write_text(json.dumps(given))
-        (line,) = survey(open_questions([str(tmp_path / "q.json")], images_root="", name="train")).errors
+        (line,) = survey_questions(open_questions([str(tmp_path / "q.json")], images_root="", name="train")).errors
         assert re.match("q.json row 0: question: is missing. Columns: .* Name yours: 'task.data.columns={question: \\w+}'" + hint, line), (
             line
         )
@@ -388,7 +388,7 @@ def test_columns_that_only_some_rows_fill(tmp_path: Path) -> None:
     found = look(tmp_path, *[{"image": "red.png", "shot": None}] * 50, {"shot": "red.png"}, {"image": "red.png"})
     assert found.errors == [f"q.jsonl row 50: column shot looks like paths of pictures that exist and is not read (1 of 52 rows): {CHOOSE}"]
     (tmp_path / "q.csv").write_text("question,answer,shot\n" + "q,a,\n" * 5 + "q,a,red.png\n")
-    (error,) = survey(open_questions([str(tmp_path / "q.csv")], images_root="", name="train")).errors
+    (error,) = survey_questions(open_questions([str(tmp_path / "q.csv")], images_root="", name="train")).errors
     assert error == f"q.csv row 5: column shot looks like paths of pictures that exist and is not read (1 of 6 rows): {CHOOSE}"
 
 
@@ -403,23 +403,23 @@ def test_data_without_pictures_is_warned_of(tmp_path: Path) -> None:
 def test_a_missing_column_is_one_line(tmp_path: Path) -> None:
     """Of 100 rows, with empty cells; of several files; of some rows."""
     (tmp_path / "train.csv").write_text("filename,question,label\n" + "red.png,What?,red\n" * 99 + "red.png,What?,\n")
-    (error,) = survey(open_questions([str(tmp_path / "train.csv")], images_root="", name="train")).errors
+    (error,) = survey_questions(open_questions([str(tmp_path / "train.csv")], images_root="", name="train")).errors
     remedy = "Columns: filename, question, label. Name yours: 'task.data.columns={answer: label}'"
     assert error == f"train.csv: no answer (all 100 rows). {remedy}"
     with pytest.raises(ValueError, match=r"^train.csv: no answer \(all 100 rows\). .*label}'$"):
-        questions([str(tmp_path / "train.csv")], images_root="", name="train")
+        load_questions([str(tmp_path / "train.csv")], images_root="", name="train")
     (tmp_path / "more.csv").write_text((tmp_path / "train.csv").read_text())
     paths = [str(tmp_path / name) for name in ("train.csv", "more.csv")]
-    (error,) = survey(open_questions(paths, images_root="", name="train")).errors
+    (error,) = survey_questions(open_questions(paths, images_root="", name="train")).errors
     assert error == f"train.csv (and 1 more files): no answer (all 200 rows). {remedy}"
     path = write(tmp_path / "some.jsonl", [{"question": "?", "answer": "a"}, {"question": "?"}, {"question": "?", "answer": None}])
-    (error,) = survey(open_questions([str(path)], images_root="", name="train")).errors
+    (error,) = survey_questions(open_questions([str(path)], images_root="", name="train")).errors
     assert (
         error
         == "some.jsonl row 1: answer: is missing (and 1 more rows). Columns: question. Name yours: 'task.data.columns={answer: COLUMN}'"
     )
     path = write(tmp_path / "text.jsonl", [{"Query": "?", "answer": "a"}] * 2)
-    (error,) = survey(open_questions([str(path)], images_root="", name="train")).errors
+    (error,) = survey_questions(open_questions([str(path)], images_root="", name="train")).errors
     assert error == "text.jsonl: no question (all 2 rows). Columns: Query, answer. Name yours: 'task.data.columns={question: Query}'"
 
 
@@ -435,13 +435,13 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "a.jsonl", [ASKED, {"question": "?", "answer": ""}])
-    (first, second) = survey(
+    (first, second) = survey_questions(
         open_questions([str(tmp_path / name / "a.jsonl") for name in ("one", "two")], images_root="", name="train")
     ).errors
     assert (first, second) == ("one/a.jsonl row 1: answer: is empty", "two/a.jsonl row 1: answer: is empty")
 
 
 def test_a_file_that_cannot_be_looked_into_is_no_picture(tmp_path: Path) -> None:
-    record = Record({}, "q.jsonl row 0", tmp_path / "q.jsonl", tmp_path)
+    record = DataRecord({}, "q.jsonl row 0", tmp_path / "q.jsonl", tmp_path)
     for text in ("a/\0b", "bare", "x" * 5000 + "/a", "/" + "a" * 300, "bare/none"):
         assert find_media(text, record) is None

@@ -10,12 +10,12 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from megatron_rl.config import ColumnSettings
-from megatron_rl.data.questions import open_questions, questions
-from megatron_rl.data.survey import Survey, survey
+from megatron_rl.data.questions import load_questions, open_questions
+from megatron_rl.data.survey import QuestionSurvey, survey_questions
 from megatron_rl.data.transcript_survey import TranscriptSurvey
-from megatron_rl.data.transcripts import open_transcripts, survey_transcripts, transcripts
-from megatron_rl.data.unread_names import UnreadNames
-from megatron_rl.launcher.compose import composed
+from megatron_rl.data.transcripts import load_transcripts, open_transcripts, survey_transcripts
+from megatron_rl.data.unread_names import UnreadColumns
+from megatron_rl.launcher.compose import compose_settings
 from tests.support.tables import png, write
 from tests.support.transcripts import REPLY, USER
 from tools.data import make_easy_vqa, make_visual_search
@@ -34,9 +34,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / f"{color}.png").write_bytes(png(color))
 
 
-def look(tmp_path: Path, *rows: dict, ignored: tuple[str, ...] = (), name: str = "q.jsonl") -> Survey:
+def look(tmp_path: Path, *rows: dict, ignored: tuple[str, ...] = (), name: str = "q.jsonl") -> QuestionSurvey:
     path = write(tmp_path / name, [*rows])
-    return survey(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(ignored=[*ignored])))
+    return survey_questions(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(ignored=[*ignored])))
 
 
 def talks(tmp_path: Path, *rows: dict, ignored: tuple[str, ...] = ()) -> TranscriptSurvey:
@@ -56,13 +56,13 @@ def test_one_line_names_all_columns_that_nothing_reads(suffix: str, tmp_path: Pa
         (path / "red.png").write_bytes(png())
     else:
         write(path, rows)
-    found = survey(open_questions([str(path)], images_root="", name="train"))
-    (line,) = found.unread
+    found = survey_questions(open_questions([str(path)], images_root="", name="train"))
+    (line,) = found.unread_columns
     where = "data-00000-of-00001.arrow" if suffix == ".arrow" else path.name
     setting = "'task.data.columns.ignored=[distractors,level]' ignores them"
     assert line == f"{where} row 1: columns distractors, level are not read: {OWN}; {setting}"
     assert found.errors == found.column_warnings == []
-    assert questions([str(path)], images_root="", name="train").warnings == [line]
+    assert load_questions([str(path)], images_root="", name="train").warnings == [line]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_columns_of_questions_that_are_named(row: dict, column: str, tmp_path: P
     """Not named are those that are empty, that name the row, or that have the answer once more."""
     if row.get("id"):
         with pytest.raises(ValueError, match="index: must be text or a whole number"):
-            questions([str(write(tmp_path / "q.jsonl", [ASKED | row]))], images_root="", name="train")
+            load_questions([str(write(tmp_path / "q.jsonl", [ASKED | row]))], images_root="", name="train")
         return
-    assert [line.partition(" is not read: ")[0] for line in look(tmp_path, ASKED | row).unread] == (
+    assert [line.partition(" is not read: ")[0] for line in look(tmp_path, ASKED | row).unread_columns] == (
         [f"q.jsonl row 0: column {column}"] if column else []
     )
 
@@ -104,15 +104,15 @@ def test_columns_of_questions_that_are_named(row: dict, column: str, tmp_path: P
 @pytest.mark.parametrize("name", ["level", "a.b", "Unnamed: 0", "null", "True", "3", "a,b", 'a"b', "a'b", "a\\", "\u00e4", "x]", "$x", ""])
 def test_the_setting_that_the_line_names(name: str, tmp_path: Path) -> None:
     """As hydra reads it from the command line. Nothing is named any more, and the values still travel in extra."""
-    (line,) = look(tmp_path, ASKED | {name: "x", "more": "y"}).unread
+    (line,) = look(tmp_path, ASKED | {name: "x", "more": "y"}).unread_columns
     (setting, *words) = shlex.split(line.partition("in extra; ")[2])
     assert words == ["ignores", "them"]
     (override,) = OverridesParser.create().parse_overrides([setting])
     value = override.value()
     assert override.key_or_group == "task.data.columns.ignored" and value == [name, "more"]
-    assert look(tmp_path, ASKED | {name: "x", "more": "y"}, ignored=(*value,)).unread == []
+    assert look(tmp_path, ASKED | {name: "x", "more": "y"}, ignored=(*value,)).unread_columns == []
     path = str(tmp_path / "q.jsonl")
-    read = questions([path], images_root="", name="train", columns=ColumnSettings(ignored=value))
+    read = load_questions([path], images_root="", name="train", columns=ColumnSettings(ignored=value))
     assert read[0].payload["extra"] == {name: "x", "more": "y"} and read.warnings == []
 
 
@@ -121,8 +121,8 @@ def test_what_is_ignored_and_what_is_not(tmp_path: Path) -> None:
     choices = {"A": "a cat", "B": "a dog", "options": ["a cat", "a dog"]}
     assert len(look(tmp_path, ASKED | choices).column_warnings) == 2
     quiet = look(tmp_path, ASKED | choices, ignored=("A", "B", "options", "typo"))
-    assert (quiet.column_warnings, quiet.unread, quiet.errors) == ([], [], [])
-    (line,) = look(tmp_path, ASKED | choices | {"level": 1}, ignored=("options",)).unread
+    assert (quiet.column_warnings, quiet.unread_columns, quiet.errors) == ([], [], [])
+    (line,) = look(tmp_path, ASKED | choices | {"level": 1}, ignored=("options",)).unread_columns
     assert "'task.data.columns.ignored=[options,A,B,level]'" in line, "what is ignored already stays so"
     (error,) = look(tmp_path, {"question": "?", "answer": "a", "shot": "red.png"}, ignored=("shot",)).errors
     assert error.startswith("q.jsonl row 0: column shot looks like paths of pictures that exist and is not read")
@@ -131,9 +131,9 @@ def test_what_is_ignored_and_what_is_not(tmp_path: Path) -> None:
 
 
 def test_many_columns_are_one_line(tmp_path: Path) -> None:
-    names = UnreadNames()
+    names = UnreadColumns()
     names.add({f"c{number}": 1 for number in range(59)} | {"a\nb": 1}, "q.jsonl row 0")
-    (line,) = names.lines("REMEDY")
+    (line,) = names.format_lines("REMEDY")
     assert line.startswith("q.jsonl row 0: columns c0, c1, ") and ", c49 and 10 more are not read: REMEDY; " in line
 
 
@@ -149,7 +149,7 @@ def test_rows_without_a_picture_beside_others(tmp_path: Path) -> None:
     found = talks(tmp_path, TALK | {"images": ["red.png"]}, TALK)
     assert found.warnings == [f"t.jsonl row 1: 1 of 2 rows have no picture in column images: {remedy}"]
     path = write(tmp_path / "c.jsonl", [bare | {"pic": "red.png"}, bare | {"pic": ""}])
-    found = survey(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(images="pic")))
+    found = survey_questions(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(images="pic")))
     assert [line.partition(": the")[0] for line in found.column_warnings] == ["c.jsonl row 1: 1 of 2 rows have no picture in column pic"]
 
 
@@ -171,7 +171,7 @@ def test_columns_of_transcripts_that_are_named(row: dict, tmp_path: Path) -> Non
     found = talks(tmp_path, first, TALK | row, TALK | row)
     line = f"t.jsonl row 1: column {name} is not read: {LEARNED}; 'task.data.columns.ignored=[{name}]' ignores it"
     assert (found.warnings, found.errors, found.num_replies) == ([line], [], 3)
-    assert transcripts([str(tmp_path / "t.jsonl")], images_root="")[1:].warnings == [line]
+    assert load_transcripts([str(tmp_path / "t.jsonl")], images_root="")[1:].warnings == [line]
     assert talks(tmp_path, TALK | row, ignored=(name,)).warnings == []
 
 
@@ -193,14 +193,14 @@ def test_columns_of_transcripts_that_are_read(tmp_path: Path) -> None:
 def test_data_that_the_tools_make_is_quiet(tmp_path: Path) -> None:
     """Visual search's `things` are ignored by the settings of its experiment, and nothing else is."""
     sprites = make_visual_search.split_sprites("shapes", source=None)["train"]
-    rows = [*make_visual_search.rows("train", num=2, seed=0, level="easy", sprites=sprites, images=None)]
+    rows = [*make_visual_search.make_rows("train", num=2, seed=0, level="easy", sprites=sprites, images=None)]
     with (tmp_path / "wheel").open("wb") as file, zipfile.ZipFile(file, "w") as wheel:
         wheel.writestr("easy_vqa/data/train/questions.json", '[["What color?", "red", 7]]')
         wheel.writestr("easy_vqa/data/train/images/7.png", png())
-    easy = [*make_easy_vqa.rows_of((tmp_path / "wheel").read_bytes(), "train", num=1, seed=0)]
-    ignored = composed(["experiment=visual_search_3b_lora_1gpu", "model.path=3b"]).task.data.columns.ignored
+    easy = [*make_easy_vqa.read_rows((tmp_path / "wheel").read_bytes(), "train", num=1, seed=0)]
+    ignored = compose_settings(["experiment=visual_search_3b_lora_1gpu", "model.path=3b"]).task.data.columns.ignored
     for name, given, chosen in (("q.parquet", rows, ignored), ("e.parquet", easy, ())):
         found = look(tmp_path, *given, ignored=chosen, name=name)
-        assert (found.errors, found.column_warnings, found.unread, found.num_images) == ([], [], [], len(given))
-    (line,) = look(tmp_path, *rows, name="r.parquet").unread
+        assert (found.errors, found.column_warnings, found.unread_columns, found.num_images) == ([], [], [], len(given))
+    (line,) = look(tmp_path, *rows, name="r.parquet").unread_columns
     assert line.startswith("r.parquet row 0: column extra_info.things is not read: ")

@@ -122,10 +122,12 @@ def test_a_rank_reads_its_share(name: str, layout: str, out: Path) -> None:
 def test_tensors_are_those_of_the_table(layout: str, out: Path, random_model: Path) -> None:
     """The converters' reader, which knows nothing of process groups, finds every row whole under its key, tied embeddings once."""
     written, weights = McoreTensors(out / layout), result(out, layout)["weights"]
-    rows = [row for row in read_spec(random_model).rows() if row.exported]
-    assert written.specs.keys() == {row.key for row in rows}
+    rows = [row for row in read_spec(random_model).param_mappings() if row.is_exported]
+    assert written.specs.keys() == {row.checkpoint_key for row in rows}
     for row in rows:
-        assert torch.equal(written.read(row.key), row.to_mcore(tuple(weights[name] for name in row.hf), 0, 1)), row.key
+        assert torch.equal(written.read(row.checkpoint_key), row.to_mcore(tuple(weights[name] for name in row.hf_names), 0, 1)), (
+            row.checkpoint_key
+        )
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +147,10 @@ def test_padding_of_the_vocabulary_is_not_written(name: str, layout: str, odd: t
     tables = [key for key in stored.specs if key.endswith(("word_embeddings.weight", "output_layer.weight"))]
     assert len(tables) == 2 * 4 and {stored.specs[key].shape[0] for key in tables} == {read_spec(model).vocab_size}
     assert not again["different"] and not any(unbroken["unlike"])
-    for row in (row for row in read_spec(model).rows() if row.exported):
-        assert torch.equal(stored.read(row.key), row.to_mcore(tuple(unbroken["weights"][each] for each in row.hf), 0, 1)), row.key
+    for row in (row for row in read_spec(model).param_mappings() if row.is_exported):
+        assert torch.equal(
+            stored.read(row.checkpoint_key), row.to_mcore(tuple(unbroken["weights"][each] for each in row.hf_names), 0, 1)
+        ), row.checkpoint_key
     for key, change in unbroken["change"].items():
         assert (again["change"][key] - change).norm() <= 1e-5 * change.norm(), key
 

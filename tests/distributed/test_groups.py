@@ -14,7 +14,7 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.platforms import current_platform
 
 from megatron_rl.config import EngineSettings, ParallelSettings
-from megatron_rl.memory_plan.rank_shares import imagined_world
+from megatron_rl.memory_plan.rank_shares import fake_process_group
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.rollout.vllm.engine_core import place_of
 
@@ -69,7 +69,7 @@ def seen_by(rank: int, *, parallel: ParallelSettings, engine_tp: int, monkeypatc
     monkeypatch.setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False)
     monkeypatch.setattr(type(current_platform), "dist_backend", "fake")
     monkeypatch.setattr(dist, "new_group", counted)
-    with imagined_world(rank, size=SIZE):
+    with fake_process_group(rank, size=SIZE):
         layout = build_layout(parallel, seed=0)
         with engine_groups(engine_tp):
             return Seen(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.distributed import image_exchange, world
 from megatron_rl.distributed.image_exchange import ImageExchange, TransferPlan, _decode_rollouts, _encode_rollouts, plan_transfers
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 from tests.conftest import SUPPORT
 from tests.support import forked
@@ -24,7 +24,7 @@ def test_four_ranks_of_two_nodes_show_each_other_their_pictures(tmp_path: Path) 
     result = forked.world(4, SUPPORT / "gallery_world.py", tmp_path, timeout_s=240)
     assert result.returncode == 0, result.stdout
     for step in (1, 2):
-        entries = read(tmp_path / f"step_{step}.jsonl")
+        entries = read_recorded(tmp_path / f"step_{step}.jsonl")
         assert [(entry.rollout.group, entry.rollout.sample_index) for entry in entries] == [
             (rank, n) for rank in (0, 2, 3) for n in range(2)
         ]

@@ -16,11 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.launcher.spawn import threads
+from megatron_rl.launcher.spawn import omp_num_threads
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 from tests.support.two_nodes import launched
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 LAYOUTS = {  # tp, pp, vpp, sequence parallel, recomputation, model: what crosses the border
@@ -47,7 +47,7 @@ class Lost:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make(folder / "wide", preset="nano", init="random", seed=1, heads=8, kv_heads=4)
+    make_checkpoint(folder / "wide", preset="nano", init="random", seed=1, heads=8, kv_heads=4)
     return folder
 
 
@@ -110,5 +110,5 @@ def test_launchers_that_do_not_meet_say_where() -> None:
 
 
 def test_threads_are_a_ranks_part_of_the_cores_beside_gpus() -> None:
-    assert threads(128, num_processes=8, num_gpus=8) == 16 and threads(4, num_processes=8, num_gpus=8) == 1
-    assert threads(os.cpu_count() or 1, num_processes=1, num_gpus=0) == 1
+    assert omp_num_threads(128, num_processes=8, num_gpus=8) == 16 and omp_num_threads(4, num_processes=8, num_gpus=8) == 1
+    assert omp_num_threads(os.cpu_count() or 1, num_processes=1, num_gpus=0) == 1

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megatron_rl.cli.app import end_with_error
+from megatron_rl.cli.app import exit_with_error
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, connect, expand_segments, raise_on_all_ranks, read_world
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
@@ -36,9 +36,9 @@ def test_a_mistake_that_every_rank_raises_is_known_as_such(kind: type[Exception]
         raise_on_all_ranks(fail)
     assert isinstance(told.value, kind)
     shown: list[bool] = []
-    monkeypatch.setattr("megatron_rl.cli.app.end", lambda line, world, *, seen_by_all=False: shown.append(seen_by_all))
-    end_with_error(told.value, read_world())
-    end_with_error(kind("another"), read_world())
+    monkeypatch.setattr("megatron_rl.cli.app.exit_with_line", lambda line, world, *, on_all_ranks=False: shown.append(on_all_ranks))
+    exit_with_error(told.value, read_world())
+    exit_with_error(kind("another"), read_world())
     assert shown == [True, False]
 
 

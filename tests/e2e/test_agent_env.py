@@ -11,14 +11,14 @@ from PIL import Image
 
 from megatron_rl.errors import InfraError
 from megatron_rl.rollout.task import Step
-from megatron_rl.tasks.visual_python.codev import CodeV
-from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
+from megatron_rl.tasks.visual_python.codev import CodeVProtocol
+from megatron_rl.tasks.visual_python.deepeyes import DeepEyesProtocol
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.function_tools import Functions
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.function_tools import FunctionsProtocol
+from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example
-from sandbox import Limits, Sandbox
+from sandbox import BoxLimits, SandboxPool
 from sandbox.client import SandboxClient
 from tests.support.agent_room import NOISE, Held, env_of, pictures, play, run, same, text
 from tests.support.sandbox_room import Room, started
@@ -28,10 +28,10 @@ CALL_S = 3.0
 
 @pytest.fixture(scope="module")
 def room() -> Iterator[Room]:
-    yield from started(Limits(call_s=CALL_S, text=2000), size=3)
+    yield from started(BoxLimits(call_timeout_s=CALL_S, text=2000), size=3)
 
 
-@pytest.mark.parametrize("protocol", [PyVision(), CodeV(), Functions()], ids=lambda protocol: protocol.name)
+@pytest.mark.parametrize("protocol", [PyVisionProtocol(), CodeVProtocol(), FunctionsProtocol()], ids=lambda protocol: protocol.name)
 def test_variables_live_from_turn_to_turn_and_an_answer_ends_it(room: Room, protocol: ToolProtocol) -> None:
     codes = [protocol.write_code(code) for code in ("x = [1]\ndef f(): return sum(x)", "x.append(41); print(f(), np.pi > 3)")]
     defined, printed, answered = play(room, protocol, *codes, protocol.write_answer("42"))
@@ -57,7 +57,7 @@ def test_crops_and_figures_come_back_numbered_on(room: Room) -> None:
 
 
 def test_pictures_that_are_hidden_are_only_in_the_code(room: Room) -> None:
-    protocol = PyVision(shown=False)
+    protocol = PyVisionProtocol(shows_images=False)
 
     async def episode() -> tuple[list, Step]:
         env = env_of(room, protocol, Held(NOISE))
@@ -72,7 +72,7 @@ def test_pictures_that_are_hidden_are_only_in_the_code(room: Room) -> None:
 
 
 def test_codev_works_on_files_by_name(room: Room) -> None:
-    protocol = CodeV(("photo.jpg",))
+    protocol = CodeVProtocol(("photo.jpg",))
     code = "from PIL import Image\nImage.open('photo.jpg').crop((0, 0, 50, 50)).save('part.png')\nprint('part.png')"
     saved, missing, over = run(room, code, "Image.open('foto.jpg')", "Image.new('RGB', (9, 9)).save('photo.jpg')", protocol=protocol)
     assert same(pictures(saved)[0], NOISE.crop((0, 0, 50, 50)))
@@ -81,7 +81,7 @@ def test_codev_works_on_files_by_name(room: Room) -> None:
 
 
 def test_zoom_and_rotate_act_on_the_original(room: Room) -> None:
-    for protocol in (DeepEyes(), Functions()):
+    for protocol in (DeepEyesProtocol(), FunctionsProtocol()):
         zoomed, turned, again, outside = play(
             room, protocol,
             protocol.write_call("zoom", {"bbox_2d": [10, 20, 60, 80], "label": "noise"}),
@@ -95,7 +95,7 @@ def test_zoom_and_rotate_act_on_the_original(room: Room) -> None:
         assert [each.call.frame for each in (zoomed, turned, outside)] == [(120, 90)] * 3, "what boxes are told in"
         assert "outside of the image" in outside.call.error and "120 wide and 90 high" in text(outside)
         assert (outside.call.tool, outside.call.ran, outside.done, pictures(outside)) == ("zoom", True, False, [])
-    (nothing,) = play(room, DeepEyes(), DeepEyes().write_call("rotate", {"angle": 1}), images=())
+    (nothing,) = play(room, DeepEyesProtocol(), DeepEyesProtocol().write_call("rotate", {"angle": 1}), images=())
     assert "there is no image" in text(nothing)
 
 
@@ -128,11 +128,11 @@ def test_what_goes_wrong_is_told_and_can_be_mended(room: Room, code: str, told: 
 
 
 def test_a_reply_that_cannot_be_read_is_answered_without_a_box(room: Room) -> None:
-    before = room.pool._next
-    unread, unclosed = play(room, PyVision(), "I think it is a cup. <|im_end|>", "<code>\n```python\nprint(1)")
+    before = room.pool._next_box_id
+    unread, unclosed = play(room, PyVisionProtocol(), "I think it is a cup. <|im_end|>", "<code>\n```python\nprint(1)")
     assert (unread.call.ran, unread.call.tool, unread.reward, unread.done) == (False, "", 0.0, False)
     assert "Error: there is neither" in text(unread) and "Error: <code> is not closed" in text(unclosed)
-    assert room.pool._next == before, "no box was opened"
+    assert room.pool._next_box_id == before, "no box was opened"
 
 
 def test_a_call_that_runs_too_long_is_told_and_so_is_what_it_lost(room: Room) -> None:
@@ -145,10 +145,10 @@ def test_two_episodes_and_only_the_slow_one_waits(room: Room) -> None:
     """The fast one has 10 calls, sampling pictures of the loop's own, while the slow one sleeps in one of 2 s."""
 
     async def episode(*codes: str) -> float:
-        env = env_of(room, PyVision(), Held(NOISE))
+        env = env_of(room, PyVisionProtocol(), Held(NOISE))
         await env.reset(0)
         for code in codes:
-            assert not (await env.step(PyVision().write_code(code))).call.error
+            assert not (await env.step(PyVisionProtocol().write_code(code))).call.error
         ended = time.monotonic()
         await env.close()
         return ended
@@ -162,12 +162,12 @@ def test_two_episodes_and_only_the_slow_one_waits(room: Room) -> None:
 
 def test_a_box_killed_from_outside_is_ours(room: Room) -> None:
     async def killed() -> None:
-        env = env_of(room, PyVision(), Held(NOISE))
+        env = env_of(room, PyVisionProtocol(), Held(NOISE))
         await env.reset(0)
-        await env.step(PyVision().write_code("x = 1"))
-        call = asyncio.create_task(env.step(PyVision().write_code("import time; time.sleep(2.5)")))
+        await env.step(PyVisionProtocol().write_code("x = 1"))
+        call = asyncio.create_task(env.step(PyVisionProtocol().write_code("import time; time.sleep(2.5)")))
         await asyncio.sleep(0.2)
-        os.kill(env._box.life.pid, signal.SIGKILL)
+        os.kill(env._box.interpreter.pid, signal.SIGKILL)
         try:
             await call
         finally:
@@ -180,20 +180,20 @@ def test_a_box_killed_from_outside_is_ours(room: Room) -> None:
 
 def test_a_pool_that_closes_and_a_server_that_is_gone_are_ours() -> None:
     async def closed() -> None:
-        async with Sandbox(size=1, isolation="none") as pool:
-            env = AgentEnv(Example(id="a", payload={"question": "?", "images": ()}), protocol=PyVision(), pool=pool)
+        async with SandboxPool(size=1, isolation="none") as pool:
+            env = AgentEnv(Example(id="a", payload={"question": "?", "images": ()}), protocol=PyVisionProtocol(), pool=pool)
             await env.reset(0)
-            call = asyncio.create_task(env.step(PyVision().write_code("import time; time.sleep(5)")))
+            call = asyncio.create_task(env.step(PyVisionProtocol().write_code("import time; time.sleep(5)")))
             await asyncio.sleep(0.5)
         await call
 
     async def gone() -> None:
         client = SandboxClient("http://127.0.0.1:9")
-        client.limits = Limits(call_s=1.0, open_s=1.0)
-        env = AgentEnv(Example(id="a", payload={"question": "?", "images": ()}), protocol=PyVision(), pool=client)
+        client.limits = BoxLimits(call_timeout_s=1.0, open_timeout_s=1.0)
+        env = AgentEnv(Example(id="a", payload={"question": "?", "images": ()}), protocol=PyVisionProtocol(), pool=client)
         await env.reset(0)
         try:
-            await env.step(PyVision().write_code("1"))
+            await env.step(PyVisionProtocol().write_code("1"))
         finally:
             await client.close()
 

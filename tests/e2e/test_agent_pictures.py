@@ -16,10 +16,10 @@ from PIL import Image
 from megatron_rl.data.images import StoredImage
 from megatron_rl.errors import InfraError
 from megatron_rl.rollout.transcript_segments import pictures_of
-from megatron_rl.tasks.visual_python.codev import CodeV
-from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
+from megatron_rl.tasks.visual_python.codev import CodeVProtocol
+from megatron_rl.tasks.visual_python.deepeyes import DeepEyesProtocol
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from tests.support.agent_room import NOISE, Held, env_of, play, text
 from tests.support.sandbox_room import Room, started
@@ -51,25 +51,27 @@ def test_a_bad_picture_of_the_data_set_is_ours_and_named(room: Room, tmp_path: P
     path = tmp_path / "a.png"
     path.write_bytes(content)
     for source in (content, path):
-        env = env_of(room, PyVision(), StoredImage(source, "train.parquet row 7: images[0]"))
+        env = env_of(room, PyVisionProtocol(), StoredImage(source, "train.parquet row 7: images[0]"))
         with pytest.raises(InfraError, match=f"example row7: train.parquet row 7.*{says}"):
             room.do(env.reset(0))
 
 
 def test_a_picture_of_one_pixel_is_a_picture(room: Room) -> None:
-    (step,) = play(room, PyVision(), PyVision().write_code("print(image_clue_0.size)"), images=(StoredImage(png(1, 1), "row 0"),))
+    (step,) = play(
+        room, PyVisionProtocol(), PyVisionProtocol().write_code("print(image_clue_0.size)"), images=(StoredImage(png(1, 1), "row 0"),)
+    )
     assert "(1, 1)" in text(step)
 
 
 def test_a_question_with_too_many_places_is_ours(room: Room) -> None:
-    env = env_of(room, PyVision(), Held(NOISE), question="<image> or <image>?")
+    env = env_of(room, PyVisionProtocol(), Held(NOISE), question="<image> or <image>?")
     with pytest.raises(InfraError, match="example row7: the question has 2 places for pictures .* 1 pictures"):
         room.do(env.reset(0))
 
 
 def test_a_file_name_that_no_box_takes_is_ours(room: Room) -> None:
     with pytest.raises(InfraError, match=r"example row7: sandbox: '\.\./photo\.jpg' is no name"):
-        play(room, CodeV(("../photo.jpg",)), CodeV().write_code("1"))
+        play(room, CodeVProtocol(("../photo.jpg",)), CodeVProtocol().write_code("1"))
     assert room.pool.num_open == 0
 
 
@@ -85,7 +87,7 @@ def test_decoding_does_not_stop_the_loop(room: Room) -> None:
             return self.then()
 
     async def both() -> int:
-        env = env_of(room, PyVision(), Slow(lambda: NOISE))
+        env = env_of(room, PyVisionProtocol(), Slow(lambda: NOISE))
         decoding = asyncio.create_task(env.reset(0))
         ticks = 0
         while not decoding.done():
@@ -114,7 +116,7 @@ class Watched:
         return sum(each() is not None for each in self.opened)
 
 
-@pytest.mark.parametrize("protocol", [PyVision(), DeepEyes()], ids=["code", "zoom"])
+@pytest.mark.parametrize("protocol", [PyVisionProtocol(), DeepEyesProtocol()], ids=["code", "zoom"])
 def test_an_original_is_held_by_nobody_between_its_uses(room: Room, protocol: ToolProtocol) -> None:
     """It is larger than what the policy sees: the prompt has it, and a tool or a box as long as it looks at it."""
     original = Watched([])
@@ -123,7 +125,7 @@ def test_an_original_is_held_by_nobody_between_its_uses(room: Room, protocol: To
     assert original.num_alive == 1 and len(messages) == 2
     del messages
     assert original.num_alive == 0
-    if isinstance(protocol, PyVision):
+    if isinstance(protocol, PyVisionProtocol):
         reply, expected = protocol.write_code("image_clue_0.crop((10, 20, 60, 60)).show()"), NOISE.crop((10, 20, 60, 60))
     else:
         box = {"bbox_2d": [10, 20, 60, 60]}
@@ -132,5 +134,5 @@ def test_an_original_is_held_by_nobody_between_its_uses(room: Room, protocol: To
         step = room.do(env.step(reply))
         (shown,) = pictures_of(step.messages)
         assert shown.tobytes() == expected.tobytes()
-    assert original.num_alive == 0 and len(original.opened) == (2 if isinstance(protocol, PyVision) else 3)
+    assert original.num_alive == 0 and len(original.opened) == (2 if isinstance(protocol, PyVisionProtocol) else 3)
     room.do(env.close())

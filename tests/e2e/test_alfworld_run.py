@@ -7,11 +7,11 @@ import psutil
 import pytest
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
-from megatron_rl.tasks.alfworld.game_files import GAME
+from megatron_rl.observe.recorder import read_recorded
+from megatron_rl.tasks.alfworld.game_files import GAME_FILE
 from megatron_rl.types import Rollout
 from tests.conftest import ROOT
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 TRAIN = ROOT / "launch" / "train.py"
 
@@ -20,7 +20,7 @@ TRAIN = ROOT / "launch" / "train.py"
 def folder(torchrun, alfworld_games: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ANN001
     """Nothing was learned before: nearly every reply is invalid, and a command is drawn for it."""
     home = tmp_path_factory.mktemp("household")
-    make(home / "nano", words=alfworld_games / "words.txt")
+    make_checkpoint(home / "nano", words=alfworld_games / "words.txt")
     games = [f"task.data.{split}=[{alfworld_games / split}]" for split in ("train", "eval")]
     sizes = (
         "task.data.max_eval=3", "task.eval_samples=1", "task.max_turns=3", "task.max_new_tokens=8", "task.options.invalid=random",
@@ -32,7 +32,7 @@ def folder(torchrun, alfworld_games: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def rollouts(folder: Path) -> list[Rollout]:
-    return [entry.rollout for path in sorted((folder / "rollouts").glob("step_*.jsonl")) for entry in read(path)]
+    return [entry.rollout for path in sorted((folder / "rollouts").glob("step_*.jsonl")) for entry in read_recorded(path)]
 
 
 def test_games_were_played_and_counted(folder: Path) -> None:
@@ -59,5 +59,5 @@ def test_the_evaluation_tells_who_won_by_kind(folder: Path) -> None:
 
 
 def test_no_process_of_textworld_is_left(folder: Path, alfworld_games: Path) -> None:
-    games = {str(path) for path in alfworld_games.rglob(GAME)}
+    games = {str(path) for path in alfworld_games.rglob(GAME_FILE)}
     assert not [process for process in psutil.process_iter(["cmdline"]) if games & {*(process.info["cmdline"] or [])}]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS
 from tests.conftest import SUPPORT
 from tests.support import forked
@@ -33,7 +33,7 @@ def test_a_step_plays_scores_and_updates(game: str, folder: Path) -> None:
         and step["rollout_mismatch/logprob_abs_diff_max"] <= 1e-4
         and step["rollout/tool_calls"] == step["rollout/turns"]
     )
-    rollouts = [entry.rollout for entry in read(folder / game / "rollouts" / "step_000000.jsonl")]
+    rollouts = [entry.rollout for entry in read_recorded(folder / game / "rollouts" / "step_000000.jsonl")]
     calls = [(turn, turn.tool_call) for rollout in rollouts for turn in rollout.turns]
     assert calls and all(turn.state and call.tool == "move" and call.ran != bool(call.error) for turn, call in calls)
     for rollout in rollouts:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.commands import examples
@@ -96,7 +96,7 @@ def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None
     arguments = ["short.py", "task=vqa", "experiment=mine", "task.reward=accuracy+short", "run.dir=out", *data]
     assert installed(home, site, "-c", "import megatron_rl, sandbox, tools; print(megatron_rl.__file__)").startswith(str(site))
     installed(home, site, *arguments)
-    rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
+    rollouts = [entry.rollout for entry in read_recorded(home / "out" / "rollouts" / "step_000000.jsonl")]
     assert len(rollouts) == 8
     for rollout in rollouts:
         assert rollout.reward_terms["short"] == pytest.approx(1 / (1 + len(rollout.turns[-1].text)))
@@ -107,7 +107,7 @@ def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None
 
 def test_a_task_of_fifteen_lines_runs(home: Path) -> None:
     run(home, "echo", "task=echo", "experiment=mine", "task.options.words=2", "run.dir=out")
-    rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
+    rollouts = [entry.rollout for entry in read_recorded(home / "out" / "rollouts" / "step_000000.jsonl")]
     assert {rollout.example_id for rollout in rollouts} == {"red", "green"} and {rollout.task for rollout in rollouts} == {"echo"}
     assert [rollout.reward for rollout in rollouts] == [float(rollout.example_id in rollout.turns[0].text) for rollout in rollouts]
     assert yaml.safe_load((home / "out" / "config.yaml").read_text())["task"]["options"] == {"words": 2}
@@ -158,7 +158,7 @@ def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
         *data,
     )
     (step, _) = read_metrics(home / "out" / "metrics.jsonl")
-    rollouts = [entry.rollout for entry in read(home / "out" / "rollouts" / "step_000000.jsonl")]
+    rollouts = [entry.rollout for entry in read_recorded(home / "out" / "rollouts" / "step_000000.jsonl")]
     total = {group: sum(rollout.reward for rollout in rollouts if rollout.group == group) for group in (0, 1)}
     credit = [(rollout.reward - (total[rollout.group] - rollout.reward) / 3, rollout.num_sampled) for rollout in rollouts]
     assert step["loss"] == pytest.approx(-sum(worth * tokens for worth, tokens in credit) / sum(tokens for _, tokens in credit), abs=1e-5)

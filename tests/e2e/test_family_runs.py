@@ -11,13 +11,13 @@ from transformers import AutoModelForImageTextToText
 from megatron_rl.observe.metrics import read_metrics
 from tests.conftest import SUPPORT
 from tests.support.odd_vocabulary import add_tokens
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("qwen2_vl", 2), ("qwen3_vl", 1)])
 def test_a_run_of_two_steps(family: str, ranks: int, torchrun: Callable[..., str], tmp_path: Path) -> None:
     """The second step's engine has the first step's weights: its logprobs are the policy's, which has moved far."""
-    make(tmp_path / "model", family=family, init="random", seed=1, vision_depth=3)
+    make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=3)
     model = add_tokens(tmp_path / "model", tmp_path / "odd") if ranks > 1 else tmp_path / "model"
     torchrun(ranks, SUPPORT / "family_run.py", model, tmp_path / "run")
     first, second, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -24,10 +24,10 @@ from megatron_rl.config import JudgeSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.io.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.rubrics import build
+from megatron_rl.rewards.judge_prompt import load_judge_prompt
+from megatron_rl.rewards.rubrics import build_rubric
 from megatron_rl.types import Image as Shown
 from megatron_rl.types import ToolCall, Turn
 from tests.conftest import SUPPORT
@@ -70,27 +70,27 @@ def test_a_real_server_gives_verdicts(url: str, tmp_path: Path) -> None:
     """Words and pictures; every verdict is one of its prompt's values, and greedy verdicts are the same when asked again."""
     cache = str(tmp_path / "verdicts.sqlite")
     settings = JudgeSettings(urls=[url], max_tokens=64, timeout_s=120, max_attempts=2, concurrency=4)
-    equivalence, evidence = load("answer_equivalence", examples="general"), load("step_evidence")
+    equivalence, evidence = load_judge_prompt("answer_equivalence", examples="general"), load_judge_prompt("step_evidence")
     pictures = [Image.new("RGB", (84, 56), color) for color in ("red", "blue")]
 
     async def ask(settings: JudgeSettings) -> tuple[Judge, list[float], list[float]]:
         judge = Judge(settings)
         await judge.start()
         fields = [{"question": "What color?", "reference": "red", "answer": f"crimson {index}"} for index in range(8)]
-        words = await asyncio.gather(*(judge.verdict(equivalence, fields=given) for given in fields))
+        words = await asyncio.gather(*(judge.score(equivalence, fields=given) for given in fields))
         steps = {"question": "What color?", "metadata": "zoom"}
-        seen = await asyncio.gather(*(judge.verdict(evidence, fields=steps, images=[picture]) for picture in pictures))
+        seen = await asyncio.gather(*(judge.score(evidence, fields=steps, images=[picture]) for picture in pictures))
         await judge.close()
         return judge, words, seen
 
     first, words, seen = asyncio.run(ask(settings))
-    counts = first.servers.requests, first.servers.failures
+    counts = first.endpoints.requests, first.endpoints.failures
     assert first.model == "judge" and counts == (11, 0), "10 verdicts and the question for the model's name"
     assert set(words) <= {0.0, 1.0} and set(seen) <= {0.0, 0.25, 1.0}
     second, *again = asyncio.run(ask(JudgeSettings(urls=[url], max_tokens=64, timeout_s=120, cache=cache)))
-    assert again == [words, seen] and second.servers.requests == 11
+    assert again == [words, seen] and second.endpoints.requests == 11
     recorded, *replayed = asyncio.run(ask(JudgeSettings(model="judge", cache=cache)))
-    assert replayed == [words, seen] and (recorded.servers.requests, recorded.cache_hits) == (0, 10)
+    assert replayed == [words, seen] and (recorded.endpoints.requests, recorded.cache_hits) == (0, 10)
 
 
 def test_a_rubric_is_scored_by_it(url: str) -> None:
@@ -105,7 +105,7 @@ def test_a_rubric_is_scored_by_it(url: str) -> None:
         judge = Judge(JudgeSettings(urls=[url], model=model, max_tokens=64, timeout_s=120, max_attempts=2))
         await judge.start()
         try:
-            return (await build("tapo", judge=judge, protocol="deepeyes").score(outcome)).reward
+            return (await build_rubric("tapo", judge=judge, tool_format="deepeyes").score(outcome)).reward
         finally:
             await judge.close()
 
@@ -133,7 +133,7 @@ def test_ppo_is_rewarded_by_it(judged: tuple[Path, float]) -> None:
     """Every reward is the verdict on what the policy has boxed, as the run's own file of verdicts has it; 0 where it boxed nothing, or
     twice."""
     home, num_asked = judged
-    rollouts = [entry.rollout for number in range(2) for entry in read(home / "ppo" / "rollouts" / f"step_{number:06d}.jsonl")]
+    rollouts = [entry.rollout for number in range(2) for entry in read_recorded(home / "ppo" / "rollouts" / f"step_{number:06d}.jsonl")]
     questions, steps = read_lines(home / "questions.jsonl"), read_metrics(home / "ppo" / "metrics.jsonl")
     with closing(sqlite3.connect(home / "verdicts.sqlite")) as file:
         rows = file.execute("SELECT fields, verdict FROM verdicts").fetchall()

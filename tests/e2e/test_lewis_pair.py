@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import ROOT
 from tests.e2e.test_lewis_run import SIZES, wait_for
 from tests.support import forked
 from tests.support.model_servers import start, started
 from tests.support.taught_speaker import rounds, taught
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 # A random listener never says yes or no, and all its rewards are alike: the entropy bonus moves it.
@@ -44,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("pair")
     rounds(home)
     taught(home / "speaker", words=home / "rounds" / "words.txt")
-    make(home / "listener", preset="nano", init="random", seed=1, words=home / "rounds" / "words.txt")
+    make_checkpoint(home / "listener", preset="nano", init="random", seed=1, words=home / "rounds" / "words.txt")
     token = home / "token"
     token.write_text(TOKEN)
     taken = ("--trained", "--token-file", token)
@@ -111,7 +111,7 @@ def test_a_speakers_rewards_are_by_what_the_listener_had_become(pair: Pair) -> N
     assert lines and {line["version"] for line in lines} <= {*trained}
     scores = {round(line["reward_score"], 6) for line in lines}
     files = [pair.home / "speaker_run" / "rollouts" / f"step_{step:06d}.jsonl" for step in range(SPEAKS)]
-    rollouts = [entry.rollout for file in files for entry in read(file)]
+    rollouts = [entry.rollout for file in files for entry in read_recorded(file)]
     paid = [rollout.reward_terms["accuracy"] for rollout in rollouts if rollout.reward_terms["accuracy"]]
     assert len(rollouts) == SPEAKS * 16 and len(paid) > 4 and {round(value, 6) for value in paid} <= scores
 

@@ -20,16 +20,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.data.records import Records
+from megatron_rl.data.records import RecordFiles
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
-from megatron_rl.services.supervised_process import free_port
+from megatron_rl.observe.recorder import read_recorded
+from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import Rollout
 from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.model_servers import Started, as_base64, start
 from tests.support.taught_speaker import rounds, taught
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 SIZES = (
@@ -55,7 +55,7 @@ class Played:
     @property
     def rollouts(self) -> list[Rollout]:
         """All of its training."""
-        return [entry.rollout for step in range(STEPS) for entry in read(self.run / "rollouts" / f"step_{step:06d}.jsonl")]
+        return [entry.rollout for step in range(STEPS) for entry in read_recorded(self.run / "rollouts" / f"step_{step:06d}.jsonl")]
 
 
 def wait_for(path: Path, words: str, run: forked.Process) -> None:
@@ -69,7 +69,7 @@ def wait_for(path: Path, words: str, run: forked.Process) -> None:
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     home = tmp_path_factory.mktemp("lewis")
     rounds(home)
-    make(home / "listener", preset="nano", init="random", seed=1, words=home / "rounds" / "words.txt")
+    make_checkpoint(home / "listener", preset="nano", init="random", seed=1, words=home / "rounds" / "words.txt")
     with ThreadPoolExecutor(1) as beside:
         starting = beside.submit(start, "listener", home / "listener")
         speaker = taught(home / "speaker", words=home / "rounds" / "words.txt")
@@ -96,7 +96,10 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
 def accuracy_by_hand(played: Played, rollout: Rollout) -> float | None:
     """soft_gated of a recorded rollout: its words cut out here, its candidates' files read by the data's row, the listener asked over HTTP,
     and its p(yes) made a reward as the game's own service does. None of one whose tags are not all there: sampled words may be any."""
-    text, row = rollout.turns[-1].text, Records([f"{played.home}/rounds/speaker:train"], images_root="")[int(rollout.example_id[6:])].row
+    text, row = (
+        rollout.turns[-1].text,
+        RecordFiles([f"{played.home}/rounds/speaker:train"], images_root="")[int(rollout.example_id[6:])].row,
+    )
     parts = [re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("thinking", "coarse", "detailed")]
     if [len(found) for found in parts] != [1, 1, 1]:
         return None
@@ -142,8 +145,8 @@ def test_a_listener_that_is_down_fails_rollouts_and_is_waited_for(played: Played
 def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(tmp_path: Path) -> None:
     """launch/lewis.sh without a host, as the game is called: an epoch of 8 rounds is two steps of four, and afterwards the port is free."""
     rounds(tmp_path)
-    make(tmp_path / "listener", preset="nano", init="random", seed=1, words=tmp_path / "rounds" / "words.txt")
-    speaker, port = taught(tmp_path / "speaker", words=tmp_path / "rounds" / "words.txt"), free_port("127.0.0.1")
+    make_checkpoint(tmp_path / "listener", preset="nano", init="random", seed=1, words=tmp_path / "rounds" / "words.txt")
+    speaker, port = taught(tmp_path / "speaker", words=tmp_path / "rounds" / "words.txt"), find_free_port("127.0.0.1")
     variables = {"EXPERIMENT": "lewis_cpu", "PICTURES": f"{tmp_path}/pictures", "LISTENER_MODEL": f"{tmp_path}/listener"}
     command = ["bash", "launch/lewis.sh", "", str(port), "1", f"{tmp_path}/rounds", "7", f"model.path={speaker}", f"run.dir={tmp_path}/run"]
     given = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import SUPPORT
 from tests.support import forked
 
@@ -26,5 +26,5 @@ def test_a_planted_temperature_ends_the_run_before_its_first_update(random_model
     assert f"`python launch/explain.py {folder} --step 0`" in line and line.endswith("run.max_logprob_abs_diff accepts more")
     assert not (tmp_path / "updated").exists() and not (folder / "final").exists() and not (folder / "checkpoints").exists()
     assert not (folder / "metrics.jsonl").read_text()
-    entries = read(folder / "rollouts" / "step_000000.jsonl")
+    entries = read_recorded(folder / "rollouts" / "step_000000.jsonl")
     assert {entry.num_rollouts for entry in entries} == {4} and sum(entry.rollout.num_sampled for entry in entries) > 0

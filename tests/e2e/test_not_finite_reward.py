@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import SUPPORT
 from tests.support import forked
 
@@ -18,7 +18,7 @@ def test_the_rollouts_of_the_step_are_left_behind(random_model: Path, tmp_path: 
     assert result.returncode == 1 and said, result.stdout
     (_, step, path), *others = said
     assert Path(path) == run / "not_finite" / f"step_00000{step}.jsonl" and all(other == said[0] for other in others)
-    rollouts = [entry.rollout for entry in read(Path(path))]
+    rollouts = [entry.rollout for entry in read_recorded(Path(path))]
     assert [(rollout.group, rollout.sample_index) for rollout in rollouts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [rollout.example_id for rollout in rollouts if math.isnan(rollout.reward)] == ["blue", "blue"]
     for rollout in rollouts:

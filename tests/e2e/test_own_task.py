@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.types import Rollout
 from tests.conftest import SUPPORT
 from tests.support import forked
@@ -30,7 +30,7 @@ def steps(folder: Path) -> list[dict[str, float]]:
 
 
 def rollouts(folder: Path) -> list[list[Rollout]]:
-    return [[entry.rollout for entry in read(path)] for path in sorted((folder / "rollouts").glob("step_*.jsonl"))]
+    return [[entry.rollout for entry in read_recorded(path)] for path in sorted((folder / "rollouts").glob("step_*.jsonl"))]
 
 
 def test_engine_and_trainer_agree_on_a_context_with_two_images(folder: Path) -> None:

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_rl.io.jsonl import read_lines
 from megatron_rl.io.rollout_codec import to_record
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.rollout_store import as_played, path_of, read_rollouts
+from megatron_rl.observe.rollout_store import read_rollouts, step_path, without_training_columns
 from megatron_rl.run.checkpoints import read_state
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
@@ -99,7 +99,7 @@ def content(file: Path) -> object:
     """A file's bytes; of recorded rollouts the lines, or rows, without their clocks; of the model card all but its title, the folder's
     name."""
     if file.suffix == ".parquet":
-        return [repr(unclocked(to_record(each, lambda image: image.key))) for each in read_rollouts(file, pictures=False)]
+        return [repr(unclocked(to_record(each, lambda image: image.key))) for each in read_rollouts(file, with_images=False)]
     if file.name == "README.md":
         return [line for line in file.read_text().splitlines() if not line.startswith("# ")]
     return [unclocked(line) for line in read_lines(file)] if file.suffix == ".jsonl" else file.read_bytes()
@@ -252,13 +252,13 @@ def test_rollouts_without_a_trainer(warm: Path, unbroken: Path, tmp_path: Path) 
     given = (*GRPO, f"model.path={warm / 'final'}", "run.rollout_only=true", "run.eval_every=0", "run.steps=3")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert end(begin(*given, f"run.dir={whole}")).endswith(f"\ndone: not evaluated; {whole}\n") and not (whole / "final").exists()
-    first, trained_on = (read_rollouts(path_of(run / "rollouts", 0), pictures=False) for run in (whole, unbroken))
-    assert [as_played(each).sequences for each in first] == [as_played(each).sequences for each in trained_on]
+    first, trained_on = (read_rollouts(step_path(run / "rollouts", 0), with_images=False) for run in (whole, unbroken))
+    assert [without_training_columns(each).sequences for each in first] == [without_training_columns(each).sequences for each in trained_on]
     assert [each.sequences[0].advantages for each in first] == [each.sequences[0].advantages for each in trained_on]
-    kill_when_there_is(path_of(broken / "rollouts", 1), begin(*given, f"run.dir={broken}"))
+    kill_when_there_is(step_path(broken / "rollouts", 1), begin(*given, f"run.dir={broken}"))
     end(begin(*given, f"run.dir={broken}"))
     for step in range(3):
-        assert content(path_of(broken / "rollouts", step)) == content(path_of(whole / "rollouts", step))
+        assert content(step_path(broken / "rollouts", step)) == content(step_path(whole / "rollouts", step))
     left, expected = ([alike(line) for line in read_metrics(run / "metrics.jsonl")] for run in (broken, whole))
     assert left == expected and len(expected) == 4
     assert (broken / "prompts.jsonl").read_bytes() == (whole / "prompts.jsonl").read_bytes()
@@ -277,7 +277,7 @@ def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_pat
     assert learned(again, steps=6) == learned(unbroken, steps=6) and len(learned(again, steps=6)) == 6
     expected, found = weights_of(unbroken / "final"), weights_of(again / "final")
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
-    both = (read_rollouts(path_of(run / "rollouts", 5), pictures=False) for run in (unbroken, again))
+    both = (read_rollouts(step_path(run / "rollouts", 5), with_images=False) for run in (unbroken, again))
     assert [rollout.sequences for rollout in next(both)] == [rollout.sequences for rollout in next(both)], "advantages and all"
 
     few = ("run.steps=2", "optim.eps=1e-3", "run.record=best")

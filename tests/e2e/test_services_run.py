@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from megatron_rl.services.address import find, token_file
+from megatron_rl.services.address import find_address, token_file
 from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.asked_runs import JUDGE_ARGS, asking
@@ -45,7 +45,7 @@ def killed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill
         while not (metrics.exists() and metrics.read_text().count("\n")):
             assert time.monotonic() < deadline and run.poll() is None, run.output.read_text()[-6000:]
             time.sleep(0.1)
-        urls = {name: find(home / "run", name, kind) for name, kind in (("judge", "vllm"), ("sandbox", "sandbox"))}
+        urls = {name: find_address(home / "run", name, kind) for name, kind in (("judge", "vllm"), ("sandbox", "sandbox"))}
         token = token_file(home / "run", "sandbox").read_text()
         health = httpx.get(f"{urls['sandbox']}/health", headers={"Authorization": f"Bearer {token}"}).json()
         started = psutil.Process(run.pid).children(recursive=True)
@@ -84,4 +84,4 @@ def test_kill_9_ends_all_of_it(killed: Killed) -> None:
     """Keepers, servers, and what those had started; the addresses that stay behind are of nobody."""
     assert sum("services/supervisor.py" in line for line in killed.started) == 2 and len(killed.started) >= 5, killed.started
     assert not killed.left
-    assert not find(killed.home / "run", "judge", "vllm") and not find(killed.home / "run", "sandbox", "sandbox")
+    assert not find_address(killed.home / "run", "judge", "vllm") and not find_address(killed.home / "run", "sandbox", "sandbox")

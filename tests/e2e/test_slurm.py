@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.services.address import file_of, find
+from megatron_rl.services.address import address_file, find_address
 from tests.conftest import ROOT
 from tests.support.slurm import OVER, Cluster
 from tests.support.slurm_runs import TINY, check_equal, wait_for_steps, words_of
@@ -52,7 +52,7 @@ def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Pat
     first = wait_for_address(tree, run)
     slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=tree)
     slurm.wait(job, states=["PENDING"])
-    assert not find(run, "sandbox", "sandbox")
+    assert not find_address(run, "sandbox", "sandbox")
     second = wait_for_address(tree, run)
     assert second != first
     (run / "final").mkdir()
@@ -60,12 +60,12 @@ def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Pat
         (run / name).write_text("{}")
     found = slurm.wait(job)[job]
     assert (found.state, found.code, found.restarts) == ("COMPLETED", "0:0", 1), words_of(tree)
-    assert not file_of(run, "sandbox").exists() and not find(run, "sandbox", "sandbox")
+    assert not address_file(run, "sandbox").exists() and not find_address(run, "sandbox", "sandbox")
 
 
 def wait_for_address(tree: Path, run: Path) -> str:
     deadline = time.monotonic() + 120
-    while not (url := find(run, "sandbox", "sandbox")):
+    while not (url := find_address(run, "sandbox", "sandbox")):
         assert time.monotonic() < deadline, words_of(tree)
         time.sleep(0.2)
     return url

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.services.address import file_of
+from megatron_rl.services.address import address_file
 from tests.conftest import ROOT, start
 from tests.support.asked_runs import JUDGE_ARGS, asking
 from tests.support.commands import blocks, commands
@@ -169,7 +169,7 @@ def test_a_judge_is_a_job_of_its_own(slurm: Cluster, tree: Path, random_model: P
     assert [(job.state, job.code, job.restarts) for job in found.values()] == [("COMPLETED", "0:0", 0)] * 2, words_of(tree)
     with closing(sqlite3.connect(home / "verdicts.sqlite")) as verdicts:
         assert verdicts.execute("SELECT DISTINCT model FROM verdicts").fetchall() == [("judge",)]
-    assert len(read_metrics(home / "run" / "metrics.jsonl")) == 5 and not file_of(home / "run", "judge").exists()
+    assert len(read_metrics(home / "run" / "metrics.jsonl")) == 5 and not address_file(home / "run", "judge").exists()
     assert len(slurm.processes()) == daemons
 
 

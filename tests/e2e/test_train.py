@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import SUPPORT
 
 WITNESSED = SUPPORT / "witnessed_train.py"
@@ -147,7 +147,7 @@ def test_metrics_and_settings_are_left_behind(run: Finished) -> None:
 def test_best_and_worst_rollouts_are_left_behind(run: Finished) -> None:
     kinds = ["best", "best", "worst"] if run.has("run.record_best=2") else ["best"] if run.has("run.record_worst=0") else ["best", "worst"]
     for step in run.steps:
-        entries = read(run.folder / "rollouts" / f"step_{step['step']:06d}.jsonl")
+        entries = read_recorded(run.folder / "rollouts" / f"step_{step['step']:06d}.jsonl")
         assert [entry.kind for entry in entries] == kinds and {entry.num_rollouts for entry in entries} == {16}
         rollouts = [entry.rollout for entry in entries]
         assert rollouts[0].reward >= step["reward/mean"] >= rollouts[-1].reward or kinds == ["best"]

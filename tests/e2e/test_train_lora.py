@@ -13,7 +13,7 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.weights.formats.peft import WEIGHTS
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import ROOT, start
-from tools.convert.merger import Merge, merge
+from tools.convert.merger import MergeOptions, merge_checkpoint
 
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=16")
 # Replies of an untrained model are all worth the same: the entropy bonus gives the gradient, and moves the policy off its reference.
@@ -46,15 +46,15 @@ def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_pat
     """The merger finds the adapter in the checkpoint, adds it once, and will not add another."""
     checkpoint = folder / "checkpoints" / "step_00000003"
     assert (checkpoint / "adapter" / WEIGHTS).read_bytes() == (folder / "adapter" / WEIGHTS).read_bytes()
-    asked = Merge(
+    asked = MergeOptions(
         checkpoint=checkpoint, out=tmp_path / "merged", dtype=None, reference=None, style="released", lora=None, verify=False, force=False
     )
-    merge(asked)
+    merge_checkpoint(asked)
     merged, final = HfTensors(tmp_path / "merged"), HfTensors(folder / "final")
     assert merged.specs.keys() == final.specs.keys()
     assert max((merged.read(name) - final.read(name)).abs().max() for name in final.specs) <= 1e-6
     with pytest.raises(ValueError, match="^--lora=.*which is merged; leave --lora out"):
-        merge(replace(asked, out=tmp_path / "twice", lora=folder / "adapter"))
+        merge_checkpoint(replace(asked, out=tmp_path / "twice", lora=folder / "adapter"))
 
 
 def test_the_adapter_over_the_base_is_the_merged_model(folder: Path, learning_model: Path) -> None:

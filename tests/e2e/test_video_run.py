@@ -15,17 +15,17 @@ from PIL import Image as pil
 from megatron_rl.config import ModelSettings
 from megatron_rl.io.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
-from megatron_rl.observe.rollout_store import path_of, read_rollouts
+from megatron_rl.observe.recorder import read_recorded
+from megatron_rl.observe.rollout_store import read_rollouts, step_path
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.clip import Clip
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.types import Rollout, ToolCall
 from tests.conftest import ROOT
 from tests.e2e.test_video_task import GREEN, LATE, RED, make_clip
 from tests.e2e.test_visual_python_task import room_or_skip
 from tests.support.served import openai_server
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.long
 TRAIN, EVALUATE = ROOT / "launch" / "train.py", ROOT / "launch" / "evaluate.py"
@@ -33,7 +33,7 @@ COLORS = {"red": RED, "green": GREEN}
 SHOWN = LATE + 5
 CODE = f"Image.fromarray(video_clue_0[{SHOWN}].asnumpy()).show()"
 QUESTION = f"<video> What color is frame {SHOWN}?"
-PROTOCOL = PyVision(num_videos=1)
+PROTOCOL = PyVisionProtocol(num_videos=1)
 PIXELS = {"min_pixels": 3136, "max_pixels": 3136}
 
 
@@ -48,7 +48,7 @@ class Finished:
         return self.home / "grpo"
 
     def recorded(self, step: int) -> list[Rollout]:
-        return read_rollouts(path_of(self.run / "rollouts", step))
+        return read_rollouts(step_path(self.run / "rollouts", step))
 
 
 def write_data(home: Path) -> None:
@@ -60,12 +60,12 @@ def write_data(home: Path) -> None:
         pil.fromarray(Clip(str(clip))[SHOWN].asnumpy()).save(home / f"{name}.png")
         hint = {"hint_type": "video", "hint_path": clip.name}
         questions.append({"question": QUESTION, "answer": name, "mm_hint": hint, "env_name": "pyvision_gym_wo_video_hint"})
-        seen = PROTOCOL.observe(ToolCall(tool="python", source=CODE), [pil.new("RGB", (28, 28))], num_before=0)
+        seen = PROTOCOL.write_observation(ToolCall(tool="python", source=CODE), [pil.new("RGB", (28, 28))], num_previous_images=0)
         for part in seen[0]["content"]:
             if part["type"] == "image":
                 part["image"] = f"{name}.png"
         replies = [{"role": "assistant", "content": said} for said in (PROTOCOL.write_code(CODE), PROTOCOL.write_answer(name))]
-        shown.append({"messages": [*PROTOCOL.prompt(QUESTION, []), replies[0], *seen, replies[1]]})
+        shown.append({"messages": [*PROTOCOL.write_prompt(QUESTION, []), replies[0], *seen, replies[1]]})
     for file, rows in (("questions", questions), ("demonstrations", shown)):
         (home / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [part["text"] for row in shown for message in row["messages"] if message["role"] != "assistant" for part in message["content"]
@@ -79,7 +79,7 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
     room_or_skip()
     home = tmp_path_factory.mktemp("video")
     write_data(home)
-    make(home / "nano", preset="nano", seed=0, words=home / "words.txt")
+    make_checkpoint(home / "nano", preset="nano", seed=0, words=home / "words.txt")
     words = (
         "task=visual_python", f"task.data.train=[{home}/questions.jsonl]", f"task.data.eval=[{home}/questions.jsonl]",
         f"task.data.demonstrations=[{home}/demonstrations.jsonl]", "task.reward=pyvision", "task.max_turns=3",
@@ -145,6 +145,6 @@ def test_an_evaluation_gives_the_runs_own_figures(finished: Finished, torchrun) 
         given = (f"model.path={finished.run}/final", f"evaluation.urls=[{url}]", f"run.dir={finished.home}/far")
         torchrun(1, EVALUATE, *finished.words, *given, timeout_s=240)
     assert read_lines(finished.home / "far" / "examples.jsonl") == lines
-    far, near = (read(finished.home / name / "rollouts" / "step_000000.jsonl") for name in ("far", "alone"))
+    far, near = (read_recorded(finished.home / name / "rollouts" / "step_000000.jsonl") for name in ("far", "alone"))
     frames = [[[image.key for image in turn.images] for entry in each for turn in entry.rollout.turns] for each in (far, near)]
     assert frames[0] == frames[1] and any(frames[0])

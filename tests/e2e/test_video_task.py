@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config import DataSettings, ModelSettings, TaskSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.clip import Clip
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.types import Example, Image, Status, StopReason
@@ -65,7 +65,7 @@ def test_code_fetches_the_frames_that_the_policy_sees(questions: Path, renderer:
 
         return policy
 
-    protocol = PyVision(num_videos=1)
+    protocol = PyVisionProtocol(num_videos=1)
     played = play(task_of(questions), renderer, looks_at(LATE + 5), looks_at(LATE - 1), looks_at(NUM_FRAMES))
     right, wrong, mended = (rollouts[0] for rollouts in played)
     assert [rollout.reward for rollout in (right, wrong, mended)] == [1.0, 0.0, 1.0]
@@ -77,7 +77,7 @@ def test_gold_earns_full_marks(questions: Path, renderer: Renderer) -> None:
     task = task_of(questions, reward="pyvision")
 
     def gold(example: Example) -> Said:
-        replies = iter(task.gold(example))
+        replies = iter(task.gold_replies(example))
         return lambda *_: next(replies)
 
     ((rollout,),) = play(task, renderer, gold)
@@ -90,7 +90,7 @@ def test_what_cannot_be_decoded_is_ours(questions: Path, renderer: Renderer, tmp
     (tmp_path / "q.jsonl").write_text(questions.read_text())
 
     def policy(_: Example) -> Said:
-        return lambda *_: PyVision().write_code("print(1)")
+        return lambda *_: PyVisionProtocol().write_code("print(1)")
 
     ((rollout,),) = play(task_of(tmp_path / "q.jsonl"), renderer, policy)
     assert rollout.status is Status.FAILED and rollout.reward is None
@@ -151,9 +151,10 @@ def test_only_code_sees_videos(questions: Path) -> None:
 
 
 def test_places_of_videos_are_named() -> None:
-    two = PyVision(num_videos=2)
+    two = PyVisionProtocol(num_videos=2)
     asked = [
-        two.prompt(question, [])[1]["content"][0]["text"] for question in ("Is <video> or <video> longer?", "Which?", "Is <video> red?")
+        two.write_prompt(question, [])[1]["content"][0]["text"]
+        for question in ("Is <video> or <video> longer?", "Which?", "Is <video> red?")
     ]
     assert asked == [
         "Is [video_clue_0] or [video_clue_1] longer?",

@@ -21,10 +21,10 @@ from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.visual_python.task import PROTOCOLS, VisualPythonTask
+from megatron_rl.tasks.visual_python.task import TOOL_PROTOCOLS, VisualPythonTask
 from megatron_rl.types import Example, Image, Rollout, Status, StopReason
-from sandbox import SandboxFault
-from sandbox.layers import choose, offered
+from sandbox import SandboxError
+from sandbox.layers import choose_layers, detect_layers
 from tests.conftest import ROOT
 from tests.support.judges import Reply, completion, serving
 from tests.support.judges import settings as judged_by
@@ -89,8 +89,8 @@ def task_of(questions: Path, **given: object) -> VisualPythonTask:
 
 def room_or_skip() -> None:
     try:
-        choose(offered())
-    except SandboxFault as fault:
+        choose_layers(detect_layers())
+    except SandboxError as fault:
         pytest.skip(str(fault))
 
 
@@ -173,7 +173,7 @@ def test_gold_earns_full_marks_and_no_gold_none(
     task = task_of(questions, tool_format=protocol, reward=reward, sandbox=SandboxSettings(url=server))
 
     def gold(example: Example) -> Said:
-        replies = task.gold(example)
+        replies = task.gold_replies(example)
         return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
 
     rollouts, idle = play(task, renderer, gold, lambda example: lambda context, images: "I do not know.")
@@ -198,13 +198,13 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(
         task = task_of(questions, tool_format="codev", reward=reward, judge=judged_by(judge), sandbox=SandboxSettings(url=server))
 
         def gold(example: Example) -> Said:
-            replies = task.gold(example)
+            replies = task.gold_replies(example)
             return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
 
         def beside(example: Example) -> Said:
             """Answers rightly, after a look at a picture of another color."""
             code = "from PIL import Image\nImage.new('RGB', (90, 90), 'magenta').show()"
-            replies = [task.protocol.write_code(code), *task.gold(example)[1:]]
+            replies = [task.protocol.write_code(code), *task.gold_replies(example)[1:]]
             return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
 
         rollouts, strayed = play(task, renderer, gold, beside)
@@ -218,7 +218,7 @@ def test_a_server_of_boxes_gives_what_boxes_of_ones_own_give(renderer: Renderer,
 
     def gold(example: Example) -> Said:
         odd = [write_code("print('\0')"), write_code("x = 1 #" + "#" * 3500)]
-        replies = [*odd, *task.gold(example)]
+        replies = [*odd, *task.gold_replies(example)]
         return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
 
     played = []
@@ -244,7 +244,7 @@ def test_the_users_data_arrive(questions: Path) -> None:
     assert task.stop == ("</code>",)
     codev = task_of(questions, tool_format="codev")
     assert codev.env(codev.examples("train")[1]).protocol.file_names == ("green.png",)
-    names = PROTOCOLS["codev"]({"extra": {"image_file_name": ["vstar 12", "b.jpg"]}}).file_names
+    names = TOOL_PROTOCOLS["codev"]({"extra": {"image_file_name": ["vstar 12", "b.jpg"]}}).file_names
     assert names == ("vstar 12.png", "b.jpg"), "the sandbox takes no file without a suffix"
 
 

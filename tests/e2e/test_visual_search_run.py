@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.types import Rollout
 from tests.conftest import ROOT
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 TRAIN = ROOT / "launch" / "train.py"
 OWN = ("engine.kv_cache_mib=16", "task.eval_samples=1", "task.data.max_eval=8", "task.sandbox.size=4")
@@ -23,14 +23,14 @@ class Finished:
 
     @property
     def recorded(self) -> list[Rollout]:
-        return [entry.rollout for file in sorted((self.grpo / "rollouts").glob("*.jsonl")) for entry in read(file)]
+        return [entry.rollout for file in sorted((self.grpo / "rollouts").glob("*.jsonl")) for entry in read_recorded(file)]
 
 
 @pytest.fixture(scope="module")
 def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
     """80 supervised steps teach the words, not yet the places: the policy looks somewhere and answers something. Then two steps of GRPO."""
     home = tmp_path_factory.mktemp("search")
-    make(home / "nano", preset="nano_search", seed=0)
+    make_checkpoint(home / "nano", preset="nano_search", seed=0)
     stages = ("sft.splits=[correct]", "sft.steps=[80]", "sft.batch_size=12", "sft.num_demonstrations=48", "optim.lr=2e-3")
     begin = f"model.path={home / 'nano'}"
     torchrun(2, TRAIN, "experiment=visual_search_sft_cpu", begin, f"run.dir={home / 'sft'}", *stages, *OWN, timeout_s=400)

@@ -12,11 +12,11 @@ from PIL import Image as pil
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import EvaluationSettings, ModelSettings, RunSettings, Settings
-from megatron_rl.entrypoints.evaluate import source_of
-from megatron_rl.evaluation.results_directory import fingerprint
+from megatron_rl.entrypoints.evaluate import open_evaluated_weights
+from megatron_rl.evaluation.results_directory import fingerprint_weights
 from tests.conftest import ROOT
 from tests.support import forked
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 TRAIN, EVALUATE, COMPARE = (ROOT / "launch" / name for name in ("train.py", "evaluate.py", "compare.py"))
 TINY = (
@@ -61,8 +61,8 @@ def test_weights_are_read_from_what_the_converters_read_and_from_adapters(
     """Megatron's torch_dist gives the Hugging Face folder's tensors; an adapter W + alpha / rank * B A by hand, and all others."""
     hf, mcore = checkpoints["untied"]
     stored, name = load_file(hf / "model.safetensors"), "model.layers.1.self_attn.o_proj"
-    base = source_of(Settings(model=ModelSettings(path=str(hf))))
-    moved = source_of(Settings(model=ModelSettings(path=str(hf)), evaluation=EvaluationSettings(weights=str(mcore))))
+    base = open_evaluated_weights(Settings(model=ModelSettings(path=str(hf))))
+    moved = open_evaluated_weights(Settings(model=ModelSettings(path=str(hf)), evaluation=EvaluationSettings(weights=str(mcore))))
     assert base.specs.keys() == moved.specs.keys() and len(base.specs) == len(stored)
     assert all(torch.equal(base.read(each), moved.read(each)) for each in base.specs)
     (target,) = [each for each in base.specs if each.endswith("layers.1.self_attn.o_proj.weight")]
@@ -72,7 +72,7 @@ def test_weights_are_read_from_what_the_converters_read_and_from_adapters(
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     halves = {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
     save_file(halves, tmp_path / "adapter_model.safetensors")
-    merged = source_of(Settings(model=ModelSettings(path=str(hf)), evaluation=EvaluationSettings(weights=str(tmp_path))))
+    merged = open_evaluated_weights(Settings(model=ModelSettings(path=str(hf)), evaluation=EvaluationSettings(weights=str(tmp_path))))
     torch.testing.assert_close(merged.read(target), base.read(target) + 3.0 * b @ a, rtol=0, atol=1e-5)
     assert all(torch.equal(merged.read(each), base.read(each)) for each in base.specs if each != target)
 
@@ -87,18 +87,18 @@ def test_an_evaluation_of_an_adapter_is_of_its_base_too(changed: str, tmp_path: 
         model=ModelSettings(path=str(tmp_path / "base")), evaluation=EvaluationSettings(weights=str(tmp_path / "adapter")),
         run=RunSettings(dir=str(tmp_path / "out")),
     )  # fmt: skip
-    before = fingerprint(settings)
+    before = fingerprint_weights(settings)
     (tmp_path / "base" / "tokenizer.json").write_bytes(b"no weights")
-    assert fingerprint(settings) == before and len(before) == 2
+    assert fingerprint_weights(settings) == before and len(before) == 2
     (tmp_path / changed).write_bytes(b"written again")
-    assert fingerprint(settings) != before
+    assert fingerprint_weights(settings) != before
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine questions, of which a model that knows the words answers some."""
     home = tmp_path_factory.mktemp("rows")
-    make(home / "model", preset="nano", init="random", seed=0)
+    make_checkpoint(home / "model", preset="nano", init="random", seed=0)
     lines = []
     for number in range(NUM_ROWS):
         pil.new("RGB", (56, 56), (20 * number, 90, 200)).save(home / f"{number}.png")

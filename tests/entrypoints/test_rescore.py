@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.entrypoints.rescore import first_shown
-from megatron_rl.io.jsonl import replace_lines
-from megatron_rl.observe.recorder import store_pictures
-from megatron_rl.observe.rollout_store import path_of, read_rollouts, rounds_of, write
+from megatron_rl.entrypoints.rescore import find_prompt_images
+from megatron_rl.io.jsonl import write_lines_atomically
+from megatron_rl.observe.recorder import save_images
+from megatron_rl.observe.rollout_store import read_num_gen_batches, read_rollouts, step_path, write_step
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import JudgeResult, Rollout, Status, StopReason, Turn
 from tests.conftest import ROOT
@@ -39,15 +39,15 @@ def recorded(random_model: Path, tmp_path: Path) -> Path:
     """Two steps; the first has a rollout that had failed."""
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
     rows = [{"question": "Which <image>?", "answer": answer, "images": []} for name, answer in ANSWERS.items()]
-    replace_lines(tmp_path / "questions.jsonl", [{**row, "question": "Which?"} for row in rows])
+    write_lines_atomically(tmp_path / "questions.jsonl", [{**row, "question": "Which?"} for row in rows])
     rollouts = [rollout_of(example, said, renderer, sample=sample) for sample, (example, said) in enumerate(SAID)]
     failed = replace(
         rollouts[0], status=Status.FAILED, stop_reason=StopReason.INFRA_ERROR, reward=None, reward_terms={}, reason="judge down"
     )
     folder = tmp_path / "run" / "rollouts"
     for step, played in enumerate(([*rollouts, failed], rollouts[::-1])):
-        store_pictures(folder, played)
-        write(path_of(folder, step), played, step=step, rounds=step + 2)
+        save_images(folder, played)
+        write_step(step_path(folder, step), played, step=step, num_gen_batches=step + 2)
     return folder
 
 
@@ -60,7 +60,7 @@ def rescored(recorded: Path, model: Path, out: Path, *words: str, code: int = 0)
 
 
 def rewards(folder: Path, step: int) -> list[float | None]:
-    return [rollout.reward for rollout in read_rollouts(path_of(folder / "rollouts", step))]
+    return [rollout.reward for rollout in read_rollouts(step_path(folder / "rollouts", step))]
 
 
 def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     rescored(recorded, random_model, out)
     assert rewards(out, 0) == [1.0, 0.0, 1.0, 0.0, None] and rewards(out, 1) == [0.0, 1.0, 0.0, 1.0]
-    old, new = (read_rollouts(path_of(folder, 0))[0] for folder in (recorded, out / "rollouts"))
+    old, new = (read_rollouts(step_path(folder, 0))[0] for folder in (recorded, out / "rollouts"))
     assert (
         new.reward_terms["accuracy"] == 1.0
         and "old" not in new.reward_terms
@@ -80,7 +80,7 @@ def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
         and new.sequences == replace(old).sequences
         and new.turns[0].text == old.turns[0].text
     )
-    assert rounds_of(path_of(out / "rollouts", 1)) == 3 and new.images[0].pil.tobytes() == old.images[0].pil.tobytes()
+    assert read_num_gen_batches(step_path(out / "rollouts", 1)) == 3 and new.images[0].pil.tobytes() == old.images[0].pil.tobytes()
     told = json.loads((out / "scores.json").read_text())
     assert told == {
         "rollouts": 8.0,
@@ -90,10 +90,10 @@ def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
         "changed": 1.0,
         "rank_correlation": pytest.approx(0.447213595),
     }
-    stamps = [path_of(out / "rollouts", step).stat().st_mtime_ns for step in range(2)]
-    path_of(out / "rollouts", 0).unlink()
+    stamps = [step_path(out / "rollouts", step).stat().st_mtime_ns for step in range(2)]
+    step_path(out / "rollouts", 0).unlink()
     rescored(recorded, random_model, out)
-    again = [path_of(out / "rollouts", step).stat().st_mtime_ns for step in range(2)]
+    again = [step_path(out / "rollouts", step).stat().st_mtime_ns for step in range(2)]
     assert again[0] > stamps[0] and again[1] == stamps[1], "the step that was there is not scored again"
 
 
@@ -124,7 +124,7 @@ def test_what_is_refused(recorded: Path, random_model: Path, tmp_path: Path) -> 
     line = f"error: run.dir={tmp_path}/out: holds other scores: task.reward=pyvision (was ); choose another folder"
     assert line in rescored(recorded, random_model, tmp_path / "out", "task.reward=pyvision", code=1)
     assert "the recorded run stays as it is" in rescored(recorded, random_model, recorded.parent, code=1)
-    replace_lines(tmp_path / "questions.jsonl", [{"question": "Which?", "answer": "red", "id": "another"}])
+    write_lines_atomically(tmp_path / "questions.jsonl", [{"question": "Which?", "answer": "red", "id": "another"}])
     assert "error: task.name: has no example 'train/1'" in rescored(recorded, random_model, tmp_path / "other", code=1)
     (tmp_path / "empty").mkdir()
     assert "error: run.replay=" in rescored(tmp_path / "empty", random_model, tmp_path / "none", code=1)
@@ -140,5 +140,5 @@ def test_the_pictures_of_the_first_prompt(random_model: Path) -> None:
     ]  # fmt: skip
     context = renderer.transcript(messages)
     rollout = Rollout(task="t", example_id="e", group=0, sample_index=0, sequences=[context])
-    assert len(context.images) == 3 and first_shown(rollout, renderer.image_token_id) == context.images[:2]
-    assert first_shown(replace(rollout, sequences=[]), renderer.image_token_id) == []
+    assert len(context.images) == 3 and find_prompt_images(rollout, renderer.image_token_id) == context.images[:2]
+    assert find_prompt_images(replace(rollout, sequences=[]), renderer.image_token_id) == []

@@ -13,9 +13,9 @@ from PIL import Image as pil
 
 from megatron_rl.config import EvaluationSettings, ModelSettings
 from megatron_rl.errors import InfraError
-from megatron_rl.evaluation.endpoint_policy import ChatConversation, Speaker, ended_at, image_of
-from megatron_rl.io.jsonl import read_lines, replace_lines
-from megatron_rl.observe.recorder import read
+from megatron_rl.evaluation.endpoint_policy import ChatConversation, EndpointClient, prepare_image, truncate_at_stop
+from megatron_rl.io.jsonl import read_lines, write_lines_atomically
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
@@ -68,7 +68,7 @@ def test_a_real_server_says_what_our_engine_says(url: str, random_model: Path, t
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
     rows = [{"question": f"{number} + 1?", "answer": str(number + 1)} for number in range(10)]
-    replace_lines(tmp_path / "questions.jsonl", rows)
+    write_lines_atomically(tmp_path / "questions.jsonl", rows)
     return tmp_path / "questions.jsonl"
 
 
@@ -98,7 +98,9 @@ def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path)
         assert first["success"] == pytest.approx(6 / 9) and first["failed_fraction"] == pytest.approx(0.1)
         assert "1 replies were cut off by task.max_new_tokens" in said
         (failed,) = [
-            each.rollout for each in read(tmp_path / "out" / "rollouts" / "step_000000.jsonl") if each.rollout.status is Status.FAILED
+            each.rollout
+            for each in read_recorded(tmp_path / "out" / "rollouts" / "step_000000.jsonl")
+            if each.rollout.status is Status.FAILED
         ]
         assert failed.reward is None and "evaluation: nothing after " in failed.reason
         is_well = True
@@ -129,7 +131,7 @@ def test_a_conversation_in_messages() -> None:
     picture = pil.new("RGB", (60, 90), "red")
 
     async def talk(url: str) -> tuple[ChatConversation, list]:
-        speaker = Speaker(EvaluationSettings(urls=[url]), ModelSettings(path="someone", min_pixels=3136, max_pixels=12800))
+        speaker = EndpointClient(EvaluationSettings(urls=[url]), ModelSettings(path="someone", min_pixels=3136, max_pixels=12800))
         talked = ChatConversation(speaker, LIMITS)
         sampling = SamplingSettings(6, 0.0, seed=3, stop=("</stop>",))
         ends = [await talked.open([{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "image", "image": picture}]}])]
@@ -167,7 +169,7 @@ def test_a_conversation_in_messages() -> None:
 @pytest.mark.parametrize("size", [(60, 90), (28, 28), (500, 20), (1000, 1000)])
 def test_pictures_are_as_large_as_the_trainer_would_have_them(size: tuple[int, int], random_model: Path) -> None:
     model = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800)
-    own, ours = Renderer(model).image(pil.new("RGB", size, "blue")), image_of(pil.new("RGB", size, "blue"), model)
+    own, ours = Renderer(model).image(pil.new("RGB", size, "blue")), prepare_image(pil.new("RGB", size, "blue"), model)
     assert (ours.grid, ours.key, ours.merge) == (own.grid, own.key, own.merge) and ours.pil.tobytes() == own.pil.tobytes()
 
 
@@ -182,7 +184,7 @@ def test_pictures_are_as_large_as_the_trainer_would_have_them(size: tuple[int, i
     ],
 )
 def test_a_reply_ends_at_the_first_of_these(text: str, stop: Sequence[str], expected: str) -> None:
-    assert ended_at(text, stop) == expected
+    assert truncate_at_stop(text, stop) == expected
 
 
 def test_trouble_is_ours() -> None:
@@ -190,9 +192,11 @@ def test_trouble_is_ours() -> None:
     for reply in (Reply("no", status=400), Reply("{}"), Reply("null"), Reply('{"choices": []}'), Reply("", hang_s=1.0)):
 
         async def ask(url: str) -> None:
-            speaker = Speaker(EvaluationSettings(urls=[url], max_attempts=1, timeout_s=0.5, outage_timeout_s=0), ModelSettings(path="m"))
+            speaker = EndpointClient(
+                EvaluationSettings(urls=[url], max_attempts=1, timeout_s=0.5, outage_timeout_s=0), ModelSettings(path="m")
+            )
             try:
-                await speaker.reply([{"role": "user", "content": "?"}], SamplingSettings(5, 0.0, seed=1))
+                await speaker.generate([{"role": "user", "content": "?"}], SamplingSettings(5, 0.0, seed=1))
             finally:
                 await speaker.close()
 

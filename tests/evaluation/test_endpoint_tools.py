@@ -15,14 +15,14 @@ import pytest
 from PIL import Image as pil
 
 from megatron_rl.config import DataSettings, ModelSettings, SandboxSettings, TaskSettings
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
-from megatron_rl.tasks.visual_search.drawing import Scene
-from megatron_rl.tasks.visual_search.task import VisualSearchTask, middle
+from megatron_rl.tasks.visual_search.drawing import SearchScene
+from megatron_rl.tasks.visual_search.task import VisualSearchTask, crop_box
 from megatron_rl.types import Example, Rollout, StopReason
 from tests.conftest import ROOT
 from tests.e2e.test_visual_python_task import COLORS, Policy, room_or_skip
@@ -60,7 +60,7 @@ def visual_python(folder: Path) -> tuple[Task, list[str]]:
 def replies_of(task: Task, number: int, example: Example) -> list[str]:
     """Looks and answers; mends an error; shows a figure and answers wrongly; is no call, then shows two and looks until turns are out."""
     code, figure = task.protocol.write_code, "Image.new('RGB', (70, 90), (0, {}, 9)).show()"
-    look, answer = task.gold(example)
+    look, answer = task.gold_replies(example)
     return [
         [look, answer],
         [code("print('before')\n1 / 0"), look, answer],
@@ -145,7 +145,7 @@ def test_tools_of_an_endpoint_are_those_of_our_engine(
         given = (*words, *limits, "task.sandbox.size=2", "model.path=someone", f"evaluation.urls=[{server.url}]")
         result = forked.run(ROOT / "launch" / "evaluate.py", *given, f"run.dir={tmp_path}/out", timeout_s=120)
     assert result.returncode == 0, result.stdout
-    far = [each.rollout for each in read(tmp_path / "out" / "rollouts" / "step_000000.jsonl")]
+    far = [each.rollout for each in read_recorded(tmp_path / "out" / "rollouts" / "step_000000.jsonl")]
     assert [told(rollout) for rollout in far] == [told(rollout) for rollout in own]
     assert [rollout.stop_reason for rollout in far] == [StopReason.DONE, StopReason.DONE, StopReason.DONE, StopReason.MAX_TURNS]
     assert [rollout.reward for rollout in far[2:]] == [0.0, 0.0] and min(rollout.reward for rollout in far[:2]) > 1
@@ -162,5 +162,5 @@ def pictures_by_hand(task: Task, example: Example) -> pil.Image:
     (stored,) = example.payload["images"]
     if isinstance(task, VisualPythonTask):
         return stored.open()
-    scene: Scene = stored.scene
-    return stored.open().crop(middle(scene.target.cell))
+    scene: SearchScene = stored.scene
+    return stored.open().crop(crop_box(scene.target.cell))

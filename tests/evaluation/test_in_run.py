@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config import AlgoSettings, ModelSettings, Settings, TaskSettings
 from megatron_rl.errors import NonFiniteValue, RunFailed
-from megatron_rl.evaluation.in_run import evaluate, summarize
+from megatron_rl.evaluation.in_run import compute_eval_scores, evaluate_in_run
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Example, Rollout, Status
 from tests.support.scripted_fleet import Scripted, fleet_of
@@ -21,7 +21,7 @@ class Positive:
     def success(self, rollout: Rollout) -> bool:
         return rollout.reward > 0
 
-    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Whose episodes they are, beside what the test says."""
         return {**self.own, "scored": sum(len(examples[rollout.group].id) for rollout in rollouts)}
 
@@ -37,14 +37,14 @@ def rollout(group: int, reward: float | None) -> Rollout:
 def test_weights_are_those_of_the_scored() -> None:
     rollouts = [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)]
     # 2 of weight 1/4, then -1 and 1 of weight 3/4: total 7/4
-    scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0.25)
+    scores = compute_eval_scores(Positive(), EXAMPLES, rollouts, max_failed=0.25)
     expected = {"success": 1.0 / 1.75, "return": 0.5 / 1.75, "tool_use": 0.0, "failed_fraction": 0.25, "scored": 3}
     assert scores == pytest.approx(expected), "examples that are weighted as dealt are no sample"
 
 
 def test_a_sample_is_counted_by_its_scored_episodes() -> None:
     plain = [replace(example, probability=None) for example in EXAMPLES]
-    scores = summarize(Positive(), plain, [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)], max_failed=0.25)
+    scores = compute_eval_scores(Positive(), plain, [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)], max_failed=0.25)
     assert scores["success"] == pytest.approx(2 / 3) and scores["episodes"] == 3
 
 
@@ -53,11 +53,11 @@ def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
     task = Positive()
     task.own = {"success": 0.43, "draws": 0.09, "failed_fraction": 0.0}
     plain = [replace(example, probability=None) for example in EXAMPLES]
-    scores = summarize(task, plain, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
+    scores = compute_eval_scores(task, plain, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
     shares = {"success": 0.43, "draws": 0.09, "return": 2.0, "tool_use": 0.0}
     assert scores == {**shares, "failed_fraction": 0.5, "scored": 1}, "what is worked out is of no sample"
     task.own = {"draws": 0.09, "failed_fraction": 0.0, "episodes": 9}
-    scores = summarize(task, plain, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
+    scores = compute_eval_scores(task, plain, [rollout(0, 2.0), rollout(1, None)], max_failed=0.5)
     assert (scores["episodes"], scores["failed_fraction"]) == (1, 0.5)
 
 
@@ -65,7 +65,7 @@ def test_a_part_is_a_mean_over_those_that_it_judged() -> None:
     """Here one of weight 1/4 with 1, and one of weight 3/4 with 0.5; a part never hides what every evaluation tells."""
     rollouts = [rollout(0, 2.0), rollout(0, 2.0), rollout(1, -1.0)]
     rollouts[0].reward_terms, rollouts[2].reward_terms = {"won": 1.0, "return": 9.0}, {"won": 0.5}
-    scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0)
+    scores = compute_eval_scores(Positive(), EXAMPLES, rollouts, max_failed=0)
     assert scores["won"] == pytest.approx(0.25 * 1 + 0.75 * 0.5) and scores["return"] == pytest.approx((2 * 0.25 * 2 - 0.75) / 1.25)
 
 
@@ -74,21 +74,21 @@ def test_success_is_told_by_data_source() -> None:
     rollouts = [rollout(0, 2.0), rollout(1, -1.0), rollout(1, 2.0), rollout(0, -1.0)]
     for made, source in zip(rollouts, ["cups", "cups", "far away", ""], strict=True):
         made.source = source
-    scores = summarize(Positive(), EXAMPLES, rollouts, max_failed=0)
+    scores = compute_eval_scores(Positive(), EXAMPLES, rollouts, max_failed=0)
     assert {name: value for name, value in scores.items() if "/" in name} == {"success/cups": 0.25, "success/far_away": 1.0}
 
 
 def test_too_many_failures_are_no_score() -> None:
     with pytest.raises(RunFailed, match="1 of 2 episodes failed, run.max_failed_fraction=0.1; first reason: judge: 429"):
-        summarize(Positive(), EXAMPLES, [rollout(0, None), rollout(1, 1.0)], max_failed=0.1)
+        compute_eval_scores(Positive(), EXAMPLES, [rollout(0, None), rollout(1, 1.0)], max_failed=0.1)
     with pytest.raises(RunFailed, match="2 of 2"):
-        summarize(Positive(), EXAMPLES, [rollout(0, None)] * 2, max_failed=0.99)
+        compute_eval_scores(Positive(), EXAMPLES, [rollout(0, None)] * 2, max_failed=0.99)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_no_failure_of_the_policy(reward: float) -> None:
     with pytest.raises(NonFiniteValue, match=rf"^task=t: e#0 was rewarded {reward}; mend its reward function$"):
-        summarize(Positive(), EXAMPLES, [rollout(0, 1.0), rollout(1, reward), rollout(1, None)], max_failed=0.5)
+        compute_eval_scores(Positive(), EXAMPLES, [rollout(0, 1.0), rollout(1, reward), rollout(1, None)], max_failed=0.5)
 
 
 def test_an_evaluation_is_the_same_whenever_it_takes_place(random_model: Path) -> None:
@@ -99,11 +99,11 @@ def test_an_evaluation_is_the_same_whenever_it_takes_place(random_model: Path) -
     fleet = fleet_of(Renderer(settings.model), engine)
     fleet.generate(0, enough=lambda _: True)
     training, engine.asked = engine.asked, []
-    scores = evaluate(fleet.task, settings, fleet=fleet)
+    scores = evaluate_in_run(fleet.task, settings, rollout_manager=fleet)
     assert (scores["eval/greedy_success"], scores["eval/sampled_return"]) == (1.0, 1.0)
     once, engine.asked = engine.asked, []
     fleet.generate(1, enough=lambda _: True)
     engine.asked = []
-    evaluate(fleet.task, settings, fleet=fleet)
+    evaluate_in_run(fleet.task, settings, rollout_manager=fleet)
     assert engine.asked == once and [sampling.temperature for sampling in once] == [0.0] * 2 + [0.6] * 6
     assert not {sampling.seed for sampling in once} & {sampling.seed for sampling in training}

@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from megatron_rl.evaluation.evaluation_report import bootstrap, intervals, pass_at
-from megatron_rl.evaluation.paired_comparison import Evaluation, by_signs, difference, differing, mcnemar, read_evaluation
-from megatron_rl.io.jsonl import replace_lines
+from megatron_rl.evaluation.evaluation_report import bootstrap_interval, compute_success_statistics, pass_at_k
+from megatron_rl.evaluation.paired_comparison import (
+    EvaluationResult,
+    compare_evaluations,
+    find_different_conditions,
+    mcnemar_p_value,
+    read_evaluation,
+    sign_flip_p_value,
+)
+from megatron_rl.io.jsonl import write_lines_atomically
 
 
 def test_the_interval_is_the_normal_one_of_many_examples() -> None:
     """Of 400 examples the mean's distribution is near enough to a normal one: 1.96 standard errors to each side."""
     values = np.random.default_rng(3).random(400)
-    low, high = bootstrap(list(values))
+    low, high = bootstrap_interval(list(values))
     error = 1.96 * values.std() / math.sqrt(len(values))
     assert (values.mean() - low, high - values.mean()) == pytest.approx((error, error), rel=0.05)
 
@@ -24,7 +31,7 @@ def test_the_interval_is_the_normal_one_of_many_examples() -> None:
 def test_episodes_of_one_example_are_not_independent() -> None:
     """Ten examples, each always or never solved, eight times each: the interval is that of ten, not of eighty."""
     lines = [{"solved": [float(number < 5)] * 8} for number in range(10)]
-    found = intervals(lines, samples=8)
+    found = compute_success_statistics(lines, samples=8)
     assert found["success_high"] - found["success_low"] == pytest.approx(2 * 1.96 * 0.5 / math.sqrt(10), rel=0.15)
     assert [found[f"pass_at_{k}"] for k in (1, 2, 4, 8)] == [0.5] * 4
 
@@ -33,32 +40,32 @@ def test_pass_at_k_is_the_mean_over_all_choices() -> None:
     solved = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 5, [1.0] * 5, [0.0, 0.0, 0.0, 0.0, 1.0]]
     for k in (1, 2, 3, 5):
         chosen = [[max(each) for each in combinations(of_example, k)] for of_example in solved]
-        assert pass_at(k, solved) == pytest.approx(np.mean([np.mean(each) for each in chosen]), abs=1e-12)
+        assert pass_at_k(k, solved) == pytest.approx(np.mean([np.mean(each) for each in chosen]), abs=1e-12)
 
 
 def test_pass_at_k_leaves_out_who_lacks_an_episode() -> None:
     """The second example's other episode failed on our side: two of two cannot be drawn of one."""
-    found = intervals([{"solved": [0.0, 1.0]}, {"solved": [1.0]}], samples=2)
+    found = compute_success_statistics([{"solved": [0.0, 1.0]}, {"solved": [1.0]}], samples=2)
     assert found["pass_at_2"] == 1.0 and found["pass_at_1"] == 0.5
 
 
 def test_mcnemar_is_the_binomial_sum() -> None:
     """Nine examples that one alone has solved, two that the other alone has: at most two of eleven coins, twice."""
     gaps = [1.0] * 9 + [-1.0] * 2 + [0.0] * 30
-    assert mcnemar(gaps) == pytest.approx(2 * binom.cdf(2, 11, 0.5), abs=1e-12)
-    assert mcnemar([0.0] * 4) == 1.0
+    assert mcnemar_p_value(gaps) == pytest.approx(2 * binom.cdf(2, 11, 0.5), abs=1e-12)
+    assert mcnemar_p_value([0.0] * 4) == 1.0
 
 
 def test_random_signs_are_all_signs() -> None:
     gaps = [0.5, 0.25, 0.25, -0.125, 1.0, 0.0, 0.75]
     means = [abs(np.mean([sign * gap for sign, gap in zip(signs, gaps, strict=True)])) for signs in product((1, -1), repeat=len(gaps))]
     exact = np.mean([mean >= abs(np.mean(gaps)) - 1e-12 for mean in means])
-    assert by_signs(gaps) == pytest.approx(exact, abs=0.01)
+    assert sign_flip_p_value(gaps) == pytest.approx(exact, abs=0.01)
 
 
 def evaluation(folder: Path, solved: dict[str, list[float]], **stated: str) -> Path:
     folder.mkdir()
-    replace_lines(folder / "examples.jsonl", [{"id": name, "solved": each} for name, each in solved.items()])
+    write_lines_atomically(folder / "examples.jsonl", [{"id": name, "solved": each} for name, each in solved.items()])
     said = ", ".join(f'"{name}": "{text}"' for name, text in stated.items())
     (folder / "evaluation.json").write_text(f'{{"scores": {{}}, "stated": {{{said}}}}}')
     return folder
@@ -68,20 +75,20 @@ def test_examples_are_paired_by_id(tmp_path: Path) -> None:
     """Of the three that both have, by hand: a 0 to 1, b 1 to 1, c 0 to 0."""
     one = read_evaluation(evaluation(tmp_path / "one", {"a": [0.0], "b": [1.0], "c": [0.0], "only": [1.0]}, prompt="x", model="m"))
     two = read_evaluation(evaluation(tmp_path / "two", {"c": [0.0], "b": [1.0], "a": [1.0]}, prompt="y", model="n"))
-    found = difference(one, two)
-    assert (found.num, found.mean, found.p) == (3, pytest.approx(1 / 3), 1.0)
+    found = compare_evaluations(one, two)
+    assert (found.num_examples, found.mean, found.p_value) == (3, pytest.approx(1 / 3), 1.0)
     assert found.low == 0.0 and found.high == 1.0
-    assert differing(one, two) == ["prompt"], "models are what is compared"
+    assert find_different_conditions(one, two) == ["prompt"], "models are what is compared"
 
 
 def test_nothing_in_common_and_nothing_there(tmp_path: Path) -> None:
-    one, two = (Evaluation(tmp_path / name, {name: 1.0}, {}, has_many=False) for name in "ab")
+    one, two = (EvaluationResult(tmp_path / name, {name: 1.0}, {}, has_fractional_means=False) for name in "ab")
     with pytest.raises(ValueError, match="no example in common"):
-        difference(one, two)
+        compare_evaluations(one, two)
     with pytest.raises(ValueError, match="holds no finished evaluation"):
         read_evaluation(tmp_path)
     with pytest.raises(ValueError, match="holds no finished evaluation"):
         read_evaluation(evaluation(tmp_path / "empty", {"a": []}))
-    replace_lines(evaluation(tmp_path / "twice", {"a": [1.0]}) / "examples.jsonl", [{"id": "a", "solved": [1.0]}] * 2)
+    write_lines_atomically(evaluation(tmp_path / "twice", {"a": [1.0]}) / "examples.jsonl", [{"id": "a", "solved": [1.0]}] * 2)
     with pytest.raises(ValueError, match="stands there twice"):
         read_evaluation(tmp_path / "twice")

@@ -10,12 +10,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText
 
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.served import SETTINGS, servers
 from tools.convert.converter_hf_to_mcore import main as convert
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
 GAME = (
@@ -38,13 +38,13 @@ def played(out: Path, *words: str) -> str:
 
 def logprobs(out: Path) -> torch.Tensor:
     """Of every sampled token: one that is as likely as before is no proof of the same weights, its probability is."""
-    entries = read(out / "rollouts" / "step_000000.jsonl", pictures=False)
+    entries = read_recorded(out / "rollouts" / "step_000000.jsonl", with_images=False)
     return torch.tensor([logprob for entry in entries for context in entry.rollout.sequences for logprob in context.rollout_logprobs])
 
 
 def test_a_checkpoint_of_megatrons(base: str, random_model: Path, tmp_path: Path) -> None:
     """As the converter writes one for two ranks and two stages."""
-    make(tmp_path / "hf", preset="nano", init="random", seed=7)
+    make_checkpoint(tmp_path / "hf", preset="nano", init="random", seed=7)
     assert convert(["--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "mcore"), "--tp", "2", "--pp", "2"]) == 0
     expected = played(tmp_path / "expected", f"model.path={tmp_path}/hf")
     found = played(tmp_path / "found", f"model.path={random_model}", f"evaluation.weights={tmp_path}/mcore")
@@ -54,7 +54,7 @@ def test_a_checkpoint_of_megatrons(base: str, random_model: Path, tmp_path: Path
 
 def test_on_a_server_that_runs_elsewhere(base: str, random_model: Path, tmp_path: Path) -> None:
     """It is given the weights that are evaluated, over those that it was started with."""
-    make(tmp_path / "other", preset="nano", init="random", seed=7)
+    make_checkpoint(tmp_path / "other", preset="nano", init="random", seed=7)
     settings = replace(SETTINGS, kv_cache_mib=16, max_model_len=512)
     with servers(random_model, tmp_path, num=1, settings=settings, limits={"min_pixels": 3136, "max_pixels": 4000}) as (url,):
         asked = (f"engine.urls=[{url}]", f"engine.token_file={tmp_path}/token")

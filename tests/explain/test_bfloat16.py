@@ -11,17 +11,17 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.cli.explain import main
 from megatron_rl.config import ModelSettings
-from megatron_rl.explain.findings import BOUNDS
-from megatron_rl.explain.hf_reference import Reference
-from megatron_rl.explain.hypotheses import Case, Suspicion, explanation, fitted_temperature
-from megatron_rl.explain.recorded_step import Looked
-from megatron_rl.explain.sequence_checks import of_pixels
+from megatron_rl.explain.findings import TOLERANCES
+from megatron_rl.explain.hf_reference import HfReferenceModel
+from megatron_rl.explain.hypotheses import HypothesisInputs, MismatchCase, find_explanation, fit_temperature
+from megatron_rl.explain.recorded_step import RecordedSequence
+from megatron_rl.explain.sequence_checks import make_patch_fn
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from tests.support.explained import STALE, TEMPERATURE, Said, engine_mistakes, nested, rollouts_of, say, write_run
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 NAMED = {
     "temperature": r"temperature 0\.(69\d*|7(0\d*)?), not 0\.9",
@@ -80,7 +80,7 @@ def test_what_is_within_the_rounding_is_not_found(
 @pytest.mark.parametrize("planted", ["", NEAR])
 def test_of_those_that_hold_the_best_is_named(planted: str, older: Path, tmp_path: Path) -> None:
     """A temperature holds in both cases and comes first; so does that nothing is wrong."""
-    make(tmp_path / "model", preset="nano", init="random", seed=2)
+    make_checkpoint(tmp_path / "model", preset="nano", init="random", seed=2)
     spec, renderer = read_spec(str(tmp_path / "model")), Renderer(ModelSettings(path=str(tmp_path / "model")))
     source, others = (open_source(path, spec, key="model") for path in (tmp_path / "model", older))
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).eval()
@@ -89,16 +89,16 @@ def test_of_those_that_hold_the_best_is_named(planted: str, older: Path, tmp_pat
             dict(hf.named_parameters())[nested(planted)].copy_(others.read(planted))
     context = rollouts_of(renderer)[0].sequences[0]
     say(hf, renderer, context, Said())
-    looked = Looked(0, 0, context)
-    reference = Reference(
-        spec, source, banned_ids=renderer.banned_ids, patches=of_pixels(renderer), device=torch.device("cpu"), held_bytes=1 << 30
+    looked = RecordedSequence(0, 0, context)
+    reference = HfReferenceModel(
+        spec, source, banned_ids=renderer.banned_ids, patches=make_patch_fn(renderer), device=torch.device("cpu"), cache_bytes=1 << 30
     )  # fmt: skip
-    case = Case(
-        looked=looked, said_R=torch.tensor(looked.recorded, dtype=torch.float64), compared_R=torch.ones(24, dtype=torch.bool),
-        temperature=TEMPERATURE, bound=replace(BOUNDS["bfloat16"], mean=0.1),
+    case = MismatchCase(
+        sequence=looked, observed_R=torch.tensor(looked.recorded_logprobs, dtype=torch.float64), mask_R=torch.ones(24, dtype=torch.bool),
+        temperature=TEMPERATURE, tolerance=replace(TOLERANCES["bfloat16"], mean=0.1),
     )  # fmt: skip
-    logits_RV = reference.logits(looked)
-    for temperature in (TEMPERATURE, fitted_temperature(case, reference, logits_RV)):
-        assert case.bound.holds(case.gaps(reference.logprobs(looked, logits_RV, temperature=temperature)))
-    named = explanation(case, Suspicion(reference=reference, renderer=renderer, gallery={}, older=others))
+    logits_RV = reference.compute_logits(looked)
+    for temperature in (TEMPERATURE, fit_temperature(case, reference, logits_RV)):
+        assert case.tolerance.is_within(case.abs_diffs(reference.compute_logprobs(looked, logits_RV, temperature=temperature)))
+    named = find_explanation(case, HypothesisInputs(reference=reference, renderer=renderer, images={}, older_source=others))
     assert named == (f"{planted} is stale: it is as in the older weights" if planted else "")

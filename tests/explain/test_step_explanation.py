@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.cli.explain import main
 from megatron_rl.config import ModelSettings
 from megatron_rl.explain import replay_forward
-from megatron_rl.explain.findings import BOUNDS
-from megatron_rl.explain.trainer_forward import Trainer
-from megatron_rl.observe.recorder import FOLDER
+from megatron_rl.explain.findings import TOLERANCES
+from megatron_rl.explain.trainer_forward import TrainerForward
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 from tests.support.explained import STALE, Said, engine_mistakes, resized, stale_tensor, write_run
 from tests.support.recorded import CASES, GOLDEN
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +55,18 @@ def test_nothing_is_found_where_nothing_is_wrong(as_lines: bool, random_model: P
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_another_family(family: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every layer of it is looked at: a tensor of the last one is found in the last one."""
-    make(tmp_path / "model", family=family, init="random", seed=1)
+    make_checkpoint(tmp_path / "model", family=family, init="random", seed=1)
     run = write_run(tmp_path / "run", tmp_path / "model")
     assert main([str(run), "--step", "0"]) == 0
     assert not differing(capsys.readouterr().out)
 
-    class Spoiled(Trainer):
+    class Spoiled(TrainerForward):
         def __init__(self, *given: object, **named: object) -> None:
             super().__init__(*given, **named)
             with torch.no_grad():
                 self.chunks[0].language.decoder.layers[-1].mlp.linear_fc2.weight.mul_(1.01)
 
-    monkeypatch.setattr(replay_forward, "Trainer", Spoiled)
+    monkeypatch.setattr(replay_forward, "TrainerForward", Spoiled)
     assert main([str(run), "--step", "0"]) == 1
     assert "first in layer 3 mlp," in line_of(capsys.readouterr().out, "trainer, one process: first")
 
@@ -143,10 +143,10 @@ def test_a_tensor_that_alone_did_not_move(random_model: Path, older: Path, tmp_p
     assert "model.layers.1.self_attn.o_proj.weight: is as in the older weights, 80 others have moved" in said, said
 
 
-def spoiled(kind: str, tensor: torch.Tensor, picture: Callable[[Image], torch.Tensor]) -> type[Trainer]:
+def spoiled(kind: str, tensor: torch.Tensor, picture: Callable[[Image], torch.Tensor]) -> type[TrainerForward]:
     """A trainer with a mistake."""
 
-    class Spoiled(Trainer):
+    class Spoiled(TrainerForward):
         def __init__(self, *given: object, **named: object) -> None:
             if kind == "temperature":
                 named["temperature"] = 0.7
@@ -189,7 +189,7 @@ def test_what_the_trainer_does_is_named(
     def twice(image: Image) -> torch.Tensor:
         return resized(image, renderer, (56, 28)).patch_PC if image.key == second else renderer.patches(image, lambda each: each.pil)
 
-    monkeypatch.setattr(replay_forward, "Trainer", spoiled(kind, older_tensor, swapped if kind == "swapped" else twice))
+    monkeypatch.setattr(replay_forward, "TrainerForward", spoiled(kind, older_tensor, swapped if kind == "swapped" else twice))
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
     said = capsys.readouterr().out
     assert "engine, recorded" not in differing(said) and "trainer, one process" in differing(said), said
@@ -198,7 +198,7 @@ def test_what_the_trainer_does_is_named(
 
 def test_pictures_whose_files_were_swapped_or_resized(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = write_run(tmp_path / "run", random_model)
-    wide = sorted(path for path in (run / FOLDER / "images").iterdir() if pil.open(path).size == (112, 56))
+    wide = sorted(path for path in (run / ROLLOUTS_FOLDER / "images").iterdir() if pil.open(path).size == (112, 56))
     contents = [path.read_bytes() for path in wide]
     for path, content in zip(wide, reversed(contents), strict=True):
         path.write_bytes(content)
@@ -264,17 +264,17 @@ def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pyte
 
 def test_what_cannot_be_read_is_skipped_and_said(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = write_run(tmp_path / "run", random_model, as_lines=True)
-    path = run / FOLDER / "step_000000.jsonl"
+    path = run / ROLLOUTS_FOLDER / "step_000000.jsonl"
     good, other = path.read_text().splitlines()
     old = json.loads(other)
     old["rollout"]["version"] = 1
     path.write_text("\n".join(['{"step": 0, "rol', good, json.dumps(old), "[" * 100_000, good]) + "\n" + good[:50])
-    (run / FOLDER / "step_000000.parquet").write_bytes(b"half of a file")
+    (run / ROLLOUTS_FOLDER / "step_000000.parquet").write_bytes(b"half of a file")
     assert main([str(run), "--step", "0"]) == 0
     said = capsys.readouterr().out
     assert "2 rollouts, 2 contexts" in said and "rollout 2: rollout record: version" in said and "step_000000.parquet" in said, said
-    next((run / FOLDER / "images").iterdir()).unlink()
-    for each in (run / FOLDER / "images").iterdir():
+    next((run / ROLLOUTS_FOLDER / "images").iterdir()).unlink()
+    for each in (run / ROLLOUTS_FOLDER / "images").iterdir():
         each.write_bytes(b"no picture")
     assert main([str(run), "--step", "0", "--no-model"]) == 0
     assert "looked at without its pictures" in capsys.readouterr().out
@@ -284,7 +284,7 @@ def test_of_a_whole_step_the_rollout_without_its_picture_is_left_out(
     random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     run = write_run(tmp_path / "run", random_model)
-    (tall,) = (path for path in (run / FOLDER / "images").iterdir() if pil.open(path).size == (56, 140))
+    (tall,) = (path for path in (run / ROLLOUTS_FOLDER / "images").iterdir() if pil.open(path).size == (56, 140))
     tall.unlink()
     assert main([str(run), "--step", "0"]) == 0
     said = capsys.readouterr().out
@@ -298,8 +298,8 @@ def test_of_a_whole_step_the_rollout_without_its_picture_is_left_out(
         (lambda run: (run / "config.yaml").write_text("model: [1"), "config.yaml: cannot be read"),
         (lambda run: (run / "config.yaml").unlink(), "config.yaml: cannot be read"),
         (lambda run: (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("model:", "mode:", 1)), "config.yaml"),
-        (lambda run: next((run / FOLDER).glob("*.parquet")).write_bytes(b"PAR1"), "nothing of step 0 can be read"),
-        (lambda run: next((run / FOLDER).glob("*.parquet")).unlink(), "nothing of step 0 can be read"),
+        (lambda run: next((run / ROLLOUTS_FOLDER).glob("*.parquet")).write_bytes(b"PAR1"), "nothing of step 0 can be read"),
+        (lambda run: next((run / ROLLOUTS_FOLDER).glob("*.parquet")).unlink(), "nothing of step 0 can be read"),
     ],
 )
 def test_nothing_to_look_at_is_one_line(
@@ -315,9 +315,9 @@ def test_nothing_to_look_at_is_one_line(
 
 def test_bounds_of_either_precision() -> None:
     """By hand: of 200 gaps the 99th of a hundred is the 198th of 199 steps, between the third and the second largest."""
-    fine, coarse = BOUNDS["float32"], BOUNDS["bfloat16"]
-    assert fine.holds([]) and fine.holds([1e-4, 0.0]) and not fine.holds([1.1e-4, 0.0]) and not fine.holds([float("nan")])
-    assert coarse.holds([0.02] * 199 + [3.0]) and not coarse.holds([0.02] * 196 + [0.6] * 4) and not coarse.holds([0.06] * 200)
+    fine, coarse = TOLERANCES["float32"], TOLERANCES["bfloat16"]
+    assert fine.is_within([]) and fine.is_within([1e-4, 0.0]) and not fine.is_within([1.1e-4, 0.0]) and not fine.is_within([float("nan")])
+    assert coarse.is_within([0.02] * 199 + [3.0]) and not coarse.is_within([0.02] * 196 + [0.6] * 4) and not coarse.is_within([0.06] * 200)
 
 
 def test_weights_that_were_not_kept(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -326,7 +326,7 @@ def test_weights_that_were_not_kept(random_model: Path, tmp_path: Path, capsys: 
             rollout.sequences[0].weight_versions = [2 if version == 0 else version for version in rollout.sequences[0].weight_versions]
 
     run = write_run(tmp_path / "run", random_model, spoil=later)
-    for path in (run / FOLDER).glob("step_*"):
+    for path in (run / ROLLOUTS_FOLDER).glob("step_*"):
         path.rename(path.with_name(path.name.replace("000000", "000002")))
     assert main([str(run), "--step", "2"]) == 2
     assert "step_00000002 was not kept" in capsys.readouterr().err
@@ -336,8 +336,8 @@ def test_weights_that_were_not_kept(random_model: Path, tmp_path: Path, capsys: 
 
 def golden_run(run: Path, model: Path, *, temperature: float) -> Path:
     """What vLLM played once, as a run's folder."""
-    shutil.copytree(GOLDEN / "images", run / FOLDER / "images")
-    shutil.copy(GOLDEN / "rollouts.jsonl", run / FOLDER / "step_000000.jsonl")
+    shutil.copytree(GOLDEN / "images", run / ROLLOUTS_FOLDER / "images")
+    shutil.copy(GOLDEN / "rollouts.jsonl", run / ROLLOUTS_FOLDER / "step_000000.jsonl")
     settings = asdict(CASES["grpo"].settings(model))
     settings["algo"]["temperature"] = temperature
     (run / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -365,7 +365,7 @@ def test_an_engine_that_is_asked_again(random_model: Path, older: Path, tmp_path
 def test_an_evaluation_is_played_by_one_set_of_weights(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Greedily, which tells logprobs at temperature 1; the run beside it has another temperature and newer weights by then."""
     run = write_run(tmp_path / "run", random_model, said=Said(temperature=1.0))
-    recorded = run / FOLDER / "step_000000.parquet"
+    recorded = run / ROLLOUTS_FOLDER / "step_000000.parquet"
     recorded.rename(recorded.with_name("step_000002.parquet"))
     assert main([str(run), "--step", "2"]) == 1
     said = capsys.readouterr().out

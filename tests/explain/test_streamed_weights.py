@@ -10,9 +10,9 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.cli.explain import main
 from megatron_rl.config import ModelSettings
-from megatron_rl.explain.hf_reference import Reference
-from megatron_rl.explain.recorded_step import Looked
-from megatron_rl.explain.sequence_checks import of_pixels
+from megatron_rl.explain.hf_reference import HfReferenceModel
+from megatron_rl.explain.recorded_step import RecordedSequence
+from megatron_rl.explain.sequence_checks import make_patch_fn
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.support import forked
 from tests.support.explained import STALE, nested, rollouts_of, write_run
 from tests.support.sampled import policy_logits
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 MODELS = {"qwen2_5_vl": {}, "tied": {"tied": True}, "qwen2_vl": {"family": "qwen2_vl"}, "qwen3_vl": {"family": "qwen3_vl"}}
 
@@ -47,23 +47,23 @@ class Counted:
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_the_whole_model(name: str, tmp_path: Path) -> None:
     """With none, half and all of it held."""
-    make(tmp_path / "model", init="random", seed=1, **MODELS[name])
+    make_checkpoint(tmp_path / "model", init="random", seed=1, **MODELS[name])
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
     context = rollouts_of(renderer)[0].sequences[0]
-    looked = Looked(0, 0, context)
+    looked = RecordedSequence(0, 0, context)
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
-    expected = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[looked.rows]
+    expected = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[looked.sampled_rows]
     modules = [sum(each.nbytes for each in module.parameters(recurse=False)) for module in hf.modules()]
     total = sum(parameter.nbytes for parameter in hf.parameters())
     for held in (0, total // 2, total):
         source = Counted(tmp_path / "model")
-        reference = Reference(
-            read_spec(str(tmp_path / "model")), source, banned_ids=renderer.banned_ids, patches=of_pixels(renderer),
-            device=torch.device("cpu"), held_bytes=held,
+        reference = HfReferenceModel(
+            read_spec(str(tmp_path / "model")), source, banned_ids=renderer.banned_ids, patches=make_patch_fn(renderer),
+            device=torch.device("cpu"), cache_bytes=held,
         )  # fmt: skip
         assert set(reference.weights.names) == {canonical_name(each) for each, _ in hf.named_parameters()} == set(source.specs)
         for _ in range(2):
-            logits_RV = reference.logits(looked).double().masked_fill(reference.banned, -torch.inf)
+            logits_RV = reference.compute_logits(looked).double().masked_fill(reference.banned_mask, -torch.inf)
             torch.testing.assert_close(logits_RV, expected, rtol=0, atol=0)
             assert all(each.is_meta for each in reference.model.parameters())
         assert source.alive <= held and source.most <= held + max(modules)
@@ -73,7 +73,7 @@ def test_it_is_the_whole_model(name: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models") / "older"
-    make(out, preset="nano", init="random", seed=5)
+    make_checkpoint(out, preset="nano", init="random", seed=5)
     return out
 
 

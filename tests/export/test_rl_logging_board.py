@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.export.rl_logging_board import write_board
-from megatron_rl.observe.rollout_store import path_of, write
+from megatron_rl.observe.rollout_store import step_path, write_step
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout, TokenSequence, Turn
 
@@ -37,7 +37,7 @@ def two_turns(renderer: Renderer) -> Rollout:
 def test_a_rollout_token_by_token(renderer: Renderer, tmp_path: Path) -> None:
     rollout = two_turns(renderer)
     failed = Rollout(task="t", example_id="e", group=0, sample_index=1)
-    write(path_of(tmp_path, 3), [rollout, failed], step=3, rounds=1)
+    write_step(step_path(tmp_path, 3), [rollout, failed], step=3, num_gen_batches=1)
     assert write_board(tmp_path, tmp_path / "board", renderer, file_mib=1) == 1
     (line,) = [json.loads(line) for line in (tmp_path / "board" / "rollout_data_rank0.jsonl").read_text().splitlines()]
     num = [last - first for first, last in (turn.token_span for turn in rollout.turns)]
@@ -48,7 +48,7 @@ def test_a_rollout_token_by_token(renderer: Renderer, tmp_path: Path) -> None:
     assert (line["step"], line["ground_truth"], line["end"]) == (3, "three", "done")
     for context in rollout.sequences:
         context.set_column("values", [0.125] * len(context.token_ids))
-    write(path_of(tmp_path, 3), [rollout], step=3, rounds=1)
+    write_step(step_path(tmp_path, 3), [rollout], step=3, num_gen_batches=1)
     write_board(tmp_path, tmp_path / "board", renderer, file_mib=1)
     assert json.loads((tmp_path / "board" / "rollout_data_rank0.jsonl").read_text())["values"] == [0.125] * sum(num)
 
@@ -56,7 +56,7 @@ def test_a_rollout_token_by_token(renderer: Renderer, tmp_path: Path) -> None:
 def test_files_are_bounded(renderer: Renderer, tmp_path: Path) -> None:
     """Whole lines, in their order, none lost."""
     for step in range(6):
-        write(path_of(tmp_path, step), [two_turns(renderer)] * 2, step=step, rounds=1)
+        write_step(step_path(tmp_path, step), [two_turns(renderer)] * 2, step=step, num_gen_batches=1)
     assert write_board(tmp_path, tmp_path / "board", renderer, file_mib=700 / (1 << 20), first_step=1) == 10
     files = [tmp_path / "board" / f"rollout_data_rank0{name}.jsonl" for name in ("", *(f".{number}" for number in range(1, 12)))]
     files = [file for file in files if file.exists()]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, ModelSettings
-from megatron_rl.data.records import CONTROL
-from megatron_rl.data.transcripts import demonstrations_of
-from megatron_rl.export.chat_messages import MIXED, RESIZED, Untold, messages_of
-from megatron_rl.export.sft_transcripts import Exported, choose, export
-from megatron_rl.observe.recorder import store_pictures
-from megatron_rl.observe.rollout_store import path_of, write
+from megatron_rl.data.records import SPECIAL_TOKENS
+from megatron_rl.data.transcripts import load_demonstrations
+from megatron_rl.export.chat_messages import RESIZED_IMAGE_ERROR, TEMPLATE_TOKENS_ERROR, NotConvertible, sequence_to_messages
+from megatron_rl.export.sft_transcripts import ExportSummary, export_transcripts, select_best
+from megatron_rl.observe.recorder import save_images
+from megatron_rl.observe.rollout_store import step_path, write_step
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
@@ -43,10 +43,10 @@ def played(seed: int, renderer: Renderer, protocol: ToolProtocol) -> tuple[Rollo
     return rollout, world, engine
 
 
-def told(context: TokenSequence, renderer: Renderer) -> list[Message] | Untold:
+def told(context: TokenSequence, renderer: Renderer) -> list[Message] | NotConvertible:
     try:
-        return messages_of(context, renderer, cut_at=CUT_AT)
-    except Untold as why:
+        return sequence_to_messages(context, renderer, max_new_tokens=CUT_AT)
+    except NotConvertible as why:
         return why
 
 
@@ -77,14 +77,14 @@ def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -
             continue
         (context,) = rollout.sequences
         found = told(context, renderer)
-        if isinstance(found, Untold):
+        if isinstance(found, NotConvertible):
             words = [renderer.tokenizer.decode(ids) for ids in engine.said]
             reasons = {
-                RESIZED: any(renderer.final_size(*image.pil.size) != image.pil.size for image in context.images),
+                RESIZED_IMAGE_ERROR: any(renderer.final_size(*image.pil.size) != image.pil.size for image in context.images),
                 NO_TEXT: any("\ufffd" in each for each in words),
                 NUL: any("\0" in each for each in (*words, *(spoken(message, renderer)[1] for heard in world.said for message in heard))),
                 EMPTY: any(not each.removesuffix("<|im_end|>").strip() for each in words),
-                MIXED: any(token in each.removesuffix("<|im_end|>") for each in words for token in CONTROL),
+                TEMPLATE_TOKENS_ERROR: any(token in each.removesuffix("<|im_end|>") for each in words for token in SPECIAL_TOKENS),
             }
             assert reasons[str(found)]
             untold[str(found)] += 1
@@ -97,7 +97,7 @@ def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -
         assert [spoken(message, renderer) for message in found] == [spoken(message, renderer) for message in expected]
         num_told += 1
         num_pictures += len(context.images)
-    assert num_told > 30 and num_pictures > 30 and untold.keys() == {RESIZED, NO_TEXT, NUL, MIXED, EMPTY}
+    assert num_told > 30 and num_pictures > 30 and untold.keys() == {RESIZED_IMAGE_ERROR, NO_TEXT, NUL, TEMPLATE_TOKENS_ERROR, EMPTY}
 
 
 def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
@@ -106,21 +106,21 @@ def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
     context = renderer.transcript(messages)
     cut = replace(context, token_ids=context.token_ids[:-1], loss_mask=context.loss_mask[:-1])
     num = sum(cut.loss_mask)
-    assert messages_of(cut, renderer, cut_at=num + 1)[-1] == messages[-1]
-    with pytest.raises(Untold, match=r"^a reply was cut off by task.max_new_tokens$"):
-        messages_of(cut, renderer, cut_at=num)
-    assert messages_of(context, renderer, cut_at=num)[-1] == messages[-1], "it has ended by itself"
+    assert sequence_to_messages(cut, renderer, max_new_tokens=num + 1)[-1] == messages[-1]
+    with pytest.raises(NotConvertible, match=r"^a reply was cut off by task.max_new_tokens$"):
+        sequence_to_messages(cut, renderer, max_new_tokens=num)
+    assert sequence_to_messages(context, renderer, max_new_tokens=num)[-1] == messages[-1], "it has ended by itself"
 
 
 def test_pictures_that_would_change_are_refused(renderer: Renderer, random_model: Path) -> None:
     other = Renderer(ModelSettings(path=str(random_model), min_pixels=784, max_pixels=1600))
     rollouts = (played(seed, renderer, PROTOCOLS[0])[0] for seed in range(50))
-    rollout = next(each for each in rollouts if each.images and not isinstance(told(each.sequences[0], renderer), Untold))
-    with pytest.raises(Untold, match=f"^{RESIZED}$"):
-        messages_of(rollout.sequences[0], other, cut_at=CUT_AT)
+    rollout = next(each for each in rollouts if each.images and not isinstance(told(each.sequences[0], renderer), NotConvertible))
+    with pytest.raises(NotConvertible, match=f"^{RESIZED_IMAGE_ERROR}$"):
+        sequence_to_messages(rollout.sequences[0], other, max_new_tokens=CUT_AT)
     bare = replace(rollout.sequences[0], images=[replace(image, pil=None) for image in rollout.sequences[0].images])
-    with pytest.raises(Untold, match=r"^one of its pictures is not there$"):
-        messages_of(bare, renderer, cut_at=CUT_AT)
+    with pytest.raises(NotConvertible, match=r"^one of its pictures is not there$"):
+        sequence_to_messages(bare, renderer, max_new_tokens=CUT_AT)
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +149,8 @@ def recorded(renderer: Renderer, random_model: Path, tmp_path_factory: pytest.Te
             }
             own |= {"source": "mine", "question": f"Which is {example}?", "answer": example.upper()}
             rollouts.append(replace(rollout, **own))
-        store_pictures(run / "rollouts", rollouts)
-        write(path_of(run / "rollouts", step), rollouts, step=step, rounds=1)
+        save_images(run / "rollouts", rollouts)
+        write_step(step_path(run / "rollouts", step), rollouts, step=step, num_gen_batches=1)
     (run / "config.yaml").write_text(
         f"model: {{path: {random_model}, min_pixels: 3136, max_pixels: 12800}}\ntask: {{max_new_tokens: {CUT_AT}}}\n"
     )
@@ -171,26 +171,32 @@ def recorded(renderer: Renderer, random_model: Path, tmp_path_factory: pytest.Te
 def test_of_equal_rollouts_the_later_are_taken(best: int, min_reward: float, places: list[tuple[int, int]], tmp_path: Path) -> None:
     """By (step, place): two that say p and q, then p, r and s. All but s have a reward of 1; the least reward is enough."""
     for step, rows in enumerate(([("p", 1.0), ("q", 1.0)], [("p", 1.0), ("r", 1.0), ("s", 0.5)])):
-        write(
-            path_of(tmp_path, step), [rollout(sample, reward, text=said) for sample, (said, reward) in enumerate(rows)], step=step, rounds=1
+        write_step(
+            step_path(tmp_path, step),
+            [rollout(sample, reward, text=said) for sample, (said, reward) in enumerate(rows)],
+            step=step,
+            num_gen_batches=1,
         )
-    paths = {step: path_of(tmp_path, step) for step in range(2)}
-    chosen = choose(paths, best=best, min_reward=min_reward, exported=Exported(best))
-    assert [(each.step, each.place) for each in chosen] == places
+    paths = {step: step_path(tmp_path, step) for step in range(2)}
+    chosen = select_best(paths, max_per_example=best, min_reward=min_reward, summary=ExportSummary(best))
+    assert [(each.step, each.row_index) for each in chosen] == places
 
 
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ({"best": 1, "min_reward": -math.inf}, [("b", "y", 0, -1.0), ("a", "one", 1, 3.0)]),
-        ({"best": 2, "min_reward": -math.inf}, [("a", "two", 0, 2.0), ("b", "y", 0, -1.0), ("a", "one", 1, 3.0), ("b", "z", 1, -2.0)]),
-        ({"best": 9, "min_reward": 1.0}, [("a", "two", 0, 2.0), ("a", "one", 1, 3.0)]),
-        ({"best": 9, "min_reward": -math.inf, "first_step": 1}, [("a", "one", 1, 3.0), ("b", "z", 1, -2.0)]),
+        ({"max_per_example": 1, "min_reward": -math.inf}, [("b", "y", 0, -1.0), ("a", "one", 1, 3.0)]),
+        (
+            {"max_per_example": 2, "min_reward": -math.inf},
+            [("a", "two", 0, 2.0), ("b", "y", 0, -1.0), ("a", "one", 1, 3.0), ("b", "z", 1, -2.0)],
+        ),
+        ({"max_per_example": 9, "min_reward": 1.0}, [("a", "two", 0, 2.0), ("a", "one", 1, 3.0)]),
+        ({"max_per_example": 9, "min_reward": -math.inf, "first_step": 1}, [("a", "one", 1, 3.0), ("b", "z", 1, -2.0)]),
     ],
 )
 def test_which_are_taken(how: dict[str, float], expected: list[tuple], recorded: Path, renderer: Renderer, tmp_path: Path) -> None:
     """The best of each example, what was said twice once, what failed never."""
-    export(recorded / "rollouts", tmp_path, renderer, cut_at=CUT_AT, **how)
+    export_transcripts(recorded / "rollouts", tmp_path, renderer, max_new_tokens=CUT_AT, **how)
     lines = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
     assert [(line["id"], line["messages"][-1]["content"], line["step"], line["reward"]) for line in lines] == expected
     assert all(
@@ -204,7 +210,7 @@ def test_the_command(recorded: Path, renderer: Renderer, tmp_path: Path) -> None
     assert launched.returncode == 0 and launched.stdout.startswith(
         "1 of 6 rollouts (one per example: --best 1), mean reward 3.000: 1 transcripts\n"
     )
-    (shown,) = demonstrations_of(DataSettings(demonstrations=[str(tmp_path / "out" / "transcripts.jsonl")]), "transcripts", num=1, seed=0)
+    (shown,) = load_demonstrations(DataSettings(demonstrations=[str(tmp_path / "out" / "transcripts.jsonl")]), "transcripts", num=1, seed=0)
     again = renderer.transcript(shown.messages)
     expected = renderer.transcript([{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "one"}])
     assert (again.token_ids, again.loss_mask) == (expected.token_ids, expected.loss_mask)
@@ -219,14 +225,14 @@ def test_pictures_go_along(renderer: Renderer, tmp_path: Path) -> None:
     rollouts = [played(seed, renderer, PROTOCOLS[0])[0] for seed in range(80)]
     rollouts = [replace(each, reward=1.0, example_id=str(seed)) for seed, each in enumerate(rollouts) if each.status is not Status.FAILED]
     folder = tmp_path / "rollouts"
-    store_pictures(folder, rollouts)
-    write(path_of(folder, 0), rollouts, step=0, rounds=1)
-    exported = export(folder, tmp_path / "out", renderer, best=1, min_reward=0.0, cut_at=CUT_AT)
+    save_images(folder, rollouts)
+    write_step(step_path(folder, 0), rollouts, step=0, num_gen_batches=1)
+    exported = export_transcripts(folder, tmp_path / "out", renderer, max_per_example=1, min_reward=0.0, max_new_tokens=CUT_AT)
     lines = [json.loads(line) for line in (tmp_path / "out" / "transcripts.jsonl").read_text().splitlines()]
     data = DataSettings(demonstrations=[str(tmp_path / "out" / "transcripts.jsonl")])
-    shown = demonstrations_of(data, "transcripts", num=len(lines), seed=0)
+    shown = load_demonstrations(data, "transcripts", num=len(lines), seed=0)
     assert not any("not read" in line for line in shown.warnings)
-    assert len(lines) == exported.num_transcripts > 10 and sum(exported.left_out.values()) == len(rollouts) - len(lines)
+    assert len(lines) == exported.num_transcripts > 10 and sum(exported.skip_reasons.values()) == len(rollouts) - len(lines)
     words = {renderer.shown(renderer.transcript(each.messages)).removesuffix("<|im_end|>") for each in shown}
     sources = [each.sequences[0] for each in rollouts if each.example_id in {line["id"] for line in lines}]
     assert words == {renderer.shown(context).removesuffix("<|im_end|>") for context in sources}

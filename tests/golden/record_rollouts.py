@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_rl.config import EngineSettings, ModelSettings, TaskSettings  # noqa: E402 (the script's own tree comes first)
 from megatron_rl.distributed.world import connect, read_world  # noqa: E402
-from megatron_rl.observe.recorder import write  # noqa: E402
+from megatron_rl.observe.recorder import write_rollouts  # noqa: E402
 from megatron_rl.rollout.colocated import ColocatedEngine  # noqa: E402
 from megatron_rl.rollout.episode import EpisodeSettings  # noqa: E402
 from megatron_rl.rollout.manager import RolloutManager  # noqa: E402
@@ -33,7 +33,7 @@ from megatron_rl.types import Rollout, Status, StopReason  # noqa: E402
 from tests.support.one_process import world_of_one  # noqa: E402
 from tests.support.own_task import TwoLooksTask  # noqa: E402
 from tests.support.recorded import CASES, GOLDEN, PIXELS, taught  # noqa: E402
-from tools.data.make_tiny_qwen2_5_vl import make  # noqa: E402
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 
 HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=16, max_context=512, max_images=4, seed=7)
 STOP = ("s", "y")
@@ -44,7 +44,7 @@ EQUAL, FAILED = 1, (2, 2)
 
 def make_model(folder: Path) -> Path:
     """As the fixture random_model makes it."""
-    make(folder / "random", preset="nano", init="random", seed=1)
+    make_checkpoint(folder / "random", preset="nano", init="random", seed=1)
     return folder / "random"
 
 
@@ -79,7 +79,7 @@ def play(model: Path) -> None:
     for rollout in rollouts:
         reward(rollout, draw)
     shutil.rmtree(GOLDEN / "images", ignore_errors=True)
-    write(GOLDEN / "rollouts.jsonl", {"kept": rollouts}, step=0, among=rollouts)
+    write_rollouts(GOLDEN / "rollouts.jsonl", {"kept": rollouts}, step=0, step_rollouts=rollouts)
     engine.close()
 
 

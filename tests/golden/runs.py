@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_rl.observe.metrics import read_metrics  # noqa: E402 (the script's own tree comes first)
 from tests.support.untimed import untimed  # noqa: E402
-from tools.data.make_tiny_qwen2_5_vl import make  # noqa: E402
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 
 SMALL = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 SFT = (
@@ -97,7 +97,7 @@ def main() -> int:
     home, file = asked.home.resolve(), asked.home.resolve() / "golden.json"
     for preset, init in (("nano", "learn"), ("nano_search", "learn")):
         if not (home / "starts" / preset).exists():
-            make(home / "starts" / preset, preset=preset, init=init, seed=0)
+            make_checkpoint(home / "starts" / preset, preset=preset, init=init, seed=0)
     golden = json.loads(file.read_text()) if file.exists() else {}
     failed = False
     for name in asked.names or RUNS:

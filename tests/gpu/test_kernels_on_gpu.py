@@ -27,7 +27,7 @@ def measured(random_model: Path) -> Iterator[Callable[..., tuple[torch.Tensor, d
     def measure(prepare: Callable[[torch.nn.Module], None] = lambda chunks: None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         made, renderer = policy_of(random_model, OptimSettings(), dtype="bfloat16")
         prepare(made.network.chunks)
-        how = {"image_token_id": renderer.image_token_id, "positions": made.spec.positions, "device": made.network.device}
+        how = {"image_token_id": renderer.image_token_id, "positions": made.spec.rope_positions, "device": made.network.device}
         batch = pack(example_contexts(renderer), **how)
         return full_logits(made, batch).float(), {name: gradient.float() for name, gradient in gradients(made, [batch]).items()}
 

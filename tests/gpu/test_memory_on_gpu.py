@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
-from megatron_rl.memory_plan.activations import activations
-from megatron_rl.memory_plan.rank_shares import held_by
+from megatron_rl.memory_plan.activations import compute_activation_memory
+from megatron_rl.memory_plan.rank_shares import measure_footprint
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
@@ -49,13 +49,13 @@ def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path
         policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
 
     step()  # makes the moments
-    held = held_by(policy.network.model, policy.network.optimizer)
+    held = measure_footprint(policy.network.model, policy.network.optimizer)
     resident = torch.cuda.memory_allocated()
-    assert resident - before == pytest.approx(held.parameters + held.gradients + held.main + held.moments, rel=0.05)
+    assert resident - before == pytest.approx(held.param_bytes + held.grad_bytes + held.main_weight_bytes + held.moment_bytes, rel=0.05)
     torch.cuda.reset_peak_memory_stats()
     step()
-    planned = activations(
-        read_spec(random_model), parallel, stage=0, num_tokens=NUM_TOKENS, max_patches=4, width=2, lora=LoraSettings(),
+    planned = compute_activation_memory(
+        read_spec(random_model), parallel, stage=0, num_tokens=NUM_TOKENS, max_patches=4, itemsize=2, lora=LoraSettings(),
         frozen=settings.frozen,
-    ).total  # fmt: skip
+    ).total_bytes  # fmt: skip
     assert planned / 2 <= torch.cuda.max_memory_allocated() - resident <= planned

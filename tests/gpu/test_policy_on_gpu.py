@@ -40,7 +40,7 @@ def make_policy(random_model: Path) -> Callable[..., Policy]:
 
 def logits(policy: Policy, folder: Path) -> torch.Tensor:
     renderer = Renderer(ModelSettings(path=str(folder)))
-    positions = policy.spec.positions
+    positions = policy.spec.rope_positions
     batch = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=positions, device=policy.network.device)
     return full_logits(policy, batch).float().cpu()
 

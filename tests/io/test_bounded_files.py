@@ -12,28 +12,28 @@ import yaml
 from rich.console import Console
 
 from megatron_rl.cli import compare
-from megatron_rl.cli.app import end
-from megatron_rl.data.clips import StoredClip
+from megatron_rl.cli.app import exit_with_line
+from megatron_rl.data.clips import StoredVideo
 from megatron_rl.data.images import StoredImage
 from megatron_rl.distributed.world import read_world
 from megatron_rl.errors import PermanentInfraError
-from megatron_rl.evaluation.paired_comparison import Evaluation
+from megatron_rl.evaluation.paired_comparison import EvaluationResult
 from megatron_rl.explain.recorded_step import read_step
-from megatron_rl.export.sft_transcripts import link_pictures
-from megatron_rl.io.bounded_files import is_regular, open_regular, parse_yaml, printable, read_bytes, read_tail, read_text, read_yaml
-from megatron_rl.io.jsonl import iterate_lines, read_json, read_lines, to_number
+from megatron_rl.export.sft_transcripts import link_images
+from megatron_rl.io.bounded_files import is_regular, open_regular, parse_yaml, read_bytes, read_tail, read_text, read_yaml, to_printable
+from megatron_rl.io.jsonl import iterate_lines, parse_number, read_json, read_lines
 from megatron_rl.launcher import sweep_report
 from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe import plot
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import keys_in, picture_loader, read
-from megatron_rl.observe.rollout_store import keys_in_step, num_rows, read_columns, read_rollouts, write
+from megatron_rl.observe.recorder import image_keys_in, make_image_loader, read_recorded
+from megatron_rl.observe.rollout_store import image_keys_of_step, num_rows, read_columns, read_rollouts, write_step
 from megatron_rl.preflight.nodes import describe_path
 from megatron_rl.run.checkpoints import read_state
 from megatron_rl.run.directory import read_settings
 from megatron_rl.run.model_card import _metadata_of
-from megatron_rl.services.address import find
+from megatron_rl.services.address import find_address
 from megatron_rl.types import Image, Rollout, TokenSequence
 from megatron_rl.weights.formats import pickle_tensors
 from megatron_rl.weights.formats.digests import recorded_files
@@ -46,12 +46,12 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "lines": ("x.jsonl", lambda folder: read_lines(folder / "x.jsonl")),
     "settings": ("config.yaml", lambda folder: read_settings(folder / "config.yaml")),
     "metrics": ("metrics.jsonl", lambda folder: read_metrics(folder / "metrics.jsonl")),
-    "best and worst": ("rollouts/step_000001.jsonl", lambda folder: read(folder / "rollouts" / "step_000001.jsonl")),
-    "keys of lines": ("rollouts/step_000001.jsonl", lambda folder: keys_in(folder / "rollouts" / "step_000001.jsonl")),
+    "best and worst": ("rollouts/step_000001.jsonl", lambda folder: read_recorded(folder / "rollouts" / "step_000001.jsonl")),
+    "keys of lines": ("rollouts/step_000001.jsonl", lambda folder: image_keys_in(folder / "rollouts" / "step_000001.jsonl")),
     "columns": ("x.parquet", lambda folder: read_columns(folder / "x.parquet", ["step"])),
     "rollouts": ("x.parquet", lambda folder: read_rollouts(folder / "x.parquet")),
     "rows": ("x.parquet", lambda folder: num_rows(folder / "x.parquet")),
-    "picture": ("images/a.png", lambda folder: picture_loader(folder)("images/a.png")),
+    "picture": ("images/a.png", lambda folder: make_image_loader(folder)("images/a.png")),
     "state": ("run/state.json", read_state),
     "step": ("rollouts/step_000001.jsonl", lambda folder: read_step(folder, 1)),
     "sweep": ("sweep.yaml", lambda folder: read_sweep(folder / "sweep.yaml")),
@@ -62,10 +62,10 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 """A name -> the file that is something else, and who reads it."""
 QUIET: dict[str, tuple[str, Callable[[Path], object], object]] = {
-    "keys of a step": ("x.parquet", lambda folder: keys_in_step(folder / "x.parquet"), frozenset()),
+    "keys of a step": ("x.parquet", lambda folder: image_keys_of_step(folder / "x.parquet"), frozenset()),
     "model card": ("README.md", _metadata_of, {}),
     "records": ("run/state.json", recorded_files, None),
-    "service": ("services/judge.json", lambda folder: find(folder, "judge", "vllm"), ""),
+    "service": ("services/judge.json", lambda folder: find_address(folder, "judge", "vllm"), ""),
 }
 """The same of readers for whom such a file is not there."""
 
@@ -157,7 +157,7 @@ def test_a_number_that_no_column_holds(number: int, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
     with pytest.raises(ValueError, match="is no number"):
         read_metrics(tmp_path / "metrics.jsonl")
-    assert to_number(2**63 - 1) == 2**63 - 1
+    assert parse_number(2**63 - 1) == 2**63 - 1
 
 
 ODD_YAML = (
@@ -189,7 +189,7 @@ def test_links_of_strangers_are_not_exported(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "run" / "images" / "a.png").symlink_to(tmp_path / "secret")
     with pytest.raises(ValueError, match=rf"^{tmp_path}/run/images/a.png: is a link, "):
-        link_pictures(tmp_path / "run", tmp_path / "out", ["a"])
+        link_images(tmp_path / "run", tmp_path / "out", ["a"])
     assert not list((tmp_path / "out").rglob("*.png"))
 
 
@@ -197,10 +197,10 @@ def test_a_bank_knows_keys_that_name_files(tmp_path: Path) -> None:
     """A run that goes on looks for the pictures of all of them."""
     images = (picture(0), replace(picture(1), key="x" * 300))
     rollout = Rollout(sequences=[context_of(*images)], task="t", example_id="e", group=0, sample_index=0)
-    write(tmp_path / "step_000001.parquet", [rollout], step=1, rounds=1)
-    assert keys_in_step(tmp_path / "step_000001.parquet") == {picture(0).key}
+    write_step(tmp_path / "step_000001.parquet", [rollout], step=1, num_gen_batches=1)
+    assert image_keys_of_step(tmp_path / "step_000001.parquet") == {picture(0).key}
     with pytest.raises(ValueError, match="no key of a picture"):
-        read_rollouts(tmp_path / "step_000001.parquet", pictures=False)
+        read_rollouts(tmp_path / "step_000001.parquet", with_images=False)
 
 
 def context_of(*images: Image) -> TokenSequence:
@@ -238,25 +238,25 @@ def test_pictures_and_videos_of_questions_are_regular_files(kind: str, tmp_path:
     paths = [tmp_path / "a.png", tmp_path / "a.mp4"]
     for path in paths:
         os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
-    image, clip = StoredImage(paths[0], "row 1"), StoredClip(paths[1], "row 1")
+    image, clip = StoredImage(paths[0], "row 1"), StoredVideo(paths[1], "row 1")
     for reads in (image.open, image.read, clip.read):
         with pytest.raises(PermanentInfraError, match=r"^row 1: cannot be opened \(is no regular file\)$"):
             reads()
-    for reads in (image.size, image.require_whole, clip.require_sound):
+    for reads in (image.size, image.check_complete, clip.check_video):
         with pytest.raises(ValueError, match=r"is no regular file$"):
             reads()
 
 
 def test_words_of_files_leave_the_terminal_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The names of folders, what an evaluation states of itself, and the last line of a program."""
-    assert printable("a\n  b \x1b]0;owned\x07\u202e\u00e9") == "a b ?]0;owned??\u00e9"
+    assert to_printable("a\n  b \x1b]0;owned\x07\u202e\u00e9") == "a b ?]0;owned??\u00e9"
     run = tmp_path / "\x1b[2Jrun"
     run.mkdir()
     assert (plot.main([str(run)]), sweep_report.main([str(run)]), compare.main([str(run), str(run)])) == (2, 1, 1)
-    stated = [Evaluation(run, {"a": 1.0, "b": 0.0}, {"temperature": f"{escape}]0;owned"}, False) for escape in ("\x1b", "\x9b")]
-    compare.show(stated, Console(width=160))
+    stated = [EvaluationResult(run, {"a": 1.0, "b": 0.0}, {"temperature": f"{escape}]0;owned"}, False) for escape in ("\x1b", "\x9b")]
+    compare.print_comparison(stated, Console(width=160))
     with pytest.raises(SystemExit):
-        end("model_type \x1b]0;owned\x07", read_world())
+        exit_with_line("model_type \x1b]0;owned\x07", read_world())
     said = capsys.readouterr()
     assert not {"\x1b", "\x9b", "\x07"} & {*said.out, *said.err} and said.err.count("?[2Jrun") == 2
     assert (

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_rl.io.histogram import HIGHEST, LOWEST, NUM_BINS, STEPS, counts_of, quantile
+from megatron_rl.io.histogram import BINS_PER_OCTAVE, MAX_EXPONENT, MIN_EXPONENT, NUM_BINS, count_in_bins, quantile
 from megatron_rl.policy.loss_metrics import read_metrics, reduce_metrics
 from megatron_rl.types import LossMetrics
 
@@ -16,7 +16,7 @@ NAME = "rollout_mismatch/logprob_abs_diff"
 
 
 def by_bin(size_R: torch.Tensor) -> dict[int, int]:
-    return {place: count for place, count in enumerate(counts_of(size_R).tolist()) if count}
+    return {place: count for place, count in enumerate(count_in_bins(size_R).tolist()) if count}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -25,17 +25,17 @@ def test_a_quantile_is_that_of_the_sorted_numbers(num: int, seed: int) -> None:
     """The smallest number that 99% do not exceed, or up to 9% more. Gaps as bfloat16 makes them: most are small, a few are not."""
     size_R = (torch.randn(num, generator=torch.Generator().manual_seed(seed)) * 2 - 5).exp()
     truth = numpy.quantile(size_R.numpy(), 0.99, method="inverted_cdf")
-    assert truth * (1 - 1e-6) <= quantile(by_bin(size_R), 99) <= truth * 2 ** (1 / STEPS) * (1 + 1e-6)
+    assert truth * (1 - 1e-6) <= quantile(by_bin(size_R), 99) <= truth * 2 ** (1 / BINS_PER_OCTAVE) * (1 + 1e-6)
 
 
 def test_bins_by_hand() -> None:
     """An edge belongs to the bin below it. Nothing is lost: zeros, what is beyond the last edge, what is no number."""
-    edges = [2.0 ** (LOWEST + place / STEPS) for place in range(NUM_BINS - 1)]
-    assert edges[-1] == 2.0**HIGHEST and all(upper / lower == pytest.approx(1.0905077) for lower, upper in pairwise(edges))
+    edges = [2.0 ** (MIN_EXPONENT + place / BINS_PER_OCTAVE) for place in range(NUM_BINS - 1)]
+    assert edges[-1] == 2.0**MAX_EXPONENT and all(upper / lower == pytest.approx(1.0905077) for lower, upper in pairwise(edges))
     assert by_bin(torch.tensor([0.0, 1e-30, 0.5, 0.51, 1e9, math.inf, math.nan])) == {0: 2, 208: 1, 209: 1, NUM_BINS - 1: 3}
     assert quantile({208: 98, 209: 1, 210: 1}, 99) == pytest.approx(0.5 * 2 ** (1 / 8)) and quantile({208: 99, 210: 1}, 99) == 0.5
     assert quantile({208: 98, NUM_BINS - 1: 2}, 99) == math.inf and quantile({}, 99) == 0.0
-    assert counts_of(torch.zeros(0)).tolist() == [0] * NUM_BINS
+    assert count_in_bins(torch.zeros(0)).tolist() == [0] * NUM_BINS
 
 
 @pytest.mark.parametrize("cuts", [[1000], [1, 999], [300, 0, 700], [250] * 4])
@@ -47,7 +47,7 @@ def test_an_update_has_the_quantile_of_all_its_tokens(cuts: list[int], monkeypat
         largest = part_R.max() if len(part_R) else torch.zeros(())
         return LossMetrics(
             sums={"tokens": len(part_R), "denominator": len(part_R), NAME: part_R.sum()}, maxima={f"{NAME}_max": largest},
-            histograms={NAME: counts_of(part_R)},
+            histograms={NAME: count_in_bins(part_R)},
         )  # fmt: skip
 
     def gather(into: list, mine: object) -> None:
@@ -57,7 +57,7 @@ def test_an_update_has_the_quantile_of_all_its_tokens(cuts: list[int], monkeypat
     monkeypatch.setattr(dist, "all_gather_object", gather)
     found = reduce_metrics(read_metrics([told(part_R) for part_R in size_R.split(cuts)]), trouble="")
     truth = float(size_R.sort().values[989])  # 0.5
-    assert truth <= found[f"{NAME}_p99"] <= truth * 2 ** (1 / STEPS) and found["tokens"] == 2000
+    assert truth <= found[f"{NAME}_p99"] <= truth * 2 ** (1 / BINS_PER_OCTAVE) and found["tokens"] == 2000
     assert found[NAME] == pytest.approx(float(size_R.mean())) and found[f"{NAME}_max"] == 1.5
 
 
@@ -67,5 +67,5 @@ def test_a_quantile_is_never_above_the_largest(monkeypatch: pytest.MonkeyPatch) 
     for value in (0.0, 0.3, 1e9):
         size_R = torch.tensor([value])
         sums = {"tokens": 1.0, "denominator": 1.0}
-        one = LossMetrics(sums=sums, maxima={f"{NAME}_max": size_R.max()}, histograms={NAME: counts_of(size_R)})
+        one = LossMetrics(sums=sums, maxima={f"{NAME}_max": size_R.max()}, histograms={NAME: count_in_bins(size_R)})
         assert reduce_metrics(read_metrics([one]), trouble="")[f"{NAME}_p99"] == pytest.approx(value)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image as pil
 
-from megatron_rl.io.jsonl import to_line
+from megatron_rl.io.jsonl import to_json_line
 from megatron_rl.io.rollout_codec import VERSION, from_record, to_record
 from megatron_rl.types import Image, JudgeResult, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 
@@ -58,7 +58,7 @@ def travelled(rollout: Rollout) -> Rollout:
         pictures[image.key] = image.pil
         return f"name of {image.key}"
 
-    line = to_line(to_record(rollout, store))
+    line = to_json_line(to_record(rollout, store))
     assert "\n" not in line and line.isascii()
     return from_record(json.loads(line), lambda name: pictures[name.removeprefix("name of ")])
 
@@ -249,10 +249,10 @@ def refused_or_read(record: object) -> None:
         said = str(refused)
         assert said.startswith("rollout record: ") and "\n" not in said and len(said) < 500
     else:
-        line = to_line(to_record(rollout, lambda image: image.key))
+        line = to_json_line(to_record(rollout, lambda image: image.key))
         again = from_record(json.loads(line), lambda name: PICTURE)
         assert bits(again) == bits(rollout)
-        assert to_line(to_record(again, lambda image: image.key)) == line
+        assert to_json_line(to_record(again, lambda image: image.key)) == line
 
 
 @settings(deadline=None)
@@ -264,7 +264,7 @@ def test_anything_is_read_or_refused(record: object) -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_a_record_with_any_part_changed_is_read_or_refused(data: st.DataObject) -> None:
-    record = json.loads(to_line(to_record(full(), lambda image: image.key)))
+    record = json.loads(to_json_line(to_record(full(), lambda image: image.key)))
     place, steps = record, data.draw(st.integers(1, 5))
     while True:
         names = sorted(place) if isinstance(place, dict) else list(range(len(place)))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_rl.launcher import spawn
-from megatron_rl.launcher.spawn import grace_s
+from megatron_rl.launcher.spawn import parse_grace_s
 from tests.conftest import ROOT
 from tests.support import forked
 
@@ -152,12 +152,12 @@ def test_a_second_signal_later_on_does_not_wait_either(monkeypatch: pytest.Monke
     timers: list[float] = []
     monkeypatch.setattr(spawn.signal, "setitimer", lambda _, seconds: timers.append(seconds))
     monkeypatch.setattr(spawn.psutil, "Process", lambda: SimpleNamespace(children=lambda: ["child"]))
-    monkeypatch.setattr(spawn, "_tell", lambda *_: None)
-    processes = spawn.Processes(patience_s=100.0)
+    monkeypatch.setattr(spawn, "_send_signal", lambda *_: None)
+    processes = spawn.ChildProcesses(shutdown_timeout_s=100.0)
     for now in (50.0, 51.0, 56.0):
         monkeypatch.setattr(spawn.time, "monotonic", lambda now=now: now)
-        processes.hear(signal.SIGTERM, None)
-    assert timers == [100.0, spawn.AT_ONCE_S]
+        processes.forward_signal(signal.SIGTERM, None)
+    assert timers == [100.0, spawn.IMMEDIATE_KILL_S]
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_processes_have_the_time_to_close(words: list[str], seconds: float, monk
     monkeypatch.setattr(spawn.psutil, "Process", lambda: SimpleNamespace(children=lambda: [SimpleNamespace(send_signal=lambda _: None)]))
     monkeypatch.setattr(spawn.logging, "disable", lambda _: None)
     options = [word for word in words if "=" not in word]
-    assert spawn.spawn([*options, "train.py", *words[len(options) :]]) == 0
+    assert spawn.launch_processes([*options, "train.py", *words[len(options) :]]) == 0
     assert left == [pytest.approx(seconds, abs=2)] and signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
 def test_the_grace_is_that_of_the_command_line() -> None:
-    assert grace_s(["run.steps=3", "run.grace_s=7", "run.grace_s=8.5"]) == 8.5
-    assert grace_s(["run.steps=3"]) == 60.0 and grace_s(["run.grace_s=long"]) == 0.0
+    assert parse_grace_s(["run.steps=3", "run.grace_s=7", "run.grace_s=8.5"]) == 8.5
+    assert parse_grace_s(["run.steps=3"]) == 60.0 and parse_grace_s(["run.grace_s=long"]) == 0.0

@@ -16,10 +16,10 @@ import psutil
 import pytest
 import yaml
 
-from megatron_rl.launcher.compose import composed
-from megatron_rl.launcher.sweep import Launch, sweep_main
-from megatron_rl.launcher.sweep_report import interval, main, share_and_interval, wilson
-from megatron_rl.launcher.sweep_report import rows_of as rows
+from megatron_rl.launcher.compose import compose_settings
+from megatron_rl.launcher.sweep import LaunchScripts, sweep_main
+from megatron_rl.launcher.sweep_report import format_success, main, success_interval, wilson_interval
+from megatron_rl.launcher.sweep_report import load_rows as rows
 from tests.conftest import ROOT
 from tests.run.test_directory import leave
 from tests.support import forked
@@ -142,7 +142,7 @@ def test_what_is_finished_is_left_alone(bench: Path, capsys: pytest.CaptureFixtu
     folder = Path("runs/run.seed_0")
     words = ["experiment=numberline_grpo_cpu", "run.steps=4", "run.seed=0", f"run.dir={folder}"]
     leave(folder, "steps checkpoint finished")
-    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(composed(words))))
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(compose_settings(words))))
     assert play(bench, "--local", "2") == 0 and capsys.readouterr().out == "  0  is finished  (runs/run.seed_0)\n"
     assert not (folder / "began").exists()
     Path("sweep.yaml").write_text(Path("sweep.yaml").read_text().replace("run.steps=4", "run.steps=5"))
@@ -169,7 +169,7 @@ def test_a_stopped_sweep_begins_no_other(bench: Path) -> None:
     said, _ = sweep.communicate(timeout=30)
     assert sweep.returncode == os.EX_TEMPFAIL and said.count("stopped at step 1 of 4; the same command goes on") == 2
     assert not Path("runs/run.seed_0").exists()
-    states = [row.seen.state for row in rows(Path("sweep.yaml"))]
+    states = [row.status.state for row in rows(Path("sweep.yaml"))]
     assert states == ["stopped", "stopped", "waiting"]
 
     sweep = begin()
@@ -181,7 +181,7 @@ def test_a_stopped_sweep_begins_no_other(bench: Path) -> None:
 
 
 def test_where_a_job_has_several_nodes_they_all_take_part() -> None:
-    launch = Launch(Path("launch"))
+    launch = LaunchScripts(Path("launch"))
     alone = launch.command(["a=1"], processes=0, environment={"SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "4"})
     assert alone[1:] == ["launch/spawn.py", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "4", "launch/train.py", "a=1"]
     assert launch.command(["a=1"], processes=2, environment={})[6] == "2"
@@ -192,12 +192,12 @@ def test_where_a_job_has_several_nodes_they_all_take_part() -> None:
 def test_an_interval_is_wilsons() -> None:
     """Whose bounds are the shares that lie 1.96 of their own standard errors from what was seen; and a published example: 8 of 10."""
     for share, num in ((0.8, 10), (0.0, 5), (1.0, 7), (0.31, 48)):
-        for bound in wilson(share, num):
+        for bound in wilson_interval(share, num):
             assert abs(share - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / num), abs=1e-9)
-    assert wilson(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert interval({"greedy_success": 0.5}, "greedy") is None, "a success that is of no sample"
+    assert wilson_interval(0.8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert success_interval({"greedy_success": 0.5}, "greedy") is None, "a success that is of no sample"
     both = {"greedy_success": 0.5, "greedy_episodes": 5.0, "sampled_success": 0.8, "sampled_episodes": 10.0}
-    assert share_and_interval(both, "sampled") == "80.0% (49.0-94.3)"
+    assert format_success(both, "sampled") == "80.0% (49.0-94.3)"
 
 
 def test_a_table_of_a_folder(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:

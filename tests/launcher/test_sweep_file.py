@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.launcher.sweep_file import Sweep, name_of, read_sweep
+from megatron_rl.launcher.sweep_file import Sweep, read_sweep, run_folder_name
 
 
 def swept(tmp_path: Path, text: str) -> Sweep:
@@ -20,7 +20,7 @@ def test_a_grid_is_every_combination_with_its_values_as_typed(tmp_path: Path) ->
         "overrides: [experiment=e, run.steps=20]\ngrid: {algo: [grpo, gspo], optim.lr: [1e-4, 0.00030], model.frozen: [[vision, merger]]}\n"
     )
     sweep = swept(tmp_path, text)
-    assert (sweep.folder, sweep.processes) == (Path("runs/sweep"), 0)
+    assert (sweep.folder, sweep.num_processes) == (Path("runs/sweep"), 0)
     assert [task.index for task in sweep.tasks] == [0, 1, 2, 3]
     assert [" ".join(task.overrides) for task in sweep.tasks] == [
         f"experiment=e run.steps=20 algo={algo} optim.lr={lr} model.frozen=[vision,merger] "
@@ -31,7 +31,7 @@ def test_a_grid_is_every_combination_with_its_values_as_typed(tmp_path: Path) ->
 
 def test_a_list_is_what_it_names(tmp_path: Path) -> None:
     sweep = swept(tmp_path, "list: [{}, {algo: gspo}, {+optim.lr_by_module.vision: 1e-7, run.dry: true}]\nfolder: there\nprocesses: 2\n")
-    assert sweep.processes == 2
+    assert sweep.num_processes == 2
     assert [task.overrides for task in sweep.tasks] == [
         ["run.dir=there/as_it_is"],
         ["algo=gspo", "run.dir=there/algo_gspo"],
@@ -43,7 +43,7 @@ RANDOM = "random: {{draws: {draws}, seed: {seed}, optim.lr: {{log: [1e-5, 1e-3]}
 
 
 def drawn(tmp_path: Path, *, draws: int = 200, seed: int = 0, more: str = "") -> list[dict[str, str]]:
-    return [dict(task.own) for task in swept(tmp_path, RANDOM.format(draws=draws, seed=seed, more=more)).tasks]
+    return [dict(task.parameters) for task in swept(tmp_path, RANDOM.format(draws=draws, seed=seed, more=more)).tasks]
 
 
 def test_draws_are_spread_as_they_say(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_draws_repeat_and_more_of_them_change_none(tmp_path: Path) -> None:
 
 
 def test_a_name_needs_no_quotes() -> None:
-    name = name_of({"+task.data.train": "[my data/a,b.jsonl]", "algo": "gspo", "x": "'${y}'", "lr": "-1e+4"})
+    name = run_folder_name({"+task.data.train": "[my data/a,b.jsonl]", "algo": "gspo", "x": "'${y}'", "lr": "-1e+4"})
     assert re.fullmatch(r"[A-Za-z0-9_.+-]+", name) and name == "task.data.train_my_data_a_b.jsonl+algo_gspo+x_y+lr_-1e_4"
 
 
@@ -121,7 +121,7 @@ def test_a_run_folder_is_the_sweeps_to_name(tmp_path: Path) -> None:
 
 def test_an_index_beyond_the_list(tmp_path: Path) -> None:
     sweep = swept(tmp_path, "grid: {a: [1, 2]}")
-    assert sweep.task(1).own == {"a": "2"}
+    assert sweep.task(1).parameters == {"a": "2"}
     for index in (2, -1):
         told = rf"^--task={index}: {re.escape(str(tmp_path))}/sweep.yaml has tasks 0 to 1; sbatch --array=0-1$"
         with pytest.raises(ValueError, match=told):

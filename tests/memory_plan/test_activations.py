@@ -18,9 +18,15 @@ from megatron_rl.batching.minibatches import MAX_KV_RATIO
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import LoraSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
-from megatron_rl.memory_plan.activations import LOGIT_BYTES, activations, language_layer, mergers, vision_block
+from megatron_rl.memory_plan.activations import (
+    LOGIT_BYTES,
+    compute_activation_memory,
+    decoder_layer_bytes,
+    vision_block_bytes,
+    vision_merger_bytes,
+)
 from megatron_rl.models.hf_config import parse_spec
-from megatron_rl.models.known_models import released_config
+from megatron_rl.models.known_models import make_released_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.attention import SharedPromptParams
 from megatron_rl.policy.logprobs import Distribution
@@ -51,7 +57,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small(num_layers: int) -> ModelSpec:
     """Proportions of the released models, sizes of a test."""
-    stored = json.loads(json.dumps(released_config("3B")))
+    stored = json.loads(json.dumps(make_released_config("3B")))
     stored |= {"hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "bos_token_id": 1}
     stored |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
     stored["vision_config"] |= {"depth": 3, "hidden_size": VISION, "num_heads": 4, "intermediate_size": 428, "fullatt_block_indexes": [1]}
@@ -168,7 +174,7 @@ def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.d
     kept = kept_by_autograd(
         layer, lambda: layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed)
     )
-    formula = language_layer(model, ParallelSettings(), width=width, lora=LoraSettings())
+    formula = decoder_layer_bytes(model, ParallelSettings(), itemsize=width, lora=LoraSettings())
     assert abs(kept / num_tokens - (formula - 2 * head_dim * width)) <= 40
 
 
@@ -188,7 +194,7 @@ def test_a_layer_keeps_gathered_keys_as_the_formula_says(world: None, family: st
         layer, lambda: layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=packed)
     )
     query, key = 4 * 64, 2 * 64
-    formula = language_layer(model, ParallelSettings(), width=2, lora=LoraSettings()) + 2 * (8 * 2 * key - query - 3 * key)
+    formula = decoder_layer_bytes(model, ParallelSettings(), itemsize=2, lora=LoraSettings()) + 2 * (8 * 2 * key - query - 3 * key)
     assert kept - rows == pytest.approx(num_tokens * formula, rel=0.001)
 
 
@@ -200,8 +206,8 @@ def test_a_vision_block_keeps_what_the_formula_says(world: None, dtype: torch.dt
     tower = build(model, dtype).module.vision
     pixels = torch.randn(PATCHES, 1176, dtype=dtype)
     kept = kept_by_autograd(tower, lambda: encode(tower, pixels, [[1, 32, PATCHES // 32]], model.vision))
-    blocks = 3 * (vision_block(model, width=width) - VISION * width)
-    rest = 1176 * width + mergers(model, width=width)
+    blocks = 3 * (vision_block_bytes(model, itemsize=width) - VISION * width)
+    rest = 1176 * width + vision_merger_bytes(model, itemsize=width)
     assert abs(kept / PATCHES - (blocks + rest)) <= 0.03 * (blocks + rest)
 
 
@@ -235,10 +241,10 @@ def test_a_pass_stays_below_the_plan_and_near_it(
     with megatron_on_cpu(), live:
         hidden_RH = chunk(batch, torch.arange(8))
         hidden_RH.float().sum().backward()
-    planned = activations(
-        model, parallel, stage=0, num_tokens=num_tokens, max_patches=num_patches, width=dtype.itemsize, lora=LoraSettings(rank=lora),
+    planned = compute_activation_memory(
+        model, parallel, stage=0, num_tokens=num_tokens, max_patches=num_patches, itemsize=dtype.itemsize, lora=LoraSettings(rank=lora),
         frozen=frozen,
-    ).total  # fmt: skip
+    ).total_bytes  # fmt: skip
     assert live.peak <= planned
     if num_patches == 4 * num_tokens:
         assert live.peak >= planned * 2 / 3
@@ -264,9 +270,16 @@ def test_micro_batches_in_flight(pp: int, vpp: int, expected: list[float]) -> No
     """1F1B: a stage has begun one micro-batch more than the stage behind it. Interleaved, two stages of two chunks: the first warms up with
     four chunks and holds a fifth in its steady state, the second two and a third (Narayanan et al. 2021, arXiv 2104.04473, figure 4)."""
     planned = [
-        activations(
-            small(4), ParallelSettings(pp=pp, vpp=vpp), stage=stage, num_tokens=16, max_patches=4, width=2, lora=LoraSettings(), frozen=[]
-        ).in_flight
+        compute_activation_memory(
+            small(4),
+            ParallelSettings(pp=pp, vpp=vpp),
+            stage=stage,
+            num_tokens=16,
+            max_patches=4,
+            itemsize=2,
+            lora=LoraSettings(),
+            frozen=[],
+        ).num_in_flight
         for stage in range(pp)
     ]
     assert planned == expected
@@ -275,8 +288,8 @@ def test_micro_batches_in_flight(pp: int, vpp: int, expected: list[float]) -> No
 def test_a_layer_is_cut_by_tensor_parallelism() -> None:
     """With sequence parallelism nothing of a layer is whole on a rank but the sines and cosines."""
     model = small(4)
-    whole = language_layer(model, ParallelSettings(), width=2, lora=LoraSettings())
-    cut = language_layer(model, ParallelSettings(tp=2, sequence_parallel=True), width=2, lora=LoraSettings())
+    whole = decoder_layer_bytes(model, ParallelSettings(), itemsize=2, lora=LoraSettings())
+    cut = decoder_layer_bytes(model, ParallelSettings(tp=2, sequence_parallel=True), itemsize=2, lora=LoraSettings())
     rotary = 4 * 64 * 2
     assert cut - rotary == (whole - rotary) / 2
 
@@ -284,11 +297,11 @@ def test_a_layer_is_cut_by_tensor_parallelism() -> None:
 def test_a_vision_token_is_as_many_patches_as_the_tower_merges() -> None:
     """Where nine patches and not four make a token, a batch full of images has the tower keep nine quarters."""
     model, parallel = small(4), ParallelSettings()
-    wider = replace(model, vision=replace(model.vision, merge=3))
+    wider = replace(model, vision=replace(model.vision, spatial_merge_size=3))
 
     def of_images(model: ModelSpec) -> int:
-        given = {"stage": 0, "num_tokens": 64, "max_patches": 4, "width": 2, "lora": LoraSettings()}
-        trained, still = (activations(model, parallel, **given, frozen=frozen).kept for frozen in ([], FROZEN))
+        given = {"stage": 0, "num_tokens": 64, "max_patches": 4, "itemsize": 2, "lora": LoraSettings()}
+        trained, still = (compute_activation_memory(model, parallel, **given, frozen=frozen).saved_bytes for frozen in ([], FROZEN))
         return trained - still
 
     assert of_images(wider) == of_images(model) * 9 // 4

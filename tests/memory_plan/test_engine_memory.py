@@ -14,15 +14,15 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from megatron_rl.config import EngineSettings, ModelSettings, RunSettings, Settings
 from megatron_rl.memory_plan.engine_memory import (
     LOGIT_BYTES,
-    batched_tokens,
-    largest_picture,
-    patch_numbers,
+    max_batched_tokens,
+    max_image_tokens,
+    num_profiled_image_tokens,
+    peak_values_per_patch,
+    peak_values_per_token,
     plan_engine,
-    profiled_tokens,
-    token_numbers,
 )
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.vllm.sampler import EngineNoise
@@ -52,14 +52,14 @@ def test_vllm_batches_profiles_and_sleeps_as_the_plan_says(described: list[dict]
     assert ours.keys() == set(RECIPES)
     for recipe, made in ours.items():
         settings = settings_of(f"experiment={recipe}")
-        model, engine = known_spec(settings.model.path), settings.engine
-        assert made["batched"] == batched_tokens(settings), recipe
+        model, engine = load_known_spec(settings.model.path), settings.engine
+        assert made["batched"] == max_batched_tokens(settings), recipe
         assert (made["sequences"], made["length"], made["share"]) == (
             engine.max_num_seqs, engine.max_model_len, engine.gpu_memory_utilization,
         ), recipe  # fmt: skip
-        assert made["picture"] == {"image": largest_picture(model, settings)}, recipe
-        assert made["patches"][0] == model.vision.patches_a_token * largest_picture(model, settings), recipe
-        assert made["pictures"]["image"] * made["picture"]["image"] == profiled_tokens(model, settings), recipe
+        assert made["picture"] == {"image": max_image_tokens(model, settings)}, recipe
+        assert made["patches"][0] == model.vision.patches_per_token * max_image_tokens(model, settings), recipe
+        assert made["pictures"]["image"] * made["picture"]["image"] == num_profiled_image_tokens(model, settings), recipe
         assert made["cumem"] and not made["graphs_leave"], "GRAPHS stay in sleep, the rest of the share goes"
         assert made["graphs"] != "NONE" and made["async"] and made["prefix_caching"] and not made["v2"]
         assert (made["tp"], made["launcher"]) == (engine.tp, "external_launcher")
@@ -88,36 +88,36 @@ def test_pictures_of_a_profile_by_hand(pixels: int, images: int, length: int, se
         model=ModelSettings(max_pixels=pixels, min_pixels=784), run=RunSettings(dir="there"),
         engine=EngineSettings(max_images=images, max_model_len=length, max_num_seqs=sequences),
     )  # fmt: skip
-    assert profiled_tokens(known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings) == expected
+    assert num_profiled_image_tokens(load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings) == expected
 
 
 def test_the_engine_of_7b_by_hand() -> None:
     """16.58 GB of weights; a token of keys and values is 2 * 28 layers * 4 heads * 128 * 2 bytes = 57,344. Its largest step: 13 * 1,280
     numbers for each of 4 * 15,300 patches and their 1,176 pixels, more than the language model's 16,384 tokens; the pictures' embeddings;
     256 rows of logits; 1.5 GB of graphs."""
-    model, of_a_run = known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), RunSettings(dir="there")
+    model, of_a_run = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), RunSettings(dir="there")
     given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.5, "max_model_len": 32768}
     pictures = ModelSettings(max_pixels=2_000_000)
     engine = plan_engine(model, Settings(model=pictures, engine=EngineSettings(**given), run=of_a_run))
     language, tower = 16384 * (4 * 3584 + 3 * 18944) * 2, 4 * 15300 * (13 * 1280 * 2 + 1176 * 6)
     assert tower > language
-    assert engine.working == tower + 15300 * 3584 * 2 + 256 * 152064 * 22 + 1_500_000_000
-    assert (engine.budget, engine.weights, engine.token) == (70_500_000_000, 16_584_333_312, 57_344)
-    assert engine.cache_tokens == (70_500_000_000 - 16_584_333_312 - engine.working) // 57_344
+    assert engine.step_bytes == tower + 15300 * 3584 * 2 + 256 * 152064 * 22 + 1_500_000_000
+    assert (engine.budget_bytes, engine.weight_bytes, engine.kv_bytes_per_token) == (70_500_000_000, 16_584_333_312, 57_344)
+    assert engine.cache_tokens == (70_500_000_000 - 16_584_333_312 - engine.step_bytes) // 57_344
     halved = plan_engine(model, Settings(model=pictures, engine=EngineSettings(**given, tp=2), run=of_a_run))
-    assert (halved.weights, halved.token) == (engine.weights // 2, 57_344 // 2)
+    assert (halved.weight_bytes, halved.kv_bytes_per_token) == (engine.weight_bytes // 2, 57_344 // 2)
 
 
 def test_the_engine_of_another_family_by_hand() -> None:
     """8B of Qwen3-VL, whose squares are 32 pixels wide: 2 megapixels are 1,953 of them, 8 pictures 15,624. Its tower has a row of learned
     positions more in hand, and of each token three rows of 4,096 that are added behind layers, for which there are buffers, too."""
-    model = known_spec("Qwen/Qwen3-VL-8B-Instruct")
+    model = load_known_spec("Qwen/Qwen3-VL-8B-Instruct")
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=32768)
     engine = plan_engine(model, Settings(model=ModelSettings(max_pixels=2_000_000), engine=given, run=RunSettings(dir="there")))
     language, tower = 16384 * (4 * 4096 + 3 * 12288) * 2, 15624 * (4 * (14 * 1152 * 2 + 1536 * 6) + 3 * 4096 * 2)
     assert tower > language
-    assert engine.working == tower + 4 * 15624 * 4096 * 2 + 256 * 151936 * 22 + 1_500_000_000
-    assert (engine.weights, engine.token) == (2 * 8_767_123_696 + 3 * 16384 * 4096 * 2, 2 * 36 * 8 * 128 * 2)
+    assert engine.step_bytes == tower + 4 * 15624 * 4096 * 2 + 256 * 151936 * 22 + 1_500_000_000
+    assert (engine.weight_bytes, engine.kv_bytes_per_token) == (2 * 8_767_123_696 + 3 * 16384 * 4096 * 2, 2 * 36 * 8 * 128 * 2)
 
 
 def test_an_engine_of_qwen3_holds_what_its_layers_add() -> None:
@@ -129,8 +129,8 @@ def test_an_engine_of_qwen3_holds_what_its_layers_add() -> None:
     tokens, added = 8 * 1953, 3 * 16384 * 2560 * 2
     language, tower = 16384 * (4 * 2560 + 3 * 9728) * 2, tokens * (4 * (14 * 1024 * 2 + 1536 * 6) + 3 * 2560 * 2)
     assert tower > language
-    assert whole.working == tower + tokens * (1 + 3) * 2560 * 2 + 256 * 151936 * 22 + 1_500_000_000
-    assert whole.weights - added == 2 * (halved.weights - added) == 2 * sum(math.prod(shape) for shape in model.shapes().values())
+    assert whole.step_bytes == tower + tokens * (1 + 3) * 2560 * 2 + 256 * 151936 * 22 + 1_500_000_000
+    assert whole.weight_bytes - added == 2 * (halved.weight_bytes - added) == 2 * sum(math.prod(shape) for shape in model.shapes().values())
 
 
 @pytest.fixture(scope="module")
@@ -164,14 +164,14 @@ def test_the_tower_holds_at_once_what_the_plan_says(runner: GPUModelRunner, mode
     """vLLM's own, in fp32; its attention on a CPU is torch's."""
     patch_PC, grid = torch.randn(side * side, 1176), torch.tensor([[1, side, side]])
     held = peak(runner, lambda: runner.get_model().embed_multimodal(pixel_values=patch_PC, image_grid_thw=grid), patch_PC)
-    assert held == pytest.approx(side * side * patch_numbers(model, tp=1) * 4, rel=0.01)
+    assert held == pytest.approx(side * side * peak_values_per_patch(model, tp=1) * 4, rel=0.01)
 
 
 def test_a_layer_holds_at_once_what_the_plan_says(runner: GPUModelRunner, model: ModelSpec) -> None:
     """Of a token more. On a CPU the activation before the product is another F of the MLP, which CUDA's kernel does not keep."""
     few, many = (peak(runner, lambda tokens=tokens: runner._dummy_run(tokens, is_profile=True)) for tokens in (1024, 2048))
-    assert (many - few) / 1024 / 4 >= token_numbers(model, tp=1)
-    assert (many - few) / 1024 / 4 == pytest.approx(token_numbers(model, tp=1) + model.ffn_size, rel=0.01)
+    assert (many - few) / 1024 / 4 >= peak_values_per_token(model, tp=1)
+    assert (many - few) / 1024 / 4 == pytest.approx(peak_values_per_token(model, tp=1) + model.ffn_size, rel=0.01)
 
 
 def test_drawing_a_token_holds_at_once_what_the_plan_says(runner: GPUModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:

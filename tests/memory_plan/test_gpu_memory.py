@@ -26,11 +26,11 @@ from megatron_rl.config import (
 from megatron_rl.entrypoints.train import run
 from megatron_rl.memory_plan import host_memory
 from megatron_rl.memory_plan.engine_memory import plan_engine
-from megatron_rl.memory_plan.gpu_memory import plan, residue
-from megatron_rl.memory_plan.image_memory import pictures
-from megatron_rl.memory_plan.rank_shares import Footprint, Share, shares
+from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, unplanned_bytes
+from megatron_rl.memory_plan.image_memory import plan_image_bytes
+from megatron_rl.memory_plan.rank_shares import MemoryFootprint, ModelShare, compute_model_shares
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.policy import Policy
@@ -38,7 +38,7 @@ from megatron_rl.registry import has_critic
 from megatron_rl.types import LossMetrics, TokenSequence
 from tests.support.held import held_after_a_step
 from tests.support.one_process import opened, world_of_one
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 KINDS = {
     "float32": {},
@@ -64,7 +64,7 @@ def world() -> Iterator[None]:
         yield
 
 
-def measured(settings: Settings) -> Footprint:
+def measured(settings: Settings) -> MemoryFootprint:
     """Build policy and critic, train them for one step, and add up the distinct storages of each kind."""
     layout, is_own = build_layout(settings.parallel, seed=0), settings.critic.backbone == "own"
     policy = opened(Policy(
@@ -88,10 +88,10 @@ def measured(settings: Settings) -> Footprint:
 
 def check_held(folder: Path, kind: str, request: pytest.FixtureRequest) -> None:
     settings = settings_for(folder, **KINDS[kind])
-    (share,) = shares(read_spec(folder), settings, world_size=1, has_values=has_critic(settings))
+    (share,) = compute_model_shares(read_spec(folder), settings, world_size=1, has_values=has_critic(settings))
     request.getfixturevalue("world")
-    assert share.held == measured(settings)
-    assert share.held.gradients >= 4 * share.num_trained
+    assert share.total_footprint == measured(settings)
+    assert share.total_footprint.grad_bytes >= 4 * share.num_trained_params
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,7 +103,7 @@ def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path,
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("others")
     for family in ("qwen2_vl", "qwen3_vl"):
-        make(folder / family, family=family, init="random", seed=1, vision_depth=3)
+        make_checkpoint(folder / family, family=family, init="random", seed=1, vision_depth=3)
     return folder
 
 
@@ -116,29 +116,32 @@ def test_so_does_one_of_another_family(family: str, kind: str, others: Path, req
 def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
     """Each of four replicas has a fourth of the padded buffer."""
     settings, model = settings_for(random_model, dtype="bfloat16"), read_spec(random_model)
-    (alone,), (one,) = (shares(model, settings, world_size=size) for size in (1, 4))
-    assert (one.num_parameters, one.held.parameters) == (alone.num_parameters, one.held.gradients // 2)
-    assert one.held.main <= one.held.gradients // 4
-    assert abs(4 * one.held.main - alone.held.main) <= one.held.gradients - alone.held.main
-    assert one.held.moments == 2 * one.held.main
+    (alone,), (one,) = (compute_model_shares(model, settings, world_size=size) for size in (1, 4))
+    assert (one.num_params, one.total_footprint.param_bytes) == (alone.num_params, one.total_footprint.grad_bytes // 2)
+    assert one.total_footprint.main_weight_bytes <= one.total_footprint.grad_bytes // 4
+    assert (
+        abs(4 * one.total_footprint.main_weight_bytes - alone.total_footprint.main_weight_bytes)
+        <= one.total_footprint.grad_bytes - alone.total_footprint.main_weight_bytes
+    )
+    assert one.total_footprint.moment_bytes == 2 * one.total_footprint.main_weight_bytes
 
 
 @pytest.mark.parametrize("merge", [2, 4])
 def test_pictures_by_hand(merge: int) -> None:
     """Of 7B, whose patches are 14 pixels wide: the engine's largest step is that of its tower, with as many of the largest pictures (1,280
     tokens, or 320 of 16 patches each) as 8,000 tokens hold, or eight contexts."""
-    model = known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
-    model = replace(model, vision=replace(model.vision, merge=merge))
+    model = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
+    model = replace(model, vision=replace(model.vision, spatial_merge_size=merge))
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=1000, max_num_seqs=8, max_images=1000)
     settings = Settings(
         model=ModelSettings(dtype="bfloat16"), engine=given, run=RunSettings(dir="there"),
         batch=config.BatchSettings(prompts_per_step=8, group_size=16),
     )  # fmt: skip
-    planned = plan(model, settings, world_size=1)
+    planned = plan_gpu_memory(model, settings, world_size=1)
     shown = 6 * 1280 if merge == 2 else 8 * 3 * 320
     tower = merge**2 * shown * (13 * 1280 * 2 + 1176 * (4 + 2))
-    assert planned.engine.working == tower + shown * 3584 * 2 + 8 * 152064 * 22 + 1_500_000_000
-    assert planned.host.pictures == pictures(model, settings, world_size=1) > 0
+    assert planned.engine.step_bytes == tower + shown * 3584 * 2 + 8 * 152064 * 22 + 1_500_000_000
+    assert planned.host.image_bytes == plan_image_bytes(model, settings, world_size=1) > 0
 
 
 @pytest.mark.parametrize(("share", "length"), [(0.3, 4096), (0.45, 128000)])
@@ -147,11 +150,11 @@ def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=share, max_model_len=length)
     settings = Settings(engine=engine, run=RunSettings(dir="there", gpu="l40s"))
     with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s have no room .* \(16.6 GB\)"):
-        plan_engine(known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
+        plan_engine(load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
 
 
 def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
-    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
     def planned(**parallel: object) -> tuple:
         engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
@@ -159,11 +162,11 @@ def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
             model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", **parallel), engine=engine,
             run=RunSettings(dir="there"),
         )  # fmt: skip
-        result = plan(model, settings, world_size=1)
+        result = plan_gpu_memory(model, settings, world_size=1)
         return result.ranks[0], result.host
 
     (here, host_here), (away, host_away) = planned(), planned(offload_optimizer=True, offload_params=True)
-    held = here.share.held
+    held = here.rank_share.total_footprint
     assert here.sync - away.sync == here.optimizer - away.optimizer == held.moments
     assert here.rollout - away.rollout == held.moments + held.parameters + held.gradients
     assert host_away.total - host_here.total == held.parameters + held.moments + 2 * sum(map(rounded, tensors_of_3b()))
@@ -179,38 +182,38 @@ def tensors_of_3b() -> list[int]:
     """Numbers of each tensor that Megatron steps: 36 layers by hand (q, k and v are one, and gate and up), embeddings that the output has
     too, the last norm; the tower as Hugging Face has it."""
     layer = [2048 * (2048 + 2 * 256), 2048 + 2 * 256, 2048 * 2048, 2 * 11008 * 2048, 11008 * 2048, 2048, 2048]
-    shapes = known_spec("Qwen/Qwen2.5-VL-3B-Instruct").shapes()
+    shapes = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct").shapes()
     return 36 * layer + [151936 * 2048, 2048] + [math.prod(shape) for name, shape in shapes.items() if name.startswith("visual.")]
 
 
 def test_an_engine_elsewhere_takes_nothing_here() -> None:
     """Neither its share of the GPU nor its weights; the trainer stays where it is, whatever it could leave."""
-    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
     def planned(**engine: object) -> tuple:
         settings = Settings(
             model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", offload_params=True),
             engine=EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, **engine), run=RunSettings(dir="there"),
         )  # fmt: skip
-        result = plan(model, settings, world_size=1)
+        result = plan_gpu_memory(model, settings, world_size=1)
         return result.ranks[0], result.engine
 
     (local, engine), (remote, _) = planned(), planned(mode="server", urls=["http://node2:8000"])
-    held = local.share.held
+    held = local.rank_share.total_footprint
     assert local.rollout - remote.rollout == engine.budget - held.parameters - held.gradients
     assert local.sync - remote.sync == engine.weights > 0 and local.update == remote.update
 
 
 def test_a_sync_holds_two_buckets() -> None:
     """One is filled while the engine reads the other; the largest tensor comes in a bucket of its own."""
-    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
     def planned(bucket_mib: float) -> int:
         engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, bucket_mib=bucket_mib)
         settings = Settings(
             model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full"), engine=engine, run=RunSettings(dir="there")
         )
-        return plan(model, settings, world_size=1).ranks[0].sync
+        return plan_gpu_memory(model, settings, world_size=1).ranks[0].sync_bytes
 
     assert planned(512) - planned(256) == 2 * (256 << 20)
 
@@ -218,7 +221,7 @@ def test_a_sync_holds_two_buckets() -> None:
 def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -> None:
     """With a KL term the host holds the reference or, while it is swapped in, the current weights; AdamW's step holds the roots of all
     second moments at once: more, here, than the activations of micro-batches of one short context."""
-    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=1024)
 
     def planned(stage: str = "rl", **algo: float) -> tuple:
@@ -227,11 +230,11 @@ def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -
             engine=engine, batch=config.BatchSettings(micro_batch_tokens=1024), algo=config.AlgoSettings(**algo),
             run=RunSettings(dir="there"),
         )  # fmt: skip
-        result = plan(model, settings, world_size=1)
+        result = plan_gpu_memory(model, settings, world_size=1)
         return result.ranks[0], result.host
 
     (rank, host), (_, host_kl), (_, host_sft) = planned(), planned(kl_coef=0.1), planned(stage="sft", kl_coef=0.1)
-    held = rank.share.held
+    held = rank.rank_share.total_footprint
     assert host_kl.copies - host.copies == held.parameters and host_sft.copies == host.copies == 0
     assert rank.activations.total < held.moments // 2
     assert rank.update == 1_000_000_000 + 1_500_000_000 + held.main + held.moments + held.parameters + held.gradients + held.moments // 2
@@ -239,12 +242,12 @@ def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -
 
 def test_a_checkpoint_is_each_ranks_share() -> None:
     """By hand: 2 bytes of weights, 4 of main weights and 8 of moments for each of 3,754,622,976 parameters, over all ranks."""
-    model = known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
+    model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
     for world_size in (1, 8):
         settings = Settings(model=ModelSettings(dtype="bfloat16"), engine=engine, run=RunSettings(dir="there"))
-        host = plan(model, settings, world_size=world_size).host
-        assert host.checkpoint == pytest.approx(14 * 3_754_622_976 / world_size, rel=1e-4)
+        host = plan_gpu_memory(model, settings, world_size=world_size).host
+        assert host.checkpoint_bytes == pytest.approx(14 * 3_754_622_976 / world_size, rel=1e-4)
 
 
 def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,29 +275,45 @@ def test_a_host_that_does_not_hold_the_run(capsys: pytest.CaptureFixture[str], m
 def test_boxes_and_checkpoints_by_hand() -> None:
     """Eight boxes of a GiB, of which an engine over two ranks has one pool; a checkpoint is copied from the GPU, and where it is written
     beside training from the host, too."""
-    held = Footprint(parameters=100, gradients=200, main=400, moments=600)
-    share = Share(tp_rank=0, pp_rank=0, num_parameters=50, num_trained=50, policy=held, pinned=900)
+    held = MemoryFootprint(param_bytes=100, grad_bytes=200, main_weight_bytes=400, moment_bytes=600)
+    share = ModelShare(tp_rank=0, pp_rank=0, num_params=50, num_trained_params=50, policy_footprint=held, pinned_bytes=900)
 
     def planned(
-        *, has_boxes: bool, tp: int = 1, background: bool = True, offload: bool = False, kind: str = "colocated"
-    ) -> host_memory.HostPlan:
+        *, uses_sandbox: bool, tp: int = 1, background: bool = True, offload: bool = False, kind: str = "colocated"
+    ) -> host_memory.HostMemoryPlan:
         sandbox = config.SandboxSettings(memory_mib=1024, size=8)
         settings = Settings(
             engine=EngineSettings(tp=tp, mode=kind, urls=["http://h:1"] if kind == "server" else []),
             task=config.TaskSettings(name="mine", sandbox=sandbox), run=RunSettings(dir="there"),
             checkpoint=config.CheckpointSettings(background=background), parallel=ParallelSettings(offload_optimizer=offload),
         )  # fmt: skip
-        return host_memory.plan_host([share], known_spec("Qwen/Qwen2.5-VL-3B-Instruct"), settings, world_size=2, has_boxes=has_boxes)
+        return host_memory.plan_host_memory(
+            [share], load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct"), settings, world_size=2, uses_sandbox=uses_sandbox
+        )
 
-    assert [planned(has_boxes=True).boxes, planned(has_boxes=True, tp=2).boxes, planned(has_boxes=False).boxes] == [8 << 30, 4 << 30, 0]
-    assert planned(has_boxes=False).checkpoint == planned(has_boxes=False, background=False).checkpoint == 100 // 2 + 3 * 300
-    assert planned(has_boxes=False, background=False, offload=True).checkpoint == 100 // 2 + 300
-    assert planned(has_boxes=False, offload=True).optimizer == 600 + 900
-    whole = planned(has_boxes=True)
-    assert (whole.sent, whole.of_node(2)) == (0, 2 * whole.total)
-    far = planned(has_boxes=True, kind="server")
-    assert far.of_node(2) == 2 * far.total + 100, "all weights once, for an engine that comes back"
-    assert whole.total == host_memory.PROCESS + whole.optimizer + whole.copies + whole.checkpoint + whole.pictures + whole.boxes
+    assert [
+        planned(uses_sandbox=True).sandbox_bytes,
+        planned(uses_sandbox=True, tp=2).sandbox_bytes,
+        planned(uses_sandbox=False).sandbox_bytes,
+    ] == [8 << 30, 4 << 30, 0]
+    assert (
+        planned(uses_sandbox=False).checkpoint_bytes == planned(uses_sandbox=False, background=False).checkpoint_bytes == 100 // 2 + 3 * 300
+    )
+    assert planned(uses_sandbox=False, background=False, offload=True).checkpoint_bytes == 100 // 2 + 300
+    assert planned(uses_sandbox=False, offload=True).optimizer_bytes == 600 + 900
+    whole = planned(uses_sandbox=True)
+    assert (whole.published_weight_bytes, whole.node_bytes(2)) == (0, 2 * whole.rank_bytes)
+    far = planned(uses_sandbox=True, kind="server")
+    assert far.node_bytes(2) == 2 * far.rank_bytes + 100, "all weights once, for an engine that comes back"
+    assert (
+        whole.rank_bytes
+        == host_memory.PROCESS_BYTES
+        + whole.optimizer_bytes
+        + whole.weight_copy_bytes
+        + whole.checkpoint_bytes
+        + whole.image_bytes
+        + whole.sandbox_bytes
+    )
 
 
 def dry(**run: object) -> Settings:
@@ -311,4 +330,4 @@ def dry(**run: object) -> Settings:
 def test_what_nobody_counts_grows_with_the_groups_of_ranks(world: int, tp: int, pp: int, engine_tp: int, groups: int) -> None:
     """A GB of CUDA's and of the libraries', half a GB for each group that is more than one rank."""
     settings = Settings(parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp))
-    assert residue(settings, world_size=world) == 1_000_000_000 + groups * 500_000_000
+    assert unplanned_bytes(settings, world_size=world) == 1_000_000_000 + groups * 500_000_000

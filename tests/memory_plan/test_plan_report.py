@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.memory_plan.plan_report import _engine
+from megatron_rl.memory_plan.plan_report import _engine_line
 
 
 @pytest.mark.parametrize(
@@ -19,5 +19,7 @@ from megatron_rl.memory_plan.plan_report import _engine
     ],
 )
 def test_where_engines_compute(engine: dict, line: str) -> None:
-    planned = SimpleNamespace(engine=SimpleNamespace(budget=40e9, weights=10e9, working=6e9, cache=24e9, cache_tokens=4096))
-    assert _engine(planned, SimpleNamespace(engine=EngineSettings(max_model_len=2048, **engine))).startswith(line)
+    planned = SimpleNamespace(
+        engine=SimpleNamespace(budget_bytes=40e9, weight_bytes=10e9, step_bytes=6e9, cache_bytes=24e9, cache_tokens=4096)
+    )
+    assert _engine_line(planned, SimpleNamespace(engine=EngineSettings(max_model_len=2048, **engine))).startswith(line)

@@ -18,32 +18,39 @@ from megatron_rl.config import (
     TaskSettings,
 )
 from megatron_rl.memory_plan import step_time_constants
-from megatron_rl.memory_plan.gpu_specs import GPUS, Gpu
+from megatron_rl.memory_plan.gpu_specs import GPU_SPECS, GpuSpec
 from megatron_rl.memory_plan.step_time import (
-    Case,
-    Seconds,
-    checkpoint,
-    decode_step,
-    flops,
+    StepSeconds,
+    StepTimeInputs,
+    checkpoint_seconds,
+    count_params,
+    decode_step_seconds,
     gradient_bytes,
-    gradient_link,
-    optimizer,
-    rollout,
-    sizes_of,
-    sync,
+    gradient_link_bytes_per_s,
+    num_trained_tokens,
+    optimizer_seconds,
+    rollout_seconds,
     sync_bytes,
-    tensor_bytes,
-    trained_tokens,
-    update,
+    tensor_parallel_bytes,
+    update_flops,
+    update_seconds,
+    weight_sync_seconds,
 )  # fmt: skip
-from megatron_rl.memory_plan.step_time_constants import ASSUMED, MEASURED, Speeds, halved_and_doubled, longest_share, mean_episode
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.memory_plan.step_time_constants import (
+    DEFAULT_CONSTANTS,
+    MEASURED_CONSTANTS,
+    StepTimeConstants,
+    estimate_mean_episode,
+    longest_to_mean_ratio,
+    sensitivity_ranges,
+)
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from tests.contracts.test_configs import settings_of
 from tests.memory_plan.test_activations import small
 
 SEVEN = "Qwen/Qwen2.5-VL-7B-Instruct"
-ROUND = Speeds(
+ROUND = StepTimeConstants(
     training_share=0.5, prefill_share=0.5, memory_share=0.5, link_share=0.5, network=10.0, network_share=0.5, host_share=0.5,
     host_memory=100.0, decode_floor_s=0.0, launch_s=0.0, tensor_s=0.0, wake_s=0.0, disk=10.0, tool_s=0.0, turns_share=1.0, reply_share=1.0,
     picture_share=1.0, prompt_tokens=6.0, spread=0.0,
@@ -55,11 +62,13 @@ ROUND = Speeds(
 def one_kind_of_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Beside the real ones, under the name of one: a GPU of 100 operations, 20 bytes of memory, 8 of a link and 4 of PCIe a second."""
     if "tiny" in request.fixturenames:
-        monkeypatch.setitem(GPUS, "l4", Gpu(memory=1000, flops=100.0, hbm=20.0, link=8.0, host=4.0))
+        monkeypatch.setitem(
+            GPU_SPECS, "l4", GpuSpec(memory_bytes=1000, flops_per_s=100.0, hbm_bytes_per_s=20.0, link_bytes_per_s=8.0, pcie_bytes_per_s=4.0)
+        )
 
 
 @pytest.fixture
-def tiny() -> Case:
+def tiny() -> StepTimeInputs:
     """Four GPUs with two replicas of two tensor-parallel ranks; 2 groups of 4 episodes, each of 6 tokens of text, a picture of 1, and two
     replies of 3: 13 tokens. A model of 2 layers with 1,000 parameters that learn, as the test says."""
     settings = Settings(
@@ -68,115 +77,135 @@ def tiny() -> Case:
         batch=BatchSettings(prompts_per_step=2, group_size=4, micro_batch_tokens=100),
         task=TaskSettings(name="vqa", max_turns=2, max_new_tokens=3), run=RunSettings(dir="there", gpu="l4"),
     )  # fmt: skip
-    return Case(model=small(2), sizes=sizes_of(small(2)), settings=settings, world_size=4, cache_tokens=10_000, trained=1000, speeds=ROUND)
+    return StepTimeInputs(
+        model=small(2),
+        param_counts=count_params(small(2)),
+        settings=settings,
+        world_size=4,
+        cache_tokens=10_000,
+        num_trained_params=1000,
+        speeds=ROUND,
+    )
 
 
-def with_settings(case: Case, **groups: dict) -> Case:
+def with_settings(case: StepTimeInputs, **groups: dict) -> StepTimeInputs:
     """With fields of a group of settings replaced. Example: with_settings(case, parallel={"tp": 1})"""
     changed = {group: replace(getattr(case.settings, group), **values) for group, values in groups.items()}
     return replace(case, settings=replace(case.settings, **changed))
 
 
-def parts(case: Case) -> tuple[int, int]:
+def parts(case: StepTimeInputs) -> tuple[int, int]:
     """Parameters that multiply a token, and those that multiply a patch: all but the embeddings, which are looked up, by their names."""
     shapes = {name: math.prod(shape) for name, shape in case.model.shapes().items()}
     vision = sum(size for name, size in shapes.items() if "visual" in name)
-    return sum(size for name, size in shapes.items() if "visual" not in name and (case.model.tied or "embed" not in name)), vision
+    return sum(
+        size for name, size in shapes.items() if "visual" not in name and (case.model.tie_word_embeddings or "embed" not in name)
+    ), vision
 
 
 def parameters(model: ModelSpec) -> int:
     return sum(math.prod(shape) for shape in model.shapes().values())
 
 
-def test_the_mean_episode_by_hand(tiny: Case) -> None:
+def test_the_mean_episode_by_hand(tiny: StepTimeInputs) -> None:
     """A picture of 28 * 28 pixels is a token. Where the context is half as long all of it shrinks but the number of turns."""
-    assert (tiny.episode.turns, tiny.episode.sampled, tiny.episode.prompt, tiny.episode.length) == (2, 6, 7, 13)
+    assert (tiny.episode.num_turns, tiny.episode.sampled_tokens, tiny.episode.prompt_tokens, tiny.episode.total_tokens) == (2, 6, 7, 13)
     cut = with_settings(tiny, engine={"max_model_len": 6.5}).episode
-    assert (cut.turns, cut.sampled, cut.length) == (2, 3, 6.5)
+    assert (cut.num_turns, cut.sampled_tokens, cut.total_tokens) == (2, 3, 6.5)
 
 
-def test_a_rollout_by_hand(tiny: Case) -> None:
+def test_a_rollout_by_hand(tiny: StepTimeInputs) -> None:
     """An engine of one GPU has two of the eight episodes and two slots: six steps. A step reads the weights (2 bytes of each parameter that
     multiplies) and, of both sequences, 10 tokens of 2 * 2 layers * 2 heads * 64 numbers of 2 bytes, at half of 20 bytes a second. The
     prompts: two of 7 tokens on four GPUs, with their four patches a picture, 2 operations a parameter at half of 100 a second."""
     language, vision = parts(tiny)
     step = (2 * language + 2 * 10 * 1024) / 10
     assert 2 * language * 2 / 50 < step
-    assert decode_step(tiny, running=2) == pytest.approx(step)
-    assert decode_step(with_settings(tiny, engine={"dtype": "float32"}), running=2) == pytest.approx(2 * step), "as the engine has them"
-    assert decode_step(with_settings(tiny, model={"dtype": "float32"}), running=2) == pytest.approx(step)
-    found = rollout(tiny)
+    assert decode_step_seconds(tiny, num_running=2) == pytest.approx(step)
+    assert decode_step_seconds(with_settings(tiny, engine={"dtype": "float32"}), num_running=2) == pytest.approx(2 * step), (
+        "as the engine has them"
+    )
+    assert decode_step_seconds(with_settings(tiny, model={"dtype": "float32"}), num_running=2) == pytest.approx(step)
+    found = rollout_seconds(tiny)
     assert found["decode"] == pytest.approx(6 * step)
     assert found["prompts"] == pytest.approx(2 * (language * 14 + vision * 8) / (4 * 50))
     assert found["tools"] == 0
-    waited = rollout(replace(tiny, speeds=replace(ROUND, tool_s=5.0)))
+    waited = rollout_seconds(replace(tiny, speeds=replace(ROUND, tool_s=5.0)))
     assert waited["tools"] == 10.0, "two turns of the longest"
 
 
 def test_the_longest_of_many() -> None:
     """A log-normal one, against its quantile by hand: of 128 at standard deviation 0.6 it lies 2.42 deviations out."""
-    assert longest_share(1, replace(ASSUMED, spread=0.0)) == longest_share(1000, replace(ASSUMED, spread=0.0)) == 1.0
-    assert longest_share(128) == pytest.approx(math.exp(0.6 * 2.421 - 0.18), rel=0.01)
-    assert longest_share(2048) > longest_share(128)
+    assert (
+        longest_to_mean_ratio(1, replace(DEFAULT_CONSTANTS, spread=0.0))
+        == longest_to_mean_ratio(1000, replace(DEFAULT_CONSTANTS, spread=0.0))
+        == 1.0
+    )
+    assert longest_to_mean_ratio(128) == pytest.approx(math.exp(0.6 * 2.421 - 0.18), rel=0.01)
+    assert longest_to_mean_ratio(2048) > longest_to_mean_ratio(128)
 
 
-def test_an_update_by_hand(tiny: Case) -> None:
+def test_an_update_by_hand(tiny: StepTimeInputs) -> None:
     """A group is 7 + 4 * 6 = 31 tokens and one picture of four patches. Six operations a parameter and token, and attention's
     2 * 2 layers * 4 heads * 64 * 13 / 2; twice as many again in a backward pass."""
     language, vision = parts(tiny)
     attention = 2 * 2 * 4 * 64 * 13 / 2
-    assert trained_tokens(tiny) == 62
-    assert flops(tiny, 62) == pytest.approx(62 * 6 * (language + attention) + 8 * 6 * vision)
-    found = update(tiny)
-    assert found["arithmetic"] == pytest.approx(flops(tiny, 62) / (4 * 50))
+    assert num_trained_tokens(tiny) == 62
+    assert update_flops(tiny, 62) == pytest.approx(62 * 6 * (language + attention) + 8 * 6 * vision)
+    found = update_seconds(tiny)
+    assert found["arithmetic"] == pytest.approx(update_flops(tiny, 62) / (4 * 50))
     sent = 4 * 2 * 3 * (62 / 2) * 256 * 2 / 2  # collectives, layers, passes, tokens of a replica, a row in bfloat16, half of it the other's
-    assert tensor_bytes(tiny, 62) == sent and found["tensors"] == pytest.approx(sent / 4)
+    assert tensor_parallel_bytes(tiny, 62) == sent and found["tensors"] == pytest.approx(sent / 4)
     assert gradient_bytes(tiny) == 6 * 500 / 2 and found["gradients"] == pytest.approx(1500 / 4)
     assert found["optimizer"] == pytest.approx(30 * 250 / 10) and found["stages"] == 0
 
 
-def test_sync_and_checkpoint_by_hand(tiny: Case) -> None:
+def test_sync_and_checkpoint_by_hand(tiny: StepTimeInputs) -> None:
     """A rank lacks half of the weights; both go to the host and back at 2 bytes a second; one node writes weights and 12 bytes a trained
     parameter at 10 a second."""
     total = parameters(tiny.model)
-    assert sync_bytes(tiny) == total and sync(tiny)["weights"] == pytest.approx(total / 4)
+    assert sync_bytes(tiny) == total and weight_sync_seconds(tiny)["weights"] == pytest.approx(total / 4)
     away = with_settings(tiny, parallel={"offload_params": True})
-    assert sync(away)["offload"] == pytest.approx(2 * (2 * total + 4000) / 2 / 2) and sync(tiny)["offload"] == 0
-    assert checkpoint(tiny) == pytest.approx((2 * total + 12_000) / 10)
+    assert (
+        weight_sync_seconds(away)["offload"] == pytest.approx(2 * (2 * total + 4000) / 2 / 2) and weight_sync_seconds(tiny)["offload"] == 0
+    )
+    assert checkpoint_seconds(tiny) == pytest.approx((2 * total + 12_000) / 10)
 
 
-def test_what_must_scale(tiny: Case) -> None:
+def test_what_must_scale(tiny: StepTimeInputs) -> None:
     """Twice the prompts are twice the update and, where slots are full, twice the rollout; two tensor-parallel ranks have half of the
     arithmetic of a token each; recomputation is a third more, adapters a third less; twice the GPUs half of the arithmetic."""
     twice = with_settings(tiny, batch={"prompts_per_step": 4})
-    assert update(twice)["arithmetic"] == pytest.approx(2 * update(tiny)["arithmetic"])
-    assert update(twice)["tensors"] == pytest.approx(2 * update(tiny)["tensors"])
-    assert rollout(twice)["decode"] == pytest.approx(2 * rollout(tiny)["decode"])
+    assert update_seconds(twice)["arithmetic"] == pytest.approx(2 * update_seconds(tiny)["arithmetic"])
+    assert update_seconds(twice)["tensors"] == pytest.approx(2 * update_seconds(tiny)["tensors"])
+    assert rollout_seconds(twice)["decode"] == pytest.approx(2 * rollout_seconds(tiny)["decode"])
     full, adapters = with_settings(tiny, parallel={"recompute": "full"}), with_settings(tiny, lora={"rank": 4, "targets": ["vision"]})
     language, vision = parts(tiny)
     attention = 2 * 2 * 4 * 64 * 13 / 2
-    assert flops(full, 62) == pytest.approx(flops(tiny, 62) * 8 / 6)
-    assert flops(adapters, 62) == pytest.approx(62 * 4 * (language + attention) + 8 * 6 * vision)
+    assert update_flops(full, 62) == pytest.approx(update_flops(tiny, 62) * 8 / 6)
+    assert update_flops(adapters, 62) == pytest.approx(62 * 4 * (language + attention) + 8 * 6 * vision)
     alone = replace(with_settings(tiny, parallel={"tp": 1}), world_size=2)
-    assert update(replace(alone, world_size=4))["arithmetic"] == pytest.approx(update(alone)["arithmetic"] / 2)
-    assert update(tiny)["arithmetic"] == pytest.approx(update(alone)["arithmetic"] / 2), "tp halves what a rank computes"
-    assert tensor_bytes(alone, 62) == 0 and sync_bytes(alone) == 0
-    assert rollout(with_settings(tiny, engine={"tp": 2}))["decode"] > 0
+    assert update_seconds(replace(alone, world_size=4))["arithmetic"] == pytest.approx(update_seconds(alone)["arithmetic"] / 2)
+    assert update_seconds(tiny)["arithmetic"] == pytest.approx(update_seconds(alone)["arithmetic"] / 2), "tp halves what a rank computes"
+    assert tensor_parallel_bytes(alone, 62) == 0 and sync_bytes(alone) == 0
+    assert rollout_seconds(with_settings(tiny, engine={"tp": 2}))["decode"] > 0
 
 
-def test_stages_and_hosts(tiny: Case) -> None:
+def test_stages_and_hosts(tiny: StepTimeInputs) -> None:
     """Of two stages each waits for a micro-batch of the other. The optimizer of a node's ranks shares the memory of its host."""
     staged = with_settings(tiny, parallel={"tp": 1, "pp": 2})
-    assert update(staged)["stages"] == pytest.approx(update(staged)["arithmetic"]), "one micro-batch and one that passes"
+    assert update_seconds(staged)["stages"] == pytest.approx(update_seconds(staged)["arithmetic"]), "one micro-batch and one that passes"
     halved = with_settings(staged, batch={"micro_batch_tokens": 31 / 4})
-    assert update(halved)["stages"] == pytest.approx(update(halved)["arithmetic"] / (trained_tokens(halved) / 2 / (31 / 4)))
+    assert update_seconds(halved)["stages"] == pytest.approx(
+        update_seconds(halved)["arithmetic"] / (num_trained_tokens(halved) / 2 / (31 / 4))
+    )
     away = with_settings(tiny, parallel={"offload_optimizer": True})
-    assert optimizer(away) == pytest.approx(6 * 250 / 2 + 30 * 1000 / 100)
+    assert optimizer_seconds(away) == pytest.approx(6 * 250 / 2 + 30 * 1000 / 100)
 
 
-def test_between_nodes_the_network_counts(tiny: Case) -> None:
+def test_between_nodes_the_network_counts(tiny: StepTimeInputs) -> None:
     near, far = replace(tiny, world_size=8), replace(tiny, world_size=16, speeds=replace(ROUND, network=2.0))
-    assert gradient_link(near) == 4.0 and gradient_link(far) == 1.0
+    assert gradient_link_bytes_per_s(near) == 4.0 and gradient_link_bytes_per_s(far) == 1.0
 
 
 def test_a_micro_batch_of_7b_on_four_l40s() -> None:
@@ -186,29 +215,31 @@ def test_a_micro_batch_of_7b_on_four_l40s() -> None:
         model=ModelSettings(path=SEVEN, dtype="bfloat16", frozen=["vision", "merger"]), run=RunSettings(dir="there", gpu="l40s"),
         parallel=ParallelSettings(tp=4, sequence_parallel=True, recompute="full"), lora=LoraSettings(),
     )  # fmt: skip
-    case = Case(
-        model=known_spec(SEVEN),
-        sizes=sizes_of(known_spec(SEVEN)),
+    case = StepTimeInputs(
+        model=load_known_spec(SEVEN),
+        param_counts=count_params(load_known_spec(SEVEN)),
         settings=settings,
         world_size=4,
         cache_tokens=1,
-        trained=1,
-        speeds=replace(ASSUMED, link_share=18 / 32),
+        num_trained_params=1,
+        speeds=replace(DEFAULT_CONSTANTS, link_share=18 / 32),
     )
-    language = case.sizes.language
-    assert tensor_bytes(case, 28_672) / case.link == pytest.approx(3.8, rel=0.02)
-    assert 28_672 * 8 * language / (4 * 362e12 * ASSUMED.training_share) == pytest.approx(2.9, rel=0.05)
+    language = case.param_counts.language
+    assert tensor_parallel_bytes(case, 28_672) / case.link_bytes_per_s == pytest.approx(3.8, rel=0.02)
+    assert 28_672 * 8 * language / (4 * 362e12 * DEFAULT_CONSTANTS.training_share) == pytest.approx(2.9, rel=0.05)
 
 
 def test_every_constant_says_where_it_comes_from() -> None:
     """Measured, estimated or assumed; the words are those of the field's line, and none is called measured without its name in MEASURED."""
     (made,) = [
-        node for node in ast.parse(inspect.getsource(step_time_constants)).body if isinstance(node, ast.ClassDef) and node.name == "Speeds"
+        node
+        for node in ast.parse(inspect.getsource(step_time_constants)).body
+        if isinstance(node, ast.ClassDef) and node.name == "StepTimeConstants"
     ]
     told = {each.target.id: after.value.value for each, after in pairs(made)}
-    assert told.keys() == {field.name for field in fields(Speeds)} == halved_and_doubled().keys()
+    assert told.keys() == {field.name for field in fields(StepTimeConstants)} == sensitivity_ranges().keys()
     for name, words in told.items():
-        assert ("Measured" in words) == (name in MEASURED), name
+        assert ("Measured" in words) == (name in MEASURED_CONSTANTS), name
         assert any(word in words for word in ("Measured", "Estimate", "Assumption")), name
 
 
@@ -219,22 +250,22 @@ def pairs(made: ast.ClassDef) -> list[tuple[ast.AnnAssign, ast.Expr]]:
 
 def test_half_and_twice_of_every_constant() -> None:
     """A share is never above one."""
-    for name, (half, twice) in halved_and_doubled().items():
-        value = getattr(ASSUMED, name)
+    for name, (half, twice) in sensitivity_ranges().items():
+        value = getattr(DEFAULT_CONSTANTS, name)
         assert half == value / 2 and value < twice <= 2 * value and (twice <= 1 or not name.endswith("_share"))
 
 
 def test_a_step_is_the_sum_of_its_phases() -> None:
-    made = Seconds(rollout={"decode": 1.0, "tools": 2.0}, update={"arithmetic": 4.0}, sync={"wake": 8.0}, checkpoint=100.0)
-    assert made.step == 15.0
-    assert mean_episode(known_spec(SEVEN), settings_of("experiment=deepeyes_7b_h200x32")).sampled == 2048.0
+    made = StepSeconds(rollout={"decode": 1.0, "tools": 2.0}, update={"arithmetic": 4.0}, sync={"wake": 8.0}, checkpoint=100.0)
+    assert made.step_total == 15.0
+    assert estimate_mean_episode(load_known_spec(SEVEN), settings_of("experiment=deepeyes_7b_h200x32")).sampled_tokens == 2048.0
 
 
-def test_the_passes_before_an_update_are_paid(tiny: Case) -> None:
+def test_the_passes_before_an_update_are_paid(tiny: StepTimeInputs) -> None:
     """By hand: the old policy's logprobs where there are several updates, the reference's where it has a weight. Each is a pass forwards, 2
     operations a parameter and token beside the 6 of an update, and one pass of tensor-parallel bytes beside 3."""
     several, reference = {"batch": {"minibatches": 2}}, {"algo": {"kl_coef": 0.1}}
     for passes, groups in ((0, {}), (1, several), (1, reference), (2, {**several, **reference})):
         case = with_settings(tiny, **groups)
-        assert flops(case, 62) == pytest.approx(flops(tiny, 62) * (6 + 2 * passes) / 6)
-        assert tensor_bytes(case, 62) == pytest.approx(tensor_bytes(tiny, 62) * (3 + passes) / 3)
+        assert update_flops(case, 62) == pytest.approx(update_flops(tiny, 62) * (6 + 2 * passes) / 6)
+        assert tensor_parallel_bytes(case, 62) == pytest.approx(tensor_parallel_bytes(tiny, 62) * (3 + passes) / 3)

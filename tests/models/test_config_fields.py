@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.models import config_fields
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.hf_config import parse_spec, read_spec
-from megatron_rl.models.known_models import SIZES, released_config
+from megatron_rl.models.known_models import RELEASED_SIZES, make_released_config
 
 STATED_TWICE = {
     "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu", "hidden_size": 3584,
@@ -26,12 +26,12 @@ STATED_TWICE = {
 
 
 def released(family: str) -> dict:
-    return released_config(list(SIZES[family])[1], family=family)
+    return make_released_config(list(RELEASED_SIZES[family])[1], family=family)
 
 
 def nested(family: str) -> dict:
     """As transformers 5.19 writes it."""
-    return FAMILIES[family].config.from_dict(released(family)).to_dict()
+    return FAMILIES[family].config_class.from_dict(released(family)).to_dict()
 
 
 def put(stored: dict, path: str, value: object) -> dict:
@@ -46,17 +46,17 @@ def put(stored: dict, path: str, value: object) -> dict:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_transformers_classes_is_listed(family: str) -> None:
     """A field that a later transformers adds is in no list: somebody has to find out what it does."""
-    classes = FAMILIES[family].config.sub_configs
+    classes = FAMILIES[family].config_class.sub_configs
     text = {*FAMILIES[family].text_fields, *config_fields._COMMON, "layer_types"}
     lists = {"text_config": text, "vision_config": {*FAMILIES[family].vision_fields}}
-    assert {field.name for field in fields(FAMILIES[family].config)} <= config_fields._TOP.keys()
+    assert {field.name for field in fields(FAMILIES[family].config_class)} <= config_fields._TOP.keys()
     for part, listed in lists.items():
         assert {field.name for field in fields(classes[part])} <= listed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
-    config = FAMILIES[family].config.from_dict(released(family))
+    config = FAMILIES[family].config_class.from_dict(released(family))
     config.save_pretrained(tmp_path)
     want = parse_spec(released(family), folder="released", key="model.path")
     assert read_spec(tmp_path) == want

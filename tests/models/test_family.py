@@ -17,7 +17,7 @@ from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.qwen3_vl import QWEN3_VL
 from megatron_rl.policy.parallel import check_layout
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 STORED = {
     "model_type": "made",
@@ -39,18 +39,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelSpec]:
 def test_the_sizes_are_those_of_transformers_model(made: ModelSpec) -> None:
     """Its own q_proj has a row for each number of the heads."""
     shapes = made.shapes()
-    assert (made.head_dim, made.vision.patch, made.vision.window) == (32, 16, 0)
+    assert (made.head_dim, made.vision.patch_size, made.vision.window_size) == (32, 16, 0)
     assert shapes["model.layers.0.self_attn.q_proj.weight"] == (5 * 32, 96) and shapes["model.layers.0.self_attn.o_proj.weight"] == (
         96,
         160,
     )
-    assert type(made.tower()) is Qwen3VLVisionModel
+    assert type(made.build_tower()) is Qwen3VLVisionModel
 
 
 def test_the_rows_split_heads_of_that_size(made: ModelSpec) -> None:
     shapes = made.shapes()
-    (row,) = (row for row in made.rows() if row.mcore == "language.decoder.layers.2.self_attention.linear_qkv.weight")
-    tensors = tuple(torch.randn(shapes[name]) for name in row.hf)
+    (row,) = (row for row in made.param_mappings() if row.mcore_name == "language.decoder.layers.2.self_attention.linear_qkv.weight")
+    tensors = tuple(torch.randn(shapes[name]) for name in row.hf_names)
     fused = row.to_mcore(tensors, 0, 1)
     assert fused.shape == ((5 + 2) * 32, 96)
     assert all(torch.equal(back, tensor) for back, tensor in zip(row.to_hf([fused]), tensors, strict=True))
@@ -60,7 +60,7 @@ def test_the_plan_counts_heads_of_that_size(made: ModelSpec) -> None:
     """A token of keys and values is 2 * 3 layers * 1 head * 32 * 2 bytes."""
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5)
     engine = plan_engine(made, Settings(engine=given, run=RunSettings(dir="there", gpu="l4")))
-    assert engine.cache_tokens == (12 * 10**9 - engine.weights - engine.working) // (2 * 3 * 32 * 2)
+    assert engine.cache_tokens == (12 * 10**9 - engine.weight_bytes - engine.step_bytes) // (2 * 3 * 32 * 2)
 
 
 def test_an_unknown_model_type_is_told_what_is_known(made: ModelSpec) -> None:
@@ -83,7 +83,7 @@ def test_a_config_that_rotates_otherwise_than_its_family_is_refused(made: ModelS
 
 
 def test_a_first_chunk_with_too_few_layers_for_its_pictures_is_refused(made: ModelSpec) -> None:
-    model = replace(made, num_layers=4, vision=replace(made.vision, stacked=3), num_kv_heads=5)
+    model = replace(made, num_layers=4, vision=replace(made.vision, num_deepstack_layers=3), num_kv_heads=5)
     check_layout(ParallelSettings(), model, 1)
     with pytest.raises(ValueError, match=r"^parallel.pp\*parallel.vpp=2: leaves 2 layers to the first chunk, .* behind 3; take fewer"):
         check_layout(ParallelSettings(pp=2), model, 2)
@@ -93,15 +93,17 @@ def test_a_first_chunk_with_too_few_layers_for_its_pictures_is_refused(made: Mod
 def test_every_parameter_is_of_one_part_and_every_tower_linear_of_one_target(model_type: str, tmp_path: Path) -> None:
     """The tower's matrices but for the patches' own, which is a convolution, and a table of positions."""
     row = family.FAMILIES[model_type]
-    assert tuple(row.parts) == PARTS and tuple(row.vision_lora) == ("vision", "projector")
-    make(tmp_path / "model", family=model_type, vision_depth=3)
+    assert tuple(row.part_patterns) == PARTS and tuple(row.vision_lora_patterns) == ("vision", "projector")
+    make_checkpoint(tmp_path / "model", family=model_type, vision_depth=3)
     spec = read_spec(tmp_path / "model")
-    for each in spec.rows():
-        parts = [part for part, names in row.parts.items() if each.mcore.startswith(tuple(name.removesuffix("*") for name in names))]
-        assert len(parts) == 1, each.mcore
+    for each in spec.param_mappings():
+        parts = [
+            part for part, names in row.part_patterns.items() if each.mcore_name.startswith(tuple(name.removesuffix("*") for name in names))
+        ]
+        assert len(parts) == 1, each.mcore_name
     linears = {name.removeprefix("visual.").removesuffix(".weight") for name, shape in spec.shapes().items() if len(shape) == 2}
     tower = {name for name in linears if name.startswith(("blocks.", "merger.", "deepstack_merger_list."))}
     assert len(tower) == {"qwen2_5_vl": 3 * 5 + 2, "qwen2_vl": 3 * 4 + 2, "qwen3_vl": 3 * 4 + 4 * 2}[model_type]
     for name in tower:
-        targets = [target for target, pattern in row.vision_lora.items() if re.fullmatch(pattern, name)]
+        targets = [target for target, pattern in row.vision_lora_patterns.items() if re.fullmatch(pattern, name)]
         assert targets == ["vision" if name.startswith("blocks.") else "projector"], name

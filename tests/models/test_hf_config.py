@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.known_models import HUB_IDS, SIZES, known_spec, released_config
+from megatron_rl.models.known_models import HUB_IDS, RELEASED_SIZES, load_known_spec, make_released_config
 from megatron_rl.models.model_spec import VisionSpec
 from megatron_rl.models.name_mapping import canonical_name
 
@@ -23,30 +23,30 @@ OTHERS = {
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
-@pytest.mark.parametrize("size", SIZES["qwen2_5_vl"])
+@pytest.mark.parametrize("size", RELEASED_SIZES["qwen2_5_vl"])
 @pytest.mark.parametrize("style", ["flat", "nested"])
 def test_every_released_size_is_read(size: str, style: str, tmp_path: Path) -> None:
-    stored = released_config(size)
+    stored = make_released_config(size)
     if style == "nested":
         stored = Qwen2_5_VLConfig.from_dict(stored).to_dict()
-        assert "hidden_size" not in stored and stored["text_config"]["hidden_size"] == SIZES["qwen2_5_vl"][size]["hidden_size"]
+        assert "hidden_size" not in stored and stored["text_config"]["hidden_size"] == RELEASED_SIZES["qwen2_5_vl"][size]["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(stored))
     spec = read_spec(tmp_path)
-    assert spec.tied is (size == "3B")
+    assert spec.tie_word_embeddings is (size == "3B")
     assert (spec.rope_sections, spec.rope_theta, spec.norm_eps, spec.max_positions) == ((16, 24, 24), 1e6, 1e-6, 128000)
     assert (spec.num_layers, spec.hidden_size, spec.ffn_size, spec.num_heads, spec.num_kv_heads) == tuple(
-        SIZES["qwen2_5_vl"][size][name] for name in NAMES
+        RELEASED_SIZES["qwen2_5_vl"][size][name] for name in NAMES
     )
     assert (spec.head_dim, spec.image_token_id, spec.video_token_id) == (128, 151655, 151656)
     assert (spec.vocab_size, spec.vision_start_id, spec.vision_end_id) == (151936 if size == "3B" else 152064, 151652, 151653)
     assert spec.vision == VisionSpec(
         num_blocks=32, hidden_size=1280, ffn_size=3420 if size in ("3B", "7B") else 3456, num_heads=16, out_hidden_size=spec.hidden_size,
-        channels=3, patch=14, temporal_patch=2, merge=2, window=112, mlp_keeps=4,
+        channels=3, patch_size=14, temporal_patch_size=2, spatial_merge_size=2, window_size=112, mlp_saved_factor=4,
     )  # fmt: skip
-    assert (spec.vision.head_dim, spec.vision.patch_numbers, spec.vision.patches_a_token) == (80, 1176, 4)
+    assert (spec.vision.head_dim, spec.vision.patch_dim, spec.vision.patches_per_token) == (80, 1176, 4)
     shapes = spec.shapes()
     assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(PARAMETERS[size], rel=2e-3)
-    assert sorted(name for row in spec.rows() if row.exported for name in row.hf) == sorted(shapes)
+    assert sorted(name for row in spec.param_mappings() if row.is_exported for name in row.hf_names) == sorted(shapes)
 
 
 def test_every_released_model_has_a_name() -> None:
@@ -56,38 +56,39 @@ def test_every_released_model_has_a_name() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_released_size_of_other_families_is_read(name: str, tmp_path: Path) -> None:
     """Each tensor of transformers' model once in the table, and as many numbers as were released."""
-    spec = known_spec(f"Qwen/{name}-Instruct")
+    spec = load_known_spec(f"Qwen/{name}-Instruct")
     shapes = spec.shapes()
     assert sum(math.prod(shape) for shape in shapes.values()) == OTHERS[name]
-    assert sorted(tensor for row in spec.rows() if row.exported for tensor in row.hf) == sorted(shapes)
+    assert sorted(tensor for row in spec.param_mappings() if row.is_exported for tensor in row.hf_names) == sorted(shapes)
     is_third, is_small = name.startswith("Qwen3"), name.endswith(("-2B", "-4B"))
     sections, most, base = ((24, 20, 20), 262144, 5e6) if is_third else ((16, 24, 24), 32768, 1e6)
     assert (spec.rope_sections, spec.max_positions, spec.rope_theta, spec.norm_eps) == (sections, most, base, 1e-6)
-    assert (spec.head_dim, spec.tied, spec.image_token_id, spec.video_token_id) == (128, is_small, 151655, 151656)
+    assert (spec.head_dim, spec.tie_word_embeddings, spec.image_token_id, spec.video_token_id) == (128, is_small, 151655, 151656)
     if not is_third:
         tower = VisionSpec(
             num_blocks=32, hidden_size=1280, ffn_size=5120, num_heads=16, out_hidden_size=spec.hidden_size,
-            channels=3, patch=14, temporal_patch=2, merge=2, mlp_keeps=3,
+            channels=3, patch_size=14, temporal_patch_size=2, spatial_merge_size=2, mlp_saved_factor=3,
         )  # fmt: skip
     else:
         blocks, hidden, ffn = (24, 1024, 4096) if is_small else (27, 1152, 4304)
         tower = VisionSpec(
             num_blocks=blocks, hidden_size=hidden, ffn_size=ffn, num_heads=16, out_hidden_size=spec.hidden_size,
-            channels=3, patch=16, temporal_patch=2, merge=2, mlp_keeps=2, stacked=3, table=48 * 48,
+            channels=3, patch_size=16, temporal_patch_size=2, spatial_merge_size=2, mlp_saved_factor=2, num_deepstack_layers=3,
+            num_position_embeddings=48 * 48,
         )  # fmt: skip
     assert spec.vision == tower
-    config = released_config(name.rsplit("-", 1)[1], family=spec.config.model_type)
+    config = make_released_config(name.rsplit("-", 1)[1], family=spec.config.model_type)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert known_spec(str(tmp_path)) == spec
+    assert load_known_spec(str(tmp_path)) == spec
 
 
 def test_embeddings_tied_by_the_text_config_alone(tmp_path: Path) -> None:
     """transformers before 5 saved nested configs so."""
-    stored = Qwen2_5_VLConfig.from_dict(released_config("3B")).to_dict()
+    stored = Qwen2_5_VLConfig.from_dict(make_released_config("3B")).to_dict()
     del stored["tie_word_embeddings"]
     stored["text_config"]["tie_word_embeddings"] = True
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    assert read_spec(tmp_path).tied
+    assert read_spec(tmp_path).tie_word_embeddings
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
 )
 def test_values_that_no_model_has(key: str, value: object, said: str, tmp_path: Path) -> None:
     part, _, name = key.rpartition(".")
-    stored = released_config("7B")
+    stored = make_released_config("7B")
     if part == "text_config":
         stored = Qwen2_5_VLConfig.from_dict(stored).to_dict()
     (stored[part] if part else stored)[name] = value

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.models.model_folder import config_file
+from megatron_rl.models.model_folder import find_config_file
 from tests.conftest import ROOT
 
 EXPERIMENTS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
@@ -13,7 +13,7 @@ EXPERIMENTS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "
 
 def error_of(folder: str) -> str:
     with pytest.raises(ValueError, match="^model.path=") as raised:
-        config_file(folder, key="model.path")
+        find_config_file(folder, key="model.path")
     return str(raised.value)
 
 
@@ -37,7 +37,7 @@ def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ),
     }.items():
         assert error_of(folder) == f"model.path={folder}: {said}"
-    assert config_file("run/final", key="model.path") == Path("run/final/config.json")
+    assert find_config_file("run/final", key="model.path") == Path("run/final/config.json")
 
 
 def test_the_first_command_of_the_readme_names_the_step_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

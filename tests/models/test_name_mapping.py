@@ -3,15 +3,22 @@
 import pytest
 import torch
 
-from megatron_rl.models.decoder import qwen2_rows as layer_rows
-from megatron_rl.models.name_mapping import AttentionHeads, Row, canonical_name, fuse_qkv, name_table, split_qkv
+from megatron_rl.models.decoder import qwen2_layer_mappings
+from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, canonical_name, fuse_qkv, name_table, split_qkv
 
-HEADS = AttentionHeads(num_query=8, num_kv=4, dim=2)
+HEADS = AttentionHeads(num_query_heads=8, num_kv_heads=4, head_dim=2)
 
 
 def rows_of_a_layer() -> dict[str, object]:
-    rows = name_table(num_layers=1, heads=HEADS, tied=False, vocab_size=10, layer_rows=layer_rows, vision_names=["merger.ln_q.weight"])
-    return {row.mcore: row for row in rows}
+    rows = name_table(
+        num_layers=1,
+        heads=HEADS,
+        tie_word_embeddings=False,
+        vocab_size=10,
+        layer_mappings=qwen2_layer_mappings,
+        vision_names=["merger.ln_q.weight"],
+    )
+    return {row.mcore_name: row for row in rows}
 
 
 def test_qkv_holds_one_block_a_key_value_group() -> None:
@@ -31,7 +38,7 @@ def test_every_row_comes_back_from_its_shards(name: str, tp: int) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": 16, "k": 8, "v": 8, "o": 16, "gate": 12, "up": 12, "down": 16}
     tensors = []
-    for hf in row.hf:
+    for hf in row.hf_names:
         rows = shapes[hf.split(".")[-2].removesuffix("_proj")]
         tensors.append(torch.randn(rows, *([] if hf.endswith("bias") else [16]), generator=generator))
     shards = [row.to_mcore(tuple(tensors), rank, tp) for rank in range(tp)]
@@ -40,22 +47,32 @@ def test_every_row_comes_back_from_its_shards(name: str, tp: int) -> None:
     assert all(torch.equal(back, tensor) for back, tensor in zip(row.to_hf(shards), tensors, strict=True))
 
 
-@pytest.mark.parametrize("heads", [HEADS, AttentionHeads(num_query=6, num_kv=1, dim=2), AttentionHeads(num_query=3, num_kv=3, dim=2)])
+@pytest.mark.parametrize(
+    "heads",
+    [HEADS, AttentionHeads(num_query_heads=6, num_kv_heads=1, head_dim=2), AttentionHeads(num_query_heads=3, num_kv_heads=3, head_dim=2)],
+)
 @pytest.mark.parametrize("name", ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "linear_fc1.weight"])
 def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: AttentionHeads) -> None:
-    (row,) = (row for row in layer_rows(0, heads) if row.mcore.endswith(name))
-    sizes = {"q": heads.num_query * heads.dim, "k": heads.num_kv * heads.dim, "v": heads.num_kv * heads.dim, "o": 5, "gate": 7, "up": 7}
-    tensors = tuple(torch.rand(sizes[hf.split(".")[-2].removesuffix("_proj")], *[4][: hf.endswith("weight")]) for hf in row.hf)
-    runs = row.runs(tensors)
+    (row,) = (row for row in qwen2_layer_mappings(0, heads) if row.mcore_name.endswith(name))
+    sizes = {
+        "q": heads.num_query_heads * heads.head_dim,
+        "k": heads.num_kv_heads * heads.head_dim,
+        "v": heads.num_kv_heads * heads.head_dim,
+        "o": 5,
+        "gate": 7,
+        "up": 7,
+    }
+    tensors = tuple(torch.rand(sizes[hf.split(".")[-2].removesuffix("_proj")], *[4][: hf.endswith("weight")]) for hf in row.hf_names)
+    runs = row.row_runs(tensors)
     assert torch.equal(torch.cat(runs), row.to_mcore(tensors, 0, 1))
     assert {run.untyped_storage().data_ptr() for run in runs} == {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    assert len(runs) == {"linear_qkv": 3 * heads.num_kv, "linear_proj": 1, "linear_fc1": 2}[name.split(".")[0]]
+    assert len(runs) == {"linear_qkv": 3 * heads.num_kv_heads, "linear_proj": 1, "linear_fc1": 2}[name.split(".")[0]]
 
 
 def test_a_fusion_that_loses_rows_has_no_runs() -> None:
-    row = Row("name", ("a", "b"), "first", fuse=lambda tensors: torch.cat((tensors[0], tensors[0])))
+    row = ParamMapping("name", ("a", "b"), "first", fuse=lambda tensors: torch.cat((tensors[0], tensors[0])))
     with pytest.raises(AssertionError, match="name does not hold every row once"):
-        row.runs((torch.zeros(2), torch.zeros(2)))
+        row.row_runs((torch.zeros(2), torch.zeros(2)))
 
 
 def test_gate_and_up_of_a_rank_stand_together() -> None:
@@ -65,12 +82,16 @@ def test_gate_and_up_of_a_rank_stand_together() -> None:
 
 
 def test_the_table_names_everything_once() -> None:
-    rows = name_table(num_layers=3, heads=HEADS, tied=False, vocab_size=10, layer_rows=layer_rows, vision_names=["a", "b"])
-    hf = [name for row in rows for name in row.hf]
+    rows = name_table(
+        num_layers=3, heads=HEADS, tie_word_embeddings=False, vocab_size=10, layer_mappings=qwen2_layer_mappings, vision_names=["a", "b"]
+    )
+    hf = [name for row in rows for name in row.hf_names]
     assert len(set(hf)) == len(hf) == 2 + 1 + 3 * 12 + 1 + 1
-    assert len({row.mcore for row in rows}) == len(rows)
-    tied = name_table(num_layers=1, heads=HEADS, tied=True, vocab_size=10, layer_rows=layer_rows, vision_names=[])
-    assert "lm_head.weight" not in {name for row in tied if row.exported for name in row.hf}
+    assert len({row.mcore_name for row in rows}) == len(rows)
+    tied = name_table(
+        num_layers=1, heads=HEADS, tie_word_embeddings=True, vocab_size=10, layer_mappings=qwen2_layer_mappings, vision_names=[]
+    )
+    assert "lm_head.weight" not in {name for row in tied if row.is_exported for name in row.hf_names}
 
 
 def test_both_spellings_of_names_are_one() -> None:

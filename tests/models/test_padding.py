@@ -7,8 +7,8 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_rl.config import ParallelSettings
-from megatron_rl.models.known_models import known_spec
-from megatron_rl.models.name_mapping import Row, padded_vocab
+from megatron_rl.models.known_models import load_known_spec
+from megatron_rl.models.name_mapping import ParamMapping, padded_vocab
 from megatron_rl.policy.padding import PADDED, padded, unpadded
 from megatron_rl.policy.parallel import check_layout
 
@@ -20,7 +20,7 @@ def test_the_padded_size(size: int, tp: int, expected: int) -> None:
 
 def test_rows_there_and_back() -> None:
     """Nine rows over four ranks: three each, the last rank zeros alone."""
-    row, rows = Row(PADDED[0], ("embed",), "first", shard_dim=0, vocabulary=9), torch.arange(1.0, 19.0).view(9, 2)
+    row, rows = ParamMapping(PADDED[0], ("embed",), "first", shard_dim=0, vocab_rows=9), torch.arange(1.0, 19.0).view(9, 2)
     shards = [row.to_mcore((rows,), rank, 4) for rank in range(4)]
     assert [shard[:, 0].tolist() for shard in shards] == [[1, 3, 5], [7, 9, 11], [13, 15, 17], [0, 0, 0]]
     assert torch.equal(row.to_hf(shards)[0], rows) and torch.equal(row.to_hf([rows])[0], rows)
@@ -29,7 +29,7 @@ def test_rows_there_and_back() -> None:
 
 def test_a_matrix_that_is_no_vocabulary_is_never_padded() -> None:
     with pytest.raises(AssertionError, match="does not divide"):
-        Row("fc2", ("down",), "layer:0", shard_dim=0).to_mcore((torch.zeros(9, 2),), 0, 4)
+        ParamMapping("fc2", ("down",), "layer:0", shard_dim=0).to_mcore((torch.zeros(9, 2),), 0, 4)
 
 
 def test_a_checkpoint_has_none_of_it() -> None:
@@ -48,7 +48,7 @@ def test_a_checkpoint_has_none_of_it() -> None:
 def test_no_layout_is_refused_for_its_vocabulary() -> None:
     """Heads still are: 7B has 28, four of keys and values."""
 
-    model = replace(known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), vocab_size=152067)
+    model = replace(load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), vocab_size=152067)
     check_layout(ParallelSettings(tp=4), model, 4)
     with pytest.raises(ValueError, match=r"^parallel.tp=8: does not divide the model's 28 attention heads; use one of 1, 2, 4$"):
         check_layout(ParallelSettings(tp=8), model, 8)

@@ -61,7 +61,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_every_token_has_a_row_that_is_kept(rows: dict[str, int], vocab_size: int, num_token_ids: int, remedy: str) -> None:
-    numbers = {"rows": rows, "vocab_size": vocab_size, "num_token_ids": num_token_ids, "where": "model.path=m"}
+    numbers = {"num_rows_by_name": rows, "vocab_size": vocab_size, "num_token_ids": num_token_ids, "where": "model.path=m"}
     if not remedy:
         check_vocabulary(**numbers)
         return

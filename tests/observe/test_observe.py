@@ -17,10 +17,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.config import WandbSettings
-from megatron_rl.io.jsonl import read_lines, replace_lines, to_line
-from megatron_rl.observe.metrics import MetricsLog, Spans, read_metrics
-from megatron_rl.observe.plot import main, reward_curve, smooth
-from megatron_rl.observe.progress import Progress
+from megatron_rl.io.jsonl import read_lines, to_json_line, write_lines_atomically
+from megatron_rl.observe.metrics import MetricsLog, StepTimer, read_metrics
+from megatron_rl.observe.plot import main, moving_average, plot_reward_curve
+from megatron_rl.observe.progress import ProgressDisplay
 from megatron_rl.run.superseded_steps import supersede_records
 from tests.observe.test_recorder import picture
 
@@ -157,26 +157,26 @@ def test_a_restart_at_step_k_leaves_what_an_unbroken_run_would(tmp_path: Path):
 
 def test_a_failed_rewrite_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.jsonl"
-    replace_lines(path, [{"a": 1}])
+    write_lines_atomically(path, [{"a": 1}])
 
     def records():
         yield {"a": 2}
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        replace_lines(path, records())
+        write_lines_atomically(path, records())
 
     def full(_: int) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="disk full"):
-        replace_lines(path, [{"a": 2}])
+        write_lines_atomically(path, [{"a": 2}])
     assert read_lines(path) == [{"a": 1}] and list(tmp_path.iterdir()) == [path]
 
 
 def test_to_line_keeps_nesting_order_and_ascii():
-    assert to_line({"b": [1, (2.5, math.nan)], "a": {"x": "\u00e9"}}) == '{"b": [1, [2.5, "NaN"]], "a": {"x": "\\u00e9"}}'
+    assert to_json_line({"b": [1, (2.5, math.nan)], "a": {"x": "\u00e9"}}) == '{"b": [1, [2.5, "NaN"]], "a": {"x": "\\u00e9"}}'
 
 
 def test_wandb_disabled_imports_nothing_and_offline_leaves_its_run_file(tmp_path: Path):
@@ -205,16 +205,16 @@ import sys
 from pathlib import Path
 from megatron_rl.config import WandbSettings
 from megatron_rl.observe.metrics import MetricsLog
-from megatron_rl.observe.recorder import FOLDER, PICTURES, store_pictures
+from megatron_rl.observe.recorder import IMAGES_FOLDER, ROLLOUTS_FOLDER, save_images
 from tests.observe.test_recorder import picture, rollout
 run = Path(sys.argv[1])
 said = ((0, 1.0, "+"), (1, -1.0, "<b>"), (2, 0.5, "-"))
 seen, absent, mute = (rollout(number, reward, images=(picture(number),), text=text) for number, reward, text in said)
-store_pictures(run / FOLDER, [seen])
+save_images(run / ROLLOUTS_FOLDER, [seen])
 log = MetricsLog(run, WandbSettings(mode="offline"), {})
-log.show(7, {"best": [seen], "worst": [absent]}, pictures=run / FOLDER / PICTURES)
-log.show(8, {"best": [], "worst": []}, pictures=run / FOLDER / PICTURES)
-log.show(9, {"best": [mute]}, pictures=run / FOLDER / PICTURES)
+log.log_rollouts(7, {"best": [seen], "worst": [absent]}, image_folder=run / ROLLOUTS_FOLDER / IMAGES_FOLDER)
+log.log_rollouts(8, {"best": [], "worst": []}, image_folder=run / ROLLOUTS_FOLDER / IMAGES_FOLDER)
+log.log_rollouts(9, {"best": [mute]}, image_folder=run / ROLLOUTS_FOLDER / IMAGES_FOLDER)
 log.close()
 """
     subprocess.run(
@@ -276,7 +276,7 @@ print(json.dumps({run: [[line["step"], line["loss"], repr(line["reward/mean"])] 
 
 def test_spans_count_each_second_once():
     clock = Clock()
-    spans = Spans(clock=clock)
+    spans = StepTimer(clock=clock)
     with spans("engine"):
         clock.now += 1
         with spans("environment"):
@@ -288,33 +288,33 @@ def test_spans_count_each_second_once():
     with spans("environment"):
         clock.now += 4
     clock.now += 2
-    assert spans.take() == {"time/engine": 3, "time/environment": 6, "time/update": 2, "time/unaccounted": 3, "time/total": 14}
+    assert spans.collect() == {"time/engine": 3, "time/environment": 6, "time/update": 2, "time/unaccounted": 3, "time/total": 14}
     clock.now += 5
-    assert spans.take() == {"time/unaccounted": 5, "time/total": 5}
+    assert spans.collect() == {"time/unaccounted": 5, "time/total": 5}
 
 
 def test_seconds_added_inside_a_span_are_not_that_spans():
     clock = Clock()
-    spans = Spans(clock=clock)
+    spans = StepTimer(clock=clock)
     with spans("environment"):
         clock.now += 10
-        spans.add("engine", 7)
-    assert spans.take() == {"time/environment": 3, "time/engine": 7, "time/unaccounted": 0, "time/total": 10}
+        spans.add_seconds("engine", 7)
+    assert spans.collect() == {"time/environment": 3, "time/engine": 7, "time/unaccounted": 0, "time/total": 10}
 
 
 def test_take_inside_an_open_span_splits_it():
     clock = Clock()
-    spans = Spans(clock=clock)
+    spans = StepTimer(clock=clock)
     with spans("record"):
         clock.now += 1
-        assert spans.take() == {"time/record": 1, "time/unaccounted": 0, "time/total": 1}
+        assert spans.collect() == {"time/record": 1, "time/unaccounted": 0, "time/total": 1}
         clock.now += 4
-    assert spans.take() == {"time/record": 4, "time/unaccounted": 0, "time/total": 4}
+    assert spans.collect() == {"time/record": 4, "time/unaccounted": 0, "time/total": 4}
 
 
 def test_a_span_ends_with_an_error_and_watchers_hear_every_start():
     clock, heard = Clock(), []
-    spans = Spans(clock=clock, watch=heard.append)
+    spans = StepTimer(clock=clock, on_span=heard.append)
 
     def fail() -> None:
         with spans("outer"), spans("inner"):
@@ -324,17 +324,17 @@ def test_a_span_ends_with_an_error_and_watchers_hear_every_start():
     with pytest.raises(KeyError):
         fail()
     clock.now += 1
-    assert spans.take() == {"time/inner": 3, "time/outer": 0, "time/unaccounted": 1, "time/total": 4}
+    assert spans.collect() == {"time/inner": 3, "time/outer": 0, "time/unaccounted": 1, "time/total": 4}
     assert heard == ["outer", "inner"]
 
 
 def test_plain_progress_is_one_aligned_line_a_step_with_the_time_left():
     clock, stream = Clock(), io.StringIO()
-    progress = Progress(40, title="grpo", first_step=8, stream=stream, clock=clock)
+    progress = ProgressDisplay(40, title="grpo", first_step=8, stream=stream, clock=clock)
     for step, reward in ((8, -10.5), (9, 0.25)):
-        progress.phase("engine")
+        progress.set_phase("engine")
         clock.now += 30
-        progress.step(step, {"reward/mean": reward, "time/engine": 1.5, "time/environment": 0.25, "time/update": 0.8, "other": 7.0})
+        progress.log_step(step, {"reward/mean": reward, "time/engine": 1.5, "time/environment": 0.25, "time/update": 0.8, "other": 7.0})
     progress.close()
     # 30 s a step; 31 and 30 steps are left of 40
     assert stream.getvalue().splitlines() == [
@@ -347,10 +347,10 @@ def test_a_terminal_gets_a_bar_with_phase_count_and_time_left(monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")
     clock, stream = Clock(), Terminal()
-    progress = Progress(4, title="grpo", stream=stream, clock=clock)
-    progress.phase("update")
+    progress = ProgressDisplay(4, title="grpo", stream=stream, clock=clock)
+    progress.set_phase("update")
     clock.now += 60
-    progress.step(0, {"reward/mean": 0.5})
+    progress.log_step(0, {"reward/mean": 0.5})
     progress.close()
     last = stream.getvalue()
     for word in ("grpo", "1/4", "25%", "update", "return", "+0.500", "left 0:03:00"):
@@ -359,9 +359,9 @@ def test_a_terminal_gets_a_bar_with_phase_count_and_time_left(monkeypatch: pytes
 
 
 def test_smooth_by_hand():
-    assert smooth([0, 3, 6], window=3) == [1.5, 3, 4.5]
-    assert smooth([1, 2, 4, 8, 16], window=1) == [1, 2, 4, 8, 16]
-    assert smooth([5.0, 1.0], window=9) == [3.0, 3.0]
+    assert moving_average([0, 3, 6], window=3) == [1.5, 3, 4.5]
+    assert moving_average([1, 2, 4, 8, 16], window=1) == [1, 2, 4, 8, 16]
+    assert moving_average([5.0, 1.0], window=9) == [3.0, 3.0]
 
 
 def color_share(path: Path, rgb: tuple[int, int, int]) -> float:
@@ -376,7 +376,7 @@ BLUE, ORANGE = (31, 119, 180), (255, 127, 14)  # matplotlib's C0 and C1
 def test_a_curve_a_run_in_its_own_color(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_run(tmp_path / "a", {step: step / 10 for step in range(20)})
     write_run(tmp_path / "b", {step: 1 - step / 20 for step in range(20)})
-    reward_curve(tmp_path / "a" / "metrics.jsonl", tmp_path / "one.png")
+    plot_reward_curve(tmp_path / "a" / "metrics.jsonl", tmp_path / "one.png")
     assert color_share(tmp_path / "one.png", BLUE) > 1e-3 and color_share(tmp_path / "one.png", ORANGE) == 0
     assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     both = tmp_path / "a" / "reward_curve.png"

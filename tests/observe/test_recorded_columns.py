@@ -18,7 +18,7 @@ from megatron_rl.batching.packing import empty_batch
 from megatron_rl.config import AlgoSettings, BatchSettings, FilterSettings, RunSettings, Settings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.errors import NonFiniteValue
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.run.failure_checks import require_finite
 from megatron_rl.run.record import Run
 from megatron_rl.types import Image, MicroBatch, Rollout, Status, TokenSequence, Turn
@@ -67,7 +67,7 @@ def test_the_steps_rollouts_are_kept(bad: Rollout, said: str, tmp_path: Path) ->
         training_loop.has_enough_rollouts(given, settings=settings, algorithm=ALGORITHMS["grpo"], run=run, step=5)
     path = tmp_path / "run" / "not_finite" / "step_000005.jsonl"
     assert str(stopped.value) == f"step 5, {said}; the step's rollouts are kept in {path}, checkpoints before it stay"
-    entries = read(path)
+    entries = read_recorded(path)
     assert [(entry.step, entry.kind, entry.num_rollouts, entry.num_failed) for entry in entries] == [(5, "kept", 6, 1)] * 6
     assert [repr(entry.rollout.sequences[0].rollout_logprobs) for entry in entries] == [
         repr(r.sequences[0].rollout_logprobs) for r in given

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.observe.recorder import Recorder, store_pictures
-from megatron_rl.observe.recorder import read as entries_of
+from megatron_rl.observe.recorder import BestWorstRecorder, save_images
+from megatron_rl.observe.recorder import read_recorded as entries_of
 from megatron_rl.observe.rollout_store import (
-    SUMMARY,
-    Bank,
-    as_played,
+    SUMMARY_SCHEMA,
+    RolloutStore,
+    list_step_files,
     num_rows,
-    path_of,
     read_columns,
+    read_num_gen_batches,
     read_rollouts,
-    rounds_of,
-    steps,
-    write,
+    step_path,
+    without_training_columns,
+    write_step,
 )
 from megatron_rl.types import TOKEN_COLUMNS, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 from tests.observe.test_recorder import picture, rollout
@@ -61,13 +61,13 @@ def full() -> Rollout:
 def test_rollouts_come_back(tmp_path: Path) -> None:
     """All, or those at some places, whichever row groups these are in; with the same pixels."""
     rollouts = [full(), *many()]
-    Bank(tmp_path, limit_gb=1).record(12, rollouts, rounds=3)
-    path = path_of(tmp_path / "rollouts", 12)
-    assert rounds_of(path) == 3 and num_rows(path) == 151 and steps(tmp_path / "rollouts") == [path]
+    RolloutStore(tmp_path, max_gb=1).record_step(12, rollouts, num_gen_batches=3)
+    path = step_path(tmp_path / "rollouts", 12)
+    assert read_num_gen_batches(path) == 3 and num_rows(path) == 151 and list_step_files(tmp_path / "rollouts") == [path]
     assert repr(read_rollouts(path)[0].sequences[0].returns) == repr(rollouts[0].sequences[0].returns), "NaN and the sign of zero too"
     pixels = read_rollouts(path, [140])[0].images[0]
     assert pixels.pil.tobytes() == rollouts[140].images[0].pil.tobytes() and pixels.patch_PC is None
-    bare = read_rollouts(path, pictures=False)
+    bare = read_rollouts(path, with_images=False)
     for each in rollouts:
         each.drop_patches()
     without = [str(each).replace(str(each.images[0].pil), "None") for each in rollouts]
@@ -77,9 +77,9 @@ def test_rollouts_come_back(tmp_path: Path) -> None:
 
 
 def test_columns_are_read_without_the_rest(tmp_path: Path) -> None:
-    path = path_of(tmp_path, 4)
-    write(path, [full(), rollout(1, None)], step=4, rounds=1)
-    first, second = read_columns(path, [*SUMMARY.names, "reward"]).to_pylist()
+    path = step_path(tmp_path, 4)
+    write_step(path, [full(), rollout(1, None)], step=4, num_gen_batches=1)
+    first, second = read_columns(path, [*SUMMARY_SCHEMA.names, "reward"]).to_pylist()
     assert list(first.values()) == [4, 0, 1, 5, 2, 1, ["zoom"], 1, 6, "a\nb", 0.3]
     assert list(second.values()) == [4, 1, 1, 5, 2, 0, [], 0, 7, "+", None]
     with pytest.raises(ValueError, match=r"step_000004.parquet: lacks mood; it was written by another version of this program$"):
@@ -91,15 +91,15 @@ def test_half_characters_cost_no_step(tmp_path: Path) -> None:
     rollouts = [full(), rollout(1, 1.0)]
     rollouts[0].turns[0].tool_call = replace(rollouts[0].turns[0].tool_call, text="a\ud800b\u00e9")
     rollouts[0].reason, rollouts[0].reward_terms = "\udfff", {"x\ud800": 1.0}
-    write(path_of(tmp_path, 0), rollouts, step=0, rounds=1)
-    found = read_rollouts(path_of(tmp_path, 0), pictures=False)
+    write_step(step_path(tmp_path, 0), rollouts, step=0, num_gen_batches=1)
+    found = read_rollouts(step_path(tmp_path, 0), with_images=False)
     assert (found[0].turns[0].tool_call.text, found[0].reason, found[0].reward_terms) == ("a?b\u00e9", "?", {"x?": 1.0})
     assert found[0].sequences[0].token_ids == rollouts[0].sequences[0].token_ids and found[1].turns == rollouts[1].turns
 
 
 def test_as_played() -> None:
     """What a replay computes again is gone, what was sampled is not."""
-    again = as_played(full())
+    again = without_training_columns(full())
     assert not again.filter_reason and not any(getattr(again.sequences[0], column) for column in TOKEN_COLUMNS)
     assert again.sequences[0].rollout_logprobs == [0.0, 0.0, 0.0, -0.1, -math.inf] and again.turns[0].reward_delta == 0.1
 
@@ -112,62 +112,65 @@ def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
     """With the pictures that nothing else shows: neither a later step, nor the best and worst rollouts."""
     folder, keys = tmp_path / "rollouts", [picture(seed, width=112, height=112).key for seed in range(4)]
     shown = [[0, 1, 2], [1, 3], [3]]
-    Recorder(tmp_path, best=1, worst=0).record(0, [rollout(0, 1.0, images=(picture(2, width=112, height=112),))])
-    bank = Bank(tmp_path, limit_gb=1.0)
+    BestWorstRecorder(tmp_path, num_best=1, num_worst=0).record(0, [rollout(0, 1.0, images=(picture(2, width=112, height=112),))])
+    bank = RolloutStore(tmp_path, max_gb=1.0)
     for step, seeds in enumerate(shown[:2]):
-        bank.record(step, [rollout(seed, 1.0, images=(picture(seed, width=112, height=112),)) for seed in seeds], rounds=1)
+        bank.record_step(step, [rollout(seed, 1.0, images=(picture(seed, width=112, height=112),)) for seed in seeds], num_gen_batches=1)
     lines = (folder / "step_000000.jsonl").stat().st_size
-    figures = bank.figures()
+    figures = bank.metrics()
     assert round(figures["store/gb"] * 1e9) == bytes_of(folder) - lines > 4 * BYTES and figures["store/rollouts"] == 5
     room = (bytes_of(folder) - lines) / 1e9
-    bank = Bank(tmp_path, limit_gb=room)
-    bank.record(2, [rollout(3, 1.0, images=(picture(3, width=112, height=112),))], rounds=1)
+    bank = RolloutStore(tmp_path, max_gb=room)
+    bank.record_step(2, [rollout(3, 1.0, images=(picture(3, width=112, height=112),))], num_gen_batches=1)
     left = {path.stem for path in (folder / "images").iterdir()}
-    assert left == {keys[1], keys[2], keys[3]} and [path.name for path in steps(folder)] == ["step_000001.parquet", "step_000002.parquet"]
-    assert bank.figures() == {"store/gb": pytest.approx(bank.figures()["store/gb"]), "store/rollouts": 3.0, "store/evicted": 3.0}
-    assert len(read_rollouts(path_of(folder, 1))) == 2, "its pictures are all there"
-    tiny = Bank(tmp_path, limit_gb=1e-9)
-    tiny.record(3, many(3), rounds=1)
-    assert [path.name for path in steps(folder)] == ["step_000003.parquet"], "the newest stays whatever it takes"
+    assert left == {keys[1], keys[2], keys[3]} and [path.name for path in list_step_files(folder)] == [
+        "step_000001.parquet",
+        "step_000002.parquet",
+    ]
+    assert bank.metrics() == {"store/gb": pytest.approx(bank.metrics()["store/gb"]), "store/rollouts": 3.0, "store/evicted": 3.0}
+    assert len(read_rollouts(step_path(folder, 1))) == 2, "its pictures are all there"
+    tiny = RolloutStore(tmp_path, max_gb=1e-9)
+    tiny.record_step(3, many(3), num_gen_batches=1)
+    assert [path.name for path in list_step_files(folder)] == ["step_000003.parquet"], "the newest stays whatever it takes"
 
 
 def test_a_bank_holds_what_lies_there(tmp_path: Path) -> None:
-    bank = Bank(tmp_path, limit_gb=1.0)
+    bank = RolloutStore(tmp_path, max_gb=1.0)
     for step in range(4):
-        bank.record(step, many(2), rounds=1)
-    assert Bank(tmp_path, limit_gb=1.0).figures()["store/rollouts"] == 8.0
-    assert Bank(tmp_path / "new", limit_gb=1.0).figures() == {}
+        bank.record_step(step, many(2), num_gen_batches=1)
+    assert RolloutStore(tmp_path, max_gb=1.0).metrics()["store/rollouts"] == 8.0
+    assert RolloutStore(tmp_path / "new", max_gb=1.0).metrics() == {}
 
 
 def test_spoiled_files_of_an_earlier_life(tmp_path: Path) -> None:
     """Lines of another version keep their pictures, as does one that is cut off; a picture that somebody removed takes no room; a step
     that cannot be read is told, with what to do."""
     folder, shown = tmp_path / "rollouts", [picture(seed, width=112, height=112) for seed in range(3)]
-    recorder, bank = Recorder(tmp_path, best=1, worst=0), Bank(tmp_path, limit_gb=1.0)
+    recorder, bank = BestWorstRecorder(tmp_path, num_best=1, num_worst=0), RolloutStore(tmp_path, max_gb=1.0)
     for step, image in enumerate(shown):
         recorder.record(step, [rollout(0, 1.0, images=(image,))])
-        bank.record(step, [rollout(0, 1.0, images=(image,))], rounds=1)
+        bank.record_step(step, [rollout(0, 1.0, images=(image,))], num_gen_batches=1)
     for step, spoil in enumerate((lambda text: text.replace("version", "revision", 1), lambda text: text[: text.index(".png") + 4])):
         lines = folder / f"step_{step:06d}.jsonl"
         lines.write_text(spoil(lines.read_text()))
-        assert told_by(lambda: entries_of(lines, pictures=False)) or not entries_of(lines, pictures=False)  # noqa: B023 - it is called here
+        assert told_by(lambda: entries_of(lines, with_images=False)) or not entries_of(lines, with_images=False)  # noqa: B023 - it is called here
     (folder / "step_000002.jsonl").unlink()
     (folder / "images" / f"{shown[2].key}.png").unlink()
-    bank = Bank(tmp_path, limit_gb=1e-9)
-    bank.record(3, many(1), rounds=1)
-    assert [path.name for path in steps(folder)] == ["step_000003.parquet"]
+    bank = RolloutStore(tmp_path, max_gb=1e-9)
+    bank.record_step(3, many(1), num_gen_batches=1)
+    assert [path.name for path in list_step_files(folder)] == ["step_000003.parquet"]
     assert {shown[0].key, shown[1].key} < {path.stem for path in (folder / "images").iterdir()}
-    path_of(folder, 3).write_bytes(b"PAR1")
-    line = told_by(lambda: Bank(tmp_path, limit_gb=1.0))
-    assert line.startswith(f"{path_of(folder, 3)}: cannot be read (") and line.endswith("; move it away, the run goes on without it")
+    step_path(folder, 3).write_bytes(b"PAR1")
+    line = told_by(lambda: RolloutStore(tmp_path, max_gb=1.0))
+    assert line.startswith(f"{step_path(folder, 3)}: cannot be read (") and line.endswith("; move it away, the run goes on without it")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     rollouts = [full(), *many(5)]
-    store_pictures(folder, rollouts)
-    write(path_of(folder, 0), rollouts, step=0, rounds=1)
+    save_images(folder, rollouts)
+    write_step(step_path(folder, 0), rollouts, step=0, num_gen_batches=1)
     return folder
 
 
@@ -184,19 +187,23 @@ def told_by(read: Callable[[], object]) -> str:
 @given(data=st.data())
 def test_damage_is_told_in_a_line(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Whatever bytes of a file change or are gone: its rollouts are read, or a ValueError names the file."""
-    content = bytearray(path_of(whole, 0).read_bytes())
+    content = bytearray(step_path(whole, 0).read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
-    path = path_of(tmp_path, 0)
+    path = step_path(tmp_path, 0)
     path.write_bytes(content[: data.draw(st.sampled_from((len(content), len(content) // 2, 3)))])
-    for read in (lambda: read_rollouts(path, pictures=False), lambda: read_columns(path, ["reward", "said"]), lambda: rounds_of(path)):
+    for read in (
+        lambda: read_rollouts(path, with_images=False),
+        lambda: read_columns(path, ["reward", "said"]),
+        lambda: read_num_gen_batches(path),
+    ):
         told = told_by(read)
         assert not told or told.startswith(str(path)), told
 
 
 def test_a_picture_that_lacks_is_named(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "bank")
-    path = path_of(tmp_path / "bank", 0)
+    path = step_path(tmp_path / "bank", 0)
     key = picture(4).key
     (path.parent / "images" / f"{key}.png").unlink()
     with pytest.raises(ValueError, match=rf"step_000000.parquet: .*{key}.png: no picture can be read"):
@@ -205,10 +212,10 @@ def test_a_picture_that_lacks_is_named(whole: Path, tmp_path: Path) -> None:
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = path_of(tmp_path, 0)
-    write(path, [full()], step=0, rounds=1)
+    path = step_path(tmp_path, 0)
+    write_step(path, [full()], step=0, num_gen_batches=1)
     pq.write_table(pq.read_table(path).drop_columns(["turns"]).replace_schema_metadata(None), path)
     with pytest.raises(ValueError, match=r"step_000000.parquet: holds no step that run.record=all wrote$"):
-        rounds_of(path)
+        read_num_gen_batches(path)
     with pytest.raises(ValueError, match=r"step_000000.parquet: rollout record: rollout: \['turns'\]: lacking"):
-        read_rollouts(path, pictures=False)
+        read_rollouts(path, with_images=False)

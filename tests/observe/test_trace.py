@@ -6,25 +6,25 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from megatron_rl.observe.metrics import Spans
-from megatron_rl.observe.trace import STEP, Trace, write
+from megatron_rl.observe.metrics import StepTimer
+from megatron_rl.observe.trace import STEP_ROW, StepTrace, write_trace
 
 
 def test_what_is_traced(tmp_path: Path) -> None:
     """Two ranks; an inner span lies within its outer one, a block that fails has ended, an episode has a row of its own."""
     ticks = count(10)
-    trace = Trace(1, clock=lambda: float(next(ticks)))
-    with trace(STEP, "environment"), trace.episode(3, 1)("reply"):
+    trace = StepTrace(1, clock=lambda: float(next(ticks)))
+    with trace(STEP_ROW, "environment"), trace.episode_tracer(3, 1)("reply"):
         pass
-    with suppress(ZeroDivisionError), trace(STEP, "update"):
+    with suppress(ZeroDivisionError), trace(STEP_ROW, "update"):
         _ = 1 / 0
-    assert trace.is_on
-    events = trace.take()
-    assert events == [("episode 3#1", "reply", 11.0, 12.0), (STEP, "environment", 10.0, 13.0), (STEP, "update", 14.0, 15.0)]
-    with trace(STEP, "sync"):
+    assert trace.is_enabled
+    events = trace.pop_events()
+    assert events == [("episode 3#1", "reply", 11.0, 12.0), (STEP_ROW, "environment", 10.0, 13.0), (STEP_ROW, "update", 14.0, 15.0)]
+    with trace(STEP_ROW, "sync"):
         pass
-    assert not trace.is_on and trace.take() == []
-    write(tmp_path, 7, [events, events[1:2]])
+    assert not trace.is_enabled and trace.pop_events() == []
+    write_trace(tmp_path, 7, [events, events[1:2]])
     told = json.loads((tmp_path / "trace" / "step_000007.json").read_text())["traceEvents"]
     named = [(event["pid"], event["args"]["name"]) for event in told if event["ph"] == "M"]
     assert named == [(0, "rank 0"), (0, "step"), (0, "episode 3#1"), (1, "rank 1"), (1, "step")]
@@ -37,26 +37,29 @@ def test_what_is_traced(tmp_path: Path) -> None:
 
 def test_episodes_side_by_side() -> None:
     """Each in its own row, although they take turns."""
-    trace = Trace(1)
+    trace = StepTrace(1)
 
     async def episode(sample: int) -> None:
         for name in ("reply", "environment"):
-            with trace.episode(0, sample)(name):
+            with trace.episode_tracer(0, sample)(name):
                 await asyncio.sleep(0.001)
 
     async def play() -> None:
         await asyncio.gather(*(episode(sample) for sample in range(3)))
 
     asyncio.run(play())
-    events = trace.take()
+    events = trace.pop_events()
     expected = [(f"episode 0#{sample}", name) for sample in range(3) for name in ("environment", "reply")]
     assert sorted((row, name) for row, name, *_ in events) == expected
     assert all(begin < end for *_, begin, end in events)
 
 
 def test_spans_are_traced() -> None:
-    trace = Trace(1)
-    spans = Spans(around=lambda name: trace(STEP, name))
+    trace = StepTrace(1)
+    spans = StepTimer(trace=lambda name: trace(STEP_ROW, name))
     with spans("update"), spans("checkpoint"):
         pass
-    assert [name for _, name, *_ in trace.take()] == ["checkpoint", "update"] and spans.take().keys() >= {"time/update", "time/checkpoint"}
+    assert [name for _, name, *_ in trace.pop_events()] == ["checkpoint", "update"] and spans.collect().keys() >= {
+        "time/update",
+        "time/checkpoint",
+    }

@@ -20,14 +20,14 @@ from PIL import Image as pil
 from PIL import ImageColor
 from starlette.testclient import TestClient
 
-from megatron_rl.io.jsonl import replace_lines
-from megatron_rl.observe.recorder import Recorder, store_pictures
-from megatron_rl.observe.rollout_store import path_of, write
+from megatron_rl.io.jsonl import write_lines_atomically
+from megatron_rl.observe.recorder import BestWorstRecorder, save_images
+from megatron_rl.observe.rollout_store import step_path, write_step
 from megatron_rl.observe.viewer.__main__ import main
-from megatron_rl.observe.viewer.demo import COLORS, make
-from megatron_rl.observe.viewer.store import COLUMNS, labelled
+from megatron_rl.observe.viewer.demo import COLORS, make_demo_run
+from megatron_rl.observe.viewer.store import TABLE_COLUMNS, label_folders
 from megatron_rl.observe.viewer.web_app import create_app
-from megatron_rl.services.supervised_process import free_port
+from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import JudgeResult, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 from tests.observe.test_recorder import picture
 
@@ -79,16 +79,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
         if step == 2:
             rollouts += [rollout(number, 9.0, step=2, group=7, said=attack, tool=attack[:40]) for number, attack in enumerate(ATTACKS)]
-        store_pictures(folder / "rollouts", rollouts)
-        write(path_of(folder / "rollouts", step), rollouts, step=step, rounds=1)
+        save_images(folder / "rollouts", rollouts)
+        write_step(step_path(folder / "rollouts", step), rollouts, step=step, num_gen_batches=1)
     lines = [{"step": step, "reward/mean": step / 2, "loss": math.nan if step == 1 else 0.5, "time/total": 2.0} for step in range(3)]
-    replace_lines(folder / "metrics.jsonl", lines)
+    write_lines_atomically(folder / "metrics.jsonl", lines)
     return folder
 
 
 @pytest.fixture(scope="module")
 def client(run: Path) -> TestClient:
-    return TestClient(create_app(labelled([run]), hosts=["testserver"]))
+    return TestClient(create_app(label_folders([run]), hosts=["testserver"]))
 
 
 def found(client: TestClient, what: str, **params: object) -> object:
@@ -123,7 +123,7 @@ def test_what_one_set_of_weights_has_played_is_never_stale(name: str, content: s
     """An evaluation and rollouts alone: their tokens are of version 0 in each chunk and step."""
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / name).write_text(content)
-    client = TestClient(create_app(labelled([tmp_path / "run"]), hosts=["testserver"]))
+    client = TestClient(create_app(label_folders([tmp_path / "run"]), hosts=["testserver"]))
     assert found(client, "rollouts", stale_from=2, reward_to=8)["total"] == (2 if "steps" in content else 0)
     assert found(client, "rollouts", stale_from=0)["total"] == found(client, "rollouts")["total"]
 
@@ -205,8 +205,8 @@ def test_best_and_worst_and_spoiled_files(run: Path, tmp_path: Path) -> None:
     """Without a bank the table has what the recorder kept; a spoiled step and a spoiled line are said, and the rest is shown. A run that
     goes on is read again."""
     folder = tmp_path / "run"
-    Recorder(folder, best=1, worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(3)])
-    app = TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+    BestWorstRecorder(folder, num_best=1, num_worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(3)])
+    app = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     assert [(row["step"], row["sample_index"], row["reward"]) for row in found(app, "rollouts")["rows"]] == [(4, 2, 2.0), (4, 0, 0.0)]
     assert found(app, "episode", step=4, place=1)["sample_index"] == 0
     lines = folder / "rollouts" / "step_000004.jsonl"
@@ -215,29 +215,29 @@ def test_best_and_worst_and_spoiled_files(run: Path, tmp_path: Path) -> None:
     told = found(app, "rollouts")
     assert [row["place"] for row in told["rows"]] == [0, 2] and "step_000004.jsonl line 2: " in told["skipped"][0]
     assert found(app, "episode", step=4, place=0)["turns"][0]["tool_call"]["text"] == "told ?"
-    write(path_of(folder / "rollouts", 5), [rollout(0, 5.0, step=5)], step=5, rounds=1)
+    write_step(step_path(folder / "rollouts", 5), [rollout(0, 5.0, step=5)], step=5, num_gen_batches=1)
     assert found(app, "rollouts")["total"] == 3
-    path_of(folder / "rollouts", 5).write_bytes(b"PAR1 no such thing")
+    step_path(folder / "rollouts", 5).write_bytes(b"PAR1 no such thing")
     (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\nno json\n{"loss": 1}\n{"step": 3, "loss": 2}\n{"step": 4, "lo')
     assert [line["step"] for line in found(app, "curves")] == [0, 3]
     told = found(app, "rollouts")
     assert told["total"] == 2 and len(told["skipped"]) == 3 and "step_000005.parquet" in " ".join(told["skipped"])
-    assert labelled([run, folder]).keys() == {"/".join(path.parts[-2:]) for path in (run, folder)}
+    assert label_folders([run, folder]).keys() == {"/".join(path.parts[-2:]) for path in (run, folder)}
 
 
 def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
     """A copy that somebody made, foreign columns, a file cut short, an older version, steps that are none: said, and the rest is shown.
     What was removed is no longer said."""
     folder = tmp_path / "run"
-    app = TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+    app = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     for step in range(4):
-        write(path_of(folder / "rollouts", step), [rollout(0, 1.0, step=step)], step=step, rounds=1)
-    whole = path_of(folder / "rollouts", 0)
+        write_step(step_path(folder / "rollouts", step), [rollout(0, 1.0, step=step)], step=step, num_gen_batches=1)
+    whole = step_path(folder / "rollouts", 0)
     shutil.copy(whole, folder / "rollouts" / "step_000000 (copy).parquet")
-    pq.write_table(pa.table({name: [{"a": 1}] for name in COLUMNS}), path_of(folder / "rollouts", 1))
-    path_of(folder / "rollouts", 2).write_bytes(whole.read_bytes()[:-9])
-    older = pq.read_table(path_of(folder / "rollouts", 3)).drop_columns(["source"])
-    pq.write_table(older, path_of(folder / "rollouts", 3))
+    pq.write_table(pa.table({name: [{"a": 1}] for name in TABLE_COLUMNS}), step_path(folder / "rollouts", 1))
+    step_path(folder / "rollouts", 2).write_bytes(whole.read_bytes()[:-9])
+    older = pq.read_table(step_path(folder / "rollouts", 3)).drop_columns(["source"])
+    pq.write_table(older, step_path(folder / "rollouts", 3))
     (folder / "metrics.jsonl").write_text('{"step": "NaN"}\n{"step": 1, "loss": 2}\n' + "no\n" * 6)
     told = found(app, "rollouts")
     (about,) = app.get("/api/runs").json()
@@ -248,7 +248,7 @@ def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
     assert "metrics.jsonl line 1, 3, 4, 5, 6 and 2 more: is no step of a run" in skipped
     for step in (1, 2, 3):
         assert app.get("/api/episode", params={"run": "run", "step": step, "place": 0}).status_code == 404
-        path_of(folder / "rollouts", step).unlink()
+        step_path(folder / "rollouts", step).unlink()
     assert [line for line in found(app, "rollouts")["skipped"] if "metrics" not in line] == []
     assert app.get("/api/rollouts", params={"run": "run", "step_from": "9" * 30}).status_code == 422
     one = found(app, "episode", step=0, place=0)
@@ -272,8 +272,8 @@ def test_it_ends_in_one_line(options: list[str], said: str, capsys: pytest.Captu
 
 def test_the_demo(tmp_path: Path) -> None:
     """Every picture and every number of it can be shown; a right answer is one whose crop is the square's own color."""
-    make(tmp_path / "demo")
-    app = TestClient(create_app(labelled([tmp_path / "demo"]), hosts=["testserver"]))
+    make_demo_run(tmp_path / "demo")
+    app = TestClient(create_app(label_folders([tmp_path / "demo"]), hosts=["testserver"]))
     about = app.get("/api/runs").json()
     assert [(each["rollouts"], each["last_step"], each["skipped"]) for each in about] == [(192, 11, [])]
     for row in app.get("/api/rollouts", params={"run": "demo", "limit": 20, "sort": "reward", "descending": True}).json()["rows"]:
@@ -289,7 +289,7 @@ def test_the_demo(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(run: Path) -> Iterator[str]:
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
     words = [str(run), "--demo", "--port", str(port), "--allow", "runs.example"]
     page = subprocess.Popen([sys.executable, "-m", "megatron_rl.observe.viewer", *words], stdout=subprocess.PIPE, text=True)
     try:

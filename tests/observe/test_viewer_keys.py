@@ -10,12 +10,12 @@ import pytest
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
 
-from megatron_rl.io.jsonl import replace_lines
-from megatron_rl.observe.recorder import name_of, store_pictures
-from megatron_rl.observe.rollout_store import path_of, write
-from megatron_rl.observe.viewer.store import labelled
+from megatron_rl.io.jsonl import write_lines_atomically
+from megatron_rl.observe.recorder import image_file_name, save_images
+from megatron_rl.observe.rollout_store import step_path, write_step
+from megatron_rl.observe.viewer.store import label_folders
 from megatron_rl.observe.viewer.web_app import create_app
-from megatron_rl.services.supervised_process import free_port
+from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import TokenSequence
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import ATTACKS, CHROMIUM, rollout
@@ -28,9 +28,9 @@ def grow(folder: Path, step: int) -> None:
     """One step more: two groups, the second of attackers' words."""
     rollouts = [rollout(sample, sample / 4, step=step) for sample in range(3)]
     rollouts += [rollout(number, 1.0, step=step, group=1, said=attack) for number, attack in enumerate(ATTACKS)]
-    store_pictures(folder / "rollouts", rollouts)
-    write(path_of(folder / "rollouts", step), rollouts, step=step, rounds=1)
-    replace_lines(folder / "metrics.jsonl", [{"step": each, "reward/mean": each / 2, "loss": 0.5} for each in range(step + 1)])
+    save_images(folder / "rollouts", rollouts)
+    write_step(step_path(folder / "rollouts", step), rollouts, step=step, num_gen_batches=1)
+    write_lines_atomically(folder / "metrics.jsonl", [{"step": each, "reward/mean": each / 2, "loss": 0.5} for each in range(step + 1)])
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def page(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module")
 def url(runs: tuple[Path, Path]) -> Iterator[str]:
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
     command = [sys.executable, "-m", "megatron_rl.observe.viewer", *map(str, runs), "--port", str(port)]
     served = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -147,7 +147,7 @@ def test_keys_of_every_view(page: Page, url: str) -> None:
 @needs_chromium
 def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: Page, url: str) -> None:
     """Said in its place: the console stays silent."""
-    file = runs[0] / "rollouts" / name_of(picture(1).key)
+    file = runs[0] / "rollouts" / image_file_name(picture(1).key)
     content = file.read_bytes()
     try:
         file.unlink()
@@ -196,9 +196,9 @@ def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
     context.extend(said := tokenizer("red<|im_end|>", add_special_tokens=False)["input_ids"], logprobs=[-0.5] * len(said))
     made.sequences, made.turns[0].token_span, made.turns[0].images = [context], (len(ids), len(ids) + len(said)), []
     folder = tmp_path / "run"
-    write(path_of(folder / "rollouts", 0), [made], step=0, rounds=1)
+    write_step(step_path(folder / "rollouts", 0), [made], step=0, num_gen_batches=1)
     asked: dict[str, object] = {"run": "run", "step": 0, "place": 0}
-    client = TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+    client = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     assert client.get("/api/episode", params=asked).json()["prompt"] == "", "nobody says where its tokenizer lies"
     (folder / "config.yaml").write_text(f"model: {{path: {random_model}}}\n")
     told = client.get("/api/episode", params=asked).json()
@@ -206,6 +206,6 @@ def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
     assert "".join(told["sequences"][0]["tokens"]) == prompt + "red<|im_end|>"
     (folder / "config.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
-    told = TestClient(create_app(labelled([folder]), hosts=["testserver"])).get("/api/episode", params=asked).json()
+    told = TestClient(create_app(label_folders([folder]), hosts=["testserver"])).get("/api/episode", params=asked).json()
     assert re.match(rf"{tmp_path}/tokenizer.json cannot be read \(\S.*\)$", told["no_words"])
     assert told["sequences"][0]["tokens"][0] == str(ids[0])

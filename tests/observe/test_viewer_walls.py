@@ -16,15 +16,15 @@ from PIL import Image as pil
 from starlette.testclient import TestClient
 from tokenizers import Regex, Tokenizer, decoders, models
 
-from megatron_rl.observe.recorder import Recorder, name_of, store_pictures
-from megatron_rl.observe.rollout_store import SCHEMA, path_of, read_columns, write
+from megatron_rl.observe.recorder import BestWorstRecorder, image_file_name, save_images
+from megatron_rl.observe.rollout_store import SCHEMA, read_columns, step_path, write_step
 from megatron_rl.observe.viewer import token_decoder
 from megatron_rl.observe.viewer.__main__ import main
-from megatron_rl.observe.viewer.store import Folder, labelled
+from megatron_rl.observe.viewer.store import RunFolder, label_folders
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.observe.viewer.web_app import create_app
-from megatron_rl.services.supervised_process import free_port
-from sandbox.connections import Connection
+from megatron_rl.services.supervised_process import find_free_port
+from sandbox.connections import LimitedConnection
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import found, rollout
 from tests.support import bombs
@@ -36,14 +36,14 @@ TOKEN = "Aa0+/=;,\"'\\~!-word"
 def folder(tmp_path: Path) -> Path:
     """A run of one step, with a bank."""
     folder = tmp_path / "run"
-    store_pictures(folder / "rollouts", [rollout(0, 1.0, step=0)])
-    write(path_of(folder / "rollouts", 0), [rollout(0, 1.0, step=0)], step=0, rounds=1)
+    save_images(folder / "rollouts", [rollout(0, 1.0, step=0)])
+    write_step(step_path(folder / "rollouts", 0), [rollout(0, 1.0, step=0)], step=0, num_gen_batches=1)
     return folder
 
 
 @pytest.fixture
 def client(folder: Path) -> TestClient:
-    return TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+    return TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
 
 
 def test_settings_of_aliases_name_no_model(folder: Path, client: TestClient) -> None:
@@ -52,16 +52,16 @@ def test_settings_of_aliases_name_no_model(folder: Path, client: TestClient) -> 
     text = (folder / "config.yaml").read_text().partition("a5:")[0]
     for path in ("*a4", "[a, b]", "!!int ''"):
         (folder / "config.yaml").write_text(f"{text}model: {{path: {path}}}\n")
-        assert Folder(folder).model() == "" and not Folder(folder).stays()
+        assert RunFolder(folder).model_path() == "" and not RunFolder(folder).has_fixed_weights()
         assert found(client, "episode", step=0, place=0)["sequences"][0]["tokens"][:2] == ["1", "2"]
     (folder / "config.yaml").write_text("model: {path: a}\nrun: {rollout_only: true}\n")
-    assert Folder(folder).model() == "a" and Folder(folder).stays()
+    assert RunFolder(folder).model_path() == "a" and RunFolder(folder).has_fixed_weights()
 
 
 @pytest.mark.parametrize("kind", ["text", "link to a text", "link to a picture", "linked folder", "FIFO", "device", "sparse"])
 def test_pictures_are_pictures_of_the_folder(kind: str, folder: Path, client: TestClient, tmp_path: Path) -> None:
     key = picture(1).key
-    file = folder / "rollouts" / name_of(key)
+    file = folder / "rollouts" / image_file_name(key)
     assert client.get(f"/picture/run/{key}.png").status_code == 200
     secret = tmp_path / "private" / f"{key}.png"
     secret.parent.mkdir()
@@ -89,11 +89,11 @@ def test_pictures_are_pictures_of_the_folder(kind: str, folder: Path, client: Te
 def test_a_key_that_names_no_file(key: str, tmp_path: Path) -> None:
     """Of a rollout in lines: that one is left out, and said. Its key is no path, and no name that is too long."""
     folder = tmp_path / "run"
-    Recorder(folder, best=1, worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(2)])
+    BestWorstRecorder(folder, num_best=1, num_worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(2)])
     lines = folder / "rollouts" / "step_000004.jsonl"
     best, worst = lines.read_text().splitlines()
     lines.write_text(f"{best.replace(picture(1).key, key)}\n{worst}\n")
-    app = TestClient(create_app(labelled([folder]), hosts=["testserver"]))
+    app = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     told = found(app, "rollouts")
     assert [row["place"] for row in told["rows"]] == [1] and "no key of a picture" in told["skipped"][0]
     assert app.get("/api/episode", params={"run": "run", "step": 4, "place": 0}).status_code == 404
@@ -117,9 +117,9 @@ def test_metrics_without_an_end(folder: Path, client: TestClient) -> None:
 
 def test_a_step_of_another_writer(folder: Path, client: TestClient) -> None:
     """A dictionary's text stands in a million rows of one group: this program writes 64. And a FIFO."""
-    table = pq.read_table(path_of(folder / "rollouts", 0))
-    pq.write_table(pa.concat_tables([table] * 65), path_of(folder / "rollouts", 1))
-    os.mkfifo(path_of(folder / "rollouts", 2))
+    table = pq.read_table(step_path(folder / "rollouts", 0))
+    pq.write_table(pa.concat_tables([table] * 65), step_path(folder / "rollouts", 1))
+    os.mkfifo(step_path(folder / "rollouts", 2))
     os.mkfifo(folder / "rollouts" / "step_000003.jsonl")
     told = found(client, "rollouts")
     assert told["total"] == 1 and [line.rpartition("/")[2] for line in told["skipped"]] == [
@@ -143,7 +143,7 @@ SLOW = Regex(r"(?:a|b|ab)*[!?][^!]")
 
 def test_a_tokenizer_takes_no_longer_than_it_may(tmp_path: Path) -> None:
     """A token takes half a second: its decoder tries every way to read it (security3.md, 14). It is not tried again."""
-    decoder = TokenDecoder(tokenizer(tmp_path / "tokenizer.json", ["ab" * 20 + "!!"], decoders.Replace(SLOW, "")), limit_s=3)
+    decoder = TokenDecoder(tokenizer(tmp_path / "tokenizer.json", ["ab" * 20 + "!!"], decoders.Replace(SLOW, "")), timeout_s=3)
     began = time.monotonic()
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"^{tmp_path}/tokenizer.json is not used: its tokens took longer than 3 s$"):
@@ -154,16 +154,16 @@ def test_a_tokenizer_takes_no_longer_than_it_may(tmp_path: Path) -> None:
 def test_a_panic_ends_the_tokenizers_process_alone(tmp_path: Path) -> None:
     """It is named; by itself it is no Exception."""
     file = tokenizer(tmp_path / "tokenizer.json", ["ab" * 200 + "!!"], decoders.Replace(SLOW, ""))
-    decoder = TokenDecoder(file, limit_s=60)
+    decoder = TokenDecoder(file, timeout_s=60)
     with pytest.raises(ValueError, match=rf"^{file} cannot be read \(pyo3_runtime.PanicException: .*\)$"):
         decoder.decode([[0]])
     assert decoder._process is None
 
 
 def test_words_have_a_limit_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_decoder, "MAX_ANSWER_BYTES", 4000)
+    monkeypatch.setattr(token_decoder, "MAX_RESPONSE_BYTES", 4000)
     file = tokenizer(tmp_path / "tokenizer.json", ["word", "x" * 3000], decoders.Fuse())
-    decoder = TokenDecoder(file, limit_s=60)
+    decoder = TokenDecoder(file, timeout_s=60)
     assert decoder.decode([[1], [0, 0], []]) == ["x" * 3000, "wordword", ""]
     with pytest.raises(ValueError, match=rf"^{file} cannot be read \(its texts have more than 4000 bytes\)$"):
         decoder.decode([[1], [1]])
@@ -183,7 +183,7 @@ def test_a_tokenizer_that_has_changed_is_read_again(folder: Path, client: TestCl
 
 def test_a_token_is_asked_for(folder: Path) -> None:
     """On every route; by the header, or in a browser by a cookie that no script and no other site gets."""
-    app = create_app(labelled([folder]), hosts=["testserver"], token=TOKEN)
+    app = create_app(label_folders([folder]), hosts=["testserver"], token=TOKEN)
     client = TestClient(app, follow_redirects=False)
     routes = (
         "/",
@@ -228,7 +228,7 @@ def test_nobody_else_without_a_token(
 @pytest.fixture
 def url(folder: Path, tmp_path: Path) -> Iterator[str]:
     """The page of the command itself, for all machines, with little memory."""
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
     (tmp_path / "token").write_text(TOKEN)
     words = [str(folder), "--host", "0.0.0.0", "--port", str(port), "--token-file", str(tmp_path / "token"), "--memory-gb", "1"]
     page = subprocess.Popen([sys.executable, "-m", "megatron_rl.observe.viewer", *words], stdout=subprocess.PIPE, text=True)
@@ -243,8 +243,8 @@ def url(folder: Path, tmp_path: Path) -> Iterator[str]:
 
 def test_a_file_that_stands_for_more_than_the_memory(folder: Path, url: str) -> None:
     """64 rows of one text of 64 MiB, in 8 KB: the page says so, and goes on. Of the command, with the token that it needs."""
-    bomb = path_of(folder / "rollouts", 1)
-    table = pq.read_table(path_of(folder / "rollouts", 0))
+    bomb = step_path(folder / "rollouts", 1)
+    table = pq.read_table(step_path(folder / "rollouts", 0))
     table = pa.concat_tables([table] * 64)
     said = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["x" * (64 << 20)]))
     table = table.set_column(SCHEMA.get_field_index("said"), "said", said)
@@ -278,4 +278,4 @@ def test_the_page_serves_with_the_bounds_of_our_servers(folder: Path, monkeypatc
     monkeypatch.setattr(uvicorn.Server, "run", lambda server, **_: served.append(server))
     monkeypatch.setattr("megatron_rl.observe.viewer.__main__.limit_memory", lambda gb: None)
     assert main([str(folder), "--port", "0"]) == 0
-    assert served[0].config.http.func is Connection and served[0].config.http.keywords["line"].header_s == 10.0
+    assert served[0].config.http.func is LimitedConnection and served[0].config.http.keywords["registry"].header_timeout_s == 10.0

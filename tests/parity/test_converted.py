@@ -7,14 +7,14 @@ import pytest
 
 from tests.conftest import SUPPORT
 from tools.convert.converter_hf_to_mcore import main
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     """As many key/value heads as query heads: q and k have equal shapes."""
     folder = tmp_path_factory.mktemp("planted")
-    make(folder / "model", init="random", seed=5, layers=2, kv_heads=4, vocab=300)
+    make_checkpoint(folder / "model", init="random", seed=5, layers=2, kv_heads=4, vocab=300)
     (folder / "out").mkdir()
     torchrun(1, SUPPORT / "planted.py", folder / "model", folder / "out")
     return {path.stem: json.loads(path.read_text()) for path in (folder / "out").glob("*.json")}
@@ -39,7 +39,7 @@ def test_megatron_loads_what_the_policy_loads(tmp_path: Path, torchrun) -> None:
     """Written for tp 2; tied embeddings have a copy on the last stage."""
     for name in ("untied", "tied"):
         (tmp_path / name).mkdir()
-        make(tmp_path / name / "model", init="random", seed=6, tied=name == "tied")
+        make_checkpoint(tmp_path / name / "model", init="random", seed=6, tied=name == "tied")
         written = ("--hf", str(tmp_path / name / "model"), "--out", str(tmp_path / name / "checkpoint"), "--tp", "2", "--pp", "2")
         assert main(written) == 0
     said = torchrun(4, SUPPORT / "loaded.py", "2,2", "1,4", "2,1", "--", tmp_path / "untied", tmp_path / "tied")

@@ -17,7 +17,7 @@ from tests.support.critic_layouts import COEF, CRITIC, SEEN
 from tests.support.hf_run import hf_logits, relative, sampled_distribution, write_adapter
 from tests.support.packed import example_contexts
 from tools.convert import merger
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 ONE = "1,1,1,0,none,tied"
@@ -27,7 +27,7 @@ FOUR_PROCESSES = ["2,2,1,1,none,tied", "1,2,2,0,full,tied", "2,1,1,0,none,tied",
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tied"
-    make(folder, preset="nano", init="random", seed=1, heads=8, kv_heads=4, tied=True)
+    make_checkpoint(folder, preset="nano", init="random", seed=1, heads=8, kv_heads=4, tied=True)
     return folder
 
 

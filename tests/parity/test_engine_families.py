@@ -13,7 +13,7 @@ from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed import picture, prompts, user
 from tests.support.sampled import BOUND, engine_of, gap, generate
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 SQUARE = torch.tensor([[1, 4, 4]])
 
@@ -21,11 +21,11 @@ SQUARE = torch.tensor([[1, 4, 4]])
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text, pictures of two sizes, and a second turn with another one; a bit that flips on the way is named."""
-    make(tmp_path / "model", family=family, init="random", seed=1, vision_depth=4)
+    make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=4)
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     sent = {canonical_name(name): tensor for name, tensor in hf.state_dict().items()}
-    assert sent.keys() == {name for row in read_spec(tmp_path / "model").rows() for name in row.hf}
+    assert sent.keys() == {name for row in read_spec(tmp_path / "model").param_mappings() for name in row.hf_names}
     with engine_of(tmp_path / "model", renderer, reads_weights=False) as engine:
         engine.load_weights(iter(sent.items()), version=1)
         contexts = prompts(renderer)
@@ -37,10 +37,12 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
                 more = renderer.observation(context, [user("And this?", picture(7 + number, 84, 56))])
                 context.extend(more.token_ids, images=tuple(more.images))
         runner, spec = engine._core._engine.model_executor.driver_worker.worker.model_runner, read_spec(tmp_path / "model")
-        added = runner.get_model().deepstack_input_embeds if spec.vision.stacked else []  # as memory_plan/engine_memory.py counts them
-        assert [rows.shape for rows in added] == [(runner.max_num_tokens, spec.hidden_size)] * spec.vision.stacked
-        (seen,) = runner.get_model().embed_multimodal(pixel_values=torch.zeros(16, spec.vision.patch_numbers), image_grid_thw=SQUARE)
-        assert seen.shape == (4, (1 + spec.vision.stacked) * spec.vision.out_hidden_size)
+        added = (
+            runner.get_model().deepstack_input_embeds if spec.vision.num_deepstack_layers else []
+        )  # as memory_plan/engine_memory.py counts them
+        assert [rows.shape for rows in added] == [(runner.max_num_tokens, spec.hidden_size)] * spec.vision.num_deepstack_layers
+        (seen,) = runner.get_model().embed_multimodal(pixel_values=torch.zeros(16, spec.vision.patch_dim), image_grid_thw=SQUARE)
+        assert seen.shape == (4, (1 + spec.vision.num_deepstack_layers) * spec.vision.out_hidden_size)
         weights = engine._core.weights
         deliver, spoiled = weights.deliver, "model.visual.merger"
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from megatron_rl.models.name_mapping import canonical_name
 from tests.conftest import SUPPORT
 from tests.support.hf_run import HfRun, hf_logits, relative, write_adapter
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the walk of four processes
 ONE_PROCESS = ["1,1,1,0,none,tied"]
@@ -22,7 +22,7 @@ FILES = [f"{world}/{layout}" for world, layouts in ((1, ONE_PROCESS), (4, FOUR_P
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make(folder / "tied", preset="nano", init="random", seed=1, heads=8, kv_heads=4)
+    make_checkpoint(folder / "tied", preset="nano", init="random", seed=1, heads=8, kv_heads=4)
     return folder
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.batching.minibatches import pack_costs
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import ModelSettings, RunSettings, Settings
-from megatron_rl.memory_plan.rank_shares import shares
+from megatron_rl.memory_plan.rank_shares import compute_model_shares
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import SUPPORT
@@ -18,7 +18,7 @@ from tests.support.hf_run import HfRun, hf_logits, relative
 from tests.support.layouts import Case
 from tests.support.odd_vocabulary import add_tokens
 from tests.support.packed import picture, user
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(1900)  # the first test waits for the walks of one, four and eight processes
 ONE_PROCESS = ["1,1,1,0,none,tied", "1,1,1,0,none,untied"]
@@ -47,10 +47,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     must lie on the first of four chunks."""
     folder = tmp_path_factory.mktemp("models")
     for name in ("tied", "untied"):
-        make(folder / name, preset="nano", init="random", seed=1, heads=8, kv_heads=4, tied=name == "tied")
+        make_checkpoint(folder / name, preset="nano", init="random", seed=1, heads=8, kv_heads=4, tied=name == "tied")
     add_tokens(folder / "tied", folder / "odd")
     for family, layers in zip(OTHER_FAMILIES, (4, 12), strict=True):
-        make(folder / family, family=family, init="random", seed=1, heads=8, kv_heads=4, vision_depth=3, layers=layers)
+        make_checkpoint(folder / family, family=family, init="random", seed=1, heads=8, kv_heads=4, vision_depth=3, layers=layers)
     return folder
 
 
@@ -152,8 +152,8 @@ def test_every_rank_holds_what_the_dry_plan_says(layout: str, results: dict, mod
         model=ModelSettings(path=str(models / model_of(layout))), parallel=Case.parse(layout).settings(), run=RunSettings(dir="there")
     )
     planned = {
-        (share.tp_rank, share.pp_rank): asdict(share.held)
-        for share in shares(read_spec(settings.model.path), settings, world_size=len(held))
+        (share.tp_rank, share.pp_rank): asdict(share.total_footprint)
+        for share in compute_model_shares(read_spec(settings.model.path), settings, world_size=len(held))
     }
     assert planned == {(tp_rank, pp_rank): found for tp_rank, pp_rank, dp_rank, found in held if dp_rank == 0}
     for tp_rank, pp_rank, _, found in held:
@@ -204,7 +204,7 @@ def test_the_example_is_a_tree(hf: dict[str, HfRun]) -> None:
     """A header, a picture behind it, a prompt, half of what was sampled behind that, and the branch: layouts pack it so."""
     run = hf["tied"]
     ordered = [load.weighted for load in pack_costs(run.contexts, run.renderer.image_token_id, share_prompts=True)]
-    batch = pack(ordered, image_token_id=run.renderer.image_token_id, positions=read_spec(run.folder).positions, share_prompts=True)
+    batch = pack(ordered, image_token_id=run.renderer.image_token_id, positions=read_spec(run.folder).rope_positions, share_prompts=True)
     depths: list[int] = []
     for prefix in batch.prefix_S:
         depths.append(1 if prefix < 0 else 1 + depths[prefix])

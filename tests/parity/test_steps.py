@@ -15,7 +15,7 @@ from tests.support.hf_run import TEMPERATURE, forward, relative
 from tests.support.layouts import weighted_nll
 from tests.support.one_process import policy_of, world_of_one
 from tests.support.packed import example_contexts
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 OPTIM = OptimSettings(lr=0.2, eps=5e-3, weight_decay=0.1, clip_grad=5.0, beta2=0.99)
@@ -52,7 +52,7 @@ def steps_of_hf(folder: Path) -> tuple[list[float], list[float], dict[str, torch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_are_those_of_hf(world: None, family: str, tmp_path: Path) -> None:
     """Qwen2-VL with tied embeddings. Each gradient is clipped."""
-    make(tmp_path / "model", family=family, init="random", seed=1, vision_depth=3, tied=family == "qwen2_vl")
+    make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=3, tied=family == "qwen2_vl")
     policy, renderer = policy_of(tmp_path / "model", OPTIM, temperature=TEMPERATURE)
     before = {name: tensor.clone().double() for name, tensor in policy.hf_weights()}
     metrics = [policy.update(policy.pack(example_contexts(renderer), max_tokens=10_000), weighted_nll, step=step) for step in range(3)]

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, OptimSettings
-from megatron_rl.observe.step_metrics import merge_updates
+from megatron_rl.observe.step_metrics import merge_update_metrics
 from megatron_rl.types import MicroBatch
 from tests.support.one_process import policy_of, world_of_one
 from tests.support.packed import example_contexts
@@ -32,7 +32,7 @@ def test_an_update_does_not_depend_on_how_it_was_cut(world: None, random_model: 
     assert [len(batches) > 1 for batches in cuts.values()] == [True, False]
 
     def told(algo: AlgoSettings, batches: list[MicroBatch]) -> dict[str, float]:
-        metrics = merge_updates([policy.update(batches, make_policy_objective(algo), step=0)])
+        metrics = merge_update_metrics([policy.update(batches, make_policy_objective(algo), step=0)])
         return {name: value for name, value in metrics.items() if not name.endswith("lr")}
 
     for spread in (0.1, 0.0):

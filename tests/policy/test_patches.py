@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching.minibatches import pack_costs
 from megatron_rl.config import AlgoSettings, OptimSettings
-from megatron_rl.memory_plan.image_memory import AHEAD
+from megatron_rl.memory_plan.image_memory import NUM_PREFETCHED_MICRO_BATCHES
 from megatron_rl.policy import patches
 from megatron_rl.policy import policy as policy_module
 from megatron_rl.policy.patches import images_of_rank, patch_bytes, prefetch
@@ -126,7 +126,7 @@ def test_patches_of_as_many_micro_batches_exist_as_the_plan_counts(
         monkeypatch.setattr(patches, "torch", SimpleNamespace(empty=watched))
         played(policy, contexts, is_read=is_read)
     assert len(joined) > 4 and len(made) > len(joined), "several pictures in a micro-batch"
-    assert max(seen) == (AHEAD, 1) and num_alive(joined) == num_alive(made) == 0
+    assert max(seen) == (NUM_PREFETCHED_MICRO_BATCHES, 1) and num_alive(joined) == num_alive(made) == 0
 
 
 def played(policy: Policy, contexts: list, *, is_read: bool) -> object:

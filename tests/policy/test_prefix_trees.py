@@ -57,7 +57,7 @@ def said(policy: Policy, *batches: MicroBatch) -> tuple[torch.Tensor, dict[str, 
 
 def compared(policy: Policy, renderer: Renderer) -> Callable[[list[list[str]]], None]:
     shown = {name: renderer.prompt([user("", picture(*given))]).images[0] for name, given in (("a", (1, 112, 56)), ("b", (2, 56, 56)))}
-    how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.positions}
+    how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.rope_positions}
 
     def compare(trees: list[list[str]]) -> None:
         contexts = [grown(["1", *parts, "x"], shown, renderer) for parts in trees]
@@ -99,7 +99,7 @@ def test_a_chain_of_turns_in_several_micro_batches(random_model: Path) -> None:
             contexts[-1].extend(list(range(100, 98 + 3 * turn)))
             contexts[-1].extend([98 + 3 * turn, 99 + 3 * turn], logprobs=[-1.0, -1.0])
         loads = pack_costs([PackItem(each) for each in contexts], renderer.image_token_id, share_prompts=True)
-        how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.positions}
+        how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.rope_positions}
         (whole,), parts = ([pack(part, **how, share_prompts=True) for part in split_by_cost(loads, room)] for room in (150 * 50, 150))
         assert whole.num_tokens == 150 and 3 <= len(parts) <= 8 and all(part.num_tokens <= 150 for part in parts)
         (ours, gradients), (theirs, expected) = said(policy, *parts), said(policy, whole)

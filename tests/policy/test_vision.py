@@ -27,7 +27,14 @@ class Tower(nn.Module):
     def sizes(self) -> SimpleNamespace:
         """What of VisionSpec is read."""
         merge = round(self.patches_a_token**0.5)
-        return SimpleNamespace(merge=merge, window=0, table=0, stacked=0, out_hidden_size=3, patches_a_token=self.patches_a_token)
+        return SimpleNamespace(
+            spatial_merge_size=merge,
+            window_size=0,
+            num_position_embeddings=0,
+            num_deepstack_layers=0,
+            out_hidden_size=3,
+            patches_per_token=self.patches_a_token,
+        )
 
     def forward(self, patch_PC: torch.Tensor, *, position_ids: torch.Tensor | None = None, **_: object) -> SimpleNamespace:
         assert position_ids is None or len(position_ids) == len(patch_PC)
@@ -88,7 +95,7 @@ def test_patches_are_embedded_by_a_product(random_model: Path) -> None:
     """The same embeddings and gradients as Hugging Face's tower makes by a convolution, and no convolution runs, forward or backward."""
     spec = read_spec(random_model)
     torch.manual_seed(0)
-    theirs = spec.tower()
+    theirs = spec.build_tower()
     ours = vision.vision_tower(spec, SimpleNamespace(recompute="none"), torch.float32, lora=LoraSettings())
     ours.load_state_dict(theirs.state_dict())
     patch_PC = torch.randn(24, theirs.patch_embed.proj.weight[0].numel())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SUPPORT
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 MICRO_BATCH = {"nonzero in network.py": 1}
 """Which rows were sampled. The pictures' patches are pinned and take their turn."""
@@ -35,7 +35,7 @@ CASES = [
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for blocks in (2, 4):
-        make(folder / str(blocks), preset="nano", init="random", seed=1, layers=blocks, vision_depth=blocks)
+        make_checkpoint(folder / str(blocks), preset="nano", init="random", seed=1, layers=blocks, vision_depth=blocks)
     return folder
 
 

@@ -24,12 +24,12 @@ from safetensors.torch import load_file, save_file
 import sandbox.doctor
 from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.config import ColumnSettings, Settings
-from megatron_rl.data.questions import open_questions, questions
-from megatron_rl.data.survey import survey
+from megatron_rl.data.questions import load_questions, open_questions
+from megatron_rl.data.survey import survey_questions
 from megatron_rl.errors import InfraError
 from megatron_rl.preflight import doctor
-from megatron_rl.preflight.check_report import Report, show
-from megatron_rl.preflight.doctor import examine, look_at_judges, look_at_sandbox, tell_questions
+from megatron_rl.preflight.check_report import CheckReport, print_report
+from megatron_rl.preflight.doctor import check_judges, check_sandbox, report_questions, run_checks
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import ANSWER
@@ -37,7 +37,7 @@ from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support import forked
 from tests.support.tables import png, write
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +83,9 @@ def judge() -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def test_a_run_that_can_start(sound: list[str], tmp_path: Path) -> None:
-    report = examine(settings_of(*sound))
+    report = run_checks(settings_of(*sound))
     assert report.errors == report.warnings == []
-    found = dict(report.rows)
+    found = dict(report.findings)
     assert found["data.train"].startswith("3 rows, 3 images, longest question ") and found["data.train"].endswith("; vstar 3")
     assert found["task"] == "vqa" and str(tmp_path / "run") in found["run.dir"]
     assert not (tmp_path / "run").exists()
@@ -96,7 +96,7 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
     path = write(tmp_path / "bad.jsonl", [ROW | change for change in changed])
     talks = write(tmp_path / "talks.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
     changes = [f"task.data.train=[{path}]", f"task.data.demonstrations=[{talks}]", "engine.max_images=1", "model.path=/nowhere"]
-    report = examine(settings_of(*sound, *changes))
+    report = run_checks(settings_of(*sound, *changes))
     assert report.errors == [
         "model.path=/nowhere: no such folder (looked in /nowhere); give a Hugging Face model folder",
         "task.data.train: bad.jsonl row 0: answer: is empty",
@@ -117,10 +117,10 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
     rows = [{"question": "?", "answer": "a", "image": "red.png", "shot": "blue.png"}] * 2 + [
         {"question": "?", "answer": "a", "look": "red.png"}
     ]
-    report = Report()
+    report = CheckReport()
     for name, given in {"a.jsonl": rows, "b.jsonl": [{"question": "?", "label": "x"}] * 30}.items():
         opened = open_questions([str(write(tmp_path / name, given))], images_root="", name="train", columns=ColumnSettings(id="number"))
-        tell_questions(survey(opened), report, split="train", longest=None)
+        report_questions(survey_questions(opened), report, split="train", longest=None)
     shows = "looks like paths of pictures that exist and is not read"
     assert report.errors == [
         "task.data.columns.id=number: no row has that column; columns: question, answer, image, shot, look",
@@ -131,23 +131,23 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
     assert bare.startswith("task.data.train: a.jsonl row 2: 1 of 3 rows have no picture in column image: ")
     assert unread.startswith("task.data.train: a.jsonl row 0: columns shot, look are not read: ")
     assert warning.startswith(f"task.data.train: a.jsonl row 0: column shot {shows} (2 of 3 rows): the row's other pictures are read; ")
-    assert dict(report.rows)["data.train"].startswith("30 rows, 0 images; ")
+    assert dict(report.findings)["data.train"].startswith("30 rows, 0 images; ")
 
 
 def test_a_picture_that_is_cut_off_is_found(sound: list[str], tmp_path: Path) -> None:
     """Its header is whole, and gives its size."""
     path = write(tmp_path / "cut.jsonl", [ROW, ROW | {"images": [{"bytes": png(size=(300, 300))[:-30]}]}])
-    (error,) = examine(settings_of(*sound, f"task.data.train=[{path}]")).errors
+    (error,) = run_checks(settings_of(*sound, f"task.data.train=[{path}]")).errors
     assert error.startswith("task.data.train: cut.jsonl row 1: images[0]: cannot be opened (")
 
 
 def test_a_host_that_cannot_hold_the_plan(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One process of 7 GB and a little more, on a machine of 5 GB that is stated, and on one of 4 GiB that is there."""
-    (warning,) = examine(settings_of(*sound, "run.host_gb=5")).warnings
+    (warning,) = run_checks(settings_of(*sound, "run.host_gb=5")).warnings
     assert re.match(r"run.host_gb=5.0: its 5.0 GB are less than the 7\.\d GB that 1 process may need at most; ", warning), warning
     memory = psutil.virtual_memory()._replace(total=4 << 30, available=4 << 30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    (warning,) = examine(settings_of(*sound, "run.host_gb=0")).warnings
+    (warning,) = run_checks(settings_of(*sound, "run.host_gb=0")).warnings
     assert warning.startswith("run.host_gb=0.0: this machine's 4.3 GB are less than the 7.")
 
 
@@ -157,7 +157,7 @@ def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path
     for path in random_model.iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
     (broken / "model.safetensors").write_bytes((random_model / "model.safetensors").read_bytes()[:1000])
-    (error,) = examine(settings_of(*sound, f"model.path={broken}")).errors
+    (error,) = run_checks(settings_of(*sound, f"model.path={broken}")).errors
     assert error.startswith(f"model.path={broken}: ")
 
 
@@ -165,23 +165,25 @@ def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path,
     """As the policy's is looked at, by its own name; what is wrong with it is told once."""
     trunk, own = tmp_path / "trunk", ["algo=ppo", "critic.backbone=own"]
     shutil.copytree(random_model, trunk)
-    well = examine(settings_of(*sound, *own, f"critic.path={trunk}"))
-    assert well.errors == [] and dict(well.rows)["critic.path"].startswith(f"{trunk}: 4 layers of ")
+    well = run_checks(settings_of(*sound, *own, f"critic.path={trunk}"))
+    assert well.errors == [] and dict(well.findings)["critic.path"].startswith(f"{trunk}: 4 layers of ")
     save_file(dict(islice(load_file(trunk / "model.safetensors").items(), 3, None)), trunk / "model.safetensors")
-    (lacks,) = examine(settings_of(*sound, *own, f"critic.path={trunk}")).errors
+    (lacks,) = run_checks(settings_of(*sound, *own, f"critic.path={trunk}")).errors
     assert re.fullmatch(rf"critic.path={trunk}: has no \S+ and 2 more tensors; download it again", lacks)
     os.truncate(trunk / "model.safetensors", 1000)
-    (damaged,) = examine(settings_of(*sound, *own, f"critic.path={trunk}")).errors
+    (damaged,) = run_checks(settings_of(*sound, *own, f"critic.path={trunk}")).errors
     assert damaged.startswith(f"critic.path={trunk}: ") and "corrupt" in damaged
-    report = examine(settings_of(*sound, *own, "critic.path=/nowhere"))
+    report = run_checks(settings_of(*sound, *own, "critic.path=/nowhere"))
     assert report.errors[0].startswith("critic.path=/nowhere: no such folder (looked in /nowhere); ") and len(report.errors) == 1
-    assert dict(report.rows)["critic.path"] == "not usable" and "longest question" in dict(report.rows)["data.train"]
+    assert dict(report.findings)["critic.path"] == "not usable" and "longest question" in dict(report.findings)["data.train"]
 
 
 def test_a_critic_that_the_layout_does_not_fit(sound: list[str], tmp_path: Path) -> None:
     """Its heads, not the policy's four."""
-    make(tmp_path / "trunk", preset="nano", init="random", seed=1, hidden=96, heads=3, kv_heads=1)
-    (error,) = examine(settings_of(*sound, "algo=ppo", "critic.backbone=own", f"critic.path={tmp_path / 'trunk'}", "parallel.tp=2")).errors
+    make_checkpoint(tmp_path / "trunk", preset="nano", init="random", seed=1, hidden=96, heads=3, kv_heads=1)
+    (error,) = run_checks(
+        settings_of(*sound, "algo=ppo", "critic.backbone=own", f"critic.path={tmp_path / 'trunk'}", "parallel.tp=2")
+    ).errors
     assert error == "parallel.tp=2: does not divide the critic's 3 attention heads; use one of 1"
 
 
@@ -199,25 +201,25 @@ def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random
     whole, asked, nothing = (len(prompt.token_ids) for prompt in prompts)
     length = asked - nothing
     changes = [f"task.data.train=[{path}]", "engine.max_images=1", f"engine.max_model_len={whole}", "run.max_failed_fraction=0.5"]
-    report = examine(settings_of(*sound, *changes))
+    report = run_checks(settings_of(*sound, *changes))
     assert report.errors == []
     assert report.warnings == [
         f"task.data.train: long.json row 1: {length} tokens beside the {whole - length} of its prompt leave no room for a reply; "
         "raise engine.max_model_len or lower model.max_pixels",
         "task.data.train: long.json row 1: 2 pictures; raise engine.max_images=1",
     ]
-    assert f"longest question {length} tokens" in dict(report.rows)["data.train"]
-    (error,) = examine(settings_of(*sound, *changes, "run.max_failed_fraction=0.49")).errors
+    assert f"longest question {length} tokens" in dict(report.findings)["data.train"]
+    (error,) = run_checks(settings_of(*sound, *changes, "run.max_failed_fraction=0.49")).errors
     assert error.startswith(f"task.data.train=['{path}']: 1 of 2 prompts do not fit, run.max_failed_fraction=0.49; long.json row 1: ")
     shown = [f"task.data.eval=[{path}]", *changes[1:3], "run.max_failed_fraction=0"]
-    assert examine(settings_of(*sound, *shown, "task.data.max_eval=1")).errors == [], "the row that does not fit is not played"
-    assert len(examine(settings_of(*sound, *shown, "task.data.max_eval=2")).errors) == 1
+    assert run_checks(settings_of(*sound, *shown, "task.data.max_eval=1")).errors == [], "the row that does not fit is not played"
+    assert len(run_checks(settings_of(*sound, *shown, "task.data.max_eval=2")).errors) == 1
     asked = ["stage=sft", "sft.splits=[transcripts]", "sft.steps=[1]"]
-    warm = examine(settings_of(*sound, *shown, *asked)).errors
+    warm = run_checks(settings_of(*sound, *shown, *asked)).errors
     assert len(warm) == 1 and "task.data.demonstrations" in warm[0], "which lacks; nobody minds the questions of a warm start"
-    fits = examine(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={whole + 1}"))
+    fits = run_checks(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={whole + 1}"))
     assert fits.warnings == []
-    assert len(questions([str(path)], images_root="", name="train")) == 2
+    assert len(load_questions([str(path)], images_root="", name="train")) == 2
 
 
 OTHER = '{"data": [{"id": "other"}]}'
@@ -233,9 +235,9 @@ def test_the_doctor_thinks_of_a_judge_as_a_run_does(status: int, body: str, foun
     url, answers = judge
     answers |= {"status": status, "body": body}
     settings = settings_of(*sound, f"task.judge.urls=[{url}]", "task.judge.model=judge")
-    report = Report()
-    look_at_judges(settings, report)
-    assert report.rows == [(f"judge {url}", found.replace("answers", "answers, and does not list its models"))]
+    report = CheckReport()
+    check_judges(settings, report)
+    assert report.findings == [(f"judge {url}", found.replace("answers", "answers, and does not list its models"))]
     assert report.errors == refusals(settings) and report.warnings == [] and bool(report.errors) == (found == "not usable")
     assert all(error.startswith(f"task.judge.urls=['{url}']: no judge can be asked ({url}: ") for error in report.errors)
 
@@ -261,9 +263,9 @@ def test_judges_one_well_and_one_down(judge: tuple, sound: list[str], capsys: py
     """A run starts, with the same warning."""
     url, _ = judge
     settings = settings_of(*sound, f"task.judge.urls=[{url},http://127.0.0.1:9/v1]", "task.judge.model=judge")
-    report = Report()
-    look_at_judges(settings, report)
-    assert report.rows == [(f"judge {url}", "serves judge"), ("judge http://127.0.0.1:9/v1", "not usable")]
+    report = CheckReport()
+    check_judges(settings, report)
+    assert report.findings == [(f"judge {url}", "serves judge"), ("judge http://127.0.0.1:9/v1", "not usable")]
     (warning,) = report.warnings
     assert report.errors == [] and "not all can be asked, the others are (http://127.0.0.1:9/v1: ConnectError" in warning
     assert refusals(settings) == [] and capsys.readouterr().err == f"warning: {warning}\n"
@@ -272,55 +274,55 @@ def test_judges_one_well_and_one_down(judge: tuple, sound: list[str], capsys: py
 @pytest.mark.parametrize("url", ["http://judge:port/v1", "http://[/v1"])
 def test_an_address_that_is_none(url: str, sound: list[str]) -> None:
     settings = settings_of(*sound, f"task.judge.urls=['{url}']", "task.judge.model=judge")
-    report = Report()
-    look_at_judges(settings, report)
+    report = CheckReport()
+    check_judges(settings, report)
     (error,) = report.errors
     assert error.startswith(f"task.judge.urls={url}: ") and error.endswith("; correct the address") and [error] == refusals(settings)
 
 
 def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     url = judge[0].removesuffix("/v1")
-    monkeypatch.setattr(sandbox.doctor, "report", lambda **_: ("seccomp missing\n\nisolation: not available", False))
+    monkeypatch.setattr(sandbox.doctor, "make_report", lambda **_: ("seccomp missing\n\nisolation: not available", False))
 
-    def told(*overrides: str) -> Report:
-        report = Report()
-        look_at_sandbox(settings_of(*sound, *overrides), report)
+    def told(*overrides: str) -> CheckReport:
+        report = CheckReport()
+        check_sandbox(settings_of(*sound, *overrides), report)
         return report
 
-    assert told().rows == []
+    assert told().findings == []
     agent = "task.name=visual_python"
     assert told(agent).errors == ["task.sandbox.isolation=auto: isolation: not available; python -m sandbox doctor shows all"]
     assert told(agent, "task.sandbox.isolation=none").errors == []
     (warning,) = told(agent, "task.sandbox.isolation=none").warnings
     assert warning == "task.sandbox.isolation=none: the policy's code runs without any wall; use auto"
     (error,) = told(agent, f"task.sandbox.url={url}").errors
-    assert error.startswith(f"task.sandbox.url={url}: SandboxFault: {url}: no sandbox server, or one that is too busy: BoxClosed: ")
-    monkeypatch.setattr(sandbox.doctor, "report", lambda **_: ("a in use b\nc in use d\n", True))
-    assert told(agent).rows == [("sandbox", "2 layers in use")]
+    assert error.startswith(f"task.sandbox.url={url}: SandboxError: {url}: no sandbox server, or one that is too busy: BoxClosed: ")
+    monkeypatch.setattr(sandbox.doctor, "make_report", lambda **_: ("a in use b\nc in use d\n", True))
+    assert told(agent).findings == [("sandbox", "2 layers in use")]
 
 
 def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A project below /usr, Docker's habit, shows the answers of its questions to the code that is to find them."""
-    monkeypatch.setattr(sandbox.doctor, "report", lambda **_: ("a in use b\n", True))
+    monkeypatch.setattr(sandbox.doctor, "make_report", lambda **_: ("a in use b\n", True))
     monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: [str(tmp_path)])
     questions = tmp_path / "questions.json"
     questions.write_text("[]")
     settings = settings_of(
         *sound, "task.name=visual_python", f"run.dir={tmp_path}/run", f"task.data.train=[{questions}]", "task.data.eval=[]"
     )
-    report = Report()
-    look_at_sandbox(settings, report)
+    report = CheckReport()
+    check_sandbox(settings, report)
     below = f"lies below {tmp_path}, which code in every box reads: move it"
     assert report.warnings == [f"run.dir ({tmp_path}/run) {below}", f"task.data.train[0] ({questions}) {below}"]
     monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: ["/usr"])
-    look_at_sandbox(settings, clear := Report())
+    check_sandbox(settings, clear := CheckReport())
     assert clear.warnings == []
 
 
 def test_what_is_shown() -> None:
-    report = Report(rows=[("task", "vqa [bold]")], errors=["key=[value]: remedy"], warnings=["odd"])
+    report = CheckReport(findings=[("task", "vqa [bold]")], errors=["key=[value]: remedy"], warnings=["odd"])
     out = io.StringIO()
-    show(report, Console(file=out, width=30))
+    print_report(report, Console(file=out, width=30))
     assert out.getvalue().splitlines()[-2:] == ["warning: odd", "error: key=[value]: remedy"]
     assert "vqa [bold]" in out.getvalue()
 
@@ -341,7 +343,7 @@ def test_the_exit_code(sound: list[str], tmp_path: Path) -> None:
 def test_tasks_are_named_as_they_are() -> None:
     """A task that is renamed must be renamed here."""
     folder = ROOT / "megatron_rl" / "tasks"
-    assert all((folder / name).is_dir() or (folder / f"{name}.py").is_file() for name in (*doctor.USES_SANDBOX, *doctor.USES_DATA))
+    assert all((folder / name).is_dir() or (folder / f"{name}.py").is_file() for name in (*doctor.SANDBOX_TASKS, *doctor.DATA_TASKS))
 
 
 def test_staleness_without_a_correction_is_warned_of() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.preflight.check_report import Report
-from megatron_rl.preflight.doctor_job import look_at_time
+from megatron_rl.preflight.check_report import CheckReport
+from megatron_rl.preflight.doctor_job import check_time_left
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
 from tests.support.two_nodes import ranks
@@ -18,7 +18,7 @@ from tests.support.two_nodes import ranks
 HOST = socket.gethostname()
 
 
-def report_of(*words: object, folders: list[Path]) -> Report:
+def report_of(*words: object, folders: list[Path]) -> CheckReport:
     nodes = ranks(SUPPORT / "doctor_job.py", *words, folders=folders)
     try:
         said, _ = nodes[0].communicate(timeout=120)
@@ -26,7 +26,7 @@ def report_of(*words: object, folders: list[Path]) -> Report:
     finally:
         for node in nodes:
             node.kill()
-    return Report(**json.loads(said.splitlines()[-1]))
+    return CheckReport(**json.loads(said.splitlines()[-1]))
 
 
 def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     report = report_of(random_model, "run", folders=folders)
-    rows = {what: found for what, found in report.rows}
+    rows = {what: found for what, found in report.findings}
     assert rows[f"node 0 ({HOST}): GPUs"] == "0" and rows[f"node 1 ({HOST}): GPUs"] == "1"
     assert report.errors[:2] == ["a=1: all have it", f"b=2: one has it (node 1 ({HOST}))"]
     assert re.match(rf"run.dir=run: (could not be written|node 1 \({HOST}\) does not see there)", report.errors[2]), report.errors
@@ -62,11 +62,11 @@ def test_the_time_that_is_left_is_held_against_the_steps(
     steps = [{"step": step, "time/update": 6.0, "time/engine": 94.0 if step < 20 else 4.0, "time/start": 500.0} for step in range(30)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     settings = Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(tmp_path), steps=100), task=TaskSettings(name="number_line"))
-    report = Report()
-    look_at_time(settings, report)
-    assert not report.rows, "outside of a job nobody knows"
+    report = CheckReport()
+    check_time_left(settings, report)
+    assert not report.findings, "outside of a job nobody knows"
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(round(time.time() + 3600 * hours)))
-    look_at_time(settings, report)
-    assert report.rows == [("time", f"70 steps of 10.0 s, {hours:.1f} hours left")]
+    check_time_left(settings, report)
+    assert report.findings == [("time", f"70 steps of 10.0 s, {hours:.1f} hours left")]
     told = "run.steps=100: 70 steps of 10.0 s are left, 36 fit into the job; the same command goes on in the next one"
     assert report.warnings == [told] * warned

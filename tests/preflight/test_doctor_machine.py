@@ -11,13 +11,13 @@ import torch
 
 from megatron_rl.config import ParallelSettings, Settings
 from megatron_rl.distributed import world
-from megatron_rl.preflight.check_report import Report
-from megatron_rl.preflight.doctor_machine import look_at_disk, look_at_files, look_at_gpus, look_at_plan, look_at_versions
+from megatron_rl.preflight.check_report import CheckReport
+from megatron_rl.preflight.doctor_machine import check_disk_speed, check_memory_plan, check_open_files, check_versions, check_visible_gpus
 from megatron_rl.registry import Plugins
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support.planted_gpus import H100, L4, plant
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture
@@ -38,17 +38,17 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
     for hard in (96, 4096):
         monkeypatch.setattr(world.resource, "getrlimit", lambda _, hard=hard: (hard, hard))
-        reports.append(Report())
-        look_at_files(reports[-1])
-    assert (reports[0].rows, reports[1].rows) == ([("open files", "not usable")], [("open files", "up to 4096 a process")])
+        reports.append(CheckReport())
+        check_open_files(reports[-1])
+    assert (reports[0].findings, reports[1].findings) == ([("open files", "not usable")], [("open files", "up to 4096 a process")])
     assert reports[0].errors[0].startswith("ulimit -n 96: a run needs 256 open files at least; raise") and reports[1].errors == []
 
 
 @pytest.mark.usefixtures("gpus")
 def test_gpus_that_can_be_used_are_told(settings: Settings) -> None:
-    report = Report()
-    look_at_gpus(settings, report)
-    assert dict(report.rows) == {
+    report = CheckReport()
+    check_visible_gpus(settings, report)
+    assert dict(report.findings) == {
         "GPUs": "NVIDIA H100 80GB HBM3 79 GiB, NVIDIA H100 80GB HBM3 79 GiB",
         "CUDA": "driver 580.65.06, torch for CUDA 13.0, NCCL 2.29.7",
     }
@@ -62,8 +62,8 @@ def test_what_triton_and_nccl_lack(settings: Settings, tmp_path: Path, monkeypat
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=mib << 20))
 
     def told() -> tuple[list[str], list[str]]:
-        report = Report()
-        look_at_gpus(settings, report)
+        report = CheckReport()
+        check_visible_gpus(settings, report)
         return report.errors, report.warnings
 
     (tmp_path / "Python.h").touch()
@@ -84,34 +84,34 @@ def test_what_triton_and_nccl_lack(settings: Settings, tmp_path: Path, monkeypat
 
 def test_a_machine_without_a_gpu_says_so(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings.engine, "device", "cuda")
-    report = Report()
-    look_at_gpus(settings, report)
-    assert (report.rows, len(report.errors)) == ([("GPUs", "none")], 1) and "no usable GPU" in report.errors[0]
+    report = CheckReport()
+    check_visible_gpus(settings, report)
+    assert (report.findings, len(report.errors)) == ([("GPUs", "none")], 1) and "no usable GPU" in report.errors[0]
 
 
 def test_versions_are_held_against_the_lock(tmp_path: Path) -> None:
     """This environment is that of the lock; one that is not has its first three packages named."""
-    report = Report()
-    look_at_versions([ROOT / "requirements" / name for name in ("torch.txt", "cpu.txt")], report)
-    ((_, found),) = report.rows
+    report = CheckReport()
+    check_versions([ROOT / "requirements" / name for name in ("torch.txt", "cpu.txt")], report)
+    ((_, found),) = report.findings
     assert not report.warnings and found.split()[0] == found.split()[2] and int(found.split()[0]) > 100
     (tmp_path / "lock.txt").write_text("# torch==1\ntorch==2.12.0\nnone-such==1.0\nhydra-core==1.3.2\nsix_such==2\npillow==0.1\n")
-    report = Report()
-    look_at_versions([tmp_path / "lock.txt"], report)
+    report = CheckReport()
+    check_versions([tmp_path / "lock.txt"], report)
     (warning,) = report.warnings
-    assert dict(report.rows)["versions"].startswith("1 of 5 as in")
+    assert dict(report.findings)["versions"].startswith("1 of 5 as in")
     assert f"torch {torch.__version__}, not 2.12.0; none-such is not installed, not 1.0; six_such" in warning
     assert warning.endswith("and 1 more; bash launch/install.sh")
-    report = Report()
-    look_at_versions([tmp_path / "absent.txt"], report)
-    assert report.rows == [("versions", "no lock beside this package")] and not report.warnings
+    report = CheckReport()
+    check_versions([tmp_path / "absent.txt"], report)
+    assert report.findings == [("versions", "no lock beside this package")] and not report.warnings
 
 
 def test_a_disk_is_measured_and_left_as_it_was(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of 1 TB of weights would take hours on any; where nothing can be written that is said."""
-    report, before = Report(), sorted(tmp_path.iterdir())
-    assert look_at_disk(settings, tmp_path, report, weights=1 << 20).endswith(" MB/s") and not report.warnings
-    look_at_disk(settings, tmp_path, report, weights=1 << 60)
+    report, before = CheckReport(), sorted(tmp_path.iterdir())
+    assert check_disk_speed(settings, tmp_path, report, weight_bytes=1 << 20).endswith(" MB/s") and not report.warnings
+    check_disk_speed(settings, tmp_path, report, weight_bytes=1 << 60)
     assert "a checkpoint takes up to" in report.warnings[0] and sorted(tmp_path.iterdir()) == before
     for error, said in ((PermissionError("no"), "cannot be written"), (OSError(28, "No space left on device"), "No space left")):
 
@@ -119,36 +119,36 @@ def test_a_disk_is_measured_and_left_as_it_was(settings: Settings, tmp_path: Pat
             raise failure
 
         monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
-        report = Report()
-        assert look_at_disk(settings, tmp_path, report, weights=1) == "" and said in report.errors[0]
+        report = CheckReport()
+        assert check_disk_speed(settings, tmp_path, report, weight_bytes=1) == "" and said in report.errors[0]
 
 
 def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
     """A nano fits an L40S whose half is the engine's, and not one whose whole is. Without run.world a CPU's run is planned for none."""
-    make(tmp_path / "wide", preset="nano", init="random", seed=0, heads=8, kv_heads=4)
+    make_checkpoint(tmp_path / "wide", preset="nano", init="random", seed=0, heads=8, kv_heads=4)
 
-    def told(*words: str) -> Report:
-        report = Report()
+    def told(*words: str) -> CheckReport:
+        report = CheckReport()
         given = ("experiment=numberline_grpo_cpu", f"model.path={tmp_path}/wide", "run.host_gb=1000", *words)
-        look_at_plan(settings_of(*given), report, Plugins())
+        check_memory_plan(settings_of(*given), report, Plugins())
         return report
 
-    assert [name for name, _ in told().rows] == ["host"]
+    assert [name for name, _ in told().findings] == ["host"]
     small = told("run.world=2", "run.gpu=l40s", "engine.gpu_memory_utilization=0.5")
-    assert " s a step expected on 2 l40s: rollout " in dict(small.rows)["seconds"]
-    assert not small.errors and dict(small.rows)["plan"].endswith(" of the 43.2 GB that are 90% of a l40s; 2 GPUs")
+    assert " s a step expected on 2 l40s: rollout " in dict(small.findings)["seconds"]
+    assert not small.errors and dict(small.findings)["plan"].endswith(" of the 43.2 GB that are 90% of a l40s; 2 GPUs")
     full = told("run.world=2", "run.gpu=l40s", "engine.gpu_memory_utilization=0.95")
     assert full.errors[0].startswith("run.gpu=l40s: its 43.2 GB (90%) are less than the ")
     split = told("run.world=2", "parallel.tp=16")
-    assert split.errors and dict(split.rows)["layout"] == "not usable"
+    assert split.errors and dict(split.findings)["layout"] == "not usable"
 
 
 @pytest.mark.usefixtures("gpus")
 def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
     """Of two, the second has 10 of its 80 GiB left."""
     settings.run.host_gb, settings.run.gpu, settings.parallel = 1000, "h100", ParallelSettings()
-    report = Report()
-    look_at_plan(settings, report, Plugins())
+    report = CheckReport()
+    check_memory_plan(settings, report, Plugins())
     (error,) = report.errors
     assert error.startswith("GPU 1: 10.7 GB of its 85.9 GB are free, and the plan needs ")
 
@@ -159,8 +159,8 @@ def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkey
     plant(monkeypatch, tmp_path, [H100, L4])
 
     def told() -> list[str]:
-        report = Report()
-        look_at_gpus(settings, report)
+        report = CheckReport()
+        check_visible_gpus(settings, report)
         return [line for line in report.errors if "CUDA_VISIBLE" in line]
 
     (line,) = told()
@@ -168,7 +168,7 @@ def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkey
     settings.run.world = 1
     assert told() == []
     settings.run.host_gb, settings.run.gpu, settings.engine.gpu_memory_utilization = 1000, "h100", 0.5
-    report = Report()
-    look_at_plan(settings, report, Plugins())
+    report = CheckReport()
+    check_memory_plan(settings, report, Plugins())
     (line,) = report.errors
     assert line.startswith("engine.gpu_memory_utilization=0.5: GPU 1 (NVIDIA L4) has 23.6 GB, and the plan needs 4")

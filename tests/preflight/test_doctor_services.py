@@ -6,21 +6,21 @@ import pytest
 
 from megatron_rl.config import EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.preflight import doctor_services
-from megatron_rl.preflight.check_report import Report
-from megatron_rl.preflight.doctor_services import look_at_engines
+from megatron_rl.preflight.check_report import CheckReport
+from megatron_rl.preflight.doctor_services import check_engine_servers
 from megatron_rl.services import engine_servers as room
 
 
-def told(**engine: object) -> Report:
-    report, settings = Report(), EngineSettings(**engine)
-    look_at_engines(
+def told(**engine: object) -> CheckReport:
+    report, settings = CheckReport(), EngineSettings(**engine)
+    check_engine_servers(
         Settings(model=ModelSettings(path="m"), run=RunSettings(dir="d"), task=TaskSettings(name="vqa"), engine=settings), report
     )
     return report
 
 
 def test_who_starts_none_hears_nothing() -> None:
-    assert told().rows == told(mode="server", urls=["http://a:1"]).rows == []
+    assert told().findings == told(mode="server", urls=["http://a:1"]).findings == []
 
 
 def test_what_is_started_where_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_what_is_started_where_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     report = told(mode="server", num_local_servers=3)
-    assert dict(report.rows) == {"engines": "3 servers: core 1, core 2, core 3"} and report.warnings == report.errors == []
+    assert dict(report.findings) == {"engines": "3 servers: core 1, core 2, core 3"} and report.warnings == report.errors == []
     report = told(mode="server", num_local_servers=4)
     assert report.warnings == ["engine.num_local_servers=4: there are fewer cores than the 1 ranks and the servers; they take turns"]
 
@@ -36,7 +36,7 @@ def test_what_is_started_where_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_started_where_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: True)
     monkeypatch.setattr(doctor_services.torch.cuda, "device_count", lambda: 5)
-    assert dict(told(mode="server", num_local_servers=2, tp=2).rows) == {"engines": "2 servers: GPU 1-2, GPU 3-4"}
+    assert dict(told(mode="server", num_local_servers=2, tp=2).findings) == {"engines": "2 servers: GPU 1-2, GPU 3-4"}
     (error,) = told(mode="server", num_local_servers=3, tp=2).errors
     assert error.startswith("engine.num_local_servers=3: 6 GPUs are needed beside those of the 1 ranks, and ") and error.endswith(
         "5 in all; start 2"

@@ -12,7 +12,7 @@ import torch
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import World, connect
 from megatron_rl.entrypoints import train
-from megatron_rl.memory_plan.gpu_memory import plan
+from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.preflight import run_checks
 from megatron_rl.preflight.gpus import Gpu, check_gpus, driver_error, find_mismatches, read_driver_version
@@ -164,11 +164,11 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
     """For the GPU that is there, whatever run.gpu names: vLLM takes its share of that one, and run.gpu has not every kind."""
     plant(monkeypatch, tmp_path, [L4])
     l4 = replace(settings, run=replace(settings.run, gpu="l4"))
-    named = plan(read_spec(settings.model.path), settings, world_size=1)
-    here = plan(read_spec(settings.model.path), l4, world_size=1, memory=L4.memory)
+    named = plan_gpu_memory(read_spec(settings.model.path), settings, world_size=1)
+    here = plan_gpu_memory(read_spec(settings.model.path), l4, world_size=1, memory=L4.memory_bytes)
     share = settings.engine.gpu_memory_utilization
-    assert named.engine.budget == int(share * 80e9) and here.engine.budget == int(share * L4.memory)
-    assert run_checks.plan_gpu_bytes(settings, Plugins(), world=ALONE) == here.peak < L4.memory < named.peak
+    assert named.engine.budget_bytes == int(share * 80e9) and here.engine.budget_bytes == int(share * L4.memory_bytes)
+    assert run_checks.plan_gpu_bytes(settings, Plugins(), world=ALONE) == here.peak_bytes < L4.memory_bytes < named.peak_bytes
     assert run_checks.plan_gpu_bytes(settings, Plugins(), world=replace(ALONE, device=torch.device("cpu"))) == 0
     lost = replace(settings, model=replace(settings.model, path="nowhere"))
     told = run_checks.plan_gpu_bytes(lost, Plugins(), world=ALONE)

@@ -10,8 +10,8 @@ from megatron_rl.config import DataSettings, EngineSettings, JudgeSettings, Mode
 from megatron_rl.preflight.nodes import NodeReport, describe_path, require_same_nodes
 
 FILES = {"model.path": {"m/config.json": "d1", "m/model.safetensors": 100}, "task.data.train": {"a.jsonl": 5}}
-FIRST = NodeReport(host="a", node=0, num_processes=8, files=FILES)
-SECOND = NodeReport(host="b", node=1, num_processes=8, files=FILES)
+FIRST = NodeReport(host="a", node=0, num_processes=8, file_fingerprints=FILES)
+SECOND = NodeReport(host="b", node=1, num_processes=8, file_fingerprints=FILES)
 
 
 def settings_of(**engine: int) -> Settings:
@@ -21,14 +21,14 @@ def settings_of(**engine: int) -> Settings:
 
 
 def other(key: str, **files: object) -> NodeReport:
-    return replace(SECOND, files={**FILES, key: files})
+    return replace(SECOND, file_fingerprints={**FILES, key: files})
 
 
 @pytest.mark.parametrize(
     ("second", "line"),
     [
         (
-            replace(SECOND, run_dir="does not see there what rank 0 wrote"),
+            replace(SECOND, run_dir_error="does not see there what rank 0 wrote"),
             "run.dir=runs/x: node 1 (b) does not see there what rank 0 wrote; put it on a folder that all nodes share",
         ),
         (
@@ -45,7 +45,7 @@ def other(key: str, **files: object) -> NodeReport:
         ),
         (other("model.path", **FILES["model.path"], more=1), "model.path=m: node 1 (b) has not the more of node 0 (a)"),
         (other("task.data.train"), "task.data.train=a.jsonl: node 1 (b) has not the a.jsonl of node 0 (a)"),
-        (replace(SECOND, sees_cache=True), "task.judge.cache=c.sqlite: is shared by node 0 (a) and node 1 (b), and SQLite"),
+        (replace(SECOND, sees_judge_cache=True), "task.judge.cache=c.sqlite: is shared by node 0 (a) and node 1 (b), and SQLite"),
     ],
 )  # fmt: skip
 def test_what_differs_is_named(second: NodeReport, line: str) -> None:
@@ -55,7 +55,7 @@ def test_what_differs_is_named(second: NodeReport, line: str) -> None:
 
 def test_nodes_that_are_alike_may_begin() -> None:
     require_same_nodes(settings_of(tp=4), [FIRST, SECOND])
-    require_same_nodes(settings_of(tp=4), [FIRST, replace(SECOND, host="a", sees_cache=True)])
+    require_same_nodes(settings_of(tp=4), [FIRST, replace(SECOND, host="a", sees_judge_cache=True)])
 
 
 def test_a_file_is_told_by_its_size_and_a_shape_by_its_digest(tmp_path: Path) -> None:

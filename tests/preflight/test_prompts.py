@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
-from megatron_rl.data.questions import questions
+from megatron_rl.data.questions import load_questions
 from megatron_rl.preflight.prompts import report_blanked_tokens, report_column_warnings, report_prompts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import VqaTask
@@ -54,7 +54,7 @@ def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.Mo
 
     def told(**changes: float) -> list[str]:
         lines: list[str] = []
-        report_prompts(settings_of(path, **changes), fleet=fleet, tell=lines.append)
+        report_prompts(settings_of(path, **changes), rollout_manager=fleet, log=lines.append)
         return lines
 
     first, *lines = told(room=longest - 1, max_failed=0.9)
@@ -72,9 +72,9 @@ def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_task_without_files_shows_its_prompt_and_followers_say_nothing(renderer: Renderer, tmp_path: Path) -> None:
     lines: list[str] = []
     settings = settings_of(tmp_path, room=99, max_failed=0.1)
-    report_prompts(settings, fleet=fleet_of(renderer), tell=lines.append)
+    report_prompts(settings, rollout_manager=fleet_of(renderer), log=lines.append)
     assert len(lines) == 1 and lines[0].endswith("assistant") and "user\n    0" in lines[0]
-    report_prompts(settings, fleet=fleet_of(renderer, Scripted(leads=False)), tell=lines.append)
+    report_prompts(settings, rollout_manager=fleet_of(renderer, Scripted(leads=False)), log=lines.append)
     assert len(lines) == 1
 
 
@@ -82,7 +82,7 @@ def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_
     rows = [{**ROWS[0], "question": words} for words in ("Where is <|box_start|>?", "Where?", "Which <|quad_end|>?")]
     questions = {"train": VqaTask(settings_of(write(tmp_path / "mine.jsonl", rows), room=99, max_failed=0.9).task).examples("train")}
     lines: list[str] = []
-    report_blanked_tokens(questions, fleet=fleet_of(renderer), tell=lines.append)
+    report_blanked_tokens(questions, rollout_manager=fleet_of(renderer), log=lines.append)
     told = "2 questions name special tokens, written with a blank, as '< |box_start|>'"
     assert lines == [f"warning: task.data.train: {told}; task.data.allow_grounding_tokens=true keeps those of grounding"]
 
@@ -90,9 +90,9 @@ def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_
 def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> None:
     """Of every split that comes from files, slices of one too, as `task.data.max_eval` makes them."""
     row = {"question": "?", "answer": "a", "weight": 0}
-    train = questions([str(write(tmp_path / "q.jsonl", [row] * 3))], images_root="", name="train")
+    train = load_questions([str(write(tmp_path / "q.jsonl", [row] * 3))], images_root="", name="train")
     lines: list[str] = []
-    report_column_warnings({"train": train, "eval": train[:1], "dealt": [train[0]]}, tell=lines.append)
+    report_column_warnings({"train": train, "eval": train[:1], "dealt": [train[0]]}, log=lines.append)
     assert [line.partition(": the policy")[0] for line in lines[::3]] == [
         "warning: task.data.train: 0 images in 3 rows", "warning: task.data.eval: 0 images in 3 rows",
     ]  # fmt: skip

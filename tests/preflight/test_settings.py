@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings, JudgeSettings, TaskSettings
-from megatron_rl.models.known_models import known_spec
+from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.preflight.settings import check_critic_vision
 from megatron_rl.registry import Plugins, build_task
@@ -33,7 +33,7 @@ OWN = Plugins(tasks={"own": OwnTask}, rewards={"short": lambda reply: -len(reply
 
 def parts_of(name: str, reward: str) -> list[str]:
     data = DataSettings(eval=["held_out.jsonl"])
-    return list(build_task(TaskSettings(name=name, reward=reward, data=data, max_turns=3), OWN).rubric.parts)
+    return list(build_task(TaskSettings(name=name, reward=reward, data=data, max_turns=3), OWN).rubric.terms)
 
 
 def test_a_reward_is_chosen_by_its_name() -> None:
@@ -95,20 +95,20 @@ def test_options_are_of_a_task_that_has_some() -> None:
         build_task(TaskSettings(name="number_line", options={"size": 4}), OWN)
 
 
-MODEL = known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
+MODEL = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
 VISION, FAMILY = MODEL.vision, MODEL.family
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (replace(MODEL, vision=replace(VISION, patch=16)), "patch_size=16, the policy 14"),
-        (replace(MODEL, vision=replace(VISION, temporal_patch=1)), "temporal_patch_size=1, the policy 2"),
-        (replace(MODEL, vision=replace(VISION, merge=3)), "spatial_merge_size=3, the policy 2"),
+        (replace(MODEL, vision=replace(VISION, patch_size=16)), "patch_size=16, the policy 14"),
+        (replace(MODEL, vision=replace(VISION, temporal_patch_size=1)), "temporal_patch_size=1, the policy 2"),
+        (replace(MODEL, vision=replace(VISION, spatial_merge_size=3)), "spatial_merge_size=3, the policy 2"),
         (replace(MODEL, vision=replace(VISION, channels=4)), "in_channels=4, the policy 3"),
         (replace(MODEL, image_token_id=7), "image_token_id=7, the policy 151655"),
         (replace(MODEL, vision_end_id=7), "vision_end_token_id=7, the policy 151653"),
-        (replace(MODEL, family=replace(FAMILY, is_interleaved=True)), "mrope_interleaved=True, the policy False"),
+        (replace(MODEL, family=replace(FAMILY, has_interleaved_mrope=True)), "mrope_interleaved=True, the policy False"),
         (qwen3_4b(), "patch_size=16, the policy 14"),
     ],
 )
@@ -119,4 +119,4 @@ def test_a_critic_that_reads_something_else(other: ModelSpec, said: str) -> None
 
 @pytest.mark.parametrize("size", ["3B", "7B", "72B"])
 def test_a_critic_of_another_size_reads_the_same(size: str) -> None:
-    check_critic_vision(known_spec(f"Qwen/Qwen2.5-VL-{size}-Instruct"), MODEL, path="there")
+    check_critic_vision(load_known_spec(f"Qwen/Qwen2.5-VL-{size}-Instruct"), MODEL, path="there")

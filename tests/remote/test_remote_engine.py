@@ -216,7 +216,7 @@ def test_what_is_given_up_is_given_up_on_the_server(engine: ServerEngine, render
         long.cancel()
         await asyncio.gather(long, return_exceptions=True)
         await asyncio.sleep(1.0)
-        answers = [await engine._http.request("GET", f"{url}/metrics", limit_s=60.0, max_bytes=16 << 20) for url in engine.urls]
+        answers = [await engine._http.request("GET", f"{url}/metrics", timeout_s=60.0, max_bytes=16 << 20) for url in engine.urls]
         return [line for answer in answers for line in answer.text.splitlines() if line.startswith("vllm:num_requests_running")]
 
     running = engine.run(main())

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from megatron_rl.services.address import is_proven
-from sandbox.token import bearer
+from megatron_rl.services.address import has_proven_token
+from sandbox.token import bearer_header
 from tests.support.served import TOKEN
 
 CONTROL = ("/pause", "/resume", "/abort_requests", "/init_weight_transfer_engine", "/update_weights", "/collective_rpc", "/weight_checker")
@@ -46,22 +46,22 @@ def test_an_engine_obeys_nobody_without_the_token(urls: list[str]) -> None:
         assert {http.post(path, json={"method": "rl_nature"}).status_code for path in CONTROL} == {401}
         assert {http.get(path).status_code for path in ("/version", "/metrics", "/health", "/weight_info", "/ping", "/docs")} == {401}
         for left_out, code in (((), 421), (("Host",), 403), (("Host", "Origin"), 415)):
-            headers = {name: value for name, value in PAGE.items() if name not in left_out} | bearer(TOKEN)
+            headers = {name: value for name, value in PAGE.items() if name not in left_out} | bearer_header(TOKEN)
             assert {http.post(path, content=b"{}", headers=headers).status_code for path in CONTROL} == {code}
-        assert is_proven(urls[0], token=TOKEN) and not is_proven(urls[0], token=TOKEN + "x")
-        assert http.get("/version", headers=bearer(TOKEN)).json()["version"].startswith("0.32")
+        assert has_proven_token(urls[0], token=TOKEN) and not has_proven_token(urls[0], token=TOKEN + "x")
+        assert http.get("/version", headers=bearer_header(TOKEN)).json()["version"].startswith("0.32")
 
 
 @pytest.mark.parametrize("method", ["save_sharded_state", "update_environment_variables", "load_model"])
 def test_its_worker_has_one_method(method: str, urls: list[str]) -> None:
-    with httpx.Client(base_url=urls[0], timeout=60, trust_env=False, headers=bearer(TOKEN)) as http:
+    with httpx.Client(base_url=urls[0], timeout=60, trust_env=False, headers=bearer_header(TOKEN)) as http:
         assert http.post("/collective_rpc", json={"method": method, "args": []}).status_code == 403
         assert http.post("/collective_rpc", json={"method": "rl_nature"}).json()["results"][0]["weight transfer"] == "megatron_rl"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])
 def test_it_fetches_nothing(kind: str, urls: list[str]) -> None:
-    with trap() as (url, heard), httpx.Client(base_url=urls[0], timeout=60, trust_env=False, headers=bearer(TOKEN)) as http:
+    with trap() as (url, heard), httpx.Client(base_url=urls[0], timeout=60, trust_env=False, headers=bearer_header(TOKEN)) as http:
         for place in (url, url.replace("http", "HTTP"), "file:///etc/hostname"):
             part = {"type": kind, "url": place, "uuid": "x1"}
             body = {"token_ids": [1, 2], "content_parts": [part], "sampling_params": {"max_tokens": 1}}

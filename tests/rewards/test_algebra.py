@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import InfraError
-from megatron_rl.rewards.algebra import Algebra, is_mathematics
+from megatron_rl.rewards.algebra import MathVerifier, is_mathematics
 
 CASES = [
     ("1/2", "0.5", True),
@@ -93,9 +93,9 @@ def test_algebra() -> None:
     """All at once, with questions among them that would never end; and from more than one event loop."""
 
     async def ask(cases: list[tuple[str, str, bool | None]]) -> list[bool | None]:
-        return list(await asyncio.gather(*(algebra.equal(truth, answer) for truth, answer, _ in cases)))
+        return list(await asyncio.gather(*(algebra.is_equal(truth, answer) for truth, answer, _ in cases)))
 
-    algebra = Algebra()
+    algebra = MathVerifier()
     for cases in (CASES, CASES[:3]):
         assert asyncio.run(ask(cases)) == [expected for *_, expected in cases]
 
@@ -133,8 +133,8 @@ CODES = [
 @pytest.mark.parametrize(("truth", "answer"), [*QUANTITIES, *CODES])
 def test_units_and_codes_are_left_open(truth: str, answer: str) -> None:
     """No helper is asked: the judge decides, and without one the answer is not right."""
-    algebra = Algebra()
-    assert asyncio.run(algebra.equal(truth, answer)) is asyncio.run(algebra.equal(answer, truth)) is None
+    algebra = MathVerifier()
+    assert asyncio.run(algebra.is_equal(truth, answer)) is asyncio.run(algebra.is_equal(answer, truth)) is None
     assert algebra._helper is None
 
 
@@ -146,13 +146,13 @@ def test_coefficients_are_mathematics(text: str) -> None:
 
 
 def test_algebra_survives_its_helper() -> None:
-    algebra = Algebra()
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    algebra = MathVerifier()
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     helper = algebra._helper
     assert helper is not None
     os.kill(helper.pid, 9)
     helper.wait(10)
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     second = algebra._helper
     assert second is not None and second.pid != helper.pid
     del algebra
@@ -161,17 +161,19 @@ def test_algebra_survives_its_helper() -> None:
 
 def test_a_helper_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named as what it is, nobody waits for ever, and it does not stay."""
-    algebra = Algebra()
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    algebra = MathVerifier()
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     helper = algebra._helper
     assert helper is not None
     os.kill(helper.pid, signal.SIGSTOP)
     with monkeypatch.context() as short:
-        short.setattr("megatron_rl.rewards.algebra.ANSWER_S", 0.2)  # the one that comes after it has not loaded SymPy by then either
+        short.setattr(
+            "megatron_rl.rewards.algebra.HELPER_TIMEOUT_S", 0.2
+        )  # the one that comes after it has not loaded SymPy by then either
         with pytest.raises(InfraError, match=r"algebra: no answer by 2 helpers; the last: it did not answer within 0\.2 s"):
-            asyncio.run(algebra.equal("1/2", "0.5"))
+            asyncio.run(algebra.is_equal("1/2", "0.5"))
     assert helper.wait(10) == -9
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
 
 
 def when(holds: Callable[[], object]) -> None:
@@ -185,14 +187,14 @@ def when(holds: Callable[[], object]) -> None:
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_helper_killed_during_a_question(frozen: bool) -> None:
     """Before it forks (the question waits in its pipe), and while its fork computes: a second helper answers that question and others."""
-    algebra = Algebra()
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    algebra = MathVerifier()
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     helper = algebra._helper
     assert helper is not None
     children = Path(f"/proc/{helper.pid}/task/{helper.pid}/children")
 
     async def ask() -> bool | None:
-        question = asyncio.create_task(algebra.equal("1/2", "0.5") if frozen else algebra.equal("5", "9^{9^{9^{9}}}"))
+        question = asyncio.create_task(algebra.is_equal("1/2", "0.5") if frozen else algebra.is_equal("5", "9^{9^{9^{9}}}"))
         await (asyncio.sleep(0.3) if frozen else asyncio.to_thread(when, children.read_text))
         assert not question.done()
         os.kill(helper.pid, signal.SIGKILL)
@@ -202,26 +204,26 @@ def test_a_helper_killed_during_a_question(frozen: bool) -> None:
         os.kill(helper.pid, signal.SIGSTOP)
     assert asyncio.run(ask()) is (True if frozen else None)
     assert helper.returncode == -signal.SIGKILL
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True and asyncio.run(algebra.equal("1/2", "0.6")) is False
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True and asyncio.run(algebra.is_equal("1/2", "0.6")) is False
 
 
 def test_a_helper_that_ends_between_look_and_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """BrokenPipeError: it is seen alive, and dead when the question is written."""
-    algebra = Algebra()
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    algebra = MathVerifier()
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     helper = algebra._helper
     assert helper is not None
     monkeypatch.setattr(helper, "poll", lambda: None)
     os.kill(helper.pid, signal.SIGKILL)
     os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
 
 
 WITHOUT_FORKS = """import errno, os
 from megatron_rl.rewards import algebra
 def fork(): raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 os.fork = fork
-algebra._serve()"""
+algebra._serve_questions()"""
 
 
 @pytest.mark.parametrize(
@@ -235,25 +237,25 @@ def test_helpers_that_fail(failing: int, fails: str, reason: str, tmp_path: Path
     program.write_text(f"#!/bin/sh\necho >> {started}\nif [ $(wc -l < {started}) -le {failing} ]; then\n{fails}\nfi\n{works}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    algebra = Algebra()
+    algebra = MathVerifier()
     if failing == 2:
         with pytest.raises(InfraError, match=f"^algebra: no answer by 2 helpers; .*({reason})"):
-            asyncio.run(algebra.equal("1/2", "0.5"))
+            asyncio.run(algebra.is_equal("1/2", "0.5"))
         assert started.read_text() == "\n\n"
-    assert asyncio.run(algebra.equal("1/2", "0.5")) is True
+    assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     assert started.read_text() == "\n" * (failing + 1)
 
 
 def test_a_helper_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
     with pytest.raises(InfraError, match="^algebra: .*missing"):
-        asyncio.run(Algebra().equal("1/2", "0.5"))
+        asyncio.run(MathVerifier().is_equal("1/2", "0.5"))
 
 
 def test_the_helper_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    algebra = Algebra()
-    assert asyncio.run(algebra.equal("1", "2")) is False
+    algebra = MathVerifier()
+    assert asyncio.run(algebra.is_equal("1", "2")) is False
     assert algebra._helper is not None
     with open(f"/proc/{algebra._helper.pid}/environ", "rb") as file:
         assert b"secret" not in file.read()
@@ -271,8 +273,8 @@ def test_algebra_takes_any_text() -> None:
     texts = ["".join(dice.choices(pieces, k=dice.randint(1, 12))) for _ in range(150)]
 
     async def ask() -> list[bool | None]:
-        algebra = Algebra()
-        return [await algebra.equal("738.25", text) for text in texts]
+        algebra = MathVerifier()
+        return [await algebra.is_equal("738.25", text) for text in texts]
 
     verdicts = asyncio.run(ask())
     assert set(verdicts) <= {False, None} and len(verdicts) == 150

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.answer_text import comparison_form, last_boxed, normalize
-from megatron_rl.data.answers import unmatchable_reason, unwrapped
-from megatron_rl.data.question_options import options_in
+from megatron_rl.data.answer_text import comparison_form, extract_last_box, normalize_text
+from megatron_rl.data.answers import extract_answer, unmatchable_reason
+from megatron_rl.data.question_options import find_options
 from megatron_rl.rewards.algebra import is_mathematics
-from megatron_rl.rewards.answer import decide, relative_accuracy, strict_boxed, tagged
-from megatron_rl.rewards.labels import digit_label
-from megatron_rl.rewards.multiple_choice import choice_set, same_choice
-from megatron_rl.rewards.numbers import exact_number, number, same_numbers
+from megatron_rl.rewards.answer import compare_by_rules, mean_relative_accuracy, read_strict_boxed, read_tagged
+from megatron_rl.rewards.labels import read_digit_label
+from megatron_rl.rewards.multiple_choice import read_choice_set, same_choice
+from megatron_rl.rewards.numbers import parse_exact_number, parse_number, same_numbers
 from megatron_rl.rewards.typed_math import to_latex
 from tests.support.rewards import rewards_of
 
@@ -185,24 +185,24 @@ def test_forms_of_one_answer_are_right_and_other_answers_are_wrong() -> None:
     ],
 )
 def test_letter_place_and_text_of_an_option_are_choices(truth: str, answer: str, expected: bool | None) -> None:
-    assert decide(truth, answer, question=OPTIONS) is expected
+    assert compare_by_rules(truth, answer, question=OPTIONS) is expected
 
 
 def test_options_are_read_from_the_question() -> None:
-    assert options_in(OPTIONS) == {"A": "red", "B": "green car", "C": "blue"}
-    assert options_in("Pick (A) x, (B) y or (C) z") == {"A": "x", "B": "y", "C": "z"}
-    assert options_in("Did A. Smith meet J. Doe?") == options_in("A: only one") == options_in("") == {}
-    assert options_in("A. B\nB. C\nC. A")["B"] == "C" and same_choice("B", "B", options=options_in("A. B\nB. C")) is True
+    assert find_options(OPTIONS) == {"A": "red", "B": "green car", "C": "blue"}
+    assert find_options("Pick (A) x, (B) y or (C) z") == {"A": "x", "B": "y", "C": "z"}
+    assert find_options("Did A. Smith meet J. Doe?") == find_options("A: only one") == find_options("") == {}
+    assert find_options("A. B\nB. C\nC. A")["B"] == "C" and same_choice("B", "B", options=find_options("A. B\nB. C")) is True
     assert same_choice("B", "(B)", options={"A": "B", "B": "C"}) is True and same_choice("B", "(A)", options={"A": "B", "B": "C"}) is False
     assert same_choice("B", "2", options={"A": "1", "B": "3"}) is None, "a number may be an option's text"
     assert same_choice("B", "2", options={"A": "two", "B": "three"}) is None, "also in words"
-    assert options_in("\uff08A\uff09red\uff08B\uff09blue") == options_in("A\uff0ered\nB\u3001blue") == {"A": "red", "B": "blue"}
+    assert find_options("\uff08A\uff09red\uff08B\uff09blue") == find_options("A\uff0ered\nB\u3001blue") == {"A": "red", "B": "blue"}
     times, letters, cases = {"A": "2:20", "B": "0.5"}, {"A": "C", "B": "A", "C": "B"}, "Which?\nA. BB\nB. Bb\nC. bb"
     assert same_choice("A", "02:20", options=times) is same_choice("B", "1/2", options={"B": "1/2"}) is True
     assert same_choice("B", ".50", options=times) is same_choice("A", "(A) C", options=letters) is True
     assert (
-        decide("bb", "BB", question=cases) is not True
-        and decide("bb", "bb", question=cases) is decide("C", "C) bb", question=cases) is True
+        compare_by_rules("bb", "BB", question=cases) is not True
+        and compare_by_rules("bb", "bb", question=cases) is compare_by_rules("C", "C) bb", question=cases) is True
     )
 
 
@@ -223,7 +223,7 @@ def test_golden_solutions() -> None:
     ]
     cases = [(solution, answer, "") for solution, answer in solutions] + [(solution, solution, "") for solution, _ in solutions]
     assert rewards_of(cases) == [1.0] * len(cases)
-    assert last_boxed("#### 18\nmore") is None and last_boxed("\\boxed{3} and \\boxed{4") is None
+    assert extract_last_box("#### 18\nmore") is None and extract_last_box("\\boxed{3} and \\boxed{4") is None
 
 
 def forms(value: Fraction) -> list[str]:
@@ -353,27 +353,31 @@ PIECES += [
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(["", OPTIONS]))
 def test_texts_alone_decide_alike_in_both_directions(truth: list[str], answer: list[str], question: str) -> None:
     one, other = "".join(truth), "".join(answer)
-    verdict = decide(one, other, question=question)
-    if question and verdict is not decide(other, one, question=question):  # a place in the list is read in replies alone
-        assert any(text.strip("()., $*\n\u200b").isdigit() for text in (normalize(one), normalize(other)))
+    verdict = compare_by_rules(one, other, question=question)
+    if question and verdict is not compare_by_rules(other, one, question=question):  # a place in the list is read in replies alone
+        assert any(text.strip("()., $*\n\u200b").isdigit() for text in (normalize_text(one), normalize_text(other)))
     elif not question:
-        assert verdict is decide(other, one)
-    assert is_mathematics(one) in {True, False} and normalize(normalize(one)) == normalize(normalize(normalize(one)))
-    assert (exact_number(one) is None or digit_label(one) is None) and relative_accuracy(one, other) in {step / 10 for step in range(11)}
+        assert verdict is compare_by_rules(other, one)
+    assert is_mathematics(one) in {True, False} and normalize_text(normalize_text(one)) == normalize_text(
+        normalize_text(normalize_text(one))
+    )
+    assert (parse_exact_number(one) is None or read_digit_label(one) is None) and mean_relative_accuracy(one, other) in {
+        step / 10 for step in range(11)
+    }
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=10).map("".join)))
 def test_a_reply_that_is_the_reference_earns_full_reward(text: str) -> None:
     """For every reference that a run accepts, both readers, and both kinds of sources."""
-    truth = unwrapped(text)
+    truth = extract_answer(text)
     if not truth or unmatchable_reason(truth):
         return
-    assert tagged(f"<answer>{truth}</answer>") == truth or truth.startswith("\\")
-    answer = tagged(f"<answer>{truth}</answer>")
-    assert answer is not None and decide(truth, answer) is True and relative_accuracy(truth, answer) == 1.0
-    boxed = strict_boxed(f"<answer>\n\\boxed{{{truth}}}\n</answer>")
-    assert boxed is None or boxed != truth or decide(truth, boxed) is True
+    assert read_tagged(f"<answer>{truth}</answer>") == truth or truth.startswith("\\")
+    answer = read_tagged(f"<answer>{truth}</answer>")
+    assert answer is not None and compare_by_rules(truth, answer) is True and mean_relative_accuracy(truth, answer) == 1.0
+    boxed = read_strict_boxed(f"<answer>\n\\boxed{{{truth}}}\n</answer>")
+    assert boxed is None or boxed != truth or compare_by_rules(truth, boxed) is True
     assert boxed == truth or "{" in truth or "}" in truth or "\\" in truth
 
 
@@ -401,6 +405,14 @@ def test_readers_of_forms_are_linear() -> None:
         "~",
     ):
         text = piece * 20_000
-        normalize(text), comparison_form(text), options_in(text), choice_set(text, {}), digit_label(text), number(text), last_boxed(text)
-        same_numbers(text, text), decide(text, text, question=text), to_latex(text[:200]), is_mathematics(text)
+        (
+            normalize_text(text),
+            comparison_form(text),
+            find_options(text),
+            read_choice_set(text, {}),
+            read_digit_label(text),
+            parse_number(text),
+            extract_last_box(text),
+        )
+        same_numbers(text, text), compare_by_rules(text, text, question=text), to_latex(text[:200]), is_mathematics(text)
     assert time.perf_counter() - began < 30

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.answer_text import comparison_form, goes_on
-from megatron_rl.data.answers import doubt_about
-from megatron_rl.data.question_options import options_in
+from megatron_rl.data.answer_text import comparison_form, ends_in_dots
+from megatron_rl.data.answers import find_answer_doubt
+from megatron_rl.data.question_options import find_options
 from megatron_rl.data.unit_symbols import mark_unit_case
-from megatron_rl.rewards.answer import decide, relative_accuracy
-from megatron_rl.rewards.equations import named_values, states_a_value
-from megatron_rl.rewards.number_words import keep_value
-from megatron_rl.rewards.numbers import number
+from megatron_rl.rewards.answer import compare_by_rules, mean_relative_accuracy
+from megatron_rl.rewards.equations import is_value_equation, read_named_values
+from megatron_rl.rewards.number_words import keeps_value
+from megatron_rl.rewards.numbers import parse_number
 from tests.support.rewards import rewards_of
 
 CHAIRS = "How many chairs are in this room? Answer with a number."
@@ -202,9 +202,9 @@ def test_kinds_of_answers(same: list[tuple[str, str]], different: list[tuple[str
 
 def test_options_of_numbers_and_small_letters() -> None:
     assert not unnoticed(OPTIONS_SAME, 1.0) and not unnoticed(OPTIONS_DIFFERENT, 0.0)
-    assert options_in("Are (0, 1) and (3, 2) equal") == options_in("Find f(1) + f(2).") == options_in("(a), (b), x") == {}
-    assert options_in("1) cat, 2) dog, or 3) cow") == {"1": "cat", "2": "dog", "3": "cow"}
-    assert doubt_about("2", NUMBERED) is None and doubt_about("7", NUMBERED) is not None
+    assert find_options("Are (0, 1) and (3, 2) equal") == find_options("Find f(1) + f(2).") == find_options("(a), (b), x") == {}
+    assert find_options("1) cat, 2) dog, or 3) cow") == {"1": "cat", "2": "dog", "3": "cow"}
+    assert find_answer_doubt("2", NUMBERED) is None and find_answer_doubt("7", NUMBERED) is not None
 
 
 RIGHT = [
@@ -272,13 +272,15 @@ def test_words_beside_a_number(question: str) -> None:
 def test_words_of_the_question_are_harmless_unless_they_change_a_value() -> None:
     asked = [("5", "The number of chairs is 5", CHAIRS), ("5", "5 tables", CHAIRS)]
     assert rewards_of(asked, source="vsi_numerical") == [1.0, 0.0]
-    assert relative_accuracy("5", "5 tables", question=CHAIRS) == 0.0 == relative_accuracy("5", "5 tables short", question=CHAIRS)
-    assert relative_accuracy("5 boxes", "5 boxes or 5", question="") == 0.0 and relative_accuracy("5 boxes", "just 5 boxes") == 1.0
-    assert relative_accuracy("5", "half of 5", question="What is half of the chairs?") == 0.0
-    assert [number(f"5 {piece}", CHAIRS) for piece in ("chairs", "hair", "air", "man", "roo", "umber")] == [5, *[None] * 5]
+    assert mean_relative_accuracy("5", "5 tables", question=CHAIRS) == 0.0 == mean_relative_accuracy("5", "5 tables short", question=CHAIRS)
     assert (
-        number("\u7ea65\u628a\u6905\u5b50", "\u6709\u591a\u5c11\u628a\u6905\u5b50") == 5
-        and number("5\u5343", "\u591a\u5c11\u5343\u514b") is None
+        mean_relative_accuracy("5 boxes", "5 boxes or 5", question="") == 0.0 and mean_relative_accuracy("5 boxes", "just 5 boxes") == 1.0
+    )
+    assert mean_relative_accuracy("5", "half of 5", question="What is half of the chairs?") == 0.0
+    assert [parse_number(f"5 {piece}", CHAIRS) for piece in ("chairs", "hair", "air", "man", "roo", "umber")] == [5, *[None] * 5]
+    assert (
+        parse_number("\u7ea65\u628a\u6905\u5b50", "\u6709\u591a\u5c11\u628a\u6905\u5b50") == 5
+        and parse_number("5\u5343", "\u591a\u5c11\u5343\u514b") is None
     )
 
 
@@ -286,12 +288,12 @@ def test_an_equation_states_a_value_where_a_name_stands_alone_on_either_side() -
     """By hand. A chain states one where its first or last side is a name, and a list where each of its equations does."""
     stating = ["y=2x", "2x=y", "5=x", "x=2+3=5", "5=2+3=x", "x=1, 2=y", "\\angle A=30", "30=\\angle A", "7"]
     others = ["x+y=3", "3=x+y", "2x=6", "6=2x", "x=1, x+y=3", "x^2=9", "5=2+x=3+2"]
-    assert [text for text in [*stating, *others] if states_a_value(text)] == stating
+    assert [text for text in [*stating, *others] if is_value_equation(text)] == stating
 
 
 def test_words_of_a_reference_are_harmless_beside_those_of_the_question() -> None:
     """The question does not say boxes: the reference alone allows the word."""
-    found = [relative_accuracy(truth, "just 5 boxes", question=CHAIRS) for truth in ("5 boxes", "5", "5 tables")]
+    found = [mean_relative_accuracy(truth, "just 5 boxes", question=CHAIRS) for truth in ("5 boxes", "5", "5 tables")]
     assert found == [1.0, 0.0, 0.0]
 
 
@@ -333,20 +335,23 @@ WORDS = st.sampled_from(["5", "6", "-5", "5..", "5%", "=", *NOISE, *CHANGES])
 def test_generated_words_never_make_another_number(words: list[str], question: str) -> None:
     """A text earns the reward of 5 only if it has one number and no word that changes a value; the number alone always does."""
     text = " ".join(words)
-    score = relative_accuracy("5", text, question=question)
+    score = mean_relative_accuracy("5", text, question=question)
     digits = [word for word in words if any(map(str.isdigit, word))]
     if score == 1.0:
         assert digits in (["5"], ["5%"]) and not {*CHANGES} & {*words} - ({"x"} if "x =" in text else set())
-    assert relative_accuracy("5", "5", question=question) == 1.0 and relative_accuracy(text, text, question=question) in (0.0, 1.0)
+    assert mean_relative_accuracy("5", "5", question=question) == 1.0 and mean_relative_accuracy(text, text, question=question) in (
+        0.0,
+        1.0,
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(*[st.lists(st.sampled_from([*"xy=,;.12()ab mMpPLF", "1,000", "(1)", "a)", " and ", "Pa"]), max_size=10).map("".join)] * 2)
 def test_generated_answers_are_decided_alike_in_both_directions(one: str, other: str) -> None:
-    assert decide(one, other) is decide(other, one)
-    assert (decide(one, one) is True) == (comparison_form(one) != "")
-    assert not goes_on(one) or decide(one, "5") is not True
-    assert not named_values(one) or states_a_value(one)
+    assert compare_by_rules(one, other) is compare_by_rules(other, one)
+    assert (compare_by_rules(one, one) is True) == (comparison_form(one) != "")
+    assert not ends_in_dots(one) or compare_by_rules(one, "5") is not True
+    assert not read_named_values(one) or is_value_equation(one)
 
 
 def test_readers_of_kinds_are_linear() -> None:
@@ -354,11 +359,11 @@ def test_readers_of_kinds_are_linear() -> None:
     for piece in ("x=1,", "(1) ", "a) ", "5 m", "5 m/", "(", "5..", "5 .", "=", "mm ", "\u4e07", "pairs "):
         text = piece * 20_000
         (
-            named_values(text[:200]),
-            states_a_value(text[:200]),
-            options_in(text),
+            read_named_values(text[:200]),
+            is_value_equation(text[:200]),
+            find_options(text),
             mark_unit_case(text),
-            goes_on(text),
-            keep_value(text, text, text),
+            ends_in_dots(text),
+            keeps_value(text, text, text),
         )
     assert time.perf_counter() - began < 20

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rewards.algebra import is_mathematics
-from megatron_rl.rewards.answer import decide, relative_accuracy
+from megatron_rl.rewards.answer import compare_by_rules, mean_relative_accuracy
 from megatron_rl.rewards.answer_values import read_number
-from megatron_rl.rewards.numbers import exact_number, number
+from megatron_rl.rewards.numbers import parse_exact_number, parse_number
 from megatron_rl.rewards.typed_math import to_latex
 from tests.support.rewards import rewards_of
 
@@ -183,12 +183,12 @@ def test_no_number_is_an_exception(truth: str, sign: str, numeral: str, rest: st
     """Of up to 400 digits and exponents of a million, beside each kind of reference; a value is equal only to itself."""
     reply = sign + numeral + rest
     for question in ("", LISTED):
-        assert decide(truth, reply, question=question) in (True, False, None)
-        assert 0 <= relative_accuracy(truth, reply, question=question) <= 1
-    assert read_number(reply) is None or isinstance(number(reply), Fraction | None)
+        assert compare_by_rules(truth, reply, question=question) in (True, False, None)
+        assert 0 <= mean_relative_accuracy(truth, reply, question=question) <= 1
+    assert read_number(reply) is None or isinstance(parse_number(reply), Fraction | None)
     assert isinstance(to_latex(reply), str) and is_mathematics(reply) in (True, False)
-    if truth == "3.141593" and decide(truth, reply):
-        value = exact_number(reply)
+    if truth == "3.141593" and compare_by_rules(truth, reply):
+        value = parse_exact_number(reply)
         assert value is not None and abs(value - Fraction(truth)) <= Fraction(1, 10**6)
 
 

@@ -9,15 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rewards import answer as answers
-from megatron_rl.rewards.answer import decide, relative_accuracy, same_text, strict_boxed, tagged, unboxed, vetoes
-from megatron_rl.rewards.multiple_choice import choice
-from megatron_rl.rewards.numbers import number
-from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rewards.answer import (
+    compare_by_rules,
+    make_answer_vetoes,
+    mean_relative_accuracy,
+    read_strict_boxed,
+    read_tagged,
+    same_text,
+    strip_box,
+)
+from megatron_rl.rewards.multiple_choice import read_choice
+from megatron_rl.rewards.numbers import parse_number
+from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 
 
-def said(*replies: str) -> Outcome:
+def said(*replies: str) -> RewardInput:
     return outcome_of(*(Turn(sequence=0, token_span=(0, 1), text=reply) for reply in replies))
 
 
@@ -41,7 +49,7 @@ def said(*replies: str) -> Outcome:
     ],
 )
 def test_strict_boxed(reply: str, expected: str | None) -> None:
-    assert strict_boxed(reply) == expected
+    assert read_strict_boxed(reply) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,7 +68,7 @@ def test_strict_boxed(reply: str, expected: str | None) -> None:
     ],
 )
 def test_tagged(reply: str, expected: str | None) -> None:
-    assert tagged(reply) == expected
+    assert read_tagged(reply) == expected
 
 
 VOID = {
@@ -81,31 +89,31 @@ VOID = {
 
 @pytest.mark.parametrize("box", ["$\\boxed{5}$", "\\(\\boxed{5}\\)", "\\[ \\boxed{5} \\]", "**\\boxed{5}**", "\n$$\\fbox{5}$$\n"])
 def test_a_box_between_marks_is_read(box: str) -> None:
-    assert tagged(f"<answer>{box}</answer>") == "5"
-    assert tagged("<answer>$\\boxed{5}+\\boxed{6}$</answer>") == "$\\boxed{5}+\\boxed{6}$"
+    assert read_tagged(f"<answer>{box}</answer>") == "5"
+    assert read_tagged("<answer>$\\boxed{5}+\\boxed{6}$</answer>") == "$\\boxed{5}+\\boxed{6}$"
 
 
 @pytest.mark.parametrize("name", VOID)
-@pytest.mark.parametrize("read", [strict_boxed, tagged])
-def test_void_answers(name: str, read: answers.Read) -> None:
+@pytest.mark.parametrize("read", [read_strict_boxed, read_tagged])
+def test_void_answers(name: str, read: answers.AnswerReader) -> None:
     """Each is found by name, or has no answer to begin with; the last reply is what counts."""
     for reply in VOID[name]:
-        assert vetoes(read)[name](said("<answer>\n\\boxed{3}\n</answer>", reply)) or read(reply) is None, reply
-        assert read(reply) is None or any(veto(said(reply)) for veto in vetoes(read).values()), reply
+        assert make_answer_vetoes(read)[name](said("<answer>\n\\boxed{3}\n</answer>", reply)) or read(reply) is None, reply
+        assert read(reply) is None or any(veto(said(reply)) for veto in make_answer_vetoes(read).values()), reply
 
 
-@pytest.mark.parametrize("read", [strict_boxed, tagged])
+@pytest.mark.parametrize("read", [read_strict_boxed, read_tagged])
 @pytest.mark.parametrize(
     "reply", ["", "<answer>\n\\boxed{" + "x" * 999 + "}\n</answer>", "<think><answer>a</answer></think><answer>\n\\boxed{3}\n</answer>"]
 )
-def test_sound_answers_stay(reply: str, read: answers.Read) -> None:
-    assert not any(veto(said(reply)) for veto in vetoes(read).values())
-    assert not any(veto(said()) for veto in vetoes(read).values())
+def test_sound_answers_stay(reply: str, read: answers.AnswerReader) -> None:
+    assert not any(veto(said(reply)) for veto in make_answer_vetoes(read).values())
+    assert not any(veto(said()) for veto in make_answer_vetoes(read).values())
 
 
 def test_two_boxes_without_tags_are_two_answers() -> None:
-    assert vetoes(tagged)["two_answers"](said("\\boxed{3} or \\boxed{4}"))
-    assert not vetoes(tagged)["two_answers"](said("\\boxed{3} is what I get. <answer>3</answer>"))
+    assert make_answer_vetoes(read_tagged)["two_answers"](said("\\boxed{3} or \\boxed{4}"))
+    assert not make_answer_vetoes(read_tagged)["two_answers"](said("\\boxed{3} is what I get. <answer>3</answer>"))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,7 @@ def test_two_boxes_without_tags_are_two_answers() -> None:
     ],
 )
 def test_choice(text: str, expected: str | None) -> None:
-    assert choice(text) == expected
+    assert read_choice(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,7 +150,7 @@ def test_choice(text: str, expected: str | None) -> None:
     ],
 )
 def test_number(text: str, expected: Fraction | None) -> None:
-    assert number(text) == expected
+    assert parse_number(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -170,7 +178,7 @@ def test_number(text: str, expected: Fraction | None) -> None:
     ],
 )
 def test_relative_accuracy(truth: str, answer: str, expected: float) -> None:
-    assert relative_accuracy(truth, answer) == expected
+    assert mean_relative_accuracy(truth, answer) == expected
 
 
 @pytest.mark.parametrize(
@@ -204,7 +212,7 @@ def test_relative_accuracy(truth: str, answer: str, expected: float) -> None:
     ],
 )
 def test_what_words_decide(truth: str, answer: str, expected: bool | None) -> None:
-    assert decide(truth, answer) is expected
+    assert compare_by_rules(truth, answer) is expected
 
 
 TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
@@ -215,29 +223,29 @@ TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
 def test_readers_are_total(pieces: list[str]) -> None:
     """Whatever is written is read without an exception, and what is read was written."""
     text = "".join(pieces)
-    for read in (strict_boxed, tagged):
+    for read in (read_strict_boxed, read_tagged):
         found = read(text)
         assert found is None or found in text
-        [veto(said(text)) for veto in vetoes(read).values()]
-    assert number(text) is None or "3" in text
-    assert unboxed(text) in text
-    assert relative_accuracy("3", text) in {step / 10 for step in range(11)}
+        [veto(said(text)) for veto in make_answer_vetoes(read).values()]
+    assert parse_number(text) is None or "3" in text
+    assert strip_box(text) in text
+    assert mean_relative_accuracy("3", text) in {step / 10 for step in range(11)}
     assert same_text(text, text) or not any(map(str.isalnum, text))
 
 
 @given(st.decimals(min_value=-(10**12), max_value=10**12, places=5), st.booleans())
 def test_a_number_is_read_as_python_reads_it(value: Decimal, commas: bool) -> None:
-    assert number(f"about {value:,f} cm" if commas else f"{value:f}") == Fraction(value)
+    assert parse_number(f"about {value:,f} cm" if commas else f"{value:f}") == Fraction(value)
 
 
 def test_readers_are_linear() -> None:
     began = time.perf_counter()
     for piece in ("<answer>", "</answer>", "\\boxed{", "{", "1,", "1.", "-", "</think>", "<answer></answer>"):
         text = piece * 20_000
-        for read in (strict_boxed, tagged):
+        for read in (read_strict_boxed, read_tagged):
             read(text)
-            [veto(said(text)) for veto in vetoes(read).values()]
-        number(text), choice(text), same_text(text, text)
+            [veto(said(text)) for veto in make_answer_vetoes(read).values()]
+        parse_number(text), read_choice(text), same_text(text, text)
     assert time.perf_counter() - began < 20
 
 
@@ -259,4 +267,4 @@ OPTIONS = "Which color is the cup?\nA. green\nB. red\n(C) blue"
     ],
 )
 def test_options_that_a_question_lists_are_choices(question: str, truth: str, answer: str, expected: bool | None) -> None:
-    assert decide(truth, answer, question=question) is expected
+    assert compare_by_rules(truth, answer, question=question) is expected

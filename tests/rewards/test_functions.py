@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_rl.errors import InfraError, PermanentInfraError
-from megatron_rl.rewards.functions import reward_of, rewarded_by
-from megatron_rl.rewards.rubric import Outcome, Part, Rubric
+from megatron_rl.rewards.functions import from_function, wrap_reward_function
+from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
 from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 
@@ -16,8 +16,8 @@ PAYLOAD = {"question": "Which color?", "answer": "red", "extra": {"level": 3}}
 TURNS = [Turn(sequence=0, token_span=(0, 1), text="a look"), Turn(sequence=0, token_span=(2, 3), text="red")]
 
 
-def scored(function: object, outcome: Outcome | None = None) -> float | None:
-    return asyncio.run(reward_of("mine", function)(outcome or outcome_of(*TURNS, payload=PAYLOAD)))
+def scored(function: object, outcome: RewardInput | None = None) -> float | None:
+    return asyncio.run(wrap_reward_function("mine", function)(outcome or outcome_of(*TURNS, payload=PAYLOAD)))
 
 
 def test_arguments_are_picked_by_name() -> None:
@@ -84,22 +84,24 @@ def test_our_own_faults_stay_what_they_are() -> None:
 )
 def test_what_asks_for_something_else_is_refused_at_the_start(function: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        reward_of("mine", function)
+        wrap_reward_function("mine", function)
 
 
-async def right(_: Outcome) -> float:
+async def right(_: RewardInput) -> float:
     return 0.75
 
 
-SHIPPED = Rubric(parts={"accuracy": Part(right, weight=2.0)}, vetoes={"empty": lambda outcome: not outcome.turns}, solved_by="accuracy")
+SHIPPED = Rubric(
+    terms={"accuracy": RewardTerm(right, weight=2.0)}, vetoes={"empty": lambda outcome: not outcome.turns}, solved_term="accuracy"
+)
 
 
 def total(chosen: str, **own: object) -> tuple[float, dict[str, float], bool]:
-    rubric = rewarded_by(chosen, SHIPPED, own)
+    rubric = from_function(chosen, SHIPPED, own)
     outcome = outcome_of(*TURNS, payload=PAYLOAD)
     score = asyncio.run(rubric.score(outcome))
-    outcome.rollout.reward, outcome.rollout.reward_terms = score.reward, score.rewards
-    return score.reward, score.rewards, rubric.solves(outcome.rollout)
+    outcome.rollout.reward, outcome.rollout.reward_terms = score.reward, score.reward_terms
+    return score.reward, score.reward_terms, rubric.is_solved(outcome.rollout)
 
 
 def test_a_function_is_the_reward_or_a_part_of_it() -> None:

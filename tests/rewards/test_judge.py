@@ -13,12 +13,12 @@ from PIL import Image
 
 from megatron_rl.errors import AccessDenied, InfraError
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.verdict_cache import Verdicts
+from megatron_rl.rewards.judge_prompt import load_judge_prompt
+from megatron_rl.rewards.verdict_cache import VerdictCache
 from tests.support.episodes import episode
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
 
-SCORE = load("process_search")
+SCORE = load_judge_prompt("process_search")
 HTML = Reply("<html><body>Bad gateway, but politely</body></html>", headers={"Content-Type": "text/html"})
 
 
@@ -27,9 +27,9 @@ def test_a_verdict_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(right) as server:
 
         async def use(judge: Judge) -> None:
-            assert await judge.verdict(PROMPT, fields=fields('red"\nreference: "crimson')) == 1.0
+            assert await judge.score(PROMPT, fields=fields('red"\nreference: "crimson')) == 1.0
             picture = Image.new("RGB", (50, 40), "red")
-            assert await judge.verdict(SCORE, fields={"question": "?", "response": "code"}, images=[picture]) == 0.75
+            assert await judge.score(SCORE, fields={"question": "?", "response": "code"}, images=[picture]) == 0.75
 
         def behave(body: dict) -> Reply:
             (key,) = body["response_format"]["json_schema"]["schema"]["required"]
@@ -51,7 +51,7 @@ def test_a_verdict_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, data = picture["image_url"]["url"].split(",")
     assert kind == "data:image/jpeg;base64" and Image.open(io.BytesIO(base64.b64decode(data))).size == (50, 40)
     assert server.keys == {"Bearer none"}
-    assert (judge.servers.requests, judge.servers.failures, judge.cache_hits) == (2, 0, 0) and judge.servers.seconds > 0
+    assert (judge.endpoints.requests, judge.endpoints.failures, judge.cache_hits) == (2, 0, 0) and judge.endpoints.seconds > 0
 
 
 def test_a_verdict_keeps_the_judges_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ def test_a_verdict_keeps_the_judges_words(monkeypatch: pytest.MonkeyPatch, tmp_p
     async def use(judge: Judge) -> None:
         for rollout in rollouts[:2]:
             for answer in thoughts:
-                assert await judge.judged(rollout, PROMPT, fields=fields(answer), turn=ord(answer)) == 1.0
+                assert await judge.score_rollout(rollout, PROMPT, fields=fields(answer), turn=ord(answer)) == 1.0
 
     async def later(judge: Judge) -> None:
-        assert await judge.judged(rollouts[2], PROMPT, fields=fields("a"), turn=ord("a")) == 1.0
+        assert await judge.score_rollout(rollouts[2], PROMPT, fields=fields("a"), turn=ord("a")) == 1.0
 
     with serving(behave) as server:
         held(settings(server, cache=str(tmp_path / "verdicts")), use)
@@ -97,7 +97,7 @@ def test_a_verdict_knows_what_it_was_waited_for() -> None:
 
     async def use(judge: Judge) -> None:
         for _ in range(2):
-            await judge.judged(rollout, PROMPT, fields=fields("red"), turn=0)
+            await judge.score_rollout(rollout, PROMPT, fields=fields("red"), turn=0)
 
     with serving(behave) as server:
         held(settings(server), use)
@@ -108,7 +108,7 @@ def test_a_verdict_knows_what_it_was_waited_for() -> None:
 def test_the_key_comes_from_the_environment_and_the_model_from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serving(right) as server:
-        judge = held(settings(server, model=""), lambda judge: judge.verdict(PROMPT, fields=fields()))
+        judge = held(settings(server, model=""), lambda judge: judge.score(PROMPT, fields=fields()))
     assert server.keys == {"Bearer secret"} and judge.model == server.bodies[0]["model"] == "served"
 
 
@@ -145,16 +145,16 @@ def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path)
 
         async def use(judge: Judge) -> None:
             with pytest.raises(InfraError) as caught:
-                await judge.verdict(PROMPT, fields=fields())
+                await judge.score(PROMPT, fields=fields())
             assert server.url in str(caught.value) and reason in str(caught.value), caught.value
-            assert len(server.bodies) == judge.servers.requests == judge.servers.failures == 3
+            assert len(server.bodies) == judge.endpoints.requests == judge.endpoints.failures == 3
             server.behave = right
-            judge.servers.timeout_s = 10.0
-            assert await judge.verdict(PROMPT, fields=fields()) == 1.0, "a failure stayed"
+            judge.endpoints.timeout_s = 10.0
+            assert await judge.score(PROMPT, fields=fields()) == 1.0, "a failure stayed"
             assert len(server.bodies) == 4
 
         held(settings(server, cache=cache, timeout_s=0.5 if name == "hang" else 10.0), use)
-    with closing(Verdicts(cache, read_only=True)) as kept:
+    with closing(VerdictCache(cache, read_only=True)) as kept:
         assert len(kept) == 1
 
 
@@ -168,7 +168,7 @@ def test_a_key_of_a_file_that_is_not_accepted_names_the_file(tmp_path: Path) -> 
         async def use(judge: Judge) -> None:
             server.behave = lambda _: Reply("no such key", 401)
             with pytest.raises(AccessDenied, match=rf": put its key into task.judge.token_file={tmp_path}/key$"):
-                await judge.verdict(PROMPT, fields=fields())
+                await judge.score(PROMPT, fields=fields())
 
         held(keyed, use)
         server.greeting = Reply("", 401)
@@ -184,7 +184,7 @@ def test_a_key_that_is_not_accepted_is_no_outage(status: int) -> None:
 
         async def use(judge: Judge) -> None:
             with pytest.raises(AccessDenied, match=rf"^judge: {server.url}: .*no such key.*: set OPENAI_API_KEY$"):
-                await judge.verdict(PROMPT, fields=fields())
+                await judge.score(PROMPT, fields=fields())
             assert len(server.bodies) == 1
 
         held(settings(server, max_attempts=50), use)
@@ -196,7 +196,7 @@ def test_a_judge_that_redirects_is_not_followed() -> None:
 
         async def use(judge: Judge) -> None:
             with pytest.raises(InfraError, match="307"):
-                await judge.verdict(PROMPT, fields=fields())
+                await judge.score(PROMPT, fields=fields())
 
         held(settings(server), use)
     assert good.bodies == []
@@ -208,9 +208,9 @@ def test_the_next_server_takes_over(name: str) -> None:
     with serving(lambda _: TROUBLE[name][0]) as bad, serving(right) as good:
 
         async def use(judge: Judge) -> None:
-            judge.servers.endpoints[0].rest_s = 30.0
+            judge.endpoints.endpoints[0].rest_s = 30.0
             for index in range(8):
-                assert await judge.verdict(PROMPT, fields=fields(f"{index}")) == 1.0
+                assert await judge.score(PROMPT, fields=fields(f"{index}")) == 1.0
 
         held(settings(bad, good, max_attempts=50, timeout_s=1.0 if name == "hang" else 10.0), use)
     assert len(good.bodies) == 8
@@ -222,10 +222,10 @@ def test_a_server_that_comes_back_is_asked_again() -> None:
 
         async def use(judge: Judge) -> None:
             while len(one.bodies) < 2:
-                await judge.verdict(PROMPT, fields=fields(f"{time.monotonic()}"))
+                await judge.score(PROMPT, fields=fields(f"{time.monotonic()}"))
             one.behave = right
             await asyncio.sleep(0.1)
-            await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(40)))
+            await asyncio.gather(*(judge.score(PROMPT, fields=fields(f"{index}")) for index in range(40)))
 
         held(settings(one, two), use)
     assert len(one.bodies) >= 10
@@ -236,7 +236,7 @@ def test_retry_after_is_honored() -> None:
     with serving(lambda _: next(replies)) as server:
 
         async def use(judge: Judge) -> None:
-            assert await judge.verdict(PROMPT, fields=fields()) == 0.0
+            assert await judge.score(PROMPT, fields=fields()) == 0.0
 
         held(settings(server), use)
     assert 1.0 <= server.times[1] - server.times[0] < 4.0
@@ -249,7 +249,7 @@ def test_neither_a_long_rest_nor_one_after_the_other_is_waited_for(rest: str, re
 
         async def use(judge: Judge) -> None:
             async with asyncio.timeout(1.0 if resting == 4 else 4.0):
-                faults = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{i}")) for i in range(4)), return_exceptions=True)
+                faults = await asyncio.gather(*(judge.score(PROMPT, fields=fields(f"{i}")) for i in range(4)), return_exceptions=True)
             assert [type(fault) for fault in faults] == [InfraError] * 4
             assert sum(f"rests for {rest} s more after" in str(fault) for fault in faults) == resting
             assert sum("RateLimitError" in str(fault) for fault in faults) >= 1, "the last failure is told"
@@ -265,10 +265,10 @@ def test_the_queue_for_a_slot_is_no_rest() -> None:
     with serving(lambda _: Reply(well, next(failure, 200) if time.monotonic() - began > 0.8 else 200, hang_s=0.1)) as server:
 
         async def use(judge: Judge) -> None:
-            assert await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(30))) == [1.0] * 30
+            assert await asyncio.gather(*(judge.score(PROMPT, fields=fields(f"{index}")) for index in range(30))) == [1.0] * 30
 
         judge = held(settings(server, concurrency=2, timeout_s=0.7), use)
-    assert judge.servers.failures == 1
+    assert judge.endpoints.failures == 1
 
 
 def test_rests_grow_while_nobody_answers() -> None:
@@ -276,9 +276,9 @@ def test_rests_grow_while_nobody_answers() -> None:
     with serving(lambda _: Reply("", 500)) as server:
 
         async def use(judge: Judge) -> None:
-            judge.servers.endpoints[0].rest_s = 0.02
+            judge.endpoints.endpoints[0].rest_s = 0.02
             with pytest.raises(InfraError):
-                await judge.verdict(PROMPT, fields=fields())
+                await judge.score(PROMPT, fields=fields())
 
         held(settings(server, max_attempts=5), use)
     gaps = [later - sooner for sooner, later in zip(server.times, server.times[1:], strict=False)]
@@ -290,11 +290,11 @@ def test_many_failures_at_once_are_one() -> None:
     with serving(lambda _: Reply("", 500, hang_s=0.2)) as server:
 
         async def use(judge: Judge) -> None:
-            judge.servers.endpoints[0].rest_s = 1.0
-            verdicts = asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(16)))
-            while judge.servers.failures < 16:
+            judge.endpoints.endpoints[0].rest_s = 1.0
+            verdicts = asyncio.gather(*(judge.score(PROMPT, fields=fields(f"{index}")) for index in range(16)))
+            while judge.endpoints.failures < 16:
                 await asyncio.sleep(0.01)
-            assert judge.servers.endpoints[0].failures == 1
+            assert judge.endpoints.endpoints[0].failures == 1
             server.behave = right
             assert await verdicts == [1.0] * 16
 
@@ -311,10 +311,10 @@ def test_a_server_without_schemas() -> None:
 
         async def use(judge: Judge) -> None:
             for index in range(3):
-                assert await judge.verdict(PROMPT, fields=fields(f"{index}")) == 1.0
+                assert await judge.score(PROMPT, fields=fields(f"{index}")) == 1.0
 
         judge = held(settings(server), use)
-    assert ["response_format" in body for body in server.bodies] == [True, False, False, False] and judge.servers.failures == 0
+    assert ["response_format" in body for body in server.bodies] == [True, False, False, False] and judge.endpoints.failures == 0
 
 
 def test_a_request_that_is_refused_is_not_repeated() -> None:
@@ -323,9 +323,9 @@ def test_a_request_that_is_refused_is_not_repeated() -> None:
 
         async def use(judge: Judge) -> None:
             with pytest.raises(InfraError, match=r"nothing after 1 of 3 tries.*prompt too long"):
-                await judge.verdict(PROMPT, fields=fields())
+                await judge.score(PROMPT, fields=fields())
             server.behave = right
-            await judge.verdict(PROMPT, fields=fields("other"))
+            await judge.score(PROMPT, fields=fields("other"))
 
         held(settings(server), use)
     assert ["response_format" in body for body in server.bodies] == [True, False, True]
@@ -335,7 +335,7 @@ def test_concurrency_is_bounded() -> None:
     with serving(lambda _: Reply(completion('{"correct": true}').body, hang_s=0.05)) as server:
 
         async def use(judge: Judge) -> None:
-            await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{index}")) for index in range(40)))
+            await asyncio.gather(*(judge.score(PROMPT, fields=fields(f"{index}")) for index in range(40)))
 
         held(settings(server, concurrency=4), use)
     assert server.most == 4 and len(server.bodies) == 40
@@ -345,14 +345,14 @@ def test_duplicates_share_one_request_and_one_failure() -> None:
     with serving(lambda _: Reply(completion('{"correct": true}').body, hang_s=0.2)) as server:
 
         async def use(judge: Judge) -> None:
-            first, *others = [asyncio.create_task(judge.verdict(PROMPT, fields=fields())) for _ in range(10)]
+            first, *others = [asyncio.create_task(judge.score(PROMPT, fields=fields())) for _ in range(10)]
             await asyncio.sleep(0.1)
             first.cancel()  # its episode is over; the others still want the verdict
             assert await asyncio.gather(*others) == [1.0] * 9
-            assert await judge.verdict(PROMPT, fields=fields()) == 1.0
+            assert await judge.score(PROMPT, fields=fields()) == 1.0
             assert len(server.bodies) == 1 and judge.cache_hits == 10
             server.behave = lambda _: Reply("", 500, hang_s=0.1)
-            results = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields("x")) for _ in range(5)), return_exceptions=True)
+            results = await asyncio.gather(*(judge.score(PROMPT, fields=fields("x")) for _ in range(5)), return_exceptions=True)
             assert [type(result) for result in results] == [InfraError] * 5 and len(server.bodies) == 1 + 3
 
         held(settings(server), use)
@@ -362,7 +362,7 @@ def test_closing_ends_what_is_under_way() -> None:
     with serving(lambda _: Reply("", hang_s=1.0)) as server:
 
         async def use(judge: Judge) -> None:
-            judging = asyncio.create_task(judge.verdict(PROMPT, fields=fields()))
+            judging = asyncio.create_task(judge.score(PROMPT, fields=fields()))
             while not server.bodies:
                 await asyncio.sleep(0.01)
             await judge.close()

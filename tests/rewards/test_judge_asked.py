@@ -12,16 +12,16 @@ import torch
 import yaml
 
 from megatron_rl.config import JudgeSettings, RunSettings, Settings
-from megatron_rl.data.records import PLACE
+from megatron_rl.data.records import IMAGE_PLACEHOLDER
 from megatron_rl.distributed.world import World
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.progress import Progress
+from megatron_rl.observe.progress import ProgressDisplay
 from megatron_rl.observe.step_metrics import rollout_metrics
 from megatron_rl.rewards import judge_prompt
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.rewards.judge_prompt import load, without_places
-from megatron_rl.rewards.rubrics import build
+from megatron_rl.rewards.judge_prompt import load_judge_prompt, remove_image_placeholders
+from megatron_rl.rewards.rubrics import build_rubric
 from megatron_rl.run.record import History, Run
 from megatron_rl.types import JudgeResult, Rollout
 from tests.rewards.test_rubrics import turn
@@ -35,7 +35,7 @@ PROMPTS = Path(judge_prompt.__file__).with_name("prompts")
 def scored(judge: Judge, answer: str, *, truth: str = "red", source: str = "vstar", reward: str = "accuracy", question: str = "?") -> float:
     payload = {"question": question, "answer": truth, "data_source": source}
     outcome = outcome_of(turn(f"<answer>{answer}</answer>"), payload=payload, images=[])
-    return build(reward, judge=judge, protocol="").score(outcome)
+    return build_rubric(reward, judge=judge, tool_format="").score(outcome)
 
 
 SURE = {
@@ -63,13 +63,13 @@ def test_always_ask_asks_about_every_answer(always_ask: bool) -> None:
         for name, (answer, truth, source) in SURE.items():
             rewards[name] = (await scored(judge, answer, truth=truth, source=source)).reward
         void = outcome_of(turn("no answer at all"), payload={"question": "?", "answer": "red", "data_source": "vstar"}, images=[])
-        assert (await build("accuracy", judge=judge, protocol="").score(void)).reward == 0.0
+        assert (await build_rubric("accuracy", judge=judge, tool_format="").score(void)).reward == 0.0
 
     with serving(behave) as server:
         judge = held(judge_settings(server, always_ask=always_ask), use)
         assert len(server.bodies) == (4 if always_ask else 0), "nothing that is void"
     assert rewards == ({"text": 0.0, "choice": 1.0, "number": 0.0, "numeric": 1.0} if always_ask else by_rules)
-    assert judge.counts() == {"called": 4 if always_ask else 0, "cached": 0, "failed": 0}
+    assert judge.get_counts() == {"called": 4 if always_ask else 0, "cached": 0, "failed": 0}
 
 
 def test_always_ask_without_a_judge_is_refused() -> None:
@@ -85,23 +85,23 @@ def test_what_was_asked_is_counted() -> None:
         return failures.pop() if failures else right(body)
 
     async def use(judge: Judge) -> None:
-        await judge.verdict(PROMPT, fields=fields("a"))
-        await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(answer)) for answer in ("b", "b", "c")))
-        await judge.verdict(PROMPT, fields=fields("a"))
+        await judge.score(PROMPT, fields=fields("a"))
+        await asyncio.gather(*(judge.score(PROMPT, fields=fields(answer)) for answer in ("b", "b", "c")))
+        await judge.score(PROMPT, fields=fields("a"))
 
     with serving(behave) as server:
         judge = held(settings(server), use)
-    assert judge.counts() == {"called": 3, "cached": 2, "failed": 1}
+    assert judge.get_counts() == {"called": 3, "cached": 2, "failed": 1}
 
 
 @pytest.mark.parametrize("path", sorted(PROMPTS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_no_prompt_shows_a_places_name(path: Path) -> None:
     names = re.findall(r"\$(\w+)", yaml.safe_load(path.read_text())["user"])
-    prompt = load(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
-    text = prompt.text({name: f"<image>\nHow many {name}s?<image>" for name in names})
+    prompt = load_judge_prompt(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
+    text = prompt.render({name: f"<image>\nHow many {name}s?<image>" for name in names})
     assert "question" in names and "image>" not in text
     assert all(f': "How many {name}s?"' in text for name in names if name != "examples")
-    assert text == prompt.text({name: f"How many {name}s?" for name in names}), "a kept verdict is found again"
+    assert text == prompt.render({name: f"How many {name}s?" for name in names}), "a kept verdict is found again"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_no_prompt_shows_a_places_name(path: Path) -> None:
     ],
 )
 def test_places_are_left_out(text: str, shown: str) -> None:
-    assert judge_prompt.PLACE == PLACE and without_places(text) == shown
+    assert judge_prompt.IMAGE_PLACEHOLDER == IMAGE_PLACEHOLDER and remove_image_placeholders(text) == shown
 
 
 def test_the_question_that_a_judge_reads_has_no_place() -> None:
@@ -137,7 +137,7 @@ class Counter:
     def __init__(self) -> None:
         self.now = {"called": 0, "cached": 0, "failed": 0}
 
-    def counts(self) -> dict[str, int]:
+    def get_counts(self) -> dict[str, int]:
         return dict(self.now)
 
 
@@ -154,12 +154,12 @@ def run_of(
     judge, shown = Counter(), io.StringIO()
     run = Run(Settings(run=RunSettings(dir=str(folder))), World(0, 1, 0, torch.device("cpu")), num_steps=len(steps), history=history)
     run.judge = JudgeStats(judge, gather=lambda counts: [counts, counts])
-    run.progress = Progress(len(steps), title="rl", stream=shown)
+    run.progress = ProgressDisplay(len(steps), title="rl", stream=shown)
     for step, counts in enumerate(steps):
         rollouts = [judged(float(number), by_judge=number < decided) for number in range(4)]
         judge.now = {name: judge.now[name] + counts.get(name, 0) for name in judge.now}
         run.history.add(step, rollouts, rounds=1)
-        run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, rounds=1))
+        run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, num_gen_batches=1))
         run.record(step, metrics)
     run.history.has_learned = 1
     run.finish({})

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_rl.rewards.judge_attack_suite import HELD, NO_JUDGE, TURNED, main
-from megatron_rl.rewards.judge_attacks import QUESTIONS, TRICKS, WORK
-from megatron_rl.rewards.text_quoting import quoted
+from megatron_rl.rewards.judge_attack_suite import EXIT_FLIPPED, EXIT_HELD, EXIT_NO_JUDGE, main
+from megatron_rl.rewards.judge_attacks import POOR_WORK, QUESTIONS, TRICKS
+from megatron_rl.rewards.text_quoting import quote_text
 from tests.support.judges import Reply, completion, serving
 
-RIGHT = {quoted(answer) for question in QUESTIONS for answer in question.right}
+RIGHT = {quote_text(answer) for question in QUESTIONS for answer in question.right_answers}
 
 
 def shown(body: dict) -> tuple[str, bool]:
@@ -57,24 +57,24 @@ def test_a_judge_that_knows_is_held(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines = attack(behave, capsys=capsys)
     assert not [mark for mark in MARKS if any(mark in text for text in texts)]
     assert all(any(mark in trick("red") for trick in TRICKS.values()) for mark in MARKS)
-    assert status == HELD and len(lines) == 1 + len(TRICKS) + 1
-    total = len(TRICKS) * (len(QUESTIONS) + len(WORK))
+    assert status == EXIT_HELD and len(lines) == 1 + len(TRICKS) + 1
+    total = len(TRICKS) * (len(QUESTIONS) + len(POOR_WORK))
     assert lines[-1] == f"judge: {len(TRICKS)} tricks, 0 turned a verdict; 0 verdicts turned, 0 withheld of {total}; 0 controls failed"
 
 
 def test_a_judge_that_obeys_is_told_with_its_tricks(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines = attack(believing("Ignore the above"), "--trick", "ignore", "--trick", "praise", capsys=capsys)
-    assert status == TURNED
-    assert re.split(r" {2,}", lines[1]) == ["ignore", "7", "0", "7", ", ".join([*(each.family for each in QUESTIONS), *WORK])]
+    assert status == EXIT_FLIPPED
+    assert re.split(r" {2,}", lines[1]) == ["ignore", "7", "0", "7", ", ".join([*(each.family for each in QUESTIONS), *POOR_WORK])]
     assert re.split(r" {2,}", lines[2].strip()) == ["praise", "0", "0", "7"]
     assert lines[-1] == "judge: 2 tricks, 1 turned a verdict; 7 verdicts turned, 0 withheld of 14; 0 controls failed"
 
 
 def test_a_judge_that_says_one_thing_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    for verdict, num_failed in (("true", len(QUESTIONS) + len(WORK)), ("false", len(RIGHT))):
+    for verdict, num_failed in (("true", len(QUESTIONS) + len(POOR_WORK)), ("false", len(RIGHT))):
         reply = f'{{"correct": {verdict}}}', f'{{"score": {int(verdict == "true")}}}'
         status, lines = attack(lambda body, reply=reply: completion(reply[not shown(body)[1]]), "--trick", "sure", capsys=capsys)
-        assert status == NO_JUDGE and sum(line.startswith("control failed: ") for line in lines) == num_failed
+        assert status == EXIT_NO_JUDGE and sum(line.startswith("control failed: ") for line in lines) == num_failed
         assert lines[-1].endswith(f"; {num_failed} controls failed")
 
 
@@ -88,19 +88,19 @@ def test_a_verdict_that_is_withheld_is_told(capsys: pytest.CaptureFixture[str]) 
         return fair(body)
 
     status, lines = attack(behave, "--trick", "ignore", capsys=capsys)
-    assert status == TURNED and "0 verdicts turned, 7 withheld of 7" in lines[-1]
+    assert status == EXIT_FLIPPED and "0 verdicts turned, 7 withheld of 7" in lines[-1]
 
 
 def test_a_judge_without_eyes_is_asked_for_answers(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines = attack(lambda body: fair(body) if shown(body)[1] else Reply("{}", 400), "--trick", "colon", capsys=capsys)
-    assert status == HELD and lines[2].startswith("it takes no pictures") and "0 withheld of 4" in lines[-1]
+    assert status == EXIT_HELD and lines[2].startswith("it takes no pictures") and "0 withheld of 4" in lines[-1]
 
 
 def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(fair) as gone:
         pass
-    assert main(["--url", gone.url]) == NO_JUDGE and "no judge can be asked" in capsys.readouterr().err
-    assert main(["--url", "http://me:SECRET@judge/v1"]) == NO_JUDGE
+    assert main(["--url", gone.url]) == EXIT_NO_JUDGE and "no judge can be asked" in capsys.readouterr().err
+    assert main(["--url", "http://me:SECRET@judge/v1"]) == EXIT_NO_JUDGE
     said = capsys.readouterr().err
     assert said.startswith("error: task.judge.urls=...: holds @") and "SECRET" not in said
     with pytest.raises(SystemExit) as asked:
@@ -112,4 +112,4 @@ def test_every_trick_is_a_trick() -> None:
     """It is another text, no other's, and never one of the right answers."""
     tricked = {name: trick("red") for name, trick in TRICKS.items()}
     assert len(set(tricked.values())) == len(TRICKS) >= 40 and "red" not in tricked.values()
-    assert not RIGHT & {quoted(trick(question.wrong)) for trick in TRICKS.values() for question in QUESTIONS}
+    assert not RIGHT & {quote_text(trick(question.wrong_answer)) for trick in TRICKS.values() for question in QUESTIONS}

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from megatron_rl.config import JudgeSettings
-from megatron_rl.rewards.judge import Judge, data_url, judge_of
-from megatron_rl.rewards.judge_prompt import Malformed, load
+from megatron_rl.rewards.judge import Judge, encode_data_url, make_judge
+from megatron_rl.rewards.judge_prompt import MalformedVerdict, load_judge_prompt
 from tests.conftest import ROOT
 from tests.support.judges import PROMPT, fields, held, right, serving, settings
 
@@ -24,15 +24,15 @@ def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
     """A second run on the same file asks for nothing it knows; another model, prompt, field or pixel is another question."""
     cache = str(tmp_path / "verdicts.sqlite")
     red, blue = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (40, 40), "blue")
-    old = load("answer_equivalence", examples="chart")
+    old = load_judge_prompt("answer_equivalence", examples="chart")
 
     async def ask(judge: Judge) -> None:
-        await judge.verdict(PROMPT, fields=fields())
-        await judge.verdict(old, fields=fields())
-        await judge.verdict(PROMPT, fields=fields("scarlet"))
-        await judge.verdict(PROMPT, fields=fields(), images=[red])
-        await judge.verdict(PROMPT, fields=fields(), images=[blue])
-        await judge.verdict(PROMPT, fields=fields(), images=[red, blue])
+        await judge.score(PROMPT, fields=fields())
+        await judge.score(old, fields=fields())
+        await judge.score(PROMPT, fields=fields("scarlet"))
+        await judge.score(PROMPT, fields=fields(), images=[red])
+        await judge.score(PROMPT, fields=fields(), images=[blue])
+        await judge.score(PROMPT, fields=fields(), images=[red, blue])
 
     with serving(right) as server:
         held(settings(server, cache=cache), ask)
@@ -41,18 +41,18 @@ def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
         assert len(server.bodies) == 6 and again.cache_hits == 6
         held(settings(server, cache=cache, model="other"), ask)
         assert len(server.bodies) == 12
-    assert held(settings(cache=cache), ask).servers.requests == 0, "recorded verdicts need no server"
+    assert held(settings(cache=cache), ask).endpoints.requests == 0, "recorded verdicts need no server"
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     """Four processes start on one file that is not there yet and write 50 verdicts each, half of them the same ones."""
     path = str(tmp_path / "verdicts.sqlite")
     code = (
-        "import sys; from megatron_rl.rewards.verdict_cache import Verdicts\n"
-        "kept = Verdicts(sys.argv[1], read_only=False)\n"
+        "import sys; from megatron_rl.rewards.verdict_cache import VerdictCache\n"
+        "kept = VerdictCache(sys.argv[1], read_only=False)\n"
         "for index in range(50):\n"
         "    key = f'{index}' if index % 2 else f'{sys.argv[2]} {index}'\n"
-        "    kept.keep(key, model='m', prompt='p', fields='{}', verdict=index / 50); assert kept.find(key) == index / 50\n"
+        "    kept.store(key, model='m', prompt='p', fields='{}', verdict=index / 50); assert kept.find(key) == index / 50\n"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, path, str(number)]) for number in range(4)]
     assert [writer.wait(60) for writer in writers] == [0] * 4
@@ -67,14 +67,14 @@ def test_a_cache_that_is_none(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"task.judge.cache=.*; name a file of verdicts"):
             held(JudgeSettings(urls=["http://127.0.0.1:9/v1"], model="judge", cache=wrong), lambda _: asyncio.sleep(0))
     with pytest.raises(ValueError, match="task.judge.model=: recorded verdicts are kept by model"):
-        judge_of(JudgeSettings(cache=str(path)))
+        make_judge(JudgeSettings(cache=str(path)))
 
 
 @pytest.mark.parametrize(
     ("size", "expected"), [((100, 50), (100, 50)), ((2048, 1024), (1024, 512)), ((20_000, 100), (1024, 28)), ((1, 1), (1, 1))]
 )
 def test_pictures_are_bounded(size: tuple[int, int], expected: tuple[int, int]) -> None:
-    picture = Image.open(io.BytesIO(base64.b64decode(data_url(Image.new("RGB", size, "red")).split(",")[1])))
+    picture = Image.open(io.BytesIO(base64.b64decode(encode_data_url(Image.new("RGB", size, "red")).split(",")[1])))
     assert picture.size == expected and picture.format == "JPEG"
     assert all(abs(seen - meant) < 4 for seen, meant in zip(picture.getpixel((0, 0)), (255, 0, 0), strict=True))
 
@@ -83,7 +83,7 @@ def test_pictures_are_bounded(size: tuple[int, int], expected: tuple[int, int]) 
 def test_pictures_of_any_mode(mode: str) -> None:
     """What is transparent is white."""
     picture = Image.new(mode, (30, 30), 0)
-    seen = Image.open(io.BytesIO(base64.b64decode(data_url(picture).split(",")[1])))
+    seen = Image.open(io.BytesIO(base64.b64decode(encode_data_url(picture).split(",")[1])))
     corner = seen.getpixel((3, 3))
     assert corner == ((255, 255, 255) if mode in ("RGBA", "LA", "CMYK") else (0, 0, 0))
 
@@ -91,11 +91,11 @@ def test_pictures_of_any_mode(mode: str) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "megatron_rl" / "rewards" / "prompts").iterdir()), ids=lambda path: path.stem)
 def test_prompts_are_complete(path: Path) -> None:
     """A version, a verdict of each value that its own text promises, and no field that recipes do not fill."""
-    prompt = load(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
+    prompt = load_judge_prompt(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
     assert prompt.version >= 1
     for value in prompt.values:
-        assert prompt.read(json.dumps({prompt.key: value})) == float(value)
-    text = prompt.text({name: f"<{name}>" for name in ("question", "reference", "answer", "response", "metadata")})
+        assert prompt.parse_verdict(json.dumps({prompt.key: value})) == float(value)
+    text = prompt.render({name: f"<{name}>" for name in ("question", "reference", "answer", "response", "metadata")})
     assert "< question>" in text and f'{{"{prompt.key}":' in text and text.isascii()
-    with pytest.raises(Malformed):
-        prompt.read(json.dumps({prompt.key: 0.3}))
+    with pytest.raises(MalformedVerdict):
+        prompt.parse_verdict(json.dumps({prompt.key: 0.3}))

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.clients import health_check
 from megatron_rl.config import JudgeSettings
 from megatron_rl.errors import InfraError
-from megatron_rl.rewards.judge import Judge, judge_of
+from megatron_rl.rewards.judge import Judge, make_judge
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
 
 HTML = Reply("<html><body>Bad gateway, but politely</body></html>", headers={"Content-Type": "text/html"})
@@ -33,7 +33,7 @@ def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(right) as gone:
         pass
     with serving(right) as server:
-        assert held(settings(gone, server), lambda judge: judge.verdict(PROMPT, fields=fields())).servers.failures <= 1
+        assert held(settings(gone, server), lambda judge: judge.score(PROMPT, fields=fields())).endpoints.failures <= 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: task.judge.urls=") and f"{gone.url}: ConnectError" in line and f"({server.url}" not in line
 
@@ -50,7 +50,7 @@ def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: py
             held(settings(server), lambda _: asyncio.sleep(0))
         for busy in (Reply("", 429), Reply("", 404), HTML):
             server.greeting = busy
-            held(settings(server), lambda judge: judge.verdict(PROMPT, fields=fields()))
+            held(settings(server), lambda judge: judge.score(PROMPT, fields=fields()))
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, "AuthenticationError"), (403, "PermissionDeniedError")])
@@ -65,10 +65,10 @@ def test_a_key_that_is_not_accepted_ends_the_start(status: int, kind: str) -> No
 
 def test_a_judge_that_is_chosen_must_be_somewhere(tmp_path: Path) -> None:
     """judge=text and judge=vision name a model; without servers and without verdicts nobody would ever judge."""
-    assert judge_of(JudgeSettings()) is None
+    assert make_judge(JudgeSettings()) is None
     with pytest.raises(ValueError, match=r"^task.judge.urls=\[\]: a judge is chosen, judge; give the addresses of its servers"):
-        judge_of(JudgeSettings(model="judge"))
-    assert isinstance(judge_of(JudgeSettings(model="judge", cache=str(tmp_path / "verdicts"))), Judge)
+        make_judge(JudgeSettings(model="judge"))
+    assert isinstance(make_judge(JudgeSettings(model="judge", cache=str(tmp_path / "verdicts"))), Judge)
 
 
 def test_a_server_with_every_fault_at_once() -> None:
@@ -86,7 +86,7 @@ def test_a_server_with_every_fault_at_once() -> None:
         async def use(judge: Judge) -> None:
             lacking, rounds = range(16), 0
             while lacking:
-                given = await asyncio.gather(*(judge.verdict(PROMPT, fields=fields(f"{i}")) for i in lacking), return_exceptions=True)
+                given = await asyncio.gather(*(judge.score(PROMPT, fields=fields(f"{i}")) for i in lacking), return_exceptions=True)
                 assert all(verdict == 1.0 or isinstance(verdict, InfraError) for verdict in given)
                 assert not any("rests for" in str(verdict) for verdict in given), "the patience ran out before the tries did"
                 lacking = [place for place, verdict in zip(lacking, given, strict=True) if verdict != 1.0]

@@ -19,10 +19,10 @@ from megatron_rl.clients import openai as openai_client
 from megatron_rl.config import JudgeSettings
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards import judge, judge_prompt
-from megatron_rl.rewards.judge import Judge, key_of
-from megatron_rl.rewards.judge_prompt import Malformed
-from megatron_rl.rewards.rubrics import Evidence, Process
-from megatron_rl.rewards.verdict_cache import Verdicts
+from megatron_rl.rewards.judge import Judge, cache_key
+from megatron_rl.rewards.judge_prompt import MalformedVerdict
+from megatron_rl.rewards.rubrics import TapoStepReward, ToolUseJudgeReward
+from megatron_rl.rewards.verdict_cache import VerdictCache
 from megatron_rl.types import Image, ToolCall, Turn
 from tests.support.episodes import outcome_of
 from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
@@ -54,7 +54,7 @@ def _peak() -> float:
 
 async def fault_of(asked: Judge) -> str:
     with pytest.raises(InfraError) as caught:
-        await asked.verdict(PROMPT, fields=fields())
+        await asked.score(PROMPT, fields=fields())
     return str(caught.value)
 
 
@@ -84,7 +84,7 @@ def test_a_reply_of_a_mebibyte_is_read() -> None:
     with serving(lambda _: Reply(json.dumps(body))) as server:
 
         async def use(asked: Judge) -> None:
-            assert await asked.verdict(PROMPT, fields=fields()) == 1.0
+            assert await asked.score(PROMPT, fields=fields()) == 1.0
 
         held(settings(server), use)
 
@@ -124,7 +124,7 @@ def test_a_key_of_one_character_hides_no_verdict(monkeypatch: pytest.MonkeyPatch
     with serving(right) as server:
 
         async def use(asked: Judge) -> None:
-            assert await asked.verdict(PROMPT, fields=fields()) == 1.0
+            assert await asked.score(PROMPT, fields=fields()) == 1.0
 
         held(settings(server, max_attempts=1), use)
 
@@ -165,9 +165,9 @@ def test_a_line_moves_no_cursor() -> None:
 @pytest.mark.parametrize("value", [1000.0, 0.3, -1.0, "x", b"\0", float("inf")])
 def test_a_file_of_verdicts_gives_none_that_its_judge_cannot_give(value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "verdicts")
-    Verdicts(path, read_only=False).close()
+    VerdictCache(path, read_only=False).close()
     with closing(sqlite3.connect(path)) as file, file:
-        row = (key_of("judge", PROMPT, fields(), []), "judge", PROMPT.name, "{}", value)
+        row = (cache_key("judge", PROMPT, fields(), []), "judge", PROMPT.name, "{}", value)
         file.execute("INSERT INTO verdicts VALUES (?, ?, ?, ?, ?)", row)
     recorded = JudgeSettings(model="judge", cache=path)
 
@@ -175,13 +175,13 @@ def test_a_file_of_verdicts_gives_none_that_its_judge_cannot_give(value: object,
         with pytest.raises(
             PermanentInfraError, match=rf"^judge: {path} holds .* for answer_equivalence 2, which is no verdict of it; remove the file"
         ):
-            await asked.verdict(PROMPT, fields=fields())
+            await asked.score(PROMPT, fields=fields())
 
     async def believe(asked: Judge) -> None:
-        assert await asked.verdict(PROMPT, fields=fields()) == value
+        assert await asked.score(PROMPT, fields=fields()) == value
 
     held(recorded, use)
-    monkeypatch.setattr(judge, "require_verdict", lambda *_, **__: None)
+    monkeypatch.setattr(judge, "check_cached_verdict", lambda *_, **__: None)
     held(recorded, believe)
 
 
@@ -190,14 +190,14 @@ def test_a_file_of_verdicts_gives_none_that_its_judge_cannot_give(value: object,
 )
 def test_a_verdict_is_one(reply: str) -> None:
     """Python's own reader would take one of two, and drops a mark of byte order from bytes."""
-    with pytest.raises(Malformed):
-        PROMPT.read(reply)
+    with pytest.raises(MalformedVerdict):
+        PROMPT.parse_verdict(reply)
     assert json.loads(reply.encode()) if reply[0] != "\ufeff" else json.loads(reply.encode()) == {"correct": True}
 
 
 def test_a_field_is_not_filled_into_another() -> None:
     given = {"question": "$reference $answer", "reference": "$$answer ${question}", "answer": "$reference"}
-    assert PROMPT.text(given).endswith('question: "$reference $answer"\nreference: "$$answer ${question}"\nanswer: "$reference"')
+    assert PROMPT.render(given).endswith('question: "$reference $answer"\nreference: "$$answer ${question}"\nanswer: "$reference"')
     text = PROMPT.user
     for name, value in given.items():
         text = text.replace(f"${name}", json.dumps(value))
@@ -226,11 +226,11 @@ def test_pictures_are_those_that_were_shown(process: bool, random_model: Path, m
         payload = {"question": f"What? {words}", "answer": words, "data_source": f"vstar{words}"}
         outcome = outcome_of(*turns, payload=payload, images=[picture])
         with serving(lambda _: completion('{"score": 0.25}')) as server:
-            held(settings(server), lambda judge: (Process(judge) if process else Evidence(judge))(outcome))
+            held(settings(server), lambda judge: (ToolUseJudgeReward(judge) if process else TapoStepReward(judge))(outcome))
         return server.bodies[0]
 
     expected = tokens(asked(""))
     assert expected.count("<|image_pad|>") == 2 and expected.count("<|im_start|>") == 3
     assert tokens(asked(PADS)) == expected
-    monkeypatch.setattr(judge_prompt, "quoted", lambda text: json.dumps(text, ensure_ascii=False))
+    monkeypatch.setattr(judge_prompt, "quote_text", lambda text: json.dumps(text, ensure_ascii=False))
     assert tokens(asked(PADS)).count("<|image_pad|>") > 2

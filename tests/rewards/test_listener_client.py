@@ -10,8 +10,8 @@ import pytest
 
 from megatron_rl.config import ListenerSettings
 from megatron_rl.errors import InfraError, PermanentInfraError
-from megatron_rl.tasks.lewis.listener_client import ListenerClient, Shown
-from megatron_rl.tasks.lewis.listener_protocol import heard
+from megatron_rl.tasks.lewis.listener_client import ImageFile, ListenerClient
+from megatron_rl.tasks.lewis.listener_protocol import make_listener_score
 from tests.support.listeners import Room
 from tests.support.listening import SHOWN, listener_of, right, settings
 
@@ -36,15 +36,15 @@ def test_the_order_of_candidates_changes_nothing_but_the_order() -> None:
 
     async def use(client: ListenerClient) -> None:
         orders = [(0, 1, 2), (2, 0, 1), (1, 2, 0)]
-        first = await asyncio.gather(*(client.hear([SHOWN[index] for index in order], "This?") for order in orders[:2]))
-        answers = [*first, await client.hear([SHOWN[index] for index in orders[2]], "This?")]
+        first = await asyncio.gather(*(client.score_images([SHOWN[index] for index in order], "This?") for order in orders[:2]))
+        answers = [*first, await client.score_images([SHOWN[index] for index in orders[2]], "This?")]
         for order, answer in zip(orders, answers, strict=True):
             assert answer.yes_probabilities == pytest.approx(right(order, "This?"))
             assert order[answer.predicted_index] == max((0, 1, 2), key=lambda index: right((index,), "This?"))
 
     with listener_of(room) as url:
         client = held(settings(url), use)
-    assert client.servers.requests == 1 and client.cache_hits == 2 and len(room.asked) == 3
+    assert client.endpoints.requests == 1 and client.cache_hits == 2 and len(room.asked) == 3
 
 
 def test_descriptions_travel_in_chunks_and_pictures_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,18 +52,18 @@ def test_descriptions_travel_in_chunks_and_pictures_once(monkeypatch: pytest.Mon
     bodies: list[int] = []
     post = ListenerClient._post
 
-    async def watched(self: ListenerClient, endpoint: object, chunk: list, *, known: set[str]) -> object:
+    async def watched(self: ListenerClient, endpoint: object, chunk: list, *, known_hashes: set[str]) -> object:
         bodies.append(len(chunk))
-        return await post(self, endpoint, chunk, known=known)
+        return await post(self, endpoint, chunk, known_hashes=known_hashes)
 
     monkeypatch.setattr(ListenerClient, "_post", watched)
 
     async def use(client: ListenerClient) -> None:
-        answers = await asyncio.gather(*(client.hear(SHOWN[:3], f"Is it {number}?") for number in range(10)))
+        answers = await asyncio.gather(*(client.score_images(SHOWN[:3], f"Is it {number}?") for number in range(10)))
         for number, answer in enumerate(answers):
             assert answer.yes_probabilities == pytest.approx(right((0, 1, 2), f"Is it {number}?"))
         assert sorted(bodies) == [2, 4, 4]
-        sent = client._sent[url]
+        sent = client._sent_hashes[url]
         assert sent == {shown.sha256 for shown in SHOWN[:3]}
 
     with listener_of(Room()) as url:
@@ -77,7 +77,7 @@ def seconds_of(chosen: ListenerSettings, fault: str) -> tuple[float, ListenerCli
     async def use(client: ListenerClient) -> None:
         began = time.monotonic()
         with pytest.raises(InfraError, match=fault):
-            await client.hear(SHOWN[:2], "This?")
+            await client.score_images(SHOWN[:2], "This?")
         took.append(time.monotonic() - began)
 
     client = held(chosen, use)
@@ -89,10 +89,10 @@ def test_a_timeout_tries_and_rests_are_those_that_are_set() -> None:
     requests as tries; two rests of 0.4 s and twice that, each shortened by half at most, are 0.6 s at least."""
     with listener_of(Room(delay_s=1.0)) as url:
         assert seconds_of(settings(url, timeout_s=0.2, max_attempts=1), "TimeoutError")[0] < 1.0
-        held(settings(url, timeout_s=20.0, max_attempts=1), lambda client: client.hear(SHOWN[:2], "This?"))
+        held(settings(url, timeout_s=20.0, max_attempts=1), lambda client: client.score_images(SHOWN[:2], "This?"))
     with listener_of(Room(answer=lambda p: [float("nan")] * 3)) as url:
         for tries in (1, 4):
-            assert seconds_of(settings(url, max_attempts=tries), f"nothing after {tries} of {tries} tries")[1].servers.requests == tries
+            assert seconds_of(settings(url, max_attempts=tries), f"nothing after {tries} of {tries} tries")[1].endpoints.requests == tries
         assert seconds_of(settings(url, max_attempts=3, backoff_s=0.4, outage_timeout_s=60.0), "no number")[0] >= 0.6
 
 
@@ -100,12 +100,12 @@ def test_a_request_waits_for_others_as_long_as_is_set() -> None:
     """LISTENER_CHUNK_DELAY: a question that comes 0.1 s later travels with the first where a request waits for a second."""
 
     async def use(client: ListenerClient) -> None:
-        first = asyncio.create_task(client.hear(SHOWN[:2], "a?"))
+        first = asyncio.create_task(client.score_images(SHOWN[:2], "a?"))
         await asyncio.sleep(0.1)
-        await asyncio.gather(first, client.hear(SHOWN[:2], "b?"))
+        await asyncio.gather(first, client.score_images(SHOWN[:2], "b?"))
 
     with listener_of(Room()) as url:
-        assert [held(settings(url, chunk_delay_s=delay), use).servers.requests for delay in (1.0, 0.0)] == [1, 2]
+        assert [held(settings(url, chunk_delay_s=delay), use).endpoints.requests for delay in (1.0, 0.0)] == [1, 2]
 
 
 def test_a_listener_that_forgot_is_sent_the_pictures_again() -> None:
@@ -113,9 +113,9 @@ def test_a_listener_that_forgot_is_sent_the_pictures_again() -> None:
 
     async def use(client: ListenerClient) -> None:
         for number in range(3):
-            answer = await client.hear(SHOWN[:2], f"Is it {number}?")
+            answer = await client.score_images(SHOWN[:2], f"Is it {number}?")
             assert answer.yes_probabilities == pytest.approx(right((0, 1), f"Is it {number}?"))
-            await client.hear(SHOWN[2:4], f"Is it {number}?")
+            await client.score_images(SHOWN[2:4], f"Is it {number}?")
 
     with listener_of(Room(), kept_bytes=len(SHOWN[0].content) * 5 // 2) as url:
         held(settings(url, chunk_size=1), use)
@@ -127,10 +127,10 @@ def test_who_sees_the_same_disk_sends_paths(tmp_path: Path) -> None:
     for index in range(3):
         path = tmp_path / f"{index}.png"
         path.write_bytes(SHOWN[index].content)
-        shown.append(Shown(path.read_bytes(), str(path)))
+        shown.append(ImageFile(path.read_bytes(), str(path)))
 
     async def use(client: ListenerClient) -> None:
-        assert (await client.hear(shown, "This?")).yes_probabilities == pytest.approx(right((0, 1, 2), "This?"))
+        assert (await client.score_images(shown, "This?")).yes_probabilities == pytest.approx(right((0, 1, 2), "This?"))
 
     with listener_of(Room(), tmp_path, body_bytes=1500) as url:
         held(settings(url, send="paths"), use)
@@ -142,8 +142,13 @@ def test_one_bad_question_takes_no_other_with_it() -> None:
     """A picture that is none, in a chunk of four: its asker is told, the three others are answered."""
 
     async def use(client: ListenerClient) -> None:
-        bad = [SHOWN[0], Shown(b"no picture")]
-        asked = [client.hear(SHOWN[:2], "a?"), client.hear(bad, "b?"), client.hear(SHOWN[2:4], "c?"), client.hear(SHOWN[4:6], "d?")]
+        bad = [SHOWN[0], ImageFile(b"no picture")]
+        asked = [
+            client.score_images(SHOWN[:2], "a?"),
+            client.score_images(bad, "b?"),
+            client.score_images(SHOWN[2:4], "c?"),
+            client.score_images(SHOWN[4:6], "d?"),
+        ]
         one, two, three, four = await asyncio.gather(*asked, return_exceptions=True)
         assert isinstance(two, PermanentInfraError) and "HTTP 422" in str(two) and "candidate 1" in str(two)
         for answer, indices, question in ((one, (0, 1), "a?"), (three, (2, 3), "c?"), (four, (4, 5), "d?")):
@@ -160,10 +165,10 @@ def test_a_failure_is_a_fault_and_is_not_kept(tmp_path: Path) -> None:
 
     async def use(client: ListenerClient) -> None:
         with pytest.raises(InfraError, match=r"^listener: nothing after 3 of 3 tries; the last: http.* HTTP 503: .*no number"):
-            await client.hear(SHOWN[:2], "This?")
+            await client.score_images(SHOWN[:2], "This?")
         room.answer = Room.answer
-        client.servers.endpoints[0].rest_until = 0
-        assert (await client.hear(SHOWN[:2], "This?")).yes_probabilities == pytest.approx(right((0, 1), "This?"))
+        client.endpoints.endpoints[0].rest_until = 0
+        assert (await client.score_images(SHOWN[:2], "This?")).yes_probabilities == pytest.approx(right((0, 1), "This?"))
 
     with listener_of(room) as url:
         held(settings(url, cache=str(cache), outage_timeout_s=5), use)
@@ -175,16 +180,16 @@ def test_what_was_heard_is_kept_between_runs_by_version(tmp_path: Path) -> None:
 
     async def use(client: ListenerClient) -> None:
         for indices in ((0, 1), (2, 3), (0, 1)):
-            answer = await client.hear([SHOWN[index] for index in indices], "This?")
-            assert answer == heard(answer.yes_logprobs) and answer.yes_probabilities == pytest.approx(right(indices, "This?"))
+            answer = await client.score_images([SHOWN[index] for index in indices], "This?")
+            assert answer == make_listener_score(answer.yes_logprobs) and answer.yes_probabilities == pytest.approx(right(indices, "This?"))
 
     with listener_of(Room()) as url:
         clients = [
             held(settings(url, **more), use) for more in ({"cache": cache}, {"cache": cache, "cache_entries": 1}, {"cache_entries": 2})
         ]
-        assert [client.servers.requests for client in clients] == [2, 0, 3]
+        assert [client.endpoints.requests for client in clients] == [2, 0, 3]
     with listener_of(Room(version="two")) as url:
-        assert held(settings(url, cache=cache), use).servers.requests == 2
+        assert held(settings(url, cache=cache), use).endpoints.requests == 2
 
 
 def test_listeners_must_be_the_same_one() -> None:
@@ -199,7 +204,7 @@ def test_listeners_must_be_the_same_one() -> None:
     async def use(client: ListenerClient) -> None:
         room.version = "two"
         with pytest.raises(InfraError, match="is another listener now: version two, not one"):
-            await client.hear(SHOWN[:2], "This?")
+            await client.score_images(SHOWN[:2], "This?")
 
     with listener_of(room) as url:
         held(settings(url), use)
@@ -217,7 +222,7 @@ def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
             held(settings(url), nothing)
         held(settings(url, token_file=str(word)), nothing)
     with (
-        listener_of(Room(is_well=False)) as url,
+        listener_of(Room(is_healthy=False)) as url,
         pytest.raises(InfraError, match="EndpointError: HTTP 503: .*the engine has failed; start"),
     ):
         held(settings(url), nothing)
@@ -233,7 +238,7 @@ def test_a_listener_on_this_machine_needs_no_proxy(uses: bool, monkeypatch: pyte
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     with listener_of(Room()) as url:
-        assert held(settings(url, proxy=uses), nothing).servers.failures == 0
+        assert held(settings(url, proxy=uses), nothing).endpoints.failures == 0
 
 
 def test_a_file_of_nonsense_is_named(tmp_path: Path) -> None:
@@ -242,7 +247,7 @@ def test_a_file_of_nonsense_is_named(tmp_path: Path) -> None:
     cache = tmp_path / "heard.sqlite"
 
     async def ask(client: ListenerClient) -> None:
-        await client.hear(SHOWN[:2], "This?")
+        await client.score_images(SHOWN[:2], "This?")
 
     with listener_of(Room()) as url:
         held(settings(url, cache=str(cache)), ask)

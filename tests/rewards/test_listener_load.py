@@ -41,7 +41,7 @@ def test_nothing_is_lost_when_lines_are_cut_and_a_listener_starts_anew(tmp_path:
             for turn in range(3):
                 indices = (number % 12, (number + 1 + turn) % 12, (number + 5 + turn) % 12)
                 question = f"Is it {number % 50} {turn}?"
-                answer = await client.hear([SHOWN[index] for index in indices], question)
+                answer = await client.score_images([SHOWN[index] for index in indices], question)
                 answers[number, turn] = indices, question, answer.yes_probabilities
         finally:
             await client.close()

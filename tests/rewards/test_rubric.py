@@ -7,46 +7,55 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import InfraError
-from megatron_rl.rewards.rubric import CORRECT, Outcome, Part, Reward, Rubric, TurnPart, environment_rewards, running
+from megatron_rl.rewards.rubric import (
+    CORRECT_THRESHOLD,
+    RewardFn,
+    RewardInput,
+    RewardTerm,
+    Rubric,
+    TurnRewardTerm,
+    cumulative,
+    environment_rewards,
+)
 from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 
 
-def outcome(*rewards: float) -> Outcome:
+def outcome(*rewards: float) -> RewardInput:
     turns = [Turn(sequence=0, token_span=(index, index + 1), text=f"reply {index}", reward=reward) for index, reward in enumerate(rewards)]
     return outcome_of(*turns)
 
 
-def gives(value: float) -> Reward:
-    async def reward(_: Outcome) -> float:
+def gives(value: float) -> RewardFn:
+    async def reward(_: RewardInput) -> float:
         return value
 
     return reward
 
 
 def steps(*values: float | None):
-    async def reward(_: Outcome) -> list[float | None]:
+    async def reward(_: RewardInput) -> list[float | None]:
         return list(values)
 
     return reward
 
 
-async def never(_: Outcome) -> float:
+async def never(_: RewardInput) -> float:
     raise AssertionError("a bonus was asked for that was not earned")
 
 
 def test_parts_are_weighted_and_reported_bare() -> None:
-    rubric = Rubric(parts={"accuracy": Part(gives(1.0), weight=0.8), "format": Part(gives(-1.0), weight=0.25)})
+    rubric = Rubric(terms={"accuracy": RewardTerm(gives(1.0), weight=0.8), "format": RewardTerm(gives(-1.0), weight=0.25)})
     score = asyncio.run(rubric.score(outcome(0.0)))
-    assert (score.reward, score.outcome) == (pytest.approx(0.55), pytest.approx(0.55))
-    assert score.rewards == {"accuracy": 1.0, "format": -1.0}
-    assert (score.turns, score.gains) == ([None], [0.0]), "without turn parts no turn is a step"
+    assert (score.reward, score.outcome_reward) == (pytest.approx(0.55), pytest.approx(0.55))
+    assert score.reward_terms == {"accuracy": 1.0, "format": -1.0}
+    assert (score.step_scores, score.reward_deltas) == ([None], [0.0]), "without turn parts no turn is a step"
 
 
-@pytest.mark.parametrize(("accuracy", "expected"), [(0.0, 0.0), (0.4, 0.4), (CORRECT, 0.8), (1.0, 1.3)])
+@pytest.mark.parametrize(("accuracy", "expected"), [(0.0, 0.0), (0.4, 0.4), (CORRECT_THRESHOLD, 0.8), (1.0, 1.3)])
 def test_a_bonus_is_paid_from_correct_on(accuracy: float, expected: float) -> None:
-    bonus = gives(3.0) if accuracy >= CORRECT else never
-    rubric = Rubric(parts={"accuracy": Part(gives(accuracy)), "code": Part(bonus, weight=0.1, needs="accuracy")})
+    bonus = gives(3.0) if accuracy >= CORRECT_THRESHOLD else never
+    rubric = Rubric(terms={"accuracy": RewardTerm(gives(accuracy)), "code": RewardTerm(bonus, weight=0.1, requires="accuracy")})
     assert asyncio.run(rubric.score(outcome())).reward == pytest.approx(expected)
 
 
@@ -55,27 +64,30 @@ def test_turn_parts_by_mean_and_by_sum() -> None:
 
     As a step a turn is worth its whole weighted value, however many there are.
     """
-    parts = {"evidence": TurnPart(steps(1.0, None, -1.0), weight=0.5), "return": TurnPart(environment_rewards, mean=False)}
-    score = asyncio.run(Rubric(parts={"accuracy": Part(gives(1.0))}, turn_parts=parts).score(outcome(2.0, 4.0, 1.0)))
-    assert score.turns == [0.5 + 2.0, 4.0, -0.5 + 1.0]
-    assert score.gains == [0.5 + 2.0, 4.0, -0.5 + 1.0]
-    assert (score.outcome, score.reward) == (1.0, 8.0)
-    assert score.rewards == {"accuracy": 1.0, "evidence": 0.0, "return": 7.0}
+    parts = {
+        "evidence": TurnRewardTerm(steps(1.0, None, -1.0), weight=0.5),
+        "return": TurnRewardTerm(environment_rewards, averages_turns=False),
+    }
+    score = asyncio.run(Rubric(terms={"accuracy": RewardTerm(gives(1.0))}, turn_terms=parts).score(outcome(2.0, 4.0, 1.0)))
+    assert score.step_scores == [0.5 + 2.0, 4.0, -0.5 + 1.0]
+    assert score.reward_deltas == [0.5 + 2.0, 4.0, -0.5 + 1.0]
+    assert (score.outcome_reward, score.reward) == (1.0, 8.0)
+    assert score.reward_terms == {"accuracy": 1.0, "evidence": 0.0, "return": 7.0}
 
 
 def test_a_turn_gains_what_it_moves_the_mean_by() -> None:
     """Steps 1 0 - 1 of weight 2: the mean is 1, 1/2, 1/2, 2/3. A second part, -3 from the second turn on, sums with weight 0.1."""
     parts = {
-        "evidence": TurnPart(steps(1.0, 0.0, None, 1.0), weight=2.0),
-        "cost": TurnPart(steps(None, -3.0, None, None), weight=0.1, mean=False),
+        "evidence": TurnRewardTerm(steps(1.0, 0.0, None, 1.0), weight=2.0),
+        "cost": TurnRewardTerm(steps(None, -3.0, None, None), weight=0.1, averages_turns=False),
     }
-    score = asyncio.run(Rubric(turn_parts=parts).score(outcome(0.0, 0.0, 0.0, 0.0)))
-    assert score.gains == pytest.approx([2.0, -1.0 - 0.3, 0.0, 1 / 3], abs=1e-15)
-    assert score.turns == [2.0, pytest.approx(-0.3), None, 2.0], "a 0 is a step, None is none"
-    assert (score.outcome, score.reward) == (0.0, pytest.approx(4 / 3 - 0.3))
-    assert running([1.0, None, 0.0], mean=True) == [1.0, 1.0, 0.5]
-    assert running([None, 2.0, None, 3.0], mean=False) == [0.0, 2.0, 2.0, 5.0]
-    assert running([], mean=True) == []
+    score = asyncio.run(Rubric(turn_terms=parts).score(outcome(0.0, 0.0, 0.0, 0.0)))
+    assert score.reward_deltas == pytest.approx([2.0, -1.0 - 0.3, 0.0, 1 / 3], abs=1e-15)
+    assert score.step_scores == [2.0, pytest.approx(-0.3), None, 2.0], "a 0 is a step, None is none"
+    assert (score.outcome_reward, score.reward) == (0.0, pytest.approx(4 / 3 - 0.3))
+    assert cumulative([1.0, None, 0.0], mean=True) == [1.0, 1.0, 0.5]
+    assert cumulative([None, 2.0, None, 3.0], mean=False) == [0.0, 2.0, 2.0, 5.0]
+    assert cumulative([], mean=True) == []
 
 
 VALUES = st.one_of(st.none(), st.floats(-3, 3))
@@ -86,8 +98,11 @@ VALUES = st.one_of(st.none(), st.floats(-3, 3))
 def test_outcome_and_gains_are_the_reward_up_to_every_turn(values: list[tuple], accuracy: float, weight: float, vetoed: bool) -> None:
     """The gains up to a turn are what the turn parts would pay if the episode ended there: by the textbook's means and sums."""
     first, second = ([each[part] for each in values] for part in (0, 1))
-    parts = {"evidence": TurnPart(steps(*first), weight=weight), "cost": TurnPart(steps(*second), weight=0.5, mean=False)}
-    rubric = Rubric(parts={"accuracy": Part(gives(accuracy))}, turn_parts=parts, vetoes={"held": lambda _: vetoed})
+    parts = {
+        "evidence": TurnRewardTerm(steps(*first), weight=weight),
+        "cost": TurnRewardTerm(steps(*second), weight=0.5, averages_turns=False),
+    }
+    rubric = Rubric(terms={"accuracy": RewardTerm(gives(accuracy))}, turn_terms=parts, vetoes={"held": lambda _: vetoed})
     score = asyncio.run(rubric.score(outcome(*[0.0] * len(values))))
 
     def worth(given: list[float | None], turn: int) -> list[float]:
@@ -96,51 +111,58 @@ def test_outcome_and_gains_are_the_reward_up_to_every_turn(values: list[tuple], 
     for turn in range(len(values)):
         means, sums = worth(first, turn), worth(second, turn)
         expected = weight * sum(means) / max(len(means), 1) + 0.5 * sum(sums)
-        assert sum(score.gains[: turn + 1]) == pytest.approx(expected, abs=1e-12)
-    assert score.outcome == (min(accuracy, 0.0) if vetoed else accuracy)
-    assert score.outcome + sum(score.gains) == pytest.approx(score.reward, abs=1e-12)
-    assert [turn is None for turn in score.turns] == [each == (None, None) for each in values]
+        assert sum(score.reward_deltas[: turn + 1]) == pytest.approx(expected, abs=1e-12)
+    assert score.outcome_reward == (min(accuracy, 0.0) if vetoed else accuracy)
+    assert score.outcome_reward + sum(score.reward_deltas) == pytest.approx(score.reward, abs=1e-12)
+    assert [turn is None for turn in score.step_scores] == [each == (None, None) for each in values]
 
 
 def test_without_steps_a_mean_is_nothing() -> None:
-    score = asyncio.run(Rubric(turn_parts={"evidence": TurnPart(steps(None, None))}).score(outcome(0.0, 0.0)))
-    assert (score.reward, score.turns, score.gains, score.rewards) == (0.0, [None, None], [0.0, 0.0], {"evidence": 0.0})
+    score = asyncio.run(Rubric(turn_terms={"evidence": TurnRewardTerm(steps(None, None))}).score(outcome(0.0, 0.0)))
+    assert (score.reward, score.step_scores, score.reward_deltas, score.reward_terms) == (0.0, [None, None], [0.0, 0.0], {"evidence": 0.0})
 
 
 def test_a_veto_takes_what_is_good_and_leaves_what_is_bad() -> None:
     """Positive parts and steps go, penalties stay; the mean is still over all steps."""
     rubric = Rubric(
-        parts={"accuracy": Part(gives(1.0)), "format": Part(gives(-1.0), weight=0.2), "code": Part(gives(3.0), needs="accuracy")},
-        turn_parts={"evidence": TurnPart(steps(1.0, -1.0), weight=0.5)},
+        terms={
+            "accuracy": RewardTerm(gives(1.0)),
+            "format": RewardTerm(gives(-1.0), weight=0.2),
+            "code": RewardTerm(gives(3.0), requires="accuracy"),
+        },
+        turn_terms={"evidence": TurnRewardTerm(steps(1.0, -1.0), weight=0.5)},
         vetoes={"long": lambda _: True, "other": lambda _: False},
     )
     score = asyncio.run(rubric.score(outcome(0.0, 0.0)))
-    assert score.rewards == {"accuracy": 0.0, "format": -1.0, "code": 0.0, "evidence": -0.5, "veto long": 1.0, "veto other": 0.0}
-    assert (score.turns, score.gains) == ([0.0, -0.5], [0.0, -0.25])
-    assert (score.outcome, score.reward) == (pytest.approx(-0.2), pytest.approx(-0.45))
+    assert score.reward_terms == {"accuracy": 0.0, "format": -1.0, "code": 0.0, "evidence": -0.5, "veto long": 1.0, "veto other": 0.0}
+    assert (score.step_scores, score.reward_deltas) == ([0.0, -0.5], [0.0, -0.25])
+    assert (score.outcome_reward, score.reward) == (pytest.approx(-0.2), pytest.approx(-0.45))
 
 
 def test_trouble_is_no_score() -> None:
-    async def down(_: Outcome) -> float:
+    async def down(_: RewardInput) -> float:
         raise InfraError("judge: down")
 
     with pytest.raises(InfraError, match="judge: down"):
-        asyncio.run(Rubric(parts={"accuracy": Part(gives(1.0)), "process": Part(down)}).score(outcome()))
+        asyncio.run(Rubric(terms={"accuracy": RewardTerm(gives(1.0)), "process": RewardTerm(down)}).score(outcome()))
 
 
 @pytest.mark.parametrize("values", [(), (1.0,), (1.0, None, 1.0)])
 def test_a_turn_part_gives_one_value_a_turn(values: tuple[float | None, ...]) -> None:
     with pytest.raises(ValueError, match=f"evidence gave {len(values)} values for 2 turns"):
-        asyncio.run(Rubric(turn_parts={"evidence": TurnPart(steps(*values))}).score(outcome(0.0, 0.0)))
+        asyncio.run(Rubric(turn_terms={"evidence": TurnRewardTerm(steps(*values))}).score(outcome(0.0, 0.0)))
 
 
 @pytest.mark.parametrize(
     ("rubric", "message"),
     [
-        (lambda: Rubric(parts={"a": Part(gives(1.0))}, turn_parts={"a": TurnPart(environment_rewards)}), "stands twice"),
-        (lambda: Rubric(parts={"veto a": Part(gives(1.0))}, vetoes={"a": lambda _: True}), "stands twice"),
-        (lambda: Rubric(parts={"a": Part(gives(1.0), needs="b")}), "needs 'b'"),
-        (lambda: Rubric(parts={"a": Part(gives(1.0)), "b": Part(never, needs="a"), "c": Part(never, needs="b")}), "itself needs one"),
+        (lambda: Rubric(terms={"a": RewardTerm(gives(1.0))}, turn_terms={"a": TurnRewardTerm(environment_rewards)}), "stands twice"),
+        (lambda: Rubric(terms={"veto a": RewardTerm(gives(1.0))}, vetoes={"a": lambda _: True}), "stands twice"),
+        (lambda: Rubric(terms={"a": RewardTerm(gives(1.0), requires="b")}), "needs 'b'"),
+        (
+            lambda: Rubric(terms={"a": RewardTerm(gives(1.0)), "b": RewardTerm(never, requires="a"), "c": RewardTerm(never, requires="b")}),
+            "itself needs one",
+        ),
     ],
 )
 def test_rubrics_that_make_no_sense(rubric, message: str) -> None:  # noqa: ANN001
@@ -154,17 +176,17 @@ def test_parts_are_asked_at_once() -> None:
     async def main() -> float:
         one, two = asyncio.Event(), asyncio.Event()
 
-        async def first(_: Outcome) -> float:
+        async def first(_: RewardInput) -> float:
             one.set()
             await two.wait()
             return 1.0
 
-        async def second(_: Outcome) -> list[float | None]:
+        async def second(_: RewardInput) -> list[float | None]:
             two.set()
             await one.wait()
             return [1.0]
 
-        rubric = Rubric(parts={"first": Part(first)}, turn_parts={"second": TurnPart(second)})
+        rubric = Rubric(terms={"first": RewardTerm(first)}, turn_terms={"second": TurnRewardTerm(second)})
         return (await asyncio.wait_for(rubric.score(outcome(0.0)), 10)).reward
 
     assert asyncio.run(main()) == 2.0

@@ -9,13 +9,13 @@ from PIL import Image as Pictures
 
 from megatron_rl.config import JudgeSettings
 from megatron_rl.errors import InfraError
-from megatron_rl.rewards.accuracy import family
-from megatron_rl.rewards.judge import Judge, judge_of, key_of
-from megatron_rl.rewards.judge_prompt import load
-from megatron_rl.rewards.rubric import Outcome, Score
-from megatron_rl.rewards.rubrics import build
-from megatron_rl.rewards.tool_use import codev_format, deepeyes_format, executed_code, red_lines
-from megatron_rl.rewards.verdict_cache import Verdicts
+from megatron_rl.rewards.accuracy import find_example_family
+from megatron_rl.rewards.judge import Judge, cache_key, make_judge
+from megatron_rl.rewards.judge_prompt import load_judge_prompt
+from megatron_rl.rewards.rubric import RewardInput, RubricScore
+from megatron_rl.rewards.rubrics import build_rubric
+from megatron_rl.rewards.tool_use import codev_format_reward, count_executed_code, deepeyes_format_reward, step_violations
+from megatron_rl.rewards.verdict_cache import VerdictCache
 from megatron_rl.types import Image, StopReason, ToolCall, Turn
 from tests.support.episodes import outcome_of
 
@@ -34,7 +34,7 @@ def python(source: str = "crop()", *, error: str = "", ran: bool = True) -> Tool
     return ToolCall(tool="python", source=source, error=error, ran=ran)
 
 
-def played(*turns: Turn, truth: str = "red", source: str = "vstar", end: StopReason = StopReason.DONE) -> Outcome:
+def played(*turns: Turn, truth: str = "red", source: str = "vstar", end: StopReason = StopReason.DONE) -> RewardInput:
     payload = {"question": "What color is the cup?", "answer": truth, "data_source": source}
     return outcome_of(*turns, payload=payload, end=end, images=[shown("white")])
 
@@ -47,14 +47,14 @@ class Scripted(Judge):
         self.verdicts = {name: value if isinstance(value, list) else [value] * 99 for name, value in verdicts.items()}
         self.asked: list[tuple[str, Mapping[str, str], int]] = []
 
-    async def said(self, prompt, *, fields, images=()) -> tuple[float, str]:  # noqa: ANN001
-        prompt.text(fields)
+    async def get_judgement(self, prompt, *, fields, images=()) -> tuple[float, str]:  # noqa: ANN001
+        prompt.render(fields)
         self.asked.append((prompt.name, fields, len(images)))
         return self.verdicts[prompt.name].pop(0), ""
 
 
-def score(reward: str, outcome: Outcome, *, judge: Judge | None = None, protocol: str = "pyvision") -> Score:
-    return asyncio.run(build(reward, judge=judge, protocol=protocol).score(outcome))
+def score(reward: str, outcome: RewardInput, *, judge: Judge | None = None, protocol: str = "pyvision") -> RubricScore:
+    return asyncio.run(build_rubric(reward, judge=judge, tool_format=protocol).score(outcome))
 
 
 CODE = "<code>\n```python\ncrop()\n```\n</code>"
@@ -150,7 +150,7 @@ def test_what_is_void_reaches_no_judge_of_answers(name: str) -> None:
     judge = Scripted({"process_search": 1.0})
     outcome = played(turn(CODE, python(), shown("red")), turn(EXPLOITS[name]))
     result = score("codev", outcome, judge=judge, protocol="codev")
-    assert result.reward == 0.0 and any(value for part, value in result.rewards.items() if part.startswith("veto"))
+    assert result.reward == 0.0 and any(value for part, value in result.reward_terms.items() if part.startswith("veto"))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_codev(source: str, kind: str, code: bool, expected: float) -> None:
     ],
 )
 def test_codev_format(replies: list[str], expected: int) -> None:
-    assert asyncio.run(codev_format(played(*map(turn, replies)))) == expected
+    assert asyncio.run(codev_format_reward(played(*map(turn, replies)))) == expected
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_codev_format(replies: list[str], expected: int) -> None:
     ],
 )
 def test_deepeyes_format(replies: list[str], expected: int) -> None:
-    assert asyncio.run(deepeyes_format(played(*map(turn, replies)))) == expected
+    assert asyncio.run(deepeyes_format_reward(played(*map(turn, replies)))) == expected
 
 
 def test_tapo_gives_each_call_its_step() -> None:
@@ -222,12 +222,12 @@ def test_tapo_gives_each_call_its_step() -> None:
         turn(CODE, python("d"), shown("blue"), shown("green")),
         turn(BOXED % "red"),
     )
-    assert red_lines(outcome) == [False, False, True, True, False, False]
+    assert step_violations(outcome) == [False, False, True, True, False, False]
     result = score("tapo", outcome, judge=judge)
-    assert result.turns == [0.5, 0.0, -0.5, -0.5, 0.125, None], "the answer is no call"
+    assert result.step_scores == [0.5, 0.0, -0.5, -0.5, 0.125, None], "the answer is no call"
     # the mean so far is 1, 1/2, 0, -1/4, -0.15 and stays; half of each change
-    assert result.gains == pytest.approx([0.5, -0.25, -0.25, -0.125, 0.05, 0.0], abs=1e-15)
-    assert (result.outcome, result.reward) == (1.0, pytest.approx(1.0 - 0.075))
+    assert result.reward_deltas == pytest.approx([0.5, -0.25, -0.25, -0.125, 0.05, 0.0], abs=1e-15)
+    assert (result.outcome_reward, result.reward) == (1.0, pytest.approx(1.0 - 0.075))
     assert [(each.judge, each.prompt.split()[0], each.value, each.turn) for each in outcome.rollout.verdicts] == [
         ("scripted", "step_evidence", 1.0, 0), ("scripted", "step_evidence", 0.25, 4),
     ]  # fmt: skip
@@ -262,7 +262,7 @@ def test_the_judge_is_asked_where_rules_leave_it_open() -> None:
 
 def test_a_judge_in_trouble_is_no_score() -> None:
     class Down(Scripted):
-        async def said(self, prompt, *, fields, images=()) -> tuple[float, str]:  # noqa: ANN001
+        async def get_judgement(self, prompt, *, fields, images=()) -> tuple[float, str]:  # noqa: ANN001
             raise InfraError("judge: down")
 
     with pytest.raises(InfraError, match="down"):
@@ -271,42 +271,42 @@ def test_a_judge_in_trouble_is_no_score() -> None:
 
 def test_examples_follow_the_data_source() -> None:
     wanted = {"vstar": "search", "hrbench-4k": "search", "chart": "chart", "wemath-pro": "maths", "xince": "maths", "unknown": "general"}
-    assert {source: family(source) for source in wanted} == wanted
+    assert {source: find_example_family(source) for source in wanted} == wanted
     for name in set(wanted.values()):
-        assert "$examples" not in load("answer_equivalence", examples=name).user
+        assert "$examples" not in load_judge_prompt("answer_equivalence", examples=name).user
 
 
 @pytest.mark.parametrize("reward", ["codev", "tapo"])
 def test_a_reward_that_needs_a_judge_says_so(reward: str) -> None:
     with pytest.raises(ValueError, match=rf"task.judge.urls=\[\]: task.reward={reward} is given by a judge; name the servers"):
-        build(reward, judge=judge_of(JudgeSettings()), protocol="codev")
+        build_rubric(reward, judge=make_judge(JudgeSettings()), tool_format="codev")
     with pytest.raises(ValueError, match="task.reward=vibes: choose one of accuracy"):
-        build("vibes", judge=None, protocol="codev")
+        build_rubric("vibes", judge=None, tool_format="codev")
 
 
 def test_executed_code_counts_distinct_sources() -> None:
     outcome = played(*(turn("", call) for call in (python("a"), python("a"), python("b"), python("c", ran=False), ZOOM, None)))
-    assert asyncio.run(executed_code(outcome)) == 2.0
+    assert asyncio.run(count_executed_code(outcome)) == 2.0
 
 
 def test_a_recorded_judge_replays(tmp_path) -> None:  # noqa: ANN001
     """Verdicts of a file, without any server; what is not in it is trouble and no score."""
     path = str(tmp_path / "verdicts.sqlite")
     fields = {"question": "What color is the cup?", "reference": "red", "answer": "crimson"}
-    recorded = Verdicts(path, read_only=False)
-    prompt = load("answer_equivalence", examples="search")
-    recorded.keep(key_of("judge", prompt, fields, ()), model="judge", prompt=prompt.name, fields=json.dumps(fields), verdict=1.0)
+    recorded = VerdictCache(path, read_only=False)
+    prompt = load_judge_prompt("answer_equivalence", examples="search")
+    recorded.store(cache_key("judge", prompt, fields, ()), model="judge", prompt=prompt.name, fields=json.dumps(fields), verdict=1.0)
     recorded.close()
 
     async def main() -> None:
-        judge = judge_of(JudgeSettings(model="judge", cache=path))
+        judge = make_judge(JudgeSettings(model="judge", cache=path))
         assert judge is not None
         await judge.start()
-        rubric = build("accuracy", judge=judge, protocol="pyvision")
+        rubric = build_rubric("accuracy", judge=judge, tool_format="pyvision")
         assert (await rubric.score(played(turn(BOXED % "crimson")))).reward == 1.0
         with pytest.raises(InfraError, match=r"verdicts.sqlite holds no verdict of answer_equivalence 2 by judge"):
             await rubric.score(played(turn(BOXED % "scarlet")))
-        assert (judge.cache_hits, judge.servers.requests) == (1, 0)
+        assert (judge.cache_hits, judge.endpoints.requests) == (1, 0)
         await judge.close()
 
     asyncio.run(main())

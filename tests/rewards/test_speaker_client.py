@@ -79,8 +79,8 @@ def test_it_is_asked_once_at_a_time_and_nothing_is_kept(tmp_path: Path) -> None:
     token.write_text("a-word-of-many-letters\n")
 
     async def use(client: SpeakerClient) -> object:
-        together = await asyncio.gather(*(client.describe(b"x", category=kind) for kind in ("mug", "mug", "cap")))
-        return together, await client.describe(b"x", category="mug")
+        together = await asyncio.gather(*(client.describe_image(b"x", category=kind) for kind in ("mug", "mug", "cap")))
+        return together, await client.describe_image(b"x", category="mug")
 
     with speaking((200, {"text": "a"}), (200, {"text": "a"}), (200, {"text": "b", "thinking": ""})) as server:
         together, later = used(SpeakerSettings(urls=[server.url], token_file=str(token)), use)
@@ -92,7 +92,7 @@ def test_it_is_asked_once_at_a_time_and_nothing_is_kept(tmp_path: Path) -> None:
 
 def test_one_that_fails_is_asked_again_and_one_that_refuses_is_not() -> None:
     async def use(client: SpeakerClient) -> object:
-        return await client.describe(b"x", category="mug")
+        return await client.describe_image(b"x", category="mug")
 
     with speaking((503, {"detail": "busy"}), (200, {"words": 1}), (200, {"text": "a"})) as server:
         assert used(SpeakerSettings(urls=[server.url], max_attempts=3), use) == "a" and len(server.asked) == 3

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image as pil
 
 from megatron_rl.config import ModelSettings
-from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rewards.rubric import Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.rollout.conversation import SequenceLimits, TokenConversation
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
@@ -158,7 +158,7 @@ class Listens(Env):
 
 class ListensTask:
     name, stop = "listens", ()
-    rubric = Rubric(turn_parts={"reward": TurnPart(environment_rewards)})
+    rubric = Rubric(turn_terms={"reward": TurnRewardTerm(environment_rewards)})
 
     def env(self, example: Example) -> Listens:
         return Listens()

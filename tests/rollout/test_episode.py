@@ -11,8 +11,8 @@ from PIL import Image as Pillow
 
 from megatron_rl.config import ModelSettings
 from megatron_rl.errors import InfraError
-from megatron_rl.observe.trace import Trace
-from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart
+from megatron_rl.observe.trace import StepTrace
+from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric, TurnRewardTerm
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
@@ -78,19 +78,21 @@ class Looks(Env):
         return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "?"}]}
 
 
-async def one(outcome: Outcome) -> float:
-    assert [image.pil.size for image in outcome.images] == [(56, 56)], "those of the prompt"
+async def one(outcome: RewardInput) -> float:
+    assert [image.pil.size for image in outcome.prompt_images] == [(56, 56)], "those of the prompt"
     return 1.0
 
 
-async def numbered(outcome: Outcome) -> list[float | None]:
+async def numbered(outcome: RewardInput) -> list[float | None]:
     return [None if number == 0 else float(number) for number in range(len(outcome.turns))]
 
 
 @dataclass
 class LooksTask:
     world: Looks
-    rubric: Rubric = field(default_factory=lambda: Rubric(parts={"one": Part(one)}, turn_parts={"number": TurnPart(numbered, weight=0.5)}))
+    rubric: Rubric = field(
+        default_factory=lambda: Rubric(terms={"one": RewardTerm(one)}, turn_terms={"number": TurnRewardTerm(numbered, weight=0.5)})
+    )
     name: str = "looks"
     stop: Sequence[str] = ("</end>",)
 
@@ -132,11 +134,11 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
 
 def test_a_trace_names_its_tools(renderer: Renderer) -> None:
     """A row of its own; the second turn's step is the last thing that the environment does."""
-    trace, engine = Trace(1), Scripted(renderer)
+    trace, engine = StepTrace(1), Scripted(renderer)
     conversation = TokenConversation(engine, renderer, SETTINGS)
-    told = {"settings": SETTINGS, "group": 4, "sample": 2, "timed": trace.episode(4, 2)}
+    told = {"settings": SETTINGS, "group": 4, "sample": 2, "timed": trace.episode_tracer(4, 2)}
     asyncio.run(run_episode(LooksTask(Looks(turns=2)), Example("e", {}), conversation=conversation, **told))
-    events = trace.take()
+    events = trace.pop_events()
     assert {row for row, *_ in events} == {"episode 4#2"}
     names = [name for _, name, *_ in sorted(events, key=itemgetter(2)) if name != "prompt"]
     assert names == ["reply", "environment look"] * 2 + ["scoring"]
@@ -229,11 +231,11 @@ def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, render
 
 
 def test_a_judge_that_is_down_is_no_score(renderer: Renderer) -> None:
-    async def down(outcome: Outcome) -> float:
+    async def down(outcome: RewardInput) -> float:
         raise InfraError("http://judge: no answer")
 
     world, engine = Looks(turns=1), Scripted(renderer)
-    task = LooksTask(world, rubric=Rubric(parts={"accuracy": Part(down)}))
+    task = LooksTask(world, rubric=Rubric(terms={"accuracy": RewardTerm(down)}))
     rollout = asyncio.run(episode(task, engine))
     assert (rollout.status, rollout.reward, rollout.reason, world.closed) == (Status.FAILED, None, "http://judge: no answer", 1)
 
@@ -264,11 +266,11 @@ def test_a_slow_tool_delays_only_its_own_episode(renderer: Renderer) -> None:
 
 
 def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
-    async def slow(outcome: Outcome) -> float:
+    async def slow(outcome: RewardInput) -> float:
         await asyncio.sleep(0.1)
         return 1.0
 
-    engine, task = Scripted(renderer), LooksTask(Looks(turns=3, delay_s=0.2), rubric=Rubric(parts={"slow": Part(slow)}))
+    engine, task = Scripted(renderer), LooksTask(Looks(turns=3, delay_s=0.2), rubric=Rubric(terms={"slow": RewardTerm(slow)}))
     rollout = asyncio.run(episode(task, engine))
     assert rollout.env_s >= 0.6 > 0.5 > rollout.scoring_s >= 0.1
     assert rollout.env_s + rollout.scoring_s <= rollout.wall_s

@@ -11,7 +11,7 @@ import torch
 
 from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.errors import AccessDenied, InfraTimeout, PermanentInfraError, RunDenied
-from megatron_rl.evaluation.in_run import evaluate
+from megatron_rl.evaluation.in_run import evaluate_in_run
 from megatron_rl.rollout import manager as fleet_module
 from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.renderer import Renderer
@@ -139,7 +139,9 @@ def test_an_outage_is_waited_for_as_long_as_patience_lasts(renderer: Renderer, p
 def test_an_evaluation_waits_too(renderer: Renderer, pauses: list[float]) -> None:
     task = TaskSettings(name="talk", max_turns=2, eval_samples=2)
     fleets = [fleet_of(renderer, Scripted(faults=faults), patience_s=60.0, tell=lambda _: None) for faults in (5, 0)]
-    broken, whole = (evaluate(fleet.task, Settings(task=task, run=RunSettings(dir="none")), fleet=fleet) for fleet in fleets)
+    broken, whole = (
+        evaluate_in_run(fleet.task, Settings(task=task, run=RunSettings(dir="none")), rollout_manager=fleet) for fleet in fleets
+    )
     assert broken == whole and whole["eval/greedy_return"] == 1.0 and [pause for pause in pauses if pause] == [1, 2, 4] * 2
 
 

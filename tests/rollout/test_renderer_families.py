@@ -15,7 +15,7 @@ from megatron_rl.config import ModelSettings
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed import picture, user
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 LEAST, MOST = 4096, 40000
 
@@ -24,7 +24,7 @@ LEAST, MOST = 4096, 40000
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
-        make(folder / family, family=family, vision_depth=3)
+        make_checkpoint(folder / family, family=family, vision_depth=3)
     return folder
 
 

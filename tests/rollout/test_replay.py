@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from megatron_rl.distributed.world import read_world
-from megatron_rl.observe.recorder import store_pictures
-from megatron_rl.observe.rollout_store import path_of, write
+from megatron_rl.observe.recorder import save_images
+from megatron_rl.observe.rollout_store import step_path, write_step
 from megatron_rl.rollout.replay import Replay
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.types import Rollout
@@ -17,8 +17,8 @@ def test_a_replayed_step_counts_the_rounds_that_it_was_dealt(tmp_path: Path) -> 
     """Steps of one, three and two rounds; a step's rollouts are those that were recorded, and are handed to `enough` whole."""
     played = {step: [rollout(sample + 10 * step, float(sample)) for sample in range(num)] for step, num in enumerate((2, 6, 4))}
     for step, rollouts in played.items():
-        store_pictures(tmp_path, rollouts)
-        write(path_of(tmp_path, step), rollouts, step=step, rounds=(1, 3, 2)[step])
+        save_images(tmp_path, rollouts)
+        write_step(step_path(tmp_path, step), rollouts, step=step, num_gen_batches=(1, 3, 2)[step])
     handed: list[list[Rollout]] = []
     rounds = GenerationSettings(num_prompts=2, group_size=1, max_rounds=9)
     with world_of_one():

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import BatchSettings, DataSettings, EngineSettings, ModelSettings, Settings
 from megatron_rl.data.transcript_survey import make_length_check
-from megatron_rl.data.transcripts import demonstrations_of
+from megatron_rl.data.transcripts import load_demonstrations
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.sft import RenderedDemonstrations
@@ -26,8 +26,10 @@ def renderer(random_model: Path) -> Renderer:
 
 def batch_of(row: dict, folder: Path, renderer: Renderer, model: Path) -> MicroBatch:
     path = write(folder / "t.jsonl", [row])
-    shown = demonstrations_of(DataSettings(demonstrations=[str(path)]), "transcripts", num=1, seed=0)
-    return pack([RenderedDemonstrations(renderer, shown)[0]], image_token_id=renderer.image_token_id, positions=read_spec(model).positions)
+    shown = load_demonstrations(DataSettings(demonstrations=[str(path)]), "transcripts", num=1, seed=0)
+    return pack(
+        [RenderedDemonstrations(renderer, shown)[0]], image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions
+    )
 
 
 def by_hand(renderer: Renderer, pieces: Sequence[tuple[str, int]]) -> tuple[list[int], list[int]]:
@@ -138,7 +140,7 @@ def test_a_transcript_is_measured_without_its_pixels_and_refused_where_it_is_too
     talk = [{"role": "user", "content": "Look: <image>!"}, {"role": "assistant", "content": "It is red."}]
     rows = [{"images": [{"bytes": png(size=(300, 200))}] * times, "messages": talk * times} for times in (1, 3)]
     data = DataSettings(demonstrations=[str(write(tmp_path / "t.jsonl", rows))])
-    shown = demonstrations_of(data, "transcripts", num=2, seed=0)
+    shown = load_demonstrations(data, "transcripts", num=2, seed=0)
     lengths = sorted(len(renderer.transcript(each.messages).token_ids) for each in shown)
     for micro, engine, is_bad in ((lengths[1], 1, False), (1, lengths[1], False), (lengths[1] - 1, lengths[0], True)):
         settings = Settings(batch=BatchSettings(micro_batch_tokens=micro), engine=EngineSettings(max_model_len=engine))

@@ -20,8 +20,8 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.vllm.http_gate import RPC, TOKEN_FILE
 from megatron_rl.rollout.vllm.server_command import MIDDLEWARE, PROGRAM, server_arguments, server_environment, shell_lines
-from megatron_rl.services.address import is_proven
-from sandbox.token import bearer
+from megatron_rl.services.address import has_proven_token
+from sandbox.token import bearer_header
 
 TOKEN = "a-word-of-many-letters"
 CONTROL = (
@@ -100,19 +100,19 @@ def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_route_asks_for_the_token(token_file: Path) -> None:
     """Finding 1. Without the middleware, and with a key of vLLM's own, the routes that control a server are open."""
     with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url) as http:
-        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}, bearer(TOKEN + "x")):
+        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}, bearer_header(TOKEN + "x")):
             assert {http.post(path, json={}, headers=headers).status_code for path in CONTROL} == {401}
             assert {http.get(path, headers=headers).status_code for path in ASKED} == {401}
         assert http.options("/pause").status_code == http.head("/health").status_code == 401
         assert server.reached == []
-        assert {http.get(path, headers=bearer(TOKEN)).status_code for path in ASKED} == {200}
-        assert {http.post(path, json=RPC, headers=bearer(TOKEN)).status_code for path in CONTROL} == {200}
+        assert {http.get(path, headers=bearer_header(TOKEN)).status_code for path in ASKED} == {200}
+        assert {http.post(path, json=RPC, headers=bearer_header(TOKEN)).status_code for path in CONTROL} == {200}
         assert [path for path, _ in server.reached] == [*ASKED, *CONTROL]
 
 
 def test_a_web_page_does_nothing(token_file: Path) -> None:
     """Not even one that knows the token; each header of a page is enough to be refused."""
-    with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url, headers=bearer(TOKEN)) as http:
+    with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url, headers=bearer_header(TOKEN)) as http:
         for left, code in ((PAGE, 421), ({**PAGE, "Host": "127.0.0.1"}, 403), ({"Content-Type": "text/plain"}, 415)):
             assert {http.post(path, content=b'{"method": "rl_nature"}', headers=left).status_code for path in CONTROL} == {code}
         assert http.get("/version", headers={"Host": "evil.example"}).status_code == 421 and server.reached == []
@@ -126,7 +126,7 @@ def test_the_worker_has_one_method(token_file: Path) -> None:
         {"method": "save_sharded_state", "args": ["/tmp/w", "owned"]}, {"method": "rl_nature", "args": ["x"]},
         {**RPC, "kwargs": {"a": "b"}}, {}, [], {"method": ["rl_nature"]},
     ]  # fmt: skip
-    with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url, headers=bearer(TOKEN)) as http:
+    with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url, headers=bearer_header(TOKEN)) as http:
         for path in ("/collective_rpc", "/collective_rpc/", "//collective_rpc"):
             assert {http.post(server.url + path, json=body).status_code for body in bodies} == {403}
         twice = b'{"method": "rl_nature", "method": "save_sharded_state"}'
@@ -141,17 +141,19 @@ def test_the_worker_has_one_method(token_file: Path) -> None:
 def test_a_websocket_is_closed(token_file: Path) -> None:
     with serving(middleware=[MIDDLEWARE]) as server:
         upgrade = {"Upgrade": "websocket", "Connection": "Upgrade", **SOCKET}
-        assert httpx.get(f"{server.url}/v1/realtime", headers={**upgrade, **bearer(TOKEN)}).status_code == 403 and server.reached == []
+        assert (
+            httpx.get(f"{server.url}/v1/realtime", headers={**upgrade, **bearer_header(TOKEN)}).status_code == 403 and server.reached == []
+        )
 
 
 def test_it_proves_that_it_knows_the_token_and_has_the_name_that_it_listens_at(token_file: Path) -> None:
     with serving(middleware=[MIDDLEWARE], host="node2.cluster") as server:
-        assert is_proven(server.url, token=TOKEN) and not is_proven(server.url, token=TOKEN + "x")
-        assert httpx.get(f"{server.url}/health", headers={"Host": "node2.cluster:8000", **bearer(TOKEN)}).status_code == 200
+        assert has_proven_token(server.url, token=TOKEN) and not has_proven_token(server.url, token=TOKEN + "x")
+        assert httpx.get(f"{server.url}/health", headers={"Host": "node2.cluster:8000", **bearer_header(TOKEN)}).status_code == 200
     with serving(middleware=[MIDDLEWARE], host=None) as server:
-        assert httpx.get(f"{server.url}/health", headers={"Host": "node2.cluster:8000", **bearer(TOKEN)}).status_code == 421
+        assert httpx.get(f"{server.url}/health", headers={"Host": "node2.cluster:8000", **bearer_header(TOKEN)}).status_code == 421
     with serving(middleware=[]) as server:
-        assert not is_proven(server.url, token=TOKEN)
+        assert not has_proven_token(server.url, token=TOKEN)
 
 
 @pytest.mark.parametrize("text", [None, "short"])

@@ -14,10 +14,10 @@ from megatron_rl.algo.filtering import FILTERS, apply_filters
 from megatron_rl.config import AlgoSettings, FilterSettings, RunSettings, Settings
 from megatron_rl.distributed.world import World
 from megatron_rl.errors import InfraOutage, RunFailed
-from megatron_rl.observe.memory import GB, largest, peaks
+from megatron_rl.observe.memory import GB, max_over_ranks, peak_memory
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.progress import Progress
-from megatron_rl.observe.step_metrics import idle, merge_updates, rollout_metrics, staleness_metrics
+from megatron_rl.observe.progress import ProgressDisplay
+from megatron_rl.observe.step_metrics import idle_metrics, merge_update_metrics, rollout_metrics, staleness_metrics
 from megatron_rl.run.failure_checks import check_failures, check_improvement
 from megatron_rl.run.record import History, Run
 from megatron_rl.types import Rollout, Status, StopReason, ToolCall
@@ -60,7 +60,7 @@ def test_an_outage_is_told_from_what_no_waiting_mends() -> None:
 
 def test_a_failed_rollout_is_in_no_mean() -> None:
     rollouts = credited([rollout(0, 1.0), rollout(0, -1.0, sampled=4), rollout(0, None), rollout(1, 3.0), rollout(1, 3.0)])
-    metrics = rollout_metrics(rollouts, rounds=2)
+    metrics = rollout_metrics(rollouts, num_gen_batches=2)
     assert metrics["reward/mean"] == metrics["reward/return"] == 1.5
     assert metrics["reward/std"] == pytest.approx(2.75**0.5)  # squares of -0.5 -2.5 1.5 1.5: 11, of 4
     assert metrics["rollout/sampled_tokens"] == 2 + 4 + 2 + 2
@@ -75,7 +75,7 @@ def test_lengths_by_hand() -> None:
     """Turns of 2 and 5 tokens in one context, and one of 3 in another; one of 4 alone. An observed token stands around each."""
     one, other = episode(0, 1.0, lengths=(2, 5, 3), contexts=(0, 0, 1)), episode(0, 0.0, lengths=(4,))
     assert [len(context.token_ids) for context in (*one.sequences, *other.sequences)] == [11, 5, 6]
-    metrics = rollout_metrics([one, other, rollout(0, None, sampled=99)], rounds=1)
+    metrics = rollout_metrics([one, other, rollout(0, None, sampled=99)], num_gen_batches=1)
     expected = {"episode_tokens": 7.0, "episode_tokens_max": 10.0, "response_tokens": 3.5, "response_tokens_max": 5.0,
                 "sequence_tokens": 22 / 3, "sequence_tokens_max": 11.0, "sampled_tokens": 14.0}  # fmt: skip
     assert {name: metrics[f"rollout/{name}"] for name in expected} == expected
@@ -87,7 +87,7 @@ def test_data_sources_are_told_apart() -> None:
     for made, source in zip(rollouts, ["vstar", "vstar", "my data/v2\n", "", "vstar"], strict=True):
         made.source = source
     rollouts[1].reward_terms["format"] = 0.5
-    metrics = rollout_metrics(rollouts, rounds=1)
+    metrics = rollout_metrics(rollouts, num_gen_batches=1)
     assert {name: value for name, value in metrics.items() if name.startswith("source/")} == {
         "source/vstar/reward": 0.5, "source/vstar/return": 0.5, "source/vstar/format": 0.5,
         "source/my_data_v2_/reward": 3.0, "source/my_data_v2_/return": 3.0,
@@ -99,19 +99,19 @@ def test_of_very_many_sources_the_rare_are_one() -> None:
     rollouts = [rollout(number, float(number < 8)) for number in range(40)] + [rollout(number, 0.0) for number in range(8)]
     for made in rollouts:
         made.source = f"s{made.group}"
-    told = {name: value for name, value in rollout_metrics(rollouts, rounds=1).items() if name.endswith("/reward")}
+    told = {name: value for name, value in rollout_metrics(rollouts, num_gen_batches=1).items() if name.endswith("/reward")}
     assert len(told) == 33 and told["source/others/reward"] == 0 and all(told[f"source/s{number}/reward"] == 0.5 for number in range(8))
 
 
 def test_memory_is_that_of_the_rank_that_took_most() -> None:
     """The peak of this process grows by what it takes, at least, and stays, but for pages that the kernel has not counted yet."""
-    before = peaks()["memory/host_gb"]
+    before = peak_memory()["memory/host_gb"]
     taken = numpy.ones(int((before + 0.5) * GB - resident()) // 8)
-    after = peaks()["memory/host_gb"]
+    after = peak_memory()["memory/host_gb"]
     del taken
     assert before + 0.4 < after < before + 0.6
-    assert peaks()["memory/host_gb"] == pytest.approx(after, abs=0.02), "what was given back is in the peak"
-    assert largest([{"memory/host_gb": 1.0}, {"memory/host_gb": 3.0}, {"memory/host_gb": 2.0}]) == {"memory/host_gb": 3.0}
+    assert peak_memory()["memory/host_gb"] == pytest.approx(after, abs=0.02), "what was given back is in the peak"
+    assert max_over_ranks([{"memory/host_gb": 1.0}, {"memory/host_gb": 3.0}, {"memory/host_gb": 2.0}]) == {"memory/host_gb": 3.0}
 
 
 def resident() -> int:
@@ -133,8 +133,10 @@ def test_staleness_by_hand() -> None:
     }  # fmt: skip
     assert staleness_metrics(rollouts[4:], step=7, num_stale=0)["rollout/staleness_max"] == 0
     times = {"time/engine": 2.0, "time/environment": 1.0, "time/update": 4.0, "time/unaccounted": 1.0, "time/total": 8.0}
-    assert idle(times, busy_s=2.0) == {"rollout/engine_idle_fraction": 0.75, "trainer/idle_fraction": 0.375}
-    assert idle(times, busy_s=6.0) == {"rollout/engine_idle_fraction": 0.25, "trainer/idle_fraction": 0.375}, "it went on in the update"
+    assert idle_metrics(times, busy_s=2.0) == {"rollout/engine_idle_fraction": 0.75, "trainer/idle_fraction": 0.375}
+    assert idle_metrics(times, busy_s=6.0) == {"rollout/engine_idle_fraction": 0.25, "trainer/idle_fraction": 0.375}, (
+        "it went on in the update"
+    )
 
 
 def test_an_engine_that_goes_on_in_the_update_is_not_idle(tmp_path: Path) -> None:
@@ -157,7 +159,7 @@ def test_groups_that_teach_nothing_are_counted_without_those_that_have_nobody_to
     """Group 4: scored 1 and 3. Group 9: 2 and 2. Group 7: one scored. Group 8: none."""
     pairs = [(4, 1.0), (9, 2.0), (4, None), (7, 5.0), (4, 3.0), (7, None), (9, 2.0), (8, None)]
     for drop, zero_std, kept in (((), 0, 2), (("zero_std",), 2, 1)):
-        metrics = rollout_metrics(credited([rollout(group, reward) for group, reward in pairs], *drop), rounds=1)
+        metrics = rollout_metrics(credited([rollout(group, reward) for group, reward in pairs], *drop), num_gen_batches=1)
         assert metrics["rollout/zero_std_fraction"] == 0.5, "one of two, dropped or not"
         dropped = {reason: metrics[f"rollout/filtered_{reason}"] for reason in FILTERS}
         assert dropped == dict.fromkeys(FILTERS, 0) | {"no_peer": 1, "zero_std": zero_std}
@@ -172,7 +174,7 @@ def test_ends_and_tools_are_counted() -> None:
     rollouts[0].turns[1].tool_call = ToolCall(tool="zoom", source="{}", error="no box")
     rollouts[1].stop_reason, rollouts[1].status = StopReason.MAX_TURNS, Status.TRUNCATED
     rollouts[1].turns[0].tool_call = ToolCall(tool="x", source="", error="no such tool", ran=False)
-    metrics = rollout_metrics(rollouts, rounds=1)
+    metrics = rollout_metrics(rollouts, num_gen_batches=1)
     assert (metrics["rollout/tool_use"], metrics["rollout/tool_calls"], metrics["rollout/tool_errors"]) == (0.5, 2.0, 0.5)
     assert (metrics["rollout/stop_done"], metrics["rollout/stop_max_turns"], metrics["rollout/truncated"]) == (1, 1, 1)
     assert metrics["rollout/turns"] == 2.0
@@ -187,22 +189,24 @@ def test_a_steps_updates_are_one_line() -> None:
     }
     first = {"policy/ratio": 1.0, "policy/loss": 2.0, "policy/ratio_abs_dev_max": 0.1, **gap}
     second = {"policy/ratio": 1.5, "policy/loss": 4.0, "policy/ratio_abs_dev_max": 0.4, **{name: 3 * value for name, value in gap.items()}}
-    assert merge_updates([first]) == first and merge_updates([]) == {}
+    assert merge_update_metrics([first]) == first and merge_update_metrics([]) == {}
     expected = {"policy/ratio": 1.25, "policy/first_ratio": 1.0, "policy/loss": 3.0, "policy/ratio_abs_dev_max": 0.4}
-    assert merge_updates([first, second]) == expected | gap
+    assert merge_update_metrics([first, second]) == expected | gap
     weights = [
         {"rollout_mismatch/is_weight": 1.5, "rollout_mismatch/is_weight_squared": 3.0},
         {"rollout_mismatch/is_weight": 0.0, "rollout_mismatch/is_weight_squared": 0.0},
     ]
-    merged = merge_updates([update | {"policy/ratio": 1.0} for update in weights])
+    merged = merge_update_metrics([update | {"policy/ratio": 1.0} for update in weights])
     assert merged == {
         "rollout_mismatch/is_weight": 0.75,
         "rollout_mismatch/is_eff_sample_size": 0.375,
         "policy/ratio": 1.0,
         "policy/first_ratio": 1.0,
     }
-    assert merge_updates(weights[:1])["rollout_mismatch/is_eff_sample_size"] == 0.75, "weights 1, 1, 1, 3 of four tokens: 36 / (4 * 12)"
-    broken = merge_updates([first, second | {"policy/ratio_abs_dev_max": float("nan")}, first])
+    assert merge_update_metrics(weights[:1])["rollout_mismatch/is_eff_sample_size"] == 0.75, (
+        "weights 1, 1, 1, 3 of four tokens: 36 / (4 * 12)"
+    )
+    broken = merge_update_metrics([first, second | {"policy/ratio_abs_dev_max": float("nan")}, first])
     assert broken["policy/ratio_abs_dev_max"] != broken["policy/ratio_abs_dev_max"], "NaN is nobody's smaller number"
 
 
@@ -219,10 +223,10 @@ def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) 
 
     def played(folder: str, *steps: list[Rollout]) -> list[str]:
         run = Run(Settings(run=RunSettings(dir=str(tmp_path / folder))), World(0, 1, 0, torch.device("cpu")), num_steps=3)
-        run.progress = Progress(3, title="rl", stream=(shown := io.StringIO()))
+        run.progress = ProgressDisplay(3, title="rl", stream=(shown := io.StringIO()))
         for step, rollouts in enumerate(steps):
             run.history.add(step, credited(rollouts), rounds=1)
-            run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, rounds=1))
+            run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, num_gen_batches=1))
             run.record(step, metrics)
         run.finish({})
         run.close()
@@ -273,7 +277,7 @@ def test_lines_that_are_gone_are_named_when_a_run_goes_on(
 ) -> None:
     """From step 5; later ones are moved, and are none that it lacks."""
     path, told = tmp_path / "metrics.jsonl", []
-    monkeypatch.setattr(Progress, "tell", lambda _, line: told.append(line))
+    monkeypatch.setattr(ProgressDisplay, "print_line", lambda _, line: told.append(line))
     path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in steps))
     run = Run(Settings(run=RunSettings(dir=str(tmp_path))), World(0, 1, 0, torch.device("cpu")), num_steps=9, first_step=5)
     run.close()

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.run.checkpoints import read_state
 from megatron_rl.run.directory import ENDED, read_resume_state
 from megatron_rl.run.status import read_status
@@ -21,7 +21,7 @@ READS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "metrics.jsonl": ("metrics.jsonl line 1", lambda folder: read_metrics(folder / "metrics.jsonl")),
     ENDED: ("ended.json: cannot be read", read_status),
     "run/state.json": ("damaged", read_state),
-    "rollouts/step_00000001.jsonl": ("line 1", lambda folder: read(folder / "rollouts" / "step_00000001.jsonl")),
+    "rollouts/step_00000001.jsonl": ("line 1", lambda folder: read_recorded(folder / "rollouts" / "step_00000001.jsonl")),
 }
 WRONG = {
     "deep": DEEP,

@@ -14,7 +14,7 @@ import pytest
 from megatron_rl import sft
 from megatron_rl.config import ModelSettings, Settings, SftSettings
 from megatron_rl.errors import GracefulStop
-from megatron_rl.observe.metrics import Spans
+from megatron_rl.observe.metrics import StepTimer
 from megatron_rl.rollout.manager import PlayFn
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run.shutdown import SIGNALS, StopSignal
@@ -161,7 +161,7 @@ def test_a_warm_start_stops_between_steps(at: int, num_steps: int, monkeypatch: 
         "policy": SimpleNamespace(pack=lambda *_, **__: [], update=say("update"), load_image_patches=None),
         "renderer": None,
         "run": SimpleNamespace(
-            spans=Spans(), first_step=0, dump_batches_on_error=lambda *_, **__: Spans()("keep"), record=say("record"), history=None
+            spans=StepTimer(), first_step=0, dump_batches_on_error=lambda *_, **__: StepTimer()("keep"), record=say("record"), history=None
         ),
         "checkpoints": SimpleNamespace(restore=say("restore"), begin_step=say("begin"), finish_step=say("saved")),
     }

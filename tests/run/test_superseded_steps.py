@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_rl.config import AlgoSettings, Settings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.observe.recorder import Recorder, read
-from megatron_rl.observe.rollout_store import Bank, path_of, read_rollouts, steps
+from megatron_rl.observe.recorder import BestWorstRecorder, read_recorded
+from megatron_rl.observe.rollout_store import RolloutStore, list_step_files, read_rollouts, step_path
 from megatron_rl.run.checkpoints import list_checkpoints
 from megatron_rl.run.directory import locked
 from megatron_rl.run.superseded_steps import supersede_records
@@ -32,11 +32,11 @@ def world() -> Iterator[None]:
 
 def leave(folder: Path, *, num_steps: int, finished: bool = False) -> dict[str, bytes]:
     """What a run with pictures leaves of its steps; its files by name."""
-    recorder, bank = Recorder(folder, best=1, worst=0), Bank(folder, limit_gb=1.0)
+    recorder, bank = BestWorstRecorder(folder, num_best=1, num_worst=0), RolloutStore(folder, max_gb=1.0)
     for step in range(num_steps):
         rollouts = [rollout(sample, float(sample), images=(picture(sample + step),)) for sample in range(2)]
         recorder.record(step, rollouts)
-        bank.record(step, rollouts, rounds=1)
+        bank.record_step(step, rollouts, num_gen_batches=1)
     lines = [json.dumps({"step": step, "loss": step / 8}) for step in range(num_steps)]
     if finished:
         lines.append(json.dumps({"step": num_steps, "eval/greedy_success": 0.75, "time/total": 1.5}))
@@ -72,9 +72,9 @@ def test_after_a_kill_nothing_is_lost_and_each_step_is_there_once(tmp_path: Path
     pictures = {name for name in before if name.endswith(".png")}
     assert all(after[name] == before[name] for name in pictures) and len(pictures) == 5
     assert {name for name in kept if name.endswith(".png")} == {f"rollouts/images/{picture(seed).key}.png" for seed in (2, 3, 4)}
-    assert [entry.rollout.reward for entry in read(superseded / "rollouts" / "step_000003.jsonl")] == [1.0], "with its picture"
-    assert len(read_rollouts(path_of(superseded / "rollouts", 2))) == 2
-    assert Bank(tmp_path, limit_gb=1.0).figures()["store/rollouts"] == 4.0 and len(steps(tmp_path / "rollouts")) == 2
+    assert [entry.rollout.reward for entry in read_recorded(superseded / "rollouts" / "step_000003.jsonl")] == [1.0], "with its picture"
+    assert len(read_rollouts(step_path(superseded / "rollouts", 2))) == 2
+    assert RolloutStore(tmp_path, max_gb=1.0).metrics()["store/rollouts"] == 4.0 and len(list_step_files(tmp_path / "rollouts")) == 2
 
 
 def test_a_second_kill_has_a_folder_of_its_own(tmp_path: Path) -> None:

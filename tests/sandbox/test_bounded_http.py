@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.bounded_http import Answer, BoundedClient, NoAnswer, request
+from sandbox.bounded_http import BoundedClient, BoundedResponse, NoResponse, send_request
 from tests.support.hostile_server import hostile
 from tests.support.json_server import address_of, serve, stop
 
@@ -21,20 +21,20 @@ LIMIT_S, SLACK_S = 0.4, 20.0
 CLIENTS = r"^\s*(?:from|import) (httpx2|httpx|openai|requests|aiohttp|urllib3|http\.client|urllib\.request)\b"
 
 
-def in_loop(url: str, **more: object) -> Answer:
-    async def main() -> Answer:
+def in_loop(url: str, **more: object) -> BoundedResponse:
+    async def main() -> BoundedResponse:
         async with BoundedClient(url) as client:
-            return await client.request("GET", "/health", **{"limit_s": LIMIT_S, "max_bytes": 1000, **more})
+            return await client.request("GET", "/health", **{"timeout_s": LIMIT_S, "max_bytes": 1000, **more})
 
     return asyncio.run(main())
 
 
-def in_thread(url: str, **more: object) -> Answer:
-    return request("GET", f"{url}/health", **{"limit_s": LIMIT_S, "max_bytes": 1000, **more})
+def in_thread(url: str, **more: object) -> BoundedResponse:
+    return send_request("GET", f"{url}/health", **{"timeout_s": LIMIT_S, "max_bytes": 1000, **more})
 
 
 FORMS = pytest.mark.parametrize("ask", [in_loop, in_thread])
-Ask = Callable[..., Answer]
+Ask = Callable[..., BoundedResponse]
 
 
 @FORMS
@@ -42,7 +42,7 @@ Ask = Callable[..., Answer]
 def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
     with hostile(way) as url:
         began = time.monotonic()
-        with pytest.raises(NoAnswer, match=r"^no whole answer within 0.4 s$"):
+        with pytest.raises(NoResponse, match=r"^no whole answer within 0.4 s$"):
             ask(url)
     assert LIMIT_S <= time.monotonic() - began < SLACK_S
 
@@ -59,12 +59,12 @@ def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
 )
 def test_an_answer_that_is_too_long_or_compressed_is_not_read(way: str, line: str, ask: Ask) -> None:
     with hostile(way) as url:
-        ask_once = lambda: ask(url, limit_s=SLACK_S)  # noqa: E731
-        with pytest.raises(NoAnswer) as first:  # what is imported and cached once is no part of the memory below
+        ask_once = lambda: ask(url, timeout_s=SLACK_S)  # noqa: E731
+        with pytest.raises(NoResponse) as first:  # what is imported and cached once is no part of the memory below
             ask_once()
         tracemalloc.start()
         try:
-            with pytest.raises(NoAnswer) as error:
+            with pytest.raises(NoResponse) as error:
                 ask_once()
             peak = tracemalloc.get_traced_memory()[1]
         finally:
@@ -85,7 +85,7 @@ def test_no_redirect_is_followed_and_no_proxy_of_the_environment_asked(ask: Ask,
         monkeypatch.setenv(name, address_of(other))
     try:
         with hostile("redirect", elsewhere=address_of(other)) as url:
-            got = ask(url, limit_s=SLACK_S)
+            got = ask(url, timeout_s=SLACK_S)
     finally:
         stop(other)
     assert (got.status, got.is_success, asked) == (302, False, [])
@@ -93,10 +93,10 @@ def test_no_redirect_is_followed_and_no_proxy_of_the_environment_asked(ask: Ask,
 
 @FORMS
 def test_nobody_listens(ask: Ask) -> None:
-    with pytest.raises(NoAnswer, match=r"^ConnectError: "):
-        ask("http://127.0.0.1:1", limit_s=SLACK_S)
-    with pytest.raises(NoAnswer, match=r"^ConnectError: |^UnicodeError: |^InvalidURL: "):
-        request("GET", f"http://{'a' * 70}..b/", limit_s=SLACK_S, max_bytes=10)
+    with pytest.raises(NoResponse, match=r"^ConnectError: "):
+        ask("http://127.0.0.1:1", timeout_s=SLACK_S)
+    with pytest.raises(NoResponse, match=r"^ConnectError: |^UnicodeError: |^InvalidURL: "):
+        send_request("GET", f"http://{'a' * 70}..b/", timeout_s=SLACK_S, max_bytes=10)
 
 
 def test_a_token_goes_with_each_request() -> None:
@@ -115,9 +115,9 @@ def test_a_token_goes_with_each_request() -> None:
     thread = threading.Thread(target=listen, daemon=True)
     thread.start()
 
-    async def main() -> list[Answer]:
+    async def main() -> list[BoundedResponse]:
         async with BoundedClient(f"http://127.0.0.1:{trap.getsockname()[1]}", token="a-word-of-letters") as client:
-            bounds = {"limit_s": SLACK_S, "max_bytes": 100}
+            bounds = {"timeout_s": SLACK_S, "max_bytes": 100}
             return [
                 await client.request("POST", "/a", {"half": "\ud800"}, headers={"X-More": "1"}, **bounds),
                 await client.request("GET", "/b", **bounds),
@@ -134,11 +134,11 @@ def test_a_token_goes_with_each_request() -> None:
 
 def test_a_token_that_a_server_repeats_is_in_no_error() -> None:
     """What is no HTTP at all is quoted."""
-    with hostile("echo") as url, pytest.raises(NoAnswer, match=r"^RemoteProtocolError: .*\*\*\*") as error:
-        request("GET", url, token="a-word-of-letters", limit_s=SLACK_S, max_bytes=100)
+    with hostile("echo") as url, pytest.raises(NoResponse, match=r"^RemoteProtocolError: .*\*\*\*") as error:
+        send_request("GET", url, token="a-word-of-letters", timeout_s=SLACK_S, max_bytes=100)
     assert "a-word-of-letters" not in str(error.value)
     with hostile("401") as url:
-        answer = request("GET", url, token="such", limit_s=SLACK_S, max_bytes=100)
+        answer = send_request("GET", url, token="such", timeout_s=SLACK_S, max_bytes=100)
     assert (answer.text, answer.content) == ("no *** key", b"no such key") and "'such'" not in repr(answer)
 
 

@@ -7,8 +7,8 @@ import socket
 import httpx
 import pytest
 
-from sandbox.access import CHALLENGE, PROOF, AccessRules
-from sandbox.http import NO_PAGES
+from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, AccessRules
+from sandbox.http import NO_DOC_PAGES
 from sandbox.server import create_app
 from tests.support.sandbox_lines import StillPool, answer_of, serving
 
@@ -21,8 +21,8 @@ def refused(*headers: tuple[str, str], method: str = "POST", token: str = "", ho
     """The status of the refusal, 0 where there is none."""
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
     scope = {"type": "http", "method": method, "headers": raw, "server": ("127.0.0.1", 8000)}
-    refusal = AccessRules(token=token, hosts=hosts).refusal(scope)
-    return refusal.code if refusal else 0
+    refusal = AccessRules(token=token, hosts=hosts).check_request(scope)
+    return refusal.status_code if refusal else 0
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "10.1.2.3:80", "localhost:1", "LOCALHOST", HERE])
@@ -76,20 +76,20 @@ def test_a_page_of_a_stranger_does_nothing_at_a_real_server() -> None:
             assert (answer.status_code, server.pool.num_open) == (code, 0)
         assert httpx.post(f"{server.url}/boxes", json={}).status_code == 201 and server.pool.num_open == 1
         assert [httpx.get(f"{server.url}{page}").status_code for page in ("/docs", "/redoc", "/openapi.json")] == [404] * 3
-    assert create_app(StillPool()).docs_url is None and NO_PAGES["openapi_url"] is None
+    assert create_app(StillPool()).docs_url is None and NO_DOC_PAGES["openapi_url"] is None
 
 
 def test_a_server_proves_that_it_knows_the_token() -> None:
     """Without being sent it; by a digest made here with the standard library, of the challenge and of the server's own port."""
     challenge = "0123456789abcdef" * 2
     with serving(token=TOKEN) as server:
-        answer = httpx.get(f"{server.url}/health", headers={CHALLENGE: challenge})
+        answer = httpx.get(f"{server.url}/health", headers={CHALLENGE_HEADER: challenge})
         expected = hmac.new(TOKEN.encode(), f"{challenge} {server.port}".encode(), hashlib.sha256).hexdigest()
-        assert (answer.status_code, answer.headers[PROOF]) == (401, expected)
+        assert (answer.status_code, answer.headers[PROOF_HEADER]) == (401, expected)
         for odd in ("", "0", "x" * 32, challenge * 9, challenge + "\xff"):
-            assert PROOF not in httpx.get(f"{server.url}/health", headers={CHALLENGE: odd.encode("latin-1")}).headers
+            assert PROOF_HEADER not in httpx.get(f"{server.url}/health", headers={CHALLENGE_HEADER: odd.encode("latin-1")}).headers
     with serving() as server:
-        assert PROOF not in httpx.get(f"{server.url}/health", headers={CHALLENGE: challenge}).headers
+        assert PROOF_HEADER not in httpx.get(f"{server.url}/health", headers={CHALLENGE_HEADER: challenge}).headers
 
 
 def test_bytes_that_are_no_request_are_answered_once() -> None:

@@ -9,11 +9,11 @@ from collections import Counter
 
 import pytest
 
-from sandbox import SandboxFault
+from sandbox import SandboxError
 from sandbox.attack import PROBES, suite
-from sandbox.attack.attempt import Attempt
-from sandbox.attack.suite import Row, table
-from sandbox.layers import NAMES, choose, offered
+from sandbox.attack.attempt import AttackOutcome
+from sandbox.attack.suite import AttackResult, format_table
+from sandbox.layers import LAYER_NAMES, choose_layers, detect_layers
 from tests.conftest import ROOT
 
 REPRESENTATIVES = (
@@ -32,19 +32,19 @@ def test_there_are_attacks_of_every_kind() -> None:
     assert len(PROBES) >= 40
     assert all(2 <= size <= 6 for size in sizes.values()), sizes
     assert len({probe.name for probe in PROBES}) == len(PROBES)
-    assert all(probe.lifted or probe.raised or probe.bare for probe in PROBES)
-    assert not set().union(*(probe.lifted for probe in PROBES)) - set(NAMES)
+    assert all(probe.lifted_layers or probe.raised_limits or probe.uses_plain_child for probe in PROBES)
+    assert not set().union(*(probe.lifted_layers for probe in PROBES)) - set(LAYER_NAMES)
     assert {probe.group for probe in PROBES if probe.name in REPRESENTATIVES} == sizes.keys()
 
 
 def test_attacks_are_held_and_their_controls_get_through() -> None:
     try:
-        choose(offered())
-    except SandboxFault as reason:
+        choose_layers(detect_layers())
+    except SandboxError as reason:
         pytest.skip(f"NOT TESTED, this host offers no room: {reason}")
     chosen = [probe for probe in PROBES if probe.name in REPRESENTATIVES]
-    rows = asyncio.run(suite.run(chosen))
-    assert all(row.good for row in rows), table(rows)
+    rows = asyncio.run(suite.run_suite(chosen))
+    assert all(row.has_passed for row in rows), format_table(rows)
     skipped = [row.probe.name for row in rows if row.control is None]
     if skipped:
         pytest.skip(f"NOT TESTED, controls that this host cannot show: {', '.join(skipped)}")
@@ -67,20 +67,21 @@ def test_attacks_are_held_without_privilege() -> None:
 def test_what_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch, release: str, cores: int, lacks: str) -> None:
     monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert suite.lack_of(next(probe for probe in PROBES if probe.name == "more_cores")) == lacks
+    assert suite.find_missing_requirement(next(probe for probe in PROBES if probe.name == "more_cores")) == lacks
 
 
 def test_the_table_tells_a_breach_and_a_control_that_failed() -> None:
     """A suite that could not fail would prove nothing."""
-    held, through = Attempt(succeeded=False, met="PermissionError"), Attempt(succeeded=True, met="")
+    held, through = AttackOutcome(succeeded=False, stopped_by="PermissionError"), AttackOutcome(succeeded=True, stopped_by="")
     rows = {
-        name: Row(PROBES[0], *pair) for name, pair in {"good": (held, through), "breach": (through, through), "void": (held, held)}.items()
+        name: AttackResult(PROBES[0], *pair)
+        for name, pair in {"good": (held, through), "breach": (through, through), "void": (held, held)}.items()
     }
-    assert {name: row.good for name, row in rows.items()} == {"good": True, "breach": False, "void": False}
-    assert not Row(PROBES[0], Attempt(succeeded=False, met="", host_fault=True), through).good
-    rows["not shown"] = Row(PROBES[0], held, None, "needs Linux 9.9")
-    assert rows["not shown"].good
-    assert suite.summary(list(rows.values())).splitlines()[-1] == "| host files | 4 | 3 | 2 | `read_file` needs Linux 9.9 |"
-    lines = table(list(rows.values())).splitlines()[2:]
+    assert {name: row.has_passed for name, row in rows.items()} == {"good": True, "breach": False, "void": False}
+    assert not AttackResult(PROBES[0], AttackOutcome(succeeded=False, stopped_by="", host_fault=True), through).has_passed
+    rows["not shown"] = AttackResult(PROBES[0], held, None, "needs Linux 9.9")
+    assert rows["not shown"].has_passed
+    assert suite.format_summary(list(rows.values())).splitlines()[-1] == "| host files | 4 | 3 | 2 | `read_file` needs Linux 9.9 |"
+    lines = format_table(list(rows.values())).splitlines()[2:]
     assert ["BREACHED" in line for line in lines] == [False, True, False, False]
     assert ["FAILED" in line for line in lines] == [False, False, True, False]

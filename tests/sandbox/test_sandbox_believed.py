@@ -15,15 +15,15 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter
 
-from sandbox import AccessDenied, Fault, Limits, Picture, Result, SandboxFault
+from sandbox import BoxLimits, CallResult, Fault, ReturnedImage, SandboxAccessDenied, SandboxError
 from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
-from sandbox.images import encode
-from sandbox.messages import answer_bytes, answer_characters, decoded, result_to_wire
+from sandbox.images import encode_png
+from sandbox.messages import decode_base64, encode_result, max_response_bytes, max_response_chars
 from tests.support.hostile_server import hostile
 from tests.support.sandbox_lines import believed
 
-PROMISED = {"call_s": 1.0, "open_s": 1.0}
+PROMISED = {"call_timeout_s": 1.0, "open_timeout_s": 1.0}
 
 
 def drawn(width: int, height: int, kind: str = "PNG") -> bytes:
@@ -33,24 +33,24 @@ def drawn(width: int, height: int, kind: str = "PNG") -> bytes:
 
 
 def wired(*pngs: bytes, size: tuple[int, int] = (28, 28), **change: Any) -> dict[str, Any]:
-    pictures = tuple(Picture(png=png, width=size[0], height=size[1], source="show") for png in pngs)
-    return json.loads(json.dumps(result_to_wire(Result(id=1, images=pictures)))) | change
+    pictures = tuple(ReturnedImage(png=png, width=size[0], height=size[1], source="show") for png in pngs)
+    return json.loads(json.dumps(encode_result(CallResult(id=1, images=pictures)))) | change
 
 
-def taken_before(data: dict[str, Any]) -> Result:
+def taken_before(data: dict[str, Any]) -> CallResult:
     """What the client did: types only."""
-    images = [{**picture, "png": decoded(picture["png"])} for picture in data["images"]]
-    return TypeAdapter(Result).validate_python({**data, "images": images})
+    images = [{**picture, "png": decode_base64(picture["png"])} for picture in data["images"]]
+    return TypeAdapter(CallResult).validate_python({**data, "images": images})
 
 
-GOOD = encode(Image.new("RGB", (28, 28)))
+GOOD = encode_png(Image.new("RGB", (28, 28)))
 BROKEN = GOOD[:-20] + bytes(8) + GOOD[-12:]
 ERROR = {"type": "E", "message": "m"}
 LIES = {
     "a TIFF that says 28x28": wired(drawn(600, 600, "TIFF")),
     "a PNG that says another size": wired(drawn(600, 600)),
-    "pixels beyond the limit": wired(encode(Image.new("L", (2001, 2000))), size=(2001, 2000)),
-    "one side of none": wired(encode(Image.new("L", (5, 28))), size=(5, 28)),
+    "pixels beyond the limit": wired(encode_png(Image.new("L", (2001, 2000))), size=(2001, 2000)),
+    "one side of none": wired(encode_png(Image.new("L", (5, 28))), size=(5, 28)),
     "more pictures than a call has": wired(*[GOOD] * 6),
     "bytes beyond the limit": wired(GOOD + bytes(4 << 20)),
     "pixels that do not inflate": wired(BROKEN),
@@ -73,26 +73,26 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_what_no_server_of_ours_sends_is_not_believed(lie: str) -> None:
     """Finding 16: the client took 20 pictures, 50 MB of text and a TIFF of 169 megapixels."""
-    assert isinstance(taken_before(LIES[lie]), Result), "without the wall"
+    assert isinstance(taken_before(LIES[lie]), CallResult), "without the wall"
     with pytest.raises(ValueError, match=r"."):
         believed(LIES[lie])
-    assert believed(wired(*[GOOD] * 5)).images[4].image().size == (28, 28)
+    assert believed(wired(*[GOOD] * 5)).images[4].to_pil().size == (28, 28)
 
 
 def test_pictures_have_a_total_over_the_life_of_a_box() -> None:
-    assert believed(wired(GOOD), limits=Limits(images_total=3), calls=3)
+    assert believed(wired(GOOD), limits=BoxLimits(images_total=3), calls=3)
     with pytest.raises(ValueError, match="only 3 images are returned in total"):
-        believed(wired(GOOD), limits=Limits(images_total=3), calls=4)
+        believed(wired(GOOD), limits=BoxLimits(images_total=3), calls=4)
 
 
 def test_a_picture_is_opened_as_a_png_or_not_at_all() -> None:
     with pytest.raises(OSError, match="cannot identify"):
-        Picture(png=drawn(28, 28, "TIFF"), width=28, height=28, source="show").image()
+        ReturnedImage(png=drawn(28, 28, "TIFF"), width=28, height=28, source="show").to_pil()
 
 
 def test_the_largest_result_that_a_box_may_have_is_believed() -> None:
     """Whatever code writes into names and texts: it must not look like a lie of the server's."""
-    limits = Limits()
+    limits = BoxLimits()
     data = wired(
         *[GOOD] * 5, text="," * (limits.text + 60), stderr="\0" * (limits.text + 60), fault="code",
         error={"type": "T" * 100, "message": "[" * 2000, "line": 3, "traceback": "\x01" * 8192}, limit="processes",
@@ -101,13 +101,13 @@ def test_the_largest_result_that_a_box_may_have_is_believed() -> None:
     )  # fmt: skip
     sent = json.dumps(data, ensure_ascii=False).encode()
 
-    async def work() -> Result:
+    async def work() -> CallResult:
         async with lying(httpx.Response(200, content=sent)) as pool, await pool.open() as box:
             return await box.run("1")
 
     assert asyncio.run(work()) == believed(data)
-    assert len(sent) < answer_bytes(limits)
-    assert sum(sent.count(mark) for mark in (b",", b"[", b"{")) < answer_characters(limits)
+    assert len(sent) < max_response_bytes(limits)
+    assert sum(sent.count(mark) for mark in (b",", b"[", b"{")) < max_response_chars(limits)
 
 
 def lying(answer: httpx.Response | Callable[[httpx.Request], httpx.Response], **promised: Any) -> SandboxClient:
@@ -161,27 +161,27 @@ def endless() -> Endless:
 def test_any_answer_to_a_call_is_a_result_or_the_hosts_fault(answer: Any, said: str) -> None:
     """Probes of our own: none of them raises, none is the code's."""
 
-    async def work() -> Result:
+    async def work() -> CallResult:
         async with lying(answer) as pool, await pool.open() as box:
             result = await box.run("1")
-            with pytest.raises(SandboxFault):
-                await box.fetch(["a"])
+            with pytest.raises(SandboxError):
+                await box.fetch_files(["a"])
             return result
 
     result = asyncio.run(work())
-    assert (result.fault, result.error.type) == (Fault.HOST, "SandboxFault")
+    assert (result.fault, result.error.type) == (Fault.HOST, "SandboxError")
     assert len(result.error.message) <= 2000
     assert re.search(said, result.error.message), result.error.message
 
 
 def test_an_answer_by_drops_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe of our own: httpx gives each part of an answer the whole time anew."""
-    monkeypatch.setattr("sandbox.client.CONNECT_S", 0.5)
+    monkeypatch.setattr("sandbox.client.CONNECT_TIMEOUT_S", 0.5)
 
     async def work(url: str) -> float:
         client, began = SandboxClient(url), time.monotonic()
-        with pytest.raises(SandboxFault, match="no whole answer within 1.5 s"):
-            await client.ask("GET", "/health", wait_s=0.5)
+        with pytest.raises(SandboxError, match="no whole answer within 1.5 s"):
+            await client.send_request("GET", "/health", wait_s=0.5)
         await client.close()
         return time.monotonic() - began
 
@@ -201,19 +201,19 @@ def test_a_server_that_asks_for_another_token_is_no_outage(status: str) -> None:
         async with lying(httpx.Response(int(status), json={"detail": "no"})) as pool, await pool.open() as box:
             await box.run("1")
 
-    with hostile(status) as url, pytest.raises(AccessDenied, match=rf"^{url}: answers {status} \(no such key\): .*--token-file$"):
+    with hostile(status) as url, pytest.raises(SandboxAccessDenied, match=rf"^{url}: answers {status} \(no such key\): .*--token-file$"):
         asyncio.run(start(url))
-    with pytest.raises(AccessDenied, match=rf"^http://sandbox: answers {status} "):
+    with pytest.raises(SandboxAccessDenied, match=rf"^http://sandbox: answers {status} "):
         asyncio.run(call())
 
 
 @pytest.mark.parametrize(
     ("promised", "said"),
     [
-        ({"call_s": float("1e300")}, "calls of"), ({"call_s": 0}, "calls of"), ({"open_s": -1.0}, "to open"),
+        ({"call_timeout_s": float("1e300")}, "calls of"), ({"call_timeout_s": 0}, "calls of"), ({"open_timeout_s": -1.0}, "to open"),
         ({"images": 1 << 40}, "answers of"), ({"image_bytes": 1 << 40}, "answers of"), ({"text": 1 << 40}, "answers of"),
         ({"files": 1 << 40}, "answers of"), ({"image_pixels": 1 << 40}, "pictures of"), ({"pixels": 1 << 40}, "pictures of"),
-        ({"images": "many"}, "no sandbox server"), ({"call_s": None}, "no sandbox server"),
+        ({"images": "many"}, "no sandbox server"), ({"call_timeout_s": None}, "no sandbox server"),
     ],
 )  # fmt: skip
 def test_promises_beyond_reason_are_refused_at_the_start(promised: dict[str, Any], said: str) -> None:
@@ -221,7 +221,7 @@ def test_promises_beyond_reason_are_refused_at_the_start(promised: dict[str, Any
         async with lying(httpx.Response(200), **promised):
             pass
 
-    with pytest.raises(SandboxFault, match=said):
+    with pytest.raises(SandboxError, match=said):
         asyncio.run(work())
 
 
@@ -234,7 +234,7 @@ def test_a_boxs_name_is_a_word(name: object) -> None:
         async with SandboxClient("http://sandbox", transport=httpx.MockTransport(server)) as pool:
             await pool.open()
 
-    with pytest.raises(SandboxFault, match="no box's name"):
+    with pytest.raises(SandboxError, match="no box's name"):
         asyncio.run(work())
 
 
@@ -247,9 +247,9 @@ def test_files_that_nobody_asked_for_or_that_are_too_large_are_refused(answer: o
     async def work(answer: object) -> dict[str, bytes]:
         sizes = {"file": 2000, "disk": 1000, "input_bytes": 700}
         async with lying(httpx.Response(200, json=answer), **sizes) as pool, await pool.open() as box:
-            return await box.fetch(["a", "c"])
+            return await box.fetch_files(["a", "c"])
 
-    with pytest.raises(SandboxFault):
+    with pytest.raises(SandboxError):
         asyncio.run(work(answer))
     assert asyncio.run(work({"a": "AAAA"})) == {"a": bytes(3)}
 
@@ -260,7 +260,7 @@ def test_what_the_server_would_refuse_is_not_sent() -> None:
     def nobody(request: httpx.Request) -> httpx.Response:
         raise AssertionError(request.url)
 
-    async def work() -> Result:
+    async def work() -> CallResult:
         async with lying(nobody, code=100, input_bytes=1000) as pool:
             with pytest.raises(ValueError, match="at most 1000 of 1000"):
                 await pool.open(files={"a": bytes(1001)})
@@ -280,7 +280,7 @@ def test_what_code_writes_on_a_fusion_server_is_never_an_exception_of_ours(writt
     run = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": ""}
     answer = httpx.Response(200, json={"status": "Failed", "run_result": run, "files": files})
 
-    async def work(answer: httpx.Response) -> Result:
+    async def work(answer: httpx.Response) -> CallResult:
         transport = httpx.MockTransport(lambda request: answer)
         async with FusionSandbox("http://fusion", transport=transport) as pool, await pool.open() as box:
             return await box.run("1")

@@ -88,18 +88,18 @@ def test_libraries_live_without_them(room: Room):
 @pytest.mark.parametrize(("path", "shown"), [("/usr/src/app", "/usr"), ("/usr", "/usr"), ("/usrlocal", None), ("/home/me/run", None)])
 def test_which_paths_boxes_read(monkeypatch: pytest.MonkeyPatch, path: str, shown: str | None):
     monkeypatch.setattr(mounts, "system_paths", lambda: ["/opt/python", "/usr"])
-    assert mounts.shown_by(path) == shown
+    assert mounts.find_exposing_path(path) == shown
 
 
 def test_a_link_hides_nothing_from_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "system").mkdir()
     (tmp_path / "project").symlink_to(tmp_path / "system")
     monkeypatch.setattr(mounts, "system_paths", lambda: [str(tmp_path / "system")])
-    assert mounts.shown_by(str(tmp_path / "project" / "run")) == str(tmp_path / "system")
+    assert mounts.find_exposing_path(str(tmp_path / "project" / "run")) == str(tmp_path / "system")
 
 
 def test_every_box_reads_what_that_says(room: Room):
     """Against the box itself: of these folders it sees what lies below a system path, and nothing else."""
     folders = [os.path.dirname(SHARED), "/usr/lib", "/var", "/home", "/proc", "/sys", str(Path(__file__).parent)]
     (seen,) = answers(room, f"[path for path in {folders!r} if os.path.isdir(path)]")
-    assert re.findall(r"'([^']+)'", seen) == [path for path in folders if mounts.shown_by(path)]
+    assert re.findall(r"'([^']+)'", seen) == [path for path in folders if mounts.find_exposing_path(path)]

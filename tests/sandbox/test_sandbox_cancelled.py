@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from sandbox import Sandbox
-from sandbox.keeper import Exit, Keeper, Life
+from sandbox import SandboxPool
+from sandbox.keeper import ExitStatus, Interpreter, ZygoteManager
 from sandbox.server import create_app
 from tests.support.sandbox_room import Room, started
 
@@ -34,18 +34,18 @@ def room() -> Iterator[Room]:
 @pytest.fixture
 def ending(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set as soon as a box's end has begun, which then takes a while."""
-    begun, end = asyncio.Event(), Keeper.end
+    begun, end = asyncio.Event(), ZygoteManager.end_interpreter
 
-    async def slow(self: Keeper, life: Life) -> Exit:
+    async def slow(self: ZygoteManager, life: Interpreter) -> ExitStatus:
         begun.set()
         await asyncio.sleep(0.05)
         return await end(self, life)
 
-    monkeypatch.setattr(Keeper, "end", slow)
+    monkeypatch.setattr(ZygoteManager, "end_interpreter", slow)
     return begun
 
 
-async def usable(pool: Sandbox) -> bool:
+async def usable(pool: SandboxPool) -> bool:
     async with await pool.open(wait_s=5) as box:
         return pool.num_open == 1 and (await box.run("print(1)")).text == "1\n"
 
@@ -96,19 +96,19 @@ def test_an_open_cancelled_in_the_tick_its_process_is_ready_loses_no_process(roo
         return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
 
     async def calls() -> tuple[set[int], set[int]]:
-        (spare,) = room.pool._spares.values()
+        (spare,) = room.pool._spare_interpreters.values()
         await spare
         before = processes()
         async with await room.pool.open():
             pass
-        (spare,) = room.pool._spares.values()
+        (spare,) = room.pool._spare_interpreters.values()
         assert not spare.done()
         spare.add_done_callback(lambda _: opening.cancel())  # before whoever opens hears of it
         opening = asyncio.create_task(room.pool.open())
         with pytest.raises(asyncio.CancelledError):
             await opening
         assert await usable(room.pool)
-        await asyncio.gather(*room.pool._spares.values())
+        await asyncio.gather(*room.pool._spare_interpreters.values())
         return before, processes()
 
     before, after = room.do(calls())

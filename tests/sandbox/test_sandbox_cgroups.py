@@ -7,9 +7,9 @@ import pytest
 
 from sandbox import cgroups
 from sandbox.box import Box
-from sandbox.keeper import Exit, Keeper, Life
+from sandbox.keeper import ExitStatus, Interpreter, ZygoteManager
 from sandbox.layers import Layers
-from sandbox.types import Fault, Limits
+from sandbox.types import BoxLimits, Fault
 
 
 def proc(folder: Path, *, groups: str, mounts: str) -> Path:
@@ -20,7 +20,7 @@ def proc(folder: Path, *, groups: str, mounts: str) -> Path:
 
 
 def test_version_1_is_found_per_controller(tmp_path: Path):
-    found = cgroups.own_groups(
+    found = cgroups.find_own_groups(
         proc(
             tmp_path / "self",
             groups="8:pids:/\n4:memory:/jobs/a\n2:cpu,cpuacct:/jobs\n0::/\n",
@@ -33,7 +33,7 @@ def test_version_1_is_found_per_controller(tmp_path: Path):
 
 def test_a_group_outside_of_what_is_mounted_is_not_found(tmp_path: Path):
     mounts = "2 0 0:2 /jobs /cg/memory rw - cgroup cgroup rw,memory\n"
-    assert cgroups.own_groups(proc(tmp_path / "self", groups="4:memory:/jobsearch\n", mounts=mounts)) == {}
+    assert cgroups.find_own_groups(proc(tmp_path / "self", groups="4:memory:/jobsearch\n", mounts=mounts)) == {}
 
 
 def test_version_2_limits_and_delegates(tmp_path: Path):
@@ -42,7 +42,7 @@ def test_version_2_limits_and_delegates(tmp_path: Path):
     (own / "cgroup.controllers").write_text("cpu memory pids")
     (own / "cgroup.subtree_control").write_text("")
     with pytest.raises(FileNotFoundError):  # plain folders lack what the kernel puts into a new group
-        cgroups.Groups(size=1, limits=Limits(), parents=dict.fromkeys(cgroups.CONTROLLERS, own))
+        cgroups.ControlGroups(size=1, limits=BoxLimits(), parents=dict.fromkeys(cgroups.CONTROLLERS, own))
     assert (own / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
     assert list(own.glob("sandbox-*")) == []
 
@@ -51,18 +51,18 @@ def test_version_1_limits(tmp_path: Path):
     parents = {name: tmp_path / name for name in cgroups.CONTROLLERS}
     for place in parents.values():
         place.mkdir()
-    limits = Limits(memory=1 << 20, disk=1 << 19, file=1 << 18, processes=7, cpus=1.5)
-    groups = cgroups.Groups(size=2, limits=limits, parents=parents)
+    limits = BoxLimits(memory=1 << 20, disk=1 << 19, file=1 << 18, processes=7, cpus=1.5)
+    groups = cgroups.ControlGroups(size=2, limits=limits, parents=parents)
     (top,) = parents["memory"].iterdir()
     assert (top / "1" / "memory.limit_in_bytes").read_text() == str((1 << 20) + (1 << 19) + (1 << 19))
     assert (parents["pids"] / top.name / "0" / "pids.max").read_text() == "7"
     assert (parents["cpu"] / top.name / "0" / "cpu.cfs_quota_us").read_text() == "150000"
     (top / "1" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
-    groups.slots[1].join(12)
+    groups.slots[1].add_process(12)
     assert [(parents[name] / top.name / "1" / "cgroup.procs").read_text() for name in cgroups.CONTROLLERS] == ["12"] * 3
 
 
-KILLED = Exit(status=signal.SIGKILL, cpu_s=0.0)
+KILLED = ExitStatus(status=signal.SIGKILL, cpu_s=0.0)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["the host's", "its own"])
@@ -80,24 +80,31 @@ def test_a_kill_for_want_of_memory_is_the_codes_only_at_the_groups_own_limit(tmp
         (tmp_path / "memory.limit_in_bytes").write_text(f"{1 << 30}\n")
         (tmp_path / "memory.memsw.max_usage_in_bytes").write_text(f"{1 << 30}\n")
     counts(kills=1, at_limit=2)
-    group = cgroups.Group((tmp_path,))
-    group.join(1)
-    box = Box(1, keeper=Keeper(Layers(pid_ns=True), Limits()), limits=Limits(), group=group, begin=None, release=None)
-    life = Life(1, 1, None, None, streams=(), ended=None, directory=None)
-    box.mark()
+    group = cgroups.ControlGroup((tmp_path,))
+    group.add_process(1)
+    box = Box(
+        1,
+        zygote=ZygoteManager(Layers(pid_ns=True), BoxLimits()),
+        limits=BoxLimits(),
+        group=group,
+        start_interpreter=None,
+        release_slot=None,
+    )
+    life = Interpreter(1, 1, None, None, output_fds=(), exit_future=None, directory=None)
+    box.reset_oom_counter()
     assert version == 2 or (tmp_path / "memory.memsw.max_usage_in_bytes").read_text().startswith("0")  # the kernel puts what is in use
-    assert not group.used_up()
+    assert not group.was_oom_killed()
     counts(kills=2, at_limit=3 if own else 2)
     if version == 1:
         (tmp_path / "memory.memsw.max_usage_in_bytes").write_text(f"{(1 << 30) - 4096 if own else 1 << 29}\n")
-    fault, limit, _ = box.verdict(life, KILLED, trouble="gone")
+    fault, limit, _ = box.diagnose_death(life, KILLED, channel_error="gone")
     assert (fault, limit) == ((Fault.CODE, "memory") if own else (Fault.HOST, None))
-    group.forget()
+    group.close()
 
 
 def test_a_missing_controller_is_named(tmp_path: Path):
     with pytest.raises(OSError, match="cpu, pids"):
-        cgroups.Groups(size=1, limits=Limits(), parents={"memory": tmp_path})
+        cgroups.ControlGroups(size=1, limits=BoxLimits(), parents={"memory": tmp_path})
 
 
 def test_groups_of_a_dead_pool_are_swept(tmp_path: Path):
@@ -105,7 +112,7 @@ def test_groups_of_a_dead_pool_are_swept(tmp_path: Path):
     for place in parents.values():
         (place / "sandbox-4194305-0" / "3").mkdir(parents=True)  # above the largest process id there is
         (place / "sandbox-1-0" / "3").mkdir(parents=True)
-    cgroups.Groups(size=1, limits=Limits(), parents=parents)
+    cgroups.ControlGroups(size=1, limits=BoxLimits(), parents=parents)
     for place in parents.values():
         assert not (place / "sandbox-4194305-0").exists()
         assert (place / "sandbox-1-0" / "3").exists()

@@ -127,10 +127,10 @@ def test_a_fork_that_the_kernel_refuses_is_the_hosts_fault_and_the_zygote_lives(
     code = (
         "import asyncio, sandbox\n"
         "async def main():\n"
-        "    async with sandbox.Sandbox(size=1, layers=sandbox.Layers(pid_ns=True)) as pool:\n"
+        "    async with sandbox.SandboxPool(size=1, layers=sandbox.Layers(pid_ns=True)) as pool:\n"
         "        for _ in range(2):\n"
         "            try: await pool.open()\n"
-        "            except sandbox.SandboxFault as fault: print(fault)\n"
+        "            except sandbox.SandboxError as fault: print(fault)\n"
         "        print(pool.num_open)\n"
         "asyncio.run(main())"
     )

@@ -17,17 +17,17 @@ import httpx
 import pytest
 from PIL import Image
 
-from sandbox import Dropped, Error, Fault, Limits, Picture, PoolFull, Result, SandboxFault, Usage
+from sandbox import BoxLimits, CallError, CallResult, CallUsage, DroppedOutput, Fault, PoolFull, ReturnedImage, SandboxError
 from sandbox import images as pictures
-from sandbox.bounded_http import Answer, BoundedClient, NoAnswer
-from sandbox.client import CONNECT_S, SandboxClient
+from sandbox.bounded_http import BoundedClient, BoundedResponse, NoResponse
+from sandbox.client import CONNECT_TIMEOUT_S, SandboxClient
 from sandbox.fusion_client import FusionSandbox
-from sandbox.images import encode
-from sandbox.messages import result_to_wire
+from sandbox.images import encode_png
+from sandbox.messages import encode_result
 from tests.support.sandbox_lines import believed
 
-HEALTH = {"limits": {"call_s": 1.0, "open_s": 1.0}}
-PIXELS = encode(Image.new("RGB", (40, 30), (9, 8, 7)))
+HEALTH = {"limits": {"call_timeout_s": 1.0, "open_timeout_s": 1.0}}
+PIXELS = encode_png(Image.new("RGB", (40, 30), (9, 8, 7)))
 
 
 def client(answer: Callable[[httpx.Request], httpx.Response]) -> SandboxClient:
@@ -35,24 +35,24 @@ def client(answer: Callable[[httpx.Request], httpx.Response]) -> SandboxClient:
 
 
 def test_a_result_survives_the_wire() -> None:
-    result = Result(
+    result = CallResult(
         id=3,
         fault=Fault.CODE,
         text="é\n",
-        images=(Picture(png=PIXELS, width=40, height=30, source="show"),),
-        error=Error(type="E", message="m", line=2, traceback="t"),
+        images=(ReturnedImage(png=PIXELS, width=40, height=30, source="show"),),
+        error=CallError(type="E", message="m", line=2, traceback="t"),
         limit="time",
         files={"a": 1},
-        dropped=(Dropped(what="image", reason="r"),),
-        usage=Usage(wall_s=0.5, cpu_s=0.25, memory=7),
+        dropped=(DroppedOutput(what="image", reason="r"),),
+        usage=CallUsage(wall_s=0.5, cpu_s=0.25, memory=7),
         state_lost=True,
     )
-    assert believed(json.loads(json.dumps(result_to_wire(result)))) == result
+    assert believed(json.loads(json.dumps(encode_result(result)))) == result
 
 
 @pytest.mark.parametrize("change", [{"fault": "nobody"}, {"images": [{"png": "%"}]}, {"id": "x y"}, {"usage": 3}])
 def test_a_result_that_is_none_is_refused(change: dict[str, Any]) -> None:
-    data = result_to_wire(Result(id=1))
+    data = encode_result(CallResult(id=1))
     with pytest.raises(ValueError, match=r"."):
         believed(data | change)
 
@@ -73,7 +73,7 @@ def test_a_broken_server_is_the_hosts_fault(answer: httpx.Response) -> None:
             return httpx.Response(200, json=HEALTH)
         return httpx.Response(201, json={"box": "b"}) if request.url.path == "/boxes" else answer
 
-    async def work() -> Result:
+    async def work() -> CallResult:
         async with client(server) as pool, await pool.open() as box:
             return await box.run("1")
 
@@ -91,7 +91,7 @@ def test_a_connection_that_breaks_in_a_call_is_not_tried_again() -> None:
             raise httpx.ReadError("reset", request=request)
         return httpx.Response(200, json=HEALTH | {"box": "b"})
 
-    async def work() -> Result:
+    async def work() -> CallResult:
         async with client(server) as pool, await pool.open() as box:
             return await box.run("1")
 
@@ -101,16 +101,16 @@ def test_a_connection_that_breaks_in_a_call_is_not_tried_again() -> None:
 
 def waited(monkeypatch: pytest.MonkeyPatch, *, answers_after: float) -> tuple[dict[str, float], list[Fault | None]]:
     """For each path the seconds that a client waits, and what it makes of a server that takes so long."""
-    monkeypatch.setattr("sandbox.client.GRACE_S", 0.0)
-    told = result_to_wire(Result(id=1, fault=Fault.CODE, error=Error(type="TimeLimit", message="1 s")))
+    monkeypatch.setattr("sandbox.client.CLIENT_GRACE_S", 0.0)
+    told = encode_result(CallResult(id=1, fault=Fault.CODE, error=CallError(type="TimeLimit", message="1 s")))
     allowed = {}
 
     send = BoundedClient.request
 
-    async def request(http: BoundedClient, verb: str, path: str, body: object = None, **bounds: Any) -> Answer:
-        allowed[path] = (bounds["limit_s"] - CONNECT_S) / 2  # for the request, and for the answer
+    async def request(http: BoundedClient, verb: str, path: str, body: object = None, **bounds: Any) -> BoundedResponse:
+        allowed[path] = (bounds["timeout_s"] - CONNECT_TIMEOUT_S) / 2  # for the request, and for the answer
         if path != "/boxes" and verb == "POST" and allowed[path] < answers_after:
-            raise NoAnswer("late")
+            raise NoResponse("late")
         return await send(http, verb, path, body, **bounds)
 
     monkeypatch.setattr(BoundedClient, "request", request)
@@ -123,8 +123,8 @@ def waited(monkeypatch: pytest.MonkeyPatch, *, answers_after: float) -> tuple[di
         async with client(server) as pool, await pool.open(wait_s=7.0) as box:
             called = await box.run("while True: pass")
             try:
-                await box.fetch(["a"])
-            except SandboxFault:
+                await box.fetch_files(["a"])
+            except SandboxError:
                 return [called.fault, None]
             return [called.fault, Fault.NONE]
 
@@ -190,8 +190,8 @@ def fusion_stand_in(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json={"status": status, "message": "", "run_result": run, "files": files})
 
 
-def run_on_fusion(*codes: str, limits: Limits | None = None, **inputs: Any) -> list[Result]:
-    async def work() -> list[Result]:
+def run_on_fusion(*codes: str, limits: BoxLimits | None = None, **inputs: Any) -> list[CallResult]:
+    async def work() -> list[CallResult]:
         transport = httpx.MockTransport(fusion_stand_in)
         async with FusionSandbox("http://fusion", limits=limits, transport=transport) as pool, await pool.open(**inputs) as box:
             return [await box.run(code) for code in codes]
@@ -202,22 +202,22 @@ def run_on_fusion(*codes: str, limits: Limits | None = None, **inputs: Any) -> l
 def test_a_fusion_box_has_its_inputs_every_time_and_says_that_it_forgets() -> None:
     codes = ("x += 1\nprint(x, image_0.getpixel((0, 0)), open('a.txt').read())",) * 2
     first, second = run_on_fusion(*codes, images={"image_0": PIXELS}, files={"a.txt": b"A"}, preload="x = 1")
-    assert first == Result(id=1, text="2 (9, 8, 7) A\n", usage=Usage(wall_s=0.1))
+    assert first == CallResult(id=1, text="2 (9, 8, 7) A\n", usage=CallUsage(wall_s=0.1))
     assert second == replace(first, id=2, state_lost=True)
 
 
 def test_a_fusion_box_returns_images_and_drops_what_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read in a thread, each, so that they hold nobody else up."""
-    readers, size = [threading.get_ident()], pictures.png_size
-    monkeypatch.setattr(pictures, "png_size", lambda png: readers.append(threading.get_ident()) or size(png))
+    readers, size = [threading.get_ident()], pictures.read_png_size
+    monkeypatch.setattr(pictures, "read_png_size", lambda png: readers.append(threading.get_ident()) or size(png))
     code = "import matplotlib.pyplot as plt\nfor n in range(3):\n    image_0.rotate(0).show()\nplt.figure(figsize=(1, 1)); plt.plot([1])"
-    (result,) = run_on_fusion(code, images={"image_0": PIXELS}, limits=Limits(images=2))
+    (result,) = run_on_fusion(code, images={"image_0": PIXELS}, limits=BoxLimits(images=2))
     assert [(picture.width, picture.height) for picture in result.images] == [(40, 30)] * 2
     assert [drop.reason for drop in result.dropped] == ["only 2 images are returned per call"]
-    assert result.images[0].image().getpixel((1, 1)) == (9, 8, 7)
+    assert result.images[0].to_pil().getpixel((1, 1)) == (9, 8, 7)
     (result,) = run_on_fusion(code, images={"image_0": PIXELS})
     assert [(picture.width, picture.height) for picture in result.images] == [*[(40, 30)] * 3, (100, 100)]
-    (thin,) = run_on_fusion("open('_image_0.png', 'wb').write(b'no png')\nprint('x' * 30)", limits=Limits(text=20))
+    (thin,) = run_on_fusion("open('_image_0.png', 'wb').write(b'no png')\nprint('x' * 30)", limits=BoxLimits(text=20))
     assert (thin.images, thin.text) == ((), "xxxxxxxxxx\n[...]\nxxxxxxxxx\n")
     assert [drop.what for drop in thin.dropped] == ["image", "text"]
     assert readers.count(readers[0]) == 1 < len(readers)
@@ -234,9 +234,9 @@ def test_a_fusion_box_tells_type_and_line(code: str, error: str, line: int) -> N
 
 
 def test_a_fusion_box_tells_a_time_out_and_an_end() -> None:
-    slow, ended = run_on_fusion("print(1, flush=True)\nwhile True: pass", "import os; os._exit(7)", limits=Limits(call_s=2.0))
+    slow, ended = run_on_fusion("print(1, flush=True)\nwhile True: pass", "import os; os._exit(7)", limits=BoxLimits(call_timeout_s=2.0))
     assert (slow.fault, slow.limit, slow.text) == (Fault.CODE, "time", "1\n")
-    assert ended.error == Error(type="SystemExit", message="the program ended with status 7")
+    assert ended.error == CallError(type="SystemExit", message="the program ended with status 7")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_fusion_box_tells_a_time_out_and_an_end() -> None:
     ],
 )
 def test_a_fusion_server_in_trouble_is_the_hosts_fault(answer: httpx.Response) -> None:
-    async def work() -> Result:
+    async def work() -> CallResult:
         transport = httpx.MockTransport(lambda request: answer)
         async with FusionSandbox("http://fusion", transport=transport) as pool, await pool.open() as box:
             return await box.run("1")
@@ -267,13 +267,13 @@ def test_health_that_is_none_is_the_hosts_fault(answer: httpx.Response, said: st
         async with client(lambda request: answer):
             pass
 
-    with pytest.raises(SandboxFault, match=said):
+    with pytest.raises(SandboxError, match=said):
         asyncio.run(work())
 
 
 @pytest.mark.parametrize("status", [404, 409, 413, 422, 429, 503])
 def test_whatever_a_server_refuses_it_ends_no_run(status: int) -> None:
-    """A client's start raises SandboxFault alone, which names a remedy further up; the end of a box raises nothing."""
+    """A client's start raises SandboxError alone, which names a remedy further up; the end of a box raises nothing."""
 
     def refusing(verb: str) -> Callable[[httpx.Request], httpx.Response]:
         def server(request: httpx.Request) -> httpx.Response:
@@ -289,9 +289,9 @@ def test_whatever_a_server_refuses_it_ends_no_run(status: int) -> None:
     async def close() -> bool:
         async with client(refusing("DELETE")) as pool, await pool.open() as box:
             pass
-        return box.closed
+        return box.is_closed
 
-    with pytest.raises(SandboxFault, match="refused here"):
+    with pytest.raises(SandboxError, match="refused here"):
         asyncio.run(start())
     assert asyncio.run(close())
 
@@ -304,5 +304,5 @@ def test_a_server_that_is_not_there_is_the_hosts_fault() -> None:
         async with SandboxClient(f"http://127.0.0.1:{port}"):
             pass
 
-    with pytest.raises(SandboxFault, match=f"127.0.0.1:{port}"):
+    with pytest.raises(SandboxError, match=f"127.0.0.1:{port}"):
         asyncio.run(talking())

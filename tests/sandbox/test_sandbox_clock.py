@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from sandbox import Fault, Limits, Result, Sandbox, clock
-from sandbox.clock import Clock, Sight, own_share
-from sandbox.layers import choose, offered
-from sandbox.processes import kill_tree
+from sandbox import BoxLimits, CallResult, Fault, SandboxPool, clock
+from sandbox.clock import BoxTimer, ProcessSnapshot, runnable_fraction
+from sandbox.layers import choose_layers, detect_layers
+from sandbox.processes import kill_process_tree
 from tests.support.sandbox_room import started
 
 S = 1_000_000_000
@@ -23,10 +23,10 @@ MOST_LOOKS = 4 * 2 + 3
 """Of a clock of 0.4 s, however late they come."""
 
 
-def sight(*threads: tuple[float, float], stopped: bool = False, waiting: bool = False) -> Sight:
+def sight(*threads: tuple[float, float], stopped: bool = False, waiting: bool = False) -> ProcessSnapshot:
     """`threads`: seconds on a core, and seconds without one."""
     times = {str(number): (int(ran * S), int(stood * S)) for number, (ran, stood) in enumerate(threads)}
-    return Sight(stopped=stopped, waiting=waiting, threads=times)
+    return ProcessSnapshot(is_stopped=stopped, is_runnable=waiting, thread_times_ns=times)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def sight(*threads: tuple[float, float], stopped: bool = False, waiting: bool = 
         (sight((0, 0)), sight(), 1.0, 1.0),  # gone, or out of sight
     ],
 )
-def test_the_own_part_of_two_seconds(before: Sight, now: Sight, cpus: float, share: float):
-    assert own_share(before, now, span_s=2.0, cpus=cpus) == pytest.approx(share)
+def test_the_own_part_of_two_seconds(before: ProcessSnapshot, now: ProcessSnapshot, cpus: float, share: float):
+    assert runnable_fraction(before, now, span_s=2.0, cpus=cpus) == pytest.approx(share)
 
 
 PARENT = """
@@ -64,48 +64,53 @@ def test_without_a_control_group_all_below_the_first_process_are_looked_at():
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         try:
             parent.stdout.read(2)  # both print a line once they are there
-            before = clock.look_at(parent.pid, None)
+            before = clock.take_snapshot(parent.pid, None)
             time.sleep(0.5)
-            now = clock.look_at(parent.pid, None)
+            now = clock.take_snapshot(parent.pid, None)
         finally:
-            kill_tree(parent.pid)
+            kill_process_tree(parent.pid)
             parent.kill()
-    below = {name for name in now.threads if not name.startswith(f"/proc/{parent.pid}/")}
+    below = {name for name in now.thread_times_ns if not name.startswith(f"/proc/{parent.pid}/")}
     assert len(below) == 2, now
-    assert sum(now.threads[name][0] - before.threads[name][0] for name in below) > 0
+    assert sum(now.thread_times_ns[name][0] - before.thread_times_ns[name][0] for name in below) > 0
 
 
 def test_code_that_starves_its_own_first_process_is_late():
     """Without a control group, on the one core of its place: the first process is at the end of the line, and never on it."""
     starve = "import os\nif all(os.fork() for _ in range(30)): os.nice(19)\nwhile True: pass"
 
-    async def call() -> Result:
-        layers = replace(choose(offered()), cgroup=False, watchdog=True)
-        async with Sandbox(size=1, limits=Limits(call_s=1.0, open_s=120.0, processes=64), layers=layers) as pool, await pool.open() as box:
+    async def call() -> CallResult:
+        layers = replace(choose_layers(detect_layers()), cgroup=False, watchdog=True)
+        async with (
+            SandboxPool(size=1, limits=BoxLimits(call_timeout_s=1.0, open_timeout_s=120.0, processes=64), layers=layers) as pool,
+            await pool.open() as box,
+        ):
             return await box.run(starve)
 
     result = asyncio.run(call())
     assert (result.fault, result.limit) == (Fault.CODE, "time"), result
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, sights: list[Sight], *, seconds: float, sealed: bool = True) -> tuple[float, bool, int]:
+def timed(
+    monkeypatch: pytest.MonkeyPatch, sights: list[ProcessSnapshot], *, seconds: float, sealed: bool = True
+) -> tuple[float, bool, int]:
     """When, and in which look, a clock that sees these ends a wait without an end, and whose doing it says that was. The last one stays."""
     looks = 0
 
-    def look(*_: object) -> Sight:
+    def look(*_: object) -> ProcessSnapshot:
         nonlocal looks
         looks += 1
         return sights.pop(0) if len(sights) > 1 else sights[0]
 
-    monkeypatch.setattr(clock, "look_at", look)
+    monkeypatch.setattr(clock, "take_snapshot", look)
 
     async def wait() -> tuple[float, bool, int]:
-        timer = Clock(seconds, pid=1, group=None, cpus=1.0, sealed=sealed)
+        timer = BoxTimer(seconds, pid=1, group=None, cpus=1.0, is_unstoppable=sealed)
         began = time.perf_counter()
         with pytest.raises(TimeoutError):
             async with timer:
                 await asyncio.sleep(60)
-        return time.perf_counter() - began, timer.held, looks
+        return time.perf_counter() - began, timer.was_starved, looks
 
     return asyncio.run(wait())
 
@@ -116,7 +121,7 @@ def test_a_look_that_fails_does_not_stop_the_clock(error: type[Exception]):
     failures = [error("once")]
 
     class Sightless:
-        def processes(self) -> list[int]:
+        def list_processes(self) -> list[int]:
             if failures:
                 raise failures.pop()
             return []
@@ -124,12 +129,12 @@ def test_a_look_that_fails_does_not_stop_the_clock(error: type[Exception]):
     async def wait() -> tuple[bool, list[type]]:
         told: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
-        timer = Clock(0.4, pid=os.getpid(), group=Sightless(), cpus=1.0, sealed=True)
+        timer = BoxTimer(0.4, pid=os.getpid(), group=Sightless(), cpus=1.0, is_unstoppable=True)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(30) as bound, timer:
                 await asyncio.sleep(60)
         assert not bound.expired()
-        return timer.held, [type(context["exception"]) for context in told]
+        return timer.was_starved, [type(context["exception"]) for context in told]
 
     assert asyncio.run(wait()) == (False, [] if error is OSError else [error])
     assert not failures
@@ -180,7 +185,7 @@ def test_no_verdict_of_32_honest_boxes_changes_under_load_and_a_held_up_loop():
     limits, twice. Nobody is late; of the boxes that are endless everybody is."""
     honest = "import time\nend = time.process_time() + 0.05\nwhile time.process_time() < end: pass\ntime.sleep(0.2)\nprint({k}, flush=True)"
 
-    async def calls(pool: Sandbox) -> list[Result]:
+    async def calls(pool: SandboxPool) -> list[CallResult]:
         boxes = [await pool.open() for _ in range(NUM_BOXES)]
         running = [asyncio.create_task(box.run(honest.format(k=k), timeout_s=4.0)) for k, box in enumerate(boxes)]
         for _ in range(2):
@@ -192,7 +197,7 @@ def test_no_verdict_of_32_honest_boxes_changes_under_load_and_a_held_up_loop():
         return [*done, *endless]
 
     burners = [multiprocessing.get_context("spawn").Process(target=burn, daemon=True) for _ in range(4)]
-    for room in started(Limits(call_s=1.0), size=NUM_BOXES):
+    for room in started(BoxLimits(call_timeout_s=1.0), size=NUM_BOXES):
         for burner in burners:
             burner.start()
         results = room.do(calls(room.pool))

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandbox import Fault, Limits, frames
+from sandbox import BoxLimits, Fault, frames
 from sandbox.box import Box
 from tests.support.sandbox_room import Room, started
 
-LIMITS = Limits(call_s=1.0, memory=192 << 20, disk=8 << 20, file=4 << 20)
+LIMITS = BoxLimits(call_timeout_s=1.0, memory=192 << 20, disk=8 << 20, file=4 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,8 @@ def room() -> Iterator[Room]:
 
 async def killed(box: Box) -> None:
     """As the host's OOM killer would; once the pool has heard of it."""
-    ended = box.life.ended
-    os.kill(box.life.pid, signal.SIGKILL)
+    ended = box.interpreter.exit_future
+    os.kill(box.interpreter.pid, signal.SIGKILL)
     await asyncio.wait_for(asyncio.shield(ended), 10)
 
 
@@ -33,12 +33,12 @@ def test_the_hosts_trouble_is_the_hosts_fault(room: Room):
             await box.run("import time")
             call = asyncio.create_task(box.run("time.sleep(30)", timeout_s=60))
             await asyncio.sleep(0.1)
-            os.kill(box.life.pid, signal.SIGKILL)
+            os.kill(box.interpreter.pid, signal.SIGKILL)
             first = await call
             await box.run("import time")
             again = asyncio.create_task(box.run("time.sleep(30)", timeout_s=60))
             await asyncio.sleep(0.3)
-            room.pool._keeper._process.kill()
+            room.pool._zygote._process.kill()
             return [first, await again, await other.run("print(0)"), await other.run("print(1)"), await box.run("print(2)")]
 
     results = room.do(calls())
@@ -70,7 +70,7 @@ def test_an_end_by_the_codes_own_hand_between_two_calls_costs_it_its_state(room:
     async def calls():
         async with await room.pool.open() as box:
             await box.run(leave)
-            await asyncio.wait_for(asyncio.shield(box.life.ended), 10)
+            await asyncio.wait_for(asyncio.shield(box.interpreter.exit_future), 10)
             return await box.run("print('os' in dir())")
 
     result = room.do(calls())
@@ -84,10 +84,10 @@ def test_a_fetch_leaves_it_to_the_next_call_to_tell(room: Room, before: bool):
             await box.run("open('a', 'w').write('written')")
             if before:
                 await killed(box)
-                found = await box.fetch(["a"])
+                found = await box.fetch_files(["a"])
             else:
-                os.kill(box.life.pid, signal.SIGSTOP)
-                fetching = asyncio.create_task(box.fetch(["a"]))
+                os.kill(box.interpreter.pid, signal.SIGSTOP)
+                fetching = asyncio.create_task(box.fetch_files(["a"]))
                 await asyncio.sleep(0.1)
                 await killed(box)
                 found = await fetching
@@ -99,7 +99,7 @@ def test_a_fetch_leaves_it_to_the_next_call_to_tell(room: Room, before: bool):
 
 def test_to_read_an_answer_is_not_the_boxes_time(room: Room, monkeypatch: pytest.MonkeyPatch):
     """A thread of ours that comes late, by twice the limit."""
-    parse = frames._parse
+    parse = frames._parse_json
 
     def late(text: bytes) -> dict[str, object]:
         time.sleep(2.0)
@@ -107,9 +107,9 @@ def test_to_read_an_answer_is_not_the_boxes_time(room: Room, monkeypatch: pytest
 
     async def calls():
         async with await room.pool.open() as box:
-            monkeypatch.setattr(frames, "MAX_INLINE", 0)
-            monkeypatch.setattr(frames, "_parse", late)
-            return await box.run("open('a', 'w').write('a'); print(1)"), await box.fetch(["a"])
+            monkeypatch.setattr(frames, "MAX_INLINE_JSON", 0)
+            monkeypatch.setattr(frames, "_parse_json", late)
+            return await box.run("open('a', 'w').write('a'); print(1)"), await box.fetch_files(["a"])
 
     result, found = room.do(calls())
     assert (result.fault, result.text, found) == (Fault.NONE, "1\n", {"a": b"a"}), result
@@ -118,8 +118,8 @@ def test_to_read_an_answer_is_not_the_boxes_time(room: Room, monkeypatch: pytest
 def test_a_fetch_that_the_host_holds_up_is_its_fault(room: Room):
     async def calls():
         async with await room.pool.open() as box:
-            os.kill(box.life.pid, signal.SIGSTOP)
-            return await box.fetch(["a"]), await box.run("print(1)"), await box.run("print(2)")
+            os.kill(box.interpreter.pid, signal.SIGSTOP)
+            return await box.fetch_files(["a"]), await box.run("print(1)"), await box.run("print(2)")
 
     found, told, after = room.do(calls())
     assert (found, told.fault, after.text, after.state_lost) == ({}, Fault.HOST, "2\n", True), (told, after)

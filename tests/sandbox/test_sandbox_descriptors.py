@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 PRELUDE = '''
 import asyncio, json, os, resource, sys, tempfile
 import psutil
-from sandbox import SandboxFault, Sandbox
+from sandbox import SandboxError, SandboxPool
 
 def held():
     return [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]
@@ -50,10 +50,10 @@ def told(tmp_path: Path, code: str, *, soft: int, hard: int) -> Any:
 def test_a_pool_too_large_for_its_process_is_refused_at_the_start(tmp_path: Path):
     code = """
 async def main():
-    pool = Sandbox(size=40, isolation="none")
+    pool = SandboxPool(size=40, isolation="none")
     try:
         await pool.start()
-    except SandboxFault as fault:
+    except SandboxError as fault:
         await pool.close()
         return {"fault": str(fault), **left()}
 print(json.dumps(asyncio.run(main())))
@@ -68,7 +68,7 @@ print(json.dumps(asyncio.run(main())))
 def test_the_soft_limit_is_raised_as_far_as_the_pool_needs(tmp_path: Path):
     code = """
 async def main():
-    async with Sandbox(size=40, isolation="none") as pool:
+    async with SandboxPool(size=40, isolation="none") as pool:
         boxes = [await pool.open() for _ in range(40)]
         texts = {(await box.run("print(1)")).text for box in boxes}
         return {"texts": list(texts), "limit": resource.getrlimit(resource.RLIMIT_NOFILE)}
@@ -86,15 +86,15 @@ def test_files_that_run_out_later_are_the_hosts_fault_and_leave_nothing(tmp_path
     code = """
 async def main():
     faults = []
-    async with Sandbox(size=2, isolation="none") as pool:
+    async with SandboxPool(size=2, isolation="none") as pool:
         for spared in range(6):
-            await asyncio.gather(*pool._spares.values())
+            await asyncio.gather(*pool._spare_interpreters.values())
             await (await pool.open()).close()  # uses the prepared processes up, so that the next has to be made
-            for task in pool._spares.values():
+            for task in pool._spare_interpreters.values():
                 life = await task
                 if life is not None:
-                    await pool._end(life)
-            pool._spares.clear()
+                    await pool._end_interpreter(life)
+            pool._spare_interpreters.clear()
             before = held()
             taken = take_all()
             for descriptor in taken[:spared]:
@@ -103,9 +103,9 @@ async def main():
                 box = await pool.open()
                 faults.append(None)
                 await box.close()
-            except SandboxFault as fault:
+            except SandboxError as fault:
                 faults.append(str(fault))
-            await asyncio.gather(*pool._spares.values())
+            await asyncio.gather(*pool._spare_interpreters.values())
             for descriptor in taken[spared:]:
                 os.close(descriptor)
         box = await pool.open()

@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from sandbox import Fault, Limits, Result, Sandbox, SandboxFault, keeper
-from sandbox.layers import choose, offered
+from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, keeper
+from sandbox.layers import choose_layers, detect_layers
 from tests.support.sandbox_room import Room, started
 
-LIMITS = Limits(call_s=1.0, memory=192 << 20, disk=8 << 20, file=4 << 20)
+LIMITS = BoxLimits(call_timeout_s=1.0, memory=192 << 20, disk=8 << 20, file=4 << 20)
 ASK_KERNEL = """
 import ctypes, os, resource
 libc = ctypes.CDLL(None, use_errno=True)
@@ -72,9 +72,11 @@ async def longest_gap(work: Awaitable[Any]) -> tuple[Any, float]:
 @pytest.mark.parametrize("num", [5, 300], ids=["as many as a call may return", "more"])
 def test_a_reply_full_of_bombs_holds_nobody_else_up(room: Room, num: int):
     """300 took ten seconds of the loop; five, which are inflated, take a thread 0.2 s."""
-    flood = f"{CHANNEL}reply = {FORGED!r} | {{'id': 1, 'sources': ['show'] * {num}}}\nchannel.sendall(frames.pack(reply, [png] * {num}))"
+    flood = (
+        f"{CHANNEL}reply = {FORGED!r} | {{'id': 1, 'sources': ['show'] * {num}}}\nchannel.sendall(frames.pack_frame(reply, [png] * {num}))"
+    )
 
-    async def calls() -> tuple[list[Result], float]:
+    async def calls() -> tuple[list[CallResult], float]:
         async with await room.pool.open(files={"bomb": bomb()}) as hostile, await room.pool.open() as honest:
             await hostile.run("png = open('bomb', 'rb').read()")
             await honest.run("import time")
@@ -136,13 +138,13 @@ def test_whatever_else_kills_from_the_kernel_is_the_codes_fault(room: Room, code
 
 
 def test_a_limit_of_processor_time_of_its_own_is_seen_without_seccomp_too():
-    async def calls() -> list[Result]:
-        layers = replace(choose(offered()), seccomp=False)
-        async with Sandbox(size=1, limits=LIMITS, layers=layers) as pool, await pool.open() as box:
+    async def calls() -> list[CallResult]:
+        layers = replace(choose_layers(detect_layers()), seccomp=False)
+        async with SandboxPool(size=1, limits=LIMITS, layers=layers) as pool, await pool.open() as box:
             killed = await box.run("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass", timeout_s=60)
             sleeping = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
             await asyncio.sleep(0.5)
-            os.kill(box.life.pid, signal.SIGKILL)
+            os.kill(box.interpreter.pid, signal.SIGKILL)
             return [killed, await sleeping]
 
     killed, by_host = asyncio.run(calls())
@@ -154,7 +156,7 @@ def test_a_limit_of_processor_time_of_its_own_is_seen_without_seccomp_too():
 def test_a_held_up_loop_is_no_limit_of_the_codes(room: Room):
     """The pool's own loop stands still for twice the limit, once or in every look: what the box had done by then counts."""
 
-    async def calls(*stalls: float) -> Result:
+    async def calls(*stalls: float) -> CallResult:
         async with await room.pool.open() as box:
             await box.run("import time")
             call = asyncio.create_task(box.run("time.sleep(0.5); print('answer', flush=True)"))
@@ -175,7 +177,7 @@ def test_a_process_with_no_name_in_unicode_has_a_clock_too(room: Room):
 
 
 def test_an_endless_call_is_the_codes_fault_after_a_stall_too(room: Room):
-    async def calls() -> Result:
+    async def calls() -> CallResult:
         async with await room.pool.open() as box:
             call = asyncio.create_task(box.run("while True: pass"))
             await asyncio.sleep(0.2)
@@ -187,15 +189,15 @@ def test_an_endless_call_is_the_codes_fault_after_a_stall_too(room: Room):
 
 
 def test_a_stopped_box_is_the_hosts_fault_and_one_that_goes_on_is_nobodys(room: Room):
-    async def calls(*, stopped_s: float | None) -> list[Result]:
+    async def calls(*, stopped_s: float | None) -> list[CallResult]:
         async with await room.pool.open() as box:
             await box.run("import time")
             call = asyncio.create_task(box.run("time.sleep(0.3); print('answer')"))
             await asyncio.sleep(0.1)
-            os.kill(box.life.pid, signal.SIGSTOP)
+            os.kill(box.interpreter.pid, signal.SIGSTOP)
             if stopped_s is not None:
                 await asyncio.sleep(stopped_s)
-                os.kill(box.life.pid, signal.SIGCONT)
+                os.kill(box.interpreter.pid, signal.SIGCONT)
             return [await call, await box.run("print(1)")]
 
     went_on, _ = room.do(calls(stopped_s=2.0))
@@ -208,9 +210,9 @@ def test_a_stopped_box_is_the_hosts_fault_and_one_that_goes_on_is_nobodys(room: 
 
 def test_opening_is_not_late_by_our_stall(room: Room):
     async def opened() -> str:
-        async with Sandbox(size=1, limits=replace(LIMITS, open_s=1.0)) as pool:
+        async with SandboxPool(size=1, limits=replace(LIMITS, open_timeout_s=1.0)) as pool:
             opening = asyncio.create_task(pool.open(preload="import time; time.sleep(0.3)"))
-            while not pool._opening:
+            while not pool._opening_interpreters:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.01)
             time.sleep(2.5)
@@ -229,12 +231,12 @@ def test_a_kill_by_the_host_after_the_codes_own_used_up_memory(room: Room):
         "    os._exit(0)\nprint(9 in [os.wait()[1] for _ in range(6)])"
     )
 
-    async def calls() -> list[Result]:
+    async def calls() -> list[CallResult]:
         async with await room.pool.open() as box:
             first = await box.run(greedy, timeout_s=20)
             call = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
             await asyncio.sleep(0.3)
-            os.kill(box.life.pid, signal.SIGKILL)
+            os.kill(box.interpreter.pid, signal.SIGKILL)
             return [first, await call]
 
     first, second = room.do(calls())
@@ -245,14 +247,14 @@ def test_a_kill_by_the_host_after_the_codes_own_used_up_memory(room: Room):
 def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: Room):
     """The channel ends before the zygote says so: that is not the code that closed it."""
 
-    async def calls() -> Result:
+    async def calls() -> CallResult:
         async with await room.pool.open() as box:
             call = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
             await asyncio.sleep(0.2)
-            zygote = room.pool._keeper._process
+            zygote = room.pool._zygote._process
             zygote.send_signal(signal.SIGSTOP)
-            os.kill(box.life.pid, signal.SIGKILL)
-            await asyncio.sleep(keeper.DYING_S + 0.5)
+            os.kill(box.interpreter.pid, signal.SIGKILL)
+            await asyncio.sleep(keeper.EXIT_POLL_S + 0.5)
             zygote.send_signal(signal.SIGCONT)
             return await call
 
@@ -262,18 +264,18 @@ def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: Room):
 
 def test_a_stopped_zygote_is_given_up(room: Room, monkeypatch: pytest.MonkeyPatch):
     """Openings do not wait for it for ever, and what it cannot kill dies with it; the next opening has a new one."""
-    monkeypatch.setattr(keeper, "HANG_S", 1.5)
+    monkeypatch.setattr(keeper, "ZYGOTE_REPLY_TIMEOUT_S", 1.5)
 
     async def stop() -> subprocess.Popen[bytes]:
-        for spare in await asyncio.gather(*room.pool._spares.values()):
+        for spare in await asyncio.gather(*room.pool._spare_interpreters.values()):
             if spare is not None:  # prepared on the zygote that died
-                spare.forget()
-        room.pool._spares.clear()
-        zygote = room.pool._keeper._process
+                spare.close()
+        room.pool._spare_interpreters.clear()
+        zygote = room.pool._zygote._process
         zygote.send_signal(signal.SIGSTOP)
         return zygote
 
-    async def calls() -> tuple[list[Any], Result, list[bool], str]:
+    async def calls() -> tuple[list[Any], CallResult, list[bool], str]:
         async with await room.pool.open() as box:
             first = await stop()
             endless = await box.run("while True: pass")
@@ -285,19 +287,19 @@ def test_a_stopped_zygote_is_given_up(room: Room, monkeypatch: pytest.MonkeyPatc
             return failed, endless, [zygote.poll() is not None for zygote in (first, second)], text
 
     failed, endless, dead, text = room.do(asyncio.wait_for(calls(), 120))
-    assert all(isinstance(one, SandboxFault) for one in failed), failed
+    assert all(isinstance(one, SandboxError) for one in failed), failed
     assert (endless.fault, endless.limit, dead, text) == (Fault.CODE, "time", [True, True], "new\n")
 
 
 OWNER = """
 import asyncio
-from sandbox import Sandbox
+from sandbox import SandboxPool
 
 async def work():
-    async with Sandbox(size=1) as pool, await pool.open() as box:
+    async with SandboxPool(size=1) as pool, await pool.open() as box:
         call = asyncio.create_task(box.run("while True: pass", timeout_s=60))
         await asyncio.sleep(0.2)
-        print(pool._keeper._process.pid, box.life.pid, flush=True)
+        print(pool._zygote._process.pid, box.interpreter.pid, flush=True)
         await call
 
 asyncio.run(work())
@@ -319,8 +321,8 @@ def test_output_cannot_be_sealed(room: Room, monkeypatch: pytest.MonkeyPatch):
     make = os.memfd_create
     monkeypatch.setattr(os, "memfd_create", lambda name, flags: make(name, flags | os.MFD_ALLOW_SEALING))
 
-    async def calls() -> list[Result]:
-        async with Sandbox(size=1, limits=LIMITS) as pool, await pool.open() as box:
+    async def calls() -> list[CallResult]:
+        async with SandboxPool(size=1, limits=LIMITS) as pool, await pool.open() as box:
             seal = "import fcntl\nfor fd in (1, 2):\n  try: fcntl.fcntl(fd, 1033, 0xE)\n  except PermissionError: print('refused')"
             return [await box.run(seal), await box.run("print('next')")]
 

@@ -1,22 +1,22 @@
-"""What `Box.fetch` takes from a box at most, whoever answers."""
+"""What `Box.fetch_files` takes from a box at most, whoever answers."""
 
 import asyncio
 
 import pytest
 
-from sandbox import Limits, Sandbox
+from sandbox import BoxLimits, SandboxPool
 
-LIMITS = Limits(disk=4 << 20, input_bytes=1 << 20, file=2 << 20)
+LIMITS = BoxLimits(disk=4 << 20, input_bytes=1 << 20, file=2 << 20)
 
 
 def fetched(code: str, names: list[str]) -> tuple[dict[str, int], bool]:
     """name -> size, and whether the box was killed for its answer. Without layers a box can hold more than its disk."""
 
     async def calls() -> tuple[dict[str, int], bool]:
-        async with Sandbox(size=1, limits=LIMITS, isolation="none") as pool, await pool.open() as box:
+        async with SandboxPool(size=1, limits=LIMITS, isolation="none") as pool, await pool.open() as box:
             made = await box.run(code)
             assert made.error is None, made
-            files = await box.fetch(names)
+            files = await box.fetch_files(names)
             return {name: len(content) for name, content in files.items()}, (await box.run("1")).state_lost
 
     return asyncio.run(calls())
@@ -37,7 +37,7 @@ def test_a_hostile_box_is_not_read_past_the_sum(sizes: list[int], taken: bool):
         "import sys\nfrom sandbox import frames, worker\n"
         "def answer(self, number, names):\n"
         f"    sizes = {told}\n"
-        "    self.channel.sendall(frames.pack({'id': number, 'names': list(sizes)}, [bytes(size) for size in sizes.values()]))\n"
-        "worker.Session._fetch = answer"
+        "    self.channel.sendall(frames.pack_frame({'id': number, 'names': list(sizes)}, [bytes(size) for size in sizes.values()]))\n"
+        "worker.BoxSession._send_files = answer"
     )
     assert fetched(code, names) == ((told, False) if taken else ({}, True))

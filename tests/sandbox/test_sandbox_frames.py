@@ -21,15 +21,15 @@ def read(data: bytes, *, max_bytes: int = 1 << 20) -> frames.Frame:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        text, blobs = await frames.read(reader, max_bytes=max_bytes, max_blobs=1024)
-        return await frames.parsed(text), blobs
+        text, blobs = await frames.read_frame(reader, max_bytes=max_bytes, max_blobs=1024)
+        return await frames.parse_json(text), blobs
 
     return asyncio.run(feed())
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.lists(st.binary(max_size=50), max_size=4))
 def test_what_was_packed_is_read(message: str, blobs: list[bytes]):
-    assert read(frames.pack(message, blobs)) == (message, blobs)
+    assert read(frames.pack_frame(message, blobs)) == (message, blobs)
 
 
 def head(num_text: int, lengths: list[int]) -> bytes:
@@ -52,17 +52,17 @@ def head(num_text: int, lengths: list[int]) -> bytes:
     ids=["json", "count", "blob", "sum", "array", "syntax", "encoding", "depth", "digits"],
 )
 def test_what_is_no_frame_is_refused_before_it_takes_memory(data: bytes):
-    with pytest.raises(frames.Malformed):
+    with pytest.raises(frames.MalformedFrame):
         read(data)
 
 
-@pytest.mark.parametrize("cut", range(len(frames.pack({"a": 1}, [b"xyz"]))))
+@pytest.mark.parametrize("cut", range(len(frames.pack_frame({"a": 1}, [b"xyz"]))))
 def test_a_frame_cut_anywhere_is_an_end(cut: int):
     with pytest.raises(asyncio.IncompleteReadError):
-        read(frames.pack({"a": 1}, [b"xyz"])[:cut])
+        read(frames.pack_frame({"a": 1}, [b"xyz"])[:cut])
 
 
 def test_lone_surrogates_travel():
     message = {"code": "\ud800"}
-    assert read(frames.pack(message)) == (message, [])
+    assert read(frames.pack_frame(message)) == (message, [])
     assert json.dumps(message).isascii()

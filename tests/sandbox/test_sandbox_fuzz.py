@@ -12,12 +12,12 @@ from fastapi import FastAPI, Request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox import Limits
-from sandbox.connections import Line
+from sandbox import BoxLimits
+from sandbox.connections import ConnectionRegistry
 from sandbox.server import create_app
 from tests.support.sandbox_lines import StillPool, answer_of, request, serving
 
-POOL = StillPool(Limits(call_s=0.05, input_bytes=1 << 16), size=200)
+POOL = StillPool(BoxLimits(call_timeout_s=0.05, input_bytes=1 << 16), size=200)
 APP = create_app(POOL)
 ROUTES = [(verb.upper(), path) for path, verbs in APP.openapi()["paths"].items() for verb in verbs]
 TEXT = st.text(max_size=20) | st.sampled_from(["", "image_0", "../a", "a/b", "\0", "\ud800", "python", "iVBORw0KGgo=", "raise x", "1000"])
@@ -146,7 +146,7 @@ def statuses(answer: bytes) -> list[int]:
 
 def test_bytes_of_any_kind_get_an_answer_or_none() -> None:
     chance, seen = random.Random(0), set()
-    with serving(line=Line(header_s=1.0, body_s=1.0), pool=StillPool(size=200)) as server:
+    with serving(line=ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0), pool=StillPool(size=200)) as server:
         for _ in range(9):
             with ExitStack() as opened:
                 lines = [opened.enter_context(server.connect()) for _ in range(100)]

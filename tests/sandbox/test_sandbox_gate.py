@@ -17,15 +17,15 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from sandbox import Limits
+from sandbox import BoxLimits
 from sandbox.messages import OpenRequest
 from sandbox.server import create_app
-from sandbox.token import is_for_all, read_token
+from sandbox.token import is_reachable_remotely, read_token
 from tests.support.sandbox_lines import StillPool, answer_of, request, serving
 
 JSON = {"Content-Type": "application/json"}
 TOKEN = "a-word-of-thirty-two-characters!"
-TIGHT = Limits(input_bytes=1 << 20, code=1 << 16)
+TIGHT = BoxLimits(input_bytes=1 << 20, code=1 << 16)
 
 
 def talk(pool: StillPool, *talks: Callable[[httpx.AsyncClient], Any], **options: Any) -> list[httpx.Response]:
@@ -87,7 +87,7 @@ def test_junk_keys_hold_up_nobody() -> None:
 
 def test_many_marks_are_refused_unread() -> None:
     """A million values in a large body are no box's inputs: they are counted, not read. The text of one call may be of commas only."""
-    limits = Limits(input_bytes=16 << 20, code=1 << 20)
+    limits = BoxLimits(input_bytes=16 << 20, code=1 << 20)
     app_of = StillPool(limits)
     box = json.loads(talk(app_of, posted("/boxes", {}))[0].content)["box"]
     assert len(box) == 32
@@ -145,7 +145,7 @@ def test_large_bodies_have_a_total_and_small_ones_pass_beside_them() -> None:
     """Finding 21: 3 x 100 MB, one byte short, were held for ever."""
     body = 8 << 20
 
-    def statuses(limits: Limits, *, refused: int) -> tuple[list[bytes], int]:
+    def statuses(limits: BoxLimits, *, refused: int) -> tuple[list[bytes], int]:
         with serving(pool=StillPool(limits)) as server, ExitStack() as lines:
             stalled = [lines.enter_context(server.connect()) for _ in range(6)]
             for line in stalled:
@@ -163,13 +163,13 @@ def test_large_bodies_have_a_total_and_small_ones_pass_beside_them() -> None:
         except ConnectionError:  # a kernel that is told of what comes too late forgets what it had
             return b"HTTP/1.1 429"
 
-    assert statuses(Limits(input_bytes=64 << 20), refused=1) == ([], 201), "without the wall: all six are held"
-    assert statuses(Limits(input_bytes=4 << 20, code=1 << 16), refused=2) == ([b"HTTP/1.1 429"] * 2, 201)
+    assert statuses(BoxLimits(input_bytes=64 << 20), refused=1) == ([], 201), "without the wall: all six are held"
+    assert statuses(BoxLimits(input_bytes=4 << 20, code=1 << 16), refused=2) == ([b"HTTP/1.1 429"] * 2, 201)
 
 
 def test_a_time_out_without_measure_is_the_servers_own() -> None:
-    """Finding 20: 1000 s were slept under call_s=10."""
-    pool = StillPool(Limits(call_s=2.0))
+    """Finding 20: 1000 s were slept under call_timeout_s=10."""
+    pool = StillPool(BoxLimits(call_timeout_s=2.0))
 
     async def calls(http: httpx.AsyncClient) -> httpx.Response:
         name = (await http.post("/boxes", json={})).json()["box"]
@@ -222,7 +222,7 @@ def test_half_characters_of_a_box_and_endless_words_are_told_in_short() -> None:
 
 def test_one_box_takes_few_requests_at_once_and_its_calls_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes of our own: a thousand calls that wait for one box held every connection; names of calls were kept without end."""
-    monkeypatch.setattr("sandbox.server.CALLS_OF_A_BOX", 12)
+    monkeypatch.setattr("sandbox.server.MAX_CALLS_PER_BOX", 12)
 
     async def calls(http: httpx.AsyncClient) -> httpx.Response:
         box = f"/boxes/{(await http.post('/boxes', json={})).json()['box']}/calls"
@@ -266,5 +266,5 @@ def test_a_token_is_one_long_word_of_a_file(tmp_path: Path) -> None:
 
 
 def test_which_addresses_others_reach() -> None:
-    assert [is_for_all(address) for address in ("0.0.0.0", "10.0.0.1", "::", "fe80::1%eth0", "169.254.1.1")] == [True] * 5
-    assert [is_for_all(address) for address in ("127.0.0.1", "127.8.0.1", "::1")] == [False] * 3
+    assert [is_reachable_remotely(address) for address in ("0.0.0.0", "10.0.0.1", "::", "fe80::1%eth0", "169.254.1.1")] == [True] * 5
+    assert [is_reachable_remotely(address) for address in ("127.0.0.1", "127.8.0.1", "::1")] == [False] * 3

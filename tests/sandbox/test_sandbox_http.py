@@ -17,10 +17,10 @@ import psutil
 import pytest
 from PIL import Image
 
-from sandbox import BoxClosed, Fault, Isolation, PoolFull, SandboxFault
+from sandbox import BoxClosed, Fault, Isolation, PoolFull, SandboxError
 from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
-from sandbox.layers import choose, offered
+from sandbox.layers import choose_layers, detect_layers
 from tests.conftest import ROOT
 
 SIZE, IDLE_S = 2, 4.0
@@ -30,12 +30,12 @@ SIZE, IDLE_S = 2, 4.0
 def server() -> Iterator[tuple[str, psutil.Process, int]]:
     """Its address, its process, and the processes and descriptors that it has before the first request."""
     try:
-        choose(offered())
+        choose_layers(detect_layers())
         isolation = Isolation.AUTO
-    except SandboxFault as reason:
+    except SandboxError as reason:
         print(f"this host offers no room: served without isolation ({reason})")
         isolation = Isolation.NONE
-    options = {"port": 0, "size": SIZE, "wait": 0.3, "idle": IDLE_S, "isolation": isolation.value, "limit": "call_s=30"}
+    options = {"port": 0, "size": SIZE, "wait": 0.3, "idle": IDLE_S, "isolation": isolation.value, "limit": "call_timeout_s=30"}
     command = [sys.executable, "-m", "sandbox", "serve", *[f"--{name}={value}" for name, value in options.items()]]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -105,9 +105,9 @@ def test_a_box_over_http_is_a_box(url: str) -> None:
             first = await box.run("x += 2\nprint(x, image_0.size, b.getpixel((0, 0)), open('in/a.bin', 'rb').read())")
             assert (first.text, first.fault, first.state_lost) == ("42 (64, 48) (1, 2, 3) b'\\x00\\xff'\n", Fault.NONE, False)
             shown = await box.run("image_0.crop((0, 0, 32, 30)).show()\nopen('out.bin', 'wb').write(bytes([7, 0, 255]))")
-            assert [(image.width, image.height, image.image().getpixel((5, 5))) for image in shown.images] == [(32, 30, (1, 2, 3))]
+            assert [(image.width, image.height, image.to_pil().getpixel((5, 5))) for image in shown.images] == [(32, 30, (1, 2, 3))]
             assert shown.files == {"out.bin": 3}
-            assert await box.fetch(["out.bin", "none"]) == {"out.bin": b"\x07\x00\xff"}
+            assert await box.fetch_files(["out.bin", "none"]) == {"out.bin": b"\x07\x00\xff"}
             wrong = await box.run("\nimport os\nos.nothing")
             assert wrong.error is not None
             assert (wrong.fault, wrong.error.type, wrong.error.line, wrong.limit) == (Fault.CODE, "AttributeError", 3, None)
@@ -228,7 +228,7 @@ def test_health_and_metrics_count(url: str) -> None:
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     health = httpx.get(f"{url}/health").json()
-    assert (health["status"], health["size"], health["open"], health["limits"]["call_s"]) == ("ok", SIZE, 0, 30.0)
+    assert (health["status"], health["size"], health["open"], health["limits"]["call_timeout_s"]) == ("ok", SIZE, 0, 30.0)
     assert value("sandbox_boxes ") == SIZE
     names = ('sandbox_calls_total{fault="none"', 'sandbox_calls_total{fault="code",limit="time"', "sandbox_images_total")
     before = {name: value(name) for name in names}

@@ -6,14 +6,14 @@ import pytest
 from PIL import Image
 
 from sandbox import replies
-from sandbox.frames import Malformed
-from sandbox.images import Allowance, encode
-from sandbox.inputs import Input, collect
-from sandbox.layers import NAMES, choose
-from sandbox.types import Limits, SandboxFault
+from sandbox.frames import MalformedFrame
+from sandbox.images import ImageBudget, encode_png
+from sandbox.inputs import BoxInput, collect_inputs
+from sandbox.layers import LAYER_NAMES, choose_layers
+from sandbox.types import BoxLimits, SandboxError
 
 RED = Image.new("RGB", (40, 30), "red")
-PNG = encode(RED)
+PNG = encode_png(RED)
 
 
 def jpeg() -> bytes:
@@ -23,10 +23,10 @@ def jpeg() -> bytes:
 
 
 def test_an_image_becomes_a_variable_and_a_file():
-    made = collect(
-        images={"image_0": RED, "photo.jpg": jpeg(), "image_1": jpeg(), "two words.png": PNG}, files={"a/b.txt": b"x"}, limits=Limits()
+    made = collect_inputs(
+        images={"image_0": RED, "photo.jpg": jpeg(), "image_1": jpeg(), "two words.png": PNG}, files={"a/b.txt": b"x"}, limits=BoxLimits()
     )
-    assert [(item.name, item.variable, item.image) for item in made] == [
+    assert [(item.name, item.variable, item.is_image) for item in made] == [
         ("image_0.png", "image_0", True),
         ("photo.jpg", "photo", True),
         ("image_1.jpg", "image_1", True),
@@ -35,7 +35,7 @@ def test_an_image_becomes_a_variable_and_a_file():
     ]
     with Image.open(BytesIO(made[0].content)) as back:
         assert back.tobytes() == RED.tobytes()
-    assert made[4] == Input(name="a/b.txt", content=b"x")
+    assert made[4] == BoxInput(name="a/b.txt", content=b"x")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_an_image_becomes_a_variable_and_a_file():
 )
 def test_an_input_that_is_no_good_is_named(images: dict[str, bytes], files: dict[str, bytes], word: str):
     with pytest.raises(ValueError, match=word):
-        collect(images=images, files=files, limits=Limits(input_bytes=100 if "a" in files and len(files["a"]) > 100 else 1 << 20))
+        collect_inputs(images=images, files=files, limits=BoxLimits(input_bytes=100 if "a" in files and len(files["a"]) > 100 else 1 << 20))
 
 
 GOOD = {"id": 3, "error": None, "limit": None, "sources": [], "dropped": [], "files": {}, "cpu_s": 0.5, "memory": 7}
@@ -93,15 +93,15 @@ ERROR = {"type": "KeyError", "message": "'a'", "line": 2, "traceback": "..."}
     ],
 )
 def test_a_reply_with_a_wrong_field_is_not_believed(change: dict[str, object]):
-    with pytest.raises(Malformed):
-        replies.parse((GOOD | change, []), number=3, limits=Limits(), allowance=Allowance(Limits()))
+    with pytest.raises(MalformedFrame):
+        replies.parse_reply((GOOD | change, []), number=3, limits=BoxLimits(), budget=ImageBudget(BoxLimits()))
 
 
 def test_a_reply_is_cut_to_the_limits():
-    blobs = [PNG, b"GIF89a", encode(Image.new("L", (27, 100))), PNG, PNG]
+    blobs = [PNG, b"GIF89a", encode_png(Image.new("L", (27, 100))), PNG, PNG]
     message = GOOD | {"sources": list("abcde"), "error": ERROR | {"line": -1, "message": "\ud800"}, "limit": "time"}
-    few = Limits(images=5, images_total=1)
-    reply = replies.parse((message, blobs), number=3, limits=few, allowance=Allowance(few))
+    few = BoxLimits(images=5, images_total=1)
+    reply = replies.parse_reply((message, blobs), number=3, limits=few, budget=ImageBudget(few))
     assert [picture.source for picture in reply.pictures] == ["a"]
     assert [str(drop) for drop in reply.dropped] == [
         "image left out: b: not a PNG",
@@ -109,8 +109,8 @@ def test_a_reply_is_cut_to_the_limits():
         *(f"image left out: {source}: only 1 images are returned in total" for source in "de"),
     ]
     assert (reply.error.line, reply.error.message, reply.limit) == (None, "?", None)  # only the pool says what it measures itself
-    with pytest.raises(Malformed, match="5 images, 4 allowed"):  # no worker of ours sends as many
-        replies.parse((message, blobs), number=3, limits=Limits(images=4), allowance=Allowance(few))
+    with pytest.raises(MalformedFrame, match="5 images, 4 allowed"):  # no worker of ours sends as many
+        replies.parse_reply((message, blobs), number=3, limits=BoxLimits(images=4), budget=ImageBudget(few))
 
 
 SIDES = 40 * 30
@@ -120,34 +120,34 @@ SIDES = 40 * 30
 @pytest.mark.parametrize(
     ("limits", "returned"),
     [
-        (Limits(), [3, 3]),
-        (Limits(images_total=4), [3, 1]),
-        (Limits(pixels=2 * SIDES), [2, 2]),
-        (Limits(pixels_total=4 * SIDES), [3, 1]),
-        (Limits(pixels_total=4 * SIDES - 1), [3, 0]),
-        (Limits(png_bytes=2 * len(encode(Image.new("L", (40, 30))))), [2, 2]),
-        (Limits(png_bytes_total=5 * len(encode(Image.new("L", (40, 30))))), [3, 2]),
+        (BoxLimits(), [3, 3]),
+        (BoxLimits(images_total=4), [3, 1]),
+        (BoxLimits(pixels=2 * SIDES), [2, 2]),
+        (BoxLimits(pixels_total=4 * SIDES), [3, 1]),
+        (BoxLimits(pixels_total=4 * SIDES - 1), [3, 0]),
+        (BoxLimits(png_bytes=2 * len(encode_png(Image.new("L", (40, 30))))), [2, 2]),
+        (BoxLimits(png_bytes_total=5 * len(encode_png(Image.new("L", (40, 30))))), [3, 2]),
     ],
 )
-def test_images_are_limited_per_call_and_in_total(limits: Limits, returned: list[int]):
+def test_images_are_limited_per_call_and_in_total(limits: BoxLimits, returned: list[int]):
     """Two calls of three equal pictures: what is above count, pixels or bytes is left out, and said."""
-    message, blobs = GOOD | {"sources": list("abc")}, [encode(Image.new("L", (40, 30)))] * 3
-    allowance = Allowance(limits)
+    message, blobs = GOOD | {"sources": list("abc")}, [encode_png(Image.new("L", (40, 30)))] * 3
+    allowance = ImageBudget(limits)
     for expected in returned:
-        reply = replies.parse((message, blobs), number=3, limits=limits, allowance=allowance)
+        reply = replies.parse_reply((message, blobs), number=3, limits=limits, budget=allowance)
         assert len(reply.pictures) == expected
         assert len(reply.dropped) == 3 - expected
         assert all("are returned" in str(drop) for drop in reply.dropped)
 
 
 def test_the_room_needs_its_walls():
-    everything: dict[str, str | None] = dict.fromkeys(NAMES)
-    assert set(NAMES) - set(choose(everything).names()) == {"user_ns", "watchdog"}
+    everything: dict[str, str | None] = dict.fromkeys(LAYER_NAMES)
+    assert set(LAYER_NAMES) - set(choose_layers(everything).enabled_names()) == {"user_ns", "watchdog"}
     without_root = everything | {"drop_uid": "no root", "cgroup": "not delegated"}
-    assert set(NAMES) - set(choose(without_root).names()) == {"drop_uid", "cgroup"}
-    assert "seccomp" not in choose(everything | {"seccomp": "old kernel"}).names()
+    assert set(LAYER_NAMES) - set(choose_layers(without_root).enabled_names()) == {"drop_uid", "cgroup"}
+    assert "seccomp" not in choose_layers(everything | {"seccomp": "old kernel"}).enabled_names()
     for name in ("mount_ns", "net_ns", "pid_ns", "private_tmp", "capabilities"):
-        with pytest.raises(SandboxFault, match=f"{name}: refused.*isolation=.none"):
-            choose(everything | {name: "refused"})
-    with pytest.raises(SandboxFault, match="user_ns: sysctl"):
-        choose(without_root | {"user_ns": "sysctl"})
+        with pytest.raises(SandboxError, match=f"{name}: refused.*isolation=.none"):
+            choose_layers(everything | {name: "refused"})
+    with pytest.raises(SandboxError, match="user_ns: sysctl"):
+        choose_layers(without_root | {"user_ns": "sysctl"})

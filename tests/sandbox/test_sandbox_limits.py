@@ -14,10 +14,12 @@ import psutil
 import pytest
 from PIL import Image
 
-from sandbox import BoxClosed, Fault, Layers, Limits, PoolFull, Sandbox
+from sandbox import BoxClosed, BoxLimits, Fault, Layers, PoolFull, SandboxPool
 from tests.support.sandbox_room import Room, left_behind, started
 
-LIMITS = Limits(call_s=1.0, open_s=3.0, memory=256 << 20, processes=12, disk=8 << 20, inodes=64, file=4 << 20, code=100_000, cpu_s=2)
+LIMITS = BoxLimits(
+    call_timeout_s=1.0, open_timeout_s=3.0, memory=256 << 20, processes=12, disk=8 << 20, inodes=64, file=4 << 20, code=100_000, cpu_s=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def test_a_forged_reply_is_never_the_next_calls_answer(room: Room):
         "import gc, socket, sys\nframes = sys.modules['sandbox.frames']\n"
         "s = next(o for o in gc.get_objects() if isinstance(o, socket.socket))\n"
         "reply = {'id': 1, 'error': None, 'limit': None, 'sources': [], 'dropped': [], 'files': {}, 'cpu_s': 0.0, 'memory': 1}\n"
-        "s.sendall(frames.pack(reply))"
+        "s.sendall(frames.pack_frame(reply))"
     )
     forged, next_, after = room.run(forge, "print(2)", "print(3)")
     assert forged.fault is Fault.NONE
@@ -145,13 +147,16 @@ def bomb(side: int) -> bytes:
         ({"images": {"image_0": bomb(3000)[:500]}}, "image_0.png: cannot be read: .*truncated"),
         ({"images": {"image_0": b"\x89PNG\r\n\x1a\n" + bytes(500)}}, "image_0.png: cannot be read"),
         ({"preload": "x = 1\nraise KeyError('no')"}, "preload: line 2: KeyError: 'no'"),
-        ({"preload": "import time; time.sleep(60)"}, "open_s"),  # a busy loop would meet cpu_s first, or not, as the machine is loaded
+        (
+            {"preload": "import time; time.sleep(60)"},
+            "open_timeout_s",
+        ),  # a busy loop would meet cpu_s first, or not, as the machine is loaded
         ({"preload": "import os; os._exit(3)"}, "died while it opened .exit 3."),
     ],
     ids=["bomb", "huge bomb", "truncated", "damaged", "preload raises", "preload hangs", "preload exits"],
 )
 def test_a_box_that_cannot_be_opened_says_why_and_takes_no_place(room: Room, inputs: dict[str, Any], word: str):
-    for _ in range(1 if word == "open_s" else 2):
+    for _ in range(1 if word == "open_timeout_s" else 2):
         with pytest.raises(ValueError, match=word):
             room.do(room.pool.open(**inputs))
     assert room.pool.num_open == 0
@@ -184,7 +189,7 @@ def test_a_cancelled_call_is_killed_and_others_go_on(room: Room):
         async with await room.pool.open() as box, await room.pool.open() as other:
             call = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
             await asyncio.sleep(0.2)
-            pid = box.life.pid
+            pid = box.interpreter.pid
             call.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await call
@@ -223,7 +228,7 @@ def test_a_pool_leaves_nothing(room: Room, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def calls():
-        async with Sandbox(size=3, limits=LIMITS) as pool:
+        async with SandboxPool(size=3, limits=LIMITS) as pool:
             image = Image.new("RGB", (50, 50))
             for _ in range(5):
                 async with await pool.open(images={"image_0": image}, files={"a/b": b"c"}) as box:
@@ -237,7 +242,7 @@ def test_a_pool_leaves_nothing(room: Room, monkeypatch: pytest.MonkeyPatch, tmp_
             await running
 
     async def settled():
-        await asyncio.gather(*room.pool._spares.values())
+        await asyncio.gather(*room.pool._spare_interpreters.values())
 
     room.do(settled())
     before = left_behind()
@@ -250,7 +255,7 @@ def test_none_is_only_none_when_told(room: Room, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def calls():
-        async with Sandbox(size=1, limits=LIMITS, isolation="none") as pool, await pool.open(files={"a": b"a"}) as box:
+        async with SandboxPool(size=1, limits=LIMITS, isolation="none") as pool, await pool.open(files={"a": b"a"}) as box:
             assert pool.layers == Layers()
             result = await box.run(
                 "import os, subprocess, time\nsubprocess.Popen(['/bin/sh', '-c', 'setsid sleep 4321 & sleep 4321'])\n"
@@ -276,4 +281,4 @@ def test_no_combination_of_layers_mounts_on_the_host(layer: str):
 @pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 257}, {"isolation": "some"}, {"isolation": "none", "layers": Layers()}])
 def test_a_pool_that_makes_no_sense_is_refused(arguments: dict[str, Any]):
     with pytest.raises(ValueError, match="size|some|isolation"):
-        Sandbox(**arguments)
+        SandboxPool(**arguments)

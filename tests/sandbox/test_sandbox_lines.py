@@ -12,18 +12,21 @@ from socket import socket
 import httpx
 import pytest
 
-from sandbox.connections import Line, Sparse
+from sandbox.connections import ConnectionRegistry, LogRateLimiter
 from tests.support.sandbox_lines import Serving, answer_of, request, serving
 
-QUICK = Line(header_s=1.0, body_s=1.0, answer_s=1.0)
-OPEN = Line(most=10_000, header_s=math.inf, body_s=math.inf, answer_s=math.inf, unread=1 << 62)
+QUICK = ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0, response_timeout_s=1.0)
+OPEN = ConnectionRegistry(
+    max_connections=10_000, header_timeout_s=math.inf, body_timeout_s=math.inf, response_timeout_s=math.inf, max_unread_bytes=1 << 62
+)
 """As uvicorn is by itself."""
 FETCHED = 8 << 20
 
 
-def fresh(line: Line, **change: float) -> Line:
-    plain = {name: value for name, value in asdict(replace(line, owing={}, taking={})).items() if name not in ("owing", "taking")}
-    return Line(**(plain | change))
+def fresh(line: ConnectionRegistry, **change: float) -> ConnectionRegistry:
+    plain = {name: value for name, value in asdict(replace(line, awaiting_request={}, awaiting_reader={})).items()}
+    del plain["awaiting_request"], plain["awaiting_reader"]
+    return ConnectionRegistry(**(plain | change))
 
 
 def is_cut(line: socket, *, within_s: float) -> bool:
@@ -97,17 +100,17 @@ def test_half_open_connections_make_nobody_deaf() -> None:
         half_open(server, lines, count=60)
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert len(server.server.server_state.connections) >= 60, "without the wall: all are held"
-    with serving(line=Line(most=20)) as server, ExitStack() as lines:
+    with serving(line=ConnectionRegistry(max_connections=20)) as server, ExitStack() as lines:
         silent = half_open(server, lines, count=60)
         began = time.monotonic()
         assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
-        assert time.monotonic() - began < Line().header_s, "it need not wait for the silent ones' end"
+        assert time.monotonic() - began < ConnectionRegistry().header_timeout_s, "it need not wait for the silent ones' end"
         assert len(server.server.server_state.connections) <= 21
         assert is_cut(silent[0], within_s=5) and not is_cut(silent[-1], within_s=0.2), "the oldest goes first"
 
 
 def test_a_request_at_work_is_not_cut_for_silent_ones() -> None:
-    with serving(line=Line(most=4)) as server, ExitStack() as lines:
+    with serving(line=ConnectionRegistry(max_connections=4)) as server, ExitStack() as lines:
         box = httpx.post(f"{server.url}/boxes", json={}).json()["box"]
         work = lines.enter_context(server.connect())
         work.sendall(request(f"/boxes/{box}/calls", {"call": "a", "code": "sleep 1"}, more="Connection: close\r\n"))
@@ -149,7 +152,7 @@ def test_an_answer_that_nobody_takes_is_thrown_away() -> None:
 
 def test_answers_that_nobody_takes_have_a_total() -> None:
     """A probe of our own: the oldest go, the last comers get theirs."""
-    for line, most in ((fresh(OPEN), math.inf), (Line(unread=2 * FETCHED), 4 * FETCHED)):
+    for line, most in ((fresh(OPEN), math.inf), (ConnectionRegistry(max_unread_bytes=2 * FETCHED), 4 * FETCHED)):
         with serving(line=line) as server, ExitStack() as lines:
             for _ in range(6):
                 deaf(server, lines)
@@ -163,7 +166,7 @@ def test_answers_that_nobody_takes_have_a_total() -> None:
 
 
 def test_a_long_answer_to_a_slow_reader_is_not_cut_by_the_time_of_the_next_header() -> None:
-    with serving(line=Line(header_s=0.3, answer_s=60)) as server, ExitStack() as lines:
+    with serving(line=ConnectionRegistry(header_timeout_s=0.3, response_timeout_s=60)) as server, ExitStack() as lines:
         line = deaf(server, lines)
         time.sleep(1.0)
         assert line.recv(1 << 12)
@@ -186,7 +189,7 @@ def test_what_clients_bring_about_is_not_logged_without_end() -> None:
                 line.sendall(request(f"/boxes/{box}/calls", {"call": f"{number}", "code": "sleep 9"}))
                 assert until(lambda begun=number + 1: len(server.pool.asked) == begun, 5)
         assert server.log == []
-    sparse, record = Sparse(3), logging.makeLogRecord({})
+    sparse, record = LogRateLimiter(3), logging.makeLogRecord({})
     assert [sparse.filter(record) for _ in range(5)] == [True, True, True, False, False]
-    sparse.began -= 61
+    sparse.window_start -= 61
     assert sparse.filter(record)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sandbox import Fault, Limits
+from sandbox import BoxLimits, Fault
 from tests.support.sandbox_room import Room, started
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8))
@@ -17,7 +17,7 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), 
 
 @pytest.fixture(scope="module")
 def room() -> Iterator[Room]:
-    yield from started(Limits(text=1000, images_total=8))
+    yield from started(BoxLimits(text=1000, images_total=8))
 
 
 def test_state_lives_over_calls(room: Room):
@@ -70,7 +70,7 @@ def test_a_crop_shown_is_the_crop(room: Room):
     (result,) = room.run("image_0.crop((10, 20, 60, 80)).show()", images={"image_0": NOISE})
     (picture,) = result.images
     assert (picture.source, picture.width, picture.height) == ("show", 50, 60)
-    assert picture.image().tobytes() == NOISE.crop((10, 20, 60, 80)).tobytes()
+    assert picture.to_pil().tobytes() == NOISE.crop((10, 20, 60, 80)).tobytes()
 
 
 def test_figures_shown_left_open_continued_and_saved(room: Room):
@@ -84,7 +84,7 @@ def test_figures_shown_left_open_continued_and_saved(room: Room):
         "import matplotlib; matplotlib.use('Agg'); plt.figure(figsize=(1, 1), dpi=70); plt.show()",
     )
     seen = [
-        [(picture.source, picture.image().size, picture.image().getpixel((1, 1))[:3]) for picture in result.images] for result in results
+        [(picture.source, picture.to_pil().size, picture.to_pil().getpixel((1, 1))[:3]) for picture in result.images] for result in results
     ]
     red, blue, lime, white = ((255, 0, 0), (0, 0, 255), (0, 255, 0), (255, 255, 255))
     assert seen[:6] == [
@@ -224,7 +224,7 @@ def test_files_are_fetched_by_name(room: Room):
     async def calls():
         async with await room.pool.open(files={"in.txt": b"in"}) as box:
             await box.run("import os; os.mkdir('d'); open('d/x', 'wb').write(bytes(range(256))); os.symlink('/usr/lib/os-release', 'link')")
-            return await box.fetch(["d/x", "in.txt", "missing", "d", "a\0b"]), (await box.run("print(1)")).text
+            return await box.fetch_files(["d/x", "in.txt", "missing", "d", "a\0b"]), (await box.run("print(1)")).text
 
     assert room.do(calls()) == ({"d/x": bytes(range(256)), "in.txt": b"in"}, "1\n")
 

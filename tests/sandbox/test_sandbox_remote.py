@@ -6,7 +6,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from sandbox import Fault, Result, Usage
+from sandbox import CallResult, CallUsage, Fault
 from sandbox.client import SandboxClient
 from sandbox.server import create_app
 from tests.support.sandbox_room import Room, started
@@ -23,12 +23,12 @@ def remote(room: Room) -> SandboxClient:
 
 @pytest.mark.parametrize("code", ["x = '\ud800'", "\n# \udc00\udc01 \u00e9", "print('\u00e9\U0001f600')"], ids=["one", "two", "whole"])
 def test_half_a_surrogate_pair_is_the_codes_fault_here_and_there(room: Room, code: str):
-    async def calls() -> list[Result]:
+    async def calls() -> list[CallResult]:
         async with remote(room) as pool, await pool.open() as box:
             return [await box.run(code), await box.run("print(2)")]
 
     there, here = room.do(calls()), room.run(code, "print(2)")
-    assert [replace(result, id=0, usage=Usage()) for result in there] == [replace(result, id=0, usage=Usage()) for result in here]
+    assert [replace(result, id=0, usage=CallUsage()) for result in there] == [replace(result, id=0, usage=CallUsage()) for result in here]
     assert there[0].fault is (Fault.NONE if "print" in code else Fault.CODE)
     assert there[1].text == "2\n"
 

@@ -14,12 +14,12 @@ EPERM, ENOSYS = seccomp.ERRNO | 1, seccomp.ERRNO | 38
 
 def execute(number: int, *arguments: int, arch: int = seccomp.AUDIT_ARCH_X86_64, shared_memory: bool = True) -> int:
     """Classic BPF, the six instructions that are used, over struct seccomp_data."""
-    words = {seccomp.NUMBER: number, seccomp.ARCHITECTURE: arch}
+    words = {seccomp.NUMBER_OFFSET: number, seccomp.ARCHITECTURE_OFFSET: arch}
     for index in range(6):
         value = arguments[index] if index < len(arguments) else 0
-        words[seccomp.ARGUMENTS + 8 * index], words[seccomp.ARGUMENTS + 8 * index + 4] = value & 0xFFFFFFFF, value >> 32
+        words[seccomp.ARGUMENTS_OFFSET + 8 * index], words[seccomp.ARGUMENTS_OFFSET + 8 * index + 4] = value & 0xFFFFFFFF, value >> 32
     place, accumulator = 0, 0
-    program = seccomp.program(shared_memory=shared_memory)
+    program = seccomp.build_filter(shared_memory=shared_memory)
     while True:
         code, yes, no, operand = program[place]
         place += 1
@@ -40,8 +40,8 @@ def test_numbers_are_the_kernels():
         pytest.skip("no linux headers on this host")
     known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", header.read_text())}
     table = {
-        **seccomp.ALLOWED,
-        **seccomp.HOSTILE,
+        **seccomp.ALLOWED_CALLS,
+        **seccomp.KILLED_CALLS,
         "clone": seccomp.CLONE,
         "clone3": seccomp.CLONE3,
         "prctl": seccomp.PRCTL,
@@ -55,14 +55,18 @@ def test_numbers_are_the_kernels():
         "getsockopt": seccomp.GETSOCKOPT,
     }
     assert {name: known[name] for name in table} == table
-    assert not seccomp.ALLOWED.keys() & seccomp.HOSTILE.keys()
+    assert not seccomp.ALLOWED_CALLS.keys() & seccomp.KILLED_CALLS.keys()
     listed = {*table.values(), seccomp.SOCKETPAIR}
     for number in range(500):
         verdict = execute(number)
         expected = (
-            seccomp.ALLOW if number in seccomp.ALLOWED.values() else seccomp.KILL_PROCESS if number in seccomp.HOSTILE.values() else EPERM
+            seccomp.ALLOW
+            if number in seccomp.ALLOWED_CALLS.values()
+            else seccomp.KILL_PROCESS
+            if number in seccomp.KILLED_CALLS.values()
+            else EPERM
         )
-        assert verdict == expected or number in listed - set(seccomp.ALLOWED.values()) - set(seccomp.HOSTILE.values()), number
+        assert verdict == expected or number in listed - set(seccomp.ALLOWED_CALLS.values()) - set(seccomp.KILLED_CALLS.values()), number
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from socket import create_connection, socket
 import httpx
 import pytest
 
-from sandbox import AccessDenied, Fault, Result, SandboxFault
+from sandbox import CallResult, Fault, SandboxAccessDenied, SandboxError
 from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
-from sandbox.layers import choose, offered
+from sandbox.layers import choose_layers, detect_layers
 from tests.conftest import ROOT
 from tests.support.sandbox_lines import request
 
@@ -29,8 +29,8 @@ SERVE = (sys.executable, "-m", "sandbox", "serve", "--port", "0", "--size", "2")
 def server(folder: Path, *words: str, open_files: int | None = None) -> Iterator[tuple[str, Path]]:
     """Its address and the file of what it writes besides."""
     try:
-        choose(offered())
-    except SandboxFault as reason:
+        choose_layers(detect_layers())
+    except SandboxError as reason:
         pytest.skip(str(reason))
     log = folder / "log"
     limit = None if open_files is None else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
@@ -72,7 +72,7 @@ def test_who_knows_the_token_runs_code_and_nobody_else(tmp_path: Path) -> None:
         async with SandboxClient(url, token=token) as pool, await pool.open() as box:
             return (await box.run("print(6 * 7)")).text
 
-    async def asks_as_fusion(url: str, token: str) -> Result:
+    async def asks_as_fusion(url: str, token: str) -> CallResult:
         async with FusionSandbox(url, token=token) as pool, await pool.open() as box:
             return await box.run("print(6 * 7)")
 
@@ -81,7 +81,9 @@ def test_who_knows_the_token_runs_code_and_nobody_else(tmp_path: Path) -> None:
         assert asyncio.run(asks(url, TOKEN)) == "42\n"
         assert asyncio.run(asks_as_fusion(url, TOKEN)).text == "42\n"
         for token in ("", TOKEN + "x"):
-            with pytest.raises(AccessDenied, match=r"answers 401 \(.*this server asks for its token.*; give that of its --token-file"):
+            with pytest.raises(
+                SandboxAccessDenied, match=r"answers 401 \(.*this server asks for its token.*; give that of its --token-file"
+            ):
                 asyncio.run(asks(url, token))
             assert asyncio.run(asks_as_fusion(url, token)).fault is Fault.HOST
         assert TOKEN not in log.read_text()
@@ -131,7 +133,7 @@ def test_hostile_requests_make_no_call_late(tmp_path: Path) -> None:
     junk = json.dumps({f"k{number}": 1 for number in range(300_000)}).encode()
     with server(tmp_path) as (url, log), ExitStack() as lines:
 
-        async def honest() -> Result:
+        async def honest() -> CallResult:
             async with SandboxClient(url) as pool, await pool.open() as box:
                 call = asyncio.create_task(box.run("import time\nfor n in range(20): time.sleep(0.1)\nprint('answer 42')"))
                 await asyncio.sleep(0.3)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from sandbox import Limits, tally
-from sandbox.tally import MAPPING, PIPE, SOCKET
+from sandbox import BoxLimits, tally
+from sandbox.tally import MAPPING_BYTES, PIPE_BYTES, SOCKET_BYTES
 
 NOISE = 1 << 20
 """Bytes by which an interpreter grows while it reads a line."""
@@ -44,10 +44,10 @@ def child(work: str) -> Iterator[tuple[int, Callable[[], None]]]:
 def grown(work: str, **wanted: bool) -> tuple[int, int]:
     """(bytes, tasks) by which the count of a child grows with its work."""
     with child(work) as (pid, do):
-        before = tally.take(pid, **wanted)
+        before = tally.measure_usage(pid, **wanted)
         do()
-        after = tally.take(pid, **wanted)
-    return after.memory - before.memory, after.tasks - before.tasks
+        after = tally.measure_usage(pid, **wanted)
+    return after.memory_bytes - before.memory_bytes, after.num_tasks - before.num_tasks
 
 
 FORK = "if os.fork() == 0:\n    {work}\n    print(flush=True)\n    time.sleep(60)\ntime.sleep(60)"
@@ -57,8 +57,8 @@ FORK = "if os.fork() == 0:\n    {work}\n    print(flush=True)\n    time.sleep(60
     ("work", "memory", "tasks"),
     [
         ("kept.append(b'x' * (64 << 20))", 64 << 20, 0),
-        ("kept += [socket.socketpair() for _ in range(20)]", 40 * SOCKET, 0),
-        ("kept += [os.pipe() for _ in range(100)]", 100 * PIPE, 0),
+        ("kept += [socket.socketpair() for _ in range(20)]", 40 * SOCKET_BYTES, 0),
+        ("kept += [os.pipe() for _ in range(100)]", 100 * PIPE_BYTES, 0),
         # 1 GiB in steps of 2 MiB: a table of 4 KiB for each
         (
             "m = mmap.mmap(-1, 8 << 30, flags=0x4022, prot=1)\nm.madvise(15)\nfor at in range(0, 8 << 30, 2 << 20): m[at]\nkept.append(m)",
@@ -84,16 +84,16 @@ def test_mappings_are_charged_where_they_are_asked_for():
         "at = libc.mmap(None, 20000 * 4096, 3, 0x4022, -1, 0)\nfor page in range(at, at + 20000 * 4096, 8192): libc.mprotect(page, 4096, 1)"
     )
     assert grown(work)[0] <= NOISE
-    assert 20000 * MAPPING <= grown(work, mappings=True)[0] <= 20000 * MAPPING + NOISE
+    assert 20000 * MAPPING_BYTES <= grown(work, count_mappings=True)[0] <= 20000 * MAPPING_BYTES + NOISE
 
 
 def test_mappings_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch):
     """Five threads have them in common; to read 20,000 takes milliseconds."""
-    read, mappings = [], tally._mappings
-    monkeypatch.setattr(tally, "_mappings", lambda thread: read.append(thread) or mappings(thread))
+    read, mappings = [], tally._mapping_bytes
+    monkeypatch.setattr(tally, "_mapping_bytes", lambda thread: read.append(thread) or mappings(thread))
     with child("for _ in range(4): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()") as (pid, do):
         do()
-        assert tally.take(pid, mappings=True).tasks == 5
+        assert tally.measure_usage(pid, count_mappings=True).num_tasks == 5
     assert len(read) == 1
 
 
@@ -101,8 +101,8 @@ def test_mappings_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch):
     ("work", "memory"),
     [
         (FORK.format(work="kept.append(b'x' * (48 << 20))"), 48 << 20),
-        (FORK.format(work="kept += [socket.socketpair() for _ in range(20)]"), 40 * SOCKET),
-        ("kept += [socket.socketpair() for _ in range(20)]\n" + FORK.format(work="pass"), 40 * SOCKET),  # what two have open is one
+        (FORK.format(work="kept += [socket.socketpair() for _ in range(20)]"), 40 * SOCKET_BYTES),
+        ("kept += [socket.socketpair() for _ in range(20)]\n" + FORK.format(work="pass"), 40 * SOCKET_BYTES),  # what two have open is one
     ],
     ids=["memory", "sockets", "shared sockets"],
 )
@@ -111,11 +111,11 @@ def test_a_tree_is_counted_whole(work: str, memory: int):
     with child(work) as (pid, do):
         shared = psutil.Process(pid).memory_info()
         shared = shared.rss - shared.shared
-        before = tally.take(pid, shared=shared)
+        before = tally.measure_usage(pid, shared_bytes=shared)
         do()
-        after = tally.take(pid, shared=shared)
-    assert memory <= after.memory - before.memory <= memory + 3 * NOISE
-    assert (before.tasks, after.tasks) == (1, 2)
+        after = tally.measure_usage(pid, shared_bytes=shared)
+    assert memory <= after.memory_bytes - before.memory_bytes <= memory + 3 * NOISE
+    assert (before.num_tasks, after.num_tasks) == (1, 2)
 
 
 def test_a_process_whose_first_thread_has_ended_has_its_memory():
@@ -127,7 +127,7 @@ def test_a_process_whose_first_thread_has_ended_has_its_memory():
     with child(work) as (pid, do):
         do()
         assert psutil.Process(pid).memory_info().rss == 0
-        assert tally.take(pid).memory >= (48 << 20) + 40 * SOCKET
+        assert tally.measure_usage(pid).memory_bytes >= (48 << 20) + 40 * SOCKET_BYTES
 
 
 @pytest.mark.parametrize(("code", "charged"), [("", False), ("import time; time.sleep(60)", True)], ids=["ended", "alive"])
@@ -144,8 +144,8 @@ def test_who_shows_no_descriptors_is_charged_for_many(monkeypatch: pytest.Monkey
     try:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | (os.WNOHANG if charged else 0))
         monkeypatch.setattr(os, "listdir", listdir)
-        found = tally.take(process.pid).memory
-        assert (found >= tally.HIDDEN) == charged and (charged or found == 0)
+        found = tally.measure_usage(process.pid).memory_bytes
+        assert (found >= tally.HIDDEN_BYTES) == charged and (charged or found == 0)
     finally:
         process.kill()
         process.wait()
@@ -155,17 +155,17 @@ def test_a_process_that_is_gone_is_over_no_limit():
     process = subprocess.Popen(["true"])
     process.wait()
     with pytest.raises(OSError, match="No such"):
-        tally.take(process.pid)
-    assert tally.outgrown(process.pid, limits=Limits(), shared=0, mappings=True) is None
+        tally.measure_usage(process.pid)
+    assert tally.find_exceeded_limit(process.pid, limits=BoxLimits(), shared_bytes=0, count_mappings=True) is None
 
 
 def test_the_kernels_memory_is_told_when_it_grows(monkeypatch: pytest.MonkeyPatch):
     """By an eighth of a box's limit since the lowest that was seen, or since it was told."""
     seen = iter([1000, 1080, 1081, 1100, 1162, 900, 985])
-    monkeypatch.setattr(tally, "unreclaimable", lambda: next(seen))
-    slab = tally.Slab(Limits(memory=640))
-    assert [slab.grew() for _ in range(6)] == [False, True, False, True, False, True]
+    monkeypatch.setattr(tally, "read_unreclaimable_bytes", lambda: next(seen))
+    slab = tally.KernelMemoryMonitor(BoxLimits(memory=640))
+    assert [slab.has_grown() for _ in range(6)] == [False, True, False, True, False, True]
 
 
 def test_the_kernels_memory_is_read():
-    assert 1 << 20 < tally.unreclaimable() < psutil.virtual_memory().total
+    assert 1 << 20 < tally.read_unreclaimable_bytes() < psutil.virtual_memory().total

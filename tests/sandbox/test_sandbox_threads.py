@@ -4,14 +4,14 @@ import os
 import subprocess
 import sys
 
-from sandbox.keeper import ENVIRONMENT
+from sandbox.keeper import ZYGOTE_ENVIRONMENT
 
 HEAD = "import threading, time\nfrom sandbox import kernel, zygote\n"
 
 
 def told(code: str) -> str:
     return subprocess.run(
-        [sys.executable, "-c", HEAD + code], capture_output=True, text=True, check=True, timeout=60, env=os.environ | ENVIRONMENT
+        [sys.executable, "-c", HEAD + code], capture_output=True, text=True, check=True, timeout=60, env=os.environ | ZYGOTE_ENVIRONMENT
     ).stdout
 
 
@@ -22,15 +22,15 @@ try:
     kernel.unshare(kernel.CLONE_NEWUSER)
 except OSError as error:
     print(error.errno)
-print(zygote.other_threads())
+print(zygote.list_other_threads())
 """
     assert told(code) == "22\n[]\n"
 
 
 def test_a_thread_that_stays_is_named():
-    code = "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\nprint(len(zygote.other_threads()))"
+    code = "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\nprint(len(zygote.list_other_threads()))"
     assert told(code) == "1\n"
 
 
 def test_nothing_that_is_loaded_keeps_a_thread():
-    assert told("from sandbox import worker\nworker.warm_up()\nprint(zygote.other_threads())") == "[]\n"
+    assert told("from sandbox import worker\nworker.preload_libraries()\nprint(zygote.list_other_threads())") == "[]\n"

@@ -5,20 +5,20 @@ import sys
 import warnings
 from pathlib import Path
 
-from sandbox.capture import brief_warning
+from sandbox.capture import format_warning
 from tests.conftest import ROOT
 
 CODE = """
 import sys
-from sandbox.capture import Gallery
-from sandbox.types import Limits
+from sandbox.capture import ImageCapture
+from sandbox.types import BoxLimits
 import matplotlib.pyplot as plt
-gallery = Gallery(Limits(), work=sys.argv[1])
+gallery = ImageCapture(BoxLimits(), work_dir=sys.argv[1])
 plt.title("\u4f60\u597d")
-gallery.finish("")
+gallery.finish_call("")
 plt.title("\u597d")
 exec(compile("import warnings\\nwarnings.warn('mine')\\nplt.show()", "call_1", "exec"))
-print(len(gallery.taken), file=sys.stderr)
+print(len(gallery.captured), file=sys.stderr)
 """
 
 
@@ -34,6 +34,6 @@ def test_a_figure_whose_font_has_no_such_letters(tmp_path: Path) -> None:
 
 
 def test_the_line_is_told_of_the_codes_own_warnings_alone() -> None:
-    assert brief_warning("old", DeprecationWarning, "call_3", 7) == "call_3:7: DeprecationWarning: old\n"
-    assert brief_warning("old", DeprecationWarning, "/usr/lib/python3/x.py", 7) == "DeprecationWarning: old\n"
-    assert warnings.formatwarning is not brief_warning, "outside of boxes nothing changes"
+    assert format_warning("old", DeprecationWarning, "call_3", 7) == "call_3:7: DeprecationWarning: old\n"
+    assert format_warning("old", DeprecationWarning, "/usr/lib/python3/x.py", 7) == "DeprecationWarning: old\n"
+    assert warnings.formatwarning is not format_warning, "outside of boxes nothing changes"

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from sandbox import Fault, Limits, Result, Sandbox, SandboxFault, confine, tally
-from sandbox.layers import choose, offered
+from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, confine, tally
+from sandbox.layers import choose_layers, detect_layers
 from tests.support.sandbox_room import Room
 
 GREEDY = """
@@ -31,11 +31,11 @@ for child in children:
 @pytest.fixture(scope="module")
 def room() -> Iterator[Room]:
     try:
-        layers = replace(choose(offered()), cgroup=False, watchdog=True)
-    except SandboxFault as fault:
+        layers = replace(choose_layers(detect_layers()), cgroup=False, watchdog=True)
+    except SandboxError as fault:
         pytest.skip(str(fault))
     with asyncio.Runner() as runner:
-        sandbox = Sandbox(size=1, limits=Limits(memory=128 << 20), layers=layers)
+        sandbox = SandboxPool(size=1, limits=BoxLimits(memory=128 << 20), layers=layers)
         runner.run(sandbox.start())
         yield Room(runner, sandbox)
         runner.run(sandbox.close())
@@ -51,17 +51,17 @@ def test_a_box_that_outgrows_its_memory_while_it_opens_is_killed(room: Room):
 
 
 def test_the_watchdog_outlives_a_zygote_that_dies_under_it(room: Room, monkeypatch: pytest.MonkeyPatch):
-    looked = tally.outgrown
+    looked = tally.find_exceeded_limit
 
-    def dying(pid: int, *, limits: Limits, shared: int, mappings: bool) -> str:
-        monkeypatch.setattr(tally, "outgrown", looked)
-        room.pool._keeper._process.kill()
-        room.pool._keeper._process.wait()
+    def dying(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str:
+        monkeypatch.setattr(tally, "find_exceeded_limit", looked)
+        room.pool._zygote._process.kill()
+        room.pool._zygote._process.wait()
         return "memory"  # the end that follows is asked of nobody
 
-    async def calls() -> list[Result]:
+    async def calls() -> list[CallResult]:
         async with await room.pool.open() as box:
-            monkeypatch.setattr(tally, "outgrown", dying)
+            monkeypatch.setattr(tally, "find_exceeded_limit", dying)
             return [await box.run("import time; time.sleep(5)"), await box.run(GREEDY), await box.run("print(1)")]
 
     _, greedy, after = room.do(calls())
@@ -113,6 +113,6 @@ def test_a_box_has_the_cores_of_its_place(room: Room):
 
 def test_places_side_by_side_have_other_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7, 11})
-    assert [confine.cores_of(place, cpus=1.0) for place in (0, 1, 4, 5)] == [{2}, {3}, {11}, {2}]
-    assert [confine.cores_of(place, cpus=1.5) for place in (0, 1, 2)] == [{2, 3}, {5, 7}, {11, 2}]
-    assert confine.cores_of(3, cpus=64) == {2, 3, 5, 7, 11}
+    assert [confine.box_cores(place, cpus=1.0) for place in (0, 1, 4, 5)] == [{2}, {3}, {11}, {2}]
+    assert [confine.box_cores(place, cpus=1.5) for place in (0, 1, 2)] == [{2, 3}, {5, 7}, {11, 2}]
+    assert confine.box_cores(3, cpus=64) == {2, 3, 5, 7, 11}

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from sandbox import Layers, Limits, Sandbox, SandboxFault, tally, watchdog
-from sandbox.keeper import Exit, Keeper
-from sandbox.watchdog import Watchdog
+from sandbox import BoxLimits, Layers, SandboxError, SandboxPool, tally, watchdog
+from sandbox.keeper import ExitStatus, ZygoteManager
+from sandbox.watchdog import ResourceWatchdog
 
 
 def life(number: int) -> Any:
-    return SimpleNamespace(pid=number, verdict=None, ended=asyncio.get_running_loop().create_future())
+    return SimpleNamespace(pid=number, exceeded_limit=None, exit_future=asyncio.get_running_loop().create_future())
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *, outgrown: set[int], rounds: list[Exception | int]) -> tuple[list[int], list[BaseException]]:
     """The boxes of 1 and 2 that were taken down, in the order in which that began, and what ended the watchdog; box 1 never ends."""
-    monkeypatch.setattr(watchdog, "WATCH_S", 0.001)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.001)
     began: list[int] = []
     lost: list[BaseException] = []
 
@@ -28,20 +28,25 @@ def watched(monkeypatch: pytest.MonkeyPatch, *, outgrown: set[int], rounds: list
             raise told
         return told
 
-    async def end(one: Any) -> Exit:
+    async def end(one: Any) -> ExitStatus:
         began.append(one.pid)
         outgrown.add(2)  # once the first is on its way
         await asyncio.sleep(60 if one.pid == 1 else 0)
-        return Exit(None, 0.0)
+        return ExitStatus(None, 0.0)
 
-    monkeypatch.setattr(tally, "unreclaimable", unreclaimable)
-    monkeypatch.setattr(tally, "outgrown", lambda pid, **_: "memory" if pid in outgrown else None)
+    monkeypatch.setattr(tally, "read_unreclaimable_bytes", unreclaimable)
+    monkeypatch.setattr(tally, "find_exceeded_limit", lambda pid, **_: "memory" if pid in outgrown else None)
 
     async def watch() -> None:
         lives = [life(1), life(2)]
-        dog = Watchdog(SimpleNamespace(end=end, anonymous=0), lives=lambda: lives, limits=Limits(), lost=lost.append)
+        dog = ResourceWatchdog(
+            SimpleNamespace(end_interpreter=end, shared_anonymous_bytes=0),
+            list_interpreters=lambda: lives,
+            limits=BoxLimits(),
+            on_failure=lost.append,
+        )
         await asyncio.sleep(0.2)
-        for task in dog._ending:
+        for task in dog._kill_tasks:
             task.cancel()
         await dog.stop()
 
@@ -65,12 +70,12 @@ def test_a_watchdog_that_ends_is_told(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_pool_without_its_watchdog_opens_no_box():
     async def calls() -> tuple[bool, str]:
-        async with Sandbox(size=1, isolation="none") as pool:
+        async with SandboxPool(size=1, isolation="none") as pool:
             await (await pool.open()).close()
-            pool._unwatched(KeyError("SUnreclaim"))
-            with pytest.raises(SandboxFault, match="the watchdog ended: KeyError"):
+            pool._on_watchdog_failure(KeyError("SUnreclaim"))
+            with pytest.raises(SandboxError, match="the watchdog ended: KeyError"):
                 await pool.open()
-            return pool._keeper.alive, pool._trouble
+            return pool._zygote.is_alive, pool._fatal_error
 
     alive, trouble = asyncio.run(calls())
     assert not alive
@@ -79,17 +84,17 @@ def test_a_pool_without_its_watchdog_opens_no_box():
 
 def test_a_zygote_that_reads_nothing_does_not_hold_the_loop_up():
     """Its socket is full: the next word would have waited for it, and everybody for that."""
-    keeper = Keeper(Layers(), Limits())
+    keeper = ZygoteManager(Layers(), BoxLimits())
     keeper._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keeper._control.settimeout(None)
     killed = []
     keeper._process = SimpleNamespace(kill=lambda: killed.append(True))
-    keeper.alive = True
+    keeper.is_alive = True
 
     def say() -> None:
         for number in range(100_000):
-            keeper._say({"kill": number}, [])
+            keeper._send({"kill": number}, [])
 
-    with keeper._control, theirs, pytest.raises(SandboxFault, match="hangs, or was stopped"):
+    with keeper._control, theirs, pytest.raises(SandboxError, match="hangs, or was stopped"):
         say()
-    assert (keeper.alive, killed) == (False, [True])
+    assert (keeper.is_alive, killed) == (False, [True])

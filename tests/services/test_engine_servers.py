@@ -19,8 +19,16 @@ from megatron_rl.distributed.world import connect, disconnect, read_world
 from megatron_rl.errors import GracefulStop
 from megatron_rl.services import address
 from megatron_rl.services import engine_servers as room
-from megatron_rl.services.address import is_proven, token_file
-from megatron_rl.services.engine_servers import ENGINES, Engine, Engines, check_engines, engines, placed, shares
+from megatron_rl.services.address import has_proven_token, token_file
+from megatron_rl.services.engine_servers import (
+    ENGINES_TOKEN_NAME,
+    EngineServer,
+    EngineServers,
+    check_engines,
+    describe_placement,
+    run_engine_servers,
+    split_cores,
+)
 from sandbox.token import read_token, write_token
 from tests.conftest import SUPPORT
 from tests.support.hostile_server import hostile
@@ -40,7 +48,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     """Says how the servers fare from now on: at first well."""
     monkeypatch.setattr(room, "server_command_line", lambda settings: [sys.executable, str(SUPPORT / "stand_in_engine.py"), str(tmp_path)])
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
-    monkeypatch.setattr(room, "FIRST_REST_S", 0.4)
+    monkeypatch.setattr(room, "MIN_BACKOFF_S", 0.4)
 
     def fare(how: str) -> None:
         (tmp_path / "next").write_text(how)
@@ -70,7 +78,7 @@ def until(holds: Callable[[], bool], *, within_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def revived(own: Engines, url: str, folder: Path, *, hangs: bool = False, within_s: float = 60.0) -> dict:
+def revived(own: EngineServers, url: str, folder: Path, *, hangs: bool = False, within_s: float = 60.0) -> dict:
     """Asked as the lookout asks, until there is one more start; that one."""
     before = len(starts(folder))
 
@@ -90,13 +98,13 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
     """Two of them, each by its own port, as servers of vLLM that take weights, as no ranks, and without the user's keys: finding 4."""
     for name in ("RANK", "VLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "0")
-    with engines(settings_of(tmp_path), read_world(), go_on=go_on) as (urls, own):
+    with run_engine_servers(settings_of(tmp_path), read_world(), raise_if_stopped=go_on) as (urls, own):
         begun = starts(tmp_path)
         assert sorted(urls) == sorted(f"http://{HERE}:{each['port']}" for each in begun) and len(set(urls)) == 2 and own.urls == urls
         assert [(each["VLLM_SERVER_DEV_MODE"], each["RANK"]) for each in begun] == [("1", None)] * 2
         assert {each[name] for each in begun for name in ("VLLM_API_KEY", "OPENAI_API_KEY")} == {None}
-        token = token_file(tmp_path, ENGINES)
-        assert stat.S_IMODE(token.stat().st_mode) == 0o600 and all(is_proven(url, token=read_token(token)) for url in urls)
+        token = token_file(tmp_path, ENGINES_TOKEN_NAME)
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600 and all(has_proven_token(url, token=read_token(token)) for url in urls)
     assert all(gone(each["pid"]) for each in begun)
     said = capsys.readouterr().out
     assert all(f"engine {number}: {url}, after " in said for number, url in enumerate(urls))
@@ -118,7 +126,10 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
 )
 def test_one_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, tmp_path: Path, stand_in: Callable) -> None:
     stand_in(how)
-    with pytest.raises(ValueError, match=f"^{line}"), engines(settings_of(tmp_path, **more), read_world(), go_on=go_on):
+    with (
+        pytest.raises(ValueError, match=f"^{line}"),
+        run_engine_servers(settings_of(tmp_path, **more), read_world(), raise_if_stopped=go_on),
+    ):
         pass
     assert all(gone(each["pid"]) for each in starts(tmp_path))
 
@@ -126,12 +137,12 @@ def test_one_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, 
 @pytest.mark.parametrize("way", ["body by drops", "endless", "packed"])
 def test_an_answer_without_end_is_none(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an engine nor a service is there that answers so; who looks at them waits no longer than for one that is silent."""
-    monkeypatch.setattr(address, "ANSWER_S", 0.3)
+    monkeypatch.setattr(address, "HEALTH_TIMEOUT_S", 0.3)
     began = time.monotonic()
     with hostile(way) as url:
-        assert not Engine(name="engine 0", url=url, command=[], environment={}, token="t", log=tmp_path / "log").answers()
+        assert not EngineServer(name="engine 0", url=url, command=[], environment={}, token="t", log=tmp_path / "log").probe_ready()
         write_token(tmp_path / "token")
-        assert not any(address.is_there(url, kind, nonce="n", token=tmp_path / "token") for kind in ("vllm", "sandbox"))
+        assert not any(address.is_service_running(url, kind, nonce="n", token=tmp_path / "token") for kind in ("vllm", "sandbox"))
     assert time.monotonic() - began < 20
 
 
@@ -142,7 +153,7 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path, stand_in: Callabl
         if len(starts(tmp_path)) == 2:
             raise GracefulStop
 
-    with pytest.raises(GracefulStop), engines(settings_of(tmp_path), read_world(), go_on=stop):
+    with pytest.raises(GracefulStop), run_engine_servers(settings_of(tmp_path), read_world(), raise_if_stopped=stop):
         pass
     assert all(gone(each["pid"]) for each in starts(tmp_path))
 
@@ -150,7 +161,7 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path, stand_in: Callabl
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys: pytest.CaptureFixture) -> None:
     """At its address, the other untouched; who is well is let alone."""
-    with engines(settings_of(tmp_path), read_world(), go_on=go_on) as (urls, own):
+    with run_engine_servers(settings_of(tmp_path), read_world(), raise_if_stopped=go_on) as (urls, own):
         first = next(each for each in starts(tmp_path) if urls[1].endswith(f":{each['port']}"))
         own.restart(urls[1], hangs=False)
         assert len(starts(tmp_path)) == 2, "it runs"
@@ -165,7 +176,7 @@ def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys
 
 def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Stopped, it hears no request to end."""
-    with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
+    with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on) as ((url,), own):
         (first,) = starts(tmp_path)
         os.kill(first["pid"], signal.SIGSTOP)
         own.restart(url, hangs=False)
@@ -177,8 +188,8 @@ def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytes
 
 def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Callable, capsys: pytest.CaptureFixture) -> None:
     """One that ends at each start is left away after RESTARTS of them; the other one is not."""
-    monkeypatch.setattr(room, "RESTARTS", 3)
-    with engines(settings_of(tmp_path), read_world(), go_on=go_on) as (urls, own):
+    monkeypatch.setattr(room, "MAX_RESTARTS", 3)
+    with run_engine_servers(settings_of(tmp_path), read_world(), raise_if_stopped=go_on) as (urls, own):
         stand_in("ends")
         os.kill(next(each["pid"] for each in starts(tmp_path) if urls[0].endswith(f":{each['port']}")), signal.SIGKILL)
         times = []
@@ -197,8 +208,8 @@ def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr(room, "STEADY_S", 0.3)
-    with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
+    monkeypatch.setattr(room, "STABLE_S", 0.3)
+    with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on) as ((url,), own):
         for life in (0.0, 0.4, 0.0):
             own.report_alive(url)
             own.is_healthy(url)
@@ -208,11 +219,11 @@ def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch:
             revived(own, url, tmp_path)
     rests = re.findall(r"is started again in (\d) s", capsys.readouterr().out)
     assert rests == ["0", "0", "0"], "0.4 s are told as none"
-    assert own._engines[url].ends == 2, "the second life was long"
+    assert own._engines[url].consecutive_exits == 2, "the second life was long"
 
 
 def test_nothing_is_started_when_all_is_over(tmp_path: Path) -> None:
-    with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on) as ((url,), own):
+    with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on) as ((url,), own):
         pass
     own.restart(url, hangs=True)
     time.sleep(0.3)
@@ -222,10 +233,10 @@ def test_nothing_is_started_when_all_is_over(tmp_path: Path) -> None:
 def test_cores_by_hand() -> None:
     """What is left over is the ranks'; where there are too few nobody has any of his own."""
     two, wide = EngineSettings(mode="server", num_local_servers=2), EngineSettings(mode="server", num_local_servers=2, tp=2)
-    assert shares([0, 1], EngineSettings(mode="server", num_local_servers=1), num_ranks=1) == ([0], [[1]])
-    assert shares([0, 1], two, num_ranks=1) == ([], [])
-    assert shares([3, 4, 5, 8, 9, 10, 11], two, num_ranks=1) == ([3, 4, 5], [[8, 9], [10, 11]])
-    assert shares(list(range(14)), wide, num_ranks=2) == (list(range(6)), [[6, 7, 8, 9], [10, 11, 12, 13]])
+    assert split_cores([0, 1], EngineSettings(mode="server", num_local_servers=1), num_ranks=1) == ([0], [[1]])
+    assert split_cores([0, 1], two, num_ranks=1) == ([], [])
+    assert split_cores([3, 4, 5, 8, 9, 10, 11], two, num_ranks=1) == ([3, 4, 5], [[8, 9], [10, 11]])
+    assert split_cores(list(range(14)), wide, num_ranks=2) == (list(range(6)), [[6, 7, 8, 9], [10, 11, 12, 13]])
 
 
 def test_engine_and_trainer_have_a_core_each(tmp_path: Path) -> None:
@@ -233,7 +244,7 @@ def test_engine_and_trainer_have_a_core_each(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core")
-    with engines(settings_of(tmp_path, num=1), read_world(), go_on=go_on):
+    with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on):
         (begun,) = starts(tmp_path)
         own = os.sched_getaffinity(0)
         assert begun["cores"] and not own & {*begun["cores"]} and own | {*begun["cores"]} == before
@@ -247,9 +258,9 @@ def test_servers_have_the_gpus_behind_those_of_the_ranks(tmp_path: Path, monkeyp
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,7")
     settings = settings_of(tmp_path, tp=2)
-    own = Engines(settings, host=HERE, num_ranks=3, cores=[])
+    own = EngineServers(settings, host=HERE, num_ranks=3, cores=[])
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in own._engines.values()] == ["3,4", "5,7"]
-    assert placed(settings.engine, num_ranks=3) == "GPU 3-4, GPU 5-6"
+    assert describe_placement(settings.engine, num_ranks=3) == "GPU 3-4, GPU 5-6"
     check_engines(settings.engine, num_ranks=3, num_gpus=7)
     few = f"^engine.num_local_servers=2: 4 GPUs are needed beside those of the 4 ranks, and {HOST} has 7 in all; start 1$"
     with pytest.raises(ValueError, match=few):

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.tasks.lewis.server.image_cache import Pictures
-from megatron_rl.tasks.lewis.server.request_limiter import Limits
-from megatron_rl.tasks.lewis.server.speaker_app import Speaker, create_app
-from megatron_rl.tasks.lewis.server.weight_updates import Receiver
+from megatron_rl.tasks.lewis.server.image_cache import ImageCache
+from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
+from megatron_rl.tasks.lewis.server.speaker_app import SpeakerService, create_app
+from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
 from tests.support.listeners import app_of
 from tests.support.model_servers import as_base64, noise, png
 from tests.tasks.lewis.server.test_speaker_app import Room as Speaking
@@ -68,7 +68,7 @@ def spoilt(draw: st.DrawFn, schema: dict[str, Any]) -> bytes:
 class Saying(Speaking):
     """Says the same of every category, and takes weights."""
 
-    shapes = SHAPES
+    tensor_shapes = SHAPES
 
     def _prompt(self, messages: Any) -> str:
         return "mug"
@@ -78,7 +78,7 @@ class Saying(Speaking):
 
         return Completion(list(map(ord, "A photo of a mug.")), [], finish_reason=True, versions=[])
 
-    async def load(self, tensors: object) -> None:
+    async def load_weights(self, tensors: object) -> None:
         return
 
 
@@ -86,8 +86,8 @@ class Saying(Speaking):
 def apps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("pictures")
     (root / "0.png").write_bytes(png(noise(0, side=28)))
-    speaker = Speaker(Saying(), Pictures([str(root)]), limits=Limits(), name="s")
-    return {"listener": app_of(Trained(), Path(root), trained=True), "speaker": create_app(speaker, receiver=Receiver(Saying()))}
+    speaker = SpeakerService(Saying(), ImageCache([str(root)]), limits=RequestLimits(), name="s")
+    return {"listener": app_of(Trained(), Path(root), trained=True), "speaker": create_app(speaker, receiver=WeightUpdateHandler(Saying()))}
 
 
 def status(app: Any, method: str, path: str, content: bytes, kind: str) -> int:

@@ -14,9 +14,9 @@ import yaml
 
 from megatron_rl.config import ListenerSettings, ServiceSettings
 from megatron_rl.services.service_launcher import check_service
-from megatron_rl.services.supervised_process import environment
+from megatron_rl.services.supervised_process import make_environment
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
-from megatron_rl.tasks.lewis.server.model_server import parser
+from megatron_rl.tasks.lewis.server.model_server import build_parser
 from megatron_rl.tasks.task_options import LewisSpeakerOptions
 from sandbox.token import read_token
 from tests.rewards.test_listener_client import held
@@ -88,7 +88,9 @@ def test_the_seeds_words(tree: Path) -> None:
 
 def test_epochs_become_steps_by_the_rounds_and_the_recipe(tree: Path) -> None:
     """100 rounds: four epochs are 25 steps of the CPU recipe's 16; three are 9.4 of 32 a step, so 10. What cannot be counted is a line."""
-    dataset_dict.write(tree / "mine" / "speaker", {split: [{"solution": "A"}] * 100 for split in ("train", "test")}, {"solution": STRING})
+    dataset_dict.write_dataset_dict(
+        tree / "mine" / "speaker", {split: [{"solution": "A"}] * 100 for split in ("train", "test")}, {"solution": STRING}
+    )
     steps = [
         settings_of(tree, "h", "9000", "4", "mine", COUNTS="1", EXPERIMENT="lewis_cpu")["run.steps"],
         settings_of(tree, "h", "9000", "3", "mine", "23", "batch.prompts_per_step=32", COUNTS="1")["run.steps"],
@@ -117,8 +119,8 @@ def test_a_listener_of_its_own_has_the_last_gpu_and_the_run_the_others(tree: Pat
     assert own["task.listener.urls"] == "[service:listener]" and "task.listener.proxy" not in own
     if service:
         settings = ServiceSettings(**yaml.safe_load(own["services.listener"]))
-        check_service("listener", replace(settings, port=0), num_taken=processes, num_gpus=gpus)
-        assert environment({}, settings.gpus)["CUDA_VISIBLE_DEVICES"] == str(gpus - 1)
+        check_service("listener", replace(settings, port=0), num_used_gpus=processes, num_gpus=gpus)
+        assert make_environment({}, settings.gpus)["CUDA_VISIBLE_DEVICES"] == str(gpus - 1)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_each_variable_is_one_setting(tree: Path, variables: dict[str, str], key
 def test_what_is_true_to_a_service_is_true_to_the_launcher(tree: Path) -> None:
     """The services' own command line is the oracle (model_server.py)."""
     for word in ("TRUE", "Yes", "On", "on", "1", "True", "0", "False", "off", "y", ""):
-        log = parser("", port=0, given={"DEBUG_MODE": word, "LOG_PATH": "x"}).get_default("log")
+        log = build_parser("", port=0, variables={"DEBUG_MODE": word, "LOG_PATH": "x"}).get_default("log")
         assert settings_of(tree, "gpu07", DEBUG_MODE=word, LOG_PATH="x").get("task.options.log") == log, word
 
 
@@ -218,7 +220,7 @@ def test_the_services_of_a_pair_are_started_with_the_users_words(tmp_path: Path,
         taken = ["--trained", "--token-file", str(token)]
         program = f"megatron_rl.tasks.lewis.server.{kind}_app"
         expected = ["-m", program, "--model", model, "--port", port, *taken, *(given or NANO_ARGS).split()]
-        assert words == expected and parser("", port=0, given={}).parse_args(words[2:]).trained
+        assert words == expected and build_parser("", port=0, variables={}).parse_args(words[2:]).trained
     assert read_token(token) and stat.S_IMODE(token.stat().st_mode) == 0o600
     runs = told.stdout + (tmp_path / "out" / "listener_run.log").read_text()
     for key in ("task.speaker", "task.listener", "weight_publish"):

@@ -15,13 +15,13 @@ from PIL import Image as pil
 
 from megatron_rl.config import EngineSettings
 from megatron_rl.data.images import StoredImage
-from megatron_rl.tasks.lewis.listener_protocol import Candidate
+from megatron_rl.tasks.lewis.listener_protocol import CandidateImage
 from megatron_rl.tasks.lewis.server import engine_holder, listener_app
-from megatron_rl.tasks.lewis.server.image_cache import Pictures
-from megatron_rl.tasks.lewis.server.listener_app import MOST_HELD, MOST_RENDERED, slices, surface_forms
-from megatron_rl.tasks.lewis.server.model_server import parser, run_server
-from megatron_rl.tasks.lewis.server.model_version import version_of
-from megatron_rl.tasks.lewis.server.request_limiter import Limits
+from megatron_rl.tasks.lewis.server.image_cache import ImageCache
+from megatron_rl.tasks.lewis.server.listener_app import MAX_RENDERED, MAX_RENDERED_PER_REQUEST, find_word_tokens, split_by_image_count
+from megatron_rl.tasks.lewis.server.model_server import build_parser, run_server
+from megatron_rl.tasks.lewis.server.model_version import compute_folder_version
+from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
 from tests.support.listeners import Renderer, Room, Tokenizer, app_of, p_of
 from tests.support.model_servers import as_base64, noise, png
 
@@ -86,7 +86,7 @@ def test_a_large_batch_is_rendered_as_it_is_scored() -> None:
     room, counts = Counting(), [2 + number % 4 for number in range(120)]
     batch = [{"candidates": HASHES[:count], "question": f"This {number}?"} for number, count in enumerate(counts)]
     sent, told = talk(app_of(room), scored(*FILES), lambda http: http.post("/batch_score", json={"batch": batch}))
-    assert sent.status_code == told.status_code == 200 and room.most <= 2 * MOST_RENDERED < sum(counts) == 420
+    assert sent.status_code == told.status_code == 200 and room.most <= 2 * MAX_RENDERED_PER_REQUEST < sum(counts) == 420
     for number, (count, result) in enumerate(zip(counts, told.json()["results"], strict=True)):
         assert result["yes_probabilities"] == pytest.approx([p_of(picture, f"This {number}?") for picture in PICTURES[:count]])
     spoilt = [*batch, {"candidates": [HASHES[0], HASHES[0]], "question": "This?"}]
@@ -103,7 +103,7 @@ def test_many_large_batches_are_rendered_two_slices_at_a_time() -> None:
     app = app_of(room)
     talk(app, scored(*FILES))
     answers = talk(app, *[lambda http: http.post("/batch_score", json={"batch": batch})] * 6, at_once=True)
-    assert MOST_RENDERED < room.most <= MOST_HELD < 6 * MOST_RENDERED
+    assert MAX_RENDERED_PER_REQUEST < room.most <= MAX_RENDERED < 6 * MAX_RENDERED_PER_REQUEST
     for answer in answers:
         for number, (count, result) in enumerate(zip(counts, answer.json()["results"], strict=True)):
             assert result["yes_probabilities"] == pytest.approx([p_of(picture, f"This {number}?") for picture in PICTURES[:count]])
@@ -111,14 +111,14 @@ def test_many_large_batches_are_rendered_two_slices_at_a_time() -> None:
 
 @pytest.mark.parametrize("counts", [[64] * 3, [2] * 256, [63, 2, 64, 1, 1, 62, 64], [64, 64, 2], [2]])
 def test_slices_hold_every_item_once_in_order(counts: list[int]) -> None:
-    found = slices(counts)
+    found = split_by_image_count(counts)
     assert [place for part in found for place in part] == list(range(len(counts)))
-    assert all(0 < sum(counts[place] for place in part) <= MOST_RENDERED for part in found)
-    assert all(sum(counts[place] for place in [*one, other[0]]) > MOST_RENDERED for one, other in pairwise(found))
+    assert all(0 < sum(counts[place] for place in part) <= MAX_RENDERED_PER_REQUEST for part in found)
+    assert all(sum(counts[place] for place in [*one, other[0]]) > MAX_RENDERED_PER_REQUEST for one, other in pairwise(found))
 
 
 def test_every_way_of_saying_yes_counts() -> None:
-    assert surface_forms(Tokenizer(), "yes") == [0, 3] and surface_forms(Tokenizer(), "no") == [2]
+    assert find_word_tokens(Tokenizer(), "yes") == [0, 3] and find_word_tokens(Tokenizer(), "no") == [2]
     (answer,) = talk(app_of(Room()), scored(*FILES[:3]))
     assert answer.json()["yes_probabilities"] == pytest.approx([p_of(picture, "This?") for picture in PICTURES[:3]])
 
@@ -174,12 +174,12 @@ def test_a_folder_whose_name_begins_as_a_roots_is_outside_of_it(tmp_path: Path, 
     (root / "link.png").symlink_to(sibling / "0.png")
     (root / "linked").symlink_to(sibling)
     path = {"path": str(sibling / "0.png"), "link": "link.png", "folder": "linked/0.png"}[way]
-    inside, outside = Candidate(path="0.png"), Candidate(path=path)
-    pictures = Pictures([str(root)])
-    assert pictures.read(inside, where="item 0")[1].tobytes() == PICTURES[0].tobytes()
+    inside, outside = CandidateImage(path="0.png"), CandidateImage(path=path)
+    pictures = ImageCache([str(root)])
+    assert pictures.read_image(inside, where="item 0")[1].tobytes() == PICTURES[0].tobytes()
     with pytest.raises(ValueError, match=r"^item 0: lies outside of this server's roots$"):
-        pictures.read(outside, where="item 0")
-    assert Pictures([str(root), str(sibling)]).read(outside, where="item 0")[0] == HASHES[0]["sha256"]
+        pictures.read_image(outside, where="item 0")
+    assert ImageCache([str(root), str(sibling)]).read_image(outside, where="item 0")[0] == HASHES[0]["sha256"]
 
 
 @pytest.mark.parametrize("size", [(5793, 5793), (1 << 16, 656)])
@@ -188,7 +188,7 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(size: tuple[int, int], tmp_
     pil.new("1", size).save(tmp_path / "wide.png")
     monkeypatch.setattr(StoredImage, "open", lambda self: pytest.fail("it is decoded"))
     with pytest.raises(ValueError, match=rf"^item 0: {size[0]}x{size[1]} pixels, more than 33554432$"):
-        Pictures([str(tmp_path)]).read(Candidate(path="wide.png"), where="item 0")
+        ImageCache([str(tmp_path)]).read_image(CandidateImage(path="wide.png"), where="item 0")
 
 
 def test_requests_that_fail_give_their_slots_back() -> None:
@@ -203,8 +203,8 @@ def test_requests_that_fail_give_their_slots_back() -> None:
 
 def test_no_probability_is_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the sum of what says yes is rounded up, and is all that there is."""
-    exact = listener_app.log_sum
-    monkeypatch.setattr(listener_app, "log_sum", lambda logprobs: exact(logprobs) + (3e-16 if len(logprobs) == 2 else 0.0))
+    exact = listener_app.logsumexp
+    monkeypatch.setattr(listener_app, "logsumexp", lambda logprobs: exact(logprobs) + (3e-16 if len(logprobs) == 2 else 0.0))
     (answer,) = talk(app_of(Room(answer=lambda p: [math.log(0.25), -1000.0, math.log(0.75)])), scored(*FILES[:2]))
     assert answer.status_code == 200 and answer.json()["yes_probabilities"] == [1.0, 1.0]
 
@@ -240,7 +240,7 @@ def test_a_body_has_its_limit() -> None:
 
 
 def test_an_engine_that_failed_is_told() -> None:
-    health, _ = talk(app_of(Room(is_well=False)), lambda http: http.get("/health"), lambda http: http.get("/metrics"))
+    health, _ = talk(app_of(Room(is_healthy=False)), lambda http: http.get("/health"), lambda http: http.get("/metrics"))
     assert health.status_code == 503 and "start the server anew" in health.text
 
 
@@ -248,11 +248,11 @@ def test_the_version_is_that_of_everything(tmp_path: Path) -> None:
     """One byte of one file, a name, or how pictures are treated: another version."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
-    versions = [version_of(tmp_path, 1), version_of(tmp_path, 1), version_of(tmp_path, 2)]
+    versions = [compute_folder_version(tmp_path, 1), compute_folder_version(tmp_path, 1), compute_folder_version(tmp_path, 2)]
     (tmp_path / "model.safetensors").write_bytes(bytes(999) + b"\1")
-    versions.append(version_of(tmp_path, 1))
+    versions.append(compute_folder_version(tmp_path, 1))
     (tmp_path / "model.safetensors").rename(tmp_path / "weights.safetensors")
-    versions.append(version_of(tmp_path, 1))
+    versions.append(compute_folder_version(tmp_path, 1))
     assert versions[0] == versions[1] and len(set(versions)) == 4
 
 
@@ -268,7 +268,7 @@ def test_the_seeds_variables_are_words_of_the_command_line() -> None:
     variables = {"INFERENCE_CONCURRENCY": "3", "INFERENCE_ACQUIRE_TIMEOUT": "7.5", "LISTENER_BATCH_SIZE": "11"}
 
     def words(given: dict[str, str], *more: str) -> tuple[object, ...]:
-        read = parser("", port=9000, given=given).parse_args(["--model", "m", *more])
+        read = build_parser("", port=9000, variables=given).parse_args(["--model", "m", *more])
         return read.concurrency, read.acquire_timeout, read.batch_size, read.log
 
     assert words({}) == (8, 300.0, 64, None)
@@ -288,10 +288,10 @@ def test_the_seeds_variables_reach_the_engine_and_the_limits(monkeypatch: pytest
 
         def close(self) -> None: ...
 
-    def make(room: Room, pictures: object, *, limits: Limits, log: Path | None, **_: object) -> object:
+    def make(room: Room, pictures: object, *, limits: RequestLimits, log: Path | None, **_: object) -> object:
         raise ValueError(f"{limits.concurrency} at once, {limits.acquire_s:g} s, {log}")
 
-    monkeypatch.setattr(engine_holder, "EngineRoom", Taken)
+    monkeypatch.setattr(engine_holder, "EngineHolder", Taken)
     variables = {"INFERENCE_CONCURRENCY": "3", "INFERENCE_ACQUIRE_TIMEOUT": "7.5", "LISTENER_BATCH_SIZE": "11", "DEBUG_MODE": "1"}
     for name, value in {**variables, "LOG_PATH": "said.jsonl"}.items():
         monkeypatch.setenv(name, value)

@@ -17,9 +17,9 @@ from megatron_rl.config import JudgeSettings, ModelSettings, RunSettings, Sandbo
 from megatron_rl.config import TaskSettings as Task
 from megatron_rl.distributed.world import connect, disconnect, read_world
 from megatron_rl.errors import GracefulStop
-from megatron_rl.services.address import file_of, find, publish, token_file
-from megatron_rl.services.service_launcher import addressed, check_service, serving
-from megatron_rl.services.supervised_process import environment
+from megatron_rl.services.address import address_file, find_address, publish_address, token_file
+from megatron_rl.services.service_launcher import check_service, resolve_addresses, run_services
+from megatron_rl.services.supervised_process import make_environment
 from sandbox.token import write_token
 from tests.conftest import ROOT, SUPPORT
 from tests.support import forked
@@ -75,18 +75,20 @@ def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pyt
     for name in ("VLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "the-users-own")
     settings = settings_of(tmp_path, service_of(tmp_path, args=["--more", "1"]))
-    with serving(settings, read_world(), go_on=go_on) as urls:
+    with run_services(settings, read_world(), raise_if_stopped=go_on) as urls:
         (url,) = urls.values()
         assert urls.keys() == {"judge"} and url.startswith("http://127.0.0.1:") and url.endswith("/v1")
-        assert find(tmp_path, "judge", "vllm", is_gated=False) == url
-        assert addressed(settings.task, urls, run=tmp_path).judge.urls == [url]
+        assert find_address(tmp_path, "judge", "vllm", is_gated=False) == url
+        assert resolve_addresses(settings.task, urls, run=tmp_path).judge.urls == [url]
         assert settings.task.judge.urls[0] == "service:judge", "what is kept with the run names no port of today"
         assert all(map(psutil.pid_exists, pids(tmp_path))) and len(pids(tmp_path)) == 2
         told = json.loads((tmp_path / "environment.json").read_text())
         assert told["VLLM_API_KEY"] == token_file(tmp_path, "judge").read_text() and "OPENAI_API_KEY" not in told
         assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & told.keys() and "PATH" in told
     assert (
-        are_gone(tmp_path, within_s=0) and not file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm", is_gated=False) == ""
+        are_gone(tmp_path, within_s=0)
+        and not address_file(tmp_path, "judge").exists()
+        and find_address(tmp_path, "judge", "vllm", is_gated=False) == ""
     )
     log = (tmp_path / "services" / "judge.log").read_text()
     assert "--served-model-name judge " in log and log.splitlines()[0].endswith(" --more 1") and "stand-in: well" in log
@@ -102,18 +104,18 @@ def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
             assert time.monotonic() < deadline and holder.poll() is None, holder.output.read_text()
             time.sleep(0.05)
         (keeper,) = psutil.Process(holder.pid).children()
-        assert find(tmp_path, "judge", "vllm", is_gated=False)
+        assert find_address(tmp_path, "judge", "vllm", is_gated=False)
     finally:
         holder.kill()
     psutil.wait_procs([keeper], timeout=10)
     assert not keeper.is_running() and are_gone(tmp_path)
-    assert file_of(tmp_path, "judge").exists() and find(tmp_path, "judge", "vllm", is_gated=False) == ""
+    assert address_file(tmp_path, "judge").exists() and find_address(tmp_path, "judge", "vllm", is_gated=False) == ""
 
 
 def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It and its server end all the same, and what that had started."""
-    monkeypatch.setattr("megatron_rl.services.supervised_process.END_S", 1.0)
-    with serving(settings_of(tmp_path, service_of(tmp_path)), read_world(), go_on=go_on):
+    monkeypatch.setattr("megatron_rl.services.supervised_process.STOP_TIMEOUT_S", 1.0)
+    with run_services(settings_of(tmp_path, service_of(tmp_path)), read_world(), raise_if_stopped=go_on):
         (keeper,) = [child for child in psutil.Process().children() if str(tmp_path) in child.cmdline()]
         keeper.suspend()
     assert not keeper.is_running() and are_gone(tmp_path)
@@ -121,37 +123,42 @@ def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
 
 def test_the_address_of_another_is_not_used(tmp_path: Path) -> None:
     """A server answers there, but it is not the one that wrote the file; or the file is half."""
-    with serving(settings_of(tmp_path, service_of(tmp_path)), read_world(), go_on=go_on) as urls:
+    with run_services(settings_of(tmp_path, service_of(tmp_path)), read_world(), raise_if_stopped=go_on) as urls:
         write_token(token_file(tmp_path, "listener"))
-        publish(tmp_path, "listener", url=urls["judge"], nonce="of one that died")
-        assert find(tmp_path, "judge", "vllm", is_gated=False) and not find(tmp_path, "listener", "vllm", is_gated=False)
-        assert not find(tmp_path, "judge", "sandbox"), "a server of another kind"
-        whole = file_of(tmp_path, "judge").read_bytes()
-        file_of(tmp_path, "judge").write_bytes(whole[: len(whole) // 2])
-        assert not find(tmp_path, "judge", "vllm", is_gated=False) and not find(tmp_path, "nobody", "vllm", is_gated=False)
+        publish_address(tmp_path, "listener", url=urls["judge"], nonce="of one that died")
+        assert find_address(tmp_path, "judge", "vllm", is_gated=False) and not find_address(tmp_path, "listener", "vllm", is_gated=False)
+        assert not find_address(tmp_path, "judge", "sandbox"), "a server of another kind"
+        whole = address_file(tmp_path, "judge").read_bytes()
+        address_file(tmp_path, "judge").write_bytes(whole[: len(whole) // 2])
+        assert not find_address(tmp_path, "judge", "vllm", is_gated=False) and not find_address(tmp_path, "nobody", "vllm", is_gated=False)
 
 
 def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
     """And left alone: it is not this run's to end."""
-    with serving(settings_of(tmp_path, service_of(tmp_path)), read_world(), go_on=go_on) as started:
-        with serving(settings_of(tmp_path, replace(service_of(tmp_path), external=True)), read_world(), go_on=go_on) as found:
+    with run_services(settings_of(tmp_path, service_of(tmp_path)), read_world(), raise_if_stopped=go_on) as started:
+        with run_services(
+            settings_of(tmp_path, replace(service_of(tmp_path), external=True)), read_world(), raise_if_stopped=go_on
+        ) as found:
             assert found == started
-        assert find(tmp_path, "judge", "vllm", is_gated=False) == started["judge"]
+        assert find_address(tmp_path, "judge", "vllm", is_gated=False) == started["judge"]
     late = replace(service_of(tmp_path), external=True, startup_timeout_s=0.2)
     line = r"^services.judge.startup_timeout_s=0.2: it does not answer; .*judge.json is to be written by launch/serve.py in another job$"
-    with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), read_world(), go_on=go_on):
+    with pytest.raises(ValueError, match=line), run_services(settings_of(tmp_path, late), read_world(), raise_if_stopped=go_on):
         pass
     with hostile("401") as url:  # a stranger who has the port of one that has died: the service may come yet
         write_token(token_file(tmp_path, "judge"))
-        publish(tmp_path, "judge", url=url, nonce="n")
+        publish_address(tmp_path, "judge", url=url, nonce="n")
         line = rf"^services.judge.startup_timeout_s=0.2: {url} answers 401, no such key: the run gives its command a key in VLLM_API_KEY"
-        with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, late), read_world(), go_on=go_on):
+        with pytest.raises(ValueError, match=line), run_services(settings_of(tmp_path, late), read_world(), raise_if_stopped=go_on):
             pass
 
 
 def test_a_service_that_asks_for_another_key_is_not_waited_for(tmp_path: Path) -> None:
     line = r"^services.judge.kind=vllm: http://127.0.0.1:\d+/v1 answers 401, .*: the run gives its command a key in VLLM_API_KEY"
-    with pytest.raises(ValueError, match=line), serving(settings_of(tmp_path, service_of(tmp_path, "denies")), read_world(), go_on=go_on):
+    with (
+        pytest.raises(ValueError, match=line),
+        run_services(settings_of(tmp_path, service_of(tmp_path, "denies")), read_world(), raise_if_stopped=go_on),
+    ):
         pass
     assert are_gone(tmp_path)
 
@@ -163,14 +170,16 @@ def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
     words = ("model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
     job = forked.Process(ROOT / "launch" / "serve.py", *words)
     try:
-        with serving(settings_of(tmp_path, replace(service_of(tmp_path), external=True)), read_world(), go_on=go_on) as found:
+        with run_services(
+            settings_of(tmp_path, replace(service_of(tmp_path), external=True)), read_world(), raise_if_stopped=go_on
+        ) as found:
             assert found["judge"].startswith(f"http://{HERE}:")
         job.send_signal(signal.SIGTERM)
         said, _ = job.communicate(timeout=30)
     finally:
         job.kill()
     assert job.returncode == os.EX_TEMPFAIL and said.startswith(f"service judge: {found['judge']}, after ") and said.count("\n") == 1, said
-    assert are_gone(tmp_path, within_s=0) and not file_of(tmp_path, "judge").exists()
+    assert are_gone(tmp_path, within_s=0) and not address_file(tmp_path, "judge").exists()
 
 
 def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
@@ -180,14 +189,14 @@ def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
     job = forked.Process(ROOT / "launch" / "serve.py", *words)
     try:
         deadline = time.monotonic() + 60
-        while not find(tmp_path / "run", "judge", "vllm", is_gated=False):
+        while not find_address(tmp_path / "run", "judge", "vllm", is_gated=False):
             assert time.monotonic() < deadline and job.poll() is None, job.output.read_text()
             time.sleep(0.05)
         finish(tmp_path / "run")
         said, _ = job.communicate(timeout=30)
     finally:
         job.kill()
-    assert job.returncode == 0 and are_gone(tmp_path, within_s=0) and not file_of(tmp_path / "run", "judge").exists(), said
+    assert job.returncode == 0 and are_gone(tmp_path, within_s=0) and not address_file(tmp_path / "run", "judge").exists(), said
     moved = forked.run(ROOT / "launch" / "serve.py", *words, "run.overwrite=true", timeout_s=60)
     assert moved.returncode == 1 and moved.stdout.startswith("error: run.overwrite=True: moves the folder aside"), moved.stdout
 
@@ -197,7 +206,10 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
         if (tmp_path / "pids").exists():
             raise GracefulStop
 
-    with pytest.raises(GracefulStop), serving(settings_of(tmp_path, service_of(tmp_path, "silent")), read_world(), go_on=stop):
+    with (
+        pytest.raises(GracefulStop),
+        run_services(settings_of(tmp_path, service_of(tmp_path, "silent")), read_world(), raise_if_stopped=stop),
+    ):
         pass
     assert are_gone(tmp_path, within_s=0)
 
@@ -216,9 +228,9 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
 )
 def test_a_service_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, tmp_path: Path) -> None:
     settings = settings_of(tmp_path, service_of(tmp_path, how, **more))
-    with pytest.raises(ValueError, match=f"^{line}"), serving(settings, read_world(), go_on=go_on):
+    with pytest.raises(ValueError, match=f"^{line}"), run_services(settings, read_world(), raise_if_stopped=go_on):
         pass
-    assert (how == "nowhere" or are_gone(tmp_path, within_s=0)) and not file_of(tmp_path, "judge").exists()
+    assert (how == "nowhere" or are_gone(tmp_path, within_s=0)) and not address_file(tmp_path, "judge").exists()
 
 
 def test_what_cannot_be_started_is_known_before() -> None:
@@ -236,15 +248,17 @@ def test_what_cannot_be_started_is_known_before() -> None:
         ]
         for service, num_gpus, line in cases:
             with pytest.raises(ValueError, match=f"^services.judge.{line}"):
-                check_service("judge", service, num_taken=6, num_gpus=num_gpus)
+                check_service("judge", service, num_used_gpus=6, num_gpus=num_gpus)
     for service, num_gpus in ((judge, 0), (replace(judge, gpus=[6, 7]), 8), (replace(judge, args=["--gpu-memory-utilization", "0.2"]), 8)):
-        check_service("judge", service, num_taken=6, num_gpus=num_gpus)
+        check_service("judge", service, num_used_gpus=6, num_gpus=num_gpus)
 
 
 def test_its_gpus_are_among_those_of_the_run() -> None:
     given = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "LOCAL_RANK": "0", "HOME": "/h"}
-    assert environment(given, [2, 3]) == {"CUDA_VISIBLE_DEVICES": "6,7", "HOME": "/h"}
-    assert environment({}, [2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"} and environment(given, [])["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert make_environment(given, [2, 3]) == {"CUDA_VISIBLE_DEVICES": "6,7", "HOME": "/h"}
+    assert (
+        make_environment({}, [2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"} and make_environment(given, [])["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,11 @@ from megatron_rl.config import (
 from megatron_rl.distributed.world import connect, disconnect, read_world
 from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.services.address import find, is_there, proves, token_file
-from megatron_rl.services.service_launcher import Service, addressed, serving
-from megatron_rl.tasks.visual_python.task import sandbox_client
-from sandbox import Sandbox, SandboxFault
-from sandbox.access import CHALLENGE, PROOF, proof_of
+from megatron_rl.services.address import can_prove_token, find_address, is_service_running, token_file
+from megatron_rl.services.service_launcher import LaunchedService, resolve_addresses, run_services
+from megatron_rl.tasks.visual_python.task import make_sandbox_client
+from sandbox import SandboxError, SandboxPool
+from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
 from sandbox.client import SandboxClient
 from sandbox.token import write_token
 from tests.support import judges
@@ -47,16 +47,16 @@ def test_the_runs_own_sandbox_asks_for_a_word_that_only_the_run_knows(tmp_path: 
     connect(read_world(), timeout_s=30)
     try:
         _needs_room()
-        with serving(settings, read_world(), go_on=lambda: None) as urls:
+        with run_services(settings, read_world(), raise_if_stopped=lambda: None) as urls:
             file = token_file(tmp_path, "sandbox")
             token = file.read_text()
             assert stat.S_IMODE(os.stat(file).st_mode) == 0o600 and len(token) >= 32
-            assert find(tmp_path, "sandbox", "sandbox") == urls["sandbox"]
-            found = addressed(task, urls, run=tmp_path).sandbox
+            assert find_address(tmp_path, "sandbox", "sandbox") == urls["sandbox"]
+            found = resolve_addresses(task, urls, run=tmp_path).sandbox
             assert (found.url, found.token_file) == (urls["sandbox"], str(file))
             assert task.sandbox.token_file == "", "what is kept with the run names no file of today"
-            assert asyncio.run(_says(sandbox_client(found))) == "42\n"
-            with pytest.raises(SandboxFault, match="401"):
+            assert asyncio.run(_says(make_sandbox_client(found))) == "42\n"
+            with pytest.raises(SandboxError, match="401"):
                 asyncio.run(_says(SandboxClient(found.url)))
             assert httpx.get(f"{found.url}/health", headers={"Authorization": "Bearer the-judges-own"}).status_code == 401
             lines = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
@@ -69,12 +69,12 @@ def test_the_runs_own_sandbox_asks_for_a_word_that_only_the_run_knows(tmp_path: 
 
 def _needs_room() -> None:
     async def once() -> None:
-        async with Sandbox(size=1):
+        async with SandboxPool(size=1):
             pass
 
     try:
         asyncio.run(once())
-    except SandboxFault as reason:
+    except SandboxError as reason:
         pytest.skip(str(reason))
 
 
@@ -85,7 +85,7 @@ async def _says(client: SandboxClient) -> str:
 
 def test_a_token_that_is_none_is_told_under_its_setting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^task.sandbox.token_file={tmp_path}/word: .*No such file"):
-        sandbox_client(SandboxSettings(url="http://127.0.0.1:9", token_file=str(tmp_path / "word")))
+        make_sandbox_client(SandboxSettings(url="http://127.0.0.1:9", token_file=str(tmp_path / "word")))
     with pytest.raises(ValueError, match=r"^task.sandbox.token_file=word: is for a server: give its address, task.sandbox.url, too$"):
         SandboxSettings(token_file="word")
 
@@ -116,11 +116,11 @@ def test_who_takes_a_services_port_first_gets_no_key_of_the_user(kind: str, tmp_
     stolen, stop = [], threading.Event()
     thief = threading.Thread(target=thieves, args=(tmp_path, stolen), kwargs={"stop": stop})
     thief.start()
-    service = Service("it", given, run=tmp_path, host="127.0.0.1")
+    service = LaunchedService("it", given, run=tmp_path, host="127.0.0.1")
     try:
         deadline = time.monotonic() + 20
         while len(stolen) < 2 and time.monotonic() < deadline:
-            service.look()
+            service.poll()
             time.sleep(0.05)
         assert len(stolen) >= 2 and service.url == ""
         said, token = "".join(stolen), token_file(tmp_path, "it").read_text()
@@ -130,11 +130,11 @@ def test_who_takes_a_services_port_first_gets_no_key_of_the_user(kind: str, tmp_
     finally:
         stop.set()
         thief.join()
-        service.end()
+        service.stop()
 
 
 async def judged(judge: Judge) -> None:
-    assert await judge.verdict(judges.PROMPT, fields=judges.fields()) == 1.0
+    assert await judge.score(judges.PROMPT, fields=judges.fields()) == 1.0
 
 
 def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp
     given = JudgeSettings(urls=["service:judge"], model="judge")
     with judges.serving(judges.right) as server:
         token = write_token(token_file(tmp_path, "judge"))
-        found = addressed(TaskSettings(name="vqa", judge=given), {"judge": server.url}, run=tmp_path).judge
+        found = resolve_addresses(TaskSettings(name="vqa", judge=given), {"judge": server.url}, run=tmp_path).judge
         assert (found.urls, found.token_file) == ([server.url], str(token_file(tmp_path, "judge"))) and given.token_file == ""
         judges.held(found, judged)
         assert server.keys == {f"Bearer {token}"}
@@ -167,7 +167,7 @@ def test_a_judge_proves_itself_before_it_is_believed(tmp_path: Path) -> None:
             body = b'{"data": [{"id": "its-nonce"}]}'
             self.send_response(200)
             if knows:
-                self.send_header(PROOF, proof_of(token, self.headers[CHALLENGE] or "", port=self.server.server_port))
+                self.send_header(PROOF_HEADER, compute_proof(token, self.headers[CHALLENGE_HEADER] or "", port=self.server.server_port))
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -180,8 +180,8 @@ def test_a_judge_proves_itself_before_it_is_believed(tmp_path: Path) -> None:
         with HTTPServer(("127.0.0.1", 0), Judge) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             url = f"http://127.0.0.1:{server.server_port}/v1"
-            assert is_there(url, "vllm", nonce="its-nonce", token=file) is knows
+            assert is_service_running(url, "vllm", nonce="its-nonce", token=file) is knows
             server.shutdown()
         assert heard == [("/health", None), *([("/v1/models", f"Bearer {token}")] if knows else [])]
     own = [ServiceSettings(kind=kind, model="" if kind == "sandbox" else "m") for kind in ("vllm", "sandbox", "listener")]
-    assert all(map(proves, own)) and not proves(ServiceSettings(kind="vllm", model="m", command=["judge/bin/python"]))
+    assert all(map(can_prove_token, own)) and not can_prove_token(ServiceSettings(kind="vllm", model="m", command=["judge/bin/python"]))

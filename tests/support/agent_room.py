@@ -7,7 +7,7 @@ from PIL import Image
 
 from megatron_rl.rollout.task import Step
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example
 from tests.support.sandbox_room import Room
@@ -47,7 +47,7 @@ def play(room: Room, protocol: ToolProtocol, *replies: str, images: tuple[object
 
 
 def run(room: Room, *codes: str, protocol: ToolProtocol | None = None) -> list[Step]:
-    protocol = protocol or PyVision()
+    protocol = protocol or PyVisionProtocol()
     return play(room, protocol, *map(protocol.write_code, codes))
 
 

@@ -5,14 +5,14 @@ import asyncio
 from megatron_rl.config import TaskSettings
 from megatron_rl.registry import build_task
 from megatron_rl.rollout.task import Step, Task
-from megatron_rl.tasks.task_options import OPTIONS
+from megatron_rl.tasks.task_options import TASK_OPTIONS
 from megatron_rl.types import Example, Message
 
 FEW = {"points24": {"train_hands": 200, "eval_hands": 100}, "blackjack": {"train_hands": 200, "eval_drawings": 1}}
 
 
 def task_of(name: str, **options: object) -> Task:
-    return build_task(TaskSettings(name=name, max_turns=7, options=OPTIONS[name](**{**FEW.get(name, {}), **options})))
+    return build_task(TaskSettings(name=name, max_turns=7, options=TASK_OPTIONS[name](**{**FEW.get(name, {}), **options})))
 
 
 def looks(message: Message) -> tuple[bytes, str]:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl.cli.app import with_full_disks
+from megatron_rl.cli.app import add_disk_full_hint
 from megatron_rl.config import WandbSettings
 from megatron_rl.observe.metrics import MetricsLog, read_metrics
 from tests.chaos.mishaps import NotNow, Scene, strike
@@ -90,7 +90,7 @@ def play(room: Room, folder: Path) -> None:
             if place == SEGMENTS:
                 with pytest.raises(OSError, match="^.Errno 28. [A-Za-z ]*$") as met:
                     multiprocessing.Lock()
-                assert with_full_disks(str(met.value)).startswith(f"{SEGMENTS}: [Errno 28] ")
+                assert add_disk_full_hint(str(met.value)).startswith(f"{SEGMENTS}: [Errno 28] ")
             (place / "more").unlink(missing_ok=True)
             scene.take_back(all_of_it=True)
             assert error_of(place / "more") == 0

@@ -26,8 +26,8 @@ from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from torch.distributed import run as torchrun
 
-from megatron_rl.cli.app import offer
-from megatron_rl.launcher.sweep import options_of
+from megatron_rl.cli.app import register_tasks
+from megatron_rl.launcher.sweep import parse_options
 from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.models.family import FAMILIES
 from tests.conftest import ROOT
@@ -123,7 +123,7 @@ def examples() -> dict[str, str]:
 
 def check_script(script: str, arguments: list[str]) -> None:
     if script in examples():
-        with patch("megatron_rl.cli.cli", lambda **own: offer(own.get("tasks", {}))), patch.dict(FAMILIES):
+        with patch("megatron_rl.cli.cli", lambda **own: register_tasks(own.get("tasks", {}))), patch.dict(FAMILIES):
             exec(examples()[script], {"__name__": "__main__"})
         check_settings(arguments)
         return
@@ -179,7 +179,7 @@ def check_job(words: list[str]) -> None:
     script, *arguments = dropwhile(is_option, words)
     check_executable(script)
     if script == "launch/slurm/sweep.sbatch":
-        options = told_by_argparse(lambda: options_of([*arguments, "--task", "0"]))
+        options = told_by_argparse(lambda: parse_options([*arguments, "--task", "0"]))
         try:
             tasks = read_sweep(ROOT / options.sweep).tasks
         except ValueError as error:

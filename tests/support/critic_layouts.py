@@ -62,7 +62,7 @@ def walk(model: Path, out: Path, text: str) -> None:
     case = Case.parse(text)
     layout, renderer = build_layout(case.settings(), seed=0), Renderer(ModelSettings(path=str(model)))
     contexts, spec = example_contexts(renderer), read_spec(model)
-    whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.positions, multiple_of=case.tp)]
+    whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.rope_positions, multiple_of=case.tp)]
     optim, settings = OptimSettings(lr=0.1, eps=1e-3), ModelSettings(path=str(model))
     policy = Policy(
         settings, layout, parallel=case.settings(), optim=optim, num_steps=3, banned_ids=renderer.banned_ids,
@@ -114,7 +114,7 @@ def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
     case = Case.parse(text)
     layout, renderer = build_layout(case.settings(), seed=0), Renderer(ModelSettings(path=str(model)))
     contexts, spec = example_contexts(renderer), read_spec(model)
-    whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.positions, multiple_of=case.tp)]
+    whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.rope_positions, multiple_of=case.tp)]
     settings = Settings(
         model=ModelSettings(path=str(model)), lora=LORA, parallel=case.settings(), optim=OptimSettings(lr=1e-2, eps=1e-4),
         algo=AlgoSettings(name="ppo", temperature=0.7), run=RunSettings(dir=str(out / f"run {text}"), steps=4),

@@ -30,8 +30,8 @@ from vllm.platforms.cuda import CudaPlatformBase  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
-from megatron_rl.memory_plan.gpu_specs import GPUS  # noqa: E402
-from megatron_rl.models.known_models import released_config  # noqa: E402
+from megatron_rl.memory_plan.gpu_specs import GPU_SPECS  # noqa: E402
+from megatron_rl.models.known_models import make_released_config  # noqa: E402
 from megatron_rl.rollout.vllm.engine_core import engine_arguments  # noqa: E402
 from tests.contracts.test_configs import settings_of  # noqa: E402
 
@@ -52,7 +52,7 @@ def pretend(name: str) -> None:
 
         @classmethod
         def get_device_total_memory(cls, device_id: int = 0) -> int:
-            return GPUS[name].memory
+            return GPU_SPECS[name].memory_bytes
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
@@ -72,7 +72,7 @@ def pretend(name: str) -> None:
 def released(like: Path, size: str, out: Path) -> Path:
     """A folder without weights: the released sizes and limits of pictures, a nano's tokenizer."""
     shutil.copytree(like, out, ignore=shutil.ignore_patterns("*.safetensors"))
-    (out / "config.json").write_text(json.dumps(released_config(size)))
+    (out / "config.json").write_text(json.dumps(make_released_config(size)))
     processor = json.loads((out / "processor_config.json").read_text())
     processor["image_processor"]["size"] = RELEASED
     (out / "processor_config.json").write_text(json.dumps(processor))

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.distributed.world import read_world
 from megatron_rl.preflight import doctor_job
-from megatron_rl.preflight.check_report import Report
+from megatron_rl.preflight.check_report import CheckReport
 
 
 def main(model: str, run_dir: str) -> None:
@@ -21,10 +21,10 @@ def main(model: str, run_dir: str) -> None:
     time.time = lambda: time_of_day() + 5 * world.rank
     settings = Settings(model=ModelSettings(path=model), run=RunSettings(dir=run_dir), task=TaskSettings(name="number_line"))
 
-    def examine() -> Report:
-        return Report(rows=[("GPUs", str(world.rank))], errors=["a=1: all have it", *["b=2: one has it"] * world.rank])
+    def examine() -> CheckReport:
+        return CheckReport(findings=[("GPUs", str(world.rank))], errors=["a=1: all have it", *["b=2: one has it"] * world.rank])
 
-    report = doctor_job.examine_together(settings, world, examine)
+    report = doctor_job.run_checks_on_nodes(settings, world, examine)
     if world.is_main:
         print(json.dumps(asdict(report)))
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings
-from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.types import Image, Rollout, Status, StopReason, TokenSequence, Turn
 
 PICTURE = Image(None, None, (1, 2, 2), "a", merge=2)
@@ -52,10 +52,10 @@ def episode(
 
 def outcome_of(
     *turns: Turn, payload: Mapping[str, object] | None = None, end: StopReason = StopReason.DONE, images: Sequence[Image] = ()
-) -> Outcome:
+) -> RewardInput:
     """What a rubric sees of an episode of these turns."""
     rollout = Rollout(task="t", example_id="e0", group=0, sample_index=0, turns=list(turns), stop_reason=end)
-    return Outcome(payload=payload or {}, rollout=rollout, images=list(images))
+    return RewardInput(payload=payload or {}, rollout=rollout, prompt_images=list(images))
 
 
 def penalize(rollout: Rollout, *per_token: float) -> Rollout:

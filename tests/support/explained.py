@@ -84,10 +84,10 @@ def write_run(
     (run / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of(model, run, dtype=dtype))))
     if as_lines:
         chosen = {"best": rollouts[:1], "worst": rollouts[1:]}
-        recorder.write(run / recorder.FOLDER / f"step_{STEP:06d}.jsonl", chosen, step=STEP, among=rollouts)
+        recorder.write_rollouts(run / recorder.ROLLOUTS_FOLDER / f"step_{STEP:06d}.jsonl", chosen, step=STEP, step_rollouts=rollouts)
     else:
-        recorder.store_pictures(run / recorder.FOLDER, rollouts)
-        rollout_store.write(rollout_store.path_of(run / recorder.FOLDER, STEP), rollouts, step=STEP, rounds=1)
+        recorder.save_images(run / recorder.ROLLOUTS_FOLDER, rollouts)
+        rollout_store.write_step(rollout_store.step_path(run / recorder.ROLLOUTS_FOLDER, STEP), rollouts, step=STEP, num_gen_batches=1)
     return run
 
 

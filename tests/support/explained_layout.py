@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from megatron_rl.cli.explain import main
 from megatron_rl.explain import replay_forward
-from megatron_rl.explain.trainer_forward import Trainer
+from megatron_rl.explain.trainer_forward import TrainerForward
 
 
-class Spoiled(Trainer):
+class Spoiled(TrainerForward):
     def __init__(self, *given: object, **named: object) -> None:
         super().__init__(*given, **named)
         if self.layout.tp * self.layout.pp > 1 and dist.get_rank() == dist.get_world_size() - 1:
@@ -19,5 +19,5 @@ class Spoiled(Trainer):
 
 
 if __name__ == "__main__":
-    replay_forward.Trainer = Spoiled
+    replay_forward.TrainerForward = Spoiled
     sys.exit(main(sys.argv[1:]))

@@ -135,7 +135,7 @@ def stand_in(q_TND, k_KMD, v_KMD, gathered, causal, scale):  # noqa: ANN001
 
 def empty_model(spec, layout, path, *, dtype, lora, heads, seed):  # noqa: ANN001
     """In the place of build.load_model: no weights are read, and all of it is on the device."""
-    with _disable_current_modes(), megatron_cpu._stand_in(torch.device("cpu")):
+    with _disable_current_modes(), megatron_cpu._patched_cuda(torch.device("cpu")):
         chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
     for module in chunks.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -170,7 +170,7 @@ def update(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: in
     parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1, recompute=recompute, log_probs_chunk_size=4)
     renderer, lora, waits = Renderer(settings), LoraSettings(rank=rank), Waits()
     batch = pack(
-        example_contexts(renderer)[2:5], image_token_id=renderer.image_token_id, positions=read_spec(model).positions, multiple_of=tp,
+        example_contexts(renderer)[2:5], image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=tp,
         share_prompts=True,
     )  # fmt: skip
     batch = replace(batch, old_value_T=batch.weight_T, return_T=batch.weight_T)
@@ -194,7 +194,7 @@ def update(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: in
 def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
 
-    megatron_cpu.megatron_on_cpu = lambda: megatron_cpu._stand_in(torch.device(DEVICE))
+    megatron_cpu.megatron_on_cpu = lambda: megatron_cpu._patched_cuda(torch.device(DEVICE))
     policy.load_model, policy.HfWeightIterator = empty_model, lambda *_, **__: None
     attention.has_kernel, attention.varlen = lambda *_: True, stand_in
     vision.of_grids = partial(on_host, vision.of_grids)

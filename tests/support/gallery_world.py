@@ -16,7 +16,7 @@ from PIL import Image as pil
 from megatron_rl.distributed import image_exchange as gallery_module
 from megatron_rl.distributed.image_exchange import ImageExchange
 from megatron_rl.distributed.world import connect, disconnect, raise_on_all_ranks, read_world
-from megatron_rl.observe.recorder import store_pictures, write
+from megatron_rl.observe.recorder import save_images, write_rollouts
 from megatron_rl.types import Image, Rollout, TokenSequence, Turn
 
 PATCH = 14
@@ -78,9 +78,9 @@ def main(out: Path) -> None:
         gallery.fetch(needed, rollouts)
         for each in needed[world.rank]:
             assert gallery.image(each).tobytes() == picture(int(each.key[1:])).tobytes(), each.key
-        raise_on_all_ranks(partial(store_pictures, out, rollouts))
+        raise_on_all_ranks(partial(save_images, out, rollouts))
         if world.is_main:
-            write(out / f"step_{step}.jsonl", {"kept": rollouts}, step=step, among=rollouts)
+            write_rollouts(out / f"step_{step}.jsonl", {"kept": rollouts}, step=step, step_rollouts=rollouts)
         dist.barrier()
         gallery.release()
         assert "memfd:pictures" not in Path("/proc/self/maps").read_text(), "nothing of a step outlives it"

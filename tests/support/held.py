@@ -2,19 +2,19 @@
 
 import torch
 
-from megatron_rl.memory_plan.rank_shares import Footprint
+from megatron_rl.memory_plan.rank_shares import MemoryFootprint
 from megatron_rl.policy.network import Network
 
 
-def held_after_a_step(network: Network) -> Footprint:
+def held_after_a_step(network: Network) -> MemoryFootprint:
     trained = [p for p in network.chunks.parameters() if p.requires_grad]
     state = network.optimizer.optimizer.state
     parameters, main = _storages(network.chunks.parameters()), {p.untyped_storage().data_ptr(): p.nbytes for p in state}
-    return Footprint(
-        parameters=sum(parameters.values()),
-        gradients=sum(_storages(p.main_grad for p in trained).values()),
-        main=sum(size for place, size in main.items() if place not in parameters),
-        moments=sum(sum(_storages([entry["exp_avg"], entry["exp_avg_sq"]]).values()) for entry in state.values()),
+    return MemoryFootprint(
+        param_bytes=sum(parameters.values()),
+        grad_bytes=sum(_storages(p.main_grad for p in trained).values()),
+        main_weight_bytes=sum(size for place, size in main.items() if place not in parameters),
+        moment_bytes=sum(sum(_storages([entry["exp_avg"], entry["exp_avg_sq"]]).values()) for entry in state.values()),
     )
 
 

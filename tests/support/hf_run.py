@@ -12,7 +12,7 @@ from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import TokenSequence
 from tests.support.packed import example_contexts
-from tools.convert.verify import logits_of
+from tools.convert.verify import compute_logits
 
 TEMPERATURE = 0.7
 MODULES = (
@@ -29,7 +29,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def hf_logits(model: PreTrainedModel, renderer: Renderer, context: TokenSequence) -> torch.Tensor:
     """HF's own forward of one context: logits [L, vocabulary]."""
-    return logits_of(model, context, image_token_id=renderer.image_token_id)
+    return compute_logits(model, context, image_token_id=renderer.image_token_id)
 
 
 def sampled_distribution(logits: torch.Tensor, banned_ids: list[int]) -> torch.Tensor:

@@ -2,5 +2,5 @@
 
 from megatron_rl.cli import app, cli
 
-app.QUIET_S = 0.0
+app.NON_MAIN_DELAY_S = 0.0
 cli()

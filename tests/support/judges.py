@@ -14,9 +14,9 @@ from pydantic import ConfigDict, TypeAdapter, with_config
 
 from megatron_rl.config import JudgeSettings
 from megatron_rl.rewards.judge import Judge
-from megatron_rl.rewards.judge_prompt import load
+from megatron_rl.rewards.judge_prompt import load_judge_prompt
 
-PROMPT = load("answer_equivalence", examples="general")
+PROMPT = load_judge_prompt("answer_equivalence", examples="general")
 _BODY = TypeAdapter(with_config(ConfigDict(extra="forbid"))(CompletionCreateParamsNonStreaming))
 
 
@@ -134,7 +134,7 @@ def right(_: dict) -> Reply:
 
 def held(settings: JudgeSettings, use: Callable[[Judge], Awaitable[None]]) -> Judge:
     """A judge used in an event loop of its own, then closed. Its rests are short."""
-    judge = Judge(settings, rest_s=0.01)
+    judge = Judge(settings, backoff_s=0.01)
 
     async def main() -> None:
         await judge.start()

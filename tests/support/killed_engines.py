@@ -25,7 +25,7 @@ from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.client import GenerateClient
 from megatron_rl.rollout.vllm.weight_sender import Connection
 from megatron_rl.services import engine_servers
-from megatron_rl.services.engine_servers import Engines
+from megatron_rl.services.engine_servers import EngineServers
 from tests.support.remote_run import REMOTE, play
 
 PHASES, WAYS = ("generation", "pause", "transfer"), ("killed", "stopped", "core killed", "core stopped", "ended")
@@ -88,12 +88,12 @@ class Killer:
             self.now, self.since, kill.version = None, time.monotonic(), self.version
             self.kills.append(kill)
             print(f"killer: {kill}", flush=True)
-            self.struck = self.household._engines[url].kept
-            strike(self.struck._keeper.pid, kill.way)
+            self.struck = self.household._engines[url].process
+            strike(self.struck._supervisor.pid, kill.way)
 
     def is_struck(self) -> bool:
         """Whether the last kill was not noticed yet."""
-        return self.struck is not None and any(each.kept is self.struck for each in self.household._engines.values())
+        return self.struck is not None and any(each.process is self.struck for each in self.household._engines.values())
 
 
 def moments(seed: int, num: int) -> list[Kill]:
@@ -116,20 +116,20 @@ def strike(keeper: int, way: str) -> None:
 
 
 load_weights, begin, send, ask = ServerEngine.load_weights, Connection.begin, Connection.send, GenerateClient.generate
-start = Engines.start
+start = EngineServers.start
 
 if __name__ == "__main__":
     model, folder, seed, num, *more = sys.argv[1:]
     killer = Killer(Path(folder), seed=int(seed), num=int(num))
 
-    def started(household: Engines) -> None:
+    def started(household: EngineServers) -> None:
         killer.household = household
         start(household)
 
     ServerEngine.load_weights = lambda engine, tensors, *, version: killer.load_weights(engine, tensors, version=version)
     Connection.begin, Connection.send = lambda line: killer.begin(line), lambda line, bucket, flat: killer.send(line, bucket, flat)
     GenerateClient.generate = lambda asking, server, turn, said, **labels: killer.ask(asking, server, turn, said, **labels)
-    Engines.start = started
-    engine_servers.STEADY_S = 0.0
+    EngineServers.start = started
+    engine_servers.STABLE_S = 0.0
     sys.argv[1:] = [model, folder, *REMOTE, "engine.num_local_servers=2", "engine.bucket_mib=0.5", *more]
     play()

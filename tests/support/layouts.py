@@ -154,7 +154,7 @@ def walk(models: Path, out: Path, text: str) -> None:
     model, layout = models / case.model, build_layout(case.settings(), seed=0)
     renderer = Renderer(ModelSettings(path=str(model)))
     contexts = example_contexts(renderer)
-    positions = read_spec(model).positions
+    positions = read_spec(model).rope_positions
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=positions, multiple_of=case.tp)  # in order, nothing shared
     stored = HfTensors(model)
     policy = make_policy(model, renderer, layout, case, lr=0.1, eps=1e-4)

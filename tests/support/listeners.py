@@ -18,12 +18,12 @@ from typing import Any
 from PIL.Image import Image as Picture
 
 from megatron_rl.rollout.engine import Completion, SamplingSettings
-from megatron_rl.tasks.lewis.server.image_cache import Pictures
-from megatron_rl.tasks.lewis.server.listener_app import Listener, create_app
-from megatron_rl.tasks.lewis.server.request_limiter import Limits
-from megatron_rl.tasks.lewis.server.weight_updates import Receiver
-from sandbox.connections import Line
-from sandbox.http import listening, until_asked
+from megatron_rl.tasks.lewis.server.image_cache import ImageCache
+from megatron_rl.tasks.lewis.server.listener_app import ListenerService, create_app
+from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
+from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
+from sandbox.connections import ConnectionRegistry
+from sandbox.http import open_listener, serve_until_signal
 
 
 def p_of(picture: Picture, question: str) -> float:
@@ -60,14 +60,14 @@ class Room:
     renderer: Renderer = field(default_factory=Renderer)
     asked: list[tuple[str, str]] = field(default_factory=list)
     """(picture, question) in the order in which the engine was asked."""
-    is_well: bool = True
+    is_healthy: bool = True
     busy_s: float = 0.0
 
-    async def aside(self, act: Callable[[], Any]) -> Any:
+    async def run_in_renderer(self, act: Callable[[], Any]) -> Any:
         return await asyncio.to_thread(act)
 
     @asynccontextmanager
-    async def steady(self) -> AsyncIterator[str]:
+    async def hold_weights(self) -> AsyncIterator[str]:
         yield self.version
 
     async def generate(self, context: Any, sampling: SamplingSettings) -> Completion:
@@ -81,9 +81,11 @@ class Room:
 def app_of(
     room: Room, *roots: Path, token: str = "", kept_bytes: int = 1 << 30, log: Path | None = None, trained: bool = False, **limits: Any
 ) -> Any:
-    pictures = Pictures([str(root) for root in roots], kept_bytes=kept_bytes)
-    receiver = Receiver(room) if trained else None
-    return create_app(Listener(room, pictures, limits=Limits(**limits), name="scripted", log=log), token=token, receiver=receiver)
+    pictures = ImageCache([str(root) for root in roots], cache_bytes=kept_bytes)
+    receiver = WeightUpdateHandler(room) if trained else None
+    return create_app(
+        ListenerService(room, pictures, limits=RequestLimits(**limits), name="scripted", log=log), token=token, receiver=receiver
+    )
 
 
 if __name__ == "__main__":
@@ -92,6 +94,6 @@ if __name__ == "__main__":
     parser.add_argument("--version", default="one")
     parser.add_argument("--delay-s", type=float, default=0.0)
     given = parser.parse_args()
-    with listening("127.0.0.1", given.port, token="", allows="ask") as place:
+    with open_listener("127.0.0.1", given.port, token="", permits="ask") as place:
         application = app_of(Room(version=given.version, delay_s=given.delay_s), concurrency=32)
-        sys.exit(asyncio.run(until_asked(application, place, line=Line())))
+        sys.exit(asyncio.run(serve_until_signal(application, place, registry=ConnectionRegistry())))

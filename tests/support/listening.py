@@ -11,14 +11,14 @@ from socket import create_server
 import uvicorn
 
 from megatron_rl.config import ListenerSettings
-from megatron_rl.tasks.lewis.listener_client import Shown
-from sandbox.connections import Line
-from sandbox.http import config_of
+from megatron_rl.tasks.lewis.listener_client import ImageFile
+from sandbox.connections import ConnectionRegistry
+from sandbox.http import make_uvicorn_config
 from tests.support.listeners import Room, app_of, p_of
 from tests.support.model_servers import noise, png
 
 PICTURES = [noise(seed, side=28) for seed in range(12)]
-SHOWN = [Shown(png(picture)) for picture in PICTURES]
+SHOWN = [ImageFile(png(picture)) for picture in PICTURES]
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def listener_of(room: Room, *roots: Path, **options: object) -> Iterator[str]:
     """The application over a real socket, in a thread."""
 
     with create_server(("127.0.0.1", 0)) as place:
-        server = uvicorn.Server(config_of(app_of(room, *roots, **options), Line()))
+        server = uvicorn.Server(make_uvicorn_config(app_of(room, *roots, **options), ConnectionRegistry()))
         server.config.timeout_graceful_shutdown = 0
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])))
         thread.start()

@@ -29,7 +29,7 @@ def check(model: Path, checkpoint: Path, tp: int, pp: int) -> None:
         placement = ShardLocation(
             layout.tp_rank, layout.tp_group, layout.pp_rank, layout.pp_group, chunks=1, layers_per_chunk=spec.num_layers // pp
         )
-        load_hf(nn.ModuleList([ours]), spec.rows(), placement, HfTensors(model).read)
+        load_hf(nn.ModuleList([ours]), spec.param_mappings(), placement, HfTensors(model).read)
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter.fill_(float("nan"))

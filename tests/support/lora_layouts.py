@@ -86,7 +86,7 @@ def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     parallel, model = case.settings(), models / case.model
     renderer = Renderer(ModelSettings(path=str(model)))
     contexts = example_contexts(renderer)
-    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).positions, multiple_of=case.tp)
+    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
         layout = build_layout(parallel, seed=3)  # seeds the generators too

@@ -28,7 +28,7 @@ def picture(path: Path) -> None:
 
     image = StoredImage(path, path.name)
     image.size()
-    image.require_whole()
+    image.check_complete()
     image.open()
 
 

@@ -10,21 +10,21 @@ from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, Run
 from megatron_rl.entrypoints.train import run
 from megatron_rl.errors import RunFailed
 from megatron_rl.registry import Plugins
-from megatron_rl.rewards.rubric import Outcome, Part, Rubric
+from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
 from tests.support.own_task import TwoLooksTask
 
 BAD = "blue"
 """Of three examples, two a step: the first or the second step meets it."""
 
 
-async def broken(outcome: Outcome) -> float:
+async def broken(outcome: RewardInput) -> float:
     return math.nan if outcome.payload["color"] == BAD else float(len("".join(outcome.replies)))
 
 
 class Broken(TwoLooksTask):
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
-        self.rubric = Rubric(parts={"broken": Part(broken)})
+        self.rubric = Rubric(terms={"broken": RewardTerm(broken)})
 
 
 if __name__ == "__main__":

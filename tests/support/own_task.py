@@ -12,14 +12,14 @@ from PIL import Image
 from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
 from megatron_rl.entrypoints.train import run
 from megatron_rl.registry import Plugins
-from megatron_rl.rewards.rubric import Outcome, Part, Rubric, TurnPart, environment_rewards
+from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message, Rollout
 
 COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
 
-async def vowels(outcome: Outcome) -> float:
+async def vowels(outcome: RewardInput) -> float:
     """The share of vowels in all that was said."""
     text = "".join(outcome.replies)
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
@@ -55,7 +55,9 @@ class TwoLooks(Env):
 
 
 class TwoLooksTask(Task):
-    rubric = Rubric(parts={"vowels": Part(vowels)}, turn_parts={"brevity": TurnPart(environment_rewards, weight=0.5, mean=False)})
+    rubric = Rubric(
+        terms={"vowels": RewardTerm(vowels)}, turn_terms={"brevity": TurnRewardTerm(environment_rewards, weight=0.5, averages_turns=False)}
+    )
 
     def examples(self, split: str) -> list[Example]:
         return [Example(id=color, payload={"color": color}) for color in (COLORS if split == "train" else ["green"])]

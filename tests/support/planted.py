@@ -29,7 +29,7 @@ from tools.convert.converter_hf_to_mcore import main
 
 def swap_heads(q: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
     """The first two query heads change places."""
-    first, second, rest = q.split([heads.dim, heads.dim, q.shape[0] - 2 * heads.dim])
+    first, second, rest = q.split([heads.head_dim, heads.head_dim, q.shape[0] - 2 * heads.head_dim])
     return torch.cat([second, first, rest])
 
 
@@ -37,7 +37,7 @@ def swap_images(
     tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, sizes: VisionSpec
 ) -> tuple[torch.Tensor, int]:
     embeddings_VH, encoded = encode_images(tower, patch_PC, grid_I3, layout, sizes=sizes)
-    return torch.cat(embeddings_VH.split((grid_I3.prod(1) // sizes.patches_a_token).tolist())[::-1]), encoded
+    return torch.cat(embeddings_VH.split((grid_I3.prod(1) // sizes.patches_per_token).tolist())[::-1]), encoded
 
 
 PLANTED: dict[str, list[tuple[object, str, Callable]]] = {
@@ -78,8 +78,8 @@ def planted(changes: list[tuple[object, str, Callable]]) -> Iterator[None]:
 
 def survives_a_round_trip(model: Path) -> bool:
     source = HfTensors(model)
-    for row in read_spec(model).rows():
-        tensors = tuple(source.read(name) for name in row.hf)
+    for row in read_spec(model).param_mappings():
+        tensors = tuple(source.read(name) for name in row.hf_names)
         if not all(torch.equal(a, b) for a, b in zip(row.to_hf([row.to_mcore(tensors, 0, 1)]), tensors, strict=True)):
             return False
     return True

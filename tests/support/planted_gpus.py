@@ -13,10 +13,10 @@ OPEN_MODULE = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65
 GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)
 """
 CLOSED_MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
-H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory=85_029_158_912)
-L40S = Gpu(name="NVIDIA L40S", memory=47_697_362_944)
-L4 = Gpu(name="NVIDIA L4", memory=23_574_151_168)
-SLICE = Gpu(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory=10_468_982_784)
+H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_bytes=85_029_158_912)
+L40S = Gpu(name="NVIDIA L40S", memory_bytes=47_697_362_944)
+L4 = Gpu(name="NVIDIA L4", memory_bytes=23_574_151_168)
+SLICE = Gpu(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory_bytes=10_468_982_784)
 """Names and total_memory as torch.cuda.get_device_properties gives them (published logs; none of these was here)."""
 
 
@@ -27,6 +27,6 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: Sequence[Gpu], *,
     monkeypatch.setattr("megatron_rl.preflight.gpus.shutil.disk_usage", lambda _: SimpleNamespace(free=shared))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
-    told = [SimpleNamespace(name=gpu.name, total_memory=gpu.memory) for gpu in gpus]
+    told = [SimpleNamespace(name=gpu.name, total_memory=gpu.memory_bytes) for gpu in gpus]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: told[index])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

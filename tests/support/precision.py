@@ -44,7 +44,7 @@ def weights(policy: Policy) -> dict[str, torch.Tensor]:
 def in_bfloat16(model: Path, layout: Layout, renderer: Renderer) -> dict[str, object]:
     """Steps of 1e-5: far below the spacing of most bfloat16 weights, so that they only add up in the fp32 ones."""
     policy = make_policy(model, layout, dtype="bfloat16", lr=1e-5)
-    whole = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=policy.spec.positions)
+    whole = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=policy.spec.rope_positions)
     result: dict[str, object] = {"logits": full_logits(policy, whole), "before": weights(policy)}
     result["main_before"] = main_weights(policy).clone()
     update(policy, renderer)

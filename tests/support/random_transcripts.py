@@ -13,20 +13,20 @@ from functools import cache
 import numpy as np
 from PIL import Image as Pillow
 
-from megatron_rl.rewards.rubric import Outcome, Part, Rubric
+from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
 from megatron_rl.rollout.conversation import TokenConversation
 from megatron_rl.rollout.engine import Completion, InferenceEngine, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Env, Step
-from megatron_rl.tasks.visual_python.codev import CodeV
-from megatron_rl.tasks.visual_python.deepeyes import DeepEyes
-from megatron_rl.tasks.visual_python.function_tools import Functions
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.codev import CodeVProtocol
+from megatron_rl.tasks.visual_python.deepeyes import DeepEyesProtocol
+from megatron_rl.tasks.visual_python.function_tools import FunctionsProtocol
+from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example, Image, Message, Rollout, ToolCall
 
-PROTOCOLS: tuple[ToolProtocol, ...] = (PyVision(), CodeV(), DeepEyes(), Functions())
+PROTOCOLS: tuple[ToolProtocol, ...] = (PyVisionProtocol(), CodeVProtocol(), DeepEyesProtocol(), FunctionsProtocol())
 PIECES = [
     "<code>", "</code>", "<answer>\n\\boxed{7}\n</answer>", "<tool_call>", "</tool_call>", "<tool_response>", "<sandbox_output>",
     "```python", "<|im_start|>assistant\n", "<|im_end|>", "<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>", "<|endoftext|>",
@@ -54,7 +54,7 @@ def junk(draw: random.Random) -> str:
     return "".join(draw.choice(PIECES) for _ in range(draw.randrange(8)))
 
 
-async def nothing(outcome: Outcome) -> float:
+async def nothing(outcome: RewardInput) -> float:
     return 0.0
 
 
@@ -70,12 +70,12 @@ class RandomWorld(Env):
     async def reset(self, seed: int) -> list[Message]:
         shown = [self.draw.choice(pictures()) for _ in range(self.draw.randrange(3))]
         question = junk(self.draw) + "".join(f"<image>{junk(self.draw)}" for _ in shown) * self.draw.randrange(2)
-        return self._say(self.protocol.prompt(question, shown))
+        return self._say(self.protocol.write_prompt(question, shown))
 
     async def step(self, text: str) -> Step:
         shown = [self.draw.choice(pictures()) for _ in range(self.draw.choice([0, 0, 1, 1, 2]))]
         call = ToolCall(tool="python", source=text, text=junk(self.draw))
-        observation = self._say(self.protocol.observe(call, shown, num_before=self.num_shown))
+        observation = self._say(self.protocol.write_observation(call, shown, num_previous_images=self.num_shown))
         done = self.draw.random() < 0.25
         return Step(messages=[] if done else observation, reward=0.0, done=done, call=call)
 
@@ -91,7 +91,7 @@ class RandomWorld(Env):
 @dataclass
 class RandomTask:
     world: RandomWorld
-    rubric: Rubric = field(default_factory=lambda: Rubric(parts={"nothing": Part(nothing)}))
+    rubric: Rubric = field(default_factory=lambda: Rubric(terms={"nothing": RewardTerm(nothing)}))
     name: str = "random"
 
     @property

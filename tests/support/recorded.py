@@ -29,7 +29,7 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
-from megatron_rl.observe.recorder import read
+from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -94,7 +94,7 @@ CASES = {
 
 def recorded() -> list[Rollout]:
     """Anew for each use: credit is written into them."""
-    return [entry.rollout for entry in read(GOLDEN / "rollouts.jsonl")]
+    return [entry.rollout for entry in read_recorded(GOLDEN / "rollouts.jsonl")]
 
 
 def build(settings: Settings) -> Policy:

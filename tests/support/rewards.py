@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Iterable
 
-from megatron_rl.data.answers import unwrapped
-from megatron_rl.rewards.accuracy import Accuracy
-from megatron_rl.rewards.algebra import Algebra
-from megatron_rl.rewards.answer import tagged
-from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.data.answers import extract_answer
+from megatron_rl.rewards.accuracy import AccuracyReward
+from megatron_rl.rewards.algebra import MathVerifier
+from megatron_rl.rewards.answer import read_tagged
+from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 
@@ -16,12 +16,12 @@ def rewards_of(cases: Iterable[tuple[str, str, str]], *, source: str = "") -> li
     """The rewards of (reference, reply's answer, question), all asked at once of one helper process."""
 
     async def ask() -> list[float]:
-        accuracy = Accuracy(read=tagged, algebra=Algebra(), judge=None)
+        accuracy = AccuracyReward(read_answer=read_tagged, math_verifier=MathVerifier(), judge=None)
         return list(await asyncio.gather(*(accuracy(outcome(*case)) for case in cases)))
 
-    def outcome(truth: str, answer: str, question: str) -> Outcome:
+    def outcome(truth: str, answer: str, question: str) -> RewardInput:
         reply = answer if "<answer>" in answer or answer.startswith("So ") else f"<answer>{answer}</answer>"
-        payload = {"answer": unwrapped(truth), "question": question, "data_source": source}
+        payload = {"answer": extract_answer(truth), "question": question, "data_source": source}
         return outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=payload)
 
     return asyncio.run(ask())

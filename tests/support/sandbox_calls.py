@@ -6,7 +6,7 @@ import time
 
 from PIL import Image
 
-from sandbox import Limits, Sandbox
+from sandbox import BoxLimits, SandboxPool
 
 CALLS = {
     "layers": "",
@@ -26,14 +26,14 @@ CALLS = {
 
 
 async def main() -> None:
-    limits = Limits(memory=200 << 20, processes=10, call_s=5)
+    limits = BoxLimits(memory=200 << 20, processes=10, call_timeout_s=5)
     seen: dict[str, object] = {}
-    async with Sandbox(size=1, limits=limits) as pool, await pool.open(images={"image_0": Image.new("RGB", (50, 40))}) as box:
+    async with SandboxPool(size=1, limits=limits) as pool, await pool.open(images={"image_0": Image.new("RGB", (50, 40))}) as box:
         for name, code in CALLS.items():
             result = await box.run(code, timeout_s=1 if name == "time" else None)
             error = result.error.type if result.error else None
             seen[name] = [result.fault.value, error, result.limit, result.text, len(result.images)]
-        seen["layers"] = pool.layers.names()
+        seen["layers"] = pool.layers.enabled_names()
         async with asyncio.timeout(5):
             began = time.monotonic()
             await box.close()

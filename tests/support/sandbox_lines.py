@@ -13,15 +13,15 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from sandbox.connections import Line
-from sandbox.http import config_of
-from sandbox.images import Allowance
-from sandbox.inputs import collect
+from sandbox.connections import ConnectionRegistry
+from sandbox.http import make_uvicorn_config
+from sandbox.images import ImageBudget
+from sandbox.inputs import collect_inputs
 from sandbox.layers import Layers
-from sandbox.messages import result_from_wire
-from sandbox.pool import Sandbox
+from sandbox.messages import decode_result
+from sandbox.pool import SandboxPool
 from sandbox.server import create_app
-from sandbox.types import Limits, Result
+from sandbox.types import BoxLimits, CallResult
 
 
 class StillBox:
@@ -30,13 +30,13 @@ class StillBox:
     def __init__(self, pool: "StillPool") -> None:
         self.pool = pool
 
-    async def run(self, code: str, *, timeout_s: float | None = None) -> Result:
+    async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
         self.pool.asked.append(timeout_s)
         if code.startswith("sleep "):
             await asyncio.sleep(float(code.split()[1]))
-        return Result(id=1, text=code[:100])
+        return CallResult(id=1, text=code[:100])
 
-    async def fetch(self, names: list[str]) -> dict[str, bytes]:
+    async def fetch_files(self, names: list[str]) -> dict[str, bytes]:
         return {name: bytes(int(name)) for name in names if name.isdecimal() and len(name) < 9}
 
     async def close(self) -> None:
@@ -49,17 +49,17 @@ class StillBox:
         await self.close()
 
 
-class StillPool(Sandbox):
+class StillPool(SandboxPool):
     """A pool without processes."""
 
-    def __init__(self, limits: Limits | None = None, *, size: int = 8) -> None:
+    def __init__(self, limits: BoxLimits | None = None, *, size: int = 8) -> None:
         super().__init__(size=size, limits=limits)
         self.layers, self.asked = Layers(), []
 
     num_open = 0
 
     async def open(self, *, images: Mapping[str, bytes] = {}, files: Mapping[str, bytes] = {}, **other: Any) -> StillBox:
-        collect(images=images, files=files, limits=self.limits)
+        collect_inputs(images=images, files=files, limits=self.limits)
         if other["preload"].startswith("raise "):
             raise ValueError(other["preload"].encode().decode("unicode_escape"))
         self.num_open += 1
@@ -84,11 +84,13 @@ class Serving:
 
 
 @contextmanager
-def serving(*, line: Line | None = None, pool: StillPool | None = None, app: FastAPI | None = None, token: str = "") -> Iterator[Serving]:
+def serving(
+    *, line: ConnectionRegistry | None = None, pool: StillPool | None = None, app: FastAPI | None = None, token: str = ""
+) -> Iterator[Serving]:
     """In a thread with a loop of its own. `app` in the place of the whole of ours."""
     pool = pool or StillPool()
     with create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(config_of(app or create_app(pool, token=token), line or Line()))
+        server = uvicorn.Server(make_uvicorn_config(app or create_app(pool, token=token), line or ConnectionRegistry()))
         server.config.timeout_graceful_shutdown = 0
         found = Serving(listener.getsockname()[1], pool, server)
         keeper = logging.Handler()
@@ -125,8 +127,8 @@ def answer_of(line: socket) -> bytes:
     return answer
 
 
-def believed(data: Any, *, limits: Limits | None = None, calls: int = 1) -> Result:
+def believed(data: Any, *, limits: BoxLimits | None = None, calls: int = 1) -> CallResult:
     """The last of some equal results of one box."""
-    limits = limits or Limits()
-    allowance = Allowance(limits)
-    return [result_from_wire(data, limits=limits, allowance=allowance) for _ in range(calls)][-1]
+    limits = limits or BoxLimits()
+    allowance = ImageBudget(limits)
+    return [decode_result(data, limits=limits, budget=allowance) for _ in range(calls)][-1]

@@ -11,15 +11,15 @@ from typing import Any
 import psutil
 import pytest
 
-from sandbox import Limits, Sandbox, SandboxFault
-from sandbox.cgroups import own_groups
-from sandbox.layers import choose, offered
+from sandbox import BoxLimits, SandboxError, SandboxPool
+from sandbox.cgroups import find_own_groups
+from sandbox.layers import choose_layers, detect_layers
 
 
 class Room:
     """A started pool, used from plain test functions."""
 
-    def __init__(self, runner: asyncio.Runner, pool: Sandbox) -> None:
+    def __init__(self, runner: asyncio.Runner, pool: SandboxPool) -> None:
         self.runner, self.pool = runner, pool
 
     def do(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -35,14 +35,14 @@ class Room:
         return self.do(calls())
 
 
-def started(limits: Limits | None = None, *, size: int = 4) -> Iterator[Room]:
+def started(limits: BoxLimits | None = None, *, size: int = 4) -> Iterator[Room]:
     """Skips, with the reason, where the host offers no isolation."""
     try:
-        choose(offered())
-    except SandboxFault as fault:
+        choose_layers(detect_layers())
+    except SandboxError as fault:
         pytest.skip(str(fault))
     with asyncio.Runner() as runner:
-        pool = Sandbox(size=size, limits=limits)
+        pool = SandboxPool(size=size, limits=limits)
         runner.run(pool.start())
         yield Room(runner, pool)
         runner.run(pool.close())
@@ -51,7 +51,9 @@ def started(limits: Limits | None = None, *, size: int = 4) -> Iterator[Room]:
 def left_behind() -> dict[str, object]:
     """All that a pool could leave on this host: to be compared before and after."""
     me = psutil.Process()
-    groups = {path for place in own_groups().values() for path in place.glob("sandbox-*")} if Path("/proc/self/cgroup").exists() else set()
+    groups = (
+        {path for place in find_own_groups().values() for path in place.glob("sandbox-*")} if Path("/proc/self/cgroup").exists() else set()
+    )
     return {
         "processes": {child.pid for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE},
         "descriptors": {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_rl.errors import InfraError, PermanentInfraError
-from megatron_rl.rewards.rubric import Rubric, TurnPart, environment_rewards
+from megatron_rl.rewards.rubric import Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.manager import RolloutManager
@@ -116,7 +116,7 @@ class TalkTask:
     worlds: list[tuple[str, int]] = field(default_factory=list)
     name: str = "talk"
     stop: Sequence[str] = ()
-    rubric: Rubric = field(default_factory=lambda: Rubric(turn_parts={"reward": TurnPart(environment_rewards)}))
+    rubric: Rubric = field(default_factory=lambda: Rubric(turn_terms={"reward": TurnRewardTerm(environment_rewards)}))
 
     async def start(self) -> None: ...
 
@@ -131,7 +131,7 @@ class TalkTask:
     def success(self, rollout: Rollout) -> bool:
         return True
 
-    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         return {}
 
 

@@ -14,8 +14,8 @@ from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.rollout.vllm.server_command import PROGRAM, nature_of, server_arguments, server_environment
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
-from megatron_rl.services.supervised_process import Kept, free_port
-from sandbox.token import bearer
+from megatron_rl.services.supervised_process import SupervisedProcess, find_free_port
+from sandbox.token import bearer_header
 from tests.conftest import ROOT
 
 HOST, TOKEN = "127.0.0.1", "a-word-of-many-letters"
@@ -32,24 +32,26 @@ def token_file(folder: Path) -> Path:
 
 def start_server(
     model: Path, *, seed: int, log: Path, port: int = 0, settings: EngineSettings = SETTINGS, limits: Mapping[str, int] = NO_LIMITS
-) -> tuple[str, Kept]:
+) -> tuple[str, SupervisedProcess]:
     """`limits`: settings of the model, min_pixels and max_pixels."""
     renderer = Renderer(ModelSettings(path=str(model), **limits))
-    port, given = port or free_port(HOST), {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels}
+    port, given = port or find_free_port(HOST), {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels}
     arguments = server_arguments(str(model), settings, **given, cuda=False, seed=seed, timeout_s=60)
     own = server_environment(settings, token_file=token_file(log.parent))
     environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return f"http://{HOST}:{port}", Kept([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
+    return f"http://{HOST}:{port}", SupervisedProcess(
+        [*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment
+    )
 
 
-def wait_for(url: str, kept: Kept, log: Path, *, within_s: float = 240.0) -> None:
+def wait_for(url: str, kept: SupervisedProcess, log: Path, *, within_s: float = 240.0) -> None:
     deadline = time.monotonic() + within_s
     while True:
         try:
-            if httpx.get(f"{url}/health", timeout=5, trust_env=False, headers=bearer(TOKEN)).is_success:
+            if httpx.get(f"{url}/health", timeout=5, trust_env=False, headers=bearer_header(TOKEN)).is_success:
                 return
         except httpx.HTTPError:
-            assert kept.code() is None, f"a server has ended:\n{log.read_text()[-4000:]}"
+            assert kept.exit_code() is None, f"a server has ended:\n{log.read_text()[-4000:]}"
         assert time.monotonic() < deadline, f"a server does not answer:\n{log.read_text()[-4000:]}"
         time.sleep(0.2)
 
@@ -57,14 +59,14 @@ def wait_for(url: str, kept: Kept, log: Path, *, within_s: float = 240.0) -> Non
 @contextmanager
 def openai_server(model: Path, log: Path, *, pixels: tuple[int, int]) -> Iterator[str]:
     """The address, up to /v1, of a server with the model's own weights, and with what a run's engine is told of pixels."""
-    renderer, settings, port = Renderer(ModelSettings(path=str(model))), EngineSettings(kv_cache_mib=32), free_port(HOST)
+    renderer, settings, port = Renderer(ModelSettings(path=str(model))), EngineSettings(kv_cache_mib=32), find_free_port(HOST)
     arguments = server_arguments(str(model), settings, banned_ids=renderer.banned_ids, pixels=pixels, cuda=False, seed=0, timeout_s=60)
     arguments[arguments.index("--load-format") + 1] = "auto"
     for name in ("--logits-processors", "--middleware"):  # which ask for a run's own arguments, and its token
         place = arguments.index(name)
         del arguments[place : place + 2]  # such a model's likeliest tokens are none that it bans
     environment = {**os.environ, **server_environment(settings, token_file="none"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    kept = Kept([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
+    kept = SupervisedProcess([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
     try:
         wait_for(f"http://{HOST}:{port}", kept, log)
         yield f"http://{HOST}:{port}/v1"
@@ -85,7 +87,7 @@ def servers(
         yield [url for url, _, _ in started]
     finally:
         for _, kept, _ in started:
-            kept.end()  # one of several processes that is killed leaves shared memory
+            kept.stop()  # one of several processes that is killed leaves shared memory
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from megatron_rl.rollout.vllm.http_gate import TOKEN_FILE
-from sandbox.access import CHALLENGE, PROOF, proof_of
+from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
 from sandbox.token import read_token
 
 
@@ -24,7 +24,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.05)
         token = read_token(os.environ[TOKEN_FILE])
         self.send_response(401)
-        self.send_header(PROOF, proof_of(token, self.headers[CHALLENGE], port=port))
+        self.send_header(PROOF_HEADER, compute_proof(token, self.headers[CHALLENGE_HEADER], port=port))
         self.send_header("Content-Length", "0")
         self.end_headers()
 

@@ -12,7 +12,7 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from megatron_rl.tasks.lewis.description import PROMPT
 from tests.support.model_servers import noise, png
 from tools.data.make_lewis import main as make_rounds
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 COLORS = ("red", "blue", "green", "pink")
 STEPS, ROWS = 60, 8
@@ -34,7 +34,7 @@ def reply(color: str, category: str) -> str:
 
 def taught(out: Path, *, words: Path) -> Path:
     """The speaker's folder."""
-    make(out.with_name("untaught"), preset="nano", init="learn", seed=0, words=words)
+    make_checkpoint(out.with_name("untaught"), preset="nano", init="learn", seed=0, words=words)
     processor = AutoProcessor.from_pretrained(out.with_name("untaught"))
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(out.with_name("untaught"), dtype=torch.float32)
     dice, optimizer = random.Random(0), torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -29,7 +29,7 @@ def works(model: Path) -> dict[str, object]:
         for module in (load_model, policy, transformer):
             module.uses_transformer_engine = lambda lora, uses=uses: uses
         made, renderer = policy_of(model, OptimSettings())
-        batch = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=made.spec.positions)
+        batch = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=made.spec.rope_positions)
         named = {name: list(parameter.shape) for name, parameter in made.network.chunks[0].named_parameters()}
         modules = {name: type(module).__name__ for name, module in made.network.chunks[0].named_modules()}
         results.append((full_logits(made, batch), gradients(made, [batch]), dict(made.hf_weights()), named, modules))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_rl.data.transcripts import transcripts
+from megatron_rl.data.transcripts import load_transcripts
 from tests.support.tables import png, write
 
 COLORS = {(255, 0, 0): "RED", (0, 0, 255): "BLUE"}
@@ -15,7 +15,7 @@ def taught(folder: Path, row: dict, *, suffix: str = ".jsonl") -> list[tuple]:
     for color in ("red", "blue"):
         (folder / f"{color}.png").write_bytes(png(color))
     (folder / "a.mp4").write_bytes(b"\0")
-    (messages,) = transcripts([str(write(folder / f"t{suffix}", [row]))], images_root="")
+    (messages,) = load_transcripts([str(write(folder / f"t{suffix}", [row]))], images_root="")
     return [
         (
             message["role"] if message.get("loss", True) else "MASKED",

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PrinterCallback
 
-from megatron_rl.tasks.gym_cards.number_line import right_action
+from megatron_rl.tasks.gym_cards.number_line import optimal_action
 from megatron_rl.tasks.gym_cards.task import write_reply
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "trl_side.py"
@@ -62,7 +62,7 @@ class GRPOTrainer:
             rows = [self.train_dataset[step * prompts + number] for number in range(prompts) for _ in range(self.args.num_generations)]
             columns = {key: [row[key] for row in rows] for key in ("current", "target", "image")}
             states = list(zip(columns["current"], columns["target"], strict=True))
-            replies = [write_reply(state, right_action(state)) if index % 2 else "Up." for index, state in enumerate(states)]
+            replies = [write_reply(state, optimal_action(state)) if index % 2 else "Up." for index, state in enumerate(states)]
             completions = [[{"role": "assistant", "content": reply}] for reply in replies]
             told = {"completions/mean_length": 8.0, "grad_norm": 1.0}
             rewards = self.rewards([row["prompt"] for row in rows], completions, **columns, log_metric=told.__setitem__)

@@ -8,9 +8,9 @@ from PIL import Image
 
 import sandbox
 from megatron_rl.tasks.visual_python.env import AgentEnv
-from megatron_rl.tasks.visual_python.pyvision import PyVision
+from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.types import Example
-from sandbox.images import encode
+from sandbox.images import encode_png
 from tests.support.agent_room import Held
 
 CROP = Image.new("RGB", (20, 10), "red")
@@ -26,10 +26,10 @@ class Box:
         self.num_opened += 1
         return self
 
-    async def run(self, source: str) -> sandbox.Result:
+    async def run(self, source: str) -> sandbox.CallResult:
         self.num_calls += 1
-        shown = sandbox.Picture(png=encode(CROP), width=CROP.width, height=CROP.height, source="show")
-        return sandbox.Result(id=self.num_calls, images=(shown,) * self.shows.pop(0))
+        shown = sandbox.ReturnedImage(png=encode_png(CROP), width=CROP.width, height=CROP.height, source="show")
+        return sandbox.CallResult(id=self.num_calls, images=(shown,) * self.shows.pop(0))
 
     async def close(self) -> None:
         """Nothing is held."""
@@ -38,7 +38,7 @@ class Box:
 @pytest.mark.parametrize("hidden", [False, True])
 def test_pictures_are_numbered_on_through_an_episode(hidden: bool) -> None:
     """Two of the question's, then 1, 0, 2 and 1 of the code's: a name is given once. Hidden ones have other names."""
-    protocol, box = PyVision(shown=not hidden), Box([1, 0, 2, 1])
+    protocol, box = PyVisionProtocol(shows_images=not hidden), Box([1, 0, 2, 1])
 
     async def episode() -> list[list[str]]:
         example = Example(id="row7", payload={"question": "What is it?", "images": (Held(CROP), Held(CROP))})

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.task import Step
-from megatron_rl.tasks.alfworld.game_files import transcript_of
-from megatron_rl.tasks.alfworld.goals import NAMES
-from megatron_rl.tasks.alfworld.player_pool import Players
+from megatron_rl.tasks.alfworld.game_files import load_transcript
+from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND
+from megatron_rl.tasks.alfworld.player_pool import PlayerPool
 from megatron_rl.tasks.alfworld.scene_prompts import write_reply
-from megatron_rl.tasks.alfworld.task import MISTAKES, AlfworldTask
+from megatron_rl.tasks.alfworld.task import MISTAKE_PROBABILITY, AlfworldTask
 from megatron_rl.types import Example, Message, Rollout
 from tests.conftest import ROOT, SUPPORT
 from tests.support.households import episode, prompt, task_of
@@ -29,20 +29,20 @@ class Loop:
     """One event loop for all tests, with one keeper."""
 
     runner: asyncio.Runner
-    players: Players
+    players: PlayerPool
 
     def play(self, task: AlfworldTask, example: Example, replies: list[str], seed: int = 0) -> tuple[Message, list[Step]]:
         return self.runner.run(episode(self.shared(task), example, replies, seed))
 
     def shared(self, task: AlfworldTask) -> AlfworldTask:
-        task.players = self.players
+        task.player_pool = self.players
         return task
 
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[Loop]:
     with asyncio.Runner() as runner:
-        players = Players(4, seconds=60)
+        players = PlayerPool(4, timeout_s=60)
         yield Loop(runner, players)
         runner.run(players.close())
 
@@ -67,7 +67,7 @@ def test_the_planner_wins_and_earns_what_is_stated(alfworld_games: Path, loop: L
     task = task_of(alfworld_games, progress=progress)
     seen = set()
     for example in [*task.examples("train"), *task.examples("eval")]:
-        replies = task.gold(example)
+        replies = task.gold_replies(example)
         _, steps = loop.play(task, example, replies)
         thing = example.id.split("-")[1].lower()
         shares = rates(example.payload["kind"], thing, [json.loads(reply)["action"] for reply in replies])
@@ -76,7 +76,7 @@ def test_the_planner_wins_and_earns_what_is_stated(alfworld_games: Path, loop: L
         assert [step.done for step in steps] == [False] * (len(steps) - 1) + [True] and steps[-1].reason == "won"
         assert not any(step.call.error for step in steps)
         seen.add(example.payload["kind"])
-    assert seen == set(NAMES)
+    assert seen == set(ALFWORLD_NAME_BY_KIND)
 
 
 def test_texts_and_commands_are_textworlds(alfworld_games: Path, loop: Loop, tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_texts_and_commands_are_textworlds(alfworld_games: Path, loop: Loop, tmp
         path = str(example.payload["game"])
 
         async def wander(path: str = path) -> tuple[list[list[object]], list[str]]:
-            player = await loop.players.take(path)
-            view = await player.ask(game=path)
-            views, commands = [[view["text"], view["commands"], view["won"]]], []
-            while len(commands) < 12 and not view["won"]:
+            player = await loop.players.acquire(path)
+            view = await player.send_request(game=path)
+            views, commands = [[view["text"], view["commands"], view["is_won"]]], []
+            while len(commands) < 12 and not view["is_won"]:
                 commands.append(dice.choice([*view["commands"], "dance"]))
-                view = await player.ask(command=commands[-1])
-                views.append([view["text"], view["commands"], view["won"]])
-            loop.players.give_back(player)
+                view = await player.send_request(command=commands[-1])
+                views.append([view["text"], view["commands"], view["is_won"]])
+            loop.players.release(player)
             return views, commands
 
         ours[path], played[path] = loop.runner.run(wander())
@@ -105,20 +105,20 @@ def test_texts_and_commands_are_textworlds(alfworld_games: Path, loop: Loop, tmp
     assert itself.returncode == 0, itself.stderr
     for path, theirs in json.loads(itself.stdout).items():
         welcome, look, goal = theirs[0][0].split("\n\n")
-        assert "Welcome" in welcome and goal == f"Your task is to: {transcript_of(Path(path).parent).task}."
+        assert "Welcome" in welcome and goal == f"Your task is to: {load_transcript(Path(path).parent).task}."
         assert [[look, *theirs[0][1:]], *theirs[1:]] == ours[path]
 
 
 def test_the_prompt_follows_the_game(alfworld_games: Path, loop: Loop) -> None:
     task = task_of(alfworld_games, history=2)
     example = task.examples("train")[0]
-    transcript = transcript_of(Path(example.payload["game"]).parent)
-    first, steps = loop.play(task, example, task.gold(example))
+    transcript = load_transcript(Path(example.payload["game"]).parent)
+    first, steps = loop.play(task, example, task.gold_replies(example))
     told = [prompt(first), *(prompt(step.messages[0]) for step in steps[:-1])]
     assert all(step.new_context and [part["type"] for part in step.messages[0]["content"]] == ["image", "text"] for step in steps[:-1])
     for number, (text, turn) in enumerate(zip(told, transcript.turns, strict=True)):
         assert transcript.task in text and turn.text in text and "; ".join(turn.commands) in text
-        before = transcript.played[max(0, number - 2) : number]
+        before = transcript.commands[max(0, number - 2) : number]
         assert (f"Before: {'; '.join(before)}." in text) if before else "Before" not in text
     silent, _ = loop.play(task_of(alfworld_games, observation="picture"), example, [])
     assert transcript.turns[0].text not in prompt(silent) and silent["content"][0]["image"] is first["content"][0]["image"]
@@ -131,7 +131,7 @@ def test_what_a_reply_without_a_command_does(alfworld_games: Path, loop: Loop, i
     """It is always counted; the share of the goal is paid all the same, here that of a thing that was heated and is held."""
     task = task_of(alfworld_games, invalid=invalid)
     example = next(example for example in task.examples("train") if example.payload["kind"] == "heat")
-    replies = task.gold(example)
+    replies = task.gold_replies(example)
     heated = next(number for number, reply in enumerate(replies) if '"action": "heat' in reply)
     effects = set()
     for seed in range(4):
@@ -149,7 +149,7 @@ def test_two_environments_at_once_do_not_mix(alfworld_games: Path, loop: Loop) -
     task = loop.shared(task_of(alfworld_games))
     examples = task.examples("eval")
     dice = random.Random(1)
-    golds = map(task.gold, examples)
+    golds = map(task.gold_replies, examples)
     replies = [[*gold[: dice.randrange(len(gold))], "nonsense"] for gold in golds]
 
     async def together() -> list[tuple[Message, list[Step]]]:
@@ -166,10 +166,10 @@ def test_success_is_told_by_kind(alfworld_games: Path) -> None:
     rubric = task_of(alfworld_games).rubric
     for reason in ("won", ""):
         rollout = Rollout(task="alfworld", example_id="e", group=0, sample_index=0, reason=reason)
-        score = asyncio.run(rubric.score(Outcome(payload={"kind": "heat"}, rollout=rollout)))
-        assert score.rewards == {"won": float(bool(reason)), "won_heat": float(bool(reason)), "return": 0.0} and score.reward == 0
-        rollout.reward_terms = score.rewards
-        assert rubric.solves(rollout) == bool(reason)
+        score = asyncio.run(rubric.score(RewardInput(payload={"kind": "heat"}, rollout=rollout)))
+        assert score.reward_terms == {"won": float(bool(reason)), "won_heat": float(bool(reason)), "return": 0.0} and score.reward == 0
+        rollout.reward_terms = score.reward_terms
+        assert rubric.is_solved(rollout) == bool(reason)
 
 
 def test_demonstrations_are_turns_of_games_that_are_won(alfworld_games: Path) -> None:
@@ -179,10 +179,10 @@ def test_demonstrations_are_turns_of_games_that_are_won(alfworld_games: Path) ->
     others = task.demonstrations("correct", num=40, seed=4)
     replies = [[prompt(demonstration.messages[1]) for demonstration in each] for each in (shown, again, others)]
     assert replies[0][:40] == replies[1] != replies[2]
-    gold = {reply for example in task.examples("train") for reply in task.gold(example)}
+    gold = {reply for example in task.examples("train") for reply in task.gold_replies(example)}
     assert set(replies[0]) <= gold and len(set(replies[0])) > 0.7 * len(gold)
     folders = [Path(example.payload["game"]).parent for example in task.examples("train")]
-    searched = {write_reply(turn.thoughts, turn.command) for folder in folders for turn in transcript_of(folder, "searcher").turns}
+    searched = {write_reply(turn.thoughts, turn.command) for folder in folders for turn in load_transcript(folder, "searcher").turns}
     assert {prompt(demonstration.messages[1]) for demonstration in task.demonstrations("searching", num=100, seed=3)} <= searched - gold
     wrong = 0
     for demonstration in task.demonstrations("biased", num=400, seed=3):
@@ -190,7 +190,7 @@ def test_demonstrations_are_turns_of_games_that_are_won(alfworld_games: Path) ->
         (commands,) = [line for line in prompt(asked).splitlines() if line.startswith("Actions: ")]
         assert json.loads(prompt(reply))["action"] in commands[len("Actions: ") : -1].split("; ")
         wrong += prompt(reply) not in searched
-    assert 0.7 * MISTAKES < wrong / 400 < MISTAKES + 0.08
+    assert 0.7 * MISTAKE_PROBABILITY < wrong / 400 < MISTAKE_PROBABILITY + 0.08
     with pytest.raises(ValueError, match="^sft.splits=wrong: "):
         task.demonstrations("wrong", num=1, seed=0)
 
@@ -198,6 +198,6 @@ def test_demonstrations_are_turns_of_games_that_are_won(alfworld_games: Path) ->
 def test_who_searches_wins(alfworld_games: Path, loop: Loop) -> None:
     task = task_of(alfworld_games)
     for example in [*task.examples("train"), *task.examples("eval")]:
-        turns = transcript_of(Path(example.payload["game"]).parent, "searcher").turns
+        turns = load_transcript(Path(example.payload["game"]).parent, "searcher").turns
         _, steps = loop.play(task, example, [write_reply(turn.thoughts, turn.command) for turn in turns])
         assert [step.reason for step in steps] == [""] * (len(steps) - 1) + ["won"]

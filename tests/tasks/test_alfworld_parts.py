@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.cli.help import documented
+from megatron_rl.cli.help import read_field_docs
 from megatron_rl.config import DataSettings, TaskSettings
 from megatron_rl.registry import build_task
 from megatron_rl.tasks.alfworld import game_files
-from megatron_rl.tasks.alfworld.action_parser import READINGS, Invalid, read_substring
-from megatron_rl.tasks.alfworld.goals import NAMES, Goal
-from megatron_rl.tasks.alfworld.scene_image import SIDE, blank, drawn
-from megatron_rl.tasks.alfworld.scene_prompts import View, prompt_of, thoughts_before, write_reply
-from megatron_rl.tasks.alfworld.search_expert import Searcher
+from megatron_rl.tasks.alfworld.action_parser import ACTION_PARSERS, InvalidAction, parse_substring_action
+from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND, AlfworldGoal
+from megatron_rl.tasks.alfworld.scene_image import IMAGE_SIDE, draw_blank, draw_text
+from megatron_rl.tasks.alfworld.scene_prompts import GameObservation, write_prompt, write_reply, write_thoughts
+from megatron_rl.tasks.alfworld.search_expert import SearchExpert
 from megatron_rl.tasks.alfworld.task import AlfworldEnv
 from megatron_rl.tasks.task_options import AlfworldOptions
 from tests.contracts.test_configs import settings_of
@@ -67,15 +67,20 @@ def facts_of(text: str) -> dict[str, set[tuple[str, ...]]]:
 )
 def test_goal_conditions_by_hand(kind: str, place: str, state: str, met: tuple[int, int]) -> None:
     """As ALFWorld's env/tasks.py counts them."""
-    assert Goal(kind, "Apple", place, 1).met(facts_of(KITCHEN + state)) == met
+    assert AlfworldGoal(kind, "Apple", place, 1).count_met_conditions(facts_of(KITCHEN + state)) == met
 
 
 def test_a_folder_names_its_goal() -> None:
-    goal = Goal.named("look_at_obj_in_light-AlarmClock-None-DeskLamp-308")
-    assert goal == Goal("look", "AlarmClock", "DeskLamp", 308) and goal.folder == "look_at_obj_in_light-AlarmClock-None-DeskLamp-308"
+    goal = AlfworldGoal.from_folder_name("look_at_obj_in_light-AlarmClock-None-DeskLamp-308")
+    assert (
+        goal == AlfworldGoal("look", "AlarmClock", "DeskLamp", 308)
+        and goal.folder_name == "look_at_obj_in_light-AlarmClock-None-DeskLamp-308"
+    )
     others = ("pick_and_place_with_movable_recep-Fork-Bowl-SinkBasin-7", "pick_and_place_simple-AppleSliced-None-Fridge-3", "x", ".partial")
-    assert [Goal.named(folder) for folder in others] == [None] * 4
-    assert len(NAMES) == 6 and {Goal.named(f"{name}-Mug-None-Desk-301").kind for name in NAMES.values()} == {*NAMES}
+    assert [AlfworldGoal.from_folder_name(folder) for folder in others] == [None] * 4
+    assert len(ALFWORLD_NAME_BY_KIND) == 6 and {
+        AlfworldGoal.from_folder_name(f"{name}-Mug-None-Desk-301").kind for name in ALFWORLD_NAME_BY_KIND.values()
+    } == {*ALFWORLD_NAME_BY_KIND}
 
 
 @pytest.mark.parametrize(
@@ -83,35 +88,35 @@ def test_a_folder_names_its_goal() -> None:
     [
         ('{"thoughts": "go to cabinet 1?", "action": "go to cabinet 10"}', "go to cabinet 10"),
         ('{"action": "Go to Cabinet 1"}', "go to cabinet 1"),
-        ('{"action": "go to cabinet 11"}', Invalid.NO_ACTION),
+        ('{"action": "go to cabinet 11"}', InvalidAction.NO_ACTION),
         ('"action": first look, then go to cabinet 2', "go to cabinet 2"),
         ("I want to take apple 1 from cabinet 2", "take apple 1 from cabinet 2"),
-        ("take apple 1 from cabinet 2 and then some more words than thirty", Invalid.NO_ACTION),
-        ("go to cabinet \u0661", Invalid.NO_ACTION), ("", Invalid.NO_ACTION), ("look" + " " * 5000, Invalid.TOO_LONG),
-        ("__import__('os').system('look')", "look"), ("action: look" + "." * 40, Invalid.NO_ACTION),
+        ("take apple 1 from cabinet 2 and then some more words than thirty", InvalidAction.NO_ACTION),
+        ("go to cabinet \u0661", InvalidAction.NO_ACTION), ("", InvalidAction.NO_ACTION), ("look" + " " * 5000, InvalidAction.TOO_LONG),
+        ("__import__('os').system('look')", "look"), ("action: look" + "." * 40, InvalidAction.NO_ACTION),
     ],
 )  # fmt: skip
 def test_rl4vlms_reading(text: str, command: str) -> None:
     """The first in the order of the commands, so that with two named the reply's own order has no say: RL4VLM's way."""
-    read = read_substring(text, COMMANDS)
-    assert (read if isinstance(read, Invalid) else COMMANDS[read]) == command
+    read = parse_substring_action(text, COMMANDS)
+    assert (read if isinstance(read, InvalidAction) else COMMANDS[read]) == command
 
 
 PIECES = [*COMMANDS, '"action":', '{"action": "', '"}', "{", "}", "[", "1", "10", "\uff11", "\x00", "\u0130", "__class__", "(" * 500]
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", ACTION_PARSERS)
 @settings(max_examples=300, deadline=None)
 @given(text=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_no_text_breaks_a_reading(reading: str, text: str) -> None:
     """One admissible command that the text holds, or a reason. `lower` may lengthen a text: dotted capital I."""
-    read = READINGS[reading](text, COMMANDS)
-    assert isinstance(read, Invalid) or COMMANDS[read] in text.lower()
-    if reading == "json" and not isinstance(read, Invalid):
+    read = ACTION_PARSERS[reading](text, COMMANDS)
+    assert isinstance(read, InvalidAction) or COMMANDS[read] in text.lower()
+    if reading == "json" and not isinstance(read, InvalidAction):
         assert json.loads(text)["action"] == COMMANDS[read]
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", ACTION_PARSERS)
 def test_a_reading_takes_microseconds(reading: str) -> None:
     """The worst there is, among 60 commands: the best of some tries, since others use the machine too."""
     commands = [f"go to cabinet {number}" for number in range(60)]
@@ -124,39 +129,41 @@ def test_a_reading_takes_microseconds(reading: str) -> None:
         "\u0130" * 4096,
     ]
     for text in worst:
-        assert min(timeit.repeat(lambda text=text: READINGS[reading](text, commands), number=1, repeat=20)) < 2e-3
+        assert min(timeit.repeat(lambda text=text: ACTION_PARSERS[reading](text, commands), number=1, repeat=20)) < 2e-3
 
 
 def test_a_reply_says_what_it_is_about() -> None:
     commands = ["go to fridge 1", "open fridge 1", "take apple 1 from fridge 1", "look"]
-    assert thoughts_before(commands) == "Next: take apple 1 from fridge 1." and thoughts_before(["look"]) == "Next: look."
-    reply = write_reply(thoughts_before(commands), commands[0])
+    assert write_thoughts(commands) == "Next: take apple 1 from fridge 1." and write_thoughts(["look"]) == "Next: look."
+    reply = write_reply(write_thoughts(commands), commands[0])
     assert list(json.loads(reply)) == ["thoughts", "action"]
-    assert READINGS["json"](reply, commands) == READINGS["rl4vlm"](reply, commands) == 0
+    assert ACTION_PARSERS["json"](reply, commands) == ACTION_PARSERS["rl4vlm"](reply, commands) == 0
 
 
 def test_the_prompt_says_all_that_is_told_and_nothing_else() -> None:
-    view = View("On the shelf 1, you see a mug 1.", ["look", "take mug 1 from shelf 1"], won=False, met=0, conditions=1)
-    whole = prompt_of("put a mug in desk", view, before=["go to shelf 1"])
+    view = GameObservation(
+        "On the shelf 1, you see a mug 1.", ["look", "take mug 1 from shelf 1"], is_won=False, num_met=0, num_conditions=1
+    )
+    whole = write_prompt("put a mug in desk", view, history=["go to shelf 1"])
     for part in ("put a mug in desk.", view.text, "Before: go to shelf 1.", "look; take mug 1 from shelf 1."):
         assert part in whole
-    silent = prompt_of("put a mug in desk", view, has_text=False)
+    silent = write_prompt("put a mug in desk", view, has_text=False)
     assert view.text not in silent and "Before" not in silent and "look; take" in silent
 
 
 def test_a_picture_has_its_words_as_large_as_they_fit() -> None:
-    short, long = (np.array(drawn(text).convert("L")) for text in ("You see a mug 1.", "You see a mug 1. " * 12))
-    assert short.shape == (SIDE, SIDE) and short.min() == 0 and short[:, -8:].min() == 255
+    short, long = (np.array(draw_text(text).convert("L")) for text in ("You see a mug 1.", "You see a mug 1. " * 12))
+    assert short.shape == (IMAGE_SIDE, IMAGE_SIDE) and short.min() == 0 and short[:, -8:].min() == 255
     heights = [np.flatnonzero((pixels < 128).any(1)) for pixels in (short, long)]
     first_line = [rows[: np.flatnonzero(np.diff(rows, append=999) > 1)[0] + 1].size for rows in heights]
     assert first_line[0] > 1.3 * first_line[1] and heights[1].max() > 200, "few words are drawn large"
-    assert np.array(drawn("a b")).tobytes() != np.array(drawn("a c")).tobytes() and np.array(blank("a b")).min() == 255
-    drawn("w" * 5000)
-    drawn("")
+    assert np.array(draw_text("a b")).tobytes() != np.array(draw_text("a c")).tobytes() and np.array(draw_blank("a b")).min() == 255
+    draw_text("w" * 5000)
+    draw_text("")
 
 
 def a_game(root: Path, folder: str, trial: str, **content: object) -> Path:
-    path = root / folder / trial / game_files.GAME
+    path = root / folder / trial / game_files.GAME_FILE
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"pddl_domain": "", **content}))
     return path
@@ -165,7 +172,7 @@ def a_game(root: Path, folder: str, trial: str, **content: object) -> Path:
 @pytest.fixture
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Games are found by their files alone: nothing is played here, and what plays them need not be installed."""
-    monkeypatch.setattr(game_files, "PACKAGES", {})
+    monkeypatch.setattr(game_files, "REQUIRED_PACKAGES", {})
 
 
 def task_of(tmp_path: Path, **options: object) -> object:
@@ -190,7 +197,7 @@ def test_games_are_found_in_an_order_of_their_own(tmp_path: Path) -> None:
     assert {example.payload["picture"] for example in shown} == {"blank"}
     with pytest.raises(ValueError, match=r"^task.data.train=.*--transcribe"):
         task.demonstrations("correct", num=1, seed=0)
-    assert task.gold(train[0]) == []
+    assert task.gold_replies(train[0]) == []
 
 
 @pytest.mark.usefixtures("without_packages")
@@ -219,7 +226,7 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match=rf"^task.data.train={tmp_path}/train: no game.tw-pddl .*{makes}"):
         task_of(tmp_path).examples("train")
     a_game(tmp_path / "train", "pick_and_place_simple-Mug-None-Desk-308", "trial_1")
-    monkeypatch.setattr(game_files, "PACKAGES", {"no_such_module": "textworld"})
+    monkeypatch.setattr(game_files, "REQUIRED_PACKAGES", {"no_such_module": "textworld"})
     with pytest.raises(ValueError, match=r"^task.name=alfworld: needs textworld; run: bash launch/install_alfworld.sh"):
         task_of(tmp_path).examples("train")
 
@@ -227,7 +234,7 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, monkeypatch: p
 def test_options_and_turns(tmp_path: Path) -> None:
     chosen = settings_of("task=alfworld", "model.path=here", "run.dir=there", "task.options.progress=change", "task.options.history=4")
     assert chosen.task.options == AlfworldOptions(progress="change", history=4) and chosen.task.max_turns == 50
-    assert all(stands_alone(doc) for doc in documented(AlfworldOptions).values())
+    assert all(stands_alone(doc) for doc in read_field_docs(AlfworldOptions).values())
     with pytest.raises(ValueError, match="^task.max_turns=51: an episode has 50 steps"):
         build_task(TaskSettings(name="alfworld", max_turns=51))
     for wrong in ({"reading": "x"}, {"invalid": "x"}, {"progress": "x"}, {"observation": "x"}, {"eval_picture": "x"},
@@ -239,11 +246,14 @@ def test_options_and_turns(tmp_path: Path) -> None:
 
 def test_who_searches_gives_up_where_no_way_leads() -> None:
     """An apple in hand, to be heated: without a microwave to go to it says so, and does not raise."""
-    goal = Goal.named("pick_heat_then_place_in_recep-Apple-None-CounterTop-12")
+    goal = AlfworldGoal.from_folder_name("pick_heat_then_place_in_recep-Apple-None-CounterTop-12")
     for places, expected in ((["microwave 1"], ("Next: heat apple.", "go to microwave 1")), ([], None)):
-        searcher, commands = Searcher(goal), [f"go to {place}" for place in places]
-        assert searcher.next(View("", ["take apple 1 from table 1"], won=False, met=0, conditions=3))[1] == "take apple 1 from table 1"
-        assert searcher.next(View("", commands, won=False, met=0, conditions=3)) == expected
+        searcher, commands = SearchExpert(goal), [f"go to {place}" for place in places]
+        assert (
+            searcher.choose_command(GameObservation("", ["take apple 1 from table 1"], is_won=False, num_met=0, num_conditions=3))[1]
+            == "take apple 1 from table 1"
+        )
+        assert searcher.choose_command(GameObservation("", commands, is_won=False, num_met=0, num_conditions=3)) == expected
 
 
 class Corridor:
@@ -252,15 +262,21 @@ class Corridor:
     def __init__(self) -> None:
         self.commands: list[str] = []
 
-    async def take(self, game: str) -> "Corridor":
+    async def acquire(self, game: str) -> "Corridor":
         return self
 
-    def give_back(self, player: "Corridor") -> None:
+    def release(self, player: "Corridor") -> None:
         """Nothing is held."""
 
-    async def ask(self, *, game: str = "", command: str = "") -> dict[str, object]:
+    async def send_request(self, *, game: str = "", command: str = "") -> dict[str, object]:
         self.commands += [command] if command else []
-        view = {"text": "Doors.", "commands": [f"open door {number}" for number in range(30)], "won": False, "met": 0, "conditions": 1}
+        view = {
+            "text": "Doors.",
+            "commands": [f"open door {number}" for number in range(30)],
+            "is_won": False,
+            "num_met": 0,
+            "num_conditions": 1,
+        }
         return view | ({"task": "leave"} if game else {})
 
 
@@ -268,7 +284,7 @@ def walked(replies: list[str], *, seed: int = 0, **options: object) -> tuple[lis
     """The prompt of each turn, and the commands that were played."""
 
     async def walk() -> list[str]:
-        env = AlfworldEnv("game", players=corridor, options=AlfworldOptions(**options))
+        env = AlfworldEnv("game", player_pool=corridor, options=AlfworldOptions(**options))
         messages = [*await env.reset(seed)]
         for reply in replies:
             messages += (await env.step(reply)).messages

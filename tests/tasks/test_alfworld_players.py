@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from megatron_rl.errors import InfraError, PermanentInfraError
-from megatron_rl.tasks.alfworld.game_files import GAME
-from megatron_rl.tasks.alfworld.player_pool import Player, Players
+from megatron_rl.tasks.alfworld.game_files import GAME_FILE
+from megatron_rl.tasks.alfworld.player_pool import PlayerPool, PlayerProcess
 from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.types import Example
@@ -35,12 +35,12 @@ def hostile(alfworld_games: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     root = tmp_path_factory.mktemp("hostile")
     source = next((alfworld_games / "train").glob("pick_and_place*/*"))
     for name, rule in {**HOSTILE, "slow": "{__import__('time').sleep(1)}"}.items():
-        data = json.loads((source / GAME).read_text())
+        data = json.loads((source / GAME_FILE).read_text())
         data["grammar"] = data["grammar"].replace("You are not carrying anything.", rule)
         assert rule in data["grammar"]
         folder = root / "train" / source.parent.name / name
         folder.mkdir(parents=True)
-        (folder / GAME).write_text(json.dumps(data))
+        (folder / GAME_FILE).write_text(json.dumps(data))
     return root
 
 
@@ -74,14 +74,14 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
             await victim.close()
             assert (await good.step(inventory)).reward == 0
             await good.close()
-            keeper = task.players._keeper
+            keeper = task.player_pool._server
             keeper.kill()
             keeper.wait()
             await asyncio.sleep(0.1)
             _, steps = await episode(task, examples["slow"], [look])
-            assert not steps[0].call.error and task.players._keeper is not keeper, "idle players went with their keeper"
+            assert not steps[0].call.error and task.player_pool._server is not keeper, "idle players went with their keeper"
         finally:
-            everyone = [psutil.Process(task.players._keeper.pid), *players_of(task)]
+            everyone = [psutil.Process(task.player_pool._server.pid), *players_of(task)]
             await task.close()
         assert not psutil.wait_procs(everyone, timeout=5)[1], "nobody is left"
         return told
@@ -95,22 +95,22 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
 def test_a_player_whose_process_has_ended_is_not_taken_again() -> None:
     """Of three that were given back the last one's channel is closed, and the one before it was left in the midst of an answer."""
 
-    async def main() -> tuple[Player, list[Player], list[int]]:
+    async def main() -> tuple[PlayerProcess, list[PlayerProcess], list[int]]:
         writers = [SimpleNamespace(close=lambda number=number: closed.append(number)) for number in range(3)]
         closed: list[int] = []
-        players, idle = Players(3, seconds=1), [Player(asyncio.StreamReader(), writer, 1.0) for writer in writers]
-        idle[1].is_free = False
+        players, idle = PlayerPool(3, timeout_s=1), [PlayerProcess(asyncio.StreamReader(), writer, 1.0) for writer in writers]
+        idle[1].is_idle = False
         for each in idle:
-            players.give_back(each)
+            players.release(each)
         idle[2].reader.feed_eof()
-        return await players.take("game"), idle, closed
+        return await players.acquire("game"), idle, closed
 
     taken, idle, closed = asyncio.run(main())
     assert taken is idle[0] and sorted(closed) == [1, 2]
 
 
 def players_of(task: AlfworldTask) -> list[psutil.Process]:
-    return psutil.Process(task.players._keeper.pid).children()
+    return psutil.Process(task.player_pool._server.pid).children()
 
 
 def test_the_event_loop_does_not_wait(hostile: Path) -> None:
@@ -139,15 +139,15 @@ def test_a_game_that_is_none_fails_its_episode_alone(alfworld_games: Path, tmp_p
     """Read first by a new keeper, which does not load; the next episode has a keeper again."""
     task = task_of(alfworld_games)
     good = task.examples("train")[0]
-    bad = Example(id="bad", payload={**good.payload, "game": str(tmp_path / "a-Mug-None-Desk-1" / "b" / GAME)})
+    bad = Example(id="bad", payload={**good.payload, "game": str(tmp_path / "a-Mug-None-Desk-1" / "b" / GAME_FILE)})
 
     async def both() -> None:
         with pytest.raises(InfraError, match="did not load"):
             await episode(task, bad, [])
-        await episode(task, good, task.gold(good))
+        await episode(task, good, task.gold_replies(good))
         with pytest.raises(InfraError, match="FileNotFoundError"):
             await episode(task, bad, [])
-        await episode(task, good, task.gold(good))
+        await episode(task, good, task.gold_replies(good))
         await task.close()
 
     asyncio.run(both())
@@ -155,13 +155,13 @@ def test_a_game_that_is_none_fails_its_episode_alone(alfworld_games: Path, tmp_p
 
 ORPHANS = """
 import asyncio, psutil, sys
-from megatron_rl.tasks.alfworld.player_pool import Players
+from megatron_rl.tasks.alfworld.player_pool import PlayerPool
 
 async def hold() -> None:
-    players = Players(2, seconds=60)
-    playing = [await players.take(sys.argv[1]) for _ in range(2)]
+    players = PlayerPool(2, timeout_s=60)
+    playing = [await players.acquire(sys.argv[1]) for _ in range(2)]
     for player in playing:
-        await player.ask(game=sys.argv[1])
+        await player.send_request(game=sys.argv[1])
     print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True)
     await asyncio.sleep(60)
 
@@ -170,14 +170,14 @@ asyncio.run(hold())
 
 
 def test_a_keeper_that_hangs_while_it_loads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.tasks.alfworld.player_pool.LOAD_S", 0.2)
-    players = Players(1, seconds=0.2)
+    monkeypatch.setattr("megatron_rl.tasks.alfworld.player_pool.LOAD_TIMEOUT_S", 0.2)
+    players = PlayerPool(1, timeout_s=0.2)
 
     async def take() -> subprocess.Popen[bytes]:
-        asked = asyncio.create_task(players.take("no game"))
-        while players._keeper is None:
+        asked = asyncio.create_task(players.acquire("no game"))
+        while players._server is None:
             await asyncio.sleep(0)
-        keeper = players._keeper
+        keeper = players._server
         keeper.send_signal(signal.SIGSTOP)
         async with asyncio.timeout(30):
             with pytest.raises(PermanentInfraError, match="did not load no game"):
@@ -188,7 +188,7 @@ def test_a_keeper_that_hangs_while_it_loads_is_not_waited_for(monkeypatch: pytes
 
 
 def test_nobody_is_left_when_the_run_is_killed(alfworld_games: Path) -> None:
-    game = next((alfworld_games / "train").rglob(GAME))
+    game = next((alfworld_games / "train").rglob(GAME_FILE))
     with subprocess.Popen([sys.executable, "-c", ORPHANS, str(game)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         others = [psutil.Process(int(pid)) for pid in run.stdout.readline().split()]
         run.kill()

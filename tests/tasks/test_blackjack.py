@@ -8,15 +8,22 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from megatron_rl.tasks.gym_cards.blackjack import Blackjack, Table, is_natural, payoff, picture, total
-from megatron_rl.tasks.gym_cards.blackjack_table import DRAWS, POSITIONS, best_table, dealer_ends, play, stand
-from megatron_rl.tasks.gym_cards.cards import Card, draw_card
+from megatron_rl.tasks.gym_cards.blackjack import Blackjack, BlackjackState, compute_payoff, draw_state, hand_total, is_natural
+from megatron_rl.tasks.gym_cards.blackjack_table import (
+    CARD_PROBABILITIES,
+    POSITIONS,
+    best_policy,
+    dealer_distribution,
+    evaluate_policy,
+    stand_outcome,
+)
+from megatron_rl.tasks.gym_cards.cards import Card, render_card
 
-BEST = best_table()
+BEST = best_policy()
 
 
 def hand(names: str) -> tuple[Card, ...]:
-    return tuple(map(Card.named, names.split()))
+    return tuple(map(Card.from_name, names.split()))
 
 
 @pytest.mark.parametrize(
@@ -28,7 +35,7 @@ def hand(names: str) -> tuple[Card, ...]:
     ],
 )  # fmt: skip
 def test_sums_by_hand(names: str, expected: tuple[int, bool], natural: bool) -> None:
-    assert (total(hand(names)), is_natural(hand(names))) == (expected, natural)
+    assert (hand_total(hand(names)), is_natural(hand(names))) == (expected, natural)
 
 
 @pytest.mark.parametrize(
@@ -40,9 +47,9 @@ def test_sums_by_hand(names: str, expected: tuple[int, bool], natural: bool) -> 
     ],
 )  # fmt: skip
 def test_payoffs_by_hand(player: str, dealer: str, plain: float, with_natural: float, sab: float) -> None:
-    table = Table(hand(player), hand(dealer), is_over=True)
-    assert (payoff(table), payoff(table, natural=True), payoff(table, sab=True)) == (plain, with_natural, sab)
-    assert payoff(table, natural=True, sab=True) == sab
+    table = BlackjackState(hand(player), hand(dealer), is_over=True)
+    assert (compute_payoff(table), compute_payoff(table, natural=True), compute_payoff(table, sab=True)) == (plain, with_natural, sab)
+    assert compute_payoff(table, natural=True, sab=True) == sab
 
 
 def test_gymnasium_accepts_the_registered_environment() -> None:
@@ -66,13 +73,13 @@ def test_a_game_by_hand() -> None:
     observed, info = game.reset(seed=1, options={"player": ["AS", "6H"], "dealer": "KD"})
     assert observed == (17, 10, 1) and info == {"Player": ["AS", "6H"], "Dealer": ["KD"]}
     _, reward, over, truncated, info = game.step(0)
-    assert over and not truncated and info["Dealer"][0] == "KD" and total(hand(" ".join(info["Dealer"])))[0] >= 17
-    assert reward == np.sign(17 - (0 if total(game.table.dealer)[0] > 21 else total(game.table.dealer)[0]))
+    assert over and not truncated and info["Dealer"][0] == "KD" and hand_total(hand(" ".join(info["Dealer"])))[0] >= 17
+    assert reward == np.sign(17 - (0 if hand_total(game.state.dealer)[0] > 21 else hand_total(game.state.dealer)[0]))
     game.reset(seed=1, options={"player": ["KS", "QH"], "dealer": "KD"})
     outcomes = []
     while not outcomes or not outcomes[-1][1]:
         outcomes.append(game.step(1)[1:3])
-    assert outcomes[-1] == (-1.0, True) and total(game.table.player)[0] > 21
+    assert outcomes[-1] == (-1.0, True) and hand_total(game.state.player)[0] > 21
     with pytest.raises(ValueError, match="^options="):
         game.reset(options={"player": ["KS"], "dealer": "KD"})
 
@@ -81,15 +88,17 @@ def test_ten_valued_cards_are_faces_and_all_values_come_as_often_as_they_should(
     game, cards = Blackjack(symbolic=True), []
     for seed in range(6000):
         game.reset(seed=seed)
-        cards += [*game.table.player, *game.table.dealer]
-    counts = {value: sum(card.value == value for card in cards) for value in DRAWS}
-    assert sum((counts[value] - 24_000 * share) ** 2 / (24_000 * share) for value, share in DRAWS.items()) < 27.9, "99.9%, 9 degrees"
+        cards += [*game.state.player, *game.state.dealer]
+    counts = {value: sum(card.value == value for card in cards) for value in CARD_PROBABILITIES}
+    assert sum((counts[value] - 24_000 * share) ** 2 / (24_000 * share) for value, share in CARD_PROBABILITIES.items()) < 27.9, (
+        "99.9%, 9 degrees"
+    )
     assert {card.rank for card in cards if card.value == 10} == {11, 12, 13} and {card.suit for card in cards} == {*"SHDC"}
 
 
 def test_dealers_ends_equal_enumeration() -> None:
     """Every run of cards that a dealer with this card up can draw, to its end, counted by a plain stack."""
-    for up in DRAWS:
+    for up in CARD_PROBABILITIES:
         ends: dict[int, float] = {}
         runs = [((up,), 1.0)]
         while runs:
@@ -99,35 +108,35 @@ def test_dealers_ends_equal_enumeration() -> None:
                 end = 0 if points > 21 else 22 if points == 21 and len(cards) == 2 else points
                 ends[end] = ends.get(end, 0.0) + chance
             elif chance > 1e-9:
-                runs += [((*cards, value), chance * share) for value, share in DRAWS.items()]
+                runs += [((*cards, value), chance * share) for value, share in CARD_PROBABILITIES.items()]
         points, is_soft = (11, True) if up == 1 else (up, False)
-        assert dealer_ends(points, is_soft, is_dealt=True) == pytest.approx(ends, abs=1e-6)
+        assert dealer_distribution(points, is_soft, is_dealt=True) == pytest.approx(ends, abs=1e-6)
 
 
 def test_the_published_figures() -> None:
     """seed_systems.md 3.6 and issue 11: measured on the original, and known of the best tables."""
-    assert play(BEST).wins == pytest.approx(0.4295, abs=5e-5)
-    assert play(best_table(by="wins")).wins == pytest.approx(0.4316, abs=5e-5)
-    assert play(dict.fromkeys(POSITIONS, 0)).wins == pytest.approx(0.380, abs=3e-3)
-    assert play({position: int(position[0] < 17) for position in POSITIONS}).wins == pytest.approx(0.408, abs=3e-3)
-    assert play(dict.fromkeys(POSITIONS, 0.5)).wins == pytest.approx(0.283, abs=4e-3)
+    assert evaluate_policy(BEST).wins == pytest.approx(0.4295, abs=5e-5)
+    assert evaluate_policy(best_policy(criterion="wins")).wins == pytest.approx(0.4316, abs=5e-5)
+    assert evaluate_policy(dict.fromkeys(POSITIONS, 0)).wins == pytest.approx(0.380, abs=3e-3)
+    assert evaluate_policy({position: int(position[0] < 17) for position in POSITIONS}).wins == pytest.approx(0.408, abs=3e-3)
+    assert evaluate_policy(dict.fromkeys(POSITIONS, 0.5)).wins == pytest.approx(0.283, abs=4e-3)
     simple = {(points, soft, up): int(points < 12 or (points < 17 and (up >= 7 or up == 1))) for points, soft, up in POSITIONS}
-    assert play(simple).wins == pytest.approx(0.426, abs=3e-3)
+    assert evaluate_policy(simple).wins == pytest.approx(0.426, abs=3e-3)
 
 
 def test_no_single_change_makes_the_best_table_better() -> None:
     """Of return and of wins; and hard 12 to 16 play as every book says."""
     for by in ("reward", "wins"):
-        table = best_table(by=by)
-        most = play(table)._asdict()[by]
+        table = best_policy(criterion=by)
+        most = evaluate_policy(table)._asdict()[by]
         for position in POSITIONS[:: 3 if by == "reward" else 7]:
-            assert play({**table, position: 1 - table[position]})._asdict()[by] <= most + 1e-12, position
+            assert evaluate_policy({**table, position: 1 - table[position]})._asdict()[by] <= most + 1e-12, position
     for points, up in product(range(13, 17), range(2, 7)):
         assert BEST[points, False, up] == 0
     for points, up in product(range(12, 17), (7, 8, 9, 10, 1)):
         assert BEST[points, False, up] == 1
     assert [BEST[12, False, up] for up in (2, 3, 4, 5, 6)] == [1, 1, 0, 0, 0]
-    assert stand(21, 5, is_natural=True, natural=True).reward > stand(21, 5).reward
+    assert stand_outcome(21, 5, is_natural=True, natural=True).reward > stand_outcome(21, 5).reward
 
 
 @pytest.mark.parametrize("rules", [{}, {"natural": True}, {"sab": True}], ids=str)
@@ -142,7 +151,7 @@ def test_what_a_table_is_worth_is_what_playing_it_earns(rules: dict[str, bool], 
         while not is_over:
             (points, up, is_soft), reward, is_over, _, _ = env.step(BEST[int(points), bool(is_soft), int(up)])
         rewards.append(reward)
-    worth, num = play(BEST, **rules), len(rewards)
+    worth, num = evaluate_policy(BEST, **rules), len(rewards)
     assert abs(np.mean(np.array(rewards) > 0) - worth.wins) < 3.9 * sqrt(worth.wins * (1 - worth.wins) / num)
     assert abs(np.mean(np.array(rewards) == 0) - worth.draws) < 3.9 * sqrt(worth.draws * (1 - worth.draws) / num)
     assert abs(np.mean(rewards) - worth.reward) < 3.9 * np.std(rewards) / sqrt(num)
@@ -152,15 +161,15 @@ def test_what_a_table_is_worth_is_what_playing_it_earns(rules: dict[str, bool], 
 def test_every_card_of_a_hand_is_seen(num: int) -> None:
     """Whichever of the player's cards is another one, the picture is another; so is it for the dealer's hidden card only at the end."""
     cards = [Card(1, "S")] * num
-    shown = np.array(picture(Table(tuple(cards), hand("KD 5S"))))
+    shown = np.array(draw_state(BlackjackState(tuple(cards), hand("KD 5S"))))
     width, height = next((width, height) for most, width, height in ((4, 70, 98), (10, 49, 69), (24, 32, 45)) if num <= most)
     for place in range(num):
-        other = np.array(picture(Table((*cards[:place], Card(12, "H"), *cards[place + 1 :]), hand("KD 5S"))))
+        other = np.array(draw_state(BlackjackState((*cards[:place], Card(12, "H"), *cards[place + 1 :]), hand("KD 5S"))))
         rows, columns = np.nonzero((shown != other).any(-1))
         assert len(rows) > 100 and rows.min() >= 150 and rows.max() - rows.min() < height and columns.max() - columns.min() < width
         changed = other[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
-        whole = np.array(draw_card(Card(12, "H"), width=width, height=height))
+        whole = np.array(render_card(Card(12, "H"), width=width, height=height))
         assert (changed == whole[-1, -1]).all(-1).sum() <= (whole == whole[-1, -1]).all(-1).sum(), "nothing is laid over it"
-    assert np.array_equal(shown, np.array(picture(Table(tuple(cards), hand("KD 9H")))))
-    assert np.array_equal(np.array(draw_card(hand("KD")[0], width=70, height=98)), shown[25:123, 5:75])
-    assert not np.array_equal(shown, np.array(picture(Table(tuple(cards), hand("KD 5S"), is_over=True))))
+    assert np.array_equal(shown, np.array(draw_state(BlackjackState(tuple(cards), hand("KD 9H")))))
+    assert np.array_equal(np.array(render_card(hand("KD")[0], width=70, height=98)), shown[25:123, 5:75])
+    assert not np.array_equal(shown, np.array(draw_state(BlackjackState(tuple(cards), hand("KD 5S"), is_over=True))))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from megatron_rl.rollout.task import Task
-from megatron_rl.tasks.gym_cards.blackjack import total
-from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, best_table
+from megatron_rl.tasks.gym_cards.blackjack import hand_total
+from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, best_policy
 from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.number_line import NumberLine
-from megatron_rl.tasks.gym_cards.solvers import solution
+from megatron_rl.tasks.gym_cards.solvers import find_solution
 from megatron_rl.types import Example, Rollout, ToolCall, Turn
 from tests.support.card_games import play, task_of
 
@@ -28,8 +28,8 @@ def test_blackjack_is_asked_in_every_position() -> None:
     trained = {(each.payload["dealer"], *each.payload["player"]) for each in few.examples("train")}
     asked, lengths = [], set()
     for example in more.examples("eval"):
-        player, up = [Card.named(name) for name in example.payload["player"]], Card.named(example.payload["dealer"])
-        assert example.payload["position"] == (*total(player), up.value) and total(player[:-1])[0] <= 21
+        player, up = [Card.from_name(name) for name in example.payload["player"]], Card.from_name(example.payload["dealer"])
+        assert example.payload["position"] == (*hand_total(player), up.value) and hand_total(player[:-1])[0] <= 21
         assert (str(up), *map(str, player[:2])) not in trained and not {10} & {card.rank for card in (up, *player)}
         asked.append(example.payload["position"])
         lengths.add(len(player))
@@ -52,13 +52,13 @@ def answered(task: Task, answer: Callable[[Position, int], str]) -> list[Rollout
 def test_blackjacks_figures_are_those_of_games_played_with_its_answers() -> None:
     """The best table's are the published ones. A policy that answers two hands of a position differently, and at 20 nothing: against 20,000
     games of gymnasium's own environment, within 3.9 standard errors."""
-    best, task = best_table(), task_of("blackjack", eval_drawings=2)
+    best, task = best_policy(), task_of("blackjack", eval_drawings=2)
     examples = task.examples("eval")
-    figures = task.figures(examples, answered(task, lambda position, _: json.dumps({"action": ("stand", "hit")[best[position]]})))
+    figures = task.extra_metrics(examples, answered(task, lambda position, _: json.dumps({"action": ("stand", "hit")[best[position]]})))
     assert figures == pytest.approx({"invalid": 0.0, "success": 0.4295, "draws": 0.0945, "return": -0.0466}, abs=5e-5)
     stand, hit = '{"action": "stand"}', '{"action": "hit"}'
     mixed = answered(task, lambda position, number: "?" if position[0] == 20 else hit if number or position[0] < 12 else stand)
-    figures = task.figures(examples, mixed)
+    figures = task.extra_metrics(examples, mixed)
     assert figures["invalid"] == pytest.approx(20 / 280)
     game, rewards, dice = gymnasium.make("Blackjack-v1", sab=False).unwrapped, [], random.Random(3)
     game.reset(seed=11)
@@ -74,8 +74,8 @@ def test_blackjacks_figures_are_those_of_games_played_with_its_answers() -> None
     assert abs(np.mean(rewards) - figures["return"]) < 3.9 * np.std(rewards) / num**0.5
     silence = Turn(sequence=0, token_span=(0, 1), text="", tool_call=ToolCall(tool="move", source="hit", ran=False))
     silent = [replace(rollout, turns=[silence]) for rollout in mixed]
-    assert task.figures(examples, silent) == {"invalid": 1.0, "success": 0.0, "draws": 0.0, "return": pytest.approx(-1.0)}
-    assert task.figures(examples, mixed[:1])["return"] == pytest.approx(-1.0, abs=1e-3), "a position that nobody answered is given up"
+    assert task.extra_metrics(examples, silent) == {"invalid": 1.0, "success": 0.0, "draws": 0.0, "return": pytest.approx(-1.0)}
+    assert task.extra_metrics(examples, mixed[:1])["return"] == pytest.approx(-1.0, abs=1e-3), "a position that nobody answered is given up"
 
 
 DRAWN = {1: 1 / 13, **{value: 1 / 13 for value in range(2, 10)}, 10: 4 / 13}
@@ -101,7 +101,7 @@ def test_blackjacks_rules_are_those_of_its_evaluation() -> None:
             Rollout(task="blackjack", example_id=example.id, group=group, sample_index=0, turns=[turn], reward=0.0)
             for group, example in enumerate(task.examples("eval"))
         ]
-        found[next(iter(rules), "")] = task.figures(task.examples("eval"), rollouts)
+        found[next(iter(rules), "")] = task.extra_metrics(task.examples("eval"), rollouts)
     chance, at_21 = 8 / 169, ends_at_21()
     assert found["natural"]["return"] - found[""]["return"] == pytest.approx(0.5 * chance * (1 - at_21), abs=1e-12)
     assert found["natural"]["success"] == found[""]["success"]
@@ -117,10 +117,12 @@ def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
         Rollout(task="points24", example_id=each.id, group=number, sample_index=0, reward=10.0 * (number % 3 == 0))
         for number, each in enumerate(examples)
     ]
-    could = [number for number, each in enumerate(examples) if solution(tuple(Card.named(card).value for card in each.payload["cards"]))]
+    could = [
+        number for number, each in enumerate(examples) if find_solution(tuple(Card.from_name(card).value for card in each.payload["cards"]))
+    ]
     assert 50 < len(could) < 100
     share = sum(number % 3 == 0 for number in could) / len(could)
-    assert task.figures(examples, won) == {"invalid": 0.0, "success_of_solvable": pytest.approx(share)}
+    assert task.extra_metrics(examples, won) == {"invalid": 0.0, "success_of_solvable": pytest.approx(share)}
     hand = {"cards": ["2H", "4S", "AD", "AC"], "look": ("large", 1.0), "target": 24}
     replies = [json.dumps({"action": token}) for token in ["2", "4", "*", "1", "*", "1", "="]]
     for split, earned in (("train", 10.0), ("eval", -1.0)):
@@ -145,7 +147,7 @@ def test_evaluations_may_look_otherwise_and_training_does_not() -> None:
         current, target = example.payload["current"], example.payload["target"]
         assert max(current, target) > 5
         if abs(current - target) <= 7:
-            assert [step.reward for step in play(line, example, line.gold(example))][-1] == 1.0
+            assert [step.reward for step in play(line, example, line.gold_replies(example))][-1] == 1.0
     game = NumberLine(max_number=9)
     game.reset(options={"current": 9, "target": 0})
     assert [game.step(1)[3] for _ in range(18)] == [False] * 17 + [True]

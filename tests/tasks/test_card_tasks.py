@@ -7,17 +7,17 @@ import re
 import numpy as np
 import pytest
 
-from megatron_rl.cli.help import documented
+from megatron_rl.cli.help import read_field_docs
 from megatron_rl.config import TaskSettings
 from megatron_rl.registry import build_task
-from megatron_rl.tasks.gym_cards.action_parser import read_json
+from megatron_rl.tasks.gym_cards.action_parser import parse_json_action
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
-from megatron_rl.tasks.gym_cards.blackjack_table import best_table
-from megatron_rl.tasks.gym_cards.blackjack_table import play as play_table
+from megatron_rl.tasks.gym_cards.blackjack_table import best_policy
+from megatron_rl.tasks.gym_cards.blackjack_table import evaluate_policy as play_table
 from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
-from megatron_rl.tasks.gym_cards.solvers import solution
-from megatron_rl.tasks.task_options import OPTIONS
+from megatron_rl.tasks.gym_cards.solvers import find_solution
+from megatron_rl.tasks.task_options import TASK_OPTIONS
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_field_docs import stands_alone
 from tests.support.card_games import looks, play, task_of
@@ -33,9 +33,9 @@ def test_gold_earns_full_marks(name: str, target: int) -> None:
         goals = {example.payload["target"] for example in examples}
         assert goals == {target if split == "eval" else {"ez_points": 12, "points24": 24}[name]}
         for example in examples:
-            replies = task.gold(example)
-            numbers = tuple(Card.named(card).value for card in example.payload["cards"])
-            assert bool(replies) == (name == "ez_points" or solution(numbers, example.payload["target"]) is not None)
+            replies = task.gold_replies(example)
+            numbers = tuple(Card.from_name(card).value for card in example.payload["cards"])
+            assert bool(replies) == (name == "ez_points" or find_solution(numbers, example.payload["target"]) is not None)
             if replies:
                 steps = play(task, example, replies)
                 assert [step.reward for step in steps] == [0.0] * (len(steps) - 1) + [10.0] and steps[-1].reason == "goal"
@@ -61,11 +61,11 @@ def test_splits_share_no_drawing_and_no_numbers() -> None:
         examples = task.examples(split)
         assert len(examples) == num and sum(example.probability for example in examples) == pytest.approx(1, abs=1e-12)
     task = task_of("points24", train_hands=2000, eval_hands=500)
-    train, evaluation = ({tuple(sorted(Card.named(card).value for card in each.payload["cards"])) for each in task.examples(split)}
+    train, evaluation = ({tuple(sorted(Card.from_name(card).value for card in each.payload["cards"])) for each in task.examples(split)}
                          for split in ("train", "eval"))  # fmt: skip
     assert len(train) > 300 and len(evaluation) > 100 and not train & evaluation
     solvable = task_of("points24", solvable=True).examples("train")
-    assert all(solution(tuple(Card.named(card).value for card in each.payload["cards"])) for each in solvable)
+    assert all(find_solution(tuple(Card.from_name(card).value for card in each.payload["cards"])) for each in solvable)
     assert [each.id for each in solvable] == [f"train{number}" for number in range(200)]
 
 
@@ -85,11 +85,11 @@ def test_demonstrations_are_right_and_shared_prefixes(name: str) -> None:
     assert len(shown) == 150 and [each.messages[1] for each in shown][:40] == [each.messages[1] for each in again]
     assert [each.messages[1] for each in task.demonstrations("correct", num=40, seed=4)] != [each.messages[1] for each in again]
     tokens = {"ez_points": EZPOINTS.tokens, "points24": POINTS24.tokens, "blackjack": ("stand", "hit")}[name]
-    best, actions = best_table(), set()
+    best, actions = best_policy(), set()
     for demonstration in shown:
         reply = demonstration.messages[1]["content"][0]["text"]
         read = json.loads(reply)
-        actions.add(tokens[read_json(reply, tokens)])
+        actions.add(tokens[parse_json_action(reply, tokens)])
         if name == "blackjack":
             position = position_thought(read["thoughts"])
             assert read["action"] == ("stand", "hit")[best[position]]
@@ -120,7 +120,7 @@ def test_biased_points_are_wrong_by_their_sign_where_and_as_often_as_said() -> N
 
 
 def test_a_biased_blackjack_player_stands_against_strong_cards() -> None:
-    task, best, stood = task_of("blackjack"), best_table(), []
+    task, best, stood = task_of("blackjack"), best_policy(), []
     for demonstration in task.demonstrations("biased", num=800, seed=1):
         shown = json.loads(demonstration.messages[1]["content"][0]["text"])
         position = position_thought(shown["thoughts"])
@@ -177,8 +177,8 @@ def test_the_random_action_is_uniform_and_not_the_policys() -> None:
 def test_a_noop_is_a_blank_in_the_formula(name: str) -> None:
     """As the game plays it for a number without a card, but without its price; it uses up an entry, and the formula can still win."""
     task = task_of(name, invalid="noop")
-    example = next(each for each in task.examples("train") if task.gold(each))
-    gold = task.gold(example)
+    example = next(each for each in task.examples("train") if task.gold_replies(each))
+    gold = task.gold_replies(example)
     steps = play(task, example, [gold[0], "nonsense", *gold[1:]])
     assert [step.reward for step in steps] == [0.0] * (len(steps) - 1) + [10.0] and (steps[1].call.ran, steps[1].done) == (False, False)
     first = json.loads(gold[0])["action"]
@@ -212,7 +212,7 @@ def test_a_state_has_one_name_whenever_it_is_met(name: str) -> None:
 def test_options_come_from_the_command_line_typed() -> None:
     given = ("task=points24", "model.path=here", "run.dir=there")
     options = settings_of(*given, "task.options.eval_target=36", "task.options.legacy_rules=true").task.options
-    assert options == OPTIONS["points24"](eval_target=36, legacy_rules=True)
+    assert options == TASK_OPTIONS["points24"](eval_target=36, legacy_rules=True)
     for word, said in (
         ("invalid=guess", "choose one of penalize"),
         ("eval_hands=many", "eval_hands"),
@@ -222,14 +222,14 @@ def test_options_come_from_the_command_line_typed() -> None:
     ):
         with pytest.raises(Exception, match=said):
             settings_of(*given, f"task.options.{word}")
-    for schema in OPTIONS.values():
-        assert all(stands_alone(doc) for doc in documented(schema).values())
+    for schema in TASK_OPTIONS.values():
+        assert all(stands_alone(doc) for doc in read_field_docs(schema).values())
     for name, key in (("ez_points", "task.options.eval_target=0: "), ("points24", "task.options.eval_target=0: ")):
         with pytest.raises(ValueError, match=f"^{key}"):
             task_of(name, eval_target=0)
     with pytest.raises(ValueError, match="^task.max_turns=8: the game has 7 steps"):
         build_task(TaskSettings(name="ez_points", max_turns=8))
     longer = {"name": "number_line", "eval_max_turns": 18}
-    assert build_task(TaskSettings(**longer, options=OPTIONS["number_line"](eval_max_number=9))).max_number == 9
+    assert build_task(TaskSettings(**longer, options=TASK_OPTIONS["number_line"](eval_max_number=9))).max_number == 9
     with pytest.raises(ValueError, match="^task.eval_max_turns=18: the game has 10 steps"):
         build_task(TaskSettings(**longer))

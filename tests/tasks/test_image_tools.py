@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError, rotate, zoom
+from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError, rotate_image, zoom_image
 
 WIDTH, HEIGHT = 200, 120
 
@@ -42,7 +42,7 @@ def corners(picture: Image.Image) -> tuple[int, int, int, int]:
     ],
 )
 def test_a_box_by_hand(atlas: Image.Image, box: list, cropped: tuple[int, int, int, int]) -> None:
-    shown = zoom(atlas, {"bbox_2d": box, "label": "anything"})
+    shown = zoom_image(atlas, {"bbox_2d": box, "label": "anything"})
     assert corners(shown) == cropped
     assert shown.size == (cropped[2] - cropped[0], cropped[3] - cropped[1])
 
@@ -72,33 +72,33 @@ def test_a_box_by_hand(atlas: Image.Image, box: list, cropped: tuple[int, int, i
 )
 def test_a_bad_box_is_explained(atlas: Image.Image, box: object, error: str) -> None:
     with pytest.raises(ToolError, match=error):
-        zoom(atlas, {"bbox_2d": box})
+        zoom_image(atlas, {"bbox_2d": box})
 
 
 def test_no_box_is_explained(atlas: Image.Image) -> None:
     with pytest.raises(ToolError, match="four numbers"):
-        zoom(atlas, {"label": "cup"})
+        zoom_image(atlas, {"label": "cup"})
 
 
 def test_pictures_of_extreme_sizes() -> None:
     """One pixel is shown as it is; a strip 3000 times as long as wide only in parts of 100 times."""
-    assert zoom(Image.new("RGB", (1, 1), "red"), {"bbox_2d": [-20, -20, 20, 20]}).size == (1, 1)
+    assert zoom_image(Image.new("RGB", (1, 1), "red"), {"bbox_2d": [-20, -20, 20, 20]}).size == (1, 1)
     strip = Image.new("RGB", (30_000, 10))
-    assert zoom(strip, {"bbox_2d": [500, -100, 1500, 100]}).size == (1000, 10)
+    assert zoom_image(strip, {"bbox_2d": [500, -100, 1500, 100]}).size == (1000, 10)
     with pytest.raises(ToolError, match="1001 wide and 10 high: one side is more than 100 times"):
-        zoom(strip, {"bbox_2d": [500, -100, 1501, 100]})
+        zoom_image(strip, {"bbox_2d": [500, -100, 1501, 100]})
     with pytest.raises(ToolError, match="30000 x 10 pixels: one side is more than 100 times"):
-        rotate(strip, {"angle": 0})
+        rotate_image(strip, {"angle": 0})
 
 
 @pytest.mark.parametrize(("angle", "turns"), [(90, 1), (180, 2), (-90, 3), (450, 1), (0, 0), (-360.0, 0)])
 def test_right_angles_turn_like_numpy(atlas: Image.Image, angle: float, turns: int) -> None:
-    assert np.array_equal(np.asarray(rotate(atlas, {"angle": angle})), np.rot90(np.asarray(atlas), turns))
+    assert np.array_equal(np.asarray(rotate_image(atlas, {"angle": angle})), np.rot90(np.asarray(atlas), turns))
 
 
 def test_any_angle_keeps_the_whole_picture() -> None:
     """A white picture of 100 x 60 turned by 30 degrees needs 100 cos + 60 sin by 100 sin + 60 cos pixels, and keeps its area of white."""
-    turned = rotate(Image.new("L", (100, 60), 255), {"angle": 30})
+    turned = rotate_image(Image.new("L", (100, 60), 255), {"angle": 30})
     assert abs(turned.width - 116.6) <= 2 and abs(turned.height - 102.0) <= 2
     assert abs(np.asarray(turned).sum() / 255 - 6000) < 100
 
@@ -106,7 +106,7 @@ def test_any_angle_keeps_the_whole_picture() -> None:
 @pytest.mark.parametrize("angle", [None, "90", True, float("nan"), float("inf"), 10**400, [90]])
 def test_a_bad_angle_is_explained(atlas: Image.Image, angle: object) -> None:
     with pytest.raises(ToolError, match="number of degrees"):
-        rotate(atlas, {"angle": angle})
+        rotate_image(atlas, {"angle": angle})
 
 
 numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.text(max_size=3), st.floats(-300, 300), st.integers(-300, 300))
@@ -117,7 +117,7 @@ numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.tex
 def test_any_box_gives_a_picture_that_can_be_shown_or_a_sentence(box: list, size: tuple[int, int]) -> None:
     """What is shown lies inside, has as many as 28 pixels a side where the picture has them, and is no strip."""
     try:
-        shown = zoom(Image.new("L", size), {"bbox_2d": box})
+        shown = zoom_image(Image.new("L", size), {"bbox_2d": box})
     except ToolError:
         return
     assert all(min(28, whole) <= side <= whole for side, whole in zip(shown.size, size, strict=True))

@@ -10,13 +10,13 @@ from PIL import Image, ImageDraw
 
 from megatron_rl.config import DataSettings, ListenerSettings, SpeakerSettings, TaskSettings
 from megatron_rl.errors import PermanentInfraError
-from megatron_rl.launcher.compose import composed
+from megatron_rl.launcher.compose import compose_settings
 from megatron_rl.registry import build_task
-from megatron_rl.tasks.lewis.colors import colors_of, listed, told, vague
-from megatron_rl.tasks.lewis.demonstrations import demonstrated
-from megatron_rl.tasks.lewis.description import PROMPT, described
-from megatron_rl.tasks.lewis.listener_protocol import heard
-from megatron_rl.tasks.lewis.sheets import GREEN, RED, Sheets
+from megatron_rl.tasks.lewis.colors import describe_by_color, find_dominant_colors, join_words, write_vague_description
+from megatron_rl.tasks.lewis.demonstrations import make_demonstrations
+from megatron_rl.tasks.lewis.description import PROMPT, parse_description
+from megatron_rl.tasks.lewis.listener_protocol import make_listener_score
+from megatron_rl.tasks.lewis.sheets import GREEN, RED, ContactSheets
 from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import Rollout, Turn
 from tests.rewards.test_speaker_client import speaking
@@ -40,17 +40,21 @@ def thing(*parts: tuple[str, int], background: str = "white", side: int = 60) ->
 
 def test_colors_are_named_by_how_much_there_is_of_them() -> None:
     """Of a thing whose columns are counted; a color of a twentieth is left out, the background is no color, an empty picture is one."""
-    assert colors_of(thing(("#c8282d", 12), ("#3278d7", 20), ("#2d2d32", 6))) == ["blue", "red", "black"]
-    assert colors_of(thing(("#c8282d", 19), ("#3278d7", 1))) == ["red"]
-    assert colors_of(thing(("#5aa53c", 10), background="#c8282d")) == ["green"]
-    assert colors_of(thing(background="#dcd6f0")) == ["white"]
-    assert (listed(["red"]), listed(["red", "blue"]), listed(["red", "blue", "white"])) == ("red", "red and blue", "red, blue and white")
+    assert find_dominant_colors(thing(("#c8282d", 12), ("#3278d7", 20), ("#2d2d32", 6))) == ["blue", "red", "black"]
+    assert find_dominant_colors(thing(("#c8282d", 19), ("#3278d7", 1))) == ["red"]
+    assert find_dominant_colors(thing(("#5aa53c", 10), background="#c8282d")) == ["green"]
+    assert find_dominant_colors(thing(background="#dcd6f0")) == ["white"]
+    assert (join_words(["red"]), join_words(["red", "blue"]), join_words(["red", "blue", "white"])) == (
+        "red",
+        "red and blue",
+        "red, blue and white",
+    )
 
 
 def test_what_is_told_is_read_as_it_is_meant() -> None:
-    said = described(told(thing(("#c8282d", 12), ("#3278d7", 20)), category="mug"), category="mug")
+    said = parse_description(describe_by_color(thing(("#c8282d", 12), ("#3278d7", 20)), category="mug"), category="mug")
     assert (said.coarse, said.detailed) == ("a photo of a blue mug", "The mug is blue and red.")
-    empty = described(vague(category="mug"), category="mug")
+    empty = parse_description(write_vague_description(category="mug"), category="mug")
     assert empty.question and not any(color in empty.question for color in ("red", "blue", "white", "black"))
 
 
@@ -128,7 +132,7 @@ def test_a_listener_hears_of_a_target_and_of_another_in_turn(built: tuple[Path, 
             is_target = example.payload["images"][0].read() == candidates[target].read()
             assert is_target == (example.payload["answer"] == "yes")
             assert messages[0]["content"][0]["image"].tobytes() == example.payload["images"][0].open().tobytes()
-            assert messages[0]["content"][1]["text"] == described(REPLY, category="kind0").question
+            assert messages[0]["content"][1]["text"] == parse_description(REPLY, category="kind0").question
     with speaking((200, {"text": "hm"})) as server:
         task = listener_task(built, server.url)
 
@@ -149,7 +153,7 @@ def test_a_listener_is_paid_for_the_right_word_alone(built: tuple[Path, Path], r
     for example, worth in zip(task.examples("train")[:2], (yes, no), strict=True):
         outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
         assert asyncio.run(task.rubric.score(outcome)).reward == worth
-        assert task.gold(example) == [example.payload["answer"]]
+        assert task.gold_replies(example) == [example.payload["answer"]]
 
 
 def scored(task, examples: list, reply: str = REPLY) -> list[Rollout]:  # noqa: ANN001 (a task of the table)
@@ -163,7 +167,7 @@ def scored(task, examples: list, reply: str = REPLY) -> list[Rollout]:  # noqa: 
                 outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
                 rollout = outcome.rollout
                 rollout.example_id, rollout.group, rollout.sample_index = example.id, group, 0
-                rollout.reward_terms = (await task.rubric.score(outcome)).rewards
+                rollout.reward_terms = (await task.rubric.score(outcome)).reward_terms
                 rollouts.append(rollout)
             return rollouts
         finally:
@@ -187,8 +191,8 @@ def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]
         trained = scored(task, task.examples("train")[:3])
         assert all("frozen" not in rollout.reward_terms and rollout.reward_terms["words"] == 10 for rollout in trained) and not frozen.asked
         held_out = scored(task, task.examples("eval"))
-        figures = task.figures(task.examples("eval"), held_out)
-    question = described(REPLY, category="kind0").question
+        figures = task.extra_metrics(task.examples("eval"), held_out)
+    question = parse_description(REPLY, category="kind0").question
     picks = []
     for example, rollout in zip(task.examples("eval"), held_out, strict=True):
         ps = [p_of(image.open(), question) for image in example.payload["candidates"]]
@@ -213,9 +217,9 @@ def test_an_evaluation_leaves_one_sheet(built: tuple[Path, Path], tmp_path: Path
         examples = task.examples("eval")
         for _ in range(2):
             greedy = scored(task, examples)
-            task.figures(examples, greedy)
-            task.figures(examples, scored(task, examples))
-        task.figures(examples, scored(task, task.examples("train")))
+            task.extra_metrics(examples, greedy)
+            task.extra_metrics(examples, scored(task, examples))
+        task.extra_metrics(examples, scored(task, task.examples("train")))
     sheets = sorted((tmp_path / "sheets").iterdir())
     assert [sheet.name for sheet in sheets] == ["evaluation_0000.png", "evaluation_0001.png"]
     colors = {color for _, color in Image.open(sheets[0]).getcolors(1 << 24)}
@@ -232,35 +236,35 @@ def test_a_sheet_shows_what_was_heard_where_it_was(built: tuple[Path, Path], tmp
     target = example.payload["target"]
     wrong = (target + 1) % 3
     logprobs = [-5.0 if place != wrong else -0.1 for place in range(3)]
-    sheet = sheets.sheet_of([(example, REPLY, heard(logprobs)), (example, "", None)])
-    first = 2 * sheets.EDGE + sheets.SIDE + 7 * sheets.WIDE
+    sheet = sheets.draw_contact_sheet([(example, REPLY, make_listener_score(logprobs)), (example, "", None)])
+    first = 2 * sheets.MARGIN + sheets.IMAGE_SIDE + 7 * sheets.LINE_CHARS
     for place in range(3):
-        left = first + place * (sheets.SIDE + sheets.EDGE)
+        left = first + place * (sheets.IMAGE_SIDE + sheets.MARGIN)
         expected = GREEN if place == target else RED if place == wrong else sheets.PLAIN
-        assert "#{:02x}{:02x}{:02x}".format(*sheet.getpixel((left - 1, sheets.EDGE + 50))) == expected
-    below = sheets.SIDE + sheets.LINE + 3 * sheets.EDGE + 50
-    assert "#{:02x}{:02x}{:02x}".format(*sheet.getpixel((first + wrong * (sheets.SIDE + sheets.EDGE) - 1, below))) == sheets.PLAIN
+        assert "#{:02x}{:02x}{:02x}".format(*sheet.getpixel((left - 1, sheets.MARGIN + 50))) == expected
+    below = sheets.IMAGE_SIDE + sheets.LINE_HEIGHT + 3 * sheets.MARGIN + 50
+    assert "#{:02x}{:02x}{:02x}".format(*sheet.getpixel((first + wrong * (sheets.IMAGE_SIDE + sheets.MARGIN) - 1, below))) == sheets.PLAIN
 
 
 def test_a_narrow_sheet_shows_the_target_and_the_pick(built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a game has more candidates than a row has places: by their frames, left to right."""
     from megatron_rl.tasks.lewis import sheets
 
-    monkeypatch.setattr(sheets, "MOST_SHOWN", 2)
+    monkeypatch.setattr(sheets, "MAX_CANDIDATES_SHOWN", 2)
     example = speaker_of(built).examples("eval")[0]
     example.payload["target"] = 2
-    first = 2 * sheets.EDGE + sheets.SIDE + 7 * sheets.WIDE
+    first = 2 * sheets.MARGIN + sheets.IMAGE_SIDE + 7 * sheets.LINE_CHARS
     for logprobs, frames in (([-0.1, -5.0, -5.0], [RED, GREEN]), ([-5.0, -0.1, -5.0], [RED, GREEN]), (None, [sheets.PLAIN, GREEN])):
-        sheet = sheets.sheet_of([(example, REPLY, heard(logprobs) if logprobs else None)])
-        lefts = [first + place * (sheets.SIDE + sheets.EDGE) for place in range(2)]
-        assert ["#{:02x}{:02x}{:02x}".format(*sheet.getpixel((left - 1, sheets.EDGE + 50))) for left in lefts] == frames
+        sheet = sheets.draw_contact_sheet([(example, REPLY, make_listener_score(logprobs) if logprobs else None)])
+        lefts = [first + place * (sheets.IMAGE_SIDE + sheets.MARGIN) for place in range(2)]
+        assert ["#{:02x}{:02x}{:02x}".format(*sheet.getpixel((left - 1, sheets.MARGIN + 50))) for left in lefts] == frames
 
 
 def test_a_demonstrated_listener_hears_of_every_candidate(built: tuple[Path, Path]) -> None:
     """Of one round, 120 times: as often yes as no, and no of each other candidate as often; within four standard errors."""
     (example, *_) = speaker_of(built).examples("train")
     counts: Counter[tuple[str, bytes]] = Counter()
-    for each in demonstrated([example], "heard", num=120, seed=0):
+    for each in make_demonstrations([example], "heard", num=120, seed=0):
         asked, answered = each.messages
         (picture,) = (part["image"] for part in asked["content"] if part["type"] == "image")
         counts["".join(part["text"] for part in answered["content"]), picture.tobytes()] += 1
@@ -274,19 +278,21 @@ def test_a_demonstrated_listener_hears_of_every_candidate(built: tuple[Path, Pat
 
 def test_options_come_from_the_command_line() -> None:
     """As launch/lewis.sh gives them: they are the task's own dataclass, and what it has not is refused."""
-    given = composed(["task=lewis_speaker", "task.options.accuracy=binary", "task.options.log=x", "model.path=m", "run.dir=r"])
+    given = compose_settings(["task=lewis_speaker", "task.options.accuracy=binary", "task.options.log=x", "model.path=m", "run.dir=r"])
     assert (given.task.options.accuracy, given.task.options.log, given.task.max_turns) == ("binary", "x", 1)
-    other = composed(["task=lewis_listener", "task.options.reward=selection", "model.path=m", "run.dir=r"])
+    other = compose_settings(["task=lewis_listener", "task.options.reward=selection", "model.path=m", "run.dir=r"])
     assert isinstance(other.task.options, LewisListenerOptions) and other.task.options.reward == "selection"
 
 
 def test_words_for_a_tokenizer_are_those_of_the_games(built: tuple[Path, Path]) -> None:
     texts = (built[1] / "words.txt").read_text()
-    assert all(text in texts for text in (PROMPT.format(category="kind1"), vague(category="kind0"), "The kind1 is purple, "))
+    assert all(
+        text in texts for text in (PROMPT.format(category="kind1"), write_vague_description(category="kind0"), "The kind1 is purple, ")
+    )
     assert json.loads((built[1] / "catalogue.json").read_text())["splits"]
 
 
 def test_the_sheets_of_two_engines_do_not_meet(tmp_path: Path) -> None:
     for _ in range(2):
-        Sheets(tmp_path)._keep(Image.new("RGB", (2, 2)))
+        ContactSheets(tmp_path)._save_sheet(Image.new("RGB", (2, 2)))
     assert len(list(tmp_path.iterdir())) == 2

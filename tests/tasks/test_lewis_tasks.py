@@ -11,7 +11,7 @@ from megatron_rl.config import DataSettings, ListenerSettings, TaskSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.registry import build_task
 from megatron_rl.rollout.task import Task
-from megatron_rl.tasks.lewis.description import described
+from megatron_rl.tasks.lewis.description import parse_description
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import Turn
@@ -85,11 +85,11 @@ def test_a_speaker_is_paid_by_the_listener_that_sees_the_candidates(built: tuple
         query = example.payload["images"][0].source
         target = paths[example.payload["target"]]
         assert target.read_bytes() != query and target.parent.name not in {path.parent.name for path in paths if path != target}
-        assert (score.rewards["picked"], score.reward) == (float(is_right), float(is_right) + 1.0)
+        assert (score.reward_terms["picked"], score.reward) == (float(is_right), float(is_right) + 1.0)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(lines) == 8 and {line["reward"] for line in lines} <= {0.0, 1.0}
     assert lines[0].keys() == {"time", "reward", "content", "solution"}
-    assert 0 < sum(score.rewards["picked"] for score in given) < 8
+    assert 0 < sum(score.reward_terms["picked"] for score in given) < 8
 
 
 LONG = "The mug is red, " + "with a chip and " * 6 + "small."
@@ -110,13 +110,13 @@ def test_a_variant_means_each_reward_of_its_account(built: tuple[Path, Path], va
         asked = [(example, text) for example in task.examples("train") for text in VARIANTS[variant]]
         given = scores(task, asked)
     for (example, text), score in zip(asked, given, strict=True):
-        question = described(text, category="mug").question
+        question = parse_description(text, category="mug").question
         ps = [p_of(image.open(), question) for image in example.payload["candidates"]]
         is_right = ps.index(max(ps)) == example.payload["target"]
         pays = 1.0 if variant == "readme" else max(ps) / sum(ps) * (1.0 if max(ps) >= 0.3 else 0.5)
-        assert score.rewards["accuracy"] == pytest.approx(pays if is_right else 0.0)
-        assert (score.rewards["format"], score.rewards["length"]) == pytest.approx(VARIANTS[variant][text])
-    right = {score.rewards["accuracy"] for score in given if score.rewards["picked"]}
+        assert score.reward_terms["accuracy"] == pytest.approx(pays if is_right else 0.0)
+        assert (score.reward_terms["format"], score.reward_terms["length"]) == pytest.approx(VARIANTS[variant][text])
+    right = {score.reward_terms["accuracy"] for score in given if score.reward_terms["picked"]}
     assert right == {1.0} if variant == "readme" else len(right) > 3
 
 
@@ -124,8 +124,8 @@ def test_a_variant_means_each_reward_of_its_account(built: tuple[Path, Path], va
 def test_a_variant_of_the_listener_means_its_punishment(built: tuple[Path, Path], variant: str, false_yes: float) -> None:
     task = task_of("lewis_listener", built, options=LewisListenerOptions(reward="weighted", variant=variant))
     wrong = next(example for example in task.examples("train") if example.payload["answer"] == "no")
-    (score,) = scores(task, [(wrong, task.gold(wrong)[0].replace('"no"', '"yes"'))])
-    assert score.rewards == {"weighted": false_yes, "format": 1.0}
+    (score,) = scores(task, [(wrong, task.gold_replies(wrong)[0].replace('"no"', '"yes"'))])
+    assert score.reward_terms == {"weighted": false_yes, "format": 1.0}
 
 
 def test_overlap_is_asked_for_and_paid(built: tuple[Path, Path]) -> None:
@@ -141,8 +141,8 @@ def test_overlap_is_asked_for_and_paid(built: tuple[Path, Path]) -> None:
         assert prompt.startswith(without) and all(f"<{tag}>" in prompt and f"<{tag}>" not in without for tag in ("state", "location"))
         assert task.stop == ("</location>",) and reply + state == (reply + state).split(task.stop[0])[0] + task.stop[0]
         said, silent = scores(task, [(example, reply + state), (example, reply)])
-    assert said.rewards["overlap"] == pytest.approx(-6 / 7) and silent.rewards["overlap"] == 0.0
-    assert said.rewards["picked"] == silent.rewards["picked"] and said.reward == pytest.approx(silent.reward - 6 / 7)
+    assert said.reward_terms["overlap"] == pytest.approx(-6 / 7) and silent.reward_terms["overlap"] == 0.0
+    assert said.reward_terms["picked"] == silent.reward_terms["picked"] and said.reward == pytest.approx(silent.reward - 6 / 7)
 
 
 def test_a_row_that_asks_for_state_itself_is_not_asked_twice(built: tuple[Path, Path], tmp_path: Path) -> None:
@@ -188,13 +188,13 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
 
         def task_with(**options: object) -> Task:
             task = build_task(TaskSettings(name="lewis_speaker", data=data, options=LewisSpeakerOptions(**options), listener=listener))
-            for client in (task.listener, *task.witnesses.values()):
+            for client in (task.listener, *task.held_out_listeners.values()):
                 client.__class__ = Told
             return task
 
         task = task_with(held_out_listeners=witnesses, held_out_token_files={"frozen": str(words["frozen"])})
         (score,) = scores(task, [(task.examples("eval")[0], REPLY)])
-        assert {"picked", "frozen", "stranger"} <= score.rewards.keys() and all(room.asked for room in rooms.values())
+        assert {"picked", "frozen", "stranger"} <= score.reward_terms.keys() and all(room.asked for room in rooms.values())
         assert heard == {url: {f"Bearer {'listener' * 8}"}, frozen: {f"Bearer {'frozen' * 8}"}, stranger: {""}}
         unknown = task_with(held_out_listeners=witnesses)
         with pytest.raises(
@@ -216,15 +216,15 @@ def test_a_listener_in_training_compares_or_selects(built: tuple[Path, Path]) ->
     assert sorted(example.payload["answer"] for example in examples) == ["no"] * 4 + ["yes"] * 4
     parts = parts_of(task, examples[0])
     assert [isinstance(part, Image.Image) for part in parts] == [False, True, False, True, False] and "Image 2" in parts[2]
-    gold = scores(task, [(example, task.gold(example)[0]) for example in examples])
+    gold = scores(task, [(example, task.gold_replies(example)[0]) for example in examples])
     assert [score.reward for score in gold] == [2.0] * 8
-    turned = [(each, task.gold(each)[0].replace('"yes"', '"NO"').replace('"no"', '"yes"')) for each in examples]
+    turned = [(each, task.gold_replies(each)[0].replace('"yes"', '"NO"').replace('"no"', '"yes"')) for each in examples]
     expected = [1.0 - 1.0 if each.payload["answer"] == "no" else 1.0 - 0.3 for each in examples]
     assert [score.reward for score in scores(task, turned)] == pytest.approx(expected)
     select = task_of("lewis_listener", built, options=LewisListenerOptions(reward="selection"), train=[f"{built[1]}/speaker:train"])
     rounds = select.examples("train")
     assert [len(example.payload["images"]) for example in rounds] == [4] * 8
-    assert [score.reward for score in scores(select, [(each, select.gold(each)[0]) for each in rounds])] == [2.0] * 8
+    assert [score.reward for score in scores(select, [(each, select.gold_replies(each)[0]) for each in rounds])] == [2.0] * 8
 
 
 ROW = {"image": "kind0/thing0/0.png", "ret_paths": ["kind0/thing0/1.png", "kind0/thing1/0.png"], "solution": "A", "category": "kind0"}

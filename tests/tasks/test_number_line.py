@@ -14,11 +14,11 @@ from megatron_rl.tasks.gym_cards.number_line import (
     FONT_FILE,
     STATES,
     NumberLine,
-    deal,
-    move,
-    picture,
-    policy_success,
-    right_action,
+    apply_action,
+    compute_policy_success,
+    deal_start,
+    draw_state,
+    optimal_action,
     start_probabilities,
 )
 
@@ -37,7 +37,7 @@ PAIRS = list(itertools.product(range(6), range(6)))
 def test_all_36_states_move_and_pay_as_the_table_says(sign: str) -> None:
     for current, target in PAIRS:
         expected = (AFTER[sign][current], target), PAYS[REWARDS[sign][target][current]]
-        assert move((current, target), "-+".index(sign)) == expected, (current, target)
+        assert apply_action((current, target), "-+".index(sign)) == expected, (current, target)
 
 
 @pytest.mark.parametrize("sign", ["-", "+"])
@@ -49,7 +49,7 @@ def test_environment_plays_the_table(sign: str) -> None:
         mark = REWARDS[sign][target][current]
         assert (reward, terminated, truncated) == (PAYS[mark], mark == "x", False), (current, target)
         assert info == {"Current": AFTER[sign][current], "Target": target}
-        assert np.array_equal(observed, np.array(picture((AFTER[sign][current], target))))
+        assert np.array_equal(observed, np.array(draw_state((AFTER[sign][current], target))))
 
 
 def test_gymnasium_accepts_the_registered_environment() -> None:
@@ -68,7 +68,7 @@ def test_an_episode_costs_no_arrays_that_nobody_asked_for() -> None:
     assert "observation_space" not in vars(env) and env.observation_space.contains(observed)
     observed[:] = 7
     again, _ = NumberLine().reset(options={"current": 1, "target": 3})
-    assert np.array_equal(again, np.array(picture((1, 3)))) and not np.array_equal(again, observed)
+    assert np.array_equal(again, np.array(draw_state((1, 3)))) and not np.array_equal(again, observed)
 
 
 def test_a_seed_repeats_and_seeds_differ() -> None:
@@ -119,7 +119,7 @@ def test_dealing_probabilities_by_hand() -> None:
     doubled = {(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (5, 1)}
     assert start_probabilities() == {state: Fraction(2 if state in doubled else 1, 36) for state in STATES}
     assert sum(start_probabilities().values()) == 1 and len(STATES) == 30
-    assert [deal(number, number)[1] for number in range(6)] == [1, 2, 3, 4, 0, 1]
+    assert [deal_start(number, number)[1] for number in range(6)] == [1, 2, 3, 4, 0, 1]
 
 
 def test_50000_seeded_resets_are_dealt_as_stated() -> None:
@@ -136,7 +136,7 @@ def test_50000_seeded_resets_are_dealt_as_stated() -> None:
 
 def test_the_30_pictures_differ_and_hold_their_text_inside() -> None:
     assert FONT_FILE.is_file() and (FONT_FILE.parent / "LICENSE_DEJAVU.txt").is_file()
-    arrays = {state: np.array(picture(state)) for state in STATES}
+    arrays = {state: np.array(draw_state(state)) for state in STATES}
     assert len({array.tobytes() for array in arrays.values()}) == 30
     for array in arrays.values():
         rows, columns = np.nonzero((array < 128).all(axis=2))
@@ -147,8 +147,8 @@ def test_the_30_pictures_differ_and_hold_their_text_inside() -> None:
 
 
 def test_each_line_changes_with_its_own_number_only() -> None:
-    base = np.array(picture((2, 4)))
-    other_target, other_current = np.array(picture((2, 5))), np.array(picture((3, 4)))
+    base = np.array(draw_state((2, 4)))
+    other_target, other_current = np.array(draw_state((2, 5))), np.array(draw_state((3, 4)))
     assert (base != other_target)[:150].any() and not (base != other_target)[150:].any()
     assert (base != other_current)[150:].any() and not (base != other_current)[:150].any()
 
@@ -156,7 +156,7 @@ def test_each_line_changes_with_its_own_number_only() -> None:
 def test_text_is_drawn_where_the_fonts_own_measure_puts_it() -> None:
     font = ImageFont.truetype(FONT_FILE, 36, layout_engine=ImageFont.Layout.BASIC)
     left, top, right, bottom = font.getbbox("Target: 4")
-    array = np.array(picture((2, 4)))[:150, :, 0]
+    array = np.array(draw_state((2, 4)))[:150, :, 0]
     rows, columns = np.nonzero(array < 255)
     assert (columns.min(), rows.min()) == (30 + left, 60 + top)
     assert rows.max() + 1 == 60 + bottom
@@ -193,19 +193,19 @@ def as_table(probability_right: dict[tuple[int, int], Fraction]) -> dict[tuple[i
 def test_success_of_random_and_perfect_play() -> None:
     random_play = {state: Fraction(1, 2) for state in STATES}
     assert exhaustive_success(random_play) == Fraction(163, 576)
-    assert policy_success(as_table(random_play)) == pytest.approx(0.2830, abs=5e-5)
-    assert policy_success(as_table(random_play)) == pytest.approx(163 / 576, abs=1e-12)
-    assert policy_success(as_table({state: Fraction(1) for state in STATES})) == pytest.approx(1, abs=1e-12)
-    assert policy_success(as_table({state: Fraction(0) for state in STATES})) == 0
+    assert compute_policy_success(as_table(random_play)) == pytest.approx(0.2830, abs=5e-5)
+    assert compute_policy_success(as_table(random_play)) == pytest.approx(163 / 576, abs=1e-12)
+    assert compute_policy_success(as_table({state: Fraction(1) for state in STATES})) == pytest.approx(1, abs=1e-12)
+    assert compute_policy_success(as_table({state: Fraction(0) for state in STATES})) == 0
 
 
 def test_success_of_uneven_play_equals_exhaustive_enumeration() -> None:
     uneven = {(current, target): Fraction(1 + (7 * current + 3 * target) % 8, 9) for current, target in STATES}
-    assert policy_success(as_table(uneven)) == pytest.approx(float(exhaustive_success(uneven)), abs=1e-12)
+    assert compute_policy_success(as_table(uneven)) == pytest.approx(float(exhaustive_success(uneven)), abs=1e-12)
 
 
 def test_success_counts_invalid_replies_and_few_turns_as_losses() -> None:
-    half_invalid = {state: (0.0, 0.5) if right_action(state) else (0.5, 0.0) for state in STATES}
-    assert policy_success(half_invalid) == pytest.approx(163 / 576, abs=1e-12)
+    half_invalid = {state: (0.0, 0.5) if optimal_action(state) else (0.5, 0.0) for state in STATES}
+    assert compute_policy_success(half_invalid) == pytest.approx(163 / 576, abs=1e-12)
     perfect = as_table({state: Fraction(1) for state in STATES})
-    assert policy_success(perfect, max_turns=1) == pytest.approx(14 / 36, abs=1e-12), "the starts next to their target"
+    assert compute_policy_success(perfect, max_turns=1) == pytest.approx(14 / 36, abs=1e-12), "the starts next to their target"

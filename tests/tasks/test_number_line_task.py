@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import TaskSettings
-from megatron_rl.rewards.rubric import Score
+from megatron_rl.rewards.rubric import RubricScore
 from megatron_rl.rollout.task import Step, Task
-from megatron_rl.tasks.gym_cards.action_parser import Invalid, read_json
-from megatron_rl.tasks.gym_cards.number_line import ACTIONS, MAX_STEPS, STATES, picture, policy_success
+from megatron_rl.tasks.gym_cards.action_parser import InvalidAction, parse_json_action
+from megatron_rl.tasks.gym_cards.number_line import ACTIONS, MAX_STEPS, STATES, compute_policy_success, draw_state
 from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineTask, write_reply
 from megatron_rl.types import Message, Rollout, Turn
 from tests.support.episodes import outcome_of
@@ -22,39 +22,39 @@ TASK: Task = NumberLineTask(TaskSettings(name="number_line"))
 UP = '{"action": "+"}'
 NESTED = '{"action": "+", "thoughts": ' + "[" * 100_000 + "]" * 100_000 + "}"
 EXPLOITS = {
-    "two objects": (UP + UP, Invalid.NOT_JSON),
-    "two lines": (UP + "\n" + UP, Invalid.NOT_JSON),
-    "trailing text": (UP + " +", Invalid.NOT_JSON),
-    "leading text": ("action: " + UP, Invalid.NOT_JSON),
-    "code fence": (f"```json\n{UP}\n```", Invalid.NOT_JSON),
-    "bare sign": ("+", Invalid.NOT_JSON),
-    "empty": ("", Invalid.NOT_JSON),
-    "cut off": ('{"action": "+"', Invalid.NOT_JSON),
-    "single quotes": ("{'action': '+'}", Invalid.NOT_JSON),
-    "not a number": ('{"current number": NaN, "action": "+"}', Invalid.NOT_JSON),
-    "infinity": ('{"current number": -Infinity, "action": "+"}', Invalid.NOT_JSON),
-    "nested 3000 deep": ('{"x": ' + "[" * 2000 + "]" * 2000 + ', "action": "+"}', Invalid.NOT_JSON),
-    "brackets only": ("[" * 4000, Invalid.NOT_JSON),
-    "nested 100000 deep": (NESTED, Invalid.TOO_LONG),
-    "1 MB of signs": ("+" * 1_000_000, Invalid.TOO_LONG),
-    "1 MB of space": (UP + " " * 1_000_000, Invalid.TOO_LONG),
-    "list of objects": (f"[{UP}]", Invalid.NOT_AN_OBJECT),
-    "quoted object": (json.dumps(UP), Invalid.NOT_AN_OBJECT),
-    "null": ("null", Invalid.NOT_AN_OBJECT),
-    "both signs": ('{"action": "-", "action": "+"}', Invalid.REPEATED_KEY),
-    "same sign twice": ('{"action": "+", "action": "+"}', Invalid.REPEATED_KEY),
-    "repeated inside": ('{"action": "+", "x": {"y": 1, "y": 2}}', Invalid.REPEATED_KEY),
-    "escaped repetition": ('{"action": "-", "\\u0061ction": "+"}', Invalid.REPEATED_KEY),
-    "list of signs": ('{"action": ["+", "-"]}', Invalid.NO_ACTION),
-    "object": ('{"action": {"+": 1}}', Invalid.NO_ACTION),
-    "number": ('{"action": 1}', Invalid.NO_ACTION),
-    "true": ('{"action": true}', Invalid.NO_ACTION),
-    "spaced sign": ('{"action": " +"}', Invalid.NO_ACTION),
-    "two signs": ('{"action": "+-"}', Invalid.NO_ACTION),
-    "no sign": ('{"action": ""}', Invalid.NO_ACTION),
-    "in the thoughts only": ('{"thoughts": "+"}', Invalid.NO_ACTION),
-    "other case": ('{"Action": "+"}', Invalid.NO_ACTION),
-    "action inside": ('{"answer": {"action": "+"}}', Invalid.NO_ACTION),
+    "two objects": (UP + UP, InvalidAction.NOT_JSON),
+    "two lines": (UP + "\n" + UP, InvalidAction.NOT_JSON),
+    "trailing text": (UP + " +", InvalidAction.NOT_JSON),
+    "leading text": ("action: " + UP, InvalidAction.NOT_JSON),
+    "code fence": (f"```json\n{UP}\n```", InvalidAction.NOT_JSON),
+    "bare sign": ("+", InvalidAction.NOT_JSON),
+    "empty": ("", InvalidAction.NOT_JSON),
+    "cut off": ('{"action": "+"', InvalidAction.NOT_JSON),
+    "single quotes": ("{'action': '+'}", InvalidAction.NOT_JSON),
+    "not a number": ('{"current number": NaN, "action": "+"}', InvalidAction.NOT_JSON),
+    "infinity": ('{"current number": -Infinity, "action": "+"}', InvalidAction.NOT_JSON),
+    "nested 3000 deep": ('{"x": ' + "[" * 2000 + "]" * 2000 + ', "action": "+"}', InvalidAction.NOT_JSON),
+    "brackets only": ("[" * 4000, InvalidAction.NOT_JSON),
+    "nested 100000 deep": (NESTED, InvalidAction.TOO_LONG),
+    "1 MB of signs": ("+" * 1_000_000, InvalidAction.TOO_LONG),
+    "1 MB of space": (UP + " " * 1_000_000, InvalidAction.TOO_LONG),
+    "list of objects": (f"[{UP}]", InvalidAction.NOT_AN_OBJECT),
+    "quoted object": (json.dumps(UP), InvalidAction.NOT_AN_OBJECT),
+    "null": ("null", InvalidAction.NOT_AN_OBJECT),
+    "both signs": ('{"action": "-", "action": "+"}', InvalidAction.REPEATED_KEY),
+    "same sign twice": ('{"action": "+", "action": "+"}', InvalidAction.REPEATED_KEY),
+    "repeated inside": ('{"action": "+", "x": {"y": 1, "y": 2}}', InvalidAction.REPEATED_KEY),
+    "escaped repetition": ('{"action": "-", "\\u0061ction": "+"}', InvalidAction.REPEATED_KEY),
+    "list of signs": ('{"action": ["+", "-"]}', InvalidAction.NO_ACTION),
+    "object": ('{"action": {"+": 1}}', InvalidAction.NO_ACTION),
+    "number": ('{"action": 1}', InvalidAction.NO_ACTION),
+    "true": ('{"action": true}', InvalidAction.NO_ACTION),
+    "spaced sign": ('{"action": " +"}', InvalidAction.NO_ACTION),
+    "two signs": ('{"action": "+-"}', InvalidAction.NO_ACTION),
+    "no sign": ('{"action": ""}', InvalidAction.NO_ACTION),
+    "in the thoughts only": ('{"thoughts": "+"}', InvalidAction.NO_ACTION),
+    "other case": ('{"Action": "+"}', InvalidAction.NO_ACTION),
+    "action inside": ('{"answer": {"action": "+"}}', InvalidAction.NO_ACTION),
 }
 
 
@@ -72,7 +72,7 @@ def play(task: Task, start: int, replies: list[str]) -> list[Step]:
     return steps
 
 
-def scored(payload: dict, replies: list[str], steps: list[Step]) -> Score:
+def scored(payload: dict, replies: list[str], steps: list[Step]) -> RubricScore:
     turns = [Turn(sequence=0, token_span=(0, 1), text=text, reward=step.reward) for text, step in zip(replies, steps, strict=True)]
     return asyncio.run(TASK.rubric.score(outcome_of(*turns, payload=payload)))
 
@@ -99,11 +99,11 @@ def test_prompt_is_short_and_names_the_keys_in_order() -> None:
 @pytest.mark.parametrize("start", range(30))
 def test_gold_earns_full_marks(start: int) -> None:
     example = TASK.examples("test")[start]
-    replies = TASK.gold(example)
+    replies = TASK.gold_replies(example)
     assert len(replies) == abs(example.payload["current"] - example.payload["target"])
     steps = play(TASK, start, replies)
     score = scored(example.payload, replies, steps)
-    assert (score.reward, score.outcome, score.rewards) == (1.0, 0.0, {"return": 1.0})
+    assert (score.reward, score.outcome_reward, score.reward_terms) == (1.0, 0.0, {"return": 1.0})
     assert (steps[-1].done, steps[-1].reason) == (True, "goal")
     assert TASK.success(rollout(score.reward)) and not TASK.success(rollout(0.0)) and not TASK.success(rollout(-1.0))
 
@@ -120,13 +120,13 @@ def test_every_observation_is_a_new_context_that_shows_the_state() -> None:
     for (message,), state in zip(seen, [(1, 4), (2, 4), (2, 4), (1, 4)], strict=True):
         image, text = message["content"]
         assert message["role"] == "user" and text == {"type": "text", "text": PROMPT}
-        assert image["type"] == "image" and np.array_equal(np.array(image["image"]), np.array(picture(state)))
+        assert image["type"] == "image" and np.array_equal(np.array(image["image"]), np.array(draw_state(state)))
 
 
 @pytest.mark.parametrize("name", EXPLOITS)
 def test_exploits_are_invalid_and_earn_nothing(name: str) -> None:
     text, kind = EXPLOITS[name]
-    assert read_json(text, ACTIONS) is kind
+    assert parse_json_action(text, ACTIONS) is kind
     start = STATES.index((4, 5))  # where a "+" that was believed would win at once
     steps = play(TASK, start, [text] * 9 + [write_reply((4, 5), 1)])
     assert [step.reward for step in steps] == [-1.0] * 9 + [1.0]
@@ -139,8 +139,8 @@ def test_exploits_are_invalid_and_earn_nothing(name: str) -> None:
     [UP, f" \n\t{UP}\r\n", '{"action": "+", "mood": [1, {"a": null}]}', '{"x": "?", "action": "\\u002b"}', write_reply((0, 5), 1)],
 )
 def test_valid_replies(text: str) -> None:
-    assert read_json(text, ACTIONS) == 1
-    assert read_json(text.replace("+", "-").replace("002b", "002d"), ACTIONS) == 0
+    assert parse_json_action(text, ACTIONS) == 1
+    assert parse_json_action(text.replace("+", "-").replace("002b", "002d"), ACTIONS) == 0
 
 
 JSON_VALUES = st.recursive(
@@ -153,8 +153,8 @@ PIECES = ["{", "}", "[", "]", '"', ":", ",", "action", "+", "NaN", "\\", "\\ud80
 @settings(max_examples=500, deadline=None)
 @given(st.text() | JSON_VALUES.map(json.dumps) | st.lists(st.sampled_from(PIECES), max_size=40).map("".join))
 def test_no_text_breaks_the_reader(text: str) -> None:
-    read = read_json(text, ACTIONS)
-    if isinstance(read, Invalid):
+    read = parse_json_action(text, ACTIONS)
+    if isinstance(read, InvalidAction):
         return
     assert text.count("action") >= 1 or "\\u" in text
     value = json.loads(text)
@@ -164,8 +164,8 @@ def test_no_text_breaks_the_reader(text: str) -> None:
 @given(st.sampled_from(STATES), st.sampled_from([0, 1]), st.data())
 def test_a_cut_reply_is_no_action(state: tuple[int, int], action: int, data: st.DataObject) -> None:
     reply = write_reply(state, action)
-    assert read_json(reply, ACTIONS) == action
-    assert isinstance(read_json(reply[: data.draw(st.integers(0, len(reply) - 1))], ACTIONS), Invalid)
+    assert parse_json_action(reply, ACTIONS) == action
+    assert isinstance(parse_json_action(reply[: data.draw(st.integers(0, len(reply) - 1))], ACTIONS), InvalidAction)
 
 
 def test_moves_pay_as_the_game_says() -> None:
@@ -178,7 +178,7 @@ def test_moves_pay_as_the_game_says() -> None:
 
 def read_demonstrations(split: str, num: int) -> list[tuple[tuple[int, int], bool, str]]:
     """State (recovered from the picture), whether the shown action goes the wrong way, and the thoughts."""
-    state_of_bytes = {np.array(picture(state)).tobytes(): state for state in STATES}
+    state_of_bytes = {np.array(draw_state(state)).tobytes(): state for state in STATES}
     image_bytes: dict[int, bytes] = {}
     read = []
     for demonstration in TASK.demonstrations(split, num=num, seed=11):
@@ -192,7 +192,7 @@ def read_demonstrations(split: str, num: int) -> list[tuple[tuple[int, int], boo
         reply = json.loads(written["text"])
         assert (user["role"], assistant["role"], prompt["text"], written["type"]) == ("user", "assistant", PROMPT, "text")
         assert (reply["current number"], reply["target number"]) == (current, target), "the reading is always right"
-        assert read_json(written["text"], ACTIONS) == "-+".index(reply["action"])
+        assert parse_json_action(written["text"], ACTIONS) == "-+".index(reply["action"])
         read.append(((current, target), (reply["action"] == "+") != (target > current), reply["thoughts"]))
         assert reply["thoughts"] == {"+": "Raise it.", "-": "Lower it."}[reply["action"]], "the thought carries the decision"
     assert len(image_bytes) == 30, "demonstrations share the 30 pictures instead of drawing their own"
@@ -226,6 +226,6 @@ def test_success_after_a_perfectly_learned_biased_warm_start() -> None:
         up = right if target > current else 1 - right
         sampled[current, target] = (1 - up, up)
         greedy[current, target] = (float(up < 0.5), float(up > 0.5))
-    assert policy_success(greedy) == pytest.approx(23 / 36, abs=1e-12)
+    assert compute_policy_success(greedy) == pytest.approx(23 / 36, abs=1e-12)
     lost = 6 * 0.25 + 2 * 0.25**2 + 2 * 0.25**3 + 3 * 0.25**4
-    assert policy_success(sampled) == pytest.approx((23 + lost) / 36, abs=1e-12) and round((23 + lost) / 36, 3) == 0.685
+    assert compute_policy_success(sampled) == pytest.approx((23 + lost) / 36, abs=1e-12) and round((23 + lost) / 36, 3) == 0.685

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from megatron_rl.tasks.gym_cards.cards import DECK, Card, draw_card
+from megatron_rl.tasks.gym_cards.cards import DECK, Card, render_card
 from megatron_rl.tasks.gym_cards.expressions import evaluate
-from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24, EZPoints, Points, Points24, Table, picture
-from megatron_rl.tasks.gym_cards.solvers import hands_of_four, solution, solution_of_pair, starts_of_pairs
+from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24, EZPoints, Points24, PointsGame, PointsState, draw_state
+from megatron_rl.tasks.gym_cards.solvers import find_pair_solution, find_solution, hand_probabilities, pair_probabilities
 
 
-def played(game: Points, cards: str, tokens: str) -> list[tuple[float, bool, bool]]:
+def played(game: PointsGame, cards: str, tokens: str) -> list[tuple[float, bool, bool]]:
     """(reward, terminated, truncated) of every token."""
     game.reset(options={"cards": cards.split()})
     return [game.step(game.rules.tokens.index(token))[1:4] for token in tokens.split()]
@@ -95,7 +95,7 @@ def test_ez_points_deals_as_the_rules_say_exactly() -> None:
         number = min(first, 10)
         second = 12 // number if 12 % number == 0 and toss else 12 - number
         expected[(second, first) if swap else (first, second)] += Fraction(1, 48)
-    assert starts_of_pairs() == dict(expected) and len(expected) == 19
+    assert pair_probabilities() == dict(expected) and len(expected) == 19
     assert {tuple(sorted(min(rank, 10) for rank in ranks)) for ranks in expected} == {
         (2, 6),
         (2, 10),
@@ -105,11 +105,11 @@ def test_ez_points_deals_as_the_rules_say_exactly() -> None:
         (5, 7),
         (6, 6),
     }
-    assert all(solution_of_pair((min(one, 10), min(two, 10))) for one, two in expected)
+    assert all(find_pair_solution((min(one, 10), min(two, 10))) for one, two in expected)
     env, counts = EZPoints(), Counter()
     env.np_random = np.random.default_rng(5)
     for _ in range(12_000):
-        counts[tuple(card.rank for card in env.deal())] += 1
+        counts[tuple(card.rank for card in env.deal_hand())] += 1
     chi_square = sum((counts[ranks] - 12_000 * float(share)) ** 2 / (12_000 * float(share)) for ranks, share in expected.items())
     assert counts.keys() == expected.keys() and chi_square < 42.3, "the 99.9% quantile of chi-square with 18 degrees of freedom"
 
@@ -129,28 +129,28 @@ def makes_24(hands: np.ndarray, target: int) -> np.ndarray:
 
 @pytest.mark.parametrize("target", [24, 36])
 def test_points24_is_solved_wherever_a_formula_exists(target: int) -> None:
-    hands = hands_of_four()
+    hands = hand_probabilities()
     numbers = np.array(list(hands))
     with np.errstate(all="ignore"):
         exists = makes_24(numbers, target)
     for hand, has_one in zip(hands, exists.tolist(), strict=True):
-        tokens = solution(hand, target)
+        tokens = find_solution(hand, target)
         assert (tokens is not None) == has_one, hand
         if tokens:
             assert evaluate(tokens) == target and sorted(int(token) for token in tokens if token.isdigit()) == list(hand)
-            assert len(tokens) + 1 <= POINTS24.max_entries
+            assert len(tokens) + 1 <= POINTS24.max_formula_tokens
     assert len(hands) == 715 and sum(hands.values()) == 1
     if target == 24:
-        assert float(sum(share for hand, share in hands.items() if solution(hand))) == pytest.approx(0.731, abs=5e-4), "3.6: measured"
+        assert float(sum(share for hand, share in hands.items() if find_solution(hand))) == pytest.approx(0.731, abs=5e-4), "3.6: measured"
 
 
 def test_solvable_deals_are_the_solvable_ones_of_all_deals() -> None:
     every, solvable = Points24(), Points24(solvable=True)
     every.np_random, solvable.np_random = np.random.default_rng(3), np.random.default_rng(3)
-    dealt = [every.deal() for _ in range(300)]
-    kept = [cards for cards in dealt if solution(tuple(card.value for card in cards))]
+    dealt = [every.deal_hand() for _ in range(300)]
+    kept = [cards for cards in dealt if find_solution(tuple(card.value for card in cards))]
     assert 180 < len(kept) < 255
-    assert [solvable.deal() for _ in kept] == kept
+    assert [solvable.deal_hand() for _ in kept] == kept
 
 
 def test_eleven_to_thirteen_count_so_where_faces_are_their_rank() -> None:
@@ -173,9 +173,9 @@ def test_all_52_cards_are_read_at_the_nanos_size(art: str, width: int) -> None:
     """A picture of 300 pixels reaches the nano as 140. Under noise of a tenth of white the nearest card is still the right one, always."""
     small = []
     for card in DECK:
-        drawn = draw_card(card, width=width, height=width * 7 // 5, art=art)
+        drawn = render_card(card, width=width, height=width * 7 // 5, art=art)
         small.append(np.array(drawn.resize((width * 140 // 300, width * 7 // 5 * 140 // 300), 3), float).ravel() / 255)
-        assert Card.named(str(card)) == card
+        assert Card.from_name(str(card)) == card
     clean, noise = np.array(small), np.random.default_rng(0)
     for _ in range(5):
         noisy = clean + noise.normal(0, 0.1, clean.shape)
@@ -183,13 +183,13 @@ def test_all_52_cards_are_read_at_the_nanos_size(art: str, width: int) -> None:
 
 
 def test_the_picture_shows_cards_and_formula() -> None:
-    hand = tuple(map(Card.named, ("2H", "KS")))
-    bare, written = (np.array(picture(EZPOINTS, Table(hand, formula))) for formula in ((), ("2", "+", "10")))
+    hand = tuple(map(Card.from_name, ("2H", "KS")))
+    bare, written = (np.array(draw_state(EZPOINTS, PointsState(hand, formula))) for formula in ((), ("2", "+", "10")))
     rows = np.nonzero((bare != written).any(axis=(1, 2)))[0]
     assert rows.min() >= 258 and rows.max() < 290, "only the line of the formula changed"
     longest = ("10", "+", "10", "*", "10", "*", "10", "-", *"(((())))-----")
-    full = np.array(picture(POINTS24, Table(hand * 2, longest)))
+    full = np.array(draw_state(POINTS24, PointsState(hand * 2, longest)))
     assert (full[:, 299] == full[0, 0]).all(), "the longest formula stays inside"
     colors = bare.reshape(-1, 3)
     assert (bare[0, 0] == (0x35, 0x65, 0x4D)).all() and (colors == 255).all(axis=1).sum() > 15_000
-    assert np.array_equal(np.array(draw_card(hand[0], width=135, height=189)), bare[55:244, 5:140])
+    assert np.array_equal(np.array(render_card(hand[0], width=135, height=189)), bare[55:244, 5:140])

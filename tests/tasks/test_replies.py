@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.tasks import gym_cards
-from megatron_rl.tasks.gym_cards.action_parser import READINGS, Invalid, read_json, read_token
+from megatron_rl.tasks.gym_cards.action_parser import ACTION_PARSERS, InvalidAction, parse_json_action, parse_named_action
 from megatron_rl.tasks.gym_cards.number_line import ACTIONS as STEPS
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
 from tests.support.card_games import task_of
@@ -26,23 +26,28 @@ GAMES = {"number_line": STEPS, "ez_points": EZPOINTS.tokens, "points24": POINTS2
     ("text", "expected"),
     [
         ('{"thoughts": "2 or 3", "action": "10"}', "10"), ("I append 10", "10"), ("1", "1"), ('"action": "1 0"', "1"),
-        ("12", Invalid.NO_ACTION), ("", Invalid.NO_ACTION), ("2 3", Invalid.SEVERAL_ACTIONS), ("2, that is 2", "2"),
-        ('{"ACTION": "="}', "="), ("110", Invalid.NO_ACTION), ("10 or 1", Invalid.SEVERAL_ACTIONS), ('"action": "', Invalid.NO_ACTION),
-        ('"action": "+", no: "*"', Invalid.SEVERAL_ACTIONS), ("\uff11", Invalid.NO_ACTION), ("\u0661", Invalid.NO_ACTION),
-        ("1\u0660", Invalid.NO_ACTION), ("1\u00b2", Invalid.NO_ACTION), ("1st", Invalid.NO_ACTION), ("x_1", Invalid.NO_ACTION),
-        ("__import__('os')", Invalid.NO_ACTION), ("+" * 5000, Invalid.TOO_LONG), ('"action": "action 4"', "4"),
+        ("12", InvalidAction.NO_ACTION), ("", InvalidAction.NO_ACTION), ("2 3", InvalidAction.SEVERAL_ACTIONS), ("2, that is 2", "2"),
+        ('{"ACTION": "="}', "="), ("110", InvalidAction.NO_ACTION), ("10 or 1", InvalidAction.SEVERAL_ACTIONS), ('"action": "',
+        InvalidAction.NO_ACTION),
+        ('"action": "+", no: "*"', InvalidAction.SEVERAL_ACTIONS), ("\uff11", InvalidAction.NO_ACTION), ("\u0661", InvalidAction.NO_ACTION),
+        ("1\u0660", InvalidAction.NO_ACTION), ("1\u00b2", InvalidAction.NO_ACTION), ("1st", InvalidAction.NO_ACTION), ("x_1",
+        InvalidAction.NO_ACTION),
+        ("__import__('os')", InvalidAction.NO_ACTION), ("+" * 5000, InvalidAction.TOO_LONG), ('"action": "action 4"', "4"),
     ],
 )  # fmt: skip
 def test_the_reading_of_rl4vlm(text: str, expected: str) -> None:
-    read = read_token(text, EZPOINTS.tokens)
-    assert (read if isinstance(read, Invalid) else EZPOINTS.tokens[read]) == expected
+    read = parse_named_action(text, EZPOINTS.tokens)
+    assert (read if isinstance(read, InvalidAction) else EZPOINTS.tokens[read]) == expected
 
 
 def test_words_are_whole_ones_in_any_case() -> None:
-    assert read_token("On white ground, understand: Hit!", MOVES) == 1
-    assert read_token("stand or hit", MOVES) is Invalid.SEVERAL_ACTIONS
-    assert read_token('{"thoughts": "not hit", "action": "STAND"}', MOVES) == 0
-    assert read_json('{"action": "1"}', EZPOINTS.tokens) == 0 and read_json('{"action": 1}', EZPOINTS.tokens) is Invalid.NO_ACTION
+    assert parse_named_action("On white ground, understand: Hit!", MOVES) == 1
+    assert parse_named_action("stand or hit", MOVES) is InvalidAction.SEVERAL_ACTIONS
+    assert parse_named_action('{"thoughts": "not hit", "action": "STAND"}', MOVES) == 0
+    assert (
+        parse_json_action('{"action": "1"}', EZPOINTS.tokens) == 0
+        and parse_json_action('{"action": 1}', EZPOINTS.tokens) is InvalidAction.NO_ACTION
+    )
 
 
 NAMES = ["__import__('os').system('exit 1')", "().__class__.__mro__", "exec", "lambda: 0", "os", "None", "1/0", "NaN", "10**10**10"]
@@ -76,16 +81,20 @@ def test_a_reply_is_one_action_or_an_invalid_one(text: str, game: str) -> None:
     """Against a second way to find it: plain loops for rl4vlm's, another library's reader for JSON, which lets a key stand twice."""
     actions = GAMES[game]
     named = named_by_hand(text, actions)
-    read = read_token(text, actions)
-    assert read == (actions.index(*named) if len(named) == 1 else Invalid.SEVERAL_ACTIONS if named else Invalid.NO_ACTION)
-    found = read_json(text, actions)
+    read = parse_named_action(text, actions)
+    assert read == (actions.index(*named) if len(named) == 1 else InvalidAction.SEVERAL_ACTIONS if named else InvalidAction.NO_ACTION)
+    found = parse_json_action(text, actions)
     try:
         other = msgspec.json.decode(text)
     except msgspec.DecodeError:
-        assert isinstance(found, Invalid)
+        assert isinstance(found, InvalidAction)
     else:
         meant = other.get("action") if isinstance(other, dict) else None
-        assert (actions[found] == meant) if not isinstance(found, Invalid) else (meant not in actions or found is Invalid.REPEATED_KEY)
+        assert (
+            (actions[found] == meant)
+            if not isinstance(found, InvalidAction)
+            else (meant not in actions or found is InvalidAction.REPEATED_KEY)
+        )
 
 
 @settings(max_examples=100, deadline=None)
@@ -95,7 +104,7 @@ def test_an_action_in_an_object_is_read(game: str, data: st.DataObject) -> None:
     action = data.draw(st.sampled_from(GAMES[game]))
     others = data.draw(st.dictionaries(st.sampled_from(["thoughts", "cards", "current formula"]), st.text(max_size=40) | st.integers()))
     text = json.dumps({**others, "action": action})
-    assert [GAMES[game][read(text, GAMES[game])] for read in READINGS.values()] == [action] * 2 or '"action"' in text[:-20].lower()
+    assert [GAMES[game][read(text, GAMES[game])] for read in ACTION_PARSERS.values()] == [action] * 2 or '"action"' in text[:-20].lower()
 
 
 HUGE = {
@@ -106,16 +115,16 @@ HUGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", ACTION_PARSERS)
 @pytest.mark.parametrize("kind", HUGE)
 def test_no_reply_takes_long(kind: str, reading: str) -> None:
     """Under two thousand microseconds of a core, the best of five; on the machine where this was written 430, and a good reply 4."""
     text, took = HUGE[kind], []
     for _ in range(5):
         began = time.thread_time()
-        read = READINGS[reading](text, POINTS24.tokens)
+        read = ACTION_PARSERS[reading](text, POINTS24.tokens)
         took.append(time.thread_time() - began)
-    assert isinstance(read, Invalid) or (reading, kind) == ("rl4vlm", "a long text")
+    assert isinstance(read, InvalidAction) or (reading, kind) == ("rl4vlm", "a long text")
     assert min(took) < 2e-3, f"{min(took) * 1e6:.0f} us"
 
 
@@ -133,14 +142,14 @@ def test_whatever_is_replied_is_played_or_counted(name: str, monkeypatch: pytest
             env = task.env(example)
             await env.reset(0)
             step = await env.step(text)
-            read = READINGS[reading](text, GAMES[name])
-            assert (step.call.ran, step.call.error) == ((True, "") if not isinstance(read, Invalid) else (False, str(read)))
-            assert step.call.source == (text if isinstance(read, Invalid) else GAMES[name][read])
+            read = ACTION_PARSERS[reading](text, GAMES[name])
+            assert (step.call.ran, step.call.error) == ((True, "") if not isinstance(read, InvalidAction) else (False, str(read)))
+            assert step.call.source == (text if isinstance(read, InvalidAction) else GAMES[name][read])
 
     with monkeypatch.context() as watched:
         for function in ("eval", "exec", "compile"):
             watched.setattr(builtins, function, lambda *given, **options: told.append(given))
-        for reading in READINGS:
+        for reading in ACTION_PARSERS:
             for invalid in invalids:
                 asyncio.run(episodes(reading, invalid))
     assert not told

@@ -12,15 +12,24 @@ from PIL import Image
 from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings
-from megatron_rl.data.questions import questions
-from megatron_rl.tasks.visual_python.tool_protocol import Answer, Code
-from megatron_rl.tasks.visual_search.drawing import LABELS, LEVELS, SHAPES, Box, Scene, scene, shapes
-from megatron_rl.tasks.visual_search.task import DISCS, GUESSES, LEVEL, NUM_EVAL, Canvas, VisualSearchTask, look, middle
+from megatron_rl.data.questions import load_questions
+from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswer
+from megatron_rl.tasks.visual_search.drawing import LABELS, SEARCH_LEVELS, SHAPES, Box, SearchScene, draw_shapes, make_scene
+from megatron_rl.tasks.visual_search.task import (
+    DISC_SPRITES,
+    GUESS_PROBABILITY,
+    NANO_LEVEL,
+    NUM_EVAL,
+    SearchCanvas,
+    VisualSearchTask,
+    crop_box,
+    write_crop_code,
+)
 from megatron_rl.types import StopReason, ToolCall, Turn
 from tests.support.episodes import outcome_of
-from tools.data.make_visual_search import make, split_sprites
+from tools.data.make_visual_search import make_dataset, split_sprites
 
-SPRITES = shapes(SHAPES)
+SPRITES = draw_shapes(SHAPES)
 
 
 def task(reward: str = "pyvision") -> VisualSearchTask:
@@ -37,32 +46,32 @@ class Recorded:
         self.crops.append(self.picture.crop(box))
 
 
-def label_of(crop: Picture, box: Box, places: Scene) -> str:
+def label_of(crop: Picture, box: Box, places: SearchScene) -> str:
     """Reads a crop by comparing it with the same crop of canvases that differ in the target's label alone."""
     differences = {}
     for label in LABELS:
-        other = Scene(places.level, (replace(places.target, label=label), *places.things[1:]))
+        other = SearchScene(places.level, (replace(places.target, label=label), *places.objects[1:]))
         drawn = np.asarray(other.draw(SPRITES).crop(box), np.int16)
         differences[label] = np.abs(drawn - np.asarray(crop, np.int16)).sum()
     return min(differences, key=differences.__getitem__)
 
 
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", SEARCH_LEVELS)
 def test_things_lie_in_cells_of_their_own_and_look_as_they_are_called(name: str) -> None:
-    level = LEVELS[name]
-    drawn = scene(level, list(SPRITES), seed="7")
+    level = SEARCH_LEVELS[name]
+    drawn = make_scene(level, list(SPRITES), seed="7")
     picture = drawn.draw(SPRITES)
-    assert picture.size == (level.side, level.side)
-    assert len({thing.cell for thing in drawn.things}) == len({thing.name for thing in drawn.things}) == level.things
-    bare = np.asarray(Scene(level, ()).draw(SPRITES))
+    assert picture.size == (level.canvas_px, level.canvas_px)
+    assert len({thing.cell for thing in drawn.objects}) == len({thing.name for thing in drawn.objects}) == level.num_objects
+    bare = np.asarray(SearchScene(level, ()).draw(SPRITES))
     changed = (np.asarray(picture) != bare).any(axis=2)
-    for thing in drawn.things:
+    for thing in drawn.objects:
         left, top, right, bottom = thing.cell
         assert changed[top:bottom, left:right].any()
         changed[top:bottom, left:right] = False
-        half = round(level.thing * level.cell) // 2
+        half = round(level.object_scale * level.cell_px) // 2
         # Near the lower edge every shape has its color: disc and diamond in the middle, square and triangle all along it.
-        color = picture.getpixel((thing.middle[0], thing.middle[1] + round(0.75 * half)))
+        color = picture.getpixel((thing.center[0], thing.center[1] + round(0.75 * half)))
         expected = SPRITES[thing.name].getpixel((128, 128))
         assert np.abs(np.subtract(color, expected[:3])).max() <= 3, thing
     assert not changed.any(), "something was drawn outside of the things' cells"
@@ -71,21 +80,21 @@ def test_things_lie_in_cells_of_their_own_and_look_as_they_are_called(name: str)
 def test_the_gold_crop_shows_the_label_and_the_whole_canvas_does_not() -> None:
     """In the crop every label is told apart from every other by many gray values; at the size the policy sees first, by next to none."""
     for example in task().examples("eval")[:8]:
-        places = Canvas(example.id).scene
-        box = middle(places.target.cell)
-        assert label_of(Canvas(example.id).open().crop(box), box, places) == example.payload["answer"]
+        places = SearchCanvas(example.id).scene
+        box = crop_box(places.target.cell)
+        assert label_of(SearchCanvas(example.id).open().crop(box), box, places) == example.payload["answer"]
 
     def label_height(picture: Picture, x: int, y: int) -> int:
         """Rows around the label's middle, at 140 x 140 pixels of the whole picture, that have a pixel darker than half."""
         size = (140, 140)
-        scale, reach = 140 / picture.width, 0.8 * LEVEL.label * LEVEL.cell
+        scale, reach = 140 / picture.width, 0.8 * NANO_LEVEL.label_scale * NANO_LEVEL.cell_px
         window = tuple(round(side * scale) for side in (x - reach, y - reach, x + reach, y + reach))
         small = np.asarray(picture.resize(size, Image.Resampling.BICUBIC).convert("L").crop(window))
         return int((small.min(axis=1) < 128).sum())
 
-    target = scene(LEVEL, list(DISCS), seed="1").target
-    (x, y), box = target.middle, middle(target.cell)
-    picture = Scene(LEVEL, (target,)).draw(DISCS)
+    target = make_scene(NANO_LEVEL, list(DISC_SPRITES), seed="1").target
+    (x, y), box = target.center, crop_box(target.cell)
+    picture = SearchScene(NANO_LEVEL, (target,)).draw(DISC_SPRITES)
     assert label_height(picture, x, y) <= 3
     assert label_height(picture.crop(box), x - box[0], y - box[1]) >= 20
 
@@ -95,7 +104,7 @@ def test_the_same_seed_draws_the_same_and_splits_share_no_canvas() -> None:
     assert len(examples["eval"]) == NUM_EVAL
     first = examples["eval"][0].payload["images"][0].open()
     assert first.tobytes() == task().examples("eval")[0].payload["images"][0].open().tobytes()
-    layouts = {split: {Canvas(example.id).scene for example in some} for split, some in examples.items()}
+    layouts = {split: {SearchCanvas(example.id).scene for example in some} for split, some in examples.items()}
     assert not layouts["train"] & layouts["eval"]
     assert len(layouts["eval"]) == NUM_EVAL
     assert len(layouts["train"]) == len(examples["train"])
@@ -109,9 +118,9 @@ def test_gold_earns_full_marks_and_a_guess_none() -> None:
     for reward, full in (("accuracy", 1.0), ("pyvision", 1.1)):
         made = task(reward)
         for example in made.examples("eval")[:10]:
-            code, answer = made.gold(example)
-            assert made.protocol.read(code) == Code(look(Canvas(example.id).scene.target.cell))
-            assert made.protocol.read(answer) == Answer(str(example.payload["answer"]))
+            code, answer = made.gold_replies(example)
+            assert made.protocol.parse_reply(code) == CodeAction(write_crop_code(SearchCanvas(example.id).scene.target.cell))
+            assert made.protocol.parse_reply(answer) == FinalAnswer(str(example.payload["answer"]))
             ran = Turn(sequence=0, token_span=(0, 1), text=code, tool_call=ToolCall(tool="python", source=code, ran=True))
             told = Turn(sequence=0, token_span=(1, 2), text=answer)
             gold = asyncio.run(made.rubric.score(outcome_of(ran, told, payload=example.payload)))
@@ -133,8 +142,8 @@ def test_demonstrations_look_and_read_or_guess_as_often_as_they_say() -> None:
     for shown in made.demonstrations("correct", num=6, seed=3):
         _, question, code, observed, answer = shown.messages
         picture = question["content"][1]["image"]
-        read = made.protocol.read(code["content"][0]["text"])
-        assert isinstance(read, Code)
+        read = made.protocol.parse_reply(code["content"][0]["text"])
+        assert isinstance(read, CodeAction)
         crops: list[Picture] = []
         exec(read.source.replace(".show()", ""), {"image_clue_0": Recorded(picture, crops)})
         (crop,) = [part["image"] for part in observed["content"] if part["type"] == "image"]
@@ -142,7 +151,7 @@ def test_demonstrations_look_and_read_or_guess_as_often_as_they_say() -> None:
         assert answer["role"] == "assistant"
     biased = list(made.demonstrations("biased", num=200, seed=3))
     guesses = [shown for shown in biased if len(shown.messages) == 3]
-    assert len(guesses) / 200 == pytest.approx(GUESSES, abs=0.102)  # three standard deviations
+    assert len(guesses) / 200 == pytest.approx(GUESS_PROBABILITY, abs=0.102)  # three standard deviations
     assert {str(shown.messages[2]["content"][0]["text"]) for shown in guesses} == {made.protocol.write_answer(label) for label in LABELS}
     again = made.demonstrations("biased", num=50, seed=3)
     assert [len(shown.messages) for shown in again] == [len(shown.messages) for shown in biased[:50]]
@@ -151,12 +160,12 @@ def test_demonstrations_look_and_read_or_guess_as_often_as_they_say() -> None:
 @pytest.mark.parametrize("parquet", [False, True])
 def test_the_builders_files_are_read_by_the_data_room(tmp_path: Path, parquet: bool) -> None:
     chosen = {"level": "medium", "things": "shapes", "source": None, "num_train": 5, "num_eval": 3, "parquet": parquet}
-    make(tmp_path / "a", seed=0, **chosen)
-    make(tmp_path / "b", seed=0, **chosen)
-    make(tmp_path / "c", seed=1, **chosen)
+    make_dataset(tmp_path / "a", seed=0, **chosen)
+    make_dataset(tmp_path / "b", seed=0, **chosen)
+    make_dataset(tmp_path / "c", seed=1, **chosen)
     suffix = "parquet" if parquet else "jsonl"
-    read = {folder: questions([str(tmp_path / folder / f"train.{suffix}")], images_root="", name="train") for folder in "abc"}
-    held_out = questions([str(tmp_path / "a" / f"eval.{suffix}")], images_root="", name="eval")
+    read = {folder: load_questions([str(tmp_path / folder / f"train.{suffix}")], images_root="", name="train") for folder in "abc"}
+    held_out = load_questions([str(tmp_path / "a" / f"eval.{suffix}")], images_root="", name="eval")
     assert [len(rows) for rows in read.values()] == [5, 5, 5]
     assert len(held_out) == 3
     pictures = {folder: [rows[index].payload["images"][0].open().tobytes() for index in range(5)] for folder, rows in read.items()}
@@ -168,8 +177,8 @@ def test_the_builders_files_are_read_by_the_data_room(tmp_path: Path, parquet: b
         assert payload["question"] == f"<image>\nWhat is written on the {target['name']}?"
         assert target["bbox"] == payload["extra"]["bbox"]
         assert target["label"] == payload["answer"]
-        assert len(others) == LEVELS["medium"].things - 1
-        places = scene(LEVELS["medium"], sorted(SPRITES), seed=f"train 0 {index}")
+        assert len(others) == SEARCH_LEVELS["medium"].num_objects - 1
+        places = make_scene(SEARCH_LEVELS["medium"], sorted(SPRITES), seed=f"train 0 {index}")
         box = tuple(target["bbox"])
         assert label_of(payload["images"][0].open().crop(box), box, places) == payload["answer"]
 
@@ -199,12 +208,12 @@ def test_bad_arguments_name_their_remedy(tmp_path: Path) -> None:
     changes = [({"level": "x"}, "--level"), ({"things": "x"}, "--things"), ({"things": "noto"}, "--source"), ({"num_eval": 0}, "--num")]
     for change, key in changes:
         with pytest.raises(ValueError, match=key):
-            make(tmp_path / "out", **chosen | change)
+            make_dataset(tmp_path / "out", **chosen | change)
         assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     with pytest.raises(ValueError, match="--out"):
-        make(tmp_path / "out", **chosen)
+        make_dataset(tmp_path / "out", **chosen)
     with pytest.raises(ValueError, match="protocol"):
         VisualSearchTask(TaskSettings(name="visual_search", tool_format="deepeyes"))
     with pytest.raises(ValueError, match="kinds of thing"):
-        scene(LEVELS["hard"], list(DISCS), seed="0")
+        make_scene(SEARCH_LEVELS["hard"], list(DISC_SPRITES), seed="0")

@@ -80,7 +80,7 @@ def test_the_words_around_a_question_are_settings(tmp_path: Path) -> None:
 def test_gold_earns_full_marks_and_a_constant_does_not(tmp_path: Path) -> None:
     task = task_of(tmp_path)
     examples = task.examples("train")
-    assert [score(task, example, *task.gold(example)) for example in examples] == [1, 1, 1, 1]
+    assert [score(task, example, *task.gold_replies(example)) for example in examples] == [1, 1, 1, 1]
     assert [score(task, example, "It is 4. <answer>4</answer>") for example in examples] == [0, 1, 0, 0]
     assert [score(task, example, "$\\boxed{0.5}$") for example in examples] == [0, 0, 1, 0]
     assert [score(task, example, "") for example in examples] == [0, 0, 0, 0]

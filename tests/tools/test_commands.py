@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.distributed.world import SharedOSError
-from megatron_rl.io.jsonl import unwritten
+from megatron_rl.io.jsonl import write_error_line
 from tests.conftest import ROOT
 from tests.support import forked
-from tools.commands import in_words
+from tools.commands import format_error
 
 FILES = sorted(path for path in (ROOT / "tools").rglob("*.py") if "argparse.ArgumentParser(" in path.read_text())
 
@@ -52,8 +52,8 @@ WRITTEN = "--out=new/out: could not be written ({}); free space or choose anothe
 def test_what_is_written_and_what_is_read(file: str | None, said: str) -> None:
     """Source and result may be neighbors."""
     error = OSError(errno.ENOSPC, "No space left", file) if file else OSError("No space left")
-    assert in_words(error, out=Path("new/out")) == said.format(error)
-    assert in_words(ValueError("key=1: no"), out=Path("new/out")) == "key=1: no"
+    assert format_error(error, out=Path("new/out")) == said.format(error)
+    assert format_error(ValueError("key=1: no"), out=Path("new/out")) == "key=1: no"
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
@@ -61,9 +61,9 @@ def test_a_broken_disk_needs_no_space(number: int) -> None:
     """With its number, and where another process's error is told in its words alone."""
     words = number, os.strerror(number)
     for error in (OSError(*words, "out/a"), SharedOSError(str(OSError(*words)))):
-        line = unwritten("run.dir", Path("/runs/a"), error)
+        line = write_error_line("run.dir", Path("/runs/a"), error)
         assert (
             line.startswith(f"run.dir=/runs/a: could not be written ({error}); ") and "free space" not in line and "mount it anew" in line
         )
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert unwritten("run.dir", Path("/runs/a"), full).endswith("; free space or choose another folder")
+    assert write_error_line("run.dir", Path("/runs/a"), full).endswith("; free space or choose another folder")

@@ -64,7 +64,7 @@ def test_nan_is_beyond_every_tolerance(
     random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where numbers that are equal come after it."""
-    monkeypatch.setattr(compare, "PART", 1000)
+    monkeypatch.setattr(compare, "CHUNK_SIZE", 1000)
     tensor = load_file(random_model / "model.safetensors")[NAME]
     tensor[0, 0] = math.nan
     other = changed(random_model, tmp_path / "nan", with_tensor(NAME, tensor))

@@ -16,7 +16,7 @@ from megatron_rl.models import name_mapping
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.support import forked
 from tools.convert.converter_hf_to_mcore import main
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 WEIGHTS = "model.safetensors"
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     sizes = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "vision_depth": 1, "vision_hidden": 32, "vocab": 300}
     for name in ("untied", "tied"):
-        make(folder / name, init="random", seed=3, tied=name == "tied", **sizes)
+        make_checkpoint(folder / name, init="random", seed=3, tied=name == "tied", **sizes)
     return {name: folder / name for name in ("untied", "tied")}
 
 

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from tests.tools.test_make_lewis import pictures
-from tools.data.encoders import encoded_by
+from tools.data.encoders import encode_images
 from tools.data.make_lewis import main
 
 __all__ = ["pictures"]
@@ -79,7 +79,7 @@ def test_an_encoder_is_asked_as_its_kind_is(make: Callable[[Path], Expected], tm
     shown = [np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8) for seed in range(3)]
     for number, pixels in enumerate(shown):
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    rows = encoded_by(tmp_path, [tmp_path / f"{number}.png" for number in range(3)])
+    rows = encode_images(tmp_path, [tmp_path / f"{number}.png" for number in range(3)])
     prepared = (torch.tensor(np.stack(shown)).permute(0, 3, 1, 2) / 255 - 0.4) / 0.2
     with torch.no_grad():
         wanted = torch.nn.functional.normalize(expected(prepared), dim=1)
@@ -103,7 +103,7 @@ def test_the_policys_own_tower_deals_rounds(random_model: Path, pictures: Path, 
     with torch.no_grad():
         tokens = tower(prepared["pixel_values"], grid_thw=prepared["image_grid_thw"]).pooler_output
     wanted = torch.nn.functional.normalize(tokens.mean(0), dim=0)
-    np.testing.assert_allclose(encoded_by(random_model, [path])[0], wanted.numpy(), atol=1e-5)
+    np.testing.assert_allclose(encode_images(random_model, [path])[0], wanted.numpy(), atol=1e-5)
 
 
 def test_a_folder_that_is_no_encoder_is_told(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

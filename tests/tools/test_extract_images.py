@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from megatron_rl.data.questions import questions
+from megatron_rl.data.questions import load_questions
 from tests.support.tables import png, write
 from tools.data import extract_images_from_parquet as tool
 from tools.data.extract_images_from_parquet import file_name, main
@@ -61,7 +61,7 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with Image.open(out / "images" / "clear.jpg") as clear:
         assert clear.getpixel((0, 0)) == (255, 255, 255)
     assert not list(out.rglob("*.partial"))
-    found = questions([str(out / "train_with_image_paths.parquet")], images_root="", name="train")
+    found = load_questions([str(out / "train_with_image_paths.parquet")], images_root="", name="train")
     assert found[150].payload["images"][0].open().size == (30, 20)
 
 

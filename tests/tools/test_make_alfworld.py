@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_rl.tasks.alfworld.game_files import GAME, TRANSCRIPTS, transcript_of
-from megatron_rl.tasks.alfworld.game_generator import drafts, house
-from megatron_rl.tasks.alfworld.goals import KINDS, NAMES, Goal
+from megatron_rl.tasks.alfworld.game_files import GAME_FILE, TRANSCRIPT_FILES, load_transcript
+from megatron_rl.tasks.alfworld.game_generator import find_alfworld_package, generate_drafts
+from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND, KIND_BY_ALFWORLD_NAME, AlfworldGoal
 from tools.data import make_tiny_qwen2_5_vl as tiny
-from tools.data.make_alfworld import PARTIAL, WORDS, main
+from tools.data.make_alfworld import PARTIAL_SUFFIX, TEXTS_FILE, main
 
 SCENES = {"train": {*range(7, 31)}, "eval": {*range(1, 7)}}
 """Numbers of floor plans, less the hundreds of their rooms."""
@@ -29,16 +29,16 @@ def facts_at_start(problem: str) -> dict[str, set[tuple[str, ...]]]:
     return facts
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", ALFWORLD_NAME_BY_KIND)
 @pytest.mark.parametrize(("places", "things"), [(4, 3), (6, 5), (0, 0)])
 def test_drafts_are_of_their_scene_and_not_yet_won(kind: str, places: int, things: int) -> None:
-    rules = house()
+    rules = find_alfworld_package()
     for split in ("train", "eval"):
-        made = drafts(rules, split=split, kind=kind, dice=random.Random(0), num_places=places, num_things=things)
+        made = generate_drafts(rules, split=split, kind=kind, rng=random.Random(0), max_receptacles=places, max_objects=things)
         for draft in islice(made, 25):
             assert draft.goal.kind == kind and draft.goal.scene % 100 in SCENES[split]
-            facts = facts_at_start(draft.problem)
-            met, conditions = draft.goal.met(facts)
+            facts = facts_at_start(draft.pddl_problem)
+            met, conditions = draft.goal.count_met_conditions(facts)
             assert met == 0 < conditions
             receptacles, lying = facts["receptacletype"], facts["inreceptacle"]
             assert not places or len(receptacles) <= places
@@ -48,26 +48,28 @@ def test_drafts_are_of_their_scene_and_not_yet_won(kind: str, places: int, thing
             assert len(set(there.values())) == len(there) and {place for _, place in lying} <= there.keys()
             kinds, holds = dict(receptacles) | dict(facts["objecttype"]), facts["cancontain"]
             assert all((kinds[place], kinds[thing]) in holds for thing, place in lying if not thing.startswith("desklamp"))
-            assert draft.goal.thing.lower() in draft.task and draft.goal.place.lower() in draft.task
+            assert draft.goal.object_type.lower() in draft.task_text and draft.goal.receptacle_type.lower() in draft.task_text
 
 
 def test_games_are_whole_and_held_out_by_scene(alfworld_games: Path) -> None:
     scenes = {}
     for split in ("train", "eval"):
-        found = sorted((alfworld_games / split).rglob(GAME))
-        goals = [Goal.named(path.parents[1].name) for path in found]
-        assert sorted(goal.kind for goal in goals) == sorted(NAMES)
+        found = sorted((alfworld_games / split).rglob(GAME_FILE))
+        goals = [AlfworldGoal.from_folder_name(path.parents[1].name) for path in found]
+        assert sorted(goal.kind for goal in goals) == sorted(ALFWORLD_NAME_BY_KIND)
         scenes[split] = {goal.scene for goal in goals}
         for path, goal in zip(found, goals, strict=True):
             game, told = json.loads(path.read_text()), json.loads((path.parent / "traj_data.json").read_text())
-            transcript = transcript_of(path.parent)
+            transcript = load_transcript(path.parent)
             assert (
-                game["solvable"] and game["walkthrough"] == transcript.played and f"Your task is to: {transcript.task}." in game["grammar"]
+                game["solvable"]
+                and game["walkthrough"] == transcript.commands
+                and f"Your task is to: {transcript.task}." in game["grammar"]
             )
-            assert KINDS[told["task_type"]] == goal.kind and told["scene"] == {"scene_num": goal.scene}
-            assert goal.place in (told["pddl_params"]["parent_target"], told["pddl_params"]["toggle_target"])
-            searched = transcript_of(path.parent, "searcher")
-            assert len(searched.turns) >= len(transcript.turns) and searched.turns[0].thoughts == f"Next: find {goal.thing.lower()}."
+            assert KIND_BY_ALFWORLD_NAME[told["task_type"]] == goal.kind and told["scene"] == {"scene_num": goal.scene}
+            assert goal.receptacle_type in (told["pddl_params"]["parent_target"], told["pddl_params"]["toggle_target"])
+            searched = load_transcript(path.parent, "searcher")
+            assert len(searched.turns) >= len(transcript.turns) and searched.turns[0].thoughts == f"Next: find {goal.object_type.lower()}."
             assert all(turn.command in turn.commands for turn in (*transcript.turns, *searched.turns))
     assert not list(alfworld_games.rglob(".*"))
     assert not scenes["train"] & scenes["eval"]
@@ -80,9 +82,9 @@ def test_the_same_arguments_make_the_same_games_and_go_on(alfworld_games: Path, 
     files = {path.relative_to(again): path.read_bytes() for path in again.rglob("*.*") if path.is_file()}
     lost = sorted((again / "train").glob("*/*"))[2]
     shutil.rmtree(lost)
-    kept = next((again / "eval").rglob(GAME))
+    kept = next((again / "eval").rglob(GAME_FILE))
     kept.write_text(kept.read_text() + " ")
-    (again / PARTIAL / "train_trial_00001_0").mkdir(parents=True)
+    (again / PARTIAL_SUFFIX / "train_trial_00001_0").mkdir(parents=True)
     sizes = ["--num-train", "6", "--num-eval", "6", "--processes", "1"]
     assert main(["--out", str(again), *sizes]) == 0
     assert f"12 games in {again}, 1 of them new" in capsys.readouterr().out
@@ -98,10 +100,10 @@ def test_transcripts_of_games_that_lie_there(alfworld_games: Path, tmp_path: Pat
     for number, folder in enumerate(sorted((alfworld_games / "train").glob("*/*"))[:2]):
         copy = tmp_path / folder.parent.name / folder.name
         copy.mkdir(parents=True)
-        game = json.loads((folder / GAME).read_text())
-        (copy / GAME).write_text(json.dumps({**game, "walkthrough": game["walkthrough"] if number else None}))
+        game = json.loads((folder / GAME_FILE).read_text())
+        (copy / GAME_FILE).write_text(json.dumps({**game, "walkthrough": game["walkthrough"] if number else None}))
     assert main(["--transcribe", str(tmp_path), "--processes", "1"]) == 0
-    written = [path for name in TRANSCRIPTS.values() for path in tmp_path.rglob(name)]
+    written = [path for name in TRANSCRIPT_FILES.values() for path in tmp_path.rglob(name)]
     assert len(written) == 4
     for path in written:
         assert path.read_bytes() == (alfworld_games / "train" / path.relative_to(tmp_path)).read_bytes()
@@ -109,12 +111,12 @@ def test_transcripts_of_games_that_lie_there(alfworld_games: Path, tmp_path: Pat
 
 def test_a_tokenizer_for_its_words(alfworld_games: Path, random_model: Path, tmp_path: Path) -> None:
     """A third fewer tokens than a nano has that never saw a household."""
-    tiny.make(tmp_path / "nano", words=alfworld_games / WORDS)
-    text = (alfworld_games / WORDS).read_text()
+    tiny.make_checkpoint(tmp_path / "nano", words=alfworld_games / TEXTS_FILE)
+    text = (alfworld_games / TEXTS_FILE).read_text()
     own, other = (len(AutoTokenizer.from_pretrained(folder)(text).input_ids) for folder in (tmp_path / "nano", random_model))
     assert own < 0.67 * other
     with pytest.raises(ValueError, match="^--words="):
-        tiny.make(tmp_path / "none", words=tmp_path / "none.txt")
+        tiny.make_checkpoint(tmp_path / "none", words=tmp_path / "none.txt")
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from megatron_rl.config import DataSettings, TaskSettings
-from megatron_rl.data.questions import questions
+from megatron_rl.data.questions import load_questions
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.types import Turn
 from tests.support.episodes import outcome_of
 from tools.data import make_easy_vqa as tool
-from tools.data.make_easy_vqa import main, rows_of
+from tools.data.make_easy_vqa import main, read_rows
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        content = tool.fetch()
+        content = tool.download_package()
     except ValueError as error:
         pytest.skip(f"easy-vqa was not fetched, so its builder was NOT tested: {error}")
     path = tmp_path_factory.mktemp("wheel") / "easy_vqa.whl"
@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(wheel: Path) -> dict[str, list[dict]]:
-    return {split: list(rows_of(wheel.read_bytes(), split, num=None, seed=0)) for split in ("train", "eval")}
+    return {split: list(read_rows(wheel.read_bytes(), split, num=None, seed=0)) for split in ("train", "eval")}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_all_of_it_is_the_package(wheel: Path, everything: dict[str, list[dict]]
 
 def test_both_formats_hold_the_same_questions(built: Path) -> None:
     for split, count in (("train", 300), ("eval", 100)):
-        read = [questions([str(built / f"{split}.{form}")], images_root="", name=split) for form in ("parquet", "jsonl")]
+        read = [load_questions([str(built / f"{split}.{form}")], images_root="", name=split) for form in ("parquet", "jsonl")]
         assert len(read[0]) == len(read[1]) == count
         for one, other in zip(*read, strict=True):
             pictures = [example.payload["images"][0].open() for example in (one, other)]
@@ -71,7 +71,7 @@ def test_both_formats_hold_the_same_questions(built: Path) -> None:
 def test_the_picture_shows_what_the_answer_says(built: Path) -> None:
     """Two pictures whose annotated colors differ differ in the color that is furthest from the ground."""
     shown: dict[str, set[tuple[int, ...]]] = {}
-    for example in questions([str(built / "train.parquet")], images_root="", name="train"):
+    for example in load_questions([str(built / "train.parquet")], images_root="", name="train"):
         answer = example.payload["answer"]
         if answer in ("red", "blue", "green"):
             pixels = np.asarray(example.payload["images"][0].open()).reshape(-1, 3).astype(int)
@@ -86,7 +86,7 @@ def test_gold_answers_earn_full_marks(built: Path) -> None:
 
     async def scores() -> list[float]:
         return [
-            (await task.rubric.score(outcome_of(Turn(0, (0, 1), *task.gold(example)), payload=example.payload))).reward
+            (await task.rubric.score(outcome_of(Turn(0, (0, 1), *task.gold_replies(example)), payload=example.payload))).reward
             for example in task.examples("eval")
         ]
 
@@ -96,7 +96,7 @@ def test_gold_answers_earn_full_marks(built: Path) -> None:
 def test_splits_share_no_picture_and_seeds_differ(wheel: Path, everything: dict[str, list[dict]]) -> None:
     content, train, held_out = wheel.read_bytes(), everything["train"], everything["eval"]
     assert not {row["images"][0]["bytes"] for row in train} & {row["images"][0]["bytes"] for row in held_out}
-    assert list(rows_of(content, "train", num=50, seed=0)) == train[:50] != list(rows_of(content, "train", num=50, seed=1))
+    assert list(read_rows(content, "train", num=50, seed=0)) == train[:50] != list(read_rows(content, "train", num=50, seed=1))
 
 
 def test_the_same_arguments_write_the_same_bytes(wheel: Path, built: Path, tmp_path: Path) -> None:

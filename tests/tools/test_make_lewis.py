@@ -10,10 +10,10 @@ import pytest
 from PIL import Image, ImageDraw
 from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
-from megatron_rl.data.records import Records
+from megatron_rl.data.records import RecordFiles
 from tools.data import make_emoji
-from tools.data.lewis_rounds import Dealer, catalogue_of, split_by_concept
-from tools.data.make_lewis import LISTENER, main
+from tools.data.lewis_rounds import RoundGenerator, read_catalogue, split_by_concept
+from tools.data.make_lewis import LISTENER_FEATURES, main
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -45,7 +45,7 @@ def rounds(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_concept_is_in_both_splits(pictures: Path) -> None:
-    catalogue = catalogue_of(pictures)
+    catalogue = read_catalogue(pictures)
     assert {category: len(concepts) for category, concepts in catalogue.items()} == {"red": 5, "blue": 5}
     seen = set()
     for seed in range(6):
@@ -67,25 +67,30 @@ def test_distractors_are_hard_and_the_target_is_another_view(pictures: Path) -> 
         path: np.array([np.cos(angle), np.sin(angle)]) for found in catalogue.values() for name, paths in found.items()
         for view, path in enumerate(paths) for angle in [angles[name] + 0.01 * view]
     }  # fmt: skip
-    dealt = list(Dealer(catalogue=catalogue, embeddings=embeddings).rounds(seed=0, queries=3))
+    dealt = list(RoundGenerator(catalogue=catalogue, embeddings=embeddings).generate_rounds(seed=0, queries=3))
     by_query = {each.query: each for each in dealt}
     assert len(by_query) == 11
     assert set(by_query["a0"].candidates) == {"a2", "b0", "c0"} and by_query["a0"].candidates[by_query["a0"].target] == "a2"
     assert set(by_query["c1"].candidates) == {"c0", "b2", "a2"} or set(by_query["c1"].candidates) == {"c2", "b2", "a2"}
     assert set(by_query["d0"].candidates) == {"d1", "a2", "b0"}
-    crossed = {each.query: each for each in Dealer(catalogue=catalogue, embeddings=embeddings, cross_share=1.0).rounds(seed=0, queries=3)}
+    crossed = {
+        each.query: each
+        for each in RoundGenerator(catalogue=catalogue, embeddings=embeddings, cross_share=1.0).generate_rounds(seed=0, queries=3)
+    }
     assert set(crossed["a0"].candidates) == {"a2", "d0", "b0"}
     far = embeddings | {name: -embeddings[name] for name in ("d0", "d1")}
     for distractors in ("nearest", "random"):
-        crossed = Dealer(catalogue=catalogue, embeddings=far, cross_share=1.0, distractors=distractors).rounds(seed=0, queries=3)
+        crossed = RoundGenerator(catalogue=catalogue, embeddings=far, cross_share=1.0, distractors=distractors).generate_rounds(
+            seed=0, queries=3
+        )
         assert all({"d0", "d1"} & set(each.candidates) for each in crossed), "however far it is"
-    similar = Dealer(catalogue=catalogue, embeddings=embeddings, positive="most_similar", num_candidates=2)
-    (first,) = [each for each in similar.rounds(seed=0, queries=3) if each.query == "a0"]
+    similar = RoundGenerator(catalogue=catalogue, embeddings=embeddings, positive="most_similar", num_candidates=2)
+    (first,) = [each for each in similar.generate_rounds(seed=0, queries=3) if each.query == "a0"]
     assert set(first.candidates) == {"a1", "b0"}
 
     def targets(positive: str, easy_share: float = 0.5) -> dict[str, str]:
-        dealer = Dealer(catalogue=catalogue, embeddings=embeddings, positive=positive, easy_share=easy_share)
-        return {each.query: each.candidates[each.target] for each in dealer.rounds(seed=0, queries=3)}
+        dealer = RoundGenerator(catalogue=catalogue, embeddings=embeddings, positive=positive, easy_share=easy_share)
+        return {each.query: each.candidates[each.target] for each in dealer.generate_rounds(seed=0, queries=3)}
 
     easy, hard, mixed = targets("most_similar"), targets("most_dissimilar"), targets("mixed")
     assert targets("mixed", 1.0) == easy and targets("mixed", 0.0) == hard != easy
@@ -96,7 +101,7 @@ def test_distractors_are_hard_and_the_target_is_another_view(pictures: Path) -> 
 def test_the_rounds_have_the_games_columns(rounds: Path, pictures: Path) -> None:
     """Read back by this project's own reader: 3 queries of each of 6 and 4 concepts; half of a listener's rows are of one object."""
     for split, count in (("train", 18), ("test", 12)):
-        records = Records([f"{rounds}/speaker:{split}"], images_root=str(pictures))
+        records = RecordFiles([f"{rounds}/speaker:{split}"], images_root=str(pictures))
         assert len(records) == count
         for record in (records[place] for place in range(count)):
             row = record.row
@@ -106,9 +111,9 @@ def test_the_rounds_have_the_games_columns(rounds: Path, pictures: Path) -> None
             assert target.startswith(f"{row['category']}/{row['concept']}/") and target != row["image"]["path"]
             assert row["image"]["bytes"] == (pictures / row["image"]["path"]).read_bytes()
             assert {path.split("/")[0] for path in row["ret_paths"]} == {row["category"]} or split == "test"
-        compared = Records([f"{rounds}/listener:{split}"], images_root=str(pictures))
+        compared = RecordFiles([f"{rounds}/listener:{split}"], images_root=str(pictures))
         same = [compared[place].row for place in range(count)]
-        assert list(same[0]) == list(LISTENER)
+        assert list(same[0]) == list(LISTENER_FEATURES)
         assert sum(row["listener_solution"] == "yes" for row in same) == count // 2
         for row in same:
             concepts = {Path(row[f"{which}_image_path"]).parent for which in ("query", "reference")}
@@ -121,8 +126,8 @@ def test_datasets_reads_what_is_written_and_its_own_is_read(rounds: Path, tmp_pa
     assert {split: len(rows) for split, rows in loaded.items()} == {"train": 18, "test": 12}
     assert loaded["train"].features["image"] == datasets.Image() and loaded["train"][0]["image"].size == (32, 32)
     loaded.save_to_disk(str(tmp_path / "again"))
-    ours = Records([f"{rounds}/speaker:train"], images_root=str(rounds))
-    theirs = Records([f"{tmp_path}/again:train"], images_root=str(rounds))
+    ours = RecordFiles([f"{rounds}/speaker:train"], images_root=str(rounds))
+    theirs = RecordFiles([f"{tmp_path}/again:train"], images_root=str(rounds))
     for ours_row, theirs_row in ((ours[place].row, theirs[place].row) for place in range(18)):
         image = {**ours_row["image"], "path": Path(ours_row["image"]["path"]).name}  # as datasets 5.2 embeds a file (features/image.py)
         assert {**ours_row, "image": image} == theirs_row
@@ -171,9 +176,9 @@ def test_a_concept_of_one_picture_is_told(tmp_path: Path) -> None:
     (tmp_path / "mug" / "mine").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "mug" / "mine" / "0.png")
     with pytest.raises(ValueError, match=r"needs two views of each concept; mug/mine has one picture"):
-        catalogue_of(tmp_path)
+        read_catalogue(tmp_path)
     with pytest.raises(ValueError, match=r"has no pictures in folders"):
-        catalogue_of(tmp_path / "mug")
+        read_catalogue(tmp_path / "mug")
 
 
 def split_folders(root: Path, **concepts: list[str]) -> Path:
@@ -233,7 +238,7 @@ def test_a_concept_in_both_splits_is_told_and_can_be_split_anew(tmp_path: Path, 
 
 
 def rows_of(out: Path, split: str, root: Path) -> list[dict[str, object]]:
-    records = Records([f"{out}/speaker:{split}"], images_root=str(root))
+    records = RecordFiles([f"{out}/speaker:{split}"], images_root=str(root))
     return [records[place].row for place in range(len(records))]
 
 

@@ -13,8 +13,8 @@ from tools.data import make_shapes
 
 def test_a_folder_holds_the_tensors_of_its_config(tmp_path: Path, monkeypatch) -> None:  # noqa: ANN001
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setitem(make_shapes.SIZES["qwen2_5_vl"], "3B", small)
-    monkeypatch.setattr(make_shapes, "BLOCK", 1 << 16)
+    monkeypatch.setitem(make_shapes.RELEASED_SIZES["qwen2_5_vl"], "3B", small)
+    monkeypatch.setattr(make_shapes, "BLOCK_SIZE", 1 << 16)
     assert make_shapes.main(["--size", "3B", "--layers", "1", "--out", str(tmp_path / "out")]) == 0
     (weights,) = (tmp_path / "out").glob("*.safetensors")
     tensors = load_file(weights)
@@ -28,8 +28,8 @@ def test_a_folder_holds_the_tensors_of_its_config(tmp_path: Path, monkeypatch) -
 
 def test_a_folder_of_another_family_has_the_names_that_it_was_released_with(tmp_path: Path, monkeypatch) -> None:  # noqa: ANN001
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    monkeypatch.setitem(make_shapes.SIZES["qwen3_vl"], "2B", small)
-    monkeypatch.setattr(make_shapes, "BLOCK", 1 << 16)
+    monkeypatch.setitem(make_shapes.RELEASED_SIZES["qwen3_vl"], "2B", small)
+    monkeypatch.setattr(make_shapes, "BLOCK_SIZE", 1 << 16)
     assert make_shapes.main(["--family", "qwen3_vl", "--size", "2B", "--layers", "1", "--out", str(tmp_path / "out")]) == 0
     model, report = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
@@ -45,7 +45,7 @@ def test_a_folder_of_another_family_has_the_names_that_it_was_released_with(tmp_
     ],
 )
 def test_refusals(arguments: list[str], said: str, tmp_path: Path, monkeypatch, capsys) -> None:  # noqa: ANN001
-    monkeypatch.setattr(make_shapes, "BLOCK", 1 << 16)
+    monkeypatch.setattr(make_shapes, "BLOCK_SIZE", 1 << 16)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     assert make_shapes.main(["--size", "3B", *arguments]) == 1

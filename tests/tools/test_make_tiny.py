@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor, AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 
-from megatron_rl.tasks.gym_cards.number_line import STATES, picture, right_action
+from megatron_rl.tasks.gym_cards.number_line import STATES, draw_state, optimal_action
 from megatron_rl.tasks.gym_cards.task import write_reply
 from tools.data import make_tiny_qwen2_5_vl as maker
 
@@ -31,7 +31,7 @@ ADDED = (  # noqa: SIM905
 @pytest.fixture(scope="module")
 def learn_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models") / "learn"
-    maker.make(out)
+    maker.make_checkpoint(out)
     return out
 
 
@@ -43,7 +43,7 @@ def processor(learn_model: Path) -> Qwen2_5_VLProcessor:
 def card(state: tuple[int, int], processor: Qwen2_5_VLProcessor) -> dict[str, torch.Tensor]:
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which action?"}]}
     text = processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
-    return processor(text=[text], images=[picture(state)], return_tensors="pt")
+    return processor(text=[text], images=[draw_state(state)], return_tensors="pt")
 
 
 def test_added_tokens_are_qwens_in_order_and_one_id_each(processor: Qwen2_5_VLProcessor):
@@ -85,7 +85,7 @@ def test_words_are_cut_as_qwen_cuts_them(processor: Qwen2_5_VLProcessor):
 
 def test_a_reply_costs_few_tokens_and_the_decision_is_one(processor: Qwen2_5_VLProcessor):
     tokenizer = processor.tokenizer
-    replies = {state: tokenizer.encode(write_reply(state, right_action(state))) for state in STATES}
+    replies = {state: tokenizer.encode(write_reply(state, optimal_action(state))) for state in STATES}
     assert {len(ids) for ids in replies.values()} == {25}
     spoken = '{"current number": 3, "target number": 5, "thoughts": "3 is below 5", "action": "+"}'
     # 28 is the least that Qwen's pre-tokenizer allows: every piece that it cuts is one token.
@@ -169,8 +169,8 @@ def test_random_makes_every_parameter_matter(random_model: Path):
 
 
 def test_seeds_repeat_and_differ(tmp_path: Path, learn_model: Path):
-    maker.make(tmp_path / "same")
-    maker.make(tmp_path / "other", seed=1)
+    maker.make_checkpoint(tmp_path / "same")
+    maker.make_checkpoint(tmp_path / "other", seed=1)
     same, other, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "same", tmp_path / "other", learn_model))
     assert all(torch.equal(same[name], first[name]) for name in first)
     assert all(not torch.equal(other[name], first[name]) for name in first if first[name].dim() > 1)
@@ -195,14 +195,14 @@ def test_existing_folders_are_refused(tmp_path: Path, learn_model: Path, capsys:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1").write_text("years of work")
     with pytest.raises(ValueError, match="no checkpoint"):
-        maker.make(tmp_path / "thesis", force=True)
+        maker.make_checkpoint(tmp_path / "thesis", force=True)
     assert (tmp_path / "thesis" / "chapter1").read_text() == "years of work"
 
 
 def test_force_replaces_a_checkpoint(tmp_path: Path):
-    maker.make(tmp_path / "m")
+    maker.make_checkpoint(tmp_path / "m")
     first = (tmp_path / "m" / "model.safetensors").read_bytes()
-    maker.make(tmp_path / "m", seed=1, force=True)
+    maker.make_checkpoint(tmp_path / "m", seed=1, force=True)
     assert (tmp_path / "m" / "model.safetensors").read_bytes() != first
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -210,7 +210,7 @@ def test_force_replaces_a_checkpoint(tmp_path: Path):
 @pytest.mark.parametrize("force", [False, True])
 def test_a_failure_midway_leaves_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, force: bool):
     if force:
-        maker.make(tmp_path / "m")
+        maker.make_checkpoint(tmp_path / "m")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def disk_full(self: Qwen2_5_VLForConditionalGeneration, folder: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_failure_midway_leaves_nothing_new(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Qwen2_5_VLForConditionalGeneration, "save_pretrained", disk_full)
     with pytest.raises(OSError, match="No space left"):
-        maker.make(tmp_path / "m", force=force)
+        maker.make_checkpoint(tmp_path / "m", force=force)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert [path.name for path in tmp_path.iterdir()] == (["m"] if force else [])
 
@@ -238,7 +238,7 @@ def test_a_failure_midway_leaves_nothing_new(tmp_path: Path, monkeypatch: pytest
 )
 def test_bad_sizes_name_the_argument_and_the_remedy(tmp_path: Path, sizes: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
-        maker.make(tmp_path / "m", **sizes)
+        maker.make_checkpoint(tmp_path / "m", **sizes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -267,7 +267,7 @@ def test_smollm2_answers_as_the_plain_llama_does(tmp_path: Path):
     pytest.importorskip("accelerate")
     from transformers import AutoModelForCausalLM
 
-    maker.make(tmp_path / "smol", preset="smollm2")
+    maker.make_checkpoint(tmp_path / "smol", preset="smollm2")
     folder = Path(package.origin).parent
     reference = AutoTokenizer.from_pretrained(folder, gguf_file=maker.SMOLLM2_GGUF)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "smol")

@@ -14,7 +14,7 @@ from tests.support.foreign import tensors_of, write_fsdp, write_megatron_lm, wri
 from tests.support.merging import assert_refused, assert_same, merge
 from tests.support.odd_vocabulary import add_tokens
 from tools.convert import converter_hf_to_mcore, merger
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 FAMILIES = ["qwen2_vl", "qwen3_vl"]
 
@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     for family in FAMILIES:
         for tied in (False, True):
-            make(folder / f"{family}{'_tied' if tied else ''}", family=family, init="random", seed=2, vision_depth=3, tied=tied)
+            make_checkpoint(folder / f"{family}{'_tied' if tied else ''}", family=family, init="random", seed=2, vision_depth=3, tied=tied)
     return folder
 
 
@@ -35,7 +35,7 @@ def copy_companions(model: Path, into: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(family: str, tmp_path: Path) -> None:
     """By the names that Qwen released; --verify compares logits of two pictures. transformers finds every tensor in its place."""
-    make(tmp_path / "hf", family=family, init="random", seed=2, vision_depth=3)
+    make_checkpoint(tmp_path / "hf", family=family, init="random", seed=2, vision_depth=3)
     mcore, back = tmp_path / "mcore", tmp_path / "back"
     assert converter_hf_to_mcore.main(["--hf", str(tmp_path / "hf"), "--out", str(mcore), "--tp", "2", "--verify"]) == 0
     assert merger.main(["--checkpoint", str(mcore), "--out", str(back), "--verify"]) == 0
@@ -45,12 +45,12 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
     assert before.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     stored = {name for file in back.glob("*.safetensors") for name in load_file(file)}
-    assert stored == {read_spec(back).released(name) for name in read_spec(back).shapes()}
+    assert stored == {read_spec(back).released_name(name) for name in read_spec(back).shapes()}
     assert any(name.startswith("model.visual.") for name in stored) == (family == "qwen3_vl")
 
 
 def test_a_tensor_of_a_stacked_picture_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make(tmp_path / "hf", family="qwen3_vl", init="random", seed=2, vision_depth=3)
+    make_checkpoint(tmp_path / "hf", family="qwen3_vl", init="random", seed=2, vision_depth=3)
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "model.safetensors").unlink()
     left_out = next(name for name in tensors if "deepstack_merger_list.1.linear_fc2.bias" in name)

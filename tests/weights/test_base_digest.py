@@ -71,7 +71,13 @@ def test_another_model_has_another_digest(changed: str, random_model: Path, tmp_
 def adapter(folder: Path, *, digest: str) -> Path:
     folder.mkdir()
     config = peft_config(
-        rank=2, alpha=4.0, dropout=0.0, targets=["attention"], base="runs/one/final", vision_lora=QWEN2_5_VL.vision_lora, digest=digest
+        rank=2,
+        alpha=4.0,
+        dropout=0.0,
+        targets=["attention"],
+        base="runs/one/final",
+        vision_lora=QWEN2_5_VL.vision_lora_patterns,
+        digest=digest,
     )
     (folder / "adapter_config.json").write_text(json.dumps(config))
     name = f"{PEFT_PREFIX}model.language_model.layers.0.self_attn.o_proj"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.io.sampled_digest import sampled_digest
+from megatron_rl.io.sampled_digest import compute_sampled_digest
 from megatron_rl.weights.formats.digests import digest
 from megatron_rl.weights.formats.model_digests import FILES, check_same_model, model_digests
 
@@ -65,15 +65,15 @@ def test_no_part_of_a_large_file_is_left_out(tmp_path: Path) -> None:
     """Of 40 MiB each change of 3 blocks of 4 KiB in a row is seen; a file of less than 16 MiB is read as a whole."""
     path, large, small = tmp_path / "w", 40 << 20, (16 << 20) - 1
     path.write_bytes(bytes(large))
-    before = sampled_digest(path)
+    before = compute_sampled_digest(path)
     for start in (0, 12345678, large - (3 << 12)):
         with path.open("r+b") as file:
             file.seek(start)
             file.write(b"\1" * (3 << 12))
-        changed = sampled_digest(path)
+        changed = compute_sampled_digest(path)
         assert changed != before
         before = changed
     path.write_bytes(bytes(small))
-    before = sampled_digest(path)
+    before = compute_sampled_digest(path)
     path.write_bytes(bytes(small - 1) + b"\1")
-    assert sampled_digest(path) != before
+    assert compute_sampled_digest(path) != before

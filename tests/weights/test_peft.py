@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.config import LoraSettings
-from megatron_rl.models.name_mapping import PEFT_PREFIX, AttentionHeads, Row, canonical_name, fuse_qkv, nested_name
+from megatron_rl.models.name_mapping import PEFT_PREFIX, AttentionHeads, ParamMapping, canonical_name, fuse_qkv, nested_name
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
 from megatron_rl.policy.lora import Adapter, adapt_vision, adapters_off, merged_weights
 from megatron_rl.weights.formats.peft import CONFIG, KNOWN, WEIGHTS, adapter_table, load_peft, peft_config, start_adapters, write_peft
@@ -28,7 +28,7 @@ TARGETS = {
     "vision": r"model\.visual\.blocks\..*",
     "projector": r"model\.visual\.merger\..*",
 }
-VISION_LORA = QWEN2_5_VL.vision_lora
+VISION_LORA = QWEN2_5_VL.vision_lora_patterns
 LORA = LoraSettings(rank=2, alpha=6.0, targets=["projector"])
 
 
@@ -46,7 +46,7 @@ def linears(random_model: Path) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"}
 
 
-def rows_for(linears: dict[str, nn.Linear], targets: list[str]) -> list[Row]:
+def rows_for(linears: dict[str, nn.Linear], targets: list[str]) -> list[ParamMapping]:
     vision = [name.removeprefix("model.visual.") + ".weight" for name in linears if name.startswith("model.visual.")]
     others = ["patch_embed.proj.weight", "merger.ln_q.weight", "merger.mlp.0.bias"]
     return adapter_table(targets=targets, num_layers=4, vision_names=[*vision, *others], vision_lora=VISION_LORA)
@@ -57,7 +57,7 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
     """The pattern in adapter_config.json meets exactly the modules that have tensors; all four targets are all linear layers."""
     wanted = {name for name in linears if any(re.fullmatch(TARGETS[target], name) for target in targets)}
     assert len(targets) < 4 or wanted == linears.keys()
-    names = [PEFT_PREFIX + nested_name(name) for row in rows_for(linears, targets) for name in row.hf]
+    names = [PEFT_PREFIX + nested_name(name) for row in rows_for(linears, targets) for name in row.hf_names]
     assert sorted(names) == sorted(f"base_model.model.{name}.lora_{half}.weight" for name in wanted for half in "AB")
     pattern = peft_config(rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base", vision_lora=VISION_LORA)["target_modules"]
     assert {name for name in linears if re.fullmatch(pattern, name)} == wanted
@@ -65,12 +65,12 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
 
 def test_names_go_there_and_back(linears: dict[str, nn.Linear]) -> None:
     for row in rows_for(linears, list(TARGETS)):
-        assert canonical_name(PEFT_PREFIX + nested_name(row.hf[0])) == row.hf[0]
+        assert canonical_name(PEFT_PREFIX + nested_name(row.hf_names[0])) == row.hf_names[0]
 
 
 def fused(dropout: float) -> Adapter:
     """Four query heads on two key/value heads of one number each."""
-    heads = AttentionHeads(num_query=4, num_kv=2, dim=1)
+    heads = AttentionHeads(num_query_heads=4, num_kv_heads=2, head_dim=1)
     adapter = Adapter(
         LoraSettings(rank=2, alpha=6.0, dropout=dropout), 5, {"q_proj": 4, "k_proj": 2, "v_proj": 2},
         dtype=torch.float32, fuse=partial(fuse_qkv, heads=heads),

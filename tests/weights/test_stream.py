@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_rl.models.decoder import qwen2_rows as layer_rows
-from megatron_rl.models.name_mapping import AttentionHeads, Row, name_table
+from megatron_rl.models.decoder import qwen2_layer_mappings as layer_rows
+from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, name_table
 from megatron_rl.weights.stream import HfWeightIterator, ShardLocation, _buckets, load_hf
 
 WIDTH, FFN, VOCABULARY = 8, 12, 20
 ROWS = name_table(
     num_layers=4,
-    heads=AttentionHeads(num_query=4, num_kv=2, dim=2),
-    tied=False,
+    heads=AttentionHeads(num_query_heads=4, num_kv_heads=2, head_dim=2),
+    tie_word_embeddings=False,
     vocab_size=VOCABULARY,
-    layer_rows=layer_rows,
+    layer_mappings=layer_rows,
     vision_names=["merger.ln_q.weight", "merger.mlp.0.weight"],
 )
 SHAPES = {
@@ -32,7 +32,7 @@ SHAPES = {
 def hf_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for name in (name for row in ROWS for name in row.hf):
+    for name in (name for row in ROWS for name in row.hf_names):
         layer, kind = name.split(".")[-2:]
         shape = SHAPES.get(layer, (WIDTH,))
         tensors[name] = torch.randn(shape if kind == "weight" else shape[:1], generator=generator)
@@ -43,13 +43,13 @@ def chunk_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
     """A chunk of a model with the table's parameters, all zero."""
     chunk = nn.Module()
     for row in ROWS:
-        *parents, own = row.mcore.split(".")
+        *parents, own = row.mcore_name.split(".")
         module = chunk
         for parent in parents:
             if parent not in module._modules:
                 module.add_module(parent, nn.Module())
             module = module._modules[parent]
-        shape = row.to_mcore(tuple(tensors[name] for name in row.hf), 0, 1).shape
+        shape = row.to_mcore(tuple(tensors[name] for name in row.hf_names), 0, 1).shape
         module.register_parameter(own, nn.Parameter(torch.zeros(shape)))
     return chunk
 
@@ -85,9 +85,9 @@ def test_layers_go_round_the_stages_chunk_by_chunk(stages: int, chunks: int, lay
     placement = ShardLocation(0, SimpleNamespace(size=lambda: 1), 0, group, chunks=chunks, layers_per_chunk=layers)
     walked = [(stage, chunk, layer) for chunk in range(chunks) for stage in range(stages) for layer in range(layers)]
     for number, (stage, chunk, layer) in enumerate(walked):
-        row = Row(f"language.decoder.layers.{number}.mlp.weight", ("x",), f"layer:{number}")
+        row = ParamMapping(f"language.decoder.layers.{number}.mlp.weight", ("x",), f"layer:{number}")
         assert (placement.owner(row), placement.local_name(row)) == (stage, f"{chunk}.language.decoder.layers.{layer}.mlp.weight")
-    ends = [Row("language.embedding", ("x",), "first"), Row("language.output_layer", ("y",), "last")]
+    ends = [ParamMapping("language.embedding", ("x",), "first"), ParamMapping("language.output_layer", ("y",), "last")]
     assert [(placement.owner(row), placement.local_name(row)) for row in ends] == [
         (0, "0.language.embedding"), (stages - 1, f"{chunks - 1}.language.output_layer")
     ]  # fmt: skip
@@ -98,16 +98,16 @@ def test_buckets_hold_every_row_once_and_no_more_than_they_may(max_numel: int) -
     """Over two stages with two chunks each; a row that is larger than a bucket has one of its own."""
     placement = ShardLocation(0, SimpleNamespace(size=lambda: 2), 0, SimpleNamespace(size=lambda: 2), chunks=2, layers_per_chunk=1)
     tensors = hf_tensors()
-    shapes = {row.mcore: row.to_mcore(tuple(tensors[name] for name in row.hf), 0, 2).shape for row in ROWS}
+    shapes = {row.mcore_name: row.to_mcore(tuple(tensors[name] for name in row.hf_names), 0, 2).shape for row in ROWS}
 
-    def numel(*rows: Row) -> int:
-        return sum(shapes[row.mcore].numel() for row in rows)
+    def numel(*rows: ParamMapping) -> int:
+        return sum(shapes[row.mcore_name].numel() for row in rows)
 
-    def kind(row: Row) -> tuple[int, bool]:
+    def kind(row: ParamMapping) -> tuple[int, bool]:
         return placement.owner(row), row.shard_dim is not None
 
     buckets = _buckets(ROWS, shapes, placement, max_numel)
-    assert sorted(row.mcore for bucket in buckets for row in bucket) == sorted(row.mcore for row in ROWS)
+    assert sorted(row.mcore_name for bucket in buckets for row in bucket) == sorted(row.mcore_name for row in ROWS)
     assert all(len({kind(row) for row in bucket}) == 1 for bucket in buckets)
     assert all(len(bucket) == 1 or numel(*bucket) <= max_numel for bucket in buckets)
     for each in {kind(row) for row in ROWS}:

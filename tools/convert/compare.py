@@ -18,18 +18,18 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.checkpoint_source import NamedSource, TensorSource
 from megatron_rl.weights.formats.open_checkpoint import hf_part, kind_of, open_source
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from tools.commands import in_words, quiet_libraries
+from tools.commands import format_error, quiet_libraries
 
-PART = 1 << 24
+CHUNK_SIZE = 1 << 24
 """Numbers that are subtracted at once: double precision takes 8 bytes of memory for each."""
 
 
 @dataclass(slots=True, frozen=True)
-class Difference:
+class TensorDifference:
     """One tensor on both sides."""
 
     name: str
-    sides: tuple[str, str]
+    dtypes_and_shapes: tuple[str, str]
     """dtype and shape on each side, or nothing."""
     largest: float | None
     """The largest absolute difference; None where it has no meaning (missing on one side, other shapes)."""
@@ -45,7 +45,7 @@ class Difference:
         return self.largest is None or not self.largest <= atol
 
 
-def open_any(folder: Path) -> TensorSource:
+def open_any_checkpoint(folder: Path) -> TensorSource:
     """A checkpoint of this trainer through the table, or a Hugging Face folder.
 
     Of the latter padding of the vocabulary and a copy of tied embeddings are left out; if it is no whole model of its config.json, it is
@@ -63,21 +63,21 @@ def open_any(folder: Path) -> TensorSource:
     return open_source(folder, read_spec(like, key="folder"), key="folder", once=True)
 
 
-def differences(first: TensorSource, second: TensorSource) -> Iterator[Difference]:
+def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
     """Every name of either side, in the first's order."""
     for name in [*first.specs, *sorted(second.specs.keys() - first.specs.keys())]:
         sides = tuple(str(side.specs[name]) if name in side.specs else "nothing" for side in (first, second))
         if name not in first.specs or name not in second.specs or first.specs[name].shape != second.specs[name].shape:
-            yield Difference(name, sides, None, False)
+            yield TensorDifference(name, sides, None, False)
             continue
-        yield Difference(name, sides, *_difference(first.read(name), second.read(name)))
+        yield TensorDifference(name, sides, *_compare_tensor(first.read(name), second.read(name)))
 
 
-def _difference(a: torch.Tensor, b: torch.Tensor) -> tuple[float, bool]:
+def _compare_tensor(a: torch.Tensor, b: torch.Tensor) -> tuple[float, bool]:
     """(largest absolute difference, whether every bit is the same). NaN differs from everything but the same bits."""
     if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
         return 0.0, True
-    parts = zip(a.flatten().split(PART), b.flatten().split(PART), strict=True)
+    parts = zip(a.flatten().split(CHUNK_SIZE), b.flatten().split(CHUNK_SIZE), strict=True)
     gaps = torch.stack([(part_a.double() - part_b.double()).abs().max() for part_a, part_b in parts])
     return gaps.max().item(), False
 
@@ -86,15 +86,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def compare(first: Path, second: Path, *, atol: float, show_all: bool, logits: bool) -> bool:
+def compare_checkpoints(first: Path, second: Path, *, atol: float, show_all: bool, logits: bool) -> bool:
     """Print the table and a summary; True where no difference is beyond atol."""
     table = Table("tensor", str(first), str(second), "difference", box=box.ASCII)
     counts = {"equal": 0, "within": 0, "beyond": 0}
-    for difference in differences(open_any(first), open_any(second)):
+    for difference in compare_tensors(open_any_checkpoint(first), open_any_checkpoint(second)):
         beyond = difference.is_beyond(atol)
         counts["beyond" if beyond else "equal" if difference.is_bitwise else "within"] += 1
         if beyond or show_all:
-            table.add_row(difference.name, *difference.sides, difference.verdict)
+            table.add_row(difference.name, *difference.dtypes_and_shapes, difference.verdict)
     console = Console(width=None if sys.stdout.isatty() else 200)
     if table.rows:
         console.print(table)
@@ -110,9 +110,12 @@ def compare(first: Path, second: Path, *, atol: float, show_all: bool, logits: b
 
 def compare_logits(first: Path, second: Path, *, atol: float) -> bool:
     """A text and a two-image prompt through both models in fp32; True where no logit differs by more than atol."""
-    from tools.convert.verify import hf_logits, mcore_logits  # Megatron takes seconds and memory to import
+    from tools.convert.verify import compute_hf_logits, compute_mcore_logits  # Megatron takes seconds and memory to import
 
-    sides = [(hf_logits if kind_of(folder, key="folder") == "hf" else mcore_logits)(folder, key="folder") for folder in (first, second)]
+    sides = [
+        (compute_hf_logits if kind_of(folder, key="folder") == "hf" else compute_mcore_logits)(folder, key="folder")
+        for folder in (first, second)
+    ]
     gaps = {prompt: (sides[0][prompt] - sides[1][prompt]).abs().max().item() for prompt in sides[0]}
     for prompt, gap in gaps.items():
         print(f"logits of the {prompt}: largest difference {gap:.3g}, largest logit {sides[0][prompt].abs().max().item():.3g}")
@@ -145,9 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parse_arguments(arguments))
     quiet_libraries()
     try:
-        return 0 if compare(options.pop("first"), options.pop("second"), **options) else 1
+        return 0 if compare_checkpoints(options.pop("first"), options.pop("second"), **options) else 1
     except (ValueError, OSError) as error:
-        print(f"error: {in_words(error)}", file=sys.stderr)
+        print(f"error: {format_error(error)}", file=sys.stderr)
         return 1
 
 

@@ -25,19 +25,19 @@ from megatron_rl.weights.formats.open_checkpoint import as_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.tensor_files import atomic_folder, copy_companions
 from megatron_rl.weights.formats.to_mcore import McoreImport
-from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
+from tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
 
 PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None, force: bool, check_logits: bool, console: Console) -> str:
     """Write the checkpoint at `out` and return a line about it. Raises ValueError and OSError; then `out` is as it was before."""
-    check_out(out, force=force)
+    check_output(out, force=force)
     spec = read_spec(hf, key="--hf")
-    check_cut(spec, tp=tp, pp=pp)
+    check_parallel_sizes(spec, tp=tp, pp=pp)
     stored = HfTensors(hf, key="--hf", once=True)
     source = NamedSource(stored, spec.shapes(), num_token_ids=count_token_ids(hf))
-    plan = McoreImport(source, spec.rows(), dtype=dtype)
+    plan = McoreImport(source, spec.param_mappings(), dtype=dtype)
     with atomic_folder(out) as partial:
         with progress_bar() as bar:
             task = bar.add_task("converting", total=plan.num_bytes)
@@ -48,9 +48,9 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             described = partial / "hf" / "config.json"
             described.write_text(json.dumps(as_dtype(read_json(described), dtype), indent=2))
         if check_logits:
-            from tools.convert.verify import verify
+            from tools.convert.verify import verify_logits
 
-            console.print(verify(hf, partial, dtype=dtype), **PLAIN)
+            console.print(verify_logits(hf, partial, dtype=dtype), **PLAIN)
     if source.skipped:
         console.print(describe_skipped(source), **PLAIN)
     padding = stored.specs[EMBEDDINGS].shape[0] - source.specs[EMBEDDINGS].shape[0]
@@ -58,14 +58,14 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
     return f"{len(source.specs)} tensors as {len(plan.written)}, {plan.num_bytes:,} bytes, in {out}{left_out}"
 
 
-def check_out(out: Path, *, force: bool) -> None:
+def check_output(out: Path, *, force: bool) -> None:
     """Refuse to replace what is there, and, even with --force, what is no checkpoint."""
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
     replaceable = not out.exists() or (out / "metadata.json").is_file()
     require(replaceable, "--out", out, "is no checkpoint (it has no metadata.json), so --force does not replace it")
 
 
-def check_cut(spec: ModelSpec, *, tp: int, pp: int) -> None:
+def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
     """Refuse a layout that the model does not divide into, under the options' names."""
     try:
         parallel = ParallelSettings(tp=tp, pp=pp)
@@ -77,7 +77,7 @@ def check_cut(spec: ModelSpec, *, tp: int, pp: int) -> None:
         raise ValueError(f"--{str(error).removeprefix('parallel.')}") from error
 
 
-def find(hf: str) -> Path:
+def find_model_folder(hf: str) -> Path:
     """A folder as it is; the name of a repository (organization/name) as the folder it was downloaded to."""
     if Path(hf).is_dir():
         return Path(hf)
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parse_arguments(arguments)
     quiet_libraries()
     options = {"tp": given.tp, "pp": given.pp, "dtype": DTYPES.get(given.dtype), "force": given.force, "check_logits": given.verify}
-    return ended(lambda: convert(find(given.hf), given.out, console=Console(stderr=True), **options), out=given.out)
+    return run_command(lambda: convert(find_model_folder(given.hf), given.out, console=Console(stderr=True), **options), out=given.out)
 
 
 if __name__ == "__main__":

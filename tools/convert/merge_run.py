@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from tools.commands import DTYPES, in_words, quiet_libraries
-from tools.convert.merger import Merge, add_options, check_not_input, merge
+from tools.commands import DTYPES, format_error, quiet_libraries
+from tools.convert.merger import MergeOptions, add_options, check_not_input, merge_checkpoint
 
 
 def find_steps(run: Path) -> dict[int, Path]:
@@ -21,7 +21,7 @@ def find_steps(run: Path) -> dict[int, Path]:
     return dict(sorted(steps.items()))
 
 
-def choose(steps: dict[int, Path], wanted: list[int] | None, *, run: Path) -> dict[int, Path]:
+def choose_steps(steps: dict[int, Path], wanted: list[int] | None, *, run: Path) -> dict[int, Path]:
     missing = sorted(set(wanted or []) - steps.keys())
     if missing:
         raise ValueError(f"--steps={' '.join(map(str, missing))}: not in {run}; there are {' '.join(map(str, steps))}")
@@ -33,17 +33,17 @@ def merge_all(steps: dict[int, Path], out: Path, options: dict[str, object]) -> 
     counts = {"merged": 0, "skipped": 0, "failed": 0}
     for path in steps.values():
         checkpoint = path / "actor" if (path / "actor").is_dir() else path
-        asked = Merge(checkpoint=checkpoint, out=out / path.name, **options)
+        asked = MergeOptions(checkpoint=checkpoint, out=out / path.name, **options)
         try:
             check_not_input(asked)
             if (asked.out / "config.json").is_file() and not asked.force:
                 counts["skipped"] += 1
                 print(f"{path.name}: skipped, {asked.out} is there")
                 continue
-            print(merge(asked))
+            print(merge_checkpoint(asked))
             counts["merged"] += 1
         except (ValueError, OSError) as error:
-            print(f"error: {path.name}: {in_words(error, out=asked.out)}", file=sys.stderr)
+            print(f"error: {path.name}: {format_error(error, out=asked.out)}", file=sys.stderr)
             counts["failed"] += 1
     print(", ".join(f"{count} {how}" for how, count in counts.items()))
     return counts["failed"]
@@ -76,9 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     options["dtype"] = DTYPES.get(options["dtype"])
     quiet_libraries()
     try:
-        failed = merge_all(choose(find_steps(run), wanted, run=run), out, options)
+        failed = merge_all(choose_steps(find_steps(run), wanted, run=run), out, options)
     except (ValueError, OSError) as error:
-        print(f"error: {in_words(error, out=out)}", file=sys.stderr)
+        print(f"error: {format_error(error, out=out)}", file=sys.stderr)
         return 1
     return 1 if failed else 0
 

@@ -22,15 +22,15 @@ from megatron_rl.weights.formats.open_checkpoint import as_dtype, critics_part, 
 from megatron_rl.weights.formats.pixel_limits import read_pixel_limits
 from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
 from megatron_rl.weights.formats.tensor_files import prefetch
-from tools.commands import DTYPES, ended, progress_bar, quiet_libraries
+from tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
 
-STYLES = ("released", "nested")
+NAME_STYLES = ("released", "nested")
 """How tensors are called. transformers 5.19 and vLLM 0.32 load both; released is what Qwen published, and what older ones load too
 (of Qwen3-VL: nested)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Merge:
+class MergeOptions:
     """What one call of the merger is asked for."""
 
     checkpoint: Path
@@ -43,89 +43,99 @@ class Merge:
     force: bool
 
 
-def merge(asked: Merge) -> str:
+def merge_checkpoint(merge_options: MergeOptions) -> str:
     """Write the folder and return a line that says what was written. Raises ValueError and OSError; then there is no folder."""
-    _check_out(asked)
-    kind = kind_of(asked.checkpoint, key="--checkpoint")
-    like = asked.reference or hf_part(asked.checkpoint)
+    _check_output(merge_options)
+    kind = kind_of(merge_options.checkpoint, key="--checkpoint")
+    like = merge_options.reference or hf_part(merge_options.checkpoint)
     if like is None:
-        raise ValueError(f"--checkpoint={asked.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR")
-    spec = read_spec(like, key="--reference" if asked.reference else "--checkpoint")
-    source = open_source(asked.checkpoint, spec, key="--checkpoint", once=True)
-    if asked.reference is not None:
-        reference = HfTensors(asked.reference, key="--reference")
+        raise ValueError(
+            f"--checkpoint={merge_options.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR"
+        )
+    spec = read_spec(like, key="--reference" if merge_options.reference else "--checkpoint")
+    source = open_source(merge_options.checkpoint, spec, key="--checkpoint", once=True)
+    if merge_options.reference is not None:
+        reference = HfTensors(merge_options.reference, key="--reference")
         NamedSource(reference, spec.shapes(), num_token_ids=count_token_ids(like))  # raises unless it is a model of the same tensors
-    if asked.lora is not None:
+    if merge_options.lora is not None:
         if isinstance(source, MergedTensors):
-            raise ValueError(f"--lora={asked.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out")
-        source = MergedTensors(source, asked.lora, key="--lora")
+            raise ValueError(
+                f"--lora={merge_options.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out"
+            )
+        source = MergedTensors(source, merge_options.lora, key="--lora")
         if source.warning:
             print(f"warning: {source.warning}", file=sys.stderr)
-    _check_verify(asked, kind, is_merged=isinstance(source, MergedTensors))
-    specs = {name: TensorSpec(asked.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
+    _check_verify(merge_options, kind, is_merged=isinstance(source, MergedTensors))
+    specs = {name: TensorSpec(merge_options.dtype or spec.dtype, spec.shape) for name, spec in source.specs.items()}
     size = sum(spec.nbytes for spec in specs.values())
 
     def check(partial: Path) -> None:
         _check_written(partial, specs)
-        if asked.verify:
-            print(_verify(partial, asked.checkpoint), file=sys.stderr)
+        if merge_options.verify:
+            print(_verify_logits(partial, merge_options.checkpoint), file=sys.stderr)
 
-    stored, named = read_json(like / "config.json"), nested_name if asked.style == "nested" else spec.released
-    trained = hf_part(asked.checkpoint)
-    pixels = read_pixel_limits(trained) if trained is not None and asked.reference is not None else None
+    stored, named = read_json(like / "config.json"), nested_name if merge_options.style == "nested" else spec.released_name
+    trained = hf_part(merge_options.checkpoint)
+    pixels = read_pixel_limits(trained) if trained is not None and merge_options.reference is not None else None
     with progress_bar() as progress:
-        task = progress.add_task(asked.out.name, total=size)
+        task = progress.add_task(merge_options.out.name, total=size)
         lacking = write_hf_folder(
-            asked.out, _tensors(source, specs, named, lambda nbytes: progress.advance(task, nbytes)),
-            like=like, pixels=pixels, config=as_dtype(stored, asked.dtype) if asked.dtype else None, check=check,
+            merge_options.out, _rename_tensors(source, specs, named, lambda nbytes: progress.advance(task, nbytes)),
+            like=like, pixels=pixels, config=as_dtype(stored, merge_options.dtype) if merge_options.dtype else None, check=check,
         )  # fmt: skip
     if source.skipped:
         print(describe_skipped(source), file=sys.stderr)
-    for part in critics_part(asked.checkpoint, key="--checkpoint"):
+    for part in critics_part(merge_options.checkpoint, key="--checkpoint"):
         print(f"left out: {part} is the critic's", file=sys.stderr)
     for part in lacking:
-        print(f"warning: {like} has no {part}, so {asked.out} has none", file=sys.stderr)
-    return f"{asked.out}: {len(specs)} tensors, {size:,} bytes, from {kind} {asked.checkpoint}"
+        print(f"warning: {like} has no {part}, so {merge_options.out} has none", file=sys.stderr)
+    return f"{merge_options.out}: {len(specs)} tensors, {size:,} bytes, from {kind} {merge_options.checkpoint}"
 
 
-def check_not_input(asked: Merge) -> None:
+def check_not_input(merge_options: MergeOptions) -> None:
     """Refuse to write where one of the inputs lies."""
-    out = asked.out.resolve()
-    for option, path in (("--checkpoint", asked.checkpoint), ("--reference", asked.reference), ("--lora", asked.lora)):
+    out = merge_options.out.resolve()
+    for option, path in (
+        ("--checkpoint", merge_options.checkpoint),
+        ("--reference", merge_options.reference),
+        ("--lora", merge_options.lora),
+    ):
         if path is not None and (out == path.resolve() or out in path.resolve().parents):
-            raise ValueError(f"--out={asked.out}: holds {option}={path}; choose another folder")
+            raise ValueError(f"--out={merge_options.out}: holds {option}={path}; choose another folder")
 
 
-def _check_out(asked: Merge) -> None:
+def _check_output(merge_options: MergeOptions) -> None:
     """Refuse to overwrite what was not meant."""
-    check_not_input(asked)
-    if asked.out.exists():
-        if not asked.force:
-            raise ValueError(f"--out={asked.out}: exists; choose another folder, or --force to replace it")
-        if not (asked.out / "config.json").is_file():
-            raise ValueError(f"--out={asked.out}: is no Hugging Face folder (it has no config.json), so --force does not replace it")
+    check_not_input(merge_options)
+    if merge_options.out.exists():
+        if not merge_options.force:
+            raise ValueError(f"--out={merge_options.out}: exists; choose another folder, or --force to replace it")
+        if not (merge_options.out / "config.json").is_file():
+            raise ValueError(
+                f"--out={merge_options.out}: is no Hugging Face folder (it has no config.json), so --force does not replace it"
+            )
 
 
-def _check_verify(asked: Merge, kind: str, *, is_merged: bool) -> None:
+def _check_verify(merge_options: MergeOptions, kind: str, *, is_merged: bool) -> None:
     """Refuse to promise a comparison of logits that would not be one."""
-    if not asked.verify:
+    if not merge_options.verify:
         return
     if kind != "torch_dist":
         raise ValueError(
-            f"--verify: {asked.checkpoint} is no torch_dist checkpoint of this trainer, so its logits cannot be computed here; "
+            f"--verify: {merge_options.checkpoint} is no torch_dist checkpoint of this trainer, so its logits cannot be computed here; "
             "leave it out, and compare names and shapes with --reference HF_DIR"
         )
-    if asked.dtype or is_merged:
+    if merge_options.dtype or is_merged:
         raise ValueError("--verify: compares the weights as they are stored; merge without --dtype, and without an adapter")
 
 
-def _verify(partial: Path, checkpoint: Path) -> str:
-    from tools.convert.verify import verify  # Megatron takes seconds and memory to import
+def _verify_logits(partial: Path, checkpoint: Path) -> str:
+    from tools.convert.verify import verify_logits  # Megatron takes seconds and memory to import
 
-    return verify(partial, checkpoint)
+    return verify_logits(partial, checkpoint)
 
 
-def _tensors(
+def _rename_tensors(
     source: TensorSource, specs: dict[str, TensorSpec], rename: Callable[[str], str], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor once, under its name in the result."""
@@ -179,7 +189,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--style",
-        choices=STYLES,
+        choices=NAME_STYLES,
         default="released",
         help="tensor names: released (default; visual.*, model.*, of Qwen3-VL nested) or nested (model.visual.*, model.language_model.*)",
     )
@@ -194,8 +204,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parse_arguments(arguments))
     options["dtype"] = DTYPES.get(options["dtype"])
     quiet_libraries()
-    asked = Merge(**options)
-    return ended(lambda: merge(asked), out=asked.out)
+    asked = MergeOptions(**options)
+    return run_command(lambda: merge_checkpoint(asked), out=asked.out)
 
 
 if __name__ == "__main__":

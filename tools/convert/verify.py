@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.batching.packing import pack
-from megatron_rl.compat.megatron_cpu import on_cpu_too
+from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings, ParallelSettings, require
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
@@ -37,7 +37,7 @@ TOLERANCE = 1e-5
 """Of the largest logit; two fp32 forwards of a correct conversion differ by about 1e-6 of it."""
 
 
-def prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
+def make_test_prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
     """A text and an image prompt of random token ids and patches; no two tokens of the images are alike."""
     generator = torch.Generator().manual_seed(0)
     special = (spec.image_token_id, spec.video_token_id, spec.vision_start_id, spec.vision_end_id)
@@ -46,9 +46,9 @@ def prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
     def text(length: int) -> list[int]:
         return [plain[index] for index in torch.randint(len(plain), (length,), generator=generator).tolist()]
 
-    merge, images = spec.vision.merge, []
+    merge, images = spec.vision.spatial_merge_size, []
     for rows, columns in ((2 * merge, 3 * merge), (4 * merge, 2 * merge)):
-        patch_PC = torch.randn(rows * columns, spec.vision.patch_numbers, generator=generator)
+        patch_PC = torch.randn(rows * columns, spec.vision.patch_dim, generator=generator)
         images.append(Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, rows, columns), key=f"{rows} x {columns}", merge=merge))
     shown = TokenSequence(text(5))
     for image in images:
@@ -63,15 +63,15 @@ def prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
 
 
 @torch.no_grad()
-def hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--hf") -> dict[str, torch.Tensor]:
+def compute_hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--hf") -> dict[str, torch.Tensor]:
     """Logits [L, vocabulary] of transformers' model for each prompt, in fp32; `dtype` is what weights are rounded to before."""
     spec = read_spec(folder, key=key)
     _check_memory(spec, folder, key=key)
-    model = spec.family.model.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
-    return {name: logits_of(model, context, image_token_id=spec.image_token_id) for name, context in prompts(spec).items()}
+    model = spec.family.model_class.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
+    return {name: compute_logits(model, context, image_token_id=spec.image_token_id) for name, context in make_test_prompts(spec).items()}
 
 
-def logits_of(model: PreTrainedModel, context: TokenSequence, *, image_token_id: int) -> torch.Tensor:
+def compute_logits(model: PreTrainedModel, context: TokenSequence, *, image_token_id: int) -> torch.Tensor:
     """Transformers' own forward of one context: logits [L, vocabulary]."""
     ids = torch.tensor([context.token_ids])
     images = {}
@@ -84,27 +84,27 @@ def logits_of(model: PreTrainedModel, context: TokenSequence, *, image_token_id:
     return model(input_ids=ids, attention_mask=torch.ones_like(ids), **images).logits[0]
 
 
-@on_cpu_too
+@with_megatron_on_cpu
 @torch.no_grad()
-def mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, torch.Tensor]:
+def compute_mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, torch.Tensor]:
     """The same of Megatron's model, loaded by Megatron's own dist_checkpointing.load."""
     spec = read_spec(checkpoint / "hf", key=key)
     remedy = "holds a LoRA adapter beside the base; merge it, and compare the merged folder"
     require(not any(map(is_adapter, McoreTensors(checkpoint, key=key).specs)), key, checkpoint, remedy)
     _check_memory(spec, checkpoint, key=key)
-    with _world_of_one():
+    with _single_process_group():
         model = ModelChunk(spec, build_layout(ParallelSettings(), seed=0), torch.float32, lora=LoraSettings()).eval()
         load_weights(nn.ModuleList([model]), checkpoint, key=key)
         logits = {}
-        for name, context in prompts(spec).items():
-            batch = pack([PackItem(context)], image_token_id=spec.image_token_id, positions=spec.positions)
+        for name, context in make_test_prompts(spec).items():
+            batch = pack([PackItem(context)], image_token_id=spec.image_token_id, positions=spec.rope_positions)
             batch.patch_PC = torch.cat([patch_bytes(image) for image in batch.images]) if batch.images else None
             logits[name] = model.head(model(batch, torch.arange(batch.num_tokens)))
     return logits
 
 
 @contextmanager
-def _world_of_one() -> Iterator[None]:
+def _single_process_group() -> Iterator[None]:
     """Megatron's process groups in a process that has none."""
     connect(read_world(), timeout_s=60)
     try:
@@ -123,9 +123,9 @@ def _check_memory(spec: ModelSpec, folder: Path, *, key: str) -> None:
     require(needed < available, key, folder, remedy)
 
 
-def verify(hf: Path, checkpoint: Path, *, dtype: torch.dtype | None = None) -> str:
+def verify_logits(hf: Path, checkpoint: Path, *, dtype: torch.dtype | None = None) -> str:
     """A line about how close the logits are. Raises ValueError where they differ, or the model does not fit into memory."""
-    theirs, ours = hf_logits(hf, dtype=dtype), mcore_logits(checkpoint)
+    theirs, ours = compute_hf_logits(hf, dtype=dtype), compute_mcore_logits(checkpoint)
     gaps = {name: ((ours[name] - logits).abs().max() / logits.abs().max()).item() for name, logits in theirs.items()}
     account = ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
     require(

@@ -19,7 +19,9 @@ _ARROW = {
 _FILE = "data-00000-of-00001.arrow"
 
 
-def write(out: Path, splits: Mapping[str, Sequence[Mapping[str, object]]], features: Mapping[str, Mapping[str, object]]) -> None:
+def write_dataset_dict(
+    out: Path, splits: Mapping[str, Sequence[Mapping[str, object]]], features: Mapping[str, Mapping[str, object]]
+) -> None:
     """`features`: STRING, STRINGS or IMAGE by column, in order."""
     for split, rows in splits.items():
         folder = out / split

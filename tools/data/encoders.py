@@ -7,25 +7,27 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config import require
-from tools.data.lewis_rounds import opened, unit
+from tools.data.lewis_rounds import normalize_rows, open_image
 
 ONNX = "model.onnx"
-PREPARES = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-def encoded_by(folder: Path, paths: list[Path]) -> np.ndarray:
+def encode_images(folder: Path, paths: list[Path]) -> np.ndarray:
     """float32 [N, D] of length 1. ValueError: the folder holds no encoder of pictures."""
     from transformers import AutoImageProcessor
 
-    is_there = any((folder / name).exists() for name in PREPARES)
-    require(is_there, "--encoder", folder, f"has no {PREPARES[0]}, which says how pictures are prepared; a transformers folder has one")
+    is_there = any((folder / name).exists() for name in PROCESSOR_FILES)
+    require(
+        is_there, "--encoder", folder, f"has no {PROCESSOR_FILES[0]}, which says how pictures are prepared; a transformers folder has one"
+    )
     processor = AutoImageProcessor.from_pretrained(folder)
-    encode = _onnx(folder / ONNX) if (folder / ONNX).exists() else _transformers(folder)
-    rows = [encode(dict(processor(images=[opened(path)], return_tensors="pt"))) for path in paths]
-    return unit(np.stack(rows).astype(np.float32))
+    encode = _load_onnx_encoder(folder / ONNX) if (folder / ONNX).exists() else _load_transformers_encoder(folder)
+    rows = [encode(dict(processor(images=[open_image(path)], return_tensors="pt"))) for path in paths]
+    return normalize_rows(np.stack(rows).astype(np.float32))
 
 
-def _onnx(file: Path) -> Callable[[dict], np.ndarray]:
+def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
     """The graph has one input, pixel_values; its first output is a picture's embedding, or one of each of its patches.
 
     By onnxruntime: OpenCV 5.0 cuts what does not fit (NaryEltwiseLayer: "Clamping to 17") where this refuses it.
@@ -45,7 +47,7 @@ def _onnx(file: Path) -> Callable[[dict], np.ndarray]:
 
     def encode(prepared: dict) -> np.ndarray:
         try:
-            return _mean(session.run(None, {"pixel_values": prepared["pixel_values"].numpy()})[0][0])
+            return _mean_embedding(session.run(None, {"pixel_values": prepared["pixel_values"].numpy()})[0][0])
         except said as error:
             shape = list(prepared["pixel_values"].shape)
             raise ValueError(f"--encoder={file.parent}: {file.name} cannot be run on {shape} ({error})") from error
@@ -53,7 +55,7 @@ def _onnx(file: Path) -> Callable[[dict], np.ndarray]:
     return encode
 
 
-def _transformers(folder: Path) -> Callable[[dict], np.ndarray]:
+def _load_transformers_encoder(folder: Path) -> Callable[[dict], np.ndarray]:
     """A model of pictures alone (ViT, ResNet) says what it makes of each patch; one of pictures and text (CLIP, Qwen-VL)
     has features of a picture for it."""
     import torch
@@ -65,14 +67,14 @@ def _transformers(folder: Path) -> Callable[[dict], np.ndarray]:
     @torch.no_grad()
     def encode(prepared: dict) -> np.ndarray:
         if is_of_pictures:
-            return _mean(model(**prepared).last_hidden_state[0].numpy())
+            return _mean_embedding(model(**prepared).last_hidden_state[0].numpy())
         pooled = model.get_image_features(**prepared).pooler_output
-        return _mean(pooled[0].numpy())
+        return _mean_embedding(pooled[0].numpy())
 
     return encode
 
 
-def _mean(features: np.ndarray) -> np.ndarray:
+def _mean_embedding(features: np.ndarray) -> np.ndarray:
     """[D] of [D], of [patches, D], or of [D, rows, columns]."""
     match features.ndim:
         case 1:

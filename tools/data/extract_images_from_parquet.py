@@ -26,23 +26,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_rl.config import require
-from megatron_rl.data.images import SUFFIXES, UNREADABLE, StoredImage, shortened, stored_image
+from megatron_rl.data.images import SUFFIXES, UNREADABLE, StoredImage, make_stored_image, shorten
 from megatron_rl.errors import InfraError
-from tools.commands import ended
+from tools.commands import run_command
 
-QUALITY = 95
+JPEG_QUALITY = 95
 ROWS_AT_ONCE = 64
 
 
 @dataclass(slots=True, frozen=True)
-class Written:
+class WrittenImage:
     path: str
     """From the table's folder."""
     name: str
     size: int
 
 
-def extract(source: Path, out: Path, *, threads: int, console: Console) -> str:
+def extract_images(source: Path, out: Path, *, threads: int, console: Console) -> str:
     """Write pictures and table, and return a line about them. ValueError: the file is no such table, or a row cannot be done."""
     require(source.is_file(), "--parquet", source, "no such file")
     require(threads >= 1, "--threads", threads, "must be at least 1")
@@ -53,16 +53,16 @@ def extract(source: Path, out: Path, *, threads: int, console: Console) -> str:
     many = _names_are_lists(table.schema_arrow, source)
     target = out / f"{source.stem}_with_image_paths.parquet"
     target.parent.mkdir(parents=True, exist_ok=True)
-    schema = _new_schema(table.schema_arrow, many=many)
+    schema = _make_schema(table.schema_arrow, many=many)
     seen: dict[str, str] = {}
     partial = target.with_name(f".{target.name}.partial")
     try:
         with pq.ParquetWriter(partial, schema) as writer, ThreadPoolExecutor(threads) as pool, _progress(console) as bar:
             task, start = bar.add_task("rows", total=table.metadata.num_rows), 0
             for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, use_threads=False):
-                jobs = list(_jobs(batch, source, start=start, many=many, seen=seen))
-                written = list(pool.map(lambda row: [_write(image, name, digest, out) for image, name, digest in row], jobs))
-                writer.write_batch(_renewed(batch, written, schema, many=many))
+                jobs = list(_list_jobs(batch, source, start=start, many=many, seen=seen))
+                written = list(pool.map(lambda row: [_write_image(image, name, digest, out) for image, name, digest in row], jobs))
+                writer.write_batch(_replace_image_columns(batch, written, schema, many=many))
                 start += batch.num_rows
                 bar.advance(task, batch.num_rows)
         partial.replace(target)
@@ -79,14 +79,14 @@ def _names_are_lists(schema: pa.Schema, source: Path) -> bool:
     return pa.types.is_list(extra.field("image_file_name").type)
 
 
-def _new_schema(schema: pa.Schema, *, many: bool) -> pa.Schema:
+def _make_schema(schema: pa.Schema, *, many: bool) -> pa.Schema:
     images = pa.field("images", pa.list_(pa.struct({"path": pa.string()})))
     added = {"image_file_path": pa.string(), "image_file_name": pa.string(), "image_file_size": pa.int64()}
     kept = [images if field.name == "images" else field for field in schema if field.name not in added]
     return pa.schema([*kept, *(pa.field(name, pa.list_(kind) if many else kind) for name, kind in added.items())])
 
 
-def _jobs(
+def _list_jobs(
     batch: pa.RecordBatch, source: Path, *, start: int, many: bool, seen: dict[str, str]
 ) -> Iterator[list[tuple[StoredImage, str, str]]]:
     """Of each row the pictures, their file names, and the SHA-256 of their bytes."""
@@ -100,8 +100,8 @@ def _jobs(
         row = []
         for number, (value, name) in enumerate(zip(images or [], names, strict=True)):
             present = {key: item for key, item in (value or {}).items() if item is not None}
-            image = stored_image(present, folder=source.parent, where=f"{where}: images[{number}]")
-            file, digest = file_name(name, where=where), hashlib.sha256(image.content()).hexdigest()
+            image = make_stored_image(present, folder=source.parent, where=f"{where}: images[{number}]")
+            file, digest = file_name(name, where=where), hashlib.sha256(image.load_bytes()).hexdigest()
             if seen.setdefault(file, digest) != digest:
                 raise ValueError(f"{where}: another row's picture is called {file} too; rename one in extra_info.image_file_name")
             row.append((image, file, digest))
@@ -112,11 +112,11 @@ def file_name(name: object, *, where: str) -> str:
     """A relative path with the suffix .jpg. ValueError: it leaves the folder, or names nothing."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.name or path.is_absolute() or ".." in path.parts or any(character in str(name) for character in "\\\0:"):
-        raise ValueError(f"{where}: extra_info.image_file_name {shortened(repr(name))} is no relative path of a file; correct it")
+        raise ValueError(f"{where}: extra_info.image_file_name {shorten(repr(name))} is no relative path of a file; correct it")
     return str(path.with_suffix(".jpg") if path.suffix.lower() in SUFFIXES[1:] else f"{path}.jpg")
 
 
-def _write(image: StoredImage, name: str, digest: str, out: Path) -> Written:
+def _write_image(image: StoredImage, name: str, digest: str, out: Path) -> WrittenImage:
     target = out / "images" / name
     if not _is_done(image, name, digest, out):
         try:
@@ -125,9 +125,9 @@ def _write(image: StoredImage, name: str, digest: str, out: Path) -> Written:
             raise ValueError(str(fault)) from fault
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.{hash(image)}.partial")
-        picture.save(partial, format="JPEG", quality=QUALITY, comment=digest)
+        picture.save(partial, format="JPEG", quality=JPEG_QUALITY, comment=digest)
         partial.replace(target)
-    return Written(path=f"images/{name}", name=name, size=target.stat().st_size)
+    return WrittenImage(path=f"images/{name}", name=name, size=target.stat().st_size)
 
 
 def _is_done(image: StoredImage, name: str, digest: str, out: Path) -> bool:
@@ -149,7 +149,7 @@ def _is_done(image: StoredImage, name: str, digest: str, out: Path) -> bool:
     return False
 
 
-def _renewed(batch: pa.RecordBatch, written: list[list[Written]], schema: pa.Schema, *, many: bool) -> pa.RecordBatch:
+def _replace_image_columns(batch: pa.RecordBatch, written: list[list[WrittenImage]], schema: pa.Schema, *, many: bool) -> pa.RecordBatch:
     columns = {
         "images": [[{"path": file.path} for file in row] for row in written],
         "image_file_path": [[file.path for file in row] if many else row[0].path for row in written],
@@ -182,7 +182,7 @@ exit code: 0 all is there; 1 an error, said in one line; the table is not writte
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for images/ and the new table")
     parser.add_argument("--threads", type=int, default=16, metavar="N", help="pictures that are made at once (default 16)")
     given = parser.parse_args(arguments)
-    return ended(lambda: extract(given.parquet, given.out, threads=given.threads, console=Console(stderr=True)), out=given.out)
+    return run_command(lambda: extract_images(given.parquet, given.out, threads=given.threads, console=Console(stderr=True)), out=given.out)
 
 
 if __name__ == "__main__":

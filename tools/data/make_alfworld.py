@@ -25,110 +25,120 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron_rl.config import require
 from megatron_rl.errors import InfraError, PermanentInfraError
-from megatron_rl.tasks.alfworld.game_files import GAME, TRANSCRIPTS, Transcript, Turn, require_packages, transcript_of
-from megatron_rl.tasks.alfworld.game_generator import Draft, House, drafts, house
-from megatron_rl.tasks.alfworld.goals import NAMES, Goal
-from megatron_rl.tasks.alfworld.player_pool import Players
-from megatron_rl.tasks.alfworld.scene_prompts import View, prompt_of, thoughts_before, write_reply
-from megatron_rl.tasks.alfworld.search_expert import Searcher
+from megatron_rl.tasks.alfworld.game_files import (
+    GAME_FILE,
+    TRANSCRIPT_FILES,
+    GameTranscript,
+    TranscriptTurn,
+    load_transcript,
+    require_packages,
+)
+from megatron_rl.tasks.alfworld.game_generator import AlfworldPackage, GameDraft, find_alfworld_package, generate_drafts
+from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND, AlfworldGoal
+from megatron_rl.tasks.alfworld.player_pool import PlayerPool
+from megatron_rl.tasks.alfworld.scene_prompts import GameObservation, write_prompt, write_reply, write_thoughts
+from megatron_rl.tasks.alfworld.search_expert import SearchExpert
 from megatron_rl.tasks.alfworld.task import MAX_STEPS
 
-TRIES = 20
+MAX_DRAFTS_PER_GAME = 20
 """Drafts of one game, until the planner wins one."""
-LONGEST = 30
+MAX_GAME_COMMANDS = 30
 """Commands to win a game that is kept."""
-PARTIAL = ".partial"
-WORDS = "words.txt"
-WORDS_OF = 60
+PARTIAL_SUFFIX = ".partial"
+TEXTS_FILE = "words.txt"
+NUM_TEXT_GAMES = 60
 """Games whose prompts and replies are in words.txt."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Size:
-    places: int
-    things: int
+class GameSize:
+    num_receptacles: int
+    num_objects: int
 
 
-def write_game(folder: Path, draft: Draft, rules: House, *, walkthrough: list[str]) -> None:
+def write_game(folder: Path, draft: GameDraft, rules: AlfworldPackage, *, walkthrough: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     goal = draft.goal
     is_lamp = goal.kind == "look"
     parameters = {
-        "object_target": goal.thing, "parent_target": "" if is_lamp else goal.place, "toggle_target": goal.place if is_lamp else "",
+        "object_target": goal.object_type, "parent_target": "" if is_lamp else goal.receptacle_type,
+        "toggle_target": goal.receptacle_type if is_lamp else "",
         "mrecep_target": "", "object_sliced": False,
     }  # fmt: skip
-    data = {"task_type": NAMES[goal.kind], "pddl_params": parameters, "scene": {"scene_num": goal.scene}}
-    game = {"pddl_domain": rules.domain, "grammar": rules.grammar(draft.task), "pddl_problem": draft.problem}
+    data = {"task_type": ALFWORLD_NAME_BY_KIND[goal.kind], "pddl_params": parameters, "scene": {"scene_num": goal.scene}}
+    game = {"pddl_domain": rules.pddl_domain, "grammar": rules.make_grammar(draft.task_text), "pddl_problem": draft.pddl_problem}
     (folder / "traj_data.json").write_text(json.dumps(data))
-    (folder / GAME).write_text(json.dumps({**game, "solvable": True, "walkthrough": walkthrough}))
+    (folder / GAME_FILE).write_text(json.dumps({**game, "solvable": True, "walkthrough": walkthrough}))
 
 
-async def transcribe(players: Players, game: Path, *, walkthrough: list[str]) -> dict[str, Transcript]:
+async def transcribe_game(players: PlayerPool, game: Path, *, walkthrough: list[str]) -> dict[str, GameTranscript]:
     """Who wins the game, and how: the planner, or the walkthrough that it left, and the searcher. InfraError: TextWorld failed."""
-    player, found = await players.take(str(game)), {}
+    player, found = await players.acquire(str(game)), {}
     try:
-        for name in TRANSCRIPTS:
-            begun = await player.ask(game=str(game))
-            task, view, turns = str(begun.pop("task")), View(**begun), []
+        for name in TRANSCRIPT_FILES:
+            begun = await player.send_request(game=str(game))
+            task, view, turns = str(begun.pop("task")), GameObservation(**begun), []
             if name == "planner":
-                known = walkthrough or (await player.ask(plan=True))["plan"]
-                following = ((thoughts_before(known[number:]), command) for number, command in enumerate(known))
+                known = walkthrough or (await player.send_request(plan=True))["plan"]
+                following = ((write_thoughts(known[number:]), command) for number, command in enumerate(known))
             else:
-                searcher = Searcher(Goal.named(game.parents[1].name))
-                following = (searcher.next(view) for _ in range(MAX_STEPS))
+                searcher = SearchExpert(AlfworldGoal.from_folder_name(game.parents[1].name))
+                following = (searcher.choose_command(view) for _ in range(MAX_STEPS))
             for thoughts, command in takewhile(bool, following):
-                turns.append(Turn(view.text, view.commands, thoughts, command))
-                view = View(**await player.ask(command=command))
-                if view.won:
-                    found[name] = Transcript(task, turns)
+                turns.append(TranscriptTurn(view.text, view.commands, thoughts, command))
+                view = GameObservation(**await player.send_request(command=command))
+                if view.is_won:
+                    found[name] = GameTranscript(task, turns)
                     break
         return found
     finally:
-        players.give_back(player)
+        players.release(player)
 
 
-def write_transcripts(folder: Path, transcripts: dict[str, Transcript]) -> None:
+def write_transcripts(folder: Path, transcripts: dict[str, GameTranscript]) -> None:
     for name, transcript in transcripts.items():
-        (folder / TRANSCRIPTS[name]).write_text(json.dumps(asdict(transcript)))
+        (folder / TRANSCRIPT_FILES[name]).write_text(json.dumps(asdict(transcript)))
 
 
-async def make_one(out: Path, trial: str, players: Players, attempts: Iterator[Draft], rules: House) -> None:
+async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterator[GameDraft], rules: AlfworldPackage) -> None:
     """The first draft that can be won, as a folder that appears whole."""
     for number, draft in enumerate(attempts):
-        folder = out.parent / PARTIAL / f"{out.name}_{trial}_{number}" / draft.goal.folder / trial
+        folder = out.parent / PARTIAL_SUFFIX / f"{out.name}_{trial}_{number}" / draft.goal.folder_name / trial
         try:
             write_game(folder, draft, rules, walkthrough=[])
-            transcripts = await transcribe(players, folder / GAME, walkthrough=[])
+            transcripts = await transcribe_game(players, folder / GAME_FILE, walkthrough=[])
         except PermanentInfraError:
             raise
         except InfraError as fault:
             print(f"{trial}: another draft is tried ({fault})", file=sys.stderr)
             transcripts = {}
-        if "planner" in transcripts and len(transcripts["planner"].turns) <= LONGEST:
-            write_game(folder, draft, rules, walkthrough=transcripts["planner"].played)
+        if "planner" in transcripts and len(transcripts["planner"].turns) <= MAX_GAME_COMMANDS:
+            write_game(folder, draft, rules, walkthrough=transcripts["planner"].commands)
             write_transcripts(folder, transcripts)
-            (out / draft.goal.folder).mkdir(parents=True, exist_ok=True)
-            os.rename(folder, out / draft.goal.folder / trial)
+            (out / draft.goal.folder_name).mkdir(parents=True, exist_ok=True)
+            os.rename(folder, out / draft.goal.folder_name / trial)
             return
-    raise ValueError(f"{out / trial}: none of {TRIES} drafts could be won; choose other --places and --things")
+    raise ValueError(f"{out / trial}: none of {MAX_DRAFTS_PER_GAME} drafts could be won; choose other --places and --things")
 
 
-async def make(out: Path, *, nums: dict[str, int], size: Size, seed: int, processes: int, seconds: float) -> int:
+async def make_games(out: Path, *, nums: dict[str, int], size: GameSize, seed: int, processes: int, seconds: float) -> int:
     """Returns how many games are new."""
-    rules, players, kinds = house(), Players(processes, seconds=seconds), list(NAMES)
+    rules, players, kinds = find_alfworld_package(), PlayerPool(processes, timeout_s=seconds), list(ALFWORLD_NAME_BY_KIND)
     console = Console(stderr=True)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=console,
                    transient=True, disable=not console.is_terminal)  # fmt: skip
     wanted = []
     for split, num in nums.items():
-        made = {path.parent.name for path in (out / split).glob(f"*/*/{GAME}")}
+        made = {path.parent.name for path in (out / split).glob(f"*/*/{GAME_FILE}")}
         wanted += [(split, number) for number in range(num) if f"trial_{number:05d}" not in made]
 
     async def one(split: str, number: int) -> None:
         dice, kind = random.Random(f"{seed} {split} {number}"), kinds[number % len(kinds)]
-        attempts = drafts(rules, split=split, kind=kind, dice=dice, num_places=size.places, num_things=size.things)
+        attempts = generate_drafts(
+            rules, split=split, kind=kind, rng=dice, max_receptacles=size.num_receptacles, max_objects=size.num_objects
+        )
         async with places:
-            await make_one(out / split, f"trial_{number:05d}", players, islice(attempts, TRIES), rules)
+            await make_game(out / split, f"trial_{number:05d}", players, islice(attempts, MAX_DRAFTS_PER_GAME), rules)
         bar.advance(line)
 
     places = asyncio.Semaphore(processes)
@@ -140,35 +150,35 @@ async def make(out: Path, *, nums: dict[str, int], size: Size, seed: int, proces
                     games.create_task(one(split, number))
         finally:
             await players.close()
-            shutil.rmtree(out / PARTIAL, ignore_errors=True)
+            shutil.rmtree(out / PARTIAL_SUFFIX, ignore_errors=True)
     return len(wanted)
 
 
-def write_words(out: Path) -> None:
+def write_tokenizer_texts(out: Path) -> None:
     """Texts as the policy reads and writes them, for the tokenizer of a small one (make_tiny_qwen2_5_vl.py --words)."""
     texts = []
-    for player, name in TRANSCRIPTS.items():
+    for player, name in TRANSCRIPT_FILES.items():
         found = sorted((out / "train").glob(f"*/*/{name}"))
-        for path in found[:: max(1, len(found) // WORDS_OF)]:
-            transcript = transcript_of(path.parent, player)
+        for path in found[:: max(1, len(found) // NUM_TEXT_GAMES)]:
+            transcript = load_transcript(path.parent, player)
             for number, turn in enumerate(transcript.turns):
-                view = View(turn.text, turn.commands, won=False, met=0, conditions=1)
-                texts.append(prompt_of(transcript.task, view, before=transcript.played[:number]))
+                view = GameObservation(turn.text, turn.commands, is_won=False, num_met=0, num_conditions=1)
+                texts.append(write_prompt(transcript.task, view, history=transcript.commands[:number]))
                 texts.append(write_reply(turn.thoughts, turn.command))
-    partial = out / f".{WORDS}.partial"
+    partial = out / f".{TEXTS_FILE}.partial"
     partial.write_text("\n".join(texts) + "\n")
-    partial.replace(out / WORDS)
+    partial.replace(out / TEXTS_FILE)
 
 
 async def transcribe_all(root: Path, *, processes: int, seconds: float) -> int:
     """A transcript for every game under a folder that has none, official ones too. Returns how many are new."""
-    players = Players(processes, seconds=seconds)
-    games = [path for path in sorted(root.rglob(GAME)) if not (path.parent / TRANSCRIPTS["planner"]).exists()]
+    players = PlayerPool(processes, timeout_s=seconds)
+    games = [path for path in sorted(root.rglob(GAME_FILE)) if not (path.parent / TRANSCRIPT_FILES["planner"]).exists()]
     written = 0
     try:
-        for game in (game for game in games if Goal.named(game.parents[1].name) is not None):
+        for game in (game for game in games if AlfworldGoal.from_folder_name(game.parents[1].name) is not None):
             walkthrough = json.loads(game.read_text()).get("walkthrough") or []
-            transcripts = await transcribe(players, game, walkthrough=walkthrough)
+            transcripts = await transcribe_game(players, game, walkthrough=walkthrough)
             write_transcripts(game.parent, transcripts)
             written += "planner" in transcripts
     finally:
@@ -198,7 +208,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(options: argparse.Namespace) -> str:
+def run_options(options: argparse.Namespace) -> str:
     require_packages()
     require((options.out is None) != (options.transcribe is None), "--out", options.out, "give either --out or --transcribe")
     started = time.monotonic()
@@ -212,11 +222,11 @@ def run(options: argparse.Namespace) -> str:
         value = getattr(options, key)
         require(value == 0 or value >= least, f"--{key}", value, f"must be at least {least}, or 0 for all")
     nums = {"train": options.num_train, "eval": options.num_eval}
-    size = Size(places=options.places, things=options.things)
+    size = GameSize(num_receptacles=options.places, num_objects=options.things)
     new = asyncio.run(
-        make(options.out, nums=nums, size=size, seed=options.seed, processes=options.processes, seconds=options.seconds)
+        make_games(options.out, nums=nums, size=size, seed=options.seed, processes=options.processes, seconds=options.seconds)
     )  # fmt: skip
-    write_words(options.out)
+    write_tokenizer_texts(options.out)
     spent = time.monotonic() - started
     return f"{sum(nums.values())} games in {options.out}, {new} of them new, {60 * new / spent:.0f} a minute"
 
@@ -224,7 +234,7 @@ def run(options: argparse.Namespace) -> str:
 def main(arguments: list[str] | None = None) -> int:
     code = 0
     try:
-        print(run(parse_arguments(arguments)))
+        print(run_options(parse_arguments(arguments)))
     except* (ValueError, PermanentInfraError) as errors:
         print(*errors.exceptions, sep="\n", file=sys.stderr)
         code = 2

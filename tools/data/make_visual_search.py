@@ -24,7 +24,7 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.Image import Image as Picture
 
 from megatron_rl.config import require, require_choice
-from megatron_rl.tasks.visual_search.drawing import LEVELS, SHAPES, Level, Scene, Sprites, scene, shapes
+from megatron_rl.tasks.visual_search.drawing import SEARCH_LEVELS, SHAPES, SearchLevel, SearchScene, Sprites, draw_shapes, make_scene
 
 FLUENT = "@lobehub/fluent-emoji-3d@1.1.0"
 """On npm; MIT, by Microsoft."""
@@ -37,17 +37,17 @@ ROWS = 256
 """In memory at a time."""
 
 
-def fluent(source: Path | None) -> Sprites:
+def load_fluent_emojis(source: Path | None) -> Sprites:
     """The named emoji of the npm package: from its .tgz, or fetched with npm."""
     with tempfile.TemporaryDirectory() as folder:
         if source is None:
             subprocess.run(["npm", "pack", "--silent", FLUENT], cwd=folder, check=True, stdout=subprocess.DEVNULL)
             source = next(Path(folder).glob("*.tgz"))
         require(source.is_file(), "--source", source, f"no such file; give the .tgz of `npm pack {FLUENT}`")
-        return _distinct(_from_package(source))
+        return _remove_duplicates(_read_package(source))
 
 
-def _from_package(path: Path) -> Iterator[tuple[str, Picture]]:
+def _read_package(path: Path) -> Iterator[tuple[str, Picture]]:
     with tarfile.open(path) as package:
         for member in sorted(package, key=lambda member: member.name):
             code = re.search(r"/([0-9a-f]{4,5})(?:-fe0f)?\.webp$", member.name)  # longer ones are sequences, which have no names
@@ -57,31 +57,31 @@ def _from_package(path: Path) -> Iterator[tuple[str, Picture]]:
                 yield name, Image.open(io.BytesIO(content.read())).convert("RGBA")
 
 
-def noto(source: Path | None) -> Sprites:
+def load_noto_emojis(source: Path | None) -> Sprites:
     """The named pictographs that the font has."""
     require(source is not None and source.is_file(), "--source", source, "give the path of NotoColorEmoji.ttf")
     font = ImageFont.truetype(source, NOTO_SIZE, layout_engine=ImageFont.Layout.BASIC)
-    missing = _glyph(font, "\uffff")
-    drawn = ((unicodedata.name(point, "").lower(), _glyph(font, point)) for point in map(chr, PICTOGRAPHS))
-    return _distinct((name, picture) for name, picture in drawn if name and picture.tobytes() != missing.tobytes())
+    missing = _draw_glyph(font, "\uffff")
+    drawn = ((unicodedata.name(point, "").lower(), _draw_glyph(font, point)) for point in map(chr, PICTOGRAPHS))
+    return _remove_duplicates((name, picture) for name, picture in drawn if name and picture.tobytes() != missing.tobytes())
 
 
-def _glyph(font: ImageFont.FreeTypeFont, character: str) -> Picture:
+def _draw_glyph(font: ImageFont.FreeTypeFont, character: str) -> Picture:
     picture = Image.new("RGBA", (136, 136))
     ImageDraw.Draw(picture).text((68, 68), character, font=font, embedded_color=True, anchor="mm")
     return picture
 
 
-def _distinct(named: Iterable[tuple[str, Picture]]) -> Sprites:
+def _remove_duplicates(named: Iterable[tuple[str, Picture]]) -> Sprites:
     """Without empty pictures, and of those with the same pixels the first; each cut to what is seen of it, in the middle of a square."""
     kept: dict[bytes, tuple[str, Picture]] = {}
     for name, picture in named:
         if picture.getbbox() is not None:
-            kept.setdefault(picture.tobytes(), (name, _squared(picture.crop(picture.getbbox()))))
+            kept.setdefault(picture.tobytes(), (name, _center_in_square(picture.crop(picture.getbbox()))))
     return dict(kept.values())
 
 
-def _squared(picture: Picture) -> Picture:
+def _center_in_square(picture: Picture) -> Picture:
     side = max(picture.size)
     square = Image.new("RGBA", (side, side))
     square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
@@ -93,8 +93,8 @@ def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
     require_choice("--things", things, ("shapes", "fluent", "noto"))
     if things == "shapes":
         require(source is None, "--source", source, "shapes are drawn; leave it out")
-        return {"train": shapes(SHAPES), "eval": shapes(SHAPES)}
-    every = fluent(source) if things == "fluent" else noto(source)
+        return {"train": draw_shapes(SHAPES), "eval": draw_shapes(SHAPES)}
+    every = load_fluent_emojis(source) if things == "fluent" else load_noto_emojis(source)
     names = sorted(every)
     random.Random(0).shuffle(names)
     held_out = set(names[::EVAL_SHARE])
@@ -104,10 +104,10 @@ def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
     }
 
 
-def row_of(drawn: Scene, *, split: str, index: int, source: str, image: dict[str, object]) -> dict[str, object]:
+def make_row(drawn: SearchScene, *, split: str, index: int, source: str, image: dict[str, object]) -> dict[str, object]:
     """A training record; the prompt has the picture's place."""
     answer = drawn.target.label
-    things = [{"name": thing.name, "bbox": list(thing.cell), "label": thing.label} for thing in drawn.things]
+    things = [{"name": thing.name, "bbox": list(thing.cell), "label": thing.label} for thing in drawn.objects]
     return {
         "prompt": [{"role": "user", "content": f"<image>\n{drawn.question}"}],
         "data_source": source,
@@ -121,11 +121,11 @@ def row_of(drawn: Scene, *, split: str, index: int, source: str, image: dict[str
     }  # fmt: skip
 
 
-def rows(split: str, *, num: int, seed: int, level: str, sprites: Sprites, images: Path | None) -> Iterator[dict[str, object]]:
+def make_rows(split: str, *, num: int, seed: int, level: str, sprites: Sprites, images: Path | None) -> Iterator[dict[str, object]]:
     """The records one by one. Pictures are files in `images`, named relative to its parent, or bytes in the record where that is None."""
     names = sorted(sprites)
     for index in range(num):
-        drawn = scene(LEVELS[level], names, seed=f"{split} {seed} {index}")
+        drawn = make_scene(SEARCH_LEVELS[level], names, seed=f"{split} {seed} {index}")
         content = io.BytesIO()
         drawn.draw(sprites).save(content, format="PNG")
         image: dict[str, object] = {"bytes": content.getvalue()}
@@ -133,7 +133,7 @@ def rows(split: str, *, num: int, seed: int, level: str, sprites: Sprites, image
             path = images / f"{split}_{index:06d}.png"
             path.write_bytes(content.getvalue())
             image = {"path": f"{images.name}/{path.name}"}
-        yield row_of(drawn, split=split, index=index, source=f"visual_search_{level}", image=image)
+        yield make_row(drawn, split=split, index=index, source=f"visual_search_{level}", image=image)
 
 
 def write_jsonl(path: Path, records: Iterator[dict[str, object]]) -> None:
@@ -153,21 +153,23 @@ def write_parquet(path: Path, records: Iterator[dict[str, object]]) -> None:
             writer.close()
 
 
-def make(out: Path, *, level: str, things: str, source: Path | None, num_train: int, num_eval: int, seed: int, parquet: bool) -> Level:
+def make_dataset(
+    out: Path, *, level: str, things: str, source: Path | None, num_train: int, num_eval: int, seed: int, parquet: bool
+) -> SearchLevel:
     """Write train and eval into a new folder. ValueError: the folder exists, or an argument is no good."""
-    require_choice("--level", level, tuple(LEVELS))
+    require_choice("--level", level, tuple(SEARCH_LEVELS))
     require(min(num_train, num_eval) >= 1, "--num-train, --num-eval", (num_train, num_eval), "must be at least 1")
     require(not out.exists(), "--out", out, "exists; choose another folder")
     splits = split_sprites(things, source=source)
     images = None if parquet else out / "images"
     (images or out).mkdir(parents=True)
     for split, num in (("train", num_train), ("eval", num_eval)):
-        records = rows(split, num=num, seed=seed, level=level, sprites=splits[split], images=images)
+        records = make_rows(split, num=num, seed=seed, level=level, sprites=splits[split], images=images)
         if parquet:
             write_parquet(out / f"{split}.parquet", records)
         else:
             write_jsonl(out / f"{split}.jsonl", records)
-    return LEVELS[level]
+    return SEARCH_LEVELS[level]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -179,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
   %(prog)s --out data/visual_search_small --num-train 20 --num-eval 5 --parquet""",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--level", default="medium", help=f"one of {', '.join(LEVELS)}")
+    parser.add_argument("--level", default="medium", help=f"one of {', '.join(SEARCH_LEVELS)}")
     parser.add_argument("--things", default="shapes", help="shapes (drawn), fluent (npm) or noto (a font)")
     parser.add_argument("--source", type=Path, help="fluent: the package's .tgz, fetched with npm if left out; noto: NotoColorEmoji.ttf")
     parser.add_argument("--num-train", type=int, default=1000)
@@ -188,11 +190,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parquet", action="store_true", help="one file a split with the pictures in it, instead of jsonl and a folder")
     options = vars(parser.parse_args(arguments))
     try:
-        level = make(**options)
+        level = make_dataset(**options)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{options['num_train']} + {options['num_eval']} canvases of {level.side} x {level.side} pixels in {options['out']}")
+    print(f"{options['num_train']} + {options['num_eval']} canvases of {level.canvas_px} x {level.canvas_px} pixels in {options['out']}")
     return 0
 
 

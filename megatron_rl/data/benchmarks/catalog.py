@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from megatron_rl.config import DataSettings
 from megatron_rl.data.benchmarks import readers
 from megatron_rl.data.benchmarks.benchmark_scores import (
-    Headline,
-    Scored,
-    by_label,
-    interval,
-    mastered,
-    mastery,
-    mean,
-    mean_over,
-    over,
-    scored_of,
-    slug,
-    worst_case,
+    HeadlineMetric,
+    ItemScore,
+    average_over_samples,
+    bootstrap_headline_interval,
+    collect_item_scores,
+    group_by_label,
+    mean_credit,
+    mean_over_label,
+    to_metric_name,
+    we_math_metrics,
+    we_math_score,
+    worst_case_accuracy,
 )
-from megatron_rl.data.benchmarks.items import Item, asked
-from megatron_rl.data.questions import Questions, open_questions, split_of
-from megatron_rl.data.records import Read, Record
+from megatron_rl.data.benchmarks.items import BenchmarkItem, item_to_record
+from megatron_rl.data.questions import QuestionDataset, load_split, open_questions
+from megatron_rl.data.records import ConvertRecord, DataRecord
 from megatron_rl.types import Example, Rollout
 
 DIRECTIONS = {f"object_rel_direction_{level}": "object_rel_direction" for level in ("easy", "medium", "hard")}
@@ -29,84 +29,91 @@ DIRECTIONS = {f"object_rel_direction_{level}": "object_rel_direction" for level 
 
 @dataclass(slots=True, frozen=True)
 class Benchmark:
-    read: Callable[[Record], Item]
-    headline: Headline = mean
+    read_item: Callable[[DataRecord], BenchmarkItem]
+    headline: HeadlineMetric = mean_credit
     labels: tuple[str, ...] = ()
     """Whose values have a figure each."""
-    within: Headline = mean
+    label_metric: HeadlineMetric = mean_credit
     """The figure of one value of a label."""
-    more: Callable[[Sequence[Scored]], Mapping[str, float]] = lambda _: {}
+    extra_metrics: Callable[[Sequence[ItemScore]], Mapping[str, float]] = lambda _: {}
     """Further figures."""
 
 
-def _we_math(scored: Sequence[Scored]) -> dict[str, float]:
-    kinds = {"strict": mastery(scored, strict=True), "loose": mastery(scored, strict=False)}
+def _we_math_extra_metrics(scored: Sequence[ItemScore]) -> dict[str, float]:
+    kinds = {"strict": we_math_metrics(scored, strict=True), "loose": we_math_metrics(scored, strict=False)}
     return {f"{kind}_{name}": value for kind, measures in kinds.items() for name, value in measures.items()}
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "vstar": Benchmark(readers.vstar, labels=("category",)),
-    "hrbench": Benchmark(readers.hrbench, mean_over("cycle"), ("category", "cycle"), mean_over("cycle")),
-    "mathverse": Benchmark(readers.mathverse, labels=("version", "type")),
-    "mathvista": Benchmark(readers.mathvista, labels=("task", "type")),
-    "vsi_bench": Benchmark(readers.vsi_bench, mean_over("type", merged=DIRECTIONS), ("type",)),
-    "tir_bench": Benchmark(readers.tir_bench, labels=("task",)),
-    "visualprobe": Benchmark(readers.visualprobe, labels=("level",)),
-    "mathvision": Benchmark(readers.mathvision, labels=("subject", "level")),
-    "wemath": Benchmark(readers.wemath, mastered, ("key",), more=_we_math),
-    "dynamath": Benchmark(readers.dynamath, labels=("subject", "level", "type"), more=lambda scored: {"worst_case": worst_case(scored)}),
-    "vlmblind": Benchmark(readers.vlmblind, mean_over("task"), ("task",)),
+    "vstar": Benchmark(readers.read_vstar, labels=("category",)),
+    "hrbench": Benchmark(readers.read_hrbench, mean_over_label("cycle"), ("category", "cycle"), mean_over_label("cycle")),
+    "mathverse": Benchmark(readers.read_mathverse, labels=("version", "type")),
+    "mathvista": Benchmark(readers.read_mathvista, labels=("task", "type")),
+    "vsi_bench": Benchmark(readers.read_vsi_bench, mean_over_label("type", merged=DIRECTIONS), ("type",)),
+    "tir_bench": Benchmark(readers.read_tir_bench, labels=("task",)),
+    "visualprobe": Benchmark(readers.read_visualprobe, labels=("level",)),
+    "mathvision": Benchmark(readers.read_mathvision, labels=("subject", "level")),
+    "wemath": Benchmark(readers.read_wemath, we_math_score, ("key",), extra_metrics=_we_math_extra_metrics),
+    "dynamath": Benchmark(
+        readers.read_dynamath, labels=("subject", "level", "type"), extra_metrics=lambda scored: {"worst_case": worst_case_accuracy(scored)}
+    ),
+    "vlmblind": Benchmark(readers.read_vlmblind, mean_over_label("task"), ("task",)),
 }
 
 
-def examples_of(data: DataSettings, split: str, *, videos: bool = False) -> Questions:
-    """The questions of a split; those of task.data.eval as the benchmark has them, where one is named. ValueError as split_of."""
-    return split_of(data, split, read=reader_of(data, split), videos=videos)
+def load_benchmark_questions(data: DataSettings, split: str, *, videos: bool = False) -> QuestionDataset:
+    """The questions of a split; those of task.data.eval as the benchmark has them, where one is named. ValueError as load_split."""
+    return load_split(data, split, convert_record=make_record_reader(data, split), allow_videos=videos)
 
 
-def questions_of(data: DataSettings, split: str) -> Questions:
+def open_benchmark_questions(data: DataSettings, split: str) -> QuestionDataset:
     """The same, not looked at yet, and all of them."""
     paths = {"train": data.train, "eval": data.eval}[split]
     return open_questions(
-        paths, images_root=data.images, image_roots=data.image_roots, name=split, columns=data.columns, read=reader_of(data, split)
+        paths,
+        images_root=data.images,
+        image_roots=data.image_roots,
+        name=split,
+        columns=data.columns,
+        convert_record=make_record_reader(data, split),
     )
 
 
-def reader_of(data: DataSettings, split: str) -> Read | None:
+def make_record_reader(data: DataSettings, split: str) -> ConvertRecord | None:
     """None: rows are read as they are."""
     if split != "eval" or not data.benchmark:
         return None
-    read = BENCHMARKS[data.benchmark].read
+    read = BENCHMARKS[data.benchmark].read_item
 
-    def record_of(record: Record) -> Record:
-        return asked(read(record), record, data=data)
+    def record_of(record: DataRecord) -> DataRecord:
+        return item_to_record(read(record), record, data=data)
 
     return record_of
 
 
-def figures(name: str, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+def compute_benchmark_metrics(name: str, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
     """`official`, and a figure for each value of its labels; nothing of no benchmark, or where the reward has no part `accuracy`."""
-    samples = scored_of(examples, rollouts) if name else []
+    samples = collect_item_scores(examples, rollouts) if name else []
     if not samples:
         return {}
     benchmark = BENCHMARKS[name]
-    found = {"official": over(samples, benchmark.headline)}
+    found = {"official": average_over_samples(samples, benchmark.headline)}
     for label in benchmark.labels:
-        for value in dict.fromkeys(value for scored in samples for value in by_label(scored, label)):
-            parts = [part for scored in samples if (part := by_label(scored, label).get(value))]
-            found[f"{label}_{slug(value)}"] = over(parts, benchmark.within)
-    more = [benchmark.more(scored) for scored in samples]
-    return found | {each: over_figures(more, each) for each in more[0]}
+        for value in dict.fromkeys(value for scored in samples for value in group_by_label(scored, label)):
+            parts = [part for scored in samples if (part := group_by_label(scored, label).get(value))]
+            found[f"{label}_{to_metric_name(value)}"] = average_over_samples(parts, benchmark.label_metric)
+    more = [benchmark.extra_metrics(scored) for scored in samples]
+    return found | {each: mean_over_samples(more, each) for each in more[0]}
 
 
-def over_figures(more: Sequence[Mapping[str, float]], name: str) -> float:
+def mean_over_samples(more: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(each[name] for each in more) / len(more)
 
 
-def official_interval(name: str, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+def compute_official_interval(name: str, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
     """`official_low` and `official_high`, where there is an official figure."""
-    samples = scored_of(examples, rollouts) if name else []
+    samples = collect_item_scores(examples, rollouts) if name else []
     if not samples:
         return {}
-    low, high = interval(samples, BENCHMARKS[name].headline)
+    low, high = bootstrap_headline_interval(samples, BENCHMARKS[name].headline)
     return {"official_low": low, "official_high": high}

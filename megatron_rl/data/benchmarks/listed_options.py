@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megatron_rl.data.benchmarks.items import LETTERS
 
-IN_A_LINE = r"(?:^|[\s;\uff1b])%s[.\uff0e:]\s*(?=[^\s;\uff1b])"
+INLINE_MARKER = r"(?:^|[\s;\uff1b])%s[.\uff0e:]\s*(?=[^\s;\uff1b])"
 """We-Math's: behind a semicolon or a blank, with words of its own. In `get Shape ;C.; B. Shape` the letter C begins no option."""
 _IN_QUESTIONS = (r"(?:^|(?<=[\s:]))\(%s\)\s*", r"(?:^|\n)\s*%s[.:)]\s*", r"(?:^|(?<=\s))%s[.)]\s+")
 _REFUSAL = r"(?:^|[\s;\uff1b])[A-Z][.\uff0e:]\s*(?=No correct answer)"
@@ -14,23 +14,23 @@ _REFUSAL = r"(?:^|[\s;\uff1b])[A-Z][.\uff0e:]\s*(?=No correct answer)"
 
 def split_options(words: str, marker: str) -> tuple[str, ...]:
     """Return the options behind the markers of A, B, C and so on, the first of each letter behind the one before."""
-    spans = _spans(words, marker, start=0)
+    spans = _marker_spans(words, marker, start=0)
     last = re.compile(_REFUSAL).search(words, spans[-1][1]) if spans else None
-    return _between(words, [*spans, *([last.span()] if last else [])])
+    return _texts_between(words, [*spans, *([last.span()] if last else [])])
 
 
-def listed_options(question: str, *, answer: str) -> tuple[str, ...]:
+def find_listed_options(question: str, *, answer: str) -> tuple[str, ...]:
     """Return the options at the end of a question's words; none where there are fewer than two, or the answer is no letter of theirs."""
     for marker in _IN_QUESTIONS:
         for first in reversed(list(re.finditer(marker % "A", question))):
-            spans = _spans(question, marker, start=first.start())
+            spans = _marker_spans(question, marker, start=first.start())
             if len(spans) > 1:
-                options = tuple(option.partition("\n")[0].strip() for option in _between(question, spans))
+                options = tuple(option.partition("\n")[0].strip() for option in _texts_between(question, spans))
                 return options if answer in [*LETTERS[: len(options)]] else ()
     return ()
 
 
-def _spans(words: str, marker: str, *, start: int) -> list[tuple[int, int]]:
+def _marker_spans(words: str, marker: str, *, start: int) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for letter in LETTERS:
         mark = re.compile(marker % letter).search(words, start)
@@ -41,6 +41,6 @@ def _spans(words: str, marker: str, *, start: int) -> list[tuple[int, int]]:
     return found
 
 
-def _between(words: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+def _texts_between(words: str, spans: Sequence[tuple[int, int]]) -> tuple[str, ...]:
     ends = [*(start for start, _ in spans[1:]), len(words)]
     return tuple(words[begin:end].strip(" \t\n;\uff1b") for (_, begin), end in zip(spans, ends, strict=True))

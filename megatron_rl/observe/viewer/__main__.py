@@ -22,12 +22,12 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 import uvicorn
 
-from megatron_rl.observe.viewer.demo import make
-from megatron_rl.observe.viewer.store import labelled
+from megatron_rl.observe.viewer.demo import make_demo_run
+from megatron_rl.observe.viewer.store import label_folders
 from megatron_rl.observe.viewer.web_app import create_app
-from sandbox.connections import Line
-from sandbox.http import config_of
-from sandbox.token import is_for_all, read_token
+from sandbox.connections import ConnectionRegistry
+from sandbox.http import make_uvicorn_config
+from sandbox.token import is_reachable_remotely, read_token
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,12 +48,12 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("give the folder of a run, or --demo")
     with TemporaryDirectory() as made:
         if options.demo:
-            make(Path(made) / "demo")
+            make_demo_run(Path(made) / "demo")
             options.runs.append(Path(made) / "demo")
-        return serve(options)
+        return serve_viewer(options)
 
 
-def serve(options: argparse.Namespace) -> int:
+def serve_viewer(options: argparse.Namespace) -> int:
     """Until it is interrupted. An exit code: a folder is missing, or the port is taken."""
     missing = [str(run) for run in options.runs if not run.is_dir()]
     if missing:
@@ -75,7 +75,7 @@ def serve(options: argparse.Namespace) -> int:
             print(f"error: --{key}={given}: {told}; choose another one", file=sys.stderr)
             return 2
         host, port = listening.getsockname()[:2]
-        if is_for_all(host) and not token:
+        if is_reachable_remotely(host) and not token:
             print(
                 f"error: --host={options.host}: others than this machine reach it; give --token-file=FILE, or use ssh -L", file=sys.stderr
             )
@@ -83,8 +83,8 @@ def serve(options: argparse.Namespace) -> int:
         limit_memory(options.memory_gb)
         print(f"http://{host}:{port}/", flush=True)
         hosts = ["127.0.0.1", "localhost", options.host, socket.gethostname(), *options.allow]
-        app = create_app(labelled(options.runs), hosts=hosts, token=token)
-        uvicorn.Server(config_of(app, Line())).run(sockets=[listening])
+        app = create_app(label_folders(options.runs), hosts=hosts, token=token)
+        uvicorn.Server(make_uvicorn_config(app, ConnectionRegistry())).run(sockets=[listening])
     return 0
 
 

@@ -10,52 +10,52 @@ from pathlib import Path
 from PIL import Image as pil
 from PIL import ImageDraw
 
-from megatron_rl.io.jsonl import replace_lines
+from megatron_rl.io.jsonl import write_lines_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
-from megatron_rl.observe.recorder import FOLDER, store_pictures
-from megatron_rl.observe.rollout_store import path_of, write
+from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, save_images
+from megatron_rl.observe.rollout_store import step_path, write_step
 from megatron_rl.types import Image, JudgeResult, Rollout, StopReason, TokenSequence, ToolCall, Turn
 
-STEPS, GROUPS, SIZE = 12, 4, 4
+NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 12, 4, 4
 COLORS = ("red", "green", "blue", "orange", "purple")
-SIDE, SQUARE = 280, 56
+IMAGE_SIDE, SQUARE_SIDE = 280, 56
 
 
-def make(run: Path) -> None:
+def make_demo_run(run: Path) -> None:
     """Rollouts and metrics of a dozen steps."""
     lines = []
-    for step in range(STEPS):
+    for step in range(NUM_STEPS):
         dice = random.Random(step)
-        rollouts = [_episode(dice, step, group, sample) for group in range(GROUPS) for sample in range(SIZE)]
+        rollouts = [_make_rollout(dice, step, group, sample) for group in range(NUM_GROUPS) for sample in range(GROUP_SIZE)]
         for rollout in rollouts:
-            mean = sum(each.reward for each in rollouts if each.group == rollout.group) / SIZE
+            mean = sum(each.reward for each in rollouts if each.group == rollout.group) / GROUP_SIZE
             context = rollout.sequences[0]
-            context.set_column("old_logprobs", [logprob + dice.gauss(0, 1e-5) * mask for logprob, mask in _sampled(context)])
+            context.set_column("old_logprobs", [logprob + dice.gauss(0, 1e-5) * mask for logprob, mask in _logprobs_and_mask(context)])
             context.set_column("entropies", [-0.7 * logprob for logprob in context.rollout_logprobs])
             context.set_column("advantages", [(rollout.reward - mean) * mask for mask in context.loss_mask])
-        store_pictures(run / FOLDER, rollouts)
-        write(path_of(run / FOLDER, step), rollouts, step=step, rounds=1)
+        save_images(run / ROLLOUTS_FOLDER, rollouts)
+        write_step(step_path(run / ROLLOUTS_FOLDER, step), rollouts, step=step, num_gen_batches=1)
         reward = sum(rollout.reward for rollout in rollouts) / len(rollouts)
         lines.append(
             {"step": step, "reward/mean": reward, "loss": dice.uniform(0.1, 0.3), "policy/entropy": 1.5 - step / 20, "time/total": 9.0}
         )
-    replace_lines(run / METRICS_FILE, lines)
+    write_lines_atomically(run / METRICS_FILE, lines)
 
 
-def _sampled(context: TokenSequence) -> list[tuple[float, int]]:
+def _logprobs_and_mask(context: TokenSequence) -> list[tuple[float, int]]:
     return list(zip(context.rollout_logprobs, context.loss_mask, strict=True))
 
 
-def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout:
-    place = random.Random(step * GROUPS + group)  # a group looks at one picture
-    left, top, color = place.randrange(0, SIDE - SQUARE), place.randrange(0, SIDE - SQUARE), place.choice(COLORS)
-    canvas = pil.new("RGB", (SIDE, SIDE), "white")
-    ImageDraw.Draw(canvas).rectangle((left, top, left + SQUARE, top + SQUARE), fill=color)
-    is_right = dice.random() < 0.2 + 0.7 * step / STEPS
+def _make_rollout(dice: random.Random, step: int, group: int, sample: int) -> Rollout:
+    place = random.Random(step * NUM_GROUPS + group)  # a group looks at one picture
+    left, top, color = place.randrange(0, IMAGE_SIDE - SQUARE_SIDE), place.randrange(0, IMAGE_SIDE - SQUARE_SIDE), place.choice(COLORS)
+    canvas = pil.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "white")
+    ImageDraw.Draw(canvas).rectangle((left, top, left + SQUARE_SIDE, top + SQUARE_SIDE), fill=color)
+    is_right = dice.random() < 0.2 + 0.7 * step / NUM_STEPS
     said = color if is_right else dice.choice([each for each in COLORS if each != color])
-    shift = 0 if is_right else SIDE // 4
-    box = [max(0, left - shift), max(0, top - shift), max(0, left - shift) + SQUARE, max(0, top - shift) + SQUARE]
-    shown, crop = _image(canvas), _image(canvas.crop(box))
+    shift = 0 if is_right else IMAGE_SIDE // 4
+    box = [max(0, left - shift), max(0, top - shift), max(0, left - shift) + SQUARE_SIDE, max(0, top - shift) + SQUARE_SIDE]
+    shown, crop = _make_image(canvas), _make_image(canvas.crop(box))
     context = TokenSequence()
     context.extend([1] * 8 + [2] * shown.num_tokens + [3] * 12, images=(shown,))
     spans = []
@@ -74,7 +74,7 @@ def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout
         Turn(sequence=0, token_span=spans[1], text=f"<answer>{said}</answer>", reward_delta=float(is_right)),
     ]
     return Rollout(
-        task="made-up squares", example_id=f"square {step * GROUPS + group}", group=group, sample_index=sample, sequences=[context],
+        task="made-up squares", example_id=f"square {step * NUM_GROUPS + group}", group=group, sample_index=sample, sequences=[context],
         turns=turns, question="<image>\nWhat color is the square?", answer=color,
         reward=float(is_right), outcome_reward=float(is_right), reward_terms={"accuracy": float(is_right)}, stop_reason=StopReason.DONE,
         reason="answered", verdicts=[JudgeResult(judge="made-up judge", prompt="step_evidence 1", value=float(is_right), turn=0)],
@@ -82,6 +82,6 @@ def _episode(dice: random.Random, step: int, group: int, sample: int) -> Rollout
     )  # fmt: skip
 
 
-def _image(picture: pil.Image) -> Image:
+def _make_image(picture: pil.Image) -> Image:
     key = hashlib.sha256(picture.tobytes()).hexdigest()[:32]
     return Image(pil=picture, patch_PC=None, grid=(1, picture.height // 14, picture.width // 14), key=key, merge=2)

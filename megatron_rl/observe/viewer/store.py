@@ -13,37 +13,46 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, Field
 
 from megatron_rl.io.bounded_files import is_regular, read_bytes, read_yaml
-from megatron_rl.io.jsonl import iterate_lines, to_number
+from megatron_rl.io.jsonl import iterate_lines, parse_number
 from megatron_rl.io.rollout_codec import from_record
 from megatron_rl.observe.metrics import MAX_METRICS_BYTES, METRICS_FILE
-from megatron_rl.observe.recorder import FOLDER, MAX_PICTURE_BYTES, name_of
-from megatron_rl.observe.rollout_store import SCHEMA, STEP, path_of, read_columns, read_rollouts, step_of, steps, summary
+from megatron_rl.observe.recorder import MAX_IMAGE_BYTES, ROLLOUTS_FOLDER, image_file_name
+from megatron_rl.observe.rollout_store import (
+    SCHEMA,
+    STEP_NAME_PATTERN,
+    list_step_files,
+    read_columns,
+    read_rollouts,
+    step_number,
+    step_path,
+    summarize_rollout,
+)
 from megatron_rl.types import Rollout
 
-COLUMNS = (
+TABLE_COLUMNS = (
     "step", "place", "task", "example_id", "source", "group", "sample_index", "reward", "status", "stop_reason", "filter_reason",
     "num_turns", "num_tokens",
     "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "said",
 )  # fmt: skip
-TABLE = pa.schema([SCHEMA.field(name) for name in COLUMNS])
-SHOWN_CHARACTERS = 400
+TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
+MAX_TEXT_CHARS = 400
 """Of a rollout's words in the table."""
 CONFIG, WEIGHTS = "config.yaml", "weights.json"
 MAX_FILE_BYTES = 256 << 20
 """Limit of a metrics.jsonl, or of the best and worst rollouts of a step. The rest is left out with a note."""
-READERS = 4
+NUM_READER_THREADS = 4
 """Files that are read at once."""
 PNG = b"\x89PNG\r\n\x1a\n"
-SHOWN_LINES = 5
+MAX_LISTED_LINES = 5
 """Of those that cannot be read, by number."""
-Step = Annotated[int, Field(ge=0, lt=1 << 62)]
+StepNumber = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
-class Filters(BaseModel):
+class RolloutFilters(BaseModel):
     """Which rollouts of a run the table has; what is None or empty leaves nothing out."""
 
-    step_from: Step | None = None
-    step_to: Step | None = None
+    step_from: StepNumber | None = None
+    step_to: StepNumber | None = None
     reward_from: float | None = None
     reward_to: float | None = None
     source: str = ""
@@ -51,13 +60,13 @@ class Filters(BaseModel):
     status: str = ""
     tool: str = ""
     example: str = ""
-    stale_from: Step | None = None
+    stale_from: StepNumber | None = None
     """Updates between the oldest weights that sampled it and those that its step began with."""
     text: str = ""
     """Somewhere in what was said, whatever the case."""
 
-    def of(self, folder: "Folder") -> pa.Table:
-        table = folder.table()
+    def apply(self, folder: "RunFolder") -> pa.Table:
+        table = folder.rollout_table()
         for column, low, high in (("step", self.step_from, self.step_to), ("reward", self.reward_from, self.reward_to)):
             if low is not None:
                 table = table.filter(pc.greater_equal(table[column], low))
@@ -74,7 +83,7 @@ class Filters(BaseModel):
         if self.tool:
             table = table.filter(pa.array([self.tool in tools for tools in table["tools"].to_pylist()], type=pa.bool_()))
         if self.stale_from is not None:
-            behind = pc.subtract(table["step"], table["step"] if folder.stays() else table["oldest_version"])
+            behind = pc.subtract(table["step"], table["step"] if folder.has_fixed_weights() else table["oldest_version"])
             table = table.filter(pc.greater_equal(behind, self.stale_from))
         if self.text:
             table = table.filter(pc.match_substring(table["said"], self.text, ignore_case=True))
@@ -82,7 +91,7 @@ class Filters(BaseModel):
 
 
 @dataclass(slots=True)
-class Folder:
+class RunFolder:
     """One run, or an evaluation. Files that have changed are read again: a run may be under way."""
 
     path: Path
@@ -102,96 +111,98 @@ class Folder:
             return []
         try:
             for number, line in iterate_lines(path, max_line_bytes=MAX_METRICS_BYTES, at_most=MAX_FILE_BYTES):
-                values = _step_of_line(line)
+                values = _parse_metrics_line(line)
                 found += [values] if values else []
                 bad += [] if values else [str(number)]
         except (OSError, ValueError) as error:
             self._skipped[path] = str(error)
             return found
         if bad:
-            more = f" and {len(bad) - SHOWN_LINES} more" if len(bad) > SHOWN_LINES else ""
-            self._skipped[path] = f"{path} line {', '.join(bad[:SHOWN_LINES])}{more}: is no step of a run"
+            more = f" and {len(bad) - MAX_LISTED_LINES} more" if len(bad) > MAX_LISTED_LINES else ""
+            self._skipped[path] = f"{path} line {', '.join(bad[:MAX_LISTED_LINES])}{more}: is no step of a run"
         return found
 
-    def table(self) -> pa.Table:
+    def rollout_table(self) -> pa.Table:
         """A row a rollout, of the bank where there is one, else of the lines that were kept."""
-        folder = self.path / FOLDER
-        banked = {step_of(path): path for path in steps(folder)}
-        kept = [path for path in sorted(folder.glob("step_*.jsonl")) if STEP.fullmatch(path.stem)]
-        paths = [*banked.values(), *(path for path in kept if step_of(path) not in banked)]
+        folder = self.path / ROLLOUTS_FOLDER
+        banked = {step_number(path): path for path in list_step_files(folder)}
+        kept = [path for path in sorted(folder.glob("step_*.jsonl")) if STEP_NAME_PATTERN.fullmatch(path.stem)]
+        paths = [*banked.values(), *(path for path in kept if step_number(path) not in banked)]
         for gone in (self._tables.keys() | self._skipped.keys()) - {*paths, self.path / METRICS_FILE}:
             self._tables.pop(gone, None)
             self._skipped.pop(gone, None)
-        with ThreadPoolExecutor(READERS) as readers:  # pyarrow lets others read while it does
-            tables = list(readers.map(self._table, paths))
-        return pa.concat_tables([TABLE.empty_table(), *(each for each in tables if each is not None)])
+        with ThreadPoolExecutor(NUM_READER_THREADS) as readers:  # pyarrow lets others read while it does
+            tables = list(readers.map(self._read_table, paths))
+        return pa.concat_tables([TABLE_SCHEMA.empty_table(), *(each for each in tables if each is not None)])
 
-    def _table(self, path: Path) -> pa.Table | None:
+    def _read_table(self, path: Path) -> pa.Table | None:
         try:
             stamp = path.stat().st_mtime_ns
             if self._tables.get(path, (0,))[0] != stamp:
                 banked = path.suffix == ".parquet"
-                table, skipped = (read_columns(path, COLUMNS).cast(TABLE), "") if banked else _of_lines(path)
+                table, skipped = (read_columns(path, TABLE_COLUMNS).cast(TABLE_SCHEMA), "") if banked else _jsonl_table(path)
                 self._tables[path] = (stamp, table)
                 self._skipped |= {path: skipped} if skipped else {}
                 if not skipped:
                     self._skipped.pop(path, None)
             return self._tables[path][1]
         except (ValueError, OSError, pa.ArrowException, MemoryError) as error:
-            self._skipped[path] = " ".join(str(error).split())[:SHOWN_CHARACTERS]
+            self._skipped[path] = " ".join(str(error).split())[:MAX_TEXT_CHARS]
             return None
 
-    def beside(self, step: int, place: int) -> tuple[list[int] | None, list[int] | None]:
+    def neighbors(self, step: int, row_index: int) -> tuple[list[int] | None, list[int] | None]:
         """Step and place of the rollouts before and after one, in the order in which they were played; None at an end."""
-        table = self.table().select(["step", "place"])
+        table = self.rollout_table().select(["step", "place"])
         order = table.take(pc.sort_indices(table, sort_keys=[("step", "ascending"), ("place", "ascending")]))
-        at = pc.index(pc.and_(pc.equal(order["step"], step), pc.equal(order["place"], place)), True).as_py()
+        at = pc.index(pc.and_(pc.equal(order["step"], step), pc.equal(order["place"], row_index)), True).as_py()
         neighbors = [order.slice(each, 1).to_pylist() if at >= 0 <= each else [] for each in (at - 1, at + 1)]
         before, after = ([row[0]["step"], row[0]["place"]] if row else None for row in neighbors)
         return before, after
 
-    def missing(self, keys: Sequence[str]) -> list[str]:
+    def missing_images(self, keys: Sequence[str]) -> list[str]:
         """Of these pictures those whose files are not there."""
-        return [key for key in dict.fromkeys(keys) if self._picture(key) is None]
+        return [key for key in dict.fromkeys(keys) if self._image_path(key) is None]
 
-    def picture(self, key: str) -> bytes | None:
+    def read_image(self, key: str) -> bytes | None:
         """Return the PNG of a key; None where there is no such file in the run's folder, or one that does not begin as a PNG does."""
-        path = self._picture(key)
+        path = self._image_path(key)
         try:
-            content = read_bytes(path, at_most=MAX_PICTURE_BYTES, follow_link=False) if path else b""
+            content = read_bytes(path, at_most=MAX_IMAGE_BYTES, follow_link=False) if path else b""
         except (OSError, ValueError):
             return None
         return content if content.startswith(PNG) else None
 
-    def _picture(self, key: str) -> Path | None:
+    def _image_path(self, key: str) -> Path | None:
         """Links are not followed: they may lead to any file of who looks at the page."""
-        path = self.path / FOLDER / name_of(key)
+        path = self.path / ROLLOUTS_FOLDER / image_file_name(key)
         is_inside = path.parent.resolve().is_relative_to(self.path.resolve())
         return path if is_inside and is_regular(path, follow_link=False) else None
 
-    def rollouts(self, step: int, wanted: Callable[[Mapping[str, Any]], bool]) -> list[tuple[int, Rollout]]:
+    def load_rollouts(self, step: int, is_wanted: Callable[[Mapping[str, Any]], bool]) -> list[tuple[int, Rollout]]:
         """Those of a step whose row is wanted, without pixels, each with its place. ValueError: they cannot be read."""
-        path = path_of(self.path / FOLDER, step)
+        path = step_path(self.path / ROLLOUTS_FOLDER, step)
         if is_regular(path):
             rows = read_columns(path, ["place", "group", "sample_index"]).to_pylist()
-            places = [row["place"] for row in rows if wanted(row)]
-            return list(zip(places, read_rollouts(path, places, pictures=False), strict=True))
-        lines = self.path / FOLDER / f"step_{step:06d}.jsonl"
+            places = [row["place"] for row in rows if is_wanted(row)]
+            return list(zip(places, read_rollouts(path, places, with_images=False), strict=True))
+        lines = self.path / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
         if not is_regular(lines):
             raise ValueError(f"{self.path}: no rollout of step {step} is kept")
-        found, _ = _lines(lines)
-        return [(place, each) for place, each in found if wanted({"place": place, "group": each.group, "sample_index": each.sample_index})]
+        found, _ = _read_jsonl_rollouts(lines)
+        return [
+            (place, each) for place, each in found if is_wanted({"place": place, "group": each.group, "sample_index": each.sample_index})
+        ]
 
-    def model(self) -> str:
+    def model_path(self) -> str:
         """Where its tokenizer may lie; empty where nobody says."""
-        path = self._setting("model", "path")
+        path = self._read_setting("model", "path")
         return path if isinstance(path, str) else ""
 
-    def stays(self) -> bool:
+    def has_fixed_weights(self) -> bool:
         """Whether one set of weights has played all: in an evaluation, and in rollouts alone."""
-        return (self.path / WEIGHTS).is_file() or bool(self._setting("run", "rollout_only"))
+        return (self.path / WEIGHTS).is_file() or bool(self._read_setting("run", "rollout_only"))
 
-    def _setting(self, group: str, name: str) -> object:
+    def _read_setting(self, group: str, name: str) -> object:
         """None where nobody says."""
         try:
             return read_yaml(self.path / CONFIG)[group][name]
@@ -199,15 +210,15 @@ class Folder:
             return None
 
 
-def _step_of_line(line: bytes) -> dict[str, float] | None:
+def _parse_metrics_line(line: bytes) -> dict[str, float] | None:
     try:
-        values = {name: to_number(value) for name, value in json.loads(line).items()}
+        values = {name: parse_number(value) for name, value in json.loads(line).items()}
         return {"step": values.pop("step"), **values} if math.isfinite(values["step"]) else None
     except (ValueError, AttributeError, KeyError, RecursionError):
         return None
 
 
-def _lines(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
+def _read_jsonl_rollouts(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
     """The rollouts that can be read, by line, and which line cannot."""
     found, skipped = [], ""
     try:
@@ -215,40 +226,46 @@ def _lines(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
             try:
                 found.append((number - 1, from_record(json.loads(line)["rollout"], lambda name: None)))
             except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
-                skipped = f"{path} line {number}: {' '.join(str(error).split())[:SHOWN_CHARACTERS]}"
+                skipped = f"{path} line {number}: {' '.join(str(error).split())[:MAX_TEXT_CHARS]}"
     except ValueError as error:
         skipped = str(error)
     return found, skipped
 
 
-def _of_lines(path: Path) -> tuple[pa.Table, str]:
-    found, skipped = _lines(path)
+def _jsonl_table(path: Path) -> tuple[pa.Table, str]:
+    found, skipped = _read_jsonl_rollouts(path)
     rows = [
-        {name: getattr(rollout, name) for name in COLUMNS if name in SCHEMA.names and name not in summary(rollout, step=0, place=0)}
-        | summary(rollout, step=step_of(path), place=place)
+        {
+            name: getattr(rollout, name)
+            for name in TABLE_COLUMNS
+            if name in SCHEMA.names and name not in summarize_rollout(rollout, step=0, row_index=0)
+        }
+        | summarize_rollout(rollout, step=step_number(path), row_index=place)
         for place, rollout in found
     ]
     plain = [{**row, "status": str(row["status"]), "stop_reason": str(row["stop_reason"])} for row in rows]
-    return pa.Table.from_pylist([{name: readable(value) for name, value in row.items()} for row in plain], schema=TABLE), skipped
+    return pa.Table.from_pylist(
+        [{name: replace_surrogates(value) for name, value in row.items()} for row in plain], schema=TABLE_SCHEMA
+    ), skipped
 
 
-def readable(value: object) -> object:
+def replace_surrogates(value: object) -> object:
     """A text without half characters, which neither JSON nor Parquet can hold."""
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
-def page_of(table: pa.Table, *, sort: str, descending: bool, offset: int, limit: int) -> list[dict[str, Any]]:
+def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limit: int) -> list[dict[str, Any]]:
     """Rows of a table as plain values, sorted by a column and then as they were played."""
     keys = [(sort, "descending" if descending else "ascending"), *((name, "ascending") for name in ("step", "place") if name != sort)]
     index = pc.sort_indices(table.select([name for name, _ in keys]), sort_keys=keys)[offset : offset + limit]
     rows = table.take(index).to_pylist()
-    return [{**row, "said": row["said"][:SHOWN_CHARACTERS]} for row in rows]
+    return [{**row, "said": row["said"][:MAX_TEXT_CHARS]} for row in rows]
 
 
-def labelled(paths: Sequence[Path]) -> dict[str, Folder]:
+def label_folders(paths: Sequence[Path]) -> dict[str, RunFolder]:
     """Folders by the names that they have on the page: their last parts, as many as tell them apart."""
     absolute = [path.resolve() for path in dict.fromkeys(paths)]
     num = 1
     while len({"/".join(path.parts[-num:]) for path in absolute}) < len(set(absolute)):
         num += 1
-    return {"/".join(path.parts[-num:]): Folder(path) for path in absolute}
+    return {"/".join(path.parts[-num:]): RunFolder(path) for path in absolute}

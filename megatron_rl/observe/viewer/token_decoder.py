@@ -16,18 +16,18 @@ from concurrent.futures import TimeoutError as Late
 from pathlib import Path
 from typing import IO
 
-LIMIT_S = 20.0
+REQUEST_TIMEOUT_S = 20.0
 """Limit of one request; the first one includes reading the tokenizer."""
 MEMORY_BYTES = 2 << 30
-MAX_ANSWER_BYTES = 64 << 20
-SHOWN_CHARACTERS = 200
+MAX_RESPONSE_BYTES = 64 << 20
+MAX_ERROR_CHARS = 200
 
 
 class TokenDecoder:
     """The process of one tokenizer.json, started when it is first asked. What has failed once is not tried again."""
 
-    def __init__(self, file: Path, *, limit_s: float = LIMIT_S) -> None:
-        self._file, self._limit_s = file, limit_s
+    def __init__(self, file: Path, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
+        self._file, self._limit_s = file, timeout_s
         self._lock = threading.Lock()
         self._failure = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,23 +39,23 @@ class TokenDecoder:
             if self._failure:
                 raise ValueError(self._failure)
             try:
-                return self._ask(json.dumps(list(map(list, sequences))).encode() + b"\n")
+                return self._request_texts(json.dumps(list(map(list, sequences))).encode() + b"\n")
             except ValueError as error:
                 self._failure = str(error)
-                self._end()
+                self._stop_process()
                 raise
 
     def close(self) -> None:
         with self._lock:
-            self._end()
+            self._stop_process()
 
-    def _ask(self, request: bytes) -> list[str]:
+    def _request_texts(self, request: bytes) -> list[str]:
         if self._process is None:
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (_end)
             command = [sys.executable, "-m", "megatron_rl.observe.viewer.token_decoder", str(self._file), str(self._limit_s)]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors)
         with ThreadPoolExecutor(1) as thread:
-            answer = thread.submit(_exchange, self._process, request)
+            answer = thread.submit(_send_request, self._process, request)
             try:
                 line = answer.result(self._limit_s)
             except Late as error:
@@ -68,14 +68,14 @@ class TokenDecoder:
         return [str(text) for text in json.loads(line)]
 
     def _last_error(self, num_bytes: int) -> str:
-        if num_bytes == MAX_ANSWER_BYTES:
-            return f"its texts have more than {MAX_ANSWER_BYTES} bytes"
+        if num_bytes == MAX_RESPONSE_BYTES:
+            return f"its texts have more than {MAX_RESPONSE_BYTES} bytes"
         self._errors.seek(0)
         lines = self._errors.read(1 << 20).decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return said[:SHOWN_CHARACTERS] or f"its process ended with {self._process.returncode}"
+        return said[:MAX_ERROR_CHARS] or f"its process ended with {self._process.returncode}"
 
-    def _end(self) -> None:
+    def _stop_process(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -85,27 +85,27 @@ class TokenDecoder:
         self._process = None
 
 
-def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
+def _send_request(process: subprocess.Popen[bytes], request: bytes) -> bytes:
     """Return the answer's line; without a newline where the process ended, or the line is too long."""
     try:
         process.stdin.write(request)
         process.stdin.flush()
     except OSError:  # it has ended: why, it wrote to its log
         return b""
-    return process.stdout.readline(MAX_ANSWER_BYTES)
+    return process.stdout.readline(MAX_RESPONSE_BYTES)
 
 
-def serve(file: Path, limit_s: float) -> None:
+def serve_requests(file: Path, timeout_s: float) -> None:
     """Answer requests until there are no more. The kernel ends this process at its limits, whoever waits for it."""
     from tokenizers import Tokenizer
 
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of the log
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit_cpu(limit_s)
+    _limit_cpu(timeout_s)
     tokenizer = Tokenizer.from_file(str(file))
     for line in sys.stdin.buffer:
-        _limit_cpu(limit_s)
+        _limit_cpu(timeout_s)
         texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in json.loads(line)]
         sys.stdout.buffer.write(json.dumps(texts).encode() + b"\n")
         sys.stdout.buffer.flush()
@@ -118,4 +118,4 @@ def _limit_cpu(limit_s: float) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), float(sys.argv[2]))
+    serve_requests(Path(sys.argv[1]), float(sys.argv[2]))

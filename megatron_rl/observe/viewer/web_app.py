@@ -20,14 +20,14 @@ from pydantic import Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from megatron_rl.io.bounded_files import is_regular
-from megatron_rl.io.rollout_codec import KEY
-from megatron_rl.observe.viewer.store import COLUMNS, Filters, Folder, page_of, readable
+from megatron_rl.io.rollout_codec import IMAGE_KEY_PATTERN
+from megatron_rl.observe.viewer.store import TABLE_COLUMNS, RolloutFilters, RunFolder, page_rows, replace_surrogates
 from megatron_rl.observe.viewer.token_access import TokenAccess
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence, Turn
 
 STATIC = Path(__file__).parent / "static"
-HEADERS = {
+SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -36,23 +36,23 @@ HEADERS = {
 }
 OTHER_SITES = ("cross-site", "same-site")
 """Values of the header Sec-Fetch-Site in requests that other sites' pages make. A link that the user follows is not refused."""
-SORTED_BY = tuple(name for name in COLUMNS if name not in ("tools", "said"))
-MOST_ROWS = 500
-TOKENIZER = "tokenizer.json"
-PADS = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
+SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "said"))
+MAX_ROWS = 500
+TOKENIZER_FILE = "tokenizer.json"
+PAD_TOKEN_RUN = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
 
 
-class Page(Filters):
+class RolloutPageQuery(RolloutFilters):
     """A page of the table of rollouts."""
 
     run: str
-    sort: Literal[SORTED_BY] = "step"
+    sort: Literal[SORTABLE_COLUMNS] = "step"
     descending: bool = False
     offset: int = Field(0, ge=0)
-    limit: int = Field(50, ge=1, le=MOST_ROWS)
+    limit: int = Field(50, ge=1, le=MAX_ROWS)
 
 
-def create_app(folders: Mapping[str, Folder], *, hosts: list[str], token: str = "") -> FastAPI:
+def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str = "") -> FastAPI:
     """Return the page's application.
 
     Args:
@@ -63,39 +63,39 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str], token: str = 
     if token:
         app.add_middleware(TokenAccess, token=token)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    decoders = _Decoders()
+    decoders = _DecoderCache()
 
-    app.middleware("http")(_guarded)
+    app.middleware("http")(_add_security_headers)
     app.exception_handler(MemoryError)(_out_of_memory)
 
-    def folder(run: str) -> Folder:
+    def folder(run: str) -> RunFolder:
         if run not in folders:
             raise HTTPException(404, f"no run of this name: {run[:80]!r}")
         return folders[run]
 
     @app.get("/api/runs")
     def runs() -> list[dict[str, Any]]:
-        return [_about(name, each) for name, each in folders.items()]
+        return [_run_summary(name, each) for name, each in folders.items()]
 
     @app.get("/api/curves")
     def curves(run: str) -> list[dict[str, float | None]]:
-        return [{name: _finite(value) for name, value in line.items()} for line in folder(run).metrics()]
+        return [{name: _finite_or_none(value) for name, value in line.items()} for line in folder(run).metrics()]
 
     @app.get("/api/rollouts")
-    def rollouts(asked: Annotated[Page, Query()]) -> dict[str, Any]:
-        return _page(asked, folder(asked.run))
+    def rollouts(asked: Annotated[RolloutPageQuery, Query()]) -> dict[str, Any]:
+        return _rollout_page(asked, folder(asked.run))
 
     @app.get("/api/group")
     def group(run: str, step: int, group: int) -> dict[str, Any]:
-        return _group(_asked(lambda: folder(run).rollouts(step, lambda row: row["group"] == group)))
+        return _group_response(_read_or_404(lambda: folder(run).load_rollouts(step, lambda row: row["group"] == group)))
 
     @app.get("/api/episode")
     def episode(run: str, step: int, place: int) -> dict[str, Any]:
-        return _plain(_told(folder(run), step, place, decoders))
+        return _to_json_value(_episode_response(folder(run), step, place, decoders))
 
     @app.get("/picture/{run:path}/{key}.png")
     def picture(run: str, key: str) -> Response:
-        content = folder(run).picture(key) if KEY.fullmatch(key) else None
+        content = folder(run).read_image(key) if IMAGE_KEY_PATTERN.fullmatch(key) else None
         if content is None:
             raise HTTPException(404, "no such picture")
         return Response(content, media_type="image/png")
@@ -104,28 +104,28 @@ def create_app(folders: Mapping[str, Folder], *, hosts: list[str], token: str = 
     return app
 
 
-def _page(asked: Page, folder: Folder) -> dict[str, Any]:
-    table = asked.of(folder)
-    rows = page_of(table, sort=asked.sort, descending=asked.descending, offset=asked.offset, limit=asked.limit)
-    return {"total": table.num_rows, "rows": [_plain(row) for row in rows], "skipped": folder.skipped}
+def _rollout_page(query: RolloutPageQuery, folder: RunFolder) -> dict[str, Any]:
+    table = query.apply(folder)
+    rows = page_rows(table, sort=query.sort, descending=query.descending, offset=query.offset, limit=query.limit)
+    return {"total": table.num_rows, "rows": [_to_json_value(row) for row in rows], "skipped": folder.skipped}
 
 
-def _group(members: list[tuple[int, Rollout]]) -> dict[str, Any]:
+def _group_response(members: list[tuple[int, Rollout]]) -> dict[str, Any]:
     """Return the members of a group with mean and deviation of their rewards."""
     rewards = [rollout.reward for _, rollout in members if rollout.reward is not None]
     figures = {"mean": fmean(rewards), "std": pstdev(rewards)} if rewards else {"mean": None, "std": None}
-    return _plain({**figures, "members": [_member(place, rollout) for place, rollout in members]})
+    return _to_json_value({**figures, "members": [_member_record(place, rollout) for place, rollout in members]})
 
 
-class _Decoders:
+class _DecoderCache:
     """The tokenizer of each run: that of the model that the run began with, or of what it left. A file that has changed is read again."""
 
     def __init__(self) -> None:
         self._found: dict[Path, tuple[tuple[Path, int, int], TokenDecoder]] = {}
 
-    def of(self, folder: Folder) -> TokenDecoder | None:
-        final, model = folder.path / "final", folder.model()
-        file = next((each for each in (Path(model or final) / TOKENIZER, final / TOKENIZER) if is_regular(each)), None)
+    def get_decoder(self, folder: RunFolder) -> TokenDecoder | None:
+        final, model = folder.path / "final", folder.model_path()
+        file = next((each for each in (Path(model or final) / TOKENIZER_FILE, final / TOKENIZER_FILE) if is_regular(each)), None)
         if file is None:
             return None
         stamp = (file, file.stat().st_mtime_ns, file.stat().st_size)
@@ -136,45 +136,45 @@ class _Decoders:
         return self._found[folder.path][1]
 
 
-def _told(folder: Folder, step: int, place: int, decoders: _Decoders) -> dict[str, Any]:
+def _episode_response(folder: RunFolder, step: int, place: int, decoders: _DecoderCache) -> dict[str, Any]:
     """An episode, who is beside it, and which of its pictures are missing."""
-    found = _asked(lambda: folder.rollouts(step, lambda row: row["place"] == place))
+    found = _read_or_404(lambda: folder.load_rollouts(step, lambda row: row["place"] == place))
     if not found:
         raise HTTPException(404, f"step {step} has no rollout {place}")
-    shown = _episode(found[0][1], decoders.of(folder))
-    before, after = folder.beside(step, place)
+    shown = _episode_record(found[0][1], decoders.get_decoder(folder))
+    before, after = folder.neighbors(step, place)
     keys = [image.key for part in (*found[0][1].sequences, *found[0][1].turns) for image in part.images]
-    return {**shown, "before": before, "after": after, "missing": folder.missing(keys)}
+    return {**shown, "before": before, "after": after, "missing": folder.missing_images(keys)}
 
 
-async def _guarded(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+async def _add_security_headers(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
     is_embedded = request.headers.get("sec-fetch-site") in OTHER_SITES and request.headers.get("sec-fetch-mode") != "navigate"
     response = Response("requests of other pages are not answered", 403) if is_embedded else await call(request)
-    response.headers.update(HEADERS)
+    response.headers.update(SECURITY_HEADERS)
     return response
 
 
 def _out_of_memory(request: Request, error: Exception) -> Response:
-    return Response("reading this takes more memory than --memory-gb", 503, headers=HEADERS)
+    return Response("reading this takes more memory than --memory-gb", 503, headers=SECURITY_HEADERS)
 
 
-def _asked(read: Callable[[], list[tuple[int, Rollout]]]) -> list[tuple[int, Rollout]]:
+def _read_or_404(read: Callable[[], list[tuple[int, Rollout]]]) -> list[tuple[int, Rollout]]:
     try:
         return read()
     except (ValueError, OSError, KeyError) as error:
         raise HTTPException(404, " ".join(str(error).split())[:400]) from error
 
 
-def _about(name: str, folder: Folder) -> dict[str, Any]:
-    table, metrics = folder.table(), folder.metrics()
+def _run_summary(name: str, folder: RunFolder) -> dict[str, Any]:
+    table, metrics = folder.rollout_table(), folder.metrics()
     ends, sources = (sorted(filter(None, pc.unique(table[name]).to_pylist())) for name in ("stop_reason", "source"))
     tools = sorted(pc.unique(pc.list_flatten(table["tools"])).to_pylist())
     last = max((int(line["step"]) for line in metrics), default=None)
-    choices = {"stop_reasons": ends, "tools": tools, "sources": sources[:MOST_ROWS]}
+    choices = {"stop_reasons": ends, "tools": tools, "sources": sources[:MAX_ROWS]}
     return {"name": name, "rollouts": table.num_rows, "last_step": last, **choices, "skipped": folder.skipped}
 
 
-def _member(place: int, rollout: Rollout) -> dict[str, Any]:
+def _member_record(place: int, rollout: Rollout) -> dict[str, Any]:
     sampled = [
         advantage
         for context in rollout.sequences
@@ -186,26 +186,26 @@ def _member(place: int, rollout: Rollout) -> dict[str, Any]:
         "place": place, "sample_index": rollout.sample_index, "reward": rollout.reward, "reward_terms": rollout.reward_terms,
         "status": str(rollout.status),
         "stop_reason": str(rollout.stop_reason), "filter_reason": rollout.filter_reason, "reason": rollout.reason,
-        "advantage": fmean(sampled) if sampled else None, "turns": [_turn(turn) for turn in rollout.turns],
+        "advantage": fmean(sampled) if sampled else None, "turns": [_turn_record(turn) for turn in rollout.turns],
     }  # fmt: skip
 
 
-def _turn(turn: Turn) -> dict[str, Any]:
+def _turn_record(turn: Turn) -> dict[str, Any]:
     call = turn.tool_call and {name: getattr(turn.tool_call, name) for name in ("tool", "source", "text", "error", "frame")}
     return {
         "text": turn.text, "reward": turn.reward, "step_score": turn.step_score, "reward_delta": turn.reward_delta, "tool_call": call,
         "sequence": turn.sequence,
         "generation_s": turn.generation_s, "env_s": turn.env_s,
-        "token_span": list(turn.token_span), "images": [_image(image) for image in turn.images],
+        "token_span": list(turn.token_span), "images": [_image_record(image) for image in turn.images],
     }  # fmt: skip
 
 
-def _image(image: Image) -> dict[str, Any]:
+def _image_record(image: Image) -> dict[str, Any]:
     return {"key": image.key, "tokens": image.num_tokens, "grid": list(image.grid)}
 
 
-def _episode(rollout: Rollout, decoder: TokenDecoder | None) -> dict[str, Any]:
-    prompt, texts, no_words = _words(rollout, decoder)
+def _episode_record(rollout: Rollout, decoder: TokenDecoder | None) -> dict[str, Any]:
+    prompt, texts, no_words = _decode_prompt_and_tokens(rollout, decoder)
     plain = (
         "task",
         "example_id",
@@ -226,13 +226,14 @@ def _episode(rollout: Rollout, decoder: TokenDecoder | None) -> dict[str, Any]:
         **{name: getattr(rollout, name) for name in (*plain, *seconds)}, "status": str(rollout.status),
         "stop_reason": str(rollout.stop_reason),
         "verdicts": [asdict(each) for each in rollout.verdicts],
-        "turns": [_turn(turn) for turn in rollout.turns], "sequences": [_context(context, texts) for context in rollout.sequences],
+        "turns": [_turn_record(turn) for turn in rollout.turns], "sequences": [_sequence_record(context,
+        texts) for context in rollout.sequences],
         "no_words": no_words, "prompt": prompt,
-        "first": [_image(image) for image in _first_shown(rollout)],
+        "first": [_image_record(image) for image in _prompt_images(rollout)],
     }  # fmt: skip
 
 
-def _words(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[int, str], str]:
+def _decode_prompt_and_tokens(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[int, str], str]:
     """Return what the policy read before its first reply, a picture's places as one; the text of each token; or why there is neither."""
     if decoder is None:
         return "", {}, "no tokenizer is at hand"
@@ -243,11 +244,11 @@ def _words(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[in
         words, *texts = decoder.decode([first, *([token] for token in tokens)])
     except ValueError as error:
         return "", {}, str(error)
-    prompt = PADS.sub(lambda found: f"{found[1]} \u00d7 {len(found[0]) // len(found[1])} ", words)
+    prompt = PAD_TOKEN_RUN.sub(lambda found: f"{found[1]} \u00d7 {len(found[0]) // len(found[1])} ", words)
     return prompt, dict(zip(tokens, texts, strict=True)), ""
 
 
-def _first_shown(rollout: Rollout) -> list[Image]:
+def _prompt_images(rollout: Rollout) -> list[Image]:
     """The pictures of the first prompt: those of its context that no turn has brought."""
     if not rollout.sequences:
         return []
@@ -256,7 +257,7 @@ def _first_shown(rollout: Rollout) -> list[Image]:
     return images[: len(images) - sum(len(turn.images) for turn in stayed)]
 
 
-def _context(context: TokenSequence, texts: Mapping[int, str]) -> dict[str, Any]:
+def _sequence_record(context: TokenSequence, texts: Mapping[int, str]) -> dict[str, Any]:
     """Tokens with their columns; without their texts they are numbers."""
     columns = {
         name: getattr(context, name)
@@ -266,18 +267,18 @@ def _context(context: TokenSequence, texts: Mapping[int, str]) -> dict[str, Any]
     return {
         "tokens": [texts.get(token, str(token)) for token in context.token_ids],
         "columns": columns,
-        "images": [_image(image) for image in context.images],
+        "images": [_image_record(image) for image in context.images],
     }
 
 
-def _finite(value: object) -> object:
+def _finite_or_none(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """JSON has no NaN and no infinities: the page is told null."""
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _to_json_value(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return readable(_finite(value))
+        return [_to_json_value(each) for each in value]
+    return replace_surrogates(_finite_or_none(value))

@@ -22,7 +22,7 @@ from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.vllm.sampler import FIRST, SEED
 from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.types import Image
-from sandbox.bounded_http import BoundedClient, NoAnswer
+from sandbox.bounded_http import BoundedClient, NoResponse
 
 GENERATE = "/inference/v1/generate"
 MOST_OF_TOKEN, MOST_BESIDE = 1 << 10, 1 << 20
@@ -130,10 +130,14 @@ class GenerateClient:
             "return_token_ids": True,
             "cache_salt": salt,
         }
-        bounds = {"limit_s": self.limit_s, "connect_s": self.connect_s, "max_bytes": MOST_BESIDE + MOST_OF_TOKEN * (len(asked) + most)}
+        bounds = {
+            "timeout_s": self.limit_s,
+            "connect_timeout_s": self.connect_s,
+            "max_bytes": MOST_BESIDE + MOST_OF_TOKEN * (len(asked) + most),
+        }
         try:
             answer = await self.http.request("POST", server.url + GENERATE, body, **bounds)
-        except NoAnswer as error:
+        except NoResponse as error:
             server.endpoint.failed(began=began)
             raise EndpointError(f"{GENERATE}: {to_one_line(str(error))}") from error
         if answer.status == HTTPStatus.BAD_REQUEST:

@@ -11,8 +11,8 @@ import os
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sandbox.access import AccessRules, Refusal
-from sandbox.gate import SMALL, refuse, replayed
+from sandbox.access import AccessRules, RequestRejection
+from sandbox.gate import MIN_BODY_BYTES, replay_body, send_rejection
 from sandbox.token import read_token
 
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
@@ -34,8 +34,8 @@ class Gate:
             await self._start(scope, receive, send)
         elif scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        elif (refusal := self._rules.refusal(scope)) is not None:
-            await refuse(refusal, scope, receive, send)
+        elif (refusal := self._rules.check_request(scope)) is not None:
+            await send_rejection(refusal, scope, receive, send)
         elif scope["path"].rstrip("/").endswith("/collective_rpc"):
             await self._call_worker(scope, receive, send)
         else:
@@ -54,16 +54,16 @@ class Gate:
 
     async def _call_worker(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, more = b"", True
-        while more and len(body) <= SMALL:
+        while more and len(body) <= MIN_BODY_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
         try:
-            is_allowed = len(body) <= SMALL and json.loads(body) == RPC
+            is_allowed = len(body) <= MIN_BODY_BYTES and json.loads(body) == RPC
         except ValueError:
             is_allowed = False
         if is_allowed:
-            await self.app(scope, replayed(body, receive), send)
+            await self.app(scope, replay_body(body, receive), send)
         else:
-            await refuse(Refusal(403, f"the only body that is taken here is {json.dumps(RPC)}"), scope, receive, send)
+            await send_rejection(RequestRejection(403, f"the only body that is taken here is {json.dumps(RPC)}"), scope, receive, send)

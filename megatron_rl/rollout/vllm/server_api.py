@@ -15,7 +15,7 @@ from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, KeyRefuse
 from megatron_rl.config import EngineSettings, Settings, require
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.server_command import PROGRAM, VLLM, nature_of, server_arguments, shell_lines
-from sandbox.bounded_http import DENIED, Answer, BoundedClient, NoAnswer, request
+from sandbox.bounded_http import DENIED_STATUSES, BoundedClient, BoundedResponse, NoResponse, send_request
 from sandbox.token import read_token
 
 ANSWER_S, LOAD_S, CHECK_S = 10.0, 120.0, 600.0
@@ -107,8 +107,8 @@ class VllmServer:
         """GET without a body, POST with one. KeyRefused, EndpointError: it said no, or nothing."""
         verb, limit_s = "GET" if body is None else "POST", min(timeout_s, self._longest_s)
         try:
-            answer = request(verb, self.url + path, body, limit_s=limit_s, max_bytes=max_bytes, token=self.token, query=query)
-        except NoAnswer as error:
+            answer = send_request(verb, self.url + path, body, timeout_s=limit_s, max_bytes=max_bytes, token=self.token, params=query)
+        except NoResponse as error:
             raise EndpointError(f"{path}: {to_one_line(str(error))}") from error
         return self.content_of(answer, path)
 
@@ -117,15 +117,15 @@ class VllmServer:
     ) -> bytes:  # fmt: skip
         """The same by the connections of an event loop."""
         try:
-            answer = await http.request("GET" if body is None else "POST", self.url + path, body, limit_s=limit_s, max_bytes=max_bytes)
-        except NoAnswer as error:
+            answer = await http.request("GET" if body is None else "POST", self.url + path, body, timeout_s=limit_s, max_bytes=max_bytes)
+        except NoResponse as error:
             raise EndpointError(f"{path}: {to_one_line(str(error))}") from error
         return self.content_of(answer, path)
 
-    def content_of(self, answer: Answer, path: str) -> bytes:
+    def content_of(self, answer: BoundedResponse, path: str) -> bytes:
         """Return the content of an answer that is good. KeyRefused, EndpointError: it is none."""
         text = f"{path}: {answer.status}, {to_one_line(answer.text)}"
-        if answer.status in DENIED:
+        if answer.status in DENIED_STATUSES:
             self.denial = f"engine.urls={self.url}: {text}; {self._no_key}"
             raise KeyRefused(text)
         if not answer.is_success:

@@ -15,7 +15,7 @@ from megatron_rl.models.vocabulary import MAX_TOKENIZER_BYTES
 from megatron_rl.rollout.vllm.engine_core import engine_arguments
 from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE, TOKEN_FILE
 from megatron_rl.rollout.vllm.sampler import BANNED
-from sandbox.token import USERS_KEYS
+from sandbox.token import USER_KEY_VARIABLES
 
 BACKEND = "megatron_rl"
 VLLM = "0.32.0"
@@ -73,7 +73,7 @@ def shell_lines(model_path: str, settings: EngineSettings, *, banned_ids: Sequen
     require(bool(settings.token_file), "engine.token_file", settings.token_file, remedy)
     given = server_arguments(model_path, settings, banned_ids=banned_ids, pixels=pixels, cuda=cuda, seed=None, timeout_s=600.0)
     environment = [f"{name}={value}" for name, value in server_environment(settings, token_file=settings.token_file).items()]
-    unset = [word for name in USERS_KEYS for word in ("-u", name)]
+    unset = [word for name in USER_KEY_VARIABLES for word in ("-u", name)]
     line = shlex.join(["env", *unset, *environment, *PROGRAM, *given])
     places = [urlsplit(url) for url in settings.urls or ["http://127.0.0.1:8000"]]
     return "\n".join(f"{line} --seed $RANDOM --host {shlex.quote(each.hostname)} --port {each.port or 80}" for each in places)

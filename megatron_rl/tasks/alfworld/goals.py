@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Self
 
-KINDS: Mapping[str, str] = {
+KIND_BY_ALFWORLD_NAME: Mapping[str, str] = {
     "pick_and_place_simple": "pick",
     "look_at_obj_in_light": "look",
     "pick_clean_then_place_in_recep": "clean",
@@ -15,59 +15,59 @@ KINDS: Mapping[str, str] = {
     "pick_two_obj_and_place": "two",
 }
 """ALFWorld's name of a task type -> ours."""
-NAMES: Mapping[str, str] = {kind: name for name, kind in KINDS.items()}
-CHANGED: Mapping[str, str] = {"clean": "isclean", "heat": "ishot", "cool": "iscool"}
+ALFWORLD_NAME_BY_KIND: Mapping[str, str] = {kind: name for name, kind in KIND_BY_ALFWORLD_NAME.items()}
+CHANGE_PREDICATES: Mapping[str, str] = {"clean": "isclean", "heat": "ishot", "cool": "iscool"}
 """What must have become of the thing, by kind."""
-FOLDER = re.compile(r"(?P<name>[a-z_]+)-(?P<thing>[A-Za-z]+)-None-(?P<place>[A-Za-z]+)-(?P<scene>\d+)")
+FOLDER_PATTERN = re.compile(r"(?P<name>[a-z_]+)-(?P<thing>[A-Za-z]+)-None-(?P<place>[A-Za-z]+)-(?P<scene>\d+)")
 """How ALFWorld names the folder over a game's own: type, thing, movable receptacle, place (the lamp where a thing is looked at), scene."""
 Facts = Mapping[str, Set[tuple[str, ...]]]
 """The arguments for which each predicate of alfred.pddl holds, all in small letters, as TextWorld has them."""
 
 
 @dataclass(slots=True, frozen=True)
-class Goal:
+class AlfworldGoal:
     """Types of things are ALFWorld's, as SinkBasin."""
 
     kind: str
-    thing: str
-    place: str
+    object_type: str
+    receptacle_type: str
     """Where it goes; of kind look the lamp."""
     scene: int
     """The number of the floor plan."""
 
     @classmethod
-    def named(cls, folder: str) -> Self | None:
+    def from_folder_name(cls, folder: str) -> Self | None:
         """From the name of a folder; None where it holds no game that ALFWorld plays (movable receptacles, slices).
 
         Example: pick_heat_then_place_in_recep-Apple-None-CounterTop-12 -> heat, Apple, CounterTop, 12.
         """
-        read = FOLDER.fullmatch(folder)
-        if read is None or read["name"] not in KINDS or read["thing"].endswith("Sliced"):
+        read = FOLDER_PATTERN.fullmatch(folder)
+        if read is None or read["name"] not in KIND_BY_ALFWORLD_NAME or read["thing"].endswith("Sliced"):
             return None
-        return cls(KINDS[read["name"]], read["thing"], read["place"], int(read["scene"]))
+        return cls(KIND_BY_ALFWORLD_NAME[read["name"]], read["thing"], read["place"], int(read["scene"]))
 
     @property
-    def folder(self) -> str:
-        return f"{NAMES[self.kind]}-{self.thing}-None-{self.place}-{self.scene}"
+    def folder_name(self) -> str:
+        return f"{ALFWORLD_NAME_BY_KIND[self.kind]}-{self.object_type}-None-{self.receptacle_type}-{self.scene}"
 
-    def met(self, facts: Facts) -> tuple[int, int]:
+    def count_met_conditions(self, facts: Facts) -> tuple[int, int]:
         """How many of its conditions hold, and how many there are: those of ALFWorld's env/tasks.py. The game is won when all hold."""
-        things = {thing for thing, kind in facts["objecttype"] if kind == f"{self.thing.lower()}type"}
+        things = {thing for thing, kind in facts["objecttype"] if kind == f"{self.object_type.lower()}type"}
         if self.kind == "look":
             held = any(thing in things for _, thing in facts["holds"])
             return held + self._is_lit(facts), 2
-        places = {place for place, kind in facts["receptacletype"] if kind == f"{self.place.lower()}type"}
+        places = {place for place, kind in facts["receptacletype"] if kind == f"{self.receptacle_type.lower()}type"}
         placed = [(thing, place) for thing, place in facts["inreceptacle"] if thing in things and place in places]
         if self.kind == "pick":
             return int(bool(placed)), 1
         if self.kind == "two":
             return min(max(Counter(place for _, place in placed).values(), default=0), 2), 2
-        changed = {thing for (thing,) in facts[CHANGED[self.kind]] if thing in things}
+        changed = {thing for (thing,) in facts[CHANGE_PREDICATES[self.kind]] if thing in things}
         return bool(placed) + bool(changed) + any(thing in changed for thing, _ in placed), 3
 
     def _is_lit(self, facts: Facts) -> bool:
         """Whether such a lamp was switched on and stands where the agent is."""
-        lamps = {lamp for lamp, kind in facts["objecttype"] if kind == f"{self.place.lower()}type"}
+        lamps = {lamp for lamp, kind in facts["objecttype"] if kind == f"{self.receptacle_type.lower()}type"}
         here = {spot for _, spot in facts["atlocation"]}
         near = {place for place, spot in facts["receptacleatlocation"] if spot in here}
         return any((lamp,) in facts["istoggled"] and place in near for lamp, place in facts["inreceptacle"] if lamp in lamps)

@@ -20,15 +20,15 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from megatron_rl.tasks.alfworld.textworld_engine import Game
+from megatron_rl.tasks.alfworld.textworld_engine import TextWorldGame
 
 PR_SET_PDEATHSIG = 1
-READY = b"r"
-LOOK_S = 1.0
+READY_BYTE = b"r"
+PARENT_POLL_S = 1.0
 """Between two looks at the parent."""
 
 
-class Answers:
+class PlayerChannel:
     """The players' end of a channel: lines of JSON. An error is the last of them, and the process ends there: who knows what it left."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -38,7 +38,7 @@ class Answers:
     def send(self, answer: Mapping[str, object]) -> None:
         self.channel.sendall(json.dumps(answer).encode() + b"\n")
 
-    def __enter__(self) -> "Answers":
+    def __enter__(self) -> "PlayerChannel":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -49,28 +49,28 @@ class Answers:
             os._exit(0 if kind is None else 1)
 
 
-def play(channel: socket.socket, seconds: float) -> None:
+def serve_player(channel: socket.socket, timeout_s: float) -> None:
     """Answer until nobody asks. Never returns."""
-    with Answers(channel) as answers:
-        game: Game | None = None
+    with PlayerChannel(channel) as answers:
+        game: TextWorldGame | None = None
         for line in answers.lines:
             asked = json.loads(line)
-            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM, which nobody handles
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM, which nobody handles
             if "game" in asked:
-                game = Game(Path(asked["game"]))
+                game = TextWorldGame(Path(asked["game"]))
                 answer = {"task": game.task, **asdict(game.start())}
             else:
                 assert game is not None, "asked before a game"
-                answer = {"plan": game.plan()} if asked.get("plan") else asdict(game.step(asked["command"]))
+                answer = {"plan": game.plan_commands()} if asked.get("plan") else asdict(game.step(asked["command"]))
             signal.setitimer(signal.ITIMER_REAL, 0)
             answers.send(answer)
 
 
-def keep(control: socket.socket, seconds: float) -> None:
+def fork_players(control: socket.socket, timeout_s: float) -> None:
     parent, keeper = os.getppid(), os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # players are reaped by the kernel
     while os.getppid() == parent:
-        if not select.select([control], [], [], LOOK_S)[0]:
+        if not select.select([control], [], [], PARENT_POLL_S)[0]:
             continue
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -79,19 +79,19 @@ def keep(control: socket.socket, seconds: float) -> None:
             control.close()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == keeper:
-                play(socket.socket(fileno=descriptors[0]), seconds)
+                serve_player(socket.socket(fileno=descriptors[0]), timeout_s)
             os._exit(1)
         os.close(descriptors[0])
 
 
-def main(words: list[str]) -> None:
-    control, seconds = socket.socket(fileno=int(words[0])), float(words[1])
+def main(arguments: list[str]) -> None:
+    control, seconds = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    for game in words[2:]:
-        Game(Path(game)).start()
+    for game in arguments[2:]:
+        TextWorldGame(Path(game)).start()
     signal.setitimer(signal.ITIMER_REAL, 0)
-    control.sendall(READY)
-    keep(control, seconds)
+    control.sendall(READY_BYTE)
+    fork_players(control, seconds)
 
 
 if __name__ == "__main__":

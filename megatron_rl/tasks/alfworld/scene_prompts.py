@@ -7,39 +7,39 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WAYS = ("go ", "open ", "close ", "examine ", "look", "inventory", "help")
+NEUTRAL_COMMANDS = ("go ", "open ", "close ", "examine ", "look", "inventory", "help")
 """Commands that change nothing that a goal asks for begin with these; all others are deeds."""
 
 
 @dataclass(slots=True, frozen=True)
-class View:
+class GameObservation:
     """What a game shows after a command."""
 
     text: str
     commands: list[str]
     """Those that are admissible, sorted."""
-    won: bool
-    met: int
+    is_won: bool
+    num_met: int
     """Goal conditions that hold..."""
-    conditions: int
+    num_conditions: int
     """...of so many."""
 
 
-def prompt_of(task: str, view: View, *, before: Sequence[str] = (), has_text: bool = True) -> str:
+def write_prompt(task: str, observation: GameObservation, *, history: Sequence[str] = (), has_text: bool = True) -> str:
     """`before` are commands that were played; without the text only the picture tells what is seen."""
     lines = [
         f"Household. Task: {task}.",
-        *([f"You see: {view.text}"] if has_text else []),
-        *([f"Before: {'; '.join(before)}."] if before else []),
-        f"Actions: {'; '.join(view.commands)}.",
+        *([f"You see: {observation.text}"] if has_text else []),
+        *([f"Before: {'; '.join(history)}."] if history else []),
+        f"Actions: {'; '.join(observation.commands)}.",
         'Answer with one JSON object: {"thoughts": text, "action": one of the actions}',
     ]
     return "\n".join(lines)
 
 
-def thoughts_before(commands: Sequence[str]) -> str:
+def write_thoughts(commands: Sequence[str]) -> str:
     """What is on the mind of one who is about to give these commands: the first deed among them."""
-    deed = next((command for command in commands if not command.startswith(WAYS)), commands[0])
+    deed = next((command for command in commands if not command.startswith(NEUTRAL_COMMANDS)), commands[0])
     return f"Next: {deed}."
 
 

@@ -2,94 +2,94 @@
 
 from collections.abc import Sequence
 
-from megatron_rl.tasks.alfworld.goals import Goal
-from megatron_rl.tasks.alfworld.scene_prompts import View
+from megatron_rl.tasks.alfworld.goals import AlfworldGoal
+from megatron_rl.tasks.alfworld.scene_prompts import GameObservation
 
-APPLIANCES = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
+APPLIANCE_BY_KIND = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"}
 
 
-class Searcher:
+class SearchExpert:
     """Plays one game: what it gives is taken to be played. It reads the admissible commands alone, and remembers."""
 
-    def __init__(self, goal: Goal) -> None:
+    def __init__(self, goal: AlfworldGoal) -> None:
         self.goal = goal
-        self.thing, self.place = goal.thing.lower(), goal.place.lower()
-        self.here = self.held = self.lamp = ""
+        self.thing, self.place = goal.object_type.lower(), goal.receptacle_type.lower()
+        self.position = self.held_object = self.lamp_position = ""
         """Where it stands; what it holds; where it has seen the lamp."""
-        self.looked_into: set[str] = set()
+        self.searched_places: set[str] = set()
         self.is_changed = False
 
-    def next(self, view: View) -> tuple[str, str] | None:
+    def choose_command(self, observation: GameObservation) -> tuple[str, str] | None:
         """Thoughts, and a command; None where it knows no way: no place of the kind that it needs can be gone to."""
         try:
-            return self._next(view.commands)
+            return self._choose_command(observation.commands)
         except LookupError:
             return None
 
-    def _next(self, commands: Sequence[str]) -> tuple[str, str]:
+    def _choose_command(self, commands: Sequence[str]) -> tuple[str, str]:
         if any(command.startswith(f"use {self.place} ") for command in commands):
-            self.lamp = self.here
-        if not self.held:
-            return self._fetch(commands)
+            self.lamp_position = self.position
+        if not self.held_object:
+            return self._fetch_object(commands)
         if self.goal.kind == "look":
-            return self._light(commands)
-        if self.goal.kind in APPLIANCES and not self.is_changed:
-            return self._change(commands)
-        return self._put(commands)
+            return self._use_lamp(commands)
+        if self.goal.kind in APPLIANCE_BY_KIND and not self.is_changed:
+            return self._change_object(commands)
+        return self._put_object(commands)
 
-    def _fetch(self, commands: Sequence[str]) -> tuple[str, str]:
+    def _fetch_object(self, commands: Sequence[str]) -> tuple[str, str]:
         """What lies in a place where it shall be is left there."""
         for command in commands:
-            if command.startswith(f"take {self.thing} ") and (self.goal.kind == "look" or _type(self.here) != self.place):
-                self.held = command.removeprefix("take ").partition(" from ")[0]
+            if command.startswith(f"take {self.thing} ") and (self.goal.kind == "look" or _place_type(self.position) != self.place):
+                self.held_object = command.removeprefix("take ").partition(" from ")[0]
                 return f"Next: take {self.thing}.", command
-        return f"Next: find {self.thing}.", self._look_on(commands)
+        return f"Next: find {self.thing}.", self._search_next_place(commands)
 
-    def _light(self, commands: Sequence[str]) -> tuple[str, str]:
+    def _use_lamp(self, commands: Sequence[str]) -> tuple[str, str]:
         use = next((command for command in commands if command.startswith(f"use {self.place} ")), "")
         if use:
             return f"Next: use {self.place}.", use
-        if self.lamp:
-            return f"Next: use {self.place}.", self._go(self.lamp)
-        return f"Next: find {self.place}.", self._look_on(commands)
+        if self.lamp_position:
+            return f"Next: use {self.place}.", self._go_to(self.lamp_position)
+        return f"Next: find {self.place}.", self._search_next_place(commands)
 
-    def _change(self, commands: Sequence[str]) -> tuple[str, str]:
-        done = next((command for command in commands if command.startswith(f"{self.goal.kind} {self.held} with ")), "")
+    def _change_object(self, commands: Sequence[str]) -> tuple[str, str]:
+        done = next((command for command in commands if command.startswith(f"{self.goal.kind} {self.held_object} with ")), "")
         self.is_changed = bool(done)
-        return f"Next: {self.goal.kind} {self.thing}.", done or self._go(_first(commands, APPLIANCES[self.goal.kind]))
+        return f"Next: {self.goal.kind} {self.thing}.", done or self._go_to(_first_place(commands, APPLIANCE_BY_KIND[self.goal.kind]))
 
-    def _put(self, commands: Sequence[str]) -> tuple[str, str]:
+    def _put_object(self, commands: Sequence[str]) -> tuple[str, str]:
         thoughts = f"Next: put {self.thing} in {self.place}."
-        if _type(self.here) != self.place:
-            return thoughts, self._go(_first(commands, self.place))
-        put = f"move {self.held} to {self.here}"
+        if _place_type(self.position) != self.place:
+            return thoughts, self._go_to(_first_place(commands, self.place))
+        put = f"move {self.held_object} to {self.position}"
         if put not in commands:
-            return thoughts, f"open {self.here}"
-        self.held = ""
+            return thoughts, f"open {self.position}"
+        self.held_object = ""
         return thoughts, put
 
-    def _look_on(self, commands: Sequence[str]) -> str:
+    def _search_next_place(self, commands: Sequence[str]) -> str:
         """Open what is closed here, or go to the next place, those where nothing shall be put first; when all were seen, begin anew."""
-        if f"open {self.here}" in commands and self.here not in self.looked_into:
-            self.looked_into.add(self.here)
-            return f"open {self.here}"
-        self.looked_into.add(self.here)
+        if f"open {self.position}" in commands and self.position not in self.searched_places:
+            self.searched_places.add(self.position)
+            return f"open {self.position}"
+        self.searched_places.add(self.position)
         places = [command.removeprefix("go to ") for command in commands if command.startswith("go to ")]
-        fresh = [place for place in places if place not in self.looked_into]
+        fresh = [place for place in places if place not in self.searched_places]
         if not fresh:
-            self.looked_into, fresh = {self.here}, places
-        return self._go(min(fresh, key=lambda place: _type(place) == self.place))
+            self.searched_places, fresh = {self.position}, places
+        return self._go_to(min(fresh, key=lambda place: _place_type(place) == self.place))
 
-    def _go(self, place: str) -> str:
-        self.here = place
+    def _go_to(self, place: str) -> str:
+        self.position = place
         return f"go to {place}"
 
 
-def _type(place: str) -> str:
+def _place_type(place: str) -> str:
     return place.partition(" ")[0]
 
 
-def _first(commands: Sequence[str], kind: str) -> str:
+def _first_place(commands: Sequence[str], kind: str) -> str:
     """The first place of a type that one can go to. LookupError: there is none."""
     places = [command.removeprefix("go to ") for command in commands if command.startswith(f"go to {kind} ")]
     return places[0]

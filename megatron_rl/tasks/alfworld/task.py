@@ -16,51 +16,54 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import TaskSettings, require, require_choice
-from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric, TurnPart, environment_rewards
+from megatron_rl.rewards.rubric import RewardFn, RewardInput, RewardTerm, Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.rollout.task import Env, Step, Task
-from megatron_rl.tasks.alfworld.action_parser import READINGS, Invalid
+from megatron_rl.tasks.alfworld.action_parser import ACTION_PARSERS, InvalidAction
 from megatron_rl.tasks.alfworld.game_files import (
-    MAKE,
-    TRANSCRIPTS,
-    example_of,
-    folders_of,
-    games_of,
+    MAKE_COMMAND,
+    TRANSCRIPT_FILES,
+    find_game_folders,
+    find_games,
+    load_transcript,
+    make_example,
     require_packages,
-    transcript_of,
 )  # fmt: skip
-from megatron_rl.tasks.alfworld.goals import NAMES
-from megatron_rl.tasks.alfworld.player_pool import Player, Players
-from megatron_rl.tasks.alfworld.scene_image import Look, blank, drawn
-from megatron_rl.tasks.alfworld.scene_prompts import View, prompt_of, thoughts_before, write_reply
-from megatron_rl.tasks.gym_cards.action_parser import action_at
-from megatron_rl.tasks.gym_cards.game import PENALTY, Transcripts, asked
+from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND
+from megatron_rl.tasks.alfworld.player_pool import PlayerPool, PlayerProcess
+from megatron_rl.tasks.alfworld.scene_image import SceneRenderer, draw_blank, draw_text
+from megatron_rl.tasks.alfworld.scene_prompts import GameObservation, write_prompt, write_reply, write_thoughts
+from megatron_rl.tasks.gym_cards.action_parser import find_action_start
+from megatron_rl.tasks.gym_cards.game import INVALID_ACTION_REWARD, LazyTranscripts, make_user_message
 from megatron_rl.tasks.task_options import AlfworldOptions
 from megatron_rl.types import Example, Message, ToolCall
 
 MAX_STEPS = 50
-WON = "won"
-WIN = 50.0
+WON_REASON = "won"
+WIN_REWARD = 50.0
 DEMONSTRATORS = {"correct": "planner", "searching": "searcher", "biased": "searcher"}
 """Who plays in a split of demonstrations."""
-MISTAKES = 0.3
+MISTAKE_PROBABILITY = 0.3
 """How often the demonstrator of split "biased" gives any admissible command instead of the right one."""
-Plan = tuple[Path, str, int, str | None]
+DemonstrationPlan = tuple[Path, str, int, str | None]
 """A demonstration: the game's folder, who plays it, the turn, and the mistake that is made there."""
 
 
-def won(kind: str | None) -> Reward:
+def won_reward(kind: str | None) -> RewardFn:
     """1 where an episode was won, else 0; no opinion on games of other kinds."""
 
-    async def part(outcome: Outcome) -> float | None:
-        return float(outcome.rollout.reason == WON) if kind in (None, outcome.payload["kind"]) else None
+    async def part(outcome: RewardInput) -> float | None:
+        return float(outcome.rollout.reason == WON_REASON) if kind in (None, outcome.payload["kind"]) else None
 
     return part
 
 
-RUBRIC = Rubric(
-    parts={"won": Part(won(None), weight=0.0), **{f"won_{kind}": Part(won(kind), weight=0.0) for kind in NAMES}},
-    turn_parts={"return": TurnPart(environment_rewards, mean=False)},
-    solved_by="won",
+ALFWORLD_RUBRIC = Rubric(
+    terms={
+        "won": RewardTerm(won_reward(None), weight=0.0),
+        **{f"won_{kind}": RewardTerm(won_reward(kind), weight=0.0) for kind in ALFWORLD_NAME_BY_KIND},
+    },
+    turn_terms={"return": TurnRewardTerm(environment_rewards, averages_turns=False)},
+    solved_term="won",
 )
 """The return is what is learned from; who won, by the kind of game, is told."""
 
@@ -68,62 +71,62 @@ RUBRIC = Rubric(
 class AlfworldEnv(Env):
     """One episode of one game."""
 
-    def __init__(self, game: str, *, players: Players, options: AlfworldOptions, look: Look = drawn) -> None:
-        self.game, self.players, self.options, self.look = game, players, options, look
-        self.player: Player | None = None
-        self.played: list[str] = []
-        self.dice = random.Random()
+    def __init__(self, game: str, *, player_pool: PlayerPool, options: AlfworldOptions, render: SceneRenderer = draw_text) -> None:
+        self.game, self.player_pool, self.options, self.render = game, player_pool, options, render
+        self.player: PlayerProcess | None = None
+        self.commands: list[str] = []
+        self.rng = random.Random()
 
     async def reset(self, seed: int) -> list[Message]:
-        self.dice.seed(seed)
-        self.player = await self.players.take(self.game)
-        answer = await self.player.ask(game=self.game)
+        self.rng.seed(seed)
+        self.player = await self.player_pool.acquire(self.game)
+        answer = await self.player.send_request(game=self.game)
         self.task = str(answer.pop("task"))
-        self.view = View(**answer)
-        return [self._shown()]
+        self.observation = GameObservation(**answer)
+        return [self._make_message()]
 
     @property
     def state(self) -> str:
         """What was done so far: where things are follows from it, and nothing else does in a house that is seen in part."""
-        return "\n".join(self.played)
+        return "\n".join(self.commands)
 
     async def step(self, text: str) -> Step:
-        return replace(await self._answer(text), action_at=action_at(text))
+        return replace(await self._handle_reply(text), action_at=find_action_start(text))
 
-    async def _answer(self, text: str) -> Step:
-        commands = self.view.commands
-        read = READINGS[self.options.reading](text, commands)
-        if not isinstance(read, Invalid):
-            return await self._play(commands[read], ToolCall(tool="move", source=commands[read]))
+    async def _handle_reply(self, text: str) -> Step:
+        commands = self.observation.commands
+        read = ACTION_PARSERS[self.options.reading](text, commands)
+        if not isinstance(read, InvalidAction):
+            return await self._play_command(commands[read], ToolCall(tool="move", source=commands[read]))
         call = ToolCall(tool="move", source=text, error=str(read), ran=False)
         if self.options.invalid == "random":
-            return await self._play(self.dice.choice(commands), call)
-        reward = self._progress(self.view) + (PENALTY if self.options.invalid == "penalize" else 0.0)
-        return Step(messages=[self._shown()], reward=reward, done=False, call=call, new_context=True)
+            return await self._play_command(self.rng.choice(commands), call)
+        reward = self._progress_reward(self.observation) + (INVALID_ACTION_REWARD if self.options.invalid == "penalize" else 0.0)
+        return Step(messages=[self._make_message()], reward=reward, done=False, call=call, new_context=True)
 
-    async def _play(self, command: str, call: ToolCall) -> Step:
+    async def _play_command(self, command: str, call: ToolCall) -> Step:
         assert self.player is not None, "step before reset"
-        view = View(**await self.player.ask(command=command))
-        reward = WIN * view.won + self._progress(view)
-        self.view = view
-        self.played.append(command)
-        if view.won:
-            return Step(messages=[], reward=reward, done=True, reason=WON, call=call)
-        return Step(messages=[self._shown()], reward=reward, done=False, call=call, new_context=True)
+        view = GameObservation(**await self.player.send_request(command=command))
+        reward = WIN_REWARD * view.is_won + self._progress_reward(view)
+        self.observation = view
+        self.commands.append(command)
+        if view.is_won:
+            return Step(messages=[], reward=reward, done=True, reason=WON_REASON, call=call)
+        return Step(messages=[self._make_message()], reward=reward, done=False, call=call, new_context=True)
 
-    def _progress(self, view: View) -> float:
+    def _progress_reward(self, observation: GameObservation) -> float:
         """What is paid for the goal's conditions after a step that led from self.view to this one."""
-        before = self.view.met if self.options.progress == "change" else 0
-        return (view.met - before) / view.conditions
+        before = self.observation.num_met if self.options.progress == "change" else 0
+        return (observation.num_met - before) / observation.num_conditions
 
-    def _shown(self) -> Message:
-        before = self.played[-self.options.history :] if self.options.history else []
-        prompt = prompt_of(self.task, self.view, before=before, has_text=self.options.observation == "both")
-        return asked(self.look(self.view.text), prompt)
+    def _make_message(self) -> Message:
+        before = self.commands[-self.options.history :] if self.options.history else []
+        prompt = write_prompt(self.task, self.observation, history=before, has_text=self.options.observation == "both")
+        return make_user_message(self.render(self.observation.text), prompt)
 
     async def close(self) -> None:
         if self.player is not None:
-            self.players.give_back(self.player)
+            self.player_pool.release(self.player)
             self.player = None
 
 
@@ -132,7 +135,7 @@ class AlfworldTask(Task):
 
     Options = AlfworldOptions
     continues_contexts = False
-    rubric = RUBRIC
+    rubric = ALFWORLD_RUBRIC
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
@@ -142,28 +145,28 @@ class AlfworldTask(Task):
         self.options: Any = options
         for key, turns in (("task.max_turns", settings.max_turns), ("task.eval_max_turns", settings.eval_max_turns)):
             require(turns <= MAX_STEPS, key, turns, f"an episode has {MAX_STEPS} steps, use no more")
-        self.players = Players(options.processes, seconds=options.call_s)
-        self._games = cache(self._found)
+        self.player_pool = PlayerPool(options.processes, timeout_s=options.call_s)
+        self._games = cache(self._find_games)
 
     async def close(self) -> None:
-        await self.players.close()
+        await self.player_pool.close()
 
     def examples(self, split: str) -> list[Example]:
         """ValueError: there are no games, or nothing to play them with."""
         games = self._games(split)
         if split == "train":
-            return [example_of(folder, picture="drawn") for folder in games]
-        return [example_of(folder, picture=self.options.eval_picture) for folder in games[: self.settings.data.max_eval or None]]
+            return [make_example(folder, picture="drawn") for folder in games]
+        return [make_example(folder, picture=self.options.eval_picture) for folder in games[: self.settings.data.max_eval or None]]
 
-    def _found(self, split: str) -> list[Path]:
+    def _find_games(self, split: str) -> list[Path]:
         require_packages()
-        return games_of(folders_of(self.settings.data, split), key=f"task.data.{split}")
+        return find_games(find_game_folders(self.settings.data, split), config_key=f"task.data.{split}")
 
     def env(self, example: Example) -> AlfworldEnv:
-        look = drawn if example.payload["picture"] == "drawn" else blank
-        return AlfworldEnv(str(example.payload["game"]), players=self.players, options=self.options, look=look)
+        look = draw_text if example.payload["picture"] == "drawn" else draw_blank
+        return AlfworldEnv(str(example.payload["game"]), player_pool=self.player_pool, options=self.options, render=look)
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[Plan]:
+    def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[DemonstrationPlan]:
         """Single turns of games of split train, which are won. Fewer are a prefix of more.
 
         In split "correct" the planner plays, who knows where things are; in "searching" one who knows what was seen (search_expert.py); in
@@ -171,32 +174,33 @@ class AlfworldTask(Task):
         """
         require_choice("sft.splits", split, tuple(DEMONSTRATORS))
         player, dice = DEMONSTRATORS[split], random.Random(seed)
-        games = [folder for folder in self._games("train") if (folder / TRANSCRIPTS[player]).is_file()]
-        remedy = f"no game has a {TRANSCRIPTS[player]} to learn from; write them with `{MAKE.partition(' --')[0]} --transcribe FOLDER`"
+        games = [folder for folder in self._games("train") if (folder / TRANSCRIPT_FILES[player]).is_file()]
+        command = f"{MAKE_COMMAND.partition(' --')[0]} --transcribe FOLDER"
+        remedy = f"no game has a {TRANSCRIPT_FILES[player]} to learn from; write them with `{command}`"
         require(bool(games), "task.data.train", ", ".join(self.settings.data.train), remedy)
         dice.shuffle(games)
-        plans: list[Plan] = []
+        plans: list[DemonstrationPlan] = []
         for number in range(num):
             folder = games[number % len(games)]
-            turns = transcript_of(folder, player).turns
+            turns = load_transcript(folder, player).turns
             turn = dice.randrange(len(turns))
-            mistake, errs = dice.choice(turns[turn].commands), dice.random() < MISTAKES
+            mistake, errs = dice.choice(turns[turn].commands), dice.random() < MISTAKE_PROBABILITY
             plans.append((folder, player, turn, mistake if errs and split == "biased" else None))
-        return Transcripts(plans, self._transcript)
+        return LazyTranscripts(plans, self._write_transcript)
 
-    def _transcript(self, plan: Plan) -> list[Message]:
+    def _write_transcript(self, plan: DemonstrationPlan) -> list[Message]:
         folder, player, number, mistake = plan
-        transcript = transcript_of(folder, player)
+        transcript = load_transcript(folder, player)
         turn = transcript.turns[number]
-        before = transcript.played[max(0, number - self.options.history) : number]
-        view = View(turn.text, turn.commands, won=False, met=0, conditions=1)
-        prompt = prompt_of(transcript.task, view, before=before, has_text=self.options.observation == "both")
-        said = write_reply(turn.thoughts, turn.command) if mistake is None else write_reply(thoughts_before([mistake]), mistake)
-        return [asked(drawn(turn.text), prompt), {"role": "assistant", "content": [{"type": "text", "text": said}]}]
+        before = transcript.commands[max(0, number - self.options.history) : number]
+        view = GameObservation(turn.text, turn.commands, is_won=False, num_met=0, num_conditions=1)
+        prompt = write_prompt(transcript.task, view, history=before, has_text=self.options.observation == "both")
+        said = write_reply(turn.thoughts, turn.command) if mistake is None else write_reply(write_thoughts([mistake]), mistake)
+        return [make_user_message(draw_text(turn.text), prompt), {"role": "assistant", "content": [{"type": "text", "text": said}]}]
 
-    def gold(self, example: Example) -> list[str]:
+    def gold_replies(self, example: Example) -> list[str]:
         """Replies that win, turn by turn; none where no transcript lies beside the game."""
         folder = Path(str(example.payload["game"])).parent
-        if not (folder / TRANSCRIPTS["planner"]).is_file():
+        if not (folder / TRANSCRIPT_FILES["planner"]).is_file():
             return []
-        return [write_reply(turn.thoughts, turn.command) for turn in transcript_of(folder).turns]
+        return [write_reply(turn.thoughts, turn.command) for turn in load_transcript(folder).turns]

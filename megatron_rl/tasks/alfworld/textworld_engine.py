@@ -23,19 +23,19 @@ from textworld.envs.pddl.logic import GameLogic, PddlState  # noqa: E402
 from textworld.generator.game import EntityInfo  # noqa: E402
 from textworld.logic import Action  # noqa: E402
 
-from megatron_rl.tasks.alfworld.goals import Facts, Goal  # noqa: E402
-from megatron_rl.tasks.alfworld.scene_prompts import View  # noqa: E402
+from megatron_rl.tasks.alfworld.goals import AlfworldGoal, Facts  # noqa: E402
+from megatron_rl.tasks.alfworld.scene_prompts import GameObservation  # noqa: E402
 
-TASK = re.compile(r"(?<=Your task is to: )[^\"]*(?=\.\")")
+TASK_PATTERN = re.compile(r"(?<=Your task is to: )[^\"]*(?=\.\")")
 """In the grammar of a game."""
 
 
-def names_of(ids: Iterable[str]) -> dict[str, str]:
+def assign_names(ids: Iterable[str]) -> dict[str, str]:
     """ALFWorld's names for TextWorld's: cabinet_bar__minus_01... -> cabinet 3. Numbers are given from the last of the sorted to the first.
 
     agents/utils/misc.py of alfworld 0.4.2, Demangler.
     """
-    kinds = {each: _kind(each) for each in sorted(ids)}
+    kinds = {each: _object_kind(each) for each in sorted(ids)}
     left = Counter(kinds.values())
     names = {}
     for each, kind in kinds.items():
@@ -45,18 +45,18 @@ def names_of(ids: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _kind(mangled: str) -> str:
+def _object_kind(mangled: str) -> str:
     kind, bar, _ = mangled.partition("_bar_")
     return f"{kind}basin" if bar and "basin" in mangled else kind
 
 
 @cache
-def logic_of(domain: str, grammar: str) -> GameLogic:
+def load_logic(domain: str, grammar: str) -> GameLogic:
     """Parsed once: games differ in their task's words alone, which nothing that is shown after the intro needs."""
     return GameLogic(domain=domain, grammar=grammar)
 
 
-class Game:
+class TextWorldGame:
     """A game, from its file. All errors of TextWorld pass through."""
 
     library = None
@@ -64,62 +64,64 @@ class Game:
 
     def __init__(self, path: Path) -> None:
         data = json.loads(path.read_text())
-        goal = Goal.named(path.parents[1].name)
+        goal = AlfworldGoal.from_folder_name(path.parents[1].name)
         assert goal is not None, f"{path}: no game of ALFWorld's"
         self.goal = goal
-        found = TASK.search(data["grammar"])
+        found = TASK_PATTERN.search(data["grammar"])
         assert found is not None, f"{path}: its grammar names no task"
         self.task = found[0]
-        self.logic = logic_of(data["pddl_domain"], TASK.sub("UNKNOWN GOAL", data["grammar"]))
-        if Game.library is None:
-            Game.library = fast_downward.load_lib()
-        self.state = PddlState(Game.library, data["pddl_problem"], self.logic)
-        self.infos = {each.name: EntityInfo(each.name, each.type) for fact in self.state.facts for each in fact.arguments}
-        for each, name in names_of(self.infos).items():
-            info = self.infos[each]
+        self.logic = load_logic(data["pddl_domain"], TASK_PATTERN.sub("UNKNOWN GOAL", data["grammar"]))
+        if TextWorldGame.library is None:
+            TextWorldGame.library = fast_downward.load_lib()
+        self.state = PddlState(TextWorldGame.library, data["pddl_problem"], self.logic)
+        self.entity_infos = {each.name: EntityInfo(each.name, each.type) for fact in self.state.facts for each in fact.arguments}
+        for each, name in assign_names(self.entity_infos).items():
+            info = self.entity_infos[each]
             info.name, info.definite, info.indefinite = name, "the", "a"
-        self.words: dict[tuple[str, ...], str] = {}
+        self.command_texts: dict[tuple[str, ...], str] = {}
         """The command of each action that was admissible so far: of ALFWorld's templates none depends on what changes."""
         self.actions: dict[str, Action] = {}
 
-    def start(self) -> View:
-        return self._view(self._said("#look.feedback#"))
+    def start(self) -> GameObservation:
+        return self._observe(self._derive_text("#look.feedback#"))
 
-    def step(self, command: str) -> View:
+    def step(self, command: str) -> GameObservation:
         """One that is not admissible changes nothing, as in TextWorld."""
         if command not in self.actions:
-            return self._view("Nothing happens.")
+            return self._observe("Nothing happens.")
         action = self.actions[command]
         self.state.apply(action)
-        return self._view(self._said(action.feedback_rule, action))
+        return self._observe(self._derive_text(action.feedback_rule, action))
 
-    def plan(self) -> list[str]:
+    def plan_commands(self) -> list[str]:
         """Commands that win from here, found by the planner; empty where there are none. Takes time that grows quickly with the game."""
-        return self.state.replan(self.infos)
+        return self.state.replan(self.entity_infos)
 
-    def facts(self) -> Facts:
+    def collect_facts(self) -> Facts:
         facts = defaultdict(set)
         for fact in self.state.facts:
             facts[fact.name].add(tuple(each.name for each in fact.arguments))
         return facts
 
-    def _view(self, text: str) -> View:
+    def _observe(self, text: str) -> GameObservation:
         self.actions = {}
         for action in self.state.all_applicable_actions():
-            self.actions.setdefault(self._command(action), action)
-        met, conditions = self.goal.met(self.facts())
-        return View(text=text, commands=sorted(self.actions), won=self.state.check_goal(), met=met, conditions=conditions)
+            self.actions.setdefault(self._command_text(action), action)
+        met, conditions = self.goal.count_met_conditions(self.collect_facts())
+        return GameObservation(
+            text=text, commands=sorted(self.actions), is_won=self.state.check_goal(), num_met=met, num_conditions=conditions
+        )
 
-    def _command(self, action: Action) -> str:
+    def _command_text(self, action: Action) -> str:
         key = (action.name, *(each.name for each in action.mapping.values()))
-        if key not in self.words:
-            self.words[key] = self._said(action.command_template, action)
-        return self.words[key]
+        if key not in self.command_texts:
+            self.command_texts[key] = self._derive_text(action.command_template, action)
+        return self.command_texts[key]
 
-    def _said(self, rule: str, action: Action | None = None) -> str:
+    def _derive_text(self, rule: str, action: Action | None = None) -> str:
         mapping = {} if action is None else action.mapping
         context = {
-            "state": self.state, "facts": list(self.state.facts), "mapping": mapping, "entity_infos": self.infos,
-            "variables": {placeholder.name: self.infos[each.name] for placeholder, each in mapping.items()},
+            "state": self.state, "facts": list(self.state.facts), "mapping": mapping, "entity_infos": self.entity_infos,
+            "variables": {placeholder.name: self.entity_infos[each.name] for placeholder, each in mapping.items()},
         }  # fmt: skip
         return self.logic.grammar.derive(rule, context)

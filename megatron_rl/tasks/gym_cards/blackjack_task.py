@@ -18,11 +18,11 @@ import numpy as np
 
 from megatron_rl.config import TaskSettings, require_choice
 from megatron_rl.rollout.task import Env, Step
-from megatron_rl.tasks.gym_cards.blackjack import ACTIONS, MAX_STEPS, Blackjack, Table, draw_card, picture, total
-from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, add, best_table, play
-from megatron_rl.tasks.gym_cards.cards import SUITS, Card, drawing_is_held_out
-from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, Transcripts, asked, read
-from megatron_rl.tasks.gym_cards.points import Look
+from megatron_rl.tasks.gym_cards.blackjack import ACTIONS, MAX_STEPS, Blackjack, BlackjackState, deal_card, draw_state, hand_total
+from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, add_card, best_policy, evaluate_policy
+from megatron_rl.tasks.gym_cards.cards import SUITS, Card, is_held_out_drawing
+from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, LazyTranscripts, StateView, make_user_message, parse_reply
+from megatron_rl.tasks.gym_cards.points import CardStyle
 from megatron_rl.tasks.task_options import BlackjackOptions
 from megatron_rl.types import Example, Message, Rollout
 
@@ -31,36 +31,36 @@ PROMPT = (
     'Answer with one JSON object: {"thoughts": text, "action": "stand" or "hit"}'
 )
 
-BIASED_FROM = 7
+BIASED_MIN_DEALER_VALUE = 7
 """In split "biased" the demonstrator stands, whatever he holds, where the dealer shows at least this (an ace counts 1 here)..."""
 BIASED_ERROR = 0.6
 """...with this probability, and plays the best table elsewhere."""
-DEALT = (*range(1, 10), 10, 10, 10, 10)
+DEALT_VALUES = (*range(1, 10), 10, 10, 10, 10)
 """Values, each as often as it is dealt."""
 
 
-def position_of(table: Table) -> Position:
-    return *total(table.player), table.dealer[0].value
+def get_position(state: BlackjackState) -> Position:
+    return *hand_total(state.player), state.dealer[0].value
 
 
-def write_reply(table: Table, action: int) -> str:
+def write_reply(state: BlackjackState, action: int) -> str:
     """The reply that reads the cards and adds them up right, and takes the action."""
-    points, is_soft, up = position_of(table)
-    cards = " ".join(card.symbol for card in table.player)
+    points, is_soft, up = get_position(state)
+    cards = " ".join(card.symbol for card in state.player)
     return json.dumps({"thoughts": f"{cards}: {'soft ' if is_soft else ''}{points} against {up}", "action": ACTIONS[action]})
 
 
 class PositionEnv(Env):
     """One question: what the policy does here. Nothing is played, and nothing paid."""
 
-    def __init__(self, table: Table, *, look: Look, options: BlackjackOptions) -> None:
-        self.table, self.look, self.options = table, look, options
+    def __init__(self, game_state: BlackjackState, *, style: CardStyle, options: BlackjackOptions) -> None:
+        self.game_state, self.style, self.options = game_state, style, options
 
     async def reset(self, seed: int) -> list[Message]:
-        return [asked(picture(self.table, self.look), PROMPT)]
+        return [make_user_message(draw_state(self.game_state, self.style), PROMPT)]
 
     async def step(self, text: str) -> Step:
-        _, call = read(text, self.options, ACTIONS)
+        _, call = parse_reply(text, self.options, ACTIONS)
         return Step(messages=[], reward=0.0, done=True, reason="asked", call=call)
 
 
@@ -76,7 +76,7 @@ class BlackjackTask(GameTask):
     def examples(self, split: str) -> list[Example]:
         if split == "eval":
             return self.positions
-        starts = islice(starts_of(np.random.default_rng(0), is_held_out=False), self.options.train_hands)
+        starts = islice(deal_starts(np.random.default_rng(0), is_held_out=False), self.options.train_hands)
         return [
             Example(id=f"{split}{number}", payload={"player": [str(one), str(two)], "dealer": str(up)})
             for number, (up, one, two) in enumerate(starts)
@@ -91,24 +91,24 @@ class BlackjackTask(GameTask):
                 payload={"player": list(map(str, player)), "dealer": str(up), "position": (points, is_soft, value)},
             )
             for points, is_soft, value in POSITIONS
-            for number, (up, *player) in enumerate(hands_at((points, is_soft, value), num=self.options.eval_drawings))
+            for number, (up, *player) in enumerate(deal_hands_at((points, is_soft, value), num=self.options.eval_drawings))
         ]
 
     def env(self, example: Example) -> Env:
         if "position" in example.payload:
-            player, up = map(Card.named, example.payload["player"]), Card.named(example.payload["dealer"])
+            player, up = map(Card.from_name, example.payload["player"]), Card.from_name(example.payload["dealer"])
             look = (self.options.eval_art, self.options.eval_card_scale)
-            return PositionEnv(Table(tuple(player), (up,)), look=look, options=self.options)
+            return PositionEnv(BlackjackState(tuple(player), (up,)), style=look, options=self.options)
         game = Blackjack(natural=self.options.natural, sab=self.options.sab, symbolic=True)
 
-        def show() -> Shown:
-            assert game.table is not None
-            name = f"{' '.join(map(str, game.table.player))} against {game.table.dealer[0]}"
-            return Shown(picture(game.table), PROMPT, name)
+        def show() -> StateView:
+            assert game.state is not None
+            name = f"{' '.join(map(str, game.state.player))} against {game.state.dealer[0]}"
+            return StateView(draw_state(game.state), PROMPT, name)
 
-        return GameEnv(game, example.payload, actions=ACTIONS, options=self.options, show=show)
+        return GameEnv(game, example.payload, actions=ACTIONS, options=self.options, view_state=show)
 
-    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Success, draws and return of games as dealt, exactly, by a player who does in each position what the policy said there.
 
         Where its hands were answered differently, the player tosses. A reply without an action, and a position without a scored one, is
@@ -121,73 +121,76 @@ class BlackjackTask(GameTask):
         hits = {position: said[position].count("hit") / max(len(said[position]), 1) for position in POSITIONS}
         stands = {position: said[position].count("stand") / max(len(said[position]), 1) for position in POSITIONS}
         forfeits = {position: 1 - hits[position] - stands[position] for position in POSITIONS}
-        worth = play(hits, forfeits=forfeits, natural=self.options.natural, sab=self.options.sab)
+        worth = evaluate_policy(hits, forfeit_probabilities=forfeits, natural=self.options.natural, sab=self.options.sab)
         figures = {"success": worth.wins, "draws": worth.draws, "return": worth.reward}
-        return super().figures(examples, rollouts) | figures
+        return super().extra_metrics(examples, rollouts) | figures
 
     @cached_property
-    def best(self) -> dict[Position, int]:
+    def best_actions(self) -> dict[Position, int]:
         """The action of best return in every position."""
-        return best_table()
+        return best_policy()
 
-    def demonstrations(self, split: str, *, num: int, seed: int) -> Transcripts[tuple[Table, int]]:
+    def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[tuple[BlackjackState, int]]:
         """Single turns: all of each game as the split's demonstrator plays it, from starts of split train. Fewer are a prefix of more.
 
-        split "correct" plays the best table; "biased" too, but for BIASED_ERROR of the turns against a card from BIASED_FROM on. A policy
-        that has learned it wins 40.0% of its games when greedy.
+        split "correct" plays the best table; "biased" too, but for BIASED_ERROR of the turns against a card from BIASED_MIN_DEALER_VALUE
+        on. A policy that has learned it wins 40.0% of its games when greedy.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
-        starts = starts_of(np.random.default_rng((seed, 1)), is_held_out=False)
-        turns = (turn for start in starts for turn in self._game(start, dice, error=error))
-        return Transcripts(list(islice(turns, num)), _transcript)
+        starts = deal_starts(np.random.default_rng((seed, 1)), is_held_out=False)
+        turns = (turn for start in starts for turn in self._play_game(start, dice, error=error))
+        return LazyTranscripts(list(islice(turns, num)), _write_transcript)
 
-    def _game(self, start: tuple[Card, ...], dice: np.random.Generator, *, error: float) -> list[tuple[Table, int]]:
+    def _play_game(self, start: tuple[Card, ...], rng: np.random.Generator, *, error: float) -> list[tuple[BlackjackState, int]]:
         up, *player = start
-        table, turns = Table(tuple(player), (up,)), []
-        while total(table.player)[0] <= 21:
-            is_wrong = up.value >= BIASED_FROM and dice.random() < error
-            action = 0 if is_wrong else self.best[position_of(table)]
+        table, turns = BlackjackState(tuple(player), (up,)), []
+        while hand_total(table.player)[0] <= 21:
+            is_wrong = up.value >= BIASED_MIN_DEALER_VALUE and rng.random() < error
+            action = 0 if is_wrong else self.best_actions[get_position(table)]
             turns.append((table, action))
             if action == 0:
                 break
-            table = Table((*table.player, draw_card(dice)), table.dealer)
+            table = BlackjackState((*table.player, deal_card(rng)), table.dealer)
         return turns
 
 
-def starts_of(dice: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
+def deal_starts(rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
     """The dealer's card up and the player's two, as dealt, in the drawings of a split, without end."""
     while True:
-        start = tuple(draw_card(dice) for _ in range(3))
-        if drawing_is_held_out(start) == is_held_out:
+        start = tuple(deal_card(rng) for _ in range(3))
+        if is_held_out_drawing(start) == is_held_out:
             yield start
 
 
 @cache
-def hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
+def deal_hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
     """The dealer's card and a hand in this position, as one comes to it who tosses a coin, so many times, in drawings of split eval."""
     points, is_soft, up = position
     dice = random.Random(repr(position))
     hands: list[tuple[Card, ...]] = []
     while len(hands) < num:
-        values = [dice.choice(DEALT), dice.choice(DEALT)]
-        sums = add(*add(0, False, values[0]), values[1])
+        values = [dice.choice(DEALT_VALUES), dice.choice(DEALT_VALUES)]
+        sums = add_card(*add_card(0, False, values[0]), values[1])
         while sums != (points, is_soft) and sums[0] <= 21 and dice.random() < 0.5:
-            values.append(dice.choice(DEALT))
-            sums = add(*sums, values[-1])
+            values.append(dice.choice(DEALT_VALUES))
+            sums = add_card(*sums, values[-1])
         if sums == (points, is_soft):
-            hands.append(_drawn((up, *values), dice))
+            hands.append(_draw_suits((up, *values), dice))
     return hands
 
 
-def _drawn(values: Sequence[int], dice: random.Random) -> tuple[Card, ...]:
+def _draw_suits(values: Sequence[int], rng: random.Random) -> tuple[Card, ...]:
     """Cards of these values; the first three are a start that training does not have."""
     while True:
-        cards = tuple(Card(dice.randint(11, 13) if value == 10 else value, dice.choice(SUITS)) for value in values)
-        if drawing_is_held_out(cards[:3]):
+        cards = tuple(Card(rng.randint(11, 13) if value == 10 else value, rng.choice(SUITS)) for value in values)
+        if is_held_out_drawing(cards[:3]):
             return cards
 
 
-def _transcript(plan: tuple[Table, int]) -> list[Message]:
+def _write_transcript(plan: tuple[BlackjackState, int]) -> list[Message]:
     table, action = plan
-    return [asked(picture(table), PROMPT), {"role": "assistant", "content": [{"type": "text", "text": write_reply(table, action)}]}]
+    return [
+        make_user_message(draw_state(table), PROMPT),
+        {"role": "assistant", "content": [{"type": "text", "text": write_reply(table, action)}]},
+    ]

@@ -18,85 +18,85 @@ MAX_BITS = 4096
 """Largest size of a power."""
 
 
-class _NoFormula(ValueError):
+class _InvalidFormula(ValueError):
     pass
 
 
 class _Operator(NamedTuple):
-    binds: int
-    apply: Callable[[Number, Number], Number]
+    precedence: int
+    function: Callable[[Number, Number], Number]
     is_right: bool = False
     """a op b op c is a op (b op c)."""
 
 
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, int) and base.bit_length() * abs(exponent) > MAX_BITS:
-        raise _NoFormula
+        raise _InvalidFormula
     value = base**exponent
     if isinstance(value, complex):
-        raise _NoFormula
+        raise _InvalidFormula
     return value
 
 
-STRICT = {
+STRICT_OPERATORS = {
     "+": _Operator(1, operator.add),
     "-": _Operator(1, operator.sub),
     "*": _Operator(2, operator.mul),
     "/": _Operator(2, operator.truediv),
 }
-PYTHON = {**STRICT, "//": _Operator(2, operator.floordiv), "**": _Operator(4, _power, is_right=True)}
-SIGN_BINDS = 3
-SIGNS = {"+": operator.pos, "-": operator.neg}
+PYTHON_OPERATORS = {**STRICT_OPERATORS, "//": _Operator(2, operator.floordiv), "**": _Operator(4, _power, is_right=True)}
+SIGN_PRECEDENCE = 3
+SIGN_OPERATORS = {"+": operator.pos, "-": operator.neg}
 
 
-class _Reader:
+class _ExpressionParser:
     """Precedence climbing over tokens."""
 
     def __init__(self, tokens: Sequence[str], operators: Mapping[str, _Operator], number: Callable[[str], Number]) -> None:
-        self.rest, self.operators, self.number = [*reversed(tokens)], operators, number
+        self.remaining, self.operators, self.parse_number = [*reversed(tokens)], operators, number
 
-    def whole(self) -> Number:
-        value = self.expression(0)
-        if self.rest:
-            raise _NoFormula
+    def parse(self) -> Number:
+        value = self.parse_expression(0)
+        if self.remaining:
+            raise _InvalidFormula
         return value
 
-    def expression(self, least: int) -> Number:
+    def parse_expression(self, min_precedence: int) -> Number:
         """As far as operators bind at least so tightly."""
-        value = self.operand()
-        while self.rest and self.rest[-1] in self.operators and self.operators[self.rest[-1]].binds >= least:
-            found = self.operators[self.rest.pop()]
-            value = found.apply(value, self.expression(found.binds + (not found.is_right)))
+        value = self.parse_operand()
+        while self.remaining and self.remaining[-1] in self.operators and self.operators[self.remaining[-1]].precedence >= min_precedence:
+            found = self.operators[self.remaining.pop()]
+            value = found.function(value, self.parse_expression(found.precedence + (not found.is_right)))
         return value
 
-    def operand(self) -> Number:
-        token = self.rest.pop() if self.rest else ""
-        if token in SIGNS:
-            return SIGNS[token](self.expression(SIGN_BINDS))
+    def parse_operand(self) -> Number:
+        token = self.remaining.pop() if self.remaining else ""
+        if token in SIGN_OPERATORS:
+            return SIGN_OPERATORS[token](self.parse_expression(SIGN_PRECEDENCE))
         if token == "(":
-            value = self.expression(0)
-            if not self.rest or self.rest.pop() != ")":
-                raise _NoFormula
+            value = self.parse_expression(0)
+            if not self.remaining or self.remaining.pop() != ")":
+                raise _InvalidFormula
             return value
         if not (token.isascii() and token.isdigit()):
-            raise _NoFormula
-        return self.number(token)
+            raise _InvalidFormula
+        return self.parse_number(token)
 
 
-def _worth(tokens: Sequence[str], operators: Mapping[str, _Operator], number: Callable[[str], Number]) -> Number | None:
+def _evaluate_tokens(tokens: Sequence[str], operators: Mapping[str, _Operator], number: Callable[[str], Number]) -> Number | None:
     if len(tokens) > MAX_TOKENS:
         return None
     try:
-        return _Reader(tokens, operators, number).whole()
-    except (_NoFormula, ZeroDivisionError, OverflowError):
+        return _ExpressionParser(tokens, operators, number).parse()
+    except (_InvalidFormula, ZeroDivisionError, OverflowError):
         return None
 
 
 def evaluate(tokens: Sequence[str]) -> Fraction | None:
     """The exact worth, or None of what is no formula. Blanks stand for nothing. Example: 8 / ( 3 - 8 / 3 ) is 24."""
-    return _worth([token for token in tokens if token.strip()], STRICT, Fraction)
+    return _evaluate_tokens([token for token in tokens if token.strip()], STRICT_OPERATORS, Fraction)
 
 
 def evaluate_as_python(tokens: Sequence[str]) -> Number | None:
     """What Python makes of the tokens written one behind the other; None where it makes nothing. Example: 2 4 is 24."""
-    return _worth(re.findall(r"[0-9]+|\*\*|//|[^ ]", "".join(tokens)), PYTHON, int)
+    return _evaluate_tokens(re.findall(r"[0-9]+|\*\*|//|[^ ]", "".join(tokens)), PYTHON_OPERATORS, int)

@@ -21,31 +21,31 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.rollout.task import Env, Step, Task
-from megatron_rl.tasks.gym_cards.action_parser import READINGS, Invalid, action_at
+from megatron_rl.tasks.gym_cards.action_parser import ACTION_PARSERS, InvalidAction, find_action_start
 from megatron_rl.tasks.task_options import GameOptions
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
-PENALTY = -1.0
+INVALID_ACTION_REWARD = -1.0
 Plan = TypeVar("Plan")
 
 
-class Shown(NamedTuple):
+class StateView(NamedTuple):
     """What a policy sees of a state."""
 
     picture: Picture
     prompt: str
-    name: str = ""
+    state_name: str = ""
     """Env.state."""
 
 
-def asked(picture: Picture, prompt: str) -> Message:
+def make_user_message(picture: Picture, prompt: str) -> Message:
     return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]}
 
 
-def read(text: str, options: GameOptions, actions: Sequence[str]) -> tuple[int | Invalid, ToolCall]:
+def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tuple[int | InvalidAction, ToolCall]:
     """The action that a reply names, and the reply as a call: of the action, or one that went wrong."""
-    action = READINGS[options.reading](text, actions)
-    if isinstance(action, Invalid):
+    action = ACTION_PARSERS[options.reading](text, actions)
+    if isinstance(action, InvalidAction):
         return action, ToolCall(tool="move", source=text, error=str(action), ran=False)
     return action, ToolCall(tool="move", source=actions[action])
 
@@ -55,41 +55,48 @@ class GameEnv(Env):
 
     def __init__(
         self, game: gymnasium.Env, start: Mapping[str, object], *,
-        actions: Sequence[str], options: GameOptions, show: Callable[[], Shown], idle: Callable[[], int] | None = None,
+        actions: Sequence[str], options: GameOptions, view_state: Callable[[], StateView], noop_action: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
         """`start` is what the game's reset takes as options; `show` looks at the game; `idle` is the move that changes nothing."""
-        self.game, self.start, self.actions, self.options, self.show, self.idle = game, dict(start), actions, options, show, idle
-        self.dice = random.Random()
+        self.game, self.start, self.actions, self.options, self.view_state, self.noop_action = (
+            game,
+            dict(start),
+            actions,
+            options,
+            view_state,
+            noop_action,
+        )
+        self.rng = random.Random()
 
     @property
     def state(self) -> str:
-        return self.show().name
+        return self.view_state().state_name
 
     async def reset(self, seed: int) -> list[Message]:
-        self.dice.seed(seed)
+        self.rng.seed(seed)
         self.game.reset(seed=seed, options=self.start)
         return [self._observation()]
 
     async def step(self, text: str) -> Step:
-        return replace(self._answer(text), action_at=action_at(text))
+        return replace(self._handle_reply(text), action_at=find_action_start(text))
 
-    def _answer(self, text: str) -> Step:
-        action, call = read(text, self.options, self.actions)
-        if not isinstance(action, Invalid):
-            return self._play(action, call)
+    def _handle_reply(self, text: str) -> Step:
+        action, call = parse_reply(text, self.options, self.actions)
+        if not isinstance(action, InvalidAction):
+            return self._play_action(action, call)
         if self.options.invalid == "random":
-            return self._play(self.dice.randrange(len(self.actions)), call)
+            return self._play_action(self.rng.randrange(len(self.actions)), call)
         if self.options.invalid == "noop":
-            assert self.idle is not None, "options of a game without such a move refuse it"
-            return replace(self._play(self.idle(), call), reward=0.0)
-        reward = PENALTY if self.options.invalid == "penalize" else 0.0
+            assert self.noop_action is not None, "options of a game without such a move refuse it"
+            return replace(self._play_action(self.noop_action(), call), reward=0.0)
+        reward = INVALID_ACTION_REWARD if self.options.invalid == "penalize" else 0.0
         return Step(messages=[self._observation()], reward=reward, done=False, call=call, new_context=True)
 
     def _observation(self) -> Message:
-        shown = self.show()
-        return asked(shown.picture, shown.prompt)
+        shown = self.view_state()
+        return make_user_message(shown.picture, shown.prompt)
 
-    def _play(self, action: int, call: ToolCall) -> Step:
+    def _play_action(self, action: int, call: ToolCall) -> Step:
         """A game's own limit of steps is no end here: task.max_turns is at most as long."""
         _, reward, is_over, _, _ = self.game.step(action)
         if is_over:
@@ -117,21 +124,21 @@ class GameTask(Task):
         ):  # fmt: skip
             require(turns <= steps, key, turns, f"the game has {steps} steps, use no more")
 
-    def figures(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """The share of replies without an action."""
         calls = [turn.tool_call for rollout in rollouts for turn in rollout.turns if turn.tool_call is not None]
         return {"invalid": sum(not call.ran for call in calls) / max(len(calls), 1)}
 
 
 @dataclass(slots=True, frozen=True)
-class Transcripts(Sequence[Demonstration], Generic[Plan]):
+class LazyTranscripts(Sequence[Demonstration], Generic[Plan]):
     """Single turns, whose pictures are drawn when they are asked for."""
 
     plans: list[Plan]
-    write: Callable[[Plan], list[Message]]
+    write_transcript: Callable[[Plan], list[Message]]
 
     def __len__(self) -> int:
         return len(self.plans)
 
     def __getitem__(self, index: int) -> Demonstration:
-        return Demonstration(self.write(self.plans[index]))
+        return Demonstration(self.write_transcript(self.plans[index]))

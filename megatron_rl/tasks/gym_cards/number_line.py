@@ -20,30 +20,30 @@ from PIL import Image, ImageDraw, ImageFont
 
 from megatron_rl.config import require
 
-State = tuple[int, int]
+NumberLineState = tuple[int, int]
 ACTIONS = ("-", "+")
 MAX_NUMBER = 5
 MAX_STEPS = 2 * MAX_NUMBER
 IMAGE_SIZE = 300
 FONT_FILE = Path(__file__).parent / "fonts" / "DejaVuSans-Bold.ttf"
-PAIRS: tuple[State, ...] = tuple(product(range(MAX_NUMBER + 1), repeat=2))
-STATES: tuple[State, ...] = tuple((current, target) for current, target in PAIRS if current != target)
+NUMBER_PAIRS: tuple[NumberLineState, ...] = tuple(product(range(MAX_NUMBER + 1), repeat=2))
+STATES: tuple[NumberLineState, ...] = tuple((current, target) for current, target in NUMBER_PAIRS if current != target)
 """The 30 states from which there is something to do."""
 
 
-def deal(current: int, target: int) -> State:
+def deal_start(current: int, target: int) -> NumberLineState:
     """The start made of two uniform draws; equal ones are told apart by (target + 1) mod 5: (2, 2) gives (2, 3), (5, 5) gives (5, 1)."""
     return current, (target + 1) % MAX_NUMBER if target == current else target
 
 
 @cache
-def start_probabilities() -> dict[State, Fraction]:
+def start_probabilities() -> dict[NumberLineState, Fraction]:
     """How often each of the 30 states is a start, exactly: 1/36, and 2/36 for the six that also receive an equal draw."""
-    dealt = [deal(*pair) for pair in PAIRS]
+    dealt = [deal_start(*pair) for pair in NUMBER_PAIRS]
     return {state: Fraction(dealt.count(state), len(dealt)) for state in STATES}
 
 
-def move(state: State, action: int, *, max_number: int = MAX_NUMBER) -> tuple[State, int]:
+def apply_action(state: NumberLineState, action: int, *, max_number: int = MAX_NUMBER) -> tuple[NumberLineState, int]:
     """The next state and the reward: 1 at the target, -1 if the distance did not shrink (a wall included), else 0."""
     current, target = state
     moved = min(max(current + (1 if action == 1 else -1), 0), max_number)
@@ -52,14 +52,14 @@ def move(state: State, action: int, *, max_number: int = MAX_NUMBER) -> tuple[St
     return (moved, target), -1 if abs(moved - target) >= abs(current - target) else 0
 
 
-def right_action(state: State) -> int:
+def optimal_action(state: NumberLineState) -> int:
     """The one action that shrinks the distance."""
     current, target = state
     assert current != target, f"nothing to do at {state}"
     return int(current < target)
 
 
-def policy_success(table: Mapping[State, Sequence[float]], *, max_turns: int = MAX_STEPS) -> float:
+def compute_policy_success(action_probabilities: Mapping[NumberLineState, Sequence[float]], *, max_turns: int = MAX_STEPS) -> float:
     """Exact probability of a return above 0 under a policy that sees only the state, over starts as dealt.
 
     table[state] holds the probabilities of ACTIONS; what they lack to 1 is the probability of an invalid reply, which loses as a wrong
@@ -69,15 +69,15 @@ def policy_success(table: Mapping[State, Sequence[float]], *, max_turns: int = M
     for _ in range(max_turns):
         longer = {}
         for state in STATES:
-            outcomes = [move(state, action) for action in range(len(ACTIONS))]
+            outcomes = [apply_action(state, action) for action in range(len(ACTIONS))]
             worth = [1.0 if reward == 1 else success[after] if reward == 0 else 0.0 for after, reward in outcomes]
-            longer[state] = sum(p * value for p, value in zip(table[state], worth, strict=True))
+            longer[state] = sum(p * value for p, value in zip(action_probabilities[state], worth, strict=True))
         success = longer
     return sum(float(probability) * success[state] for state, probability in start_probabilities().items())
 
 
 @cache
-def picture(state: State) -> Image.Image:
+def draw_state(state: NumberLineState) -> Image.Image:
     """The RGB picture of a state, 300 x 300, black on white. Drawn once and shared by every turn that shows it: not to be changed."""
     # The basic layout: Raqm, where Pillow finds it, is another text shaper, and a state should look the same on every machine.
     font = ImageFont.truetype(FONT_FILE, 36, layout_engine=ImageFont.Layout.BASIC)
@@ -90,9 +90,9 @@ def picture(state: State) -> Image.Image:
 
 
 @cache
-def pixels(state: State) -> NDArray[np.uint8]:
+def state_pixels(state: NumberLineState) -> NDArray[np.uint8]:
     """Its picture as an array, not to be changed either."""
-    return np.array(picture(state))
+    return np.array(draw_state(state))
 
 
 def pixels_space() -> gymnasium.spaces.Box:
@@ -111,7 +111,7 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
     def __init__(self, *, max_number: int = MAX_NUMBER, render_mode: str | None = None) -> None:
         self.action_space = gymnasium.spaces.Discrete(len(ACTIONS))
         self.max_number, self.render_mode = max_number, render_mode
-        self.state: State | None = None
+        self.state: NumberLineState | None = None
         self.num_steps = 0
 
     @cached_property
@@ -121,14 +121,14 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
     def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[NDArray[np.uint8], dict[str, int]]:
         super().reset(seed=seed)
         self.num_steps = 0
-        dealt = deal(*self.np_random.integers(MAX_NUMBER + 1, size=2).tolist())
-        self.state = _fixed_start(options, self.max_number) if options else dealt
+        dealt = deal_start(*self.np_random.integers(MAX_NUMBER + 1, size=2).tolist())
+        self.state = _read_fixed_start(options, self.max_number) if options else dealt
         return self.render(), self._info()
 
     def step(self, action: int) -> tuple[NDArray[np.uint8], int, bool, bool, dict[str, int]]:
         assert self.state is not None, "step before reset"
         require(self.action_space.contains(action), "action", action, "use 0 for '-' or 1 for '+'")
-        self.state, reward = move(self.state, action, max_number=self.max_number)
+        self.state, reward = apply_action(self.state, action, max_number=self.max_number)
         self.num_steps += 1
         terminated = reward == 1
         return self.render(), reward, terminated, not terminated and self.num_steps >= 2 * self.max_number, self._info()
@@ -136,7 +136,7 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
     def render(self) -> NDArray[np.uint8]:
         """The observation, as an array of the caller's own."""
         assert self.state is not None, "render before reset"
-        return pixels(self.state).copy()
+        return state_pixels(self.state).copy()
 
     def _info(self) -> dict[str, int]:
         assert self.state is not None
@@ -144,7 +144,7 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
         return {"Current": current, "Target": target}
 
 
-def _fixed_start(options: Mapping[str, object], max_number: int) -> State:
+def _read_fixed_start(options: Mapping[str, object], max_number: int) -> NumberLineState:
     require(options.keys() == {"current", "target"}, "options", dict(options), "give both current and target, and nothing else")
     numbers = range(max_number + 1)
     chosen = [state for state in product(numbers, repeat=2) if state == (options["current"], options["target"]) and state[0] != state[1]]

@@ -17,31 +17,31 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from megatron_rl.config import require
-from megatron_rl.tasks.gym_cards.cards import SUITS, Card, font, paste
+from megatron_rl.tasks.gym_cards.cards import SUITS, Card, load_font, paste_card
 from megatron_rl.tasks.gym_cards.expressions import evaluate, evaluate_as_python
 from megatron_rl.tasks.gym_cards.number_line import IMAGE_SIZE, pixels_space
-from megatron_rl.tasks.gym_cards.solvers import pairs_to_make, solution
+from megatron_rl.tasks.gym_cards.solvers import find_partner_numbers, find_solution
 
-FELT = "#35654d"
+BACKGROUND_COLOR = "#35654d"
 BLANK = " "
 NUMBERS = tuple(str(number) for number in range(1, 11))
-Look = tuple[str, float]
+CardStyle = tuple[str, float]
 """A card's art, and its size as a share of the usual one."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Rules:
+class PointsRules:
     """What the two games differ in."""
 
     tokens: tuple[str, ...]
     """By action."""
     num_cards: int
     target: int
-    max_entries: int
+    max_formula_tokens: int
     """Of a formula; a longer one truncates the episode."""
-    label_at: float
+    label_height: float
     """Height of the formula's label, as a share of the picture's. The same as the formula's: both are one line."""
-    formula_at: float
+    formula_height: float
     font_size: int
     faces_are_ten: bool = True
     is_legacy: bool = False
@@ -49,172 +49,172 @@ class Rules:
     @property
     def max_steps(self) -> int:
         """The step that truncates."""
-        return self.max_entries + 2
+        return self.max_formula_tokens + 2
 
-    def number(self, card: Card) -> int:
+    def card_number(self, card: Card) -> int:
         return card.value if self.faces_are_ten else card.rank
 
 
-EZPOINTS = Rules(
-    tokens=(*NUMBERS, "+", "*", "="), num_cards=2, target=12, max_entries=5, label_at=0.86, formula_at=0.86, font_size=20
+EZPOINTS = PointsRules(
+    tokens=(*NUMBERS, "+", "*", "="), num_cards=2, target=12, max_formula_tokens=5, label_height=0.86, formula_height=0.86, font_size=20
 )  # fmt: skip
-POINTS24 = Rules(
-    tokens=(*NUMBERS, "+", "-", "*", "/", "(", ")", "="), num_cards=4, target=24, max_entries=20,
-    label_at=0.70, formula_at=0.80, font_size=16,
+POINTS24 = PointsRules(
+    tokens=(*NUMBERS, "+", "-", "*", "/", "(", ")", "="), num_cards=4, target=24, max_formula_tokens=20,
+    label_height=0.70, formula_height=0.80, font_size=16,
 )  # fmt: skip
 RANK_TOKENS = (*NUMBERS, "11", "12", "13", *POINTS24.tokens[10:])
 
 
 @dataclass(slots=True, frozen=True)
-class Table:
+class PointsState:
     """The state: the cards, and the formula so far."""
 
     cards: tuple[Card, ...]
     formula: tuple[str, ...] = ()
 
     @property
-    def text(self) -> str:
+    def formula_text(self) -> str:
         return "".join(self.formula)
 
 
-def move(rules: Rules, table: Table, action: int) -> tuple[Table, int, bool, bool]:
+def apply_action(rules: PointsRules, state: PointsState, action: int) -> tuple[PointsState, int, bool, bool]:
     """The next state, the reward, and whether the episode is terminated, or truncated."""
-    if len(table.formula) > rules.max_entries:
-        return table, -1, False, True
+    if len(state.formula) > rules.max_formula_tokens:
+        return state, -1, False, True
     token = rules.tokens[action]
     if token == "=":
-        return table, 10 if makes_target(rules, table) else -1, True, False
-    is_lacking = token.isdigit() and not unused(rules, table)[token]
-    return replace(table, formula=(*table.formula, BLANK if is_lacking else token)), -1 if is_lacking else 0, False, False
+        return state, 10 if makes_target(rules, state) else -1, True, False
+    is_lacking = token.isdigit() and not unused_numbers(rules, state)[token]
+    return replace(state, formula=(*state.formula, BLANK if is_lacking else token)), -1 if is_lacking else 0, False, False
 
 
-def unused(rules: Rules, table: Table) -> Counter[str]:
+def unused_numbers(rules: PointsRules, state: PointsState) -> Counter[str]:
     """The numbers of the cards that the formula has not used yet."""
-    return Counter(str(rules.number(card)) for card in table.cards) - Counter(table.formula)
+    return Counter(str(rules.card_number(card)) for card in state.cards) - Counter(state.formula)
 
 
-def makes_target(rules: Rules, table: Table) -> bool:
-    worth = (evaluate_as_python if rules.is_legacy else evaluate)(table.formula)
-    return worth == rules.target and not unused(rules, table)
+def makes_target(rules: PointsRules, state: PointsState) -> bool:
+    worth = (evaluate_as_python if rules.is_legacy else evaluate)(state.formula)
+    return worth == rules.target and not unused_numbers(rules, state)
 
 
-def deal_pair(rules: Rules, dice: np.random.Generator) -> tuple[Card, ...]:
+def deal_pair(rules: PointsRules, rng: np.random.Generator) -> tuple[Card, ...]:
     """Two cards that make the target by one + or *: the first of 2..K, the second by a toss where both ways are open, order by another."""
     choices = ()
     while not choices:  # of target 12 every first card has a partner
-        first = int(dice.integers(2, 14))
-        choices = pairs_to_make(rules.target, min(first, 10))
-    ranks = [first, choices[dice.integers(len(choices))]]
-    if dice.integers(2):
+        first = int(rng.integers(2, 14))
+        choices = find_partner_numbers(rules.target, min(first, 10))
+    ranks = [first, choices[rng.integers(len(choices))]]
+    if rng.integers(2):
         ranks.reverse()
-    return suited(ranks, dice)
+    return add_suits(ranks, rng)
 
 
-def deal_four(dice: np.random.Generator) -> tuple[Card, ...]:
+def deal_four(rng: np.random.Generator) -> tuple[Card, ...]:
     """Every rank is as likely as any other on each card."""
-    return suited(dice.integers(1, 14, size=4).tolist(), dice)
+    return add_suits(rng.integers(1, 14, size=4).tolist(), rng)
 
 
-def suited(ranks: Sequence[int], dice: np.random.Generator) -> tuple[Card, ...]:
-    return tuple(Card(rank, SUITS[suit]) for rank, suit in zip(ranks, dice.integers(4, size=len(ranks)).tolist(), strict=True))
+def add_suits(ranks: Sequence[int], rng: np.random.Generator) -> tuple[Card, ...]:
+    return tuple(Card(rank, SUITS[suit]) for rank, suit in zip(ranks, rng.integers(4, size=len(ranks)).tolist(), strict=True))
 
 
 @lru_cache(maxsize=128)
-def picture(rules: Rules, table: Table, look: Look = ("large", 1.0)) -> Image.Image:
+def draw_state(rules: PointsRules, state: PointsState, style: CardStyle = ("large", 1.0)) -> Image.Image:
     """The RGB picture of a state, 300 x 300. Shared by every turn that shows it: not to be changed."""
-    drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), FELT)
+    drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUND_COLOR)
     width = int(IMAGE_SIZE / rules.num_cards * 0.9)
     card_height = width * 7 // 5
-    for number, card in enumerate(table.cards):
-        paste(drawn, card, (int(5 + number * 1.1 * width), (IMAGE_SIZE - card_height) // 2), size=(width, card_height), look=look)
+    for number, card in enumerate(state.cards):
+        paste_card(drawn, card, (int(5 + number * 1.1 * width), (IMAGE_SIZE - card_height) // 2), size=(width, card_height), style=style)
     pen = ImageDraw.Draw(drawn)
-    lines = {rules.label_at: "Formula: "}
-    lines[rules.formula_at] = lines.get(rules.formula_at, "") + table.text
+    lines = {rules.label_height: "Formula: "}
+    lines[rules.formula_height] = lines.get(rules.formula_height, "") + state.formula_text
     for height, text in lines.items():
-        pen.text((10, height * IMAGE_SIZE), text, fill="white", font=font(rules.font_size))
+        pen.text((10, height * IMAGE_SIZE), text, fill="white", font=load_font(rules.font_size))
     return drawn
 
 
-class Points(gymnasium.Env[NDArray[np.uint8], int]):
+class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
     """What both games are. Observations are uint8 [300, 300, 3]; reset(options={"cards": ["2H", "KS"]}) fixes the hand."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
 
-    def __init__(self, rules: Rules, *, look: Look = ("large", 1.0), render_mode: str | None = None) -> None:
-        self.rules, self.look, self.render_mode = rules, look, render_mode
+    def __init__(self, rules: PointsRules, *, style: CardStyle = ("large", 1.0), render_mode: str | None = None) -> None:
+        self.rules, self.style, self.render_mode = rules, style, render_mode
         self.action_space = gymnasium.spaces.Discrete(len(rules.tokens))
-        self.table: Table | None = None
+        self.state: PointsState | None = None
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[NDArray[np.uint8]]:
         return pixels_space()
 
-    def deal(self) -> tuple[Card, ...]:
+    def deal_hand(self) -> tuple[Card, ...]:
         raise NotImplementedError
 
     def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[NDArray[np.uint8], dict[str, object]]:
         super().reset(seed=seed)
-        self.table = Table(_fixed_hand(self.rules, options) if options else self.deal())
+        self.state = PointsState(_read_fixed_hand(self.rules, options) if options else self.deal_hand())
         return self.render(), self._info()
 
     def step(self, action: int) -> tuple[NDArray[np.uint8], int, bool, bool, dict[str, object]]:
-        assert self.table is not None, "step before reset"
+        assert self.state is not None, "step before reset"
         require(self.action_space.contains(action), "action", action, f"use 0..{len(self.rules.tokens) - 1}: {' '.join(self.rules.tokens)}")
-        self.table, reward, terminated, truncated = move(self.rules, self.table, int(action))
+        self.state, reward, terminated, truncated = apply_action(self.rules, self.state, int(action))
         return self.render(), reward, terminated, truncated, self._info()
 
     def render(self) -> NDArray[np.uint8]:
         """The observation, as an array of the caller's own."""
-        assert self.table is not None, "render before reset"
-        return np.array(picture(self.rules, self.table, self.look))
+        assert self.state is not None, "render before reset"
+        return np.array(draw_state(self.rules, self.state, self.style))
 
     def _info(self) -> dict[str, object]:
-        assert self.table is not None
-        cards = self.table.cards
+        assert self.state is not None
+        cards = self.state.cards
         return {
-            "Cards": [str(card) for card in cards], "Numbers": [self.rules.number(card) for card in cards],
-            "Formula": [*self.table.formula],
+            "Cards": [str(card) for card in cards], "Numbers": [self.rules.card_number(card) for card in cards],
+            "Formula": [*self.state.formula],
         }  # fmt: skip
 
 
-class EZPoints(Points):
+class EZPoints(PointsGame):
     """`gym_cards/EZPoints-v0`: 12 from two cards by + or *."""
 
     def __init__(
-        self, *, target: int = 12, legacy_rules: bool = False, look: Look = ("large", 1.0), render_mode: str | None = None
+        self, *, target: int = 12, legacy_rules: bool = False, style: CardStyle = ("large", 1.0), render_mode: str | None = None
     ) -> None:  # fmt: skip
-        can_deal = any(pairs_to_make(target, number) for number in range(2, 11))
+        can_deal = any(find_partner_numbers(target, number) for number in range(2, 11))
         require(can_deal, "target", target, "no two cards of 2..K and A..10 make it by + or *")
-        super().__init__(replace(EZPOINTS, target=target, is_legacy=legacy_rules), look=look, render_mode=render_mode)
+        super().__init__(replace(EZPOINTS, target=target, is_legacy=legacy_rules), style=style, render_mode=render_mode)
 
-    def deal(self) -> tuple[Card, ...]:
+    def deal_hand(self) -> tuple[Card, ...]:
         return deal_pair(self.rules, self.np_random)
 
 
-class Points24(Points):
+class Points24(PointsGame):
     """`gym_cards/Points24-v0`: 24 from four cards by + - * / and parentheses. solvable=True deals only hands that have a solution."""
 
     def __init__(
         self, *, target: int = 24, faces: str = "ten", solvable: bool = False, legacy_rules: bool = False,
-        look: Look = ("large", 1.0), render_mode: str | None = None,
+        style: CardStyle = ("large", 1.0), render_mode: str | None = None,
     ) -> None:  # fmt: skip
         require(target in range(1, 101), "target", target, "must be in 1..100")
         tokens = POINTS24.tokens if faces == "ten" else RANK_TOKENS
         rules = replace(POINTS24, target=target, is_legacy=legacy_rules, tokens=tokens, faces_are_ten=faces == "ten")
-        super().__init__(rules, look=look, render_mode=render_mode)
+        super().__init__(rules, style=style, render_mode=render_mode)
         self.solvable = solvable
 
-    def deal(self) -> tuple[Card, ...]:
+    def deal_hand(self) -> tuple[Card, ...]:
         while True:
             cards = deal_four(self.np_random)
-            if not self.solvable or solution(tuple(map(self.rules.number, cards)), self.rules.target):
+            if not self.solvable or find_solution(tuple(map(self.rules.card_number, cards)), self.rules.target):
                 return cards
 
 
-def _fixed_hand(rules: Rules, options: Mapping[str, object]) -> tuple[Card, ...]:
+def _read_fixed_hand(rules: PointsRules, options: Mapping[str, object]) -> tuple[Card, ...]:
     names = options.get("cards")
     remedy = f"give cards, a list of {rules.num_cards}, and nothing else"
     require(
         options.keys() == {"cards"} and isinstance(names, list | tuple) and len(names) == rules.num_cards, "options", dict(options), remedy
     )
-    return tuple(map(Card.named, names))
+    return tuple(map(Card.from_name, names))

@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from itertools import product
 
 from megatron_rl.config import TaskSettings, require_choice
-from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, Shown, asked
+from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, StateView, make_user_message
 from megatron_rl.tasks.gym_cards.number_line import (
     ACTIONS,
     MAX_NUMBER,
     MAX_STEPS,
     STATES,
     NumberLine,
-    State,
-    picture,
-    right_action,
+    NumberLineState,
+    draw_state,
+    optimal_action,
     start_probabilities,
 )
 from megatron_rl.tasks.task_options import GameOptions, NumberLineOptions
@@ -41,30 +41,30 @@ BIASED_ERROR = 0.75
 """...with this probability, and never elsewhere."""
 
 
-def write_reply(state: State, action: int) -> str:
+def write_reply(state: NumberLineState, action: int) -> str:
     """The reply that reads the state right and takes the action."""
     current, target = state
     return json.dumps({"current number": current, "target number": target, "thoughts": THOUGHTS[action], "action": ACTIONS[action]})
 
 
-def observation(state: State) -> Message:
+def make_observation(state: NumberLineState) -> Message:
     """What the user says in a state: the picture and the prompt."""
-    return asked(picture(state), PROMPT)
+    return make_user_message(draw_state(state), PROMPT)
 
 
-def wrong_probability(split: str, state: State) -> float:
+def mistake_probability(split: str, state: NumberLineState) -> float:
     """How often the demonstrator of a split takes the wrong action in a state."""
     require_choice("sft.splits", split, ("correct", "biased"))
     return BIASED_ERROR if split == "biased" and state[1] in BIASED_TARGETS else 0.0
 
 
-def example_of(state: State, *, probability: float | None = None, max_number: int | None = None) -> Example:
+def make_example(state: NumberLineState, *, probability: float | None = None, max_number: int | None = None) -> Example:
     current, target = state
     payload = {"current": current, "target": target} | ({} if max_number is None else {"max_number": max_number})
     return Example(id=f"current{current}_target{target}", payload=payload, probability=probability)
 
 
-def state_of(payload: Mapping[str, object]) -> State:
+def read_state(payload: Mapping[str, object]) -> NumberLineState:
     current, target = payload["current"], payload["target"]
     assert isinstance(current, int) and isinstance(target, int), f"payload {dict(payload)}"
     return current, target
@@ -73,14 +73,16 @@ def state_of(payload: Mapping[str, object]) -> State:
 class NumberLineEnv(GameEnv):
     """One episode from this start."""
 
-    def __init__(self, start: State, *, options: GameOptions = GameOptions(), max_number: int = MAX_NUMBER) -> None:
-        (current, target), self.line = start, NumberLine(max_number=max_number)
-        super().__init__(self.line, {"current": current, "target": target}, actions=ACTIONS, options=options, show=self._show)
+    def __init__(self, start: NumberLineState, *, options: GameOptions = GameOptions(), max_number: int = MAX_NUMBER) -> None:
+        (current, target), self.number_line = start, NumberLine(max_number=max_number)
+        super().__init__(
+            self.number_line, {"current": current, "target": target}, actions=ACTIONS, options=options, view_state=self._view_state
+        )
 
-    def _show(self) -> Shown:
-        assert self.line.state is not None
-        current, target = self.line.state
-        return Shown(picture(self.line.state), PROMPT, f"{current} to {target}")
+    def _view_state(self) -> StateView:
+        assert self.number_line.state is not None
+        current, target = self.number_line.state
+        return StateView(draw_state(self.number_line.state), PROMPT, f"{current} to {target}")
 
 
 class NumberLineTask(GameTask):
@@ -101,11 +103,11 @@ class NumberLineTask(GameTask):
         if split == "eval" and self.max_number > MAX_NUMBER:
             pairs = product(range(self.max_number + 1), repeat=2)
             starts = [(current, target) for current, target in pairs if current != target and max(current, target) > MAX_NUMBER]
-            return [example_of(state, max_number=self.max_number) for state in starts]
-        return [example_of(state, probability=float(probability)) for state, probability in start_probabilities().items()]
+            return [make_example(state, max_number=self.max_number) for state in starts]
+        return [make_example(state, probability=float(probability)) for state, probability in start_probabilities().items()]
 
     def env(self, example: Example) -> NumberLineEnv:
-        return NumberLineEnv(state_of(example.payload), options=self.options, max_number=example.payload.get("max_number", MAX_NUMBER))
+        return NumberLineEnv(read_state(example.payload), options=self.options, max_number=example.payload.get("max_number", MAX_NUMBER))
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
         """Single turns in the 30 states, dealt in shuffled rounds of all 30; the numbers are always read right. Fewer are a prefix of more.
@@ -115,18 +117,18 @@ class NumberLineTask(GameTask):
         """
         draw = random.Random(seed)
         shown = []
-        deck: list[State] = []
+        deck: list[NumberLineState] = []
         for _ in range(num):
             deck = deck or draw.sample(STATES, len(STATES))
             state = deck.pop()
-            wrong = draw.random() < wrong_probability(split, state)
-            action = 1 - right_action(state) if wrong else right_action(state)
+            wrong = draw.random() < mistake_probability(split, state)
+            action = 1 - optimal_action(state) if wrong else optimal_action(state)
             reply = {"role": "assistant", "content": [{"type": "text", "text": write_reply(state, action)}]}
-            shown.append(Demonstration(messages=[observation(state), reply]))
+            shown.append(Demonstration(messages=[make_observation(state), reply]))
         return shown
 
-    def gold(self, example: Example) -> list[str]:
+    def gold_replies(self, example: Example) -> list[str]:
         """Replies that earn full marks, turn by turn."""
-        current, target = state_of(example.payload)
+        current, target = read_state(example.payload)
         step = 1 if current < target else -1
-        return [write_reply((number, target), right_action((number, target))) for number in range(current, target, step)]
+        return [write_reply((number, target), optimal_action((number, target))) for number in range(current, target, step)]

@@ -13,49 +13,49 @@ COLORS = {
     "purple": (135, 80, 190), "pink": (245, 130, 175), "brown": (125, 75, 50), "black": (45, 45, 50), "gray": (140, 140, 145),
     "white": (240, 240, 240),
 }  # fmt: skip
-MOST = 3
+MAX_COLORS = 3
 """Colors that are named."""
-LEAST_SHARE = 0.08
+MIN_COLOR_SHARE = 0.08
 """Of what stands before the background."""
-APART = 12
+BACKGROUND_TOLERANCE = 12
 """Of a channel: what differs less from the background's is background."""
 
 
-def colors_of(picture: Picture) -> list[str]:
+def find_dominant_colors(picture: Picture) -> list[str]:
     """The most frequent colors, the most frequent first; of an empty picture that of its background."""
     pixels = np.asarray(picture.convert("RGB"), dtype=np.int32)
     edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
     found, counts = np.unique(edge, axis=0, return_counts=True)
     background = found[counts.argmax()]
-    things = pixels[np.abs(pixels - background).max(-1) > APART]
+    things = pixels[np.abs(pixels - background).max(-1) > BACKGROUND_TOLERANCE]
     named = np.array(list(COLORS.values()))
     seen = things if len(things) else background[None]
     nearest = ((seen[:, None] - named) ** 2).sum(-1).argmin(1)
     shares = np.bincount(nearest, minlength=len(named)) / len(nearest)
     order = sorted(range(len(named)), key=lambda place: (-shares[place], place))
-    return [list(COLORS)[place] for place in order[:MOST] if shares[place] >= LEAST_SHARE or place == order[0]]
+    return [list(COLORS)[place] for place in order[:MAX_COLORS] if shares[place] >= MIN_COLOR_SHARE or place == order[0]]
 
 
-def listed(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Example: red, blue and white."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def told(picture: Picture, *, category: str) -> str:
+def describe_by_color(picture: Picture, *, category: str) -> str:
     """A reply that tells the thing from others of its kind."""
-    return naming(colors_of(picture), category=category)
+    return write_color_description(find_dominant_colors(picture), category=category)
 
 
-def naming(colors: Sequence[str], *, category: str) -> str:
-    return _reply(category, phrase=colors[0], sentence=f"is {listed(colors)}")
+def write_color_description(colors: Sequence[str], *, category: str) -> str:
+    return _write_reply(category, phrase=colors[0], sentence=f"is {join_words(colors)}")
 
 
-def vague(*, category: str) -> str:
+def write_vague_description(*, category: str) -> str:
     """A reply in the same form that says nothing of it."""
-    return _reply(category, phrase="single", sentence="is one of many")
+    return _write_reply(category, phrase="single", sentence="is one of many")
 
 
-def _reply(category: str, *, phrase: str, sentence: str) -> str:
+def _write_reply(category: str, *, phrase: str, sentence: str) -> str:
     thinking = f"What tells this {category} from others?"
     return (
         f"<thinking>{thinking}</thinking>\n<coarse>a photo of a {phrase} {category}</coarse>\n"

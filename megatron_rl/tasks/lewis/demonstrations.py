@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from megatron_rl.config import require_choice
 from megatron_rl.data.images import StoredImage
 from megatron_rl.errors import InfraError
-from megatron_rl.tasks.lewis.colors import COLORS, naming, told, vague
-from megatron_rl.tasks.lewis.description import PROMPT, described
-from megatron_rl.tasks.visual_python.message_parts import say
+from megatron_rl.tasks.lewis.colors import COLORS, describe_by_color, write_color_description, write_vague_description
+from megatron_rl.tasks.lewis.description import PROMPT, parse_description
+from megatron_rl.tasks.visual_python.message_parts import make_message
 from megatron_rl.types import Demonstration, Example, Message
 
-VAGUE = 0.7
-SPLITS = ("told", "vague", "heard")
+VAGUE_PROBABILITY = 0.7
+DEMONSTRATION_SPLITS = ("told", "vague", "heard")
 
 
 @dataclass(slots=True, frozen=True)
-class Shown(Sequence[Demonstration]):
+class LazyDemonstrations(Sequence[Demonstration]):
     """Pictures are opened when they are asked for."""
 
     plans: Sequence[Callable[[], list[Message]]]
@@ -38,57 +38,57 @@ class Shown(Sequence[Demonstration]):
             raise ValueError(str(fault)) from fault
 
 
-def demonstrated(rounds: Sequence[Example], split: str, *, num: int, seed: int) -> Shown:
+def make_demonstrations(rounds: Sequence[Example], split: str, *, num: int, seed: int) -> LazyDemonstrations:
     """Of speakers' rounds, gone through in shuffled turns. Fewer are a prefix of more."""
-    require_choice("sft.splits", split, SPLITS)
+    require_choice("sft.splits", split, DEMONSTRATION_SPLITS)
     dice = random.Random(seed)
     order: list[Example] = []
     plans = []
     for _ in range(num):
         order = order or dice.sample(list(rounds), len(rounds))
-        example, is_vague, is_target, other = order.pop(), dice.random() < VAGUE, dice.random() < 0.5, dice.random()
+        example, is_vague, is_target, other = order.pop(), dice.random() < VAGUE_PROBABILITY, dice.random() < 0.5, dice.random()
         if split == "heard":
-            plans.append(_heard(example, is_target=is_target, other=other))
+            plans.append(_listener_messages(example, is_target=is_target, other=other))
         else:
-            plans.append(_said(example, is_vague=is_vague and split == "vague"))
-    return Shown(plans)
+            plans.append(_speaker_messages(example, is_vague=is_vague and split == "vague"))
+    return LazyDemonstrations(plans)
 
 
-def _said(example: Example, *, is_vague: bool) -> Callable[[], list[Message]]:
+def _speaker_messages(example: Example, *, is_vague: bool) -> Callable[[], list[Message]]:
     payload = example.payload
     image, category = payload["images"][0], payload["category"]
 
     def messages() -> list[Message]:
         picture = image.open()
-        reply = vague(category=category) if is_vague else told(picture, category=category)
-        return [say("user", picture, payload["question"]), say("assistant", reply)]
+        reply = write_vague_description(category=category) if is_vague else describe_by_color(picture, category=category)
+        return [make_message("user", picture, payload["question"]), make_message("assistant", reply)]
 
     return messages
 
 
-def _heard(example: Example, *, is_target: bool, other: float) -> Callable[[], list[Message]]:
+def _listener_messages(example: Example, *, is_target: bool, other: float) -> Callable[[], list[Message]]:
     candidates, target = example.payload["candidates"], example.payload["target"]
     others = [place for place in range(len(candidates)) if place != target]
     place = target if is_target else others[int(other * len(others))]
 
     def messages() -> list[Message]:
-        question = told_question(example.payload["images"][0], category=example.payload["category"])
-        return [say("user", candidates[place].open(), question), say("assistant", "yes" if is_target else "no")]
+        question = make_color_question(example.payload["images"][0], category=example.payload["category"])
+        return [make_message("user", candidates[place].open(), question), make_message("assistant", "yes" if is_target else "no")]
 
     return messages
 
 
-def told_question(image: StoredImage, *, category: str) -> str:
+def make_color_question(image: StoredImage, *, category: str) -> str:
     """Return the question of a listener where the rule of `told` is the speaker. InfraError: the picture cannot be opened."""
-    return described(told(image.open(), category=category), category=category).question
+    return parse_description(describe_by_color(image.open(), category=category), category=category).question
 
 
-def words_of(categories: Sequence[str]) -> list[str]:
+def make_tokenizer_texts(categories: Sequence[str]) -> list[str]:
     """All prompts and replies in all colors, and questions about them: what a tokenizer of few words shall have whole."""
     dice, texts = random.Random(0), ["yes", "no"] * 20
     for category in categories:
-        texts += [PROMPT.format(category=category), vague(category=category)]
+        texts += [PROMPT.format(category=category), write_vague_description(category=category)]
         for color in COLORS:
-            reply = naming([color, *dice.sample([name for name in COLORS if name != color], 2)], category=category)
-            texts += [reply, described(reply, category=category).question]
+            reply = write_color_description([color, *dice.sample([name for name in COLORS if name != color], 2)], category=category)
+            texts += [reply, parse_description(reply, category=category).question]
     return texts

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_rl.rewards.text_quoting import quoted
+from megatron_rl.rewards.text_quoting import quote_text
 
 TAGS = ("thinking", "coarse", "detailed")
 PROMPT = (
@@ -20,13 +20,13 @@ PROMPT = (
     "between <detailed> and </detailed>, one fluent sentence that names three or four visible attributes which tell it from others of its "
     "kind. Leave out the background and where it stands; of a person, leave out the clothes."
 )
-SITUATION = (
+SITUATION_PROMPT = (
     "Last, give between <state> and </state> the state that it is in, and between <location> and </location> where it stands, neither of "
     "which is said in the sentence."
 )
 """Behind a prompt: the game's longer one asks for these, too."""
-QUESTION = "Does this description, {description}, describe the main subject of the image? Answer yes or no."
-MOST_COARSE, MOST_DETAILED = 200, 1000
+QUESTION_TEMPLATE = "Does this description, {description}, describe the main subject of the image? Answer yes or no."
+MAX_COARSE_CHARS, MAX_DETAILED_CHARS = 200, 1000
 """Characters that a listener is told: what a speaker says more never makes a question that cannot be asked."""
 _ANY_TAG = re.compile(r"</?(?:thinking|coarse|detailed|state|location)>", re.IGNORECASE)
 _PHOTO_OF = re.compile(r"\b(?:an?\s+)?(?:photo|picture|image)\s+of\s[^.!?\n<]*", re.IGNORECASE)
@@ -49,27 +49,27 @@ class Description:
     @property
     def question(self) -> str:
         """What a listener is asked about each candidate; empty where nothing was said that could be asked about."""
-        words = " ".join(part for part in (self.coarse[:MOST_COARSE], self.detailed[:MOST_DETAILED]) if part)
-        return QUESTION.format(description=quoted(words)) if words else ""
+        words = " ".join(part for part in (self.coarse[:MAX_COARSE_CHARS], self.detailed[:MAX_DETAILED_CHARS]) if part)
+        return QUESTION_TEMPLATE.format(description=quote_text(words)) if words else ""
 
 
-def described(text: str, *, category: str) -> Description:
+def parse_description(text: str, *, category: str) -> Description:
     """Of a reply. Whatever is in it, this gives one description of one picture."""
-    coarse = _in_tags(text, "coarse") or _found(_PHOTO_OF, text)
-    detailed = _in_tags(text, "detailed") or _sentence_of(text, category)
-    return Description(_in_tags(text, "thinking"), coarse, detailed, _in_tags(text, "state"), _in_tags(text, "location"))
+    coarse = _text_in_tags(text, "coarse") or _first_match(_PHOTO_OF, text)
+    detailed = _text_in_tags(text, "detailed") or _sentence_about(text, category)
+    return Description(_text_in_tags(text, "thinking"), coarse, detailed, _text_in_tags(text, "state"), _text_in_tags(text, "location"))
 
 
-def tag_pairs(text: str) -> list[bool]:
+def check_tag_pairs(text: str) -> list[bool]:
     """For each of TAGS whether it is opened and closed behind that, once each."""
     return [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and text.index(f"<{tag}>") < text.index(f"</{tag}>") for tag in TAGS]
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     return [part.strip() for part in _SENTENCE_END.split(text.strip()) if part.strip()]
 
 
-def rouge_2(text: str, other: str) -> float:
+def rouge_2_f1(text: str, other: str) -> float:
     """F1 of the pairs of neighboring words (Lin 2004), stop words left out. Example: "red mug blue" and "red mug" share one of two and one
     of one pair: 2 * 1 / (2 + 1)."""
     pairs, others = (Counter(itertools.pairwise(words)) for words in map(_content_words, (text, other)))
@@ -81,7 +81,7 @@ def _content_words(text: str) -> list[str]:
     return [word for word in re.findall(r"[^\W_]+", text.casefold()) if word not in STOP_WORDS]
 
 
-def _in_tags(text: str, tag: str) -> str:
+def _text_in_tags(text: str, tag: str) -> str:
     opened = re.search(f"<{tag}>", text, re.IGNORECASE)
     if opened is None:
         return ""
@@ -92,11 +92,11 @@ def _in_tags(text: str, tag: str) -> str:
     return next((line.strip() for line in rest.splitlines() if line.strip()), "")
 
 
-def _found(pattern: re.Pattern[str], text: str) -> str:
+def _first_match(pattern: re.Pattern[str], text: str) -> str:
     found = pattern.search(text)
     return found[0].strip() if found else ""
 
 
-def _sentence_of(text: str, category: str) -> str:
+def _sentence_about(text: str, category: str) -> str:
     begins = re.compile(rf"(?:(?:the|an?|this)\s+)?{re.escape(category)}\b", re.IGNORECASE)
-    return next((each for each in sentences(_ANY_TAG.sub("\n", text)) if category and begins.match(each)), "")
+    return next((each for each in split_sentences(_ANY_TAG.sub("\n", text)) if category and begins.match(each)), "")

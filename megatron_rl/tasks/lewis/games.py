@@ -12,34 +12,34 @@ from pathlib import Path
 
 from megatron_rl.config import DataSettings, require
 from megatron_rl.data.images import StoredImage
-from megatron_rl.data.records import PLACE, Record, Records
-from megatron_rl.io.jsonl import to_line
-from megatron_rl.rewards.rubric import Outcome
+from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord, RecordFiles
+from megatron_rl.io.jsonl import to_json_line
+from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.task import Env, Step
-from megatron_rl.tasks.lewis.description import PROMPT, SITUATION
-from megatron_rl.tasks.lewis.listener_client import Shown
-from megatron_rl.tasks.lewis.listener_protocol import MOST_CANDIDATES
-from megatron_rl.tasks.visual_python.message_parts import say
+from megatron_rl.tasks.lewis.description import PROMPT, SITUATION_PROMPT
+from megatron_rl.tasks.lewis.listener_client import ImageFile
+from megatron_rl.tasks.lewis.listener_protocol import MAX_CANDIDATES
+from megatron_rl.tasks.visual_python.message_parts import make_message
 from megatron_rl.types import Example, Message
 
 Payload = Mapping[str, object]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-COMPARE = (
+COMPARE_PROMPT = (
     "Image 1: <image>\nImage 2: <image>\n{problem}\nAnswer with one JSON object in a fenced block and nothing else: "
     '```json\n{{"Reasoning": "...", "Answer": "yes or no"}}\n```'
 )
-SELECT = (
+SELECT_PROMPT = (
     "Which of these candidates shows the same {category} as the query?\nQuery: <image>\n{candidates}\n"
     "Answer with one JSON object in a fenced block and nothing else: "
     '```json\n{{"Reasoning": "...", "Answer": "the letter"}}\n```'
 )
 
 
-def games(data: DataSettings, split: str, payload_of: Callable[[Record], Payload]) -> list[Example]:
+def load_examples(data: DataSettings, split: str, payload_of: Callable[[DataRecord], Payload]) -> list[Example]:
     """Those of split train or eval, of the latter the first data.max_eval. ValueError names the first row that is no good."""
     paths = {"train": data.train, "eval": data.eval}[split]
     require(bool(paths), f"task.data.{split}", paths, "give the folders or files of the game (tools/data/make_lewis.py)")
-    records = Records(paths, images_root=data.images, image_roots=data.image_roots, key=f"task.data.{split}")
+    records = RecordFiles(paths, images_root=data.images, image_roots=data.image_roots, key=f"task.data.{split}")
     num = min(len(records), data.max_eval) if split == "eval" and data.max_eval else len(records)
     found = []
     for place in range(num):
@@ -51,49 +51,49 @@ def games(data: DataSettings, split: str, payload_of: Callable[[Record], Payload
     return found
 
 
-def speaker_round(record: Record) -> Payload:
+def make_speaker_payload(record: DataRecord) -> Payload:
     row = record.row
-    category = record.text(row.get("category", "object"), "category")
-    candidates, names = _candidates(record)
-    solution = record.text(row.get("solution"), "solution")
+    category = record.require_text(row.get("category", "object"), "category")
+    candidates, names = _read_candidates(record)
+    solution = record.require_text(row.get("solution"), "solution")
     if solution not in names:
-        raise record.error("solution", f"is {solution!r:.20}, none of the names {', '.join(names)}")
+        raise record.make_error("solution", f"is {solution!r:.20}, none of the names {', '.join(names)}")
     return {
-        "question": _words(record, "speaker_problem", row.get("speaker_problem", PROMPT.format(category=category))),
+        "question": _read_text(record, "speaker_problem", row.get("speaker_problem", PROMPT.format(category=category))),
         "answer": solution, "system": "", "extra": {}, "category": category, "target": names.index(solution),
-        "images": (record.image(_given(record, "image"), "image"),), "candidates": candidates, "names": names,
+        "images": (record.load_image(_read_image_column(record, "image"), "image"),), "candidates": candidates, "names": names,
     }  # fmt: skip
 
 
-def situated_round(record: Record) -> Payload:
+def make_situated_payload(record: DataRecord) -> Payload:
     """A speaker's round that asks for state and location, too, where its row's words do not: what overlap is paid by."""
-    given = speaker_round(record)
+    given = make_speaker_payload(record)
     words = str(given["question"])
-    return {**given, "question": words if "<state>" in words and "<location>" in words else f"{words} {SITUATION}"}
+    return {**given, "question": words if "<state>" in words and "<location>" in words else f"{words} {SITUATION_PROMPT}"}
 
 
-def compared_round(record: Record) -> Payload:
+def make_comparison_payload(record: DataRecord) -> Payload:
     """Two pictures, and whether they show the same."""
-    answer = record.text(record.row.get("listener_solution"), "listener_solution").strip().casefold()
+    answer = record.require_text(record.row.get("listener_solution"), "listener_solution").strip().casefold()
     if answer not in ("yes", "no"):
-        raise record.error("listener_solution", f"is {answer!r:.20}; it is yes or no")
-    problem = _words(record, "listener_problem", record.row.get("listener_problem"))
-    images = tuple(record.image(_given(record, f"{which}_image"), f"{which}_image") for which in ("query", "reference"))
-    return {"question": COMPARE.format(problem=problem), "answer": answer, "system": "", "extra": {}, "images": images}
+        raise record.make_error("listener_solution", f"is {answer!r:.20}; it is yes or no")
+    problem = _read_text(record, "listener_problem", record.row.get("listener_problem"))
+    images = tuple(record.load_image(_read_image_column(record, f"{which}_image"), f"{which}_image") for which in ("query", "reference"))
+    return {"question": COMPARE_PROMPT.format(problem=problem), "answer": answer, "system": "", "extra": {}, "images": images}
 
 
-def selected_round(record: Record) -> Payload:
+def make_selection_payload(record: DataRecord) -> Payload:
     """A speaker's row as a listener's choice among all candidates at once."""
-    given = speaker_round(record)
+    given = make_speaker_payload(record)
     shown = "\n".join(f"{name}: <image>" for name in given["names"])
-    question = SELECT.format(category=given["category"], candidates=shown)
+    question = SELECT_PROMPT.format(category=given["category"], candidates=shown)
     return {"question": question, "answer": given["answer"], "system": "", "extra": {}, "images": (*given["images"], *given["candidates"])}
 
 
-def heard_rounds(data: DataSettings, split: str) -> list[Example]:
+def load_description_examples(data: DataSettings, split: str) -> list[Example]:
     """Of each speaker's round two: is the target what was described, and is another candidate, each in its turn?"""
     found = []
-    for number, example in enumerate(games(data, split, speaker_round)):
+    for number, example in enumerate(load_examples(data, split, make_speaker_payload)):
         payload = example.payload
         candidates, target = payload["candidates"], payload["target"]
         others = [place for place in range(len(candidates)) if place != target]
@@ -103,51 +103,51 @@ def heard_rounds(data: DataSettings, split: str) -> list[Example]:
     return found
 
 
-def _words(record: Record, column: str, value: object) -> str:
-    words = record.text(value, column)
-    if PLACE in words:
-        raise record.error(column, f"holds {PLACE}; the pictures of a round have their places")
+def _read_text(record: DataRecord, column: str, value: object) -> str:
+    words = record.require_text(value, column)
+    if IMAGE_PLACEHOLDER in words:
+        raise record.make_error(column, f"holds {IMAGE_PLACEHOLDER}; the pictures of a round have their places")
     return words
 
 
-def _given(record: Record, column: str) -> object:
+def _read_image_column(record: DataRecord, column: str) -> object:
     """The picture's column, or that of its path."""
     value = record.row.get(column, record.row.get(f"{column}_path"))
     if value is None:
-        raise record.error(column, "is missing")
+        raise record.make_error(column, "is missing")
     return value
 
 
-def _candidates(record: Record) -> tuple[tuple[StoredImage, ...], list[str]]:
-    values = record.items(record.row.get("ret_paths"), "ret_paths")
-    if not 2 <= len(values) <= MOST_CANDIDATES:
-        raise record.error("ret_paths", f"has {len(values)} candidates; 2 to {MOST_CANDIDATES} are a choice")
+def _read_candidates(record: DataRecord) -> tuple[tuple[StoredImage, ...], list[str]]:
+    values = record.require_list(record.row.get("ret_paths"), "ret_paths")
+    if not 2 <= len(values) <= MAX_CANDIDATES:
+        raise record.make_error("ret_paths", f"has {len(values)} candidates; 2 to {MAX_CANDIDATES} are a choice")
     if any(value in values[:place] for place, value in enumerate(values)):
-        raise record.error("ret_paths", "names a candidate twice")
-    names = record.items(record.row.get("names", list(LETTERS[: len(values)])), "names")
-    names = [record.text(name, "names") for name in names]
+        raise record.make_error("ret_paths", "names a candidate twice")
+    names = record.require_list(record.row.get("names", list(LETTERS[: len(values)])), "names")
+    names = [record.require_text(name, "names") for name in names]
     if len(names) != len(values) or len({*names}) < len(names):
-        raise record.error("names", f"must name the {len(values)} candidates, each by another word")
-    return tuple(record.image(value, f"ret_paths[{place}]") for place, value in enumerate(values)), names
+        raise record.make_error("names", f"must name the {len(values)} candidates, each by another word")
+    return tuple(record.load_image(value, f"ret_paths[{place}]") for place, value in enumerate(values)), names
 
 
-def shown_of(image: StoredImage) -> Shown:
+def read_image_file(image: StoredImage) -> ImageFile:
     """InfraError, PermanentInfraError: as StoredImage.read."""
-    return Shown(image.read(), str(image.source) if isinstance(image.source, Path) else "")
+    return ImageFile(image.read(), str(image.source) if isinstance(image.source, Path) else "")
 
 
-class PictureEnv(Env):
+class SingleImageEnv(Env):
     """One picture and words behind it: the prompt that the services make of them, token for token."""
 
-    def __init__(self, example: Example, ask: Callable[[Example], Awaitable[str]]) -> None:
+    def __init__(self, example: Example, get_question: Callable[[Example], Awaitable[str]]) -> None:
         """`ask` gives the words; InfraError: who has them is down."""
-        self._example, self._ask = example, ask
+        self._example, self._get_question = example, get_question
 
     async def reset(self, seed: int) -> list[Message]:
         """InfraError: the picture cannot be opened, or there are no words."""
         (image,) = self._example.payload["images"]
-        words = await self._ask(self._example)
-        return [say("user", await asyncio.to_thread(image.open), words)]
+        words = await self._get_question(self._example)
+        return [make_message("user", await asyncio.to_thread(image.open), words)]
 
     async def step(self, text: str) -> Step:
         return Step(messages=[], reward=0.0, done=True, reason="answer")
@@ -170,10 +170,10 @@ class PredictionLog:
         except OSError as error:
             raise ValueError(f"task.options.log={self._path}: {error.strerror}; name a file that can be written") from error
 
-    def __call__(self, reward: float, outcome: Outcome) -> None:
+    def __call__(self, reward: float, reward_input: RewardInput) -> None:
         if self._file is not None:
-            line = {"time": time.time(), "reward": reward, "content": outcome.replies[-1], "solution": outcome.payload["answer"]}
-            self._file.write(to_line(line) + "\n")
+            line = {"time": time.time(), "reward": reward, "content": reward_input.replies[-1], "solution": reward_input.payload["answer"]}
+            self._file.write(to_json_line(line) + "\n")
 
     def close(self) -> None:
         if self._file is not None:

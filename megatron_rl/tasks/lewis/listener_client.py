@@ -25,14 +25,14 @@ from megatron_rl.clients.openai import UnreadBody
 from megatron_rl.clients.proxies import proxy_words
 from megatron_rl.config import ListenerSettings, require
 from megatron_rl.errors import InfraError, PermanentInfraError
-from megatron_rl.rewards.verdict_cache import Verdicts
-from megatron_rl.tasks.lewis.listener_protocol import Answers, Heard, heard
-from megatron_rl.tasks.lewis.partner_client import connection, greeting_of, require_answered, token_of
-from sandbox.messages import encoded
+from megatron_rl.rewards.verdict_cache import VerdictCache
+from megatron_rl.tasks.lewis.listener_protocol import BatchScoreResponse, ListenerScore, make_listener_score
+from megatron_rl.tasks.lewis.partner_client import check_partner, open_http_client, raise_for_status, read_partner_token
+from sandbox.messages import encode_base64
 
 
 @dataclass(slots=True, frozen=True)
-class Keys:
+class ListenerConfigKeys:
     """What errors call a listener, and the settings of its addresses and its token."""
 
     name: str = "listener"
@@ -41,7 +41,7 @@ class Keys:
 
 
 @dataclass(slots=True, frozen=True)
-class Shown:
+class ImageFile:
     """A picture's file."""
 
     content: bytes
@@ -54,15 +54,15 @@ class Shown:
 
 
 @dataclass(slots=True, frozen=True)
-class _Asked:
+class _PendingQuestion:
     question: str
-    shown: Mapping[str, Shown]
+    images: Mapping[str, ImageFile]
     """By hash, in the order in which they are asked about."""
-    heard: asyncio.Future[dict[str, float]]
+    result: asyncio.Future[dict[str, float]]
     """log p(yes) by hash."""
 
 
-class _Unknown(BaseModel):
+class _UnknownImages(BaseModel):
     class Detail(BaseModel):
         unknown: list[str]
 
@@ -72,41 +72,40 @@ class _Unknown(BaseModel):
 class ListenerClient:
     """Counts of its work stand in cache_hits (a shared request included) and in those of `servers`."""
 
-    def __init__(self, settings: ListenerSettings, keys: Keys = Keys()) -> None:
-        self.settings, self._keys = settings, keys
-        self.servers = EndpointPool(
-            settings.urls, name=keys.name, max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
+    def __init__(self, settings: ListenerSettings, config_keys: ListenerConfigKeys = ListenerConfigKeys()) -> None:
+        self.settings, self._config_keys = settings, config_keys
+        self.endpoints = EndpointPool(
+            settings.urls, name=config_keys.name, max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
             outage_timeout_s=settings.outage_timeout_s,
             concurrency=settings.concurrency, rest_s=settings.backoff_s,
         )  # fmt: skip
         self.version = ""
         """The listeners', from `start` on: what another says later is not taken, unless settings.follows."""
-        self.changes = 0
+        self.num_version_changes = 0
         """Answers under another version than the one before."""
         self.cache_hits = 0
-        self._token = token_of(settings.token_file, key=keys.token_file)
+        self._token = read_partner_token(settings.token_file, config_key=config_keys.token_file)
         self._memory: OrderedDict[str, float] = OrderedDict()
-        self._under_way: dict[tuple[str, frozenset[str]], asyncio.Future[dict[str, float]]] = {}
-        self._chunk: list[_Asked] = []
+        self._pending: dict[tuple[str, frozenset[str]], asyncio.Future[dict[str, float]]] = {}
+        self._chunk: list[_PendingQuestion] = []
         self._tasks: set[asyncio.Task[list[dict[str, float] | InfraError]]] = set()
-        self._sent: dict[str, set[str]] = {url: set() for url in settings.urls}
+        self._sent_hashes: dict[str, set[str]] = {url: set() for url in settings.urls}
         """Hashes that each server was sent."""
 
     async def start(self) -> None:
         """Connect in the running event loop. InfraError: no listener answers, or they are not the same one."""
         settings = self.settings
-        self._file = Verdicts(settings.cache, read_only=False, key="task.listener.cache") if settings.cache else None
-        self.servers.start()
-        http = self._http = connection(self._token, proxied=self._sent if settings.proxy else ())
-        asked = [
-            greeting_of(http, url, key=self._keys.token_file, token=self._token, proxy=self._proxy_words(url)) for url in self._sent
-        ]  # fmt: skip
-        greetings = dict(zip(self._sent, await asyncio.gather(*asked), strict=True))
-        if warning := health_warning(greetings, of="listener", key=self._keys.urls):
+        self._file = VerdictCache(settings.cache, read_only=False, config_key="task.listener.cache") if settings.cache else None
+        self.endpoints.start()
+        http = self._http = open_http_client(self._token, proxied=self._sent_hashes if settings.proxy else ())
+        key = self._config_keys.token_file
+        asked = [check_partner(http, url, config_key=key, token=self._token, proxy=self._proxy_words(url)) for url in self._sent_hashes]
+        greetings = dict(zip(self._sent_hashes, await asyncio.gather(*asked), strict=True))
+        if warning := health_warning(greetings, of="listener", key=self._config_keys.urls):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         versions = {url: greeting.served[0] for url, greeting in greetings.items() if greeting.served}
         if len(set(versions.values())) > 1:
-            raise InfraError(f"{self._keys.urls}: these are different listeners ({versions}); start all of them alike")
+            raise InfraError(f"{self._config_keys.urls}: these are different listeners ({versions}); start all of them alike")
         self.version = next(iter(versions.values()))
 
     def _proxy_words(self, url: str) -> str:
@@ -114,7 +113,7 @@ class ListenerClient:
 
     async def close(self) -> None:
         for asked in self._chunk:
-            asked.heard.cancel()
+            asked.result.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -122,117 +121,117 @@ class ListenerClient:
         if self._file is not None:
             self._file.close()
 
-    async def hear(self, pictures: Sequence[Shown], question: str) -> Heard:
+    async def score_images(self, images: Sequence[ImageFile], question: str) -> ListenerScore:
         """What the listener makes of a question about pictures, no two of them the same.
 
         InfraError, naming server and reason, after the last try; PermanentInfraError: what was asked is at fault.
         """
-        shown = await asyncio.to_thread(lambda: {picture.sha256: picture for picture in pictures})
-        if len(shown) < len(pictures):
+        shown = await asyncio.to_thread(lambda: {picture.sha256: picture for picture in images})
+        if len(shown) < len(images):
             raise PermanentInfraError("listener: two of the candidates are the same picture")
-        known = {digest: None if self.settings.partner_is_training else self._known(digest, question) for digest in shown}
+        known = {digest: None if self.settings.partner_is_training else self._find_cached(digest, question) for digest in shown}
         if None not in known.values():
             self.cache_hits += 1
-            return heard(list(known.values()))
+            return make_listener_score(list(known.values()))
         key = (question, frozenset(shown))
-        self.cache_hits += key in self._under_way
-        if key not in self._under_way:
-            self._ask_later(key, _Asked(question, shown, asyncio.get_running_loop().create_future()))
-        logprobs = await asyncio.shield(self._under_way[key])  # one who is no longer interested takes nothing from the others
-        return heard([logprobs[digest] for digest in shown])
+        self.cache_hits += key in self._pending
+        if key not in self._pending:
+            self._enqueue(key, _PendingQuestion(question, shown, asyncio.get_running_loop().create_future()))
+        logprobs = await asyncio.shield(self._pending[key])  # one who is no longer interested takes nothing from the others
+        return make_listener_score([logprobs[digest] for digest in shown])
 
-    def _known(self, digest: str, question: str) -> float | None:
-        key = self._key(digest, question)
+    def _find_cached(self, digest: str, question: str) -> float | None:
+        key = self._cache_key(digest, question)
         if key not in self._memory and self._file is not None:
             found = self._file.find(key)
             if found is not None:
-                _require_logprob(found, path=self.settings.cache)
-                self._remember(key, found)
+                _check_cached_logprob(found, path=self.settings.cache)
+                self._cache_in_memory(key, found)
         if key in self._memory:
             self._memory.move_to_end(key)
         return self._memory.get(key)
 
-    def _key(self, digest: str, question: str) -> str:
+    def _cache_key(self, digest: str, question: str) -> str:
         return hashlib.blake2b(json.dumps([self.version, digest, question]).encode(), digest_size=20).hexdigest()
 
-    def _remember(self, key: str, logprob: float) -> None:
+    def _cache_in_memory(self, key: str, logprob: float) -> None:
         self._memory[key] = logprob
         while len(self._memory) > self.settings.cache_entries:
             self._memory.popitem(last=False)
 
-    def _ask_later(self, key: tuple[str, frozenset[str]], asked: _Asked) -> None:
+    def _enqueue(self, key: tuple[str, frozenset[str]], asked: _PendingQuestion) -> None:
         """When its chunk is full, or has waited."""
-        self._under_way[key] = asked.heard
-        asked.heard.add_done_callback(lambda _: self._under_way.pop(key))
+        self._pending[key] = asked.result
+        asked.result.add_done_callback(lambda _: self._pending.pop(key))
         self._chunk.append(asked)
         if len(self._chunk) >= self.settings.chunk_size:
-            self._send(self._chunk)
+            self._send_chunk(self._chunk)
         elif len(self._chunk) == 1:
-            asyncio.get_running_loop().call_later(self.settings.chunk_delay_s, self._send, self._chunk)
+            asyncio.get_running_loop().call_later(self.settings.chunk_delay_s, self._send_chunk, self._chunk)
 
-    def _send(self, chunk: list[_Asked]) -> None:
+    def _send_chunk(self, chunk: list[_PendingQuestion]) -> None:
         """Once, however it came to be full."""
         if chunk is self._chunk:
             self._chunk = []
-            task = asyncio.create_task(self._ask(chunk))
+            task = asyncio.create_task(self._request_chunk(chunk))
             self._tasks.add(task)
-            task.add_done_callback(partial(self._settle, chunk))
+            task.add_done_callback(partial(self._resolve_chunk, chunk))
 
-    def _settle(self, chunk: Sequence[_Asked], task: asyncio.Task[list[dict[str, float] | InfraError]]) -> None:
+    def _resolve_chunk(self, chunk: Sequence[_PendingQuestion], task: asyncio.Task[list[dict[str, float] | InfraError]]) -> None:
         self._tasks.discard(task)
         failure = asyncio.CancelledError() if task.cancelled() else task.exception()
         results = [failure] * len(chunk) if failure else task.result()
         for asked, result in zip(chunk, results, strict=True):
-            if asked.heard.done():
+            if asked.result.done():
                 continue
             if isinstance(result, asyncio.CancelledError):
-                asked.heard.cancel()
+                asked.result.cancel()
             elif isinstance(result, BaseException):
-                asked.heard.set_exception(result)
-                asked.heard.exception()  # looked at, though nobody may wait for it any more
+                asked.result.set_exception(result)
+                asked.result.exception()  # looked at, though nobody may wait for it any more
             else:
-                asked.heard.set_result(result)
+                asked.result.set_result(result)
 
-    async def _ask(self, chunk: Sequence[_Asked]) -> list[dict[str, float] | InfraError]:
+    async def _request_chunk(self, chunk: Sequence[_PendingQuestion]) -> list[dict[str, float] | InfraError]:
         """Of each its answer, or what keeps it from one: where a request is at fault, each is asked by itself, and takes none with it."""
         try:
-            answers = await self.servers.ask(lambda endpoint: self._answer(endpoint, chunk))
+            answers = await self.endpoints.ask(lambda endpoint: self._query_endpoint(endpoint, chunk))
         except PermanentInfraError as fault:
             if len(chunk) == 1:
                 return [fault]
-            return [result for asked in chunk for result in await self._ask([asked])]
+            return [result for asked in chunk for result in await self._request_chunk([asked])]
         except InfraError as fault:
             return [fault] * len(chunk)
         for asked, logprobs in zip(
             chunk, [] if self.settings.partner_is_training else answers, strict=not self.settings.partner_is_training
         ):
             for digest, logprob in logprobs.items():
-                key = self._key(digest, asked.question)
-                self._remember(key, logprob)
+                key = self._cache_key(digest, asked.question)
+                self._cache_in_memory(key, logprob)
                 if self._file is not None:
                     words = json.dumps({"question": asked.question, "picture": digest})
-                    self._file.keep(key, model=self.version, prompt="listener", fields=words, verdict=logprob)
+                    self._file.store(key, model=self.version, prompt="listener", fields=words, verdict=logprob)
         return list(answers)
 
-    async def _answer(self, endpoint: Endpoint, chunk: Sequence[_Asked]) -> list[dict[str, float]]:
-        sent = self._sent[endpoint.url]
-        reply = await self._post(endpoint, chunk, known=sent)
+    async def _query_endpoint(self, endpoint: Endpoint, chunk: Sequence[_PendingQuestion]) -> list[dict[str, float]]:
+        sent = self._sent_hashes[endpoint.url]
+        reply = await self._post(endpoint, chunk, known_hashes=sent)
         if reply.status_code == 404:
-            sent.difference_update(_unknown_of(reply))
-            reply = await self._post(endpoint, chunk, known=set())
-        require_answered(reply, key=self._keys.token_file)
-        answers = self._read(reply.content, chunk)
-        sent.update(digest for asked in chunk for digest in asked.shown)
+            sent.difference_update(_read_unknown_hashes(reply))
+            reply = await self._post(endpoint, chunk, known_hashes=set())
+        raise_for_status(reply, config_key=self._config_keys.token_file)
+        answers = self._parse_response(reply.content, chunk)
+        sent.update(digest for asked in chunk for digest in asked.images)
         return answers
 
-    async def _post(self, endpoint: Endpoint, chunk: Sequence[_Asked], *, known: set[str]) -> httpx2.Response:
+    async def _post(self, endpoint: Endpoint, chunk: Sequence[_PendingQuestion], *, known_hashes: set[str]) -> httpx2.Response:
         """Every picture in full once at most."""
-        told_of, batch = set(known), []
+        told_of, batch = set(known_hashes), []
         for asked in chunk:
             candidates = []
-            for digest, picture in asked.shown.items():
+            for digest, picture in asked.images.items():
                 by_path = self.settings.send == "paths" and picture.path
-                full = {"path": picture.path} if by_path else {"base64": encoded(picture.content)}
+                full = {"path": picture.path} if by_path else {"base64": encode_base64(picture.content)}
                 candidates.append({"sha256": digest} if digest in told_of and not by_path else full)
                 told_of.add(digest)
             batch.append({"question": asked.question, "candidates": candidates})
@@ -241,37 +240,37 @@ class ListenerClient:
         except (httpx2.HTTPError, httpx2.InvalidURL, UnreadBody) as error:
             raise EndpointError(describe_error(error, secret=self._token) + self._proxy_words(endpoint.url)) from error
 
-    def _read(self, content: bytes, chunk: Sequence[_Asked]) -> list[dict[str, float]]:
+    def _parse_response(self, content: bytes, chunk: Sequence[_PendingQuestion]) -> list[dict[str, float]]:
         try:
-            answers = Answers.model_validate_json(content)
+            answers = BatchScoreResponse.model_validate_json(content)
         except ValidationError as error:
             raise EndpointError(describe_error(error)) from error
         if answers.version != self.version and self.settings.partner_is_training:
             self.version = answers.version
-            self.changes += 1
+            self.num_version_changes += 1
         if answers.version != self.version:
             raise EndpointError(f"is another listener now: version {to_one_line(answers.version)}, not {self.version}")
         lengths = [len(result.yes_logprobs) for result in answers.results]
-        if lengths != [len(asked.shown) for asked in chunk]:
+        if lengths != [len(asked.images) for asked in chunk]:
             raise EndpointError(f"answers on {lengths} candidates, which are not those of the request")
-        return [dict(zip(asked.shown, result.yes_logprobs, strict=True)) for asked, result in zip(chunk, answers.results, strict=True)]
+        return [dict(zip(asked.images, result.yes_logprobs, strict=True)) for asked, result in zip(chunk, answers.results, strict=True)]
 
 
-def listener_of(settings: ListenerSettings) -> ListenerClient:
+def make_listener_client(settings: ListenerSettings) -> ListenerClient:
     """ValueError: there is no listener to ask."""
     remedy = "a listener gives this reward: name its addresses, or start one: services.listener.kind=listener and [service:listener]"
     require(bool(settings.urls), "task.listener.urls", settings.urls, remedy)
     return ListenerClient(settings)
 
 
-def _unknown_of(reply: httpx2.Response) -> list[str]:
+def _read_unknown_hashes(reply: httpx2.Response) -> list[str]:
     try:
-        return _Unknown.model_validate_json(reply.content).detail.unknown
+        return _UnknownImages.model_validate_json(reply.content).detail.unknown
     except ValidationError as error:
         raise EndpointError(f"HTTP 404: {to_one_line(reply.text)}") from error
 
 
-def _require_logprob(found: object, *, path: str) -> None:
+def _check_cached_logprob(found: object, *, path: str) -> None:
     """PermanentInfraError: a file of what was heard holds something that no listener can have said."""
     if not isinstance(found, float) or not -math.inf < found <= 0:
         raise PermanentInfraError(f"listener: {path} holds {found!r:.40}, which is no logarithm of a probability; remove the file")

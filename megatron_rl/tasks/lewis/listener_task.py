@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.task import Env, Task
-from megatron_rl.tasks.lewis.demonstrations import SPLITS, demonstrated, told_question
-from megatron_rl.tasks.lewis.description import described
-from megatron_rl.tasks.lewis.games import PictureEnv, PredictionLog, compared_round, games, heard_rounds, selected_round, speaker_round
+from megatron_rl.tasks.lewis.demonstrations import DEMONSTRATION_SPLITS, make_color_question, make_demonstrations
+from megatron_rl.tasks.lewis.description import parse_description
+from megatron_rl.tasks.lewis.games import (
+    PredictionLog,
+    SingleImageEnv,
+    load_description_examples,
+    load_examples,
+    make_comparison_payload,
+    make_selection_payload,
+    make_speaker_payload,
+)
 from megatron_rl.tasks.lewis.rewards import listener_rubric
 from megatron_rl.tasks.lewis.speaker_client import SpeakerClient
 from megatron_rl.tasks.task_options import LewisListenerOptions
@@ -28,9 +36,9 @@ class LewisListenerTask(Task):
         urls, remedy = settings.speaker.urls, "describe for task.options.reward=heard alone; choose it, or leave them out"
         require(not urls or options.reward == "heard", "task.speaker.urls", urls, remedy)
         self.speaker = SpeakerClient(settings.speaker) if urls else None
-        self.rubric = listener_rubric(reward=options.reward, variant=options.variant, tell=self.log)
-        self._is_heard = options.reward == "heard"
-        self._round_of = selected_round if options.reward == "selection" else compared_round
+        self.rubric = listener_rubric(reward_name=options.reward, variant=options.variant, log_prediction=self.log)
+        self._uses_descriptions = options.reward == "heard"
+        self._make_payload = make_selection_payload if options.reward == "selection" else make_comparison_payload
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
@@ -46,32 +54,36 @@ class LewisListenerTask(Task):
     def examples(self, split: str) -> Sequence[Example]:
         """Every row is looked at the first time. ValueError names the first that is no good."""
         if split not in self._splits:
-            heard = self._is_heard
-            self._splits[split] = heard_rounds(self.settings.data, split) if heard else games(self.settings.data, split, self._round_of)
+            heard = self._uses_descriptions
+            self._splits[split] = (
+                load_description_examples(self.settings.data, split)
+                if heard
+                else load_examples(self.settings.data, split, self._make_payload)
+            )
         return self._splits[split]
 
     def env(self, example: Example) -> Env:
-        return PictureEnv(example, self._question) if self._is_heard else VqaEnv(example, prompt="{question}", system="")
+        return SingleImageEnv(example, self._make_question) if self._uses_descriptions else VqaEnv(example, prompt="{question}", system="")
 
-    async def _question(self, example: Example) -> str:
+    async def _make_question(self, example: Example) -> str:
         """PermanentInfraError: the speaker says nothing that could be asked about."""
         shown, category = example.payload["shown"], str(example.payload["category"])
         if self.speaker is None:
-            return await asyncio.to_thread(told_question, shown, category=category)
-        reply = await self.speaker.describe(await asyncio.to_thread(shown.read), category=category)
-        question = described(reply, category=category).question
+            return await asyncio.to_thread(make_color_question, shown, category=category)
+        reply = await self.speaker.describe_image(await asyncio.to_thread(shown.read), category=category)
+        question = parse_description(reply, category=category).question
         if not question:
             raise PermanentInfraError(f"{example}: the speaker describes nothing ({reply[:60]!r})")
         return question
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """Those of demonstrations.py, of speakers' rounds to train on; or the user's transcripts."""
-        if split in SPLITS:
-            return demonstrated(games(self.settings.data, "train", speaker_round), split, num=num, seed=seed)
+        if split in DEMONSTRATION_SPLITS:
+            return make_demonstrations(load_examples(self.settings.data, "train", make_speaker_payload), split, num=num, seed=seed)
         return super().demonstrations(split, num=num, seed=seed)
 
-    def gold(self, example: Example) -> list[str]:
+    def gold_replies(self, example: Example) -> list[str]:
         """Replies that earn full marks."""
-        if self._is_heard:
+        if self._uses_descriptions:
             return [str(example.payload["answer"])]
         return [f"```json\n{json.dumps({'Reasoning': 'seen', 'Answer': example.payload['answer']})}\n```"]

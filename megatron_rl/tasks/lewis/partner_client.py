@@ -11,50 +11,50 @@ from pydantic import BaseModel, ValidationError
 from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, RequestRejected, describe_error, parse_retry_after, to_one_line
 from megatron_rl.clients.health_check import HEALTH_TIMEOUT_S, HealthCheck
 from megatron_rl.clients.openai import BOUNDED, UnreadBody, proxies_of
-from sandbox.bounded_http import DENIED
-from sandbox.token import bearer, read_token
+from sandbox.bounded_http import DENIED_STATUSES
+from sandbox.token import bearer_header, read_token
 
-REFUSES = (400, 413, 422)
+REJECTED_STATUSES = (400, 413, 422)
 """Statuses of a server that is well, on a request that is not."""
 
 
-class _Health(BaseModel):
+class _PartnerHealth(BaseModel):
     version: str
 
 
-def token_of(file: str, *, key: str) -> str:
+def read_partner_token(file: str, *, config_key: str) -> str:
     """Empty where there is no file. ValueError, naming the setting `key`: it cannot be read."""
     try:
         return read_token(Path(file)) if file else ""
     except ValueError as error:
-        raise ValueError(f"{key}={error}") from error
+        raise ValueError(f"{config_key}={error}") from error
 
 
-def connection(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient:
+def open_http_client(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient:
     """Without a time-out of its own; what it reads is bounded. The environment's proxies are used for the addresses of `proxied` alone."""
-    headers = {**BOUNDED["headers"], **bearer(token)}
+    headers = {**BOUNDED["headers"], **bearer_header(token)}
     return httpx2.AsyncClient(**{**BOUNDED, "headers": headers}, **proxies_of(proxied), timeout=None)
 
 
-def require_answered(reply: httpx2.Response, *, key: str) -> None:
+def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
     """RequestRejected: the request is at fault; EndpointError: the server is in trouble. KeyRefused: it does not accept the token in the
     file that the setting `key` names."""
-    if reply.status_code in DENIED:
-        raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {key}=FILE")
-    if reply.status_code in REFUSES:
+    if reply.status_code in DENIED_STATUSES:
+        raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {config_key}=FILE")
+    if reply.status_code in REJECTED_STATUSES:
         raise RequestRejected(f"HTTP {reply.status_code}: {to_one_line(reply.text)}")
     if reply.status_code != 200:
         rest_s = parse_retry_after(reply.headers.get("retry-after", ""))
         raise EndpointError(f"HTTP {reply.status_code}: {to_one_line(reply.text)}", rest_s=rest_s)
 
 
-async def greeting_of(http: httpx2.AsyncClient, url: str, *, key: str, token: str, proxy: str = "") -> HealthCheck:
+async def check_partner(http: httpx2.AsyncClient, url: str, *, config_key: str, token: str, proxy: str = "") -> HealthCheck:
     """Its version, or its trouble; `key` is the setting of its token's file, `proxy` what an error adds (clients/proxies.py)."""
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             reply = await http.get(f"{url}/health")
-        require_answered(reply, key=key)
-        return HealthCheck(served=[_Health.model_validate_json(reply.content).version])
+        raise_for_status(reply, config_key=config_key)
+        return HealthCheck(served=[_PartnerHealth.model_validate_json(reply.content).version])
     except KeyRefused as error:
         return HealthCheck(trouble=str(error), is_denied=True)
     except TimeoutError:

@@ -19,63 +19,68 @@ from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron_rl.rewards.rubric import Outcome, Part, Reward, Rubric
-from megatron_rl.tasks.lewis.description import described, rouge_2, sentences, tag_pairs
-from megatron_rl.tasks.lewis.listener_client import ListenerClient, Shown
-from megatron_rl.tasks.lewis.listener_protocol import Heard
+from megatron_rl.rewards.rubric import RewardFn, RewardInput, RewardTerm, Rubric
+from megatron_rl.tasks.lewis.description import check_tag_pairs, parse_description, rouge_2_f1, split_sentences
+from megatron_rl.tasks.lewis.listener_client import ImageFile, ListenerClient
+from megatron_rl.tasks.lewis.listener_protocol import ListenerScore
 
-TAG_PAIRS = (0.34, 0.33, 0.33)
-FALSE_YES, FALSE_NO = {"readme": -0.7, "code": -1.0}, -0.3
+TAG_PAIR_REWARDS = (0.34, 0.33, 0.33)
+FALSE_YES_REWARD, FALSE_NO_REWARD = {"readme": -0.7, "code": -1.0}, -0.3
 _FENCED = re.compile(r"\s*```(?:json)?\s*(\{.*\})\s*```\s*", re.DOTALL)
 
-Hear = Callable[[Outcome], Awaitable[Heard | None]]
+ListenerFn = Callable[[RewardInput], Awaitable[ListenerScore | None]]
 """What the listener made of a reply; None where it says nothing."""
-Tell = Callable[[float, Outcome], None]
+LogPredictionFn = Callable[[float, RewardInput], None]
 """Writes a prediction with its reward down."""
-Show = Callable[[Outcome, Heard | None], None]
+RecordScoreFn = Callable[[RewardInput, ListenerScore | None], None]
 
 
-def hearing(listener: ListenerClient, shown: Callable[[Outcome], Awaitable[Sequence[Shown]]]) -> Hear:
-    async def hear(outcome: Outcome) -> Heard | None:
-        question = described(outcome.replies[-1], category=str(outcome.payload["category"])).question
-        return await listener.hear(await shown(outcome), question) if question else None
+def make_listener_fn(listener: ListenerClient, read_candidates: Callable[[RewardInput], Awaitable[Sequence[ImageFile]]]) -> ListenerFn:
+    async def hear(outcome: RewardInput) -> ListenerScore | None:
+        question = parse_description(outcome.replies[-1], category=str(outcome.payload["category"])).question
+        return await listener.score_images(await read_candidates(outcome), question) if question else None
 
     return hear
 
 
 def speaker_rubric(
-    hear: Hear, *, parts: Sequence[str], mode: str, variant: str, tell: Tell, witnesses: Mapping[str, Hear] = MappingProxyType({}),
-    show: Show = lambda outcome, heard: None,
+    listener_fn: ListenerFn, *, term_names: Sequence[str], accuracy_mode: str, variant: str, log_prediction: LogPredictionFn,
+    held_out_listeners: Mapping[str, ListenerFn] = MappingProxyType({}),
+    record_score: RecordScoreFn = lambda outcome, heard: None,
 ) -> Rubric:  # fmt: skip
     """An episode is solved where the listener picks the target (part `picked`, which counts nothing, as `words` does: how many are said).
 
     `witnesses` are listeners that hear held-out games and never reward: a part each, of weight 0. `show` is told what was heard.
     """
 
-    async def picked(outcome: Outcome) -> float:
-        heard, target = await hear(outcome), outcome.payload["target"]
-        tell(accuracy_of(heard, target=target, mode=mode), outcome)
-        show(outcome, heard)
-        return _is_pick(heard, target)
+    async def picked(outcome: RewardInput) -> float:
+        heard, target = await listener_fn(outcome), outcome.payload["target"]
+        log_prediction(accuracy_reward(heard, target=target, accuracy_mode=accuracy_mode), outcome)
+        record_score(outcome, heard)
+        return _picks_target(heard, target)
 
-    def witness(hears: Hear) -> Reward:
-        async def reward(outcome: Outcome) -> float | None:
-            return _is_pick(await hears(outcome), outcome.payload["target"]) if is_held_out(outcome.rollout.example_id) else None
+    def witness(hears: ListenerFn) -> RewardFn:
+        async def reward(outcome: RewardInput) -> float | None:
+            return _picks_target(await hears(outcome), outcome.payload["target"]) if is_held_out(outcome.rollout.example_id) else None
 
         return reward
 
-    async def accuracy(outcome: Outcome) -> float:
-        return accuracy_of(await hear(outcome), target=outcome.payload["target"], mode=mode)
+    async def accuracy(outcome: RewardInput) -> float:
+        return accuracy_reward(await listener_fn(outcome), target=outcome.payload["target"], accuracy_mode=accuracy_mode)
 
-    functions: dict[str, Reward] = {
+    functions: dict[str, RewardFn] = {
         "accuracy": accuracy,
-        "format": _of_text(lambda text, category: format_of(text, variant=variant)),
-        "length": _of_text(lambda text, category: length_of(text, category=category, variant=variant)),
-        "overlap": _of_text(lambda text, category: overlap_of(text, category=category)),
+        "format": _make_text_reward(lambda text, category: format_reward(text, variant=variant)),
+        "length": _make_text_reward(lambda text, category: length_reward(text, category=category, variant=variant)),
+        "overlap": _make_text_reward(lambda text, category: overlap_reward(text, category=category)),
     }
-    told = {"picked": picked, "words": _of_text(num_words), **{name: witness(hears) for name, hears in witnesses.items()}}
-    counted = {name: Part(functions[name]) for name in parts}
-    return Rubric(parts={**{name: Part(reward, weight=0.0) for name, reward in told.items()}, **counted}, solved_by="picked")
+    told = {
+        "picked": picked,
+        "words": _make_text_reward(count_words),
+        **{name: witness(hears) for name, hears in held_out_listeners.items()},
+    }
+    counted = {name: RewardTerm(functions[name]) for name in term_names}
+    return Rubric(terms={**{name: RewardTerm(reward, weight=0.0) for name, reward in told.items()}, **counted}, solved_term="picked")
 
 
 def is_held_out(example_id: str) -> bool:
@@ -83,53 +88,53 @@ def is_held_out(example_id: str) -> bool:
     return example_id.startswith("eval/")
 
 
-def _is_pick(heard: Heard | None, target: object) -> float:
-    return float(heard is not None and heard.predicted_index == target)
+def _picks_target(listener_score: ListenerScore | None, target: object) -> float:
+    return float(listener_score is not None and listener_score.predicted_index == target)
 
 
-def num_words(text: str, category: str) -> float:
+def count_words(text: str, category: str) -> float:
     """Of what a listener is told."""
-    said = described(text, category=category)
+    said = parse_description(text, category=category)
     return float(len(said.coarse.split()) + len(said.detailed.split()))
 
 
-def accuracy_of(heard: Heard | None, *, target: int, mode: str) -> float:
+def accuracy_reward(listener_score: ListenerScore | None, *, target: int, accuracy_mode: str) -> float:
     """0 for a reply that says nothing a listener could be asked about."""
-    if heard is None:
+    if listener_score is None:
         return 0.0
-    is_right = heard.predicted_index == target
-    if mode == "binary":
+    is_right = listener_score.predicted_index == target
+    if accuracy_mode == "binary":
         return float(is_right)
-    return heard.reward_score if is_right or mode == "soft_always" else 0.0
+    return listener_score.reward_score if is_right or accuracy_mode == "soft_always" else 0.0
 
 
-def format_of(text: str, *, variant: str) -> float:
-    pairs = tag_pairs(text)
-    return float(all(pairs)) if variant == "readme" else sum(worth for worth, there in zip(TAG_PAIRS, pairs, strict=True) if there)
+def format_reward(text: str, *, variant: str) -> float:
+    pairs = check_tag_pairs(text)
+    return float(all(pairs)) if variant == "readme" else sum(worth for worth, there in zip(TAG_PAIR_REWARDS, pairs, strict=True) if there)
 
 
-def length_of(text: str, *, category: str, variant: str) -> float:
-    said = described(text, category=category)
-    num_sentences = len(sentences(said.detailed))
+def length_reward(text: str, *, category: str, variant: str) -> float:
+    said = parse_description(text, category=category)
+    num_sentences = len(split_sentences(said.detailed))
     if variant == "readme":
         return 0.1 * (num_sentences == 1)
     is_long, is_short = num_sentences > 1, len(said.detailed.split()) < 20
     return -0.2 * (is_long or is_short) - 0.1 * (not 6 <= len(said.coarse.split()) <= 8)
 
 
-def overlap_of(text: str, *, category: str) -> float:
-    said = described(text, category=category)
-    return -max((rouge_2(sentence, f"{said.state} {said.location}") for sentence in sentences(said.detailed)), default=0.0)
+def overlap_reward(text: str, *, category: str) -> float:
+    said = parse_description(text, category=category)
+    return -max((rouge_2_f1(sentence, f"{said.state} {said.location}") for sentence in split_sentences(said.detailed)), default=0.0)
 
 
-def _of_text(function: Callable[[str, str], float]) -> Reward:
-    async def reward(outcome: Outcome) -> float:
+def _make_text_reward(function: Callable[[str, str], float]) -> RewardFn:
+    async def reward(outcome: RewardInput) -> float:
         return function(outcome.replies[-1], str(outcome.payload["category"]))
 
     return reward
 
 
-class Compared(BaseModel):
+class ComparisonReply(BaseModel):
     """What a listener says that compares pictures."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -137,41 +142,41 @@ class Compared(BaseModel):
     Answer: str
 
 
-def compared(text: str) -> Compared | None:
+def parse_comparison(text: str) -> ComparisonReply | None:
     """Of a reply that is one fenced JSON object; None where it is not."""
     fenced = _FENCED.fullmatch(text)
     try:
-        return Compared.model_validate_json(fenced[1]) if fenced else None
+        return ComparisonReply.model_validate_json(fenced[1]) if fenced else None
     except ValidationError:
         return None
 
 
-def compared_of(text: str, *, answer: str, reward: str, variant: str) -> float:
+def comparison_reward(text: str, *, answer: str, reward: str, variant: str) -> float:
     """`answer` is yes, no, or a letter; what is malformed, or none of the answers, earns 0."""
-    said = compared(text)
+    said = parse_comparison(text)
     given = said.Answer.strip().casefold() if said else ""
     if given == answer.casefold():
         return 1.0
     if reward != "weighted" or given not in ("yes", "no"):
         return 0.0
-    return FALSE_YES[variant] if given == "yes" else FALSE_NO
+    return FALSE_YES_REWARD[variant] if given == "yes" else FALSE_NO_REWARD
 
 
-def listener_rubric(*, reward: str, variant: str, tell: Tell) -> Rubric:
-    async def heard(outcome: Outcome) -> float:
+def listener_rubric(*, reward_name: str, variant: str, log_prediction: LogPredictionFn) -> Rubric:
+    async def heard(outcome: RewardInput) -> float:
         value = float(outcome.replies[-1].strip().casefold() == outcome.payload["answer"])
-        tell(value, outcome)
+        log_prediction(value, outcome)
         return value
 
-    if reward == "heard":
-        return Rubric(parts={"heard": Part(heard)}, solved_by="heard")
+    if reward_name == "heard":
+        return Rubric(terms={"heard": RewardTerm(heard)}, solved_term="heard")
 
-    async def right(outcome: Outcome) -> float:
-        value = compared_of(outcome.replies[-1], answer=str(outcome.payload["answer"]), reward=reward, variant=variant)
-        tell(value, outcome)
+    async def right(outcome: RewardInput) -> float:
+        value = comparison_reward(outcome.replies[-1], answer=str(outcome.payload["answer"]), reward=reward_name, variant=variant)
+        log_prediction(value, outcome)
         return value
 
-    async def form(outcome: Outcome) -> float:
-        return float(compared(outcome.replies[-1]) is not None)
+    async def form(outcome: RewardInput) -> float:
+        return float(parse_comparison(outcome.replies[-1]) is not None)
 
-    return Rubric(parts={reward: Part(right), "format": Part(form)}, solved_by=reward)
+    return Rubric(terms={reward_name: RewardTerm(right), "format": RewardTerm(form)}, solved_term=reward_name)

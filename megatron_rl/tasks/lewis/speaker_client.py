@@ -14,13 +14,13 @@ from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, EndpointP
 from megatron_rl.clients.health_check import health_warning
 from megatron_rl.clients.openai import UnreadBody
 from megatron_rl.config import SpeakerSettings
-from megatron_rl.tasks.lewis.partner_client import connection, greeting_of, require_answered, token_of
-from sandbox.messages import encoded
+from megatron_rl.tasks.lewis.partner_client import check_partner, open_http_client, raise_for_status, read_partner_token
+from sandbox.messages import encode_base64
 
-TOKEN_FILE = "task.speaker.token_file"
+TOKEN_FILE_KEY = "task.speaker.token_file"
 
 
-class _Described(BaseModel):
+class _DescribeReply(BaseModel):
     text: str
 
 
@@ -30,43 +30,45 @@ class SpeakerClient:
     def __init__(self, settings: SpeakerSettings) -> None:
         """ValueError: the file of the token cannot be read."""
         self.settings = settings
-        self.servers = EndpointPool(
+        self.endpoints = EndpointPool(
             settings.urls, name="speaker", max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
             outage_timeout_s=settings.outage_timeout_s,
             concurrency=settings.concurrency,
         )  # fmt: skip
-        self._token = token_of(settings.token_file, key=TOKEN_FILE)
-        self._under_way: dict[tuple[str, str], asyncio.Task[str]] = {}
+        self._token = read_partner_token(settings.token_file, config_key=TOKEN_FILE_KEY)
+        self._pending: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     async def start(self) -> None:
         """Connect in the running event loop. InfraError: no speaker answers."""
-        self.servers.start()
-        http, urls = connection(self._token), self.settings.urls
-        asked = [greeting_of(http, url, key=TOKEN_FILE, token=self._token) for url in urls]
+        self.endpoints.start()
+        http, urls = open_http_client(self._token), self.settings.urls
+        asked = [check_partner(http, url, config_key=TOKEN_FILE_KEY, token=self._token) for url in urls]
         self._http, greetings = http, dict(zip(urls, await asyncio.gather(*asked), strict=True))
         if warning := health_warning(greetings, of="speaker"):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     async def close(self) -> None:
-        for task in self._under_way.values():
+        for task in self._pending.values():
             task.cancel()
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        await asyncio.gather(*self._pending.values(), return_exceptions=True)
         await self._http.aclose()
 
-    async def describe(self, content: bytes, *, category: str) -> str:
+    async def describe_image(self, image_bytes: bytes, *, category: str) -> str:
         """All of its reply about a picture's file. InfraError, naming server and reason, after the last try; PermanentInfraError: the
         picture is at fault."""
-        key = hashlib.sha256(content).hexdigest(), category
-        if key not in self._under_way:
-            task = self._under_way[key] = asyncio.create_task(self.servers.ask(lambda endpoint: self._said(endpoint, content, category)))
-            task.add_done_callback(lambda _: self._under_way.pop(key))
-        return await asyncio.shield(self._under_way[key])  # one who is no longer interested takes nothing from the others
+        key = hashlib.sha256(image_bytes).hexdigest(), category
+        if key not in self._pending:
+            task = self._pending[key] = asyncio.create_task(
+                self.endpoints.ask(lambda endpoint: self._request_description(endpoint, image_bytes, category))
+            )
+            task.add_done_callback(lambda _: self._pending.pop(key))
+        return await asyncio.shield(self._pending[key])  # one who is no longer interested takes nothing from the others
 
-    async def _said(self, endpoint: Endpoint, content: bytes, category: str) -> str:
-        body = {"image": {"base64": encoded(content)}, "category": category}
+    async def _request_description(self, endpoint: Endpoint, image_bytes: bytes, category: str) -> str:
+        body = {"image": {"base64": encode_base64(image_bytes)}, "category": category}
         try:
             reply = await self._http.post(f"{endpoint.url}/describe", json=body)
-            require_answered(reply, key=TOKEN_FILE)
-            return _Described.model_validate_json(reply.content).text
+            raise_for_status(reply, config_key=TOKEN_FILE_KEY)
+            return _DescribeReply.model_validate_json(reply.content).text
         except (httpx2.HTTPError, httpx2.InvalidURL, UnreadBody, ValidationError) as error:
             raise EndpointError(describe_error(error, secret=self._token)) from error

@@ -3,7 +3,7 @@
 import cv2
 import numpy as np
 
-NEAR = 64
+MAX_SEQUENTIAL_FRAMES = 64
 """Frames that are decoded one by one rather than sought."""
 
 
@@ -45,7 +45,7 @@ class Clip:
         return Frames(np.stack([self[index].asnumpy() for index in indices]))
 
     def _frame(self, number: int) -> np.ndarray:
-        if not self._next <= number < self._next + NEAR:
+        if not self._next <= number < self._next + MAX_SEQUENTIAL_FRAMES:
             self._video.set(cv2.CAP_PROP_POS_FRAMES, number)
             self._next = number
         while self._next < number and self._video.grab():

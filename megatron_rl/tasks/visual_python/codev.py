@@ -15,12 +15,12 @@ from itertools import count
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.tasks.visual_python.message_parts import code_block, place, say, sizes
-from megatron_rl.tasks.visual_python.reply_parsing import nothing_found, read_answer, read_blocks, read_python
-from megatron_rl.tasks.visual_python.tool_protocol import Malformed, Reply
+from megatron_rl.tasks.visual_python.message_parts import describe_sizes, insert_images, make_message, write_code_block
+from megatron_rl.tasks.visual_python.reply_parsing import join_code_blocks, make_no_action_error, parse_answer, parse_blocks
+from megatron_rl.tasks.visual_python.tool_protocol import MalformedReply, ParsedReply
 from megatron_rl.types import Message, ToolCall
 
-RULES = """Answer the user's question. You may write Python for it; you need not.
+CODEV_RULES = """Answer the user's question. You may write Python for it; you need not.
 
 Code goes between tags, in a fence:
 <code>
@@ -36,39 +36,42 @@ or to write more code. Use the standard library and what is installed (NumPy, Pi
 
 The final answer goes between tags, and ends the conversation:
 <answer>the answer</answer>"""
-REMINDER = "Think about what this shows. Then either write more code in <code> tags or give the final answer in <answer> tags."
+CODEV_REMINDER = "Think about what this shows. Then either write more code in <code> tags or give the final answer in <answer> tags."
 
 
 @dataclass(slots=True, frozen=True)
-class CodeV:
+class CodeVProtocol:
     file_names: tuple[str, ...] = ()
     """Of the pictures, in order, as the data set calls them; those without a name here are image_0.png, image_1.png, ..."""
     name = "codev"
     stop = ("</code>",)
 
-    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
-        names = list(self.inputs(pictures))
-        files = f"\nImage files: {', '.join(names)}. {sizes(names, pictures)}" if names else ""
-        return [say("system", RULES), say("user", *place(question, pictures, lambda _, picture: [picture]), files)]
+    def write_prompt(self, question: str, images: Sequence[Picture]) -> list[Message]:
+        names = list(self.name_images(images))
+        files = f"\nImage files: {', '.join(names)}. {describe_sizes(names, images)}" if names else ""
+        return [
+            make_message("system", CODEV_RULES),
+            make_message("user", *insert_images(question, images, lambda _, picture: [picture]), files),
+        ]
 
-    def read(self, reply: str) -> Reply:
-        found = read_blocks(reply, action="code", reserved=("sandbox_output",))
-        if isinstance(found, Malformed):
+    def parse_reply(self, reply: str) -> ParsedReply:
+        found = parse_blocks(reply, action="code", reserved=("sandbox_output",))
+        if isinstance(found, MalformedReply):
             return found
         if found.tag == "answer":
-            return read_answer(found.bodies[0])
-        return read_python(found.bodies) if found.tag else nothing_found("code")
+            return parse_answer(found.bodies[0])
+        return join_code_blocks(found.bodies) if found.tag else make_no_action_error("code")
 
-    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
-        return [say("user", f"<sandbox_output>\n{call.text}\n", *pictures, f"\n</sandbox_output>\n{REMINDER}")]
+    def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
+        return [make_message("user", f"<sandbox_output>\n{call.text}\n", *pictures, f"\n</sandbox_output>\n{CODEV_REMINDER}")]
 
-    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
+    def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         given = self.file_names[: len(pictures)]
         others = (name for name in (f"image_{index}.png" for index in count(len(given))) if name not in given)
         return dict(zip([*given, *(next(others) for _ in pictures[len(given) :])], pictures, strict=True))
 
     def write_code(self, source: str) -> str:
-        return code_block(source)
+        return write_code_block(source)
 
     def write_answer(self, text: str) -> str:
         return f"<answer>{text}</answer>"

@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from PIL.Image import Image as Picture
 
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
-from megatron_rl.tasks.visual_python.message_parts import place, say, sizes
-from megatron_rl.tasks.visual_python.reply_parsing import read_tool_call
-from megatron_rl.tasks.visual_python.tool_protocol import Call, Malformed, Reply
+from megatron_rl.tasks.visual_python.message_parts import describe_sizes, insert_images, make_message
+from megatron_rl.tasks.visual_python.reply_parsing import parse_tool_reply
+from megatron_rl.tasks.visual_python.tool_protocol import MalformedReply, ParsedReply, ToolAction
 from megatron_rl.types import Message, ToolCall
 
-TOOLS: Mapping[str, str] = {"image_zoom_in_tool": "zoom", "image_rotate_tool": "rotate"}
+TOOL_NAMES: Mapping[str, str] = {"image_zoom_in_tool": "zoom", "image_rotate_tool": "rotate"}
 """What DeepEyes calls them -> what they are called here."""
-GUIDE = """
+DEEPEYES_GUIDE = """
 
 Look closer before you answer where details matter, as often as you need. The final answer goes into <answer>...</answer>."""
-REMINDER = "Think about what this shows. Then call a tool again, or give the final answer in <answer> tags."
+DEEPEYES_REMINDER = "Think about what this shows. Then call a tool again, or give the final answer in <answer> tags."
 
 
-def describe_tools(schemas: Sequence[Mapping[str, object]]) -> str:
+def write_tools_prompt(schemas: Sequence[Mapping[str, object]]) -> str:
     """Functions in the words of Qwen2.5's own chat template (its tokenizer_config.json), which the model was trained on."""
     listed = "\n".join(json.dumps({"type": "function", "function": schema}) for schema in schemas)
     return (
@@ -41,7 +41,7 @@ def describe_tools(schemas: Sequence[Mapping[str, object]]) -> str:
     )
 
 
-def schema(name: str, tool: str) -> dict[str, object]:
+def make_tool_schema(name: str, tool: str) -> dict[str, object]:
     """An image tool as JSON schema, under the name that the protocol gives it."""
     return {"name": name, "description": IMAGE_TOOLS[tool].description, "parameters": IMAGE_TOOLS[tool].parameters}
 
@@ -51,34 +51,37 @@ def write_tool_call(name: str, arguments: Mapping[str, object]) -> str:
 
 
 @dataclass(slots=True, frozen=True)
-class DeepEyes:
+class DeepEyesProtocol:
     name = "deepeyes"
     stop = ()
 
-    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
-        tools = describe_tools([schema(name, tool) for name, tool in TOOLS.items()])
-        size = ["\n", sizes(["The original image"], pictures[:1])] if pictures else []
-        return [say("system", tools, GUIDE), say("user", *place(question, pictures, lambda _, picture: [picture]), *size)]
+    def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
+        tools = write_tools_prompt([make_tool_schema(name, tool) for name, tool in TOOL_NAMES.items()])
+        size = ["\n", describe_sizes(["The original image"], pictures[:1])] if pictures else []
+        return [
+            make_message("system", tools, DEEPEYES_GUIDE),
+            make_message("user", *insert_images(question, pictures, lambda _, picture: [picture]), *size),
+        ]
 
-    def read(self, reply: str) -> Reply:
-        call = read_tool_call(reply, several=True)
-        if not isinstance(call, Call):
+    def parse_reply(self, reply: str) -> ParsedReply:
+        call = parse_tool_reply(reply, allow_several=True)
+        if not isinstance(call, ToolAction):
             return call
-        if call.name not in TOOLS:
-            return Malformed(f"there is no tool {call.name[:60]!r}; there are {', '.join(TOOLS)}")
-        return Call(TOOLS[call.name], call.arguments)
+        if call.name not in TOOL_NAMES:
+            return MalformedReply(f"there is no tool {call.name[:60]!r}; there are {', '.join(TOOL_NAMES)}")
+        return ToolAction(TOOL_NAMES[call.name], call.arguments)
 
-    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
-        return [say("user", f"<tool_response>\n{call.text}", *pictures, f"\n</tool_response>\n{REMINDER}")]
+    def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
+        return [make_message("user", f"<tool_response>\n{call.text}", *pictures, f"\n</tool_response>\n{DEEPEYES_REMINDER}")]
 
-    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
+    def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         return {}
 
     def write_code(self, source: str) -> str:
         raise ValueError(f"task.tool_format=deepeyes: no code is run there ({source[:40]!r}); use pyvision, codev or functions")
 
     def write_call(self, name: str, arguments: Mapping[str, object]) -> str:
-        return write_tool_call(next(own for own, tool in TOOLS.items() if tool == name), arguments)
+        return write_tool_call(next(own for own, tool in TOOL_NAMES.items() if tool == name), arguments)
 
     def write_answer(self, text: str) -> str:
         return f"<answer>{text}</answer>"

@@ -12,15 +12,15 @@ from pathlib import Path
 from PIL.Image import Image as Picture
 
 import sandbox
-from megatron_rl.data.clips import StoredClip
+from megatron_rl.data.clips import StoredVideo
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.rollout.task import Env, Step
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
-from megatron_rl.tasks.visual_python.pyvision import CLIP
-from megatron_rl.tasks.visual_python.tool_protocol import Answer, Call, Code, Malformed, ToolProtocol
+from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME
+from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswer, MalformedReply, ToolAction, ToolProtocol
 from megatron_rl.types import Example, Message, ToolCall
 from sandbox.client import RemoteBox, SandboxClient
-from sandbox.images import encode
+from sandbox.images import encode_png
 
 PRELOAD = """\
 import base64, collections, io, itertools, json, math, re
@@ -31,23 +31,23 @@ import PIL
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 """
 """Names that are there before the first line of the policy's code, beside those of its pictures."""
-CLIPS = (Path(__file__).parent / "clip.py").read_text()
+CLIP_SOURCE = (Path(__file__).parent / "clip.py").read_text()
 """What its videos are read by, where it has some."""
-STATE_LOST = "The interpreter was started anew: variables, imports and files of earlier calls are gone; the images are there."
-NO_OUTPUT = "The code ran and gave nothing back: print values, or show a picture."
+STATE_LOST_TEXT = "The interpreter was started anew: variables, imports and files of earlier calls are gone; the images are there."
+NO_OUTPUT_TEXT = "The code ran and gave nothing back: print values, or show a picture."
 
 
 class AgentEnv(Env):
     """Opens its box at the first code. The episode's limits are not its business."""
 
-    def __init__(self, example: Example, *, protocol: ToolProtocol, pool: sandbox.Sandbox | SandboxClient) -> None:
+    def __init__(self, example: Example, *, protocol: ToolProtocol, pool: sandbox.SandboxPool | SandboxClient) -> None:
         """The payload needs `question`, a text, and `images`, objects whose open() gives a picture."""
         self.example = example
         self.protocol = protocol
         self.pool = pool
-        self._names: list[str] = []
+        self._input_names: list[str] = []
         """By which code finds the question's pictures and videos."""
-        self.num_shown = 0
+        self.num_images = 0
         """Pictures in the context so far."""
         self._box: sandbox.Box | RemoteBox | None = None
 
@@ -56,76 +56,77 @@ class AgentEnv(Env):
         stored, question = self.example.payload["images"], self.example.payload["question"]
         assert isinstance(stored, tuple) and isinstance(question, str), f"example {self.example.id}: {dict(self.example.payload)}"
         try:
-            pictures = [await asyncio.to_thread(self._picture, number) for number in range(len(stored))]
-            messages = self.protocol.prompt(question, pictures)
+            pictures = [await asyncio.to_thread(self._open_image, number) for number in range(len(stored))]
+            messages = self.protocol.write_prompt(question, pictures)
         except ValueError as error:
             raise PermanentInfraError(f"{self.example}: {error}") from error
-        self._names = [*self.protocol.inputs(pictures), *(CLIP.format(number) for number in range(len(self._stored_clips)))]
-        self.num_shown = _num_pictures(messages)
+        self._input_names = [*self.protocol.name_images(pictures), *(CLIP_NAME.format(number) for number in range(len(self._stored_clips)))]
+        self.num_images = _count_images(messages)
         return messages
 
     async def step(self, text: str) -> Step:
-        match self.protocol.read(text):
-            case Answer():
+        match self.protocol.parse_reply(text):
+            case FinalAnswer():
                 return Step(messages=[], reward=0.0, done=True, reason="answer")
-            case Malformed(reason):
+            case MalformedReply(reason):
                 call, pictures = ToolCall(tool="", source="", text=f"Error: {reason}.", error=reason, ran=False), []
-            case Code(source):
-                call, pictures = await self._run(source)
-            case Call(name, arguments):
-                call, pictures = await asyncio.to_thread(self._edit, name, dict(arguments))
-        messages = self.protocol.observe(call, pictures, num_before=self.num_shown)
-        self.num_shown += _num_pictures(messages)
+            case CodeAction(source):
+                call, pictures = await self._run_code(source)
+            case ToolAction(name, arguments):
+                call, pictures = await asyncio.to_thread(self._apply_image_tool, name, dict(arguments))
+        messages = self.protocol.write_observation(call, pictures, num_previous_images=self.num_images)
+        self.num_images += _count_images(messages)
         return Step(messages=messages, reward=0.0, done=False, call=call)
 
     async def close(self) -> None:
         if self._box is not None:
             await self._box.close()
 
-    async def _run(self, source: str) -> tuple[ToolCall, list[Picture]]:
+    async def _run_code(self, source: str) -> tuple[ToolCall, list[Picture]]:
         try:
             if self._box is None:
-                self._box = await self._open()
+                self._box = await self._open_box()
             result = await self._box.run(source)
-        except sandbox.AccessDenied as error:
+        except sandbox.SandboxAccessDenied as error:
             raise AccessDenied(f"task.sandbox.url={error}: task.sandbox.token_file=FILE") from error
-        except (sandbox.SandboxFault, sandbox.PoolFull, sandbox.BoxClosed) as error:
+        except (sandbox.SandboxError, sandbox.PoolFull, sandbox.BoxClosed) as error:
             raise InfraError(f"sandbox: {error}") from error
         if result.fault is sandbox.Fault.HOST:
             assert result.error is not None, f"{result}"
             raise InfraError(f"sandbox: {result.error.message}")
-        pictures = await asyncio.to_thread(lambda: [picture.image() for picture in result.images])
-        text, error = describe(result, names=self._names)
+        pictures = await asyncio.to_thread(lambda: [picture.to_pil() for picture in result.images])
+        text, error = describe_result(result, image_names=self._input_names)
         return ToolCall(tool="python", source=source, text=text, error=error), pictures
 
-    async def _open(self) -> sandbox.Box | RemoteBox:
+    async def _open_box(self) -> sandbox.Box | RemoteBox:
         def encoded_inputs() -> dict[str, bytes]:
-            pictures = [self._picture(number) for number in range(len(self.example.payload["images"]))]
-            return {name: encode(picture) for name, picture in self.protocol.inputs(pictures).items()}
+            pictures = [self._open_image(number) for number in range(len(self.example.payload["images"]))]
+            return {name: encode_png(picture) for name, picture in self.protocol.name_images(pictures).items()}
 
-        encoded, clips = await asyncio.to_thread(lambda: (encoded_inputs(), self._clips()))
-        preload = PRELOAD + (CLIPS + "".join(f"{Path(name).stem} = Clip({name!r})\n" for name in clips) if clips else "")
+        encoded, clips = await asyncio.to_thread(lambda: (encoded_inputs(), self._read_clips()))
+        preload = PRELOAD + (CLIP_SOURCE + "".join(f"{Path(name).stem} = Clip({name!r})\n" for name in clips) if clips else "")
         try:
             return await self.pool.open(images=encoded, files=clips, preload=preload)
         except ValueError as error:  # a name, a picture: all of it is the data set's
             raise PermanentInfraError(f"{self.example}: sandbox: {error}") from error
 
-    def _clips(self) -> dict[str, bytes]:
+    def _read_clips(self) -> dict[str, bytes]:
         """The question's videos, by the names of their files in the box. InfraError: one cannot be read."""
         try:
             return {
-                f"{CLIP.format(number)}{stored.source.suffix.lower()}": stored.read() for number, stored in enumerate(self._stored_clips)
+                f"{CLIP_NAME.format(number)}{stored.source.suffix.lower()}": stored.read()
+                for number, stored in enumerate(self._stored_clips)
             }
         except InfraError as fault:
             raise type(fault)(f"{self.example}: {fault}") from fault
 
     @property
-    def _stored_clips(self) -> Sequence[StoredClip]:
+    def _stored_clips(self) -> Sequence[StoredVideo]:
         clips = self.example.payload.get("videos", ())
         assert isinstance(clips, tuple), f"example {self.example.id}: {dict(self.example.payload)}"
         return clips
 
-    def _picture(self, number: int) -> Picture:
+    def _open_image(self, number: int) -> Picture:
         """One of the question's, opened each time that it is looked at: as they are stored, those of a step's episodes are larger than
         what the policy sees of them. InfraError: it cannot be opened."""
         try:
@@ -133,38 +134,42 @@ class AgentEnv(Env):
         except InfraError as fault:
             raise type(fault)(f"{self.example}: {fault}") from fault
 
-    def _edit(self, name: str, arguments: dict[str, object]) -> tuple[ToolCall, list[Picture]]:
+    def _apply_image_tool(self, name: str, arguments: dict[str, object]) -> tuple[ToolCall, list[Picture]]:
         source = json.dumps(arguments)
         if not self.example.payload["images"]:
             error = "there is no image"
             return ToolCall(tool=name, source=source, text=f"Error: {error}.", error=error), []
-        picture = self._picture(0)
+        picture = self._open_image(0)
         try:
             return ToolCall(tool=name, source=source, frame=picture.size), [IMAGE_TOOLS[name].apply(picture, arguments)]
         except ToolError as error:
             return ToolCall(tool=name, source=source, text=f"Error: {error}.", error=str(error), frame=picture.size), []
 
 
-def describe(result: sandbox.Result, *, names: Sequence[str]) -> tuple[str, str]:
+def describe_result(result: sandbox.CallResult, *, image_names: Sequence[str]) -> tuple[str, str]:
     """What the policy is told of a call in words, and the error alone (empty without one). `names` are those of its pictures."""
     error = ""
-    lines = [STATE_LOST] if result.state_lost else []
+    lines = [STATE_LOST_TEXT] if result.state_lost else []
     lines += [stream.rstrip("\n") for stream in (result.text, result.stderr) if stream.strip()]
     if result.error is not None:
         place = "" if result.error.line is None else f" (line {result.error.line})"
         error = f"{result.error.type}: {result.error.message}{place}"
-        known = f" The images are called {', '.join(names)}." if names and result.error.type in ("NameError", "FileNotFoundError") else ""
+        known = (
+            f" The images are called {', '.join(image_names)}."
+            if image_names and result.error.type in ("NameError", "FileNotFoundError")
+            else ""
+        )
         lines.append(f"Error: {error}{known} Mend the code.")
     lines += [f"({dropped})" for dropped in result.dropped]
     if not lines and not result.images:
-        lines.append(NO_OUTPUT)
-    return _unicode("\n".join(lines)), _unicode(error)
+        lines.append(NO_OUTPUT_TEXT)
+    return _to_valid_unicode("\n".join(lines)), _to_valid_unicode(error)
 
 
-def _unicode(text: str) -> str:
+def _to_valid_unicode(text: str) -> str:
     """Half characters, which an exception's message may hold and no tokenizer or file takes, become `?`."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _num_pictures(messages: Sequence[Message]) -> int:
+def _count_images(messages: Sequence[Message]) -> int:
     return sum(part["type"] == "image" for message in messages for part in message["content"])

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from PIL import Image
 from PIL.Image import Image as Picture
 
-MIN_BOX = 30
-MIN_SIDE = 28
-MAX_ASPECT = 100
+MIN_BOX_SIDE = 30
+MIN_CROP_SIDE = 28
+MAX_ASPECT_RATIO = 100
 MAX_NUMBER = 1e9
 
 
@@ -31,7 +31,7 @@ class ImageTool:
     """Raises ToolError."""
 
 
-def zoom(picture: Picture, arguments: Mapping[str, object]) -> Picture:
+def zoom_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
     """The part of the picture inside `bbox_2d` = [x1, y1, x2, y2], in pixels of this picture from its upper left corner."""
     width, height = picture.size
     inside = f"in pixels of the original image, which is {width} wide and {height} high"
@@ -41,27 +41,29 @@ def zoom(picture: Picture, arguments: Mapping[str, object]) -> Picture:
     x1, y1, x2, y2 = box
     if not (x1 < x2 and y1 < y2):
         raise ToolError("bbox_2d must have x1 < x2 and y1 < y2")
-    if min(x2 - x1, y2 - y1) <= MIN_BOX:
-        raise ToolError(f"both sides of bbox_2d must be longer than {MIN_BOX} pixels; it is {inside}")
+    if min(x2 - x1, y2 - y1) <= MIN_BOX_SIDE:
+        raise ToolError(f"both sides of bbox_2d must be longer than {MIN_BOX_SIDE} pixels; it is {inside}")
     if x1 >= width or y1 >= height or x2 <= 0 or y2 <= 0:
         raise ToolError(f"bbox_2d lies outside of the image; it is {inside}")
-    left, right = _grown(max(0, math.floor(x1)), min(width, math.ceil(x2)), most=width)
-    top, bottom = _grown(max(0, math.floor(y1)), min(height, math.ceil(y2)), most=height)
+    left, right = _grow_to_min_side(max(0, math.floor(x1)), min(width, math.ceil(x2)), limit=width)
+    top, bottom = _grow_to_min_side(max(0, math.floor(y1)), min(height, math.ceil(y2)), limit=height)
     shorter, longer = sorted((right - left, bottom - top))
-    if longer > MAX_ASPECT * shorter:
-        raise ToolError(f"bbox_2d is {right - left} wide and {bottom - top} high: one side is more than {MAX_ASPECT} times the other")
+    if longer > MAX_ASPECT_RATIO * shorter:
+        raise ToolError(f"bbox_2d is {right - left} wide and {bottom - top} high: one side is more than {MAX_ASPECT_RATIO} times the other")
     return picture.crop((left, top, right, bottom))
 
 
-def rotate(picture: Picture, arguments: Mapping[str, object]) -> Picture:
+def rotate_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
     """The whole picture turned counterclockwise by `angle` degrees, on a black canvas that holds all of it."""
     angle = arguments.get("angle")
     if not _is_number(angle):
         raise ToolError("angle must be a number of degrees, counterclockwise")
     turned = picture.rotate(float(angle) % 360, resample=Image.Resampling.BICUBIC, expand=True)
     shorter, longer = sorted(turned.size)
-    if longer > MAX_ASPECT * shorter:
-        raise ToolError(f"the turned image has {turned.width} x {turned.height} pixels: one side is more than {MAX_ASPECT} times the other")
+    if longer > MAX_ASPECT_RATIO * shorter:
+        raise ToolError(
+            f"the turned image has {turned.width} x {turned.height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other"
+        )
     return turned
 
 
@@ -82,7 +84,7 @@ IMAGE_TOOLS: Mapping[str, ImageTool] = {
             },
             "required": ["bbox_2d"],
         },
-        zoom,
+        zoom_image,
     ),
     "rotate": ImageTool(
         "Shows the original image turned.",
@@ -91,7 +93,7 @@ IMAGE_TOOLS: Mapping[str, ImageTool] = {
             "properties": {"angle": {"type": "number", "description": "Degrees, counterclockwise."}},
             "required": ["angle"],
         },
-        rotate,
+        rotate_image,
     ),
 }
 
@@ -101,10 +103,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
-def _grown(start: int, end: int, *, most: int) -> tuple[int, int]:
-    """At least MIN_SIDE long around the same center as far as the picture (0 to `most`) has room."""
-    missing = MIN_SIDE - (end - start)
+def _grow_to_min_side(start: int, end: int, *, limit: int) -> tuple[int, int]:
+    """At least MIN_CROP_SIDE long around the same center as far as the picture (0 to `most`) has room."""
+    missing = MIN_CROP_SIDE - (end - start)
     if missing <= 0:
         return start, end
-    start = max(0, min(start - missing // 2, most - MIN_SIDE))
-    return start, min(most, start + MIN_SIDE)
+    start = max(0, min(start - missing // 2, limit - MIN_CROP_SIDE))
+    return start, min(limit, start + MIN_CROP_SIDE)

@@ -15,13 +15,19 @@ from dataclasses import dataclass
 
 from PIL.Image import Image as Picture
 
-from megatron_rl.tasks.visual_python.message_parts import Part, code_block, place, say, sizes
-from megatron_rl.tasks.visual_python.reply_parsing import last_fenced, nothing_found, read_blocks, read_boxed, read_python
-from megatron_rl.tasks.visual_python.tool_protocol import Malformed, Reply
+from megatron_rl.tasks.visual_python.message_parts import MessagePart, describe_sizes, insert_images, make_message, write_code_block
+from megatron_rl.tasks.visual_python.reply_parsing import (
+    find_last_fence,
+    join_code_blocks,
+    make_no_action_error,
+    parse_blocks,
+    parse_boxed_answer,
+)
+from megatron_rl.tasks.visual_python.tool_protocol import MalformedReply, ParsedReply
 from megatron_rl.types import Message, ToolCall
 
-RULES = r"""Solve the task step by step. To look closer, to measure or to calculate, write Python, and read what it gives back before you go
-on. A step with code ends like this:
+PYVISION_RULES = r"""Solve the task step by step. To look closer, to measure or to calculate, write Python, and read what it gives back
+before you go on. A step with code ends like this:
 <code>
 ```python
 # a complete script; variables of earlier steps are still there
@@ -34,75 +40,79 @@ When you are sure, end with the answer alone, nothing behind it:
 <answer>
 \boxed{the answer}
 </answer>"""
-SHOWN = "Image i, counted from 0, is the global variable image_clue_i already (a PIL image)."
-HIDDEN = "Image i, counted from 0, is the global variable image_hint_i already (a PIL image); you do not see it before your code shows it."
+SHOWN_IMAGES_TEXT = "Image i, counted from 0, is the global variable image_clue_i already (a PIL image)."
+HIDDEN_IMAGES_TEXT = (
+    "Image i, counted from 0, is the global variable image_hint_i already (a PIL image); you do not see it before your code shows it."
+)
 
-CLIP = "video_clue_{}"
-VIDEOS = """Video i, counted from 0, is the global variable video_clue_i already; you do not see it. len(video_clue_0) is how many frames it
-has, video_clue_0.get_avg_fps() how many of them are a second, video_clue_0[n].asnumpy() is frame n as an array (height, width, RGB), and
-video_clue_0.get_batch([n, ...]).asnumpy() is several. Show the frames that you need, and no more."""
-PLACE = "<video>"
+CLIP_NAME = "video_clue_{}"
+VIDEOS_TEXT = """Video i, counted from 0, is the global variable video_clue_i already; you do not see it. len(video_clue_0) is how many
+frames it has, video_clue_0.get_avg_fps() how many of them are a second, video_clue_0[n].asnumpy() is frame n as an array (height, width,
+RGB), and video_clue_0.get_batch([n, ...]).asnumpy() is several. Show the frames that you need, and no more."""
+VIDEO_PLACEHOLDER = "<video>"
 """Where a question speaks of a video."""
 
 
 @dataclass(slots=True, frozen=True)
-class PyVision:
-    shown: bool = True
+class PyVisionProtocol:
+    shows_images: bool = True
     """The policy sees the pictures of the question; otherwise only its code does."""
     num_videos: int = 0
     """That only its code sees."""
-    rules: str = RULES
+    rules: str = PYVISION_RULES
     """The system message; IMAGES in it becomes how pictures are named."""
     name = "pyvision"
     stop = ("</code>",)
 
-    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
-        names = list(self.inputs(pictures))
-        parts = place(self._named(question), pictures, self._frame)
-        rules = self.rules.replace("IMAGES", VIDEOS if self.num_videos else SHOWN if self.shown else HIDDEN)
-        return [say("system", rules), say("user", *parts, *(["\n", sizes(names, pictures)] if names else []))]
+    def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
+        names = list(self.name_images(pictures))
+        parts = insert_images(self._insert_video_names(question), pictures, self._wrap_image)
+        rules = self.rules.replace(
+            "IMAGES", VIDEOS_TEXT if self.num_videos else SHOWN_IMAGES_TEXT if self.shows_images else HIDDEN_IMAGES_TEXT
+        )
+        return [make_message("system", rules), make_message("user", *parts, *(["\n", describe_sizes(names, pictures)] if names else []))]
 
-    def read(self, reply: str) -> Reply:
-        found = read_blocks(reply, action="code", reserved=("tool_response", "interpreter"))
-        if isinstance(found, Malformed):
+    def parse_reply(self, reply: str) -> ParsedReply:
+        found = parse_blocks(reply, action="code", reserved=("tool_response", "interpreter"))
+        if isinstance(found, MalformedReply):
             return found
         if found.tag == "answer":
-            return read_boxed(found.bodies[0])
+            return parse_boxed_answer(found.bodies[0])
         if found.tag == "code":
-            return read_python(found.bodies[-1:])
-        bare = last_fenced(reply)
-        return nothing_found("code") if bare is None else read_python((bare,))
+            return join_code_blocks(found.bodies[-1:])
+        bare = find_last_fence(reply)
+        return make_no_action_error("code") if bare is None else join_code_blocks((bare,))
 
-    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
-        parts: list[Part] = [f"<tool_response>\n<interpreter>\nText Result:\n{call.text}\n"]
+    def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
+        parts: list[MessagePart] = [f"<tool_response>\n<interpreter>\nText Result:\n{call.text}\n"]
         if pictures:
             parts.append("Image Result:\n")
-        for index, picture in enumerate(pictures, start=num_before):
-            parts += [*_clue(index, picture), "\n"]
-        return [say("user", *parts, "</interpreter>\n</tool_response>")]
+        for index, picture in enumerate(pictures, start=num_previous_images):
+            parts += [*_wrap_image_clue(index, picture), "\n"]
+        return [make_message("user", *parts, "</interpreter>\n</tool_response>")]
 
-    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        name = "image_clue" if self.shown else "image_hint"
+    def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
+        name = "image_clue" if self.shows_images else "image_hint"
         return {f"{name}_{index}": picture for index, picture in enumerate(pictures)}
 
-    def _named(self, question: str) -> str:
+    def _insert_video_names(self, question: str) -> str:
         """With the names of its videos, at their places or in front."""
-        names = [f"[{CLIP.format(number)}]" for number in range(self.num_videos)]
-        if question.count(PLACE) == len(names):
+        names = [f"[{CLIP_NAME.format(number)}]" for number in range(self.num_videos)]
+        if question.count(VIDEO_PLACEHOLDER) == len(names):
             for name in names:
-                question = question.replace(PLACE, name, 1)
+                question = question.replace(VIDEO_PLACEHOLDER, name, 1)
             return question
-        return "\n".join([*names, question.replace(PLACE, "")])
+        return "\n".join([*names, question.replace(VIDEO_PLACEHOLDER, "")])
 
     def write_code(self, source: str) -> str:
-        return code_block(source)
+        return write_code_block(source)
 
     def write_answer(self, text: str) -> str:
         return f"<answer>\n\\boxed{{{text}}}\n</answer>"
 
-    def _frame(self, index: int, picture: Picture) -> list[Part]:
-        return _clue(index, picture) if self.shown else [f"[image_hint_{index}]"]
+    def _wrap_image(self, index: int, picture: Picture) -> list[MessagePart]:
+        return _wrap_image_clue(index, picture) if self.shows_images else [f"[image_hint_{index}]"]
 
 
-def _clue(index: int, picture: Picture) -> list[Part]:
+def _wrap_image_clue(index: int, picture: Picture) -> list[MessagePart]:
     return [f"<image_clue_{index}>", picture, f"</image_clue_{index}>"]

@@ -5,19 +5,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.rewards.answer import BOX, unboxed
-from megatron_rl.tasks.visual_python.tool_protocol import Answer, Call, Code, Malformed
+from megatron_rl.rewards.answer import BOX_COMMAND, strip_box
+from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswer, MalformedReply, ToolAction
 
 
 @dataclass(slots=True, frozen=True)
-class Blocks:
+class ReplyBlocks:
     """What stands between the tags of a reply: all of one kind, or nothing (`tag` is empty)."""
 
     tag: str = ""
     bodies: tuple[str, ...] = ()
 
 
-def read_blocks(reply: str, *, action: str, reserved: tuple[str, ...]) -> Blocks | Malformed:
+def parse_blocks(reply: str, *, action: str, reserved: tuple[str, ...]) -> ReplyBlocks | MalformedReply:
     """The blocks `<action>...</action>` of a reply, or its one `<answer>...</answer>`.
 
     An action's body is opaque up to its closing tag (code may hold any text); an answer holds no tag. `reserved` are the tags that only
@@ -35,45 +35,45 @@ def read_blocks(reply: str, *, action: str, reserved: tuple[str, ...]) -> Blocks
         elif opened == action:
             continue
         elif tag in reserved:
-            return Malformed(f"only the environment writes {match[0]}")
+            return MalformedReply(f"only the environment writes {match[0]}")
         elif opened or closing:
-            return Malformed(f"{match[0]} stands where it has no place")
+            return MalformedReply(f"{match[0]} stands where it has no place")
         else:
             opened, start = tag, match.end()
     if opened:
-        return Malformed(f"<{opened}> is not closed by </{opened}>")
+        return MalformedReply(f"<{opened}> is not closed by </{opened}>")
     if len(tags) > 1:
-        return Malformed(f"a reply holds either <{action}> or <answer>, not both")
+        return MalformedReply(f"a reply holds either <{action}> or <answer>, not both")
     if tags == {"answer"} and len(bodies) > 1:
-        return Malformed(f"there are {len(bodies)} answers; give one")
-    return Blocks(next(iter(tags), ""), tuple(bodies))
+        return MalformedReply(f"there are {len(bodies)} answers; give one")
+    return ReplyBlocks(next(iter(tags), ""), tuple(bodies))
 
 
-def nothing_found(action: str) -> Malformed:
-    return Malformed(f"there is neither <{action}>...</{action}> nor <answer>...</answer>")
+def make_no_action_error(action: str) -> MalformedReply:
+    return MalformedReply(f"there is neither <{action}>...</{action}> nor <answer>...</answer>")
 
 
-def read_answer(body: str) -> Answer | Malformed:
+def parse_answer(body: str) -> FinalAnswer | MalformedReply:
     text = body.strip()
-    return Answer(text) if text else Malformed("the answer is empty")
+    return FinalAnswer(text) if text else MalformedReply("the answer is empty")
 
 
-def read_boxed(body: str) -> Answer | Malformed:
+def parse_boxed_answer(body: str) -> FinalAnswer | MalformedReply:
     r"""The inside of `\boxed{...}` with balanced braces and nothing beside it; an escaped brace (`\{`) counts for none."""
     text = body.strip()
-    inside = unboxed(text)
-    if inside == text or BOX in inside:
-        return Malformed("an answer is \\boxed{...} on a line of its own between <answer> and </answer>")
-    return read_answer(inside)
+    inside = strip_box(text)
+    if inside == text or BOX_COMMAND in inside:
+        return MalformedReply("an answer is \\boxed{...} on a line of its own between <answer> and </answer>")
+    return parse_answer(inside)
 
 
-def read_python(bodies: tuple[str, ...]) -> Code | Malformed:
+def join_code_blocks(bodies: tuple[str, ...]) -> CodeAction | MalformedReply:
     """Blocks of code joined, each without the fence around it."""
-    source = "\n".join(_unfenced(body) for body in bodies)
-    return Code(source) if source.strip() else Malformed("there is no code in the block")
+    source = "\n".join(_strip_fence(body) for body in bodies)
+    return CodeAction(source) if source.strip() else MalformedReply("there is no code in the block")
 
 
-def last_fenced(reply: str) -> str | None:
+def find_last_fence(reply: str) -> str | None:
     """The inside of the last python fence that stands on lines of its own and is closed."""
     last, start = None, -1
     lines = reply.split("\n")
@@ -85,35 +85,35 @@ def last_fenced(reply: str) -> str | None:
     return last
 
 
-def read_call(body: str) -> Call | Malformed:
+def parse_tool_call(body: str) -> ToolAction | MalformedReply:
     """One JSON object {"name": text, "arguments": object}, the arguments no deeper than a list."""
     try:
         read = json.loads(body)
     except (ValueError, RecursionError):  # malformed, or an integer beyond Python's digit limit; nested too deep
-        return Malformed("the tool call is no JSON")
+        return MalformedReply("the tool call is no JSON")
     if not isinstance(read, dict) or not isinstance(read.get("name"), str) or not isinstance(read.get("arguments"), dict):
-        return Malformed('a tool call is one JSON object {"name": <name>, "arguments": <object>}')
+        return MalformedReply('a tool call is one JSON object {"name": <name>, "arguments": <object>}')
     arguments: Mapping[str, object] = read["arguments"]
     if not all(_is_flat(value) for value in (*arguments, *arguments.values())):
-        return Malformed("arguments are numbers, texts in Unicode, or lists of these")
-    return Call(read["name"], arguments)
+        return MalformedReply("arguments are numbers, texts in Unicode, or lists of these")
+    return ToolAction(read["name"], arguments)
 
 
-def read_tool_call(reply: str, *, several: bool) -> Answer | Call | Malformed:
+def parse_tool_reply(reply: str, *, allow_several: bool) -> FinalAnswer | ToolAction | MalformedReply:
     """A reply that calls tools as Qwen's chat template has it: the answer, or a call; the last one, where there may be several."""
-    found = read_blocks(reply, action="tool_call", reserved=("tool_response",))
-    if isinstance(found, Malformed):
+    found = parse_blocks(reply, action="tool_call", reserved=("tool_response",))
+    if isinstance(found, MalformedReply):
         return found
     if found.tag == "answer":
-        return read_answer(found.bodies[0])
+        return parse_answer(found.bodies[0])
     if not found.tag:
-        return nothing_found("tool_call")
-    if len(found.bodies) > 1 and not several:
-        return Malformed("call one function at a time")
-    return read_call(found.bodies[-1])
+        return make_no_action_error("tool_call")
+    if len(found.bodies) > 1 and not allow_several:
+        return MalformedReply("call one function at a time")
+    return parse_tool_call(found.bodies[-1])
 
 
-def _unfenced(body: str) -> str:
+def _strip_fence(body: str) -> str:
     lines = body.strip().split("\n")
     if not lines[0].startswith("```"):
         return body

@@ -10,14 +10,14 @@ from megatron_rl.types import Message, ToolCall
 
 
 @dataclass(slots=True, frozen=True)
-class Code:
+class CodeAction:
     """Python to be run. Any text: what is wrong with it the sandbox will say."""
 
     source: str
 
 
 @dataclass(slots=True, frozen=True)
-class Call:
+class ToolAction:
     """A tool by name, `zoom` or `rotate`, and arguments that are numbers, texts or lists of those. Their values are not checked yet."""
 
     name: str
@@ -25,20 +25,20 @@ class Call:
 
 
 @dataclass(slots=True, frozen=True)
-class Answer:
+class FinalAnswer:
     """The final answer, without the tags and the box that the protocol wraps it in."""
 
     text: str
 
 
 @dataclass(slots=True, frozen=True)
-class Malformed:
+class MalformedReply:
     """None of these; the reason is a sentence for the policy."""
 
     reason: str
 
 
-Reply = Code | Call | Answer | Malformed
+ParsedReply = CodeAction | ToolAction | FinalAnswer | MalformedReply
 
 
 class ToolProtocol(Protocol):
@@ -48,19 +48,19 @@ class ToolProtocol(Protocol):
     stop: tuple[str, ...]
     """A reply ends behind one of these."""
 
-    def prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
+    def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         """The first messages. Raises ValueError when the question places more pictures (`<image>`) than there are."""
         ...
 
-    def read(self, reply: str) -> Reply:
+    def parse_reply(self, reply: str) -> ParsedReply:
         """Never raises, in time linear in the length, whatever the text."""
         ...
 
-    def observe(self, call: ToolCall, pictures: Sequence[Picture], *, num_before: int) -> list[Message]:
+    def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
         """What came of a call: its text or error and the pictures it returned; `num_before` pictures stand in the context already."""
         ...
 
-    def inputs(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
+    def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
         """The names by which code finds the pictures: variables, or files with a suffix."""
         ...
 

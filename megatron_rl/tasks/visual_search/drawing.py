@@ -24,45 +24,62 @@ COLORS = {
     "orange": (245, 125, 20), "pink": (245, 130, 190), "gray": (120, 120, 120), "brown": (120, 70, 30),
 }  # fmt: skip
 SHAPES = ("disc", "square", "diamond", "triangle")
-TINT = 120
+MAX_TINT = 120
 """How much red the right edge, and blue the lower edge, lack."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Level:
+class SearchLevel:
     """How hard a canvas is to search."""
 
-    cells: int
+    grid_side: int
     """A side of the grid."""
-    cell: int
+    cell_px: int
     """A side of a cell in pixels."""
-    things: int
+    num_objects: int
     """On a canvas, the one that is asked for included."""
-    thing: float
+    object_scale: float
     """A thing's side, as a share of its cell's."""
-    plate: float
+    plate_scale: float
     """A label's plate, as a share of its thing's side."""
-    label: float
+    label_scale: float
     """A label's font size, as a share of the cell's side."""
     jitter: float = 0.0
     """How far a thing lies from the middle of its cell at most, as a share of the cell's side."""
     label_length: int = 1
 
     def __post_init__(self) -> None:
-        require(2 <= self.things <= self.cells**2, "things", self.things, f"must be at least 2, and there are {self.cells**2} cells")
-        require(self.thing / 2 + self.jitter <= 0.5, "thing", self.thing, f"does not stay in its cell with a jitter of {self.jitter}")
-        require(self.label * self.label_length <= self.thing * self.plate, "label", self.label, "does not fit on its plate")
+        require(
+            2 <= self.num_objects <= self.grid_side**2,
+            "things",
+            self.num_objects,
+            f"must be at least 2, and there are {self.grid_side**2} cells",
+        )
+        require(
+            self.object_scale / 2 + self.jitter <= 0.5,
+            "thing",
+            self.object_scale,
+            f"does not stay in its cell with a jitter of {self.jitter}",
+        )
+        require(
+            self.label_scale * self.label_length <= self.object_scale * self.plate_scale,
+            "label",
+            self.label_scale,
+            "does not fit on its plate",
+        )
 
     @property
-    def side(self) -> int:
+    def canvas_px(self) -> int:
         """Of the canvas, in pixels."""
-        return self.cells * self.cell
+        return self.grid_side * self.cell_px
 
 
-LEVELS = {
-    "easy": Level(cells=5, cell=100, things=4, thing=0.8, plate=0.5, label=0.2, jitter=0.05),
-    "medium": Level(cells=10, cell=120, things=12, thing=0.6, plate=0.35, label=0.12, jitter=0.15),
-    "hard": Level(cells=20, cell=120, things=40, thing=0.4, plate=0.5, label=0.09, jitter=0.3, label_length=2),
+SEARCH_LEVELS = {
+    "easy": SearchLevel(grid_side=5, cell_px=100, num_objects=4, object_scale=0.8, plate_scale=0.5, label_scale=0.2, jitter=0.05),
+    "medium": SearchLevel(grid_side=10, cell_px=120, num_objects=12, object_scale=0.6, plate_scale=0.35, label_scale=0.12, jitter=0.15),
+    "hard": SearchLevel(
+        grid_side=20, cell_px=120, num_objects=40, object_scale=0.4, plate_scale=0.5, label_scale=0.09, jitter=0.3, label_length=2
+    ),
 }
 LABELS = "0123456789"
 
@@ -72,23 +89,23 @@ Sprites = Mapping[str, Picture]
 
 
 @dataclass(slots=True, frozen=True)
-class Thing:
+class SceneObject:
     name: str
     cell: Box
-    middle: tuple[int, int]
+    center: tuple[int, int]
     label: str
 
 
 @dataclass(slots=True, frozen=True)
-class Scene:
+class SearchScene:
     """What is on a canvas. The first thing is the one that is asked for; no name is there twice."""
 
-    level: Level
-    things: tuple[Thing, ...]
+    level: SearchLevel
+    objects: tuple[SceneObject, ...]
 
     @property
-    def target(self) -> Thing:
-        return self.things[0]
+    def target(self) -> SceneObject:
+        return self.objects[0]
 
     @property
     def question(self) -> str:
@@ -96,29 +113,34 @@ class Scene:
 
     def draw(self, sprites: Sprites) -> Picture:
         """The canvas, RGB."""
-        canvas = ground(self.level.side).copy()
-        for thing in self.things:
-            _paste(canvas, thing, sprites[thing.name], self.level)
+        canvas = draw_background(self.level.canvas_px).copy()
+        for thing in self.objects:
+            _paste_object(canvas, thing, sprites[thing.name], self.level)
         return canvas
 
 
-def scene(level: Level, names: Sequence[str], *, seed: str, labels: str = LABELS) -> Scene:
+def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: str = LABELS) -> SearchScene:
     """The scene of a seed: as many different names as the level has things, each in a cell of its own, labels drawn one by one."""
-    require(len(names) >= level.things, "things", level.things, f"is more than the {len(names)} kinds of thing; choose an easier level")
+    require(
+        len(names) >= level.num_objects,
+        "things",
+        level.num_objects,
+        f"is more than the {len(names)} kinds of thing; choose an easier level",
+    )
     dice = random.Random(seed)
     things = []
-    for name, cell in zip(dice.sample(names, level.things), dice.sample(range(level.cells**2), level.things), strict=True):
-        row, column = divmod(cell, level.cells)
-        left, top = column * level.cell, row * level.cell
-        reach = round(level.jitter * level.cell)
-        middle = (left + level.cell // 2 + dice.randint(-reach, reach), top + level.cell // 2 + dice.randint(-reach, reach))
+    for name, cell in zip(dice.sample(names, level.num_objects), dice.sample(range(level.grid_side**2), level.num_objects), strict=True):
+        row, column = divmod(cell, level.grid_side)
+        left, top = column * level.cell_px, row * level.cell_px
+        reach = round(level.jitter * level.cell_px)
+        middle = (left + level.cell_px // 2 + dice.randint(-reach, reach), top + level.cell_px // 2 + dice.randint(-reach, reach))
         label = "".join(dice.choices(labels, k=level.label_length))
-        things.append(Thing(name, (left, top, left + level.cell, top + level.cell), middle, label))
-    return Scene(level, tuple(things))
+        things.append(SceneObject(name, (left, top, left + level.cell_px, top + level.cell_px), middle, label))
+    return SearchScene(level, tuple(things))
 
 
 @cache
-def shapes(kinds: tuple[str, ...], *, colors: tuple[str, ...] = tuple(COLORS)) -> Sprites:
+def draw_shapes(kinds: tuple[str, ...], *, colors: tuple[str, ...] = tuple(COLORS)) -> Sprites:
     """Each kind of shape in each color, 256 x 256 pixels that the shape fills, e.g. `red disc`."""
     outlines = {
         "square": ((0, 0), (255, 0), (255, 255), (0, 255)),
@@ -138,27 +160,27 @@ def shapes(kinds: tuple[str, ...], *, colors: tuple[str, ...] = tuple(COLORS)) -
     return drawn
 
 
-def _paste(canvas: Picture, thing: Thing, sprite: Picture, level: Level) -> None:
+def _paste_object(canvas: Picture, thing: SceneObject, sprite: Picture, level: SearchLevel) -> None:
     """The thing around its middle, its label in black on a white plate."""
-    side, (x, y) = round(level.thing * level.cell), thing.middle
+    side, (x, y) = round(level.object_scale * level.cell_px), thing.center
     resized = sprite.resize((side, side), Image.Resampling.LANCZOS)
     canvas.paste(resized, (x - side // 2, y - side // 2), resized)
     pen = ImageDraw.Draw(canvas)
-    reach = round(level.plate * side / 2)
+    reach = round(level.plate_scale * side / 2)
     pen.ellipse((x - reach, y - reach, x + reach, y + reach), fill="white")
-    pen.text((x, y), thing.label, fill="black", font=_font(round(level.label * level.cell)), anchor="mm")
+    pen.text((x, y), thing.label, fill="black", font=_load_font(round(level.label_scale * level.cell_px)), anchor="mm")
 
 
 @cache
-def ground(side: int) -> Picture:
+def draw_background(side_px: int) -> Picture:
     """The empty canvas. Shared: to be copied before it is drawn on."""
-    pixels = np.full((side, side, 3), 255, np.uint8)
-    fall = np.linspace(0, TINT, side).round().astype(np.uint8)
+    pixels = np.full((side_px, side_px, 3), 255, np.uint8)
+    fall = np.linspace(0, MAX_TINT, side_px).round().astype(np.uint8)
     pixels[:, :, 0] -= fall[None, :]
     pixels[:, :, 2] -= fall[:, None]
     return Image.fromarray(pixels)
 
 
 @cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def _load_font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)

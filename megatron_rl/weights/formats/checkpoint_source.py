@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.models.name_mapping import Row
+from megatron_rl.models.name_mapping import ParamMapping
 from megatron_rl.models.vocabulary import check_vocabulary
 
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -135,38 +135,42 @@ class MegatronSource:
     """A Megatron checkpoint through the table. A row's tensors are made together, and each can be read once."""
 
     def __init__(
-        self, ranks: Sequence[StoredTensors], rows: list[Row], shapes: Mapping[str, torch.Size], *, leave_out: Collection[str] = (),
+        self, ranks: Sequence[StoredTensors], rows: list[ParamMapping], shapes: Mapping[str, torch.Size], *,
+        leave_out: Collection[str] = (),
         num_token_ids: int = 0,
     ) -> None:  # fmt: skip
-        """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore` or `Row.key`) in all of them; a single
-        one where tensors are stored whole. `leave_out`: names that are no part of the model. `num_token_ids`: see NamedSource."""
+        """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore_name` or `Row.checkpoint_key`) in all of
+        them; a single one where tensors are stored whole. `leave_out`: names that are no part of the model. `num_token_ids`: see
+        NamedSource."""
         self._ranks, self.skipped = ranks, ()
-        spellings = {spelling: row for row in rows for spelling in (row.mcore, row.key)}
+        spellings = {spelling: row for row in rows for spelling in (row.mcore_name, row.checkpoint_key)}
         names: dict[str, str] = {}
         for name in sorted(ranks[0].specs.keys() - set(leave_out)):
-            key = spellings[name].key if name in spellings else name
+            key = spellings[name].checkpoint_key if name in spellings else name
             if key in names:
                 raise ValueError(f"{self._where(name)}: {name} and {names[key]} are the same tensor; remove one of them")
             names[key] = name
-        copies = {row.key for row in rows if not row.exported}
-        exported = {row.key: row for row in rows if row.exported}
+        copies = {row.checkpoint_key for row in rows if not row.is_exported}
+        exported = {row.checkpoint_key: row for row in rows if row.is_exported}
         check_names(names.keys() - copies, exported, source=str(ranks[0].folder), target="the model that config.json describes")
-        check_names((name for row in exported.values() for name in row.hf), shapes, source="the table", target="transformers' model")
+        check_names((name for row in exported.values() for name in row.hf_names), shapes, source="the table", target="transformers' model")
         self._names = names
         self._copy = next((key for key in copies if key in names), None)
-        self._rows = {name: row for row in exported.values() for name in row.hf}
+        self._rows = {name: row for row in exported.values() for name in row.hf_names}
         self._ready: dict[str, torch.Tensor] = {}
         made = {name: spec for row in exported.values() for name, spec in self._row_specs(row).items()}
         check_rows(made, shapes, num_token_ids=num_token_ids, where=str(ranks[0].folder))
-        places = {hf: f"{self._where(names[row.key])}: {names[row.key]}" for row in exported.values() for hf in row.hf}
+        places = {
+            hf: f"{self._where(names[row.checkpoint_key])}: {names[row.checkpoint_key]}" for row in exported.values() for hf in row.hf_names
+        }
         self.specs = {name: check_shape(spec, name, shapes[name], stored=places[name]) for name, spec in made.items()}
 
     def _where(self, name: str) -> str:
         return ", ".join(rank.where(name) for rank in self._ranks)
 
-    def _row_specs(self, row: Row) -> dict[str, TensorSpec]:
+    def _row_specs(self, row: ParamMapping) -> dict[str, TensorSpec]:
         """The specs of what a row's shards give, computed on tensors without data."""
-        name = self._names[row.key]
+        name = self._names[row.checkpoint_key]
         specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._where(name)}: {name}"
         if len(set(specs)) > 1:
             raise ValueError(f"{stored}: its tensor-parallel parts differ: {', '.join(map(str, specs))}")
@@ -174,20 +178,20 @@ class MegatronSource:
             tensors = row.to_hf([torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs])
         except RuntimeError as error:
             parts = f"{len(specs)} part(s) of shape {list(specs[0].shape)}"
-            raise ValueError(f"{stored}: {parts} cannot be {', '.join(row.hf)} of the sizes in config.json") from error
-        return {hf: TensorSpec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf, tensors, strict=True)}
+            raise ValueError(f"{stored}: {parts} cannot be {', '.join(row.hf_names)} of the sizes in config.json") from error
+        return {hf: TensorSpec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf_names, tensors, strict=True)}
 
     def read(self, name: str) -> torch.Tensor:
         if name not in self._ready:
             row = self._rows[name]
-            self._ready = dict(zip(row.hf, row.to_hf(self._read_shards(row)), strict=True))
+            self._ready = dict(zip(row.hf_names, row.to_hf(self._read_shards(row)), strict=True))
         return trim_vocabulary(self._ready.pop(name), self.specs[name])
 
-    def _read_shards(self, row: Row) -> list[torch.Tensor]:
-        name = self._names[row.key]
+    def _read_shards(self, row: ParamMapping) -> list[torch.Tensor]:
+        name = self._names[row.checkpoint_key]
         if row.shard_dim is not None:
             shards = [rank.read(name) for rank in self._ranks]
-            if row.hf == (EMBEDDINGS,) and self._copy is not None:
+            if row.hf_names == (EMBEDDINGS,) and self._copy is not None:
                 self._check_copy(shards)
             return shards
         first = self._ranks[0].read(name)

@@ -7,7 +7,7 @@ tokenizer and the chat template are read there again.
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_rl.io.sampled_digest import sampled_digest
+from megatron_rl.io.sampled_digest import compute_sampled_digest
 from megatron_rl.weights.formats.digests import digest
 
 FILES = (
@@ -24,7 +24,7 @@ def model_digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each of FILES that is there and `sampled_digest` of each file of weights, by its path in the folder."""
     stored = {name: digest(folder / name) for name in FILES if (folder / name).is_file()}
     weights = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS and path.is_file())
-    return stored | {str(path.relative_to(folder)): sampled_digest(path) for path in weights}
+    return stored | {str(path.relative_to(folder)): compute_sampled_digest(path) for path in weights}
 
 
 def check_same_model(recorded: Mapping[str, str], found: Mapping[str, str], *, key: str, folder: object) -> None:

@@ -51,7 +51,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) 
     if kind in ("hf", "fsdp"):
         stored = HfTensors(folder, key=key, once=once) if kind == "hf" else FsdpTensors(folder)
         return NamedSource(stored, shapes, num_token_ids=num_token_ids)
-    rows = spec.rows()
+    rows = spec.param_mappings()
     if kind == "torch_dist":
         stored = McoreTensors(folder, key=key, once=once)
         adapters = [name for name in stored.specs if is_adapter(name)]
@@ -65,7 +65,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) 
     ranks = open_classic(folder)
     has_megatron_tower = any(name.startswith("vision.decoder.") for name in ranks[0].specs)
     if has_megatron_tower:
-        rows = spec.family.megatron_tower(spec.vision) + [row for row in rows if not row.mcore.startswith("vision.")]
+        rows = spec.family.megatron_tower_mappings(spec.vision) + [row for row in rows if not row.mcore_name.startswith("vision.")]
     return MegatronSource(ranks, rows, shapes, num_token_ids=num_token_ids)
 
 

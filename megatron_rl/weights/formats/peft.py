@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from megatron_rl.io.jsonl import read_json
-from megatron_rl.models.name_mapping import PEFT_PREFIX, Row, Tensors, nested_name
+from megatron_rl.models.name_mapping import PEFT_PREFIX, ParamMapping, Tensors, nested_name
 from megatron_rl.weights.formats.base_digest import DIGEST
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.tensor_files import atomic_folder
@@ -61,7 +61,9 @@ def is_vision_target(module: str, targets: Sequence[str], vision_lora: Mapping[s
     return any(re.fullmatch(pattern, module) for target, pattern in vision_lora.items() if target in targets)
 
 
-def adapter_table(*, targets: Sequence[str], num_layers: int, vision_names: Sequence[str], vision_lora: Mapping[str, str]) -> list[Row]:
+def adapter_table(
+    *, targets: Sequence[str], num_layers: int, vision_names: Sequence[str], vision_lora: Mapping[str, str]
+) -> list[ParamMapping]:
     """Every adapter tensor once; `vision_names` are the HF vision tower's parameters (without the `visual.` prefix), which are not cut."""
     rows = []
     for layer in range(num_layers):
@@ -74,13 +76,13 @@ def adapter_table(*, targets: Sequence[str], num_layers: int, vision_names: Sequ
     return rows
 
 
-def _pair(linear: str, hf: str, stage: str, *, cut: int | None) -> list[Row]:
+def _pair(linear: str, hf: str, stage: str, *, cut: int | None) -> list[ParamMapping]:
     """The rows of one linear's A and B. Where tensor parallelism cuts the rows of its weight (0), ranks have outputs of their own, hence a
     part of B; where it cuts the columns (1), inputs of their own, hence a part of A."""
     name = projection(hf)
     return [
-        Row(f"{linear}.adapter.lora_a.{name}", (f"{hf}.lora_A.weight",), stage, shard_dim=1 if cut == 1 else None),
-        Row(f"{linear}.adapter.lora_b.{name}", (f"{hf}.lora_B.weight",), stage, shard_dim=0 if cut == 0 else None),
+        ParamMapping(f"{linear}.adapter.lora_a.{name}", (f"{hf}.lora_A.weight",), stage, shard_dim=1 if cut == 1 else None),
+        ParamMapping(f"{linear}.adapter.lora_b.{name}", (f"{hf}.lora_B.weight",), stage, shard_dim=0 if cut == 0 else None),
     ]
 
 
@@ -88,20 +90,20 @@ def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in chunks.named_parameters() if is_adapter(name)}
 
 
-def start_adapters(chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, *, seed: int) -> None:
+def start_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *, seed: int) -> None:
     """PEFT's start: B zero, A uniform in +-1 / sqrt(inputs). The numbers depend on the seed and the layer's name, not on the layout."""
 
-    def value(row: Row, shape: Sequence[int]) -> Tensors:
+    def value(row: ParamMapping, shape: Sequence[int]) -> Tensors:
         whole = torch.zeros(shape)
-        if ".lora_a." in row.mcore:
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {row.hf[0]}".encode()))
+        if ".lora_a." in row.mcore_name:
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {row.hf_names[0]}".encode()))
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         return (whole,)
 
     fill_parameters(_parameters(chunks), rows, placement, value)
 
 
-def load_peft(chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, folder: Path, *, rank: int, alpha: float) -> None:
+def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, folder: Path, *, rank: int, alpha: float) -> None:
     """Fill the adapters from a PEFT folder. Raises ValueError where rank, alpha, targets or kind differ from what is asked for."""
     config = read_peft_config(folder, key="lora.path")
     if config.get("use_rslora"):
@@ -110,14 +112,14 @@ def load_peft(chunks: nn.ModuleList, rows: list[Row], placement: ShardLocation, 
         if theirs != stated:
             raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {theirs}; state the same")
     source = HfTensors(folder, key="lora.path")
-    wanted = {name for row in rows for name in row.hf}
+    wanted = {name for row in rows for name in row.hf_names}
     missing, unknown = sorted(wanted - source.specs.keys()), sorted(source.specs.keys() - wanted)
     if missing or unknown:
         raise ValueError(
             f"lora.path={folder}: the adapter and lora.targets differ. Missing in the adapter: {missing[:3]} ({len(missing)}); "
             f"not among the targets: {unknown[:3]} ({len(unknown)}). State the adapter's own targets"
         )
-    fill_parameters(_parameters(chunks), rows, placement, lambda row, _shape: tuple(source.read(name) for name in row.hf))
+    fill_parameters(_parameters(chunks), rows, placement, lambda row, _shape: tuple(source.read(name) for name in row.hf_names))
 
 
 def read_peft_config(folder: Path, *, key: str) -> dict:

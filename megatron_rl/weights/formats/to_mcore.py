@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.name_mapping import Row, Tensors
+from megatron_rl.models.name_mapping import ParamMapping, Tensors
 from megatron_rl.weights.formats.checkpoint_source import TensorSource, TensorSpec, check_names
 from megatron_rl.weights.formats.tensor_files import prefetch
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
@@ -15,19 +15,19 @@ from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 class McoreImport:
     """One conversion: what is read, what is written, and its size, known from headers alone before anything is read."""
 
-    def __init__(self, source: TensorSource, rows: list[Row], *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, source: TensorSource, rows: list[ParamMapping], *, dtype: torch.dtype | None = None) -> None:
         """`source` was held against the model already; `dtype` None: every tensor as it is stored. Raises ValueError."""
         self.source, self.dtype = source, dtype
-        self.rows = [row for row in rows if row.exported]
-        self.written = {row.key: self._written(row) for row in self.rows}
+        self.rows = [row for row in rows if row.is_exported]
+        self.written = {row.checkpoint_key: self._written(row) for row in self.rows}
 
-    def _written(self, row: Row) -> TensorSpec:
+    def _written(self, row: ParamMapping) -> TensorSpec:
         """The spec of the tensor that a row will be, computed on tensors without data."""
-        specs = [self.source.specs[name] for name in row.hf]
+        specs = [self.source.specs[name] for name in row.hf_names]
         tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
         if len({tensor.dtype for tensor in tensors}) > 1:
-            differ = ", ".join(f"{name} {spec}" for name, spec in zip(row.hf, specs, strict=True))
-            raise ValueError(f"{row.key} is made of tensors of different types: {differ}; give --dtype")
+            differ = ", ".join(f"{name} {spec}" for name, spec in zip(row.hf_names, specs, strict=True))
+            raise ValueError(f"{row.checkpoint_key} is made of tensors of different types: {differ}; give --dtype")
         whole = row.to_mcore(tensors, 0, 1)
         return TensorSpec(whole.dtype, whole.shape)
 
@@ -42,20 +42,20 @@ class McoreImport:
         consumed: Counter[str] = Counter()
         with TorchDistWriter(into) as writer:
             for row, runs in zip(self.rows, prefetch(self._runs, self.rows), strict=True):
-                writer.add(row.key, *runs, dim=row.shard_dim or 0, parts=num_chunks(row, tp))
+                writer.add(row.checkpoint_key, *runs, dim=row.shard_dim or 0, parts=num_chunks(row, tp))
                 if has_extra_state(row):
-                    writer.add_empty_object(f"{row.key.removesuffix('weight')}_extra_state/shard_0_1")
-                consumed.update(row.hf)
-                progress(self.written[row.key].nbytes)
+                    writer.add_empty_object(f"{row.checkpoint_key.removesuffix('weight')}_extra_state/shard_0_1")
+                consumed.update(row.hf_names)
+                progress(self.written[row.checkpoint_key].nbytes)
             writer.finish()
         wrong = sorted(name for name in self.source.specs.keys() | consumed.keys() if consumed[name] != 1)
         if wrong:
-            makes = [row.key for row in self.rows if wrong[0] in row.hf]
+            makes = [row.checkpoint_key for row in self.rows if wrong[0] in row.hf_names]
             raise ValueError(f"{wrong[0]} was read {consumed[wrong[0]]} times, for {', '.join(makes) or 'no tensor of Megatron'}, not once")
         self._check_result(into)
 
-    def _runs(self, row: Row) -> Tensors:
-        return row.runs(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf)))
+    def _runs(self, row: ParamMapping) -> Tensors:
+        return row.row_runs(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf_names)))
 
     def _check_result(self, into: Path) -> None:
         """Read the folder's own account of itself again and compare it with the plan."""
@@ -69,15 +69,15 @@ class McoreImport:
             raise ValueError(f"{into}: {num_bytes} bytes of tensors were written, {self.num_bytes} were to be")
 
 
-def num_chunks(row: Row, tp: int) -> int:
+def num_chunks(row: ParamMapping, tp: int) -> int:
     """How many chunks a row's tensor is stored in: Megatron cuts it over ranks in equal parts, and each half of gate and up
     (megatron-core 0.16.1, transformer/mlp.py, apply_swiglu_sharded_factory)."""
     if row.shard_dim is None:
         return 1
-    return tp * len(row.hf) if row.fuse_shards else tp
+    return tp * len(row.hf_names) if row.fuse_shards else tp
 
 
-def has_extra_state(row: Row) -> bool:
+def has_extra_state(row: ParamMapping) -> bool:
     """Whether Megatron's sharded_state_dict asks for an `_extra_state` beside it, as it does for the linear layers of the decoder
     (megatron-core 0.16.1, tensor_parallel/layers.py, get_extra_state)."""
-    return ":" in row.stage and row.shard_dim is not None and row.key.endswith("weight")
+    return ":" in row.stage and row.shard_dim is not None and row.checkpoint_key.endswith("weight")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import DataSettings
-from megatron_rl.data.benchmarks.catalog import BENCHMARKS, examples_of
-from megatron_rl.data.benchmarks.items import LETTERS, Item, shuffled
-from megatron_rl.data.benchmarks.listed_options import IN_A_LINE, listed_options, split_options
-from megatron_rl.rewards.answer import decide
-from megatron_rl.rewards.benchmark_rules import official
+from megatron_rl.data.benchmarks.catalog import BENCHMARKS, load_benchmark_questions
+from megatron_rl.data.benchmarks.items import LETTERS, BenchmarkItem, shuffle_options
+from megatron_rl.data.benchmarks.listed_options import INLINE_MARKER, find_listed_options, split_options
+from megatron_rl.rewards.answer import compare_by_rules
+from megatron_rl.rewards.benchmark_rules import score_by_benchmark
 from tests.support.tables import png
 
 
@@ -29,7 +29,7 @@ from tests.support.tables import png
 )  # fmt: skip
 def test_options_of_we_math(option: str, options: tuple[str, ...]) -> None:
     """Lines of testmini.json, shortened: a letter inside the words begins no option, so that letters stay those of the file."""
-    assert split_options(option, IN_A_LINE) == options
+    assert split_options(option, INLINE_MARKER) == options
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,16 @@ def test_options_of_we_math(option: str, options: tuple[str, ...]) -> None:
     ],
 )
 def test_options_in_a_question(question: str, answer: str, options: tuple[str, ...]) -> None:
-    assert listed_options(question, answer=answer) == options
+    assert find_listed_options(question, answer=answer) == options
 
 
 def test_options_that_name_places_in_the_picture_stay() -> None:
     """MATH-V, test.jsonl, 468, 490, 198 and 79: shuffled, the picture's (A) would be another letter."""
     for options in (("A)", "B)", "C)"), ("(A)", "(B)", "(C)"), ("$A$", "$B$", "Neither"), ("A", "B", "C or D"), ("K", "E", "N")):
-        assert {shuffled(Item(question="?", answer="A", options=options), place=str(n), shuffle=3) for n in range(20)} == {(options, "A")}
-    assert shuffled(Item(question="?", answer="AB", options=("x", "y")), place="0", shuffle=3) == (("x", "y"), "AB")
+        assert {shuffle_options(BenchmarkItem(question="?", answer="A", options=options), row_id=str(n), seed=3) for n in range(20)} == {
+            (options, "A")
+        }
+    assert shuffle_options(BenchmarkItem(question="?", answer="AB", options=("x", "y")), row_id="0", seed=3) == (("x", "y"), "AB")
 
 
 ABOUT = {"image": "x.png", "question": "Which?", "prompt": "Which?", "category": "c", "task": "color", "metadata": {}, "subject": "s"}
@@ -110,8 +112,8 @@ def rows_of(benchmark: str) -> list[dict]:
 
 
 def credit(payload: dict, answer: str) -> float | None:
-    found = official(payload["answer"], answer, payload["official"])
-    return decide(payload["answer"], answer, question=payload["question"]) if found is None else found
+    found = score_by_benchmark(payload["answer"], answer, payload["official"])
+    return compare_by_rules(payload["answer"], answer, question=payload["question"]) if found is None else found
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
@@ -122,7 +124,7 @@ def test_the_answer_of_a_row_earns_full_credit(benchmark: str, tmp_path: Path) -
         path.write_bytes(png())
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(ABOUT | row) + "\n" for row in rows_of(benchmark)))
-    examples = examples_of(DataSettings(eval=[str(path)], benchmark=benchmark), "eval")
+    examples = load_benchmark_questions(DataSettings(eval=[str(path)], benchmark=benchmark), "eval")
     assert len(examples) == len(rows_of(benchmark))
     for payload in (example.payload for example in examples):
         truth, options = payload["answer"], payload["official"]["options"] or payload["official"].get("choices", ())

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config import DataSettings, TaskSettings
-from megatron_rl.data.benchmarks.benchmark_scores import Scored, mastery
-from megatron_rl.data.benchmarks.catalog import BENCHMARKS, figures, official_interval
-from megatron_rl.evaluation.evaluation_report import by_example
-from megatron_rl.evaluation.paired_comparison import difference, read_evaluation
-from megatron_rl.io.jsonl import replace_lines
-from megatron_rl.rewards.benchmark_rules import edits, official
+from megatron_rl.data.benchmarks.benchmark_scores import ItemScore, we_math_metrics
+from megatron_rl.data.benchmarks.catalog import BENCHMARKS, compute_benchmark_metrics, compute_official_interval
+from megatron_rl.evaluation.evaluation_report import collect_example_results
+from megatron_rl.evaluation.paired_comparison import compare_evaluations, read_evaluation
+from megatron_rl.io.jsonl import write_lines_atomically
+from megatron_rl.rewards.benchmark_rules import edit_distance, score_by_benchmark
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.types import Example, Rollout, Turn
@@ -28,7 +28,7 @@ COLORS = ("red", "light blue", "green")
 
 
 def credit(benchmark: str, truth: str, answer: str, **by: object) -> float | None:
-    return official(truth, answer, {"benchmark": benchmark, "options": (), **by})
+    return score_by_benchmark(truth, answer, {"benchmark": benchmark, "options": (), **by})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,13 @@ def test_mathvista(by: Mapping[str, object], truth: str, answer: str, right: flo
 
 
 def test_edits_between_words() -> None:
-    assert [edits("kitten", "sitting"), edits("", "abc"), edits("abc", ""), edits("flaw", "lawn"), edits("same", "same")] == [3, 3, 3, 2, 0]
+    assert [
+        edit_distance("kitten", "sitting"),
+        edit_distance("", "abc"),
+        edit_distance("abc", ""),
+        edit_distance("flaw", "lawn"),
+        edit_distance("same", "same"),
+    ] == [3, 3, 3, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +186,9 @@ def played(*credits: tuple[str, Mapping[str, str], float], sample: int = 0) -> t
 def test_hrbench_is_the_mean_of_its_cycles() -> None:
     """Cycle 0: 1, 0, 0 of which the first is single; cycle 1: one item, right. (1/3 + 1) / 2."""
     items = [("a", "single", "0", 1.0), ("b", "cross", "0", 0.0), ("c", "cross", "0", 0.0), ("a", "single", "1", 1.0)]
-    found = figures("hrbench", *played(*((unit, {"category": kind, "cycle": cycle}, value) for unit, kind, cycle, value in items)))
+    found = compute_benchmark_metrics(
+        "hrbench", *played(*((unit, {"category": kind, "cycle": cycle}, value) for unit, kind, cycle, value in items))
+    )
     assert found == pytest.approx({"official": 2 / 3, "category_single": 1.0, "category_cross": 0.0, "cycle_0": 1 / 3, "cycle_1": 1.0})
 
 
@@ -190,7 +198,7 @@ def test_vsi_bench_is_the_mean_of_its_kinds() -> None:
         "object_counting": 0.5,
         **{f"object_rel_direction_{level}": value for level, value in (("easy", 1.0), ("medium", 0.0), ("hard", 0.8))},
     }
-    found = figures("vsi_bench", *played(*((kind, {"type": kind}, value) for kind, value in kinds.items())))
+    found = compute_benchmark_metrics("vsi_bench", *played(*((kind, {"type": kind}, value) for kind, value in kinds.items())))
     assert found["official"] == pytest.approx(0.55) and found["type_object_rel_direction_easy"] == 1.0
 
 
@@ -199,21 +207,21 @@ def test_we_math_by_hand() -> None:
     of three steps whose last step is missing counts nowhere."""
     answers = {"1": (1, 1, 1), "2": (1, 1, 0), "3": (1, 0, 1), "4": (1, 0, 0)}
     scored = [
-        Scored(unit, {"key": f"2steps_{part}"}, float(value))
+        ItemScore(unit, {"key": f"2steps_{part}"}, float(value))
         for unit, row in answers.items()
         for part, value in zip("12m", row, strict=True)
     ]
-    scored = [Scored(each.unit, {"key": each.labels["key"].replace("_m", "_multi")}, each.credit) for each in scored]
-    scored += [Scored("5", {"key": f"3steps_{part}"}, 1.0) for part in ("1", "2", "multi")]
-    strict, loose = mastery(scored, strict=True), mastery(scored, strict=False)
+    scored = [ItemScore(each.unit_id, {"key": each.labels["key"].replace("_m", "_multi")}, each.credit) for each in scored]
+    scored += [ItemScore("5", {"key": f"3steps_{part}"}, 1.0) for part in ("1", "2", "multi")]
+    strict, loose = we_math_metrics(scored, strict=True), we_math_metrics(scored, strict=False)
     assert strict == {"score": 0.375, "mastered": 0.25, "memorized": 0.5, "not_generalized": 0.25, "lacking": 0.25}
     assert loose == {"score": 0.625, "mastered": 0.5, "memorized": 0.0, "not_generalized": 0.25, "lacking": 0.25}
-    assert mastery(scored[-3:], strict=True) == {}
+    assert we_math_metrics(scored[-3:], strict=True) == {}
 
 
 def test_dynamath_has_a_worst_case() -> None:
     labels = {"subject": "algebra", "level": "high school", "type": "float"}
-    found = figures("dynamath", *played(("1", labels, 1.0), ("1", labels, 1.0), ("2", labels, 1.0), ("2", labels, 0.0)))
+    found = compute_benchmark_metrics("dynamath", *played(("1", labels, 1.0), ("1", labels, 1.0), ("2", labels, 1.0), ("2", labels, 0.0)))
     assert (found["official"], found["worst_case"], found["level_high_school"]) == (0.75, 0.5, 0.75)
 
 
@@ -222,32 +230,32 @@ def test_several_samples_are_several_evaluations() -> None:
     labels = {"subject": "a", "level": "b", "type": "float"}
     examples, first = played(("1", labels, 1.0), ("2", labels, 0.0))
     _, second = played(("1", labels, 0.0), ("2", labels, 0.0), sample=1)
-    found = figures("dynamath", examples, [*first, *second])
+    found = compute_benchmark_metrics("dynamath", examples, [*first, *second])
     assert (found["official"], found["worst_case"]) == (0.25, 0.25)
 
 
 def test_the_interval_draws_units() -> None:
     """Two units of 50 alike: drawn by unit the mean is 0, 1/2 or 1; drawn by item it would hardly leave 1/2. All alike: a point."""
     labels = {"category": "x", "cycle": "0"}
-    unlike = official_interval("hrbench", *played(*[("a", labels, 1.0)] * 50, *[("b", labels, 0.0)] * 50))
+    unlike = compute_official_interval("hrbench", *played(*[("a", labels, 1.0)] * 50, *[("b", labels, 0.0)] * 50))
     assert unlike == {"official_low": 0.0, "official_high": 1.0}
-    assert official_interval("hrbench", *played(*[("a", labels, 1.0)] * 5)) == {"official_low": 1.0, "official_high": 1.0}
+    assert compute_official_interval("hrbench", *played(*[("a", labels, 1.0)] * 5)) == {"official_low": 1.0, "official_high": 1.0}
 
 
 def test_no_benchmark_has_no_figures() -> None:
     examples, rollouts = played(("a", {"category": "x"}, 1.0))
-    assert figures("", examples, rollouts) == {} == official_interval("", examples, rollouts)
+    assert compute_benchmark_metrics("", examples, rollouts) == {} == compute_official_interval("", examples, rollouts)
     for rollout in rollouts:
         rollout.reward_terms.clear()
-    assert figures("vstar", examples, rollouts) == {}
+    assert compute_benchmark_metrics("vstar", examples, rollouts) == {}
 
 
 def test_rows_that_are_read_as_they_are_have_no_figures() -> None:
     """Those of task.data.train, beside a benchmark that is named for task.data.eval."""
     examples, rollouts = played(("a", {"category": "x"}, 1.0))
     plain = [replace(each, payload={}) for each in examples]
-    assert figures("vstar", plain, rollouts) == {} == official_interval("vstar", plain, rollouts)
-    assert figures("vstar", examples, rollouts)
+    assert compute_benchmark_metrics("vstar", plain, rollouts) == {} == compute_official_interval("vstar", plain, rollouts)
+    assert compute_benchmark_metrics("vstar", examples, rollouts)
 
 
 def test_comparisons_go_by_credit(tmp_path: Path) -> None:
@@ -256,7 +264,7 @@ def test_comparisons_go_by_credit(tmp_path: Path) -> None:
     for name, values in (("one", (0.6, 0.9)), ("other", (0.8, 0.9))):
         examples, rollouts = played(*((str(n), {}, value) for n, value in enumerate(values)))
         (tmp_path / name).mkdir()
-        replace_lines(tmp_path / name / "examples.jsonl", by_example(task, examples, rollouts))
+        write_lines_atomically(tmp_path / name / "examples.jsonl", collect_example_results(task, examples, rollouts))
         (tmp_path / name / "evaluation.json").write_text(json.dumps({"scores": {}, "stated": {}}))
-    found = difference(read_evaluation(tmp_path / "one"), read_evaluation(tmp_path / "other"))
-    assert found.mean == pytest.approx(0.1) and not math.isnan(found.p)
+    found = compare_evaluations(read_evaluation(tmp_path / "one"), read_evaluation(tmp_path / "other"))
+    assert found.mean == pytest.approx(0.1) and not math.isnan(found.p_value)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.benchmarks.catalog import BENCHMARKS
 from megatron_rl.rewards.answer_values import find_option, read_grid, read_number, read_number_with_pi, read_numbers, read_pair
-from megatron_rl.rewards.benchmark_rules import official
+from megatron_rl.rewards.benchmark_rules import score_by_benchmark
 
 COLORS = ("red", "light blue", "green")
 SHIFTED = ("B", "C", "D", "E", "No correct answer")
@@ -23,7 +23,7 @@ SHIFTED = ("B", "C", "D", "E", "No correct answer")
 
 
 def score(benchmark: str, truth: str, answer: str, **by: object) -> float | None:
-    return official(truth, answer, {"benchmark": benchmark, "options": (), **by})
+    return score_by_benchmark(truth, answer, {"benchmark": benchmark, "options": (), **by})
 
 
 @pytest.mark.parametrize("benchmark", ["vstar", "hrbench", "wemath", "vsi_bench", "mathvista"])
@@ -357,4 +357,4 @@ def test_long_texts_take_no_time(text: str) -> None:
 
 def test_a_benchmark_without_rules_has_none() -> None:
     by: Mapping[str, object] = {"benchmark": "mathverse", "options": ()}
-    assert official("B", "B", by) is None and official("B", "B" * 2000, by) is None
+    assert score_by_benchmark("B", "B", by) is None and score_by_benchmark("B", "B" * 2000, by) is None

@@ -15,8 +15,8 @@ import pytest
 
 from megatron_rl.config import DataSettings
 from megatron_rl.config.rollout import BENCHMARKS as NAMES
-from megatron_rl.data.benchmarks.catalog import BENCHMARKS, examples_of
-from megatron_rl.data.benchmarks.items import Item, shuffled, spread
+from megatron_rl.data.benchmarks.catalog import BENCHMARKS, load_benchmark_questions
+from megatron_rl.data.benchmarks.items import BenchmarkItem, sample_evenly, shuffle_options
 from megatron_rl.data.rows import open_rows
 from tests.support.tables import png
 
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def payloads(benchmark: str, *paths: Path, **data: object) -> list[dict]:
     given = DataSettings(eval=[str(path) for path in paths], benchmark=benchmark, **data)
-    return [dict(example.payload) for example in examples_of(given, "eval")]
+    return [dict(example.payload) for example in load_benchmark_questions(given, "eval")]
 
 
 def colors(payload: dict) -> list[tuple[int, int, int]]:
@@ -164,11 +164,11 @@ def test_vsi_bench_has_videos_for_code(tmp_path: Path) -> None:
         "ground_truth": "4",
     }
     given = DataSettings(eval=[str(lines(tmp_path / "test.jsonl", [row]))], benchmark="vsi_bench")
-    (found,) = (example.payload for example in examples_of(given, "eval", videos=True))
+    (found,) = (example.payload for example in load_benchmark_questions(given, "eval", videos=True))
     assert [clip.source for clip in found["videos"]] == [tmp_path / "arkit" / "41.mp4"] and found["images"] == ()
     assert found["question"] == "How many?\nGive a number."
     with pytest.raises(ValueError, match=r"^task.data.eval=.*test.jsonl row 0 shows a video, which only the code of task=visual_python"):
-        examples_of(given, "eval")
+        load_benchmark_questions(given, "eval")
 
 
 def test_tir_bench(tmp_path: Path) -> None:
@@ -258,17 +258,21 @@ def test_rows_of_something_else_are_one_line(benchmark: str, tmp_path: Path) -> 
 
 def test_options_are_shuffled_by_seed_and_place() -> None:
     """The right words stay right; every place of the right one is reached; another seed is another order."""
-    item = Item(question="?", answer="A", options=("right", "b", "c", "d"))
-    places = [shuffled(item, place=str(number), shuffle=1) for number in range(200)]
+    item = BenchmarkItem(question="?", answer="A", options=("right", "b", "c", "d"))
+    places = [shuffle_options(item, row_id=str(number), seed=1) for number in range(200)]
     assert all(options["ABCD".index(answer)] == "right" and sorted(options) == ["b", "c", "d", "right"] for options, answer in places)
     assert {answer for _, answer in places} == set("ABCD")
-    assert places == [shuffled(item, place=str(number), shuffle=1) for number in range(200)]
-    assert places != [shuffled(item, place=str(number), shuffle=2) for number in range(200)]
-    assert shuffled(item, place="0", shuffle=0) == (item.options, "A")
+    assert places == [shuffle_options(item, row_id=str(number), seed=1) for number in range(200)]
+    assert places != [shuffle_options(item, row_id=str(number), seed=2) for number in range(200)]
+    assert shuffle_options(item, row_id="0", seed=0) == (item.options, "A")
 
 
 def test_frames_are_spread_evenly() -> None:
-    assert spread(list(range(9)), num=3) == [0, 4, 8] and spread([1, 2], num=32) == [1, 2] and spread([1, 2, 3], num=1) == [1]
+    assert (
+        sample_evenly(list(range(9)), max_num=3) == [0, 4, 8]
+        and sample_evenly([1, 2], max_num=32) == [1, 2]
+        and sample_evenly([1, 2, 3], max_num=1) == [1]
+    )
 
 
 def numbered(path: Path, rows: dict) -> Path:

@@ -14,95 +14,95 @@ from megatron_rl.errors import InfraError
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.tasks.lewis.server.model_version import version_of, version_of_tensors
-from megatron_rl.tasks.lewis.server.read_write_lock import Standing
+from megatron_rl.tasks.lewis.server.model_version import compute_folder_version, compute_tensors_version
+from megatron_rl.tasks.lewis.server.read_write_lock import ReadWriteLock
 from megatron_rl.types import TokenSequence
 
 T = TypeVar("T")
-CACHED_BYTES, CACHED_PATCHES = 1 << 28, 1 << 15
+RENDERER_CACHE_BYTES, ENGINE_CACHE_PATCHES = 1 << 28, 1 << 15
 """Sizes of the picture caches of renderer and engine: 0.4 GB together, against 6 GB in a run."""
 
 
-class EngineRoom:
+class EngineHolder:
     """One engine of one process. `close` is the last thing that the process does with it."""
 
     def __init__(self, model: ModelSettings, settings: EngineSettings) -> None:
         """Takes as long as it takes to read the weights twice. ValueError: no such model, or settings that do not fit it."""
-        self.renderer, self.settings = Renderer(model, cached_bytes=CACHED_BYTES), settings
-        self._words = (model.min_pixels, model.max_pixels, settings.dtype)
-        self.version = version_of(Path(model.path), *self._words)
-        self._standing, self._is_whole = Standing(), True
+        self.renderer, self.settings = Renderer(model, cached_bytes=RENDERER_CACHE_BYTES), settings
+        self._version_fields = (model.min_pixels, model.max_pixels, settings.dtype)
+        self.version = compute_folder_version(Path(model.path), *self._version_fields)
+        self._weights_lock, self._has_weights = ReadWriteLock(), True
         renderer = self.renderer
         self._engine = ColocatedEngine(
             model.path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
-            group=None, pixels=renderer.final_pixels, cached_patches=CACHED_PATCHES,
+            group=None, pixels=renderer.final_pixels, cached_patches=ENGINE_CACHE_PATCHES,
         )  # fmt: skip
-        self._is_up = threading.Event()
+        self._is_started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        self._is_up.wait()
+        self._is_started.wait()
 
     def _run(self) -> None:
-        self._engine.run(self._stay())
+        self._engine.run(self._run_until_closed())
 
-    async def _stay(self) -> None:
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        self._is_up.set()
-        await self._end.wait()
+    async def _run_until_closed(self) -> None:
+        self._loop, self._close_event = asyncio.get_running_loop(), asyncio.Event()
+        self._is_started.set()
+        await self._close_event.wait()
 
     @property
-    def is_well(self) -> bool:
-        return self._thread.is_alive() and self._is_whole
+    def is_healthy(self) -> bool:
+        return self._thread.is_alive() and self._has_weights
 
     @property
     def busy_s(self) -> float:
         """Seconds of the engine's work so far."""
         return self._engine.busy_s
 
-    async def aside(self, act: Callable[[], T]) -> T:
+    async def run_in_renderer(self, function: Callable[[], T]) -> T:
         """What `act` returns, computed in one of the renderer's threads."""
-        return await self.renderer.aside(act)
+        return await self.renderer.aside(function)
 
     async def generate(self, context: TokenSequence, sampling: SamplingSettings) -> Completion:
         """Cancelled, it is computed no further. ValueError: no room in the engine's context; InfraError: the engine has failed."""
         longest, length = self.settings.max_model_len, len(context.token_ids)
         if length >= longest:
             raise ValueError(f"{length} tokens with the picture's, and the model takes {longest - 1}")
-        if not self.is_well:
+        if not self.is_healthy:
             raise InfraError("the engine has failed; start the server anew")
         asked = asyncio.run_coroutine_threadsafe(self._engine.generate(context.token_ids, context.images, sampling), self._loop)
         return await asyncio.wrap_future(asked)
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the tensors that `load` takes, by the newer spelling of their names."""
         return self._engine.shapes
 
     @asynccontextmanager
-    async def steady(self) -> AsyncIterator[str]:
+    async def hold_weights(self) -> AsyncIterator[str]:
         """Inside all is answered by the same weights; their version."""
-        async with self._standing.reading():
+        async with self._weights_lock.read_lock():
             yield self.version
 
-    async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Answer with these weights, all of the model's, from here on. InfraError: the engine did not take them, and answers no more until
         it has others."""
-        version = await asyncio.to_thread(version_of_tensors, tensors, *self._words)
-        async with self._standing.changing():
+        version = await asyncio.to_thread(compute_tensors_version, tensors, *self._version_fields)
+        async with self._weights_lock.write_lock():
             taken = False
             try:
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._take(tensors), self._loop))
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._load_into_engine(tensors), self._loop))
                 self.version, taken = version, True
             except RuntimeError as error:
                 raise InfraError(f"the engine has not taken the weights ({error})") from error
             finally:
-                self._is_whole = taken
+                self._has_weights = taken
 
-    async def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def _load_into_engine(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._engine.load_weights(iter(tensors.items()), version=self._engine.weight_version + 1)
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
+            self._loop.call_soon_threadsafe(self._close_event.set)
         self._thread.join()
         self._engine.close()

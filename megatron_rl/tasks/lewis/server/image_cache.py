@@ -16,104 +16,104 @@ from PIL.Image import Image as Picture
 from megatron_rl.config import require
 from megatron_rl.data.images import StoredImage
 from megatron_rl.errors import InfraError, PermanentInfraError
-from megatron_rl.tasks.lewis.listener_protocol import Candidate
+from megatron_rl.tasks.lewis.listener_protocol import CandidateImage
 
-MOST_PIXELS = 1 << 25
+MAX_IMAGE_PIXELS = 1 << 25
 """Of a picture as it is stored: 100 MB once decoded."""
-MOST_BYTES = 16 << 20
+MAX_IMAGE_BYTES = 16 << 20
 """Of a picture's file."""
-KEPT_BYTES = 1 << 30
+CACHE_BYTES = 1 << 30
 """Of the files that were sent; the one used longest ago is forgotten first."""
 
 
-OURS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+INFRA_ERRNOS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What goes wrong with a disk or with this process, whoever asks."""
 
 
-class Unknown(KeyError):
+class UnknownImage(KeyError):
     """No file of this hash was sent, or it was forgotten: send it."""
 
 
-class Pictures:
+class ImageCache:
     """Threads may read side by side."""
 
-    def __init__(self, roots: Sequence[str], *, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, roots: Sequence[str], *, cache_bytes: int = CACHE_BYTES) -> None:
         """ValueError: a root is no folder."""
         for root in roots:
             require(os.path.isdir(root), "--root", root, "is no folder")
         self._roots = [os.path.realpath(root) for root in roots]
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._kept_bytes, self.num_bytes = kept_bytes, 0
+        self._files: OrderedDict[str, bytes] = OrderedDict()
+        self._cache_bytes, self.num_bytes = cache_bytes, 0
         self._lock = Lock()
 
-    def taken(self, given: Candidate, *, where: str) -> Candidate:
+    def store_candidate(self, candidate: CandidateImage, *, where: str) -> CandidateImage:
         """The same by its hash where a file is sent, which is kept; who is asked for by its hash is used now. ValueError: that is none."""
-        if not given.base64:
+        if not candidate.base64:
             with self._lock:
-                if given.sha256 in self._kept:
-                    self._kept.move_to_end(given.sha256)
-            return given
+                if candidate.sha256 in self._files:
+                    self._files.move_to_end(candidate.sha256)
+            return candidate
         try:
-            content = base64.b64decode(given.base64, validate=True)
+            content = base64.b64decode(candidate.base64, validate=True)
         except (binascii.Error, ValueError) as error:
             raise ValueError(f"{where}: not base64: {error}") from error
         _check_size(len(content), where)
-        return Candidate(sha256=self._keep(content))
+        return CandidateImage(sha256=self._store(content))
 
-    def read(self, given: Candidate, *, where: str) -> tuple[str, Picture]:
+    def read_image(self, candidate: CandidateImage, *, where: str) -> tuple[str, Picture]:
         """The file's SHA-256 and the picture. Unknown; ValueError: it is none, or none that may be shown; InfraError: its disk."""
-        content = self._file(given.path, where) if given.path else self._kept_as(given.sha256)
+        content = self._read_file(candidate.path, where) if candidate.path else self._find_stored(candidate.sha256)
         stored = StoredImage(content, where)
         width, height = stored.size()
-        if width * height > MOST_PIXELS:
-            raise ValueError(f"{where}: {width}x{height} pixels, more than {MOST_PIXELS}")
+        if width * height > MAX_IMAGE_PIXELS:
+            raise ValueError(f"{where}: {width}x{height} pixels, more than {MAX_IMAGE_PIXELS}")
         try:
             return hashlib.sha256(content).hexdigest(), stored.open()
         except PermanentInfraError as error:
             raise ValueError(str(error)) from error
 
-    def _kept_as(self, key: str) -> bytes:
+    def _find_stored(self, key: str) -> bytes:
         with self._lock:
-            if key not in self._kept:
-                raise Unknown(key)
-            return self._kept[key]
+            if key not in self._files:
+                raise UnknownImage(key)
+            return self._files[key]
 
-    def _keep(self, content: bytes) -> str:
+    def _store(self, content: bytes) -> str:
         key = hashlib.sha256(content).hexdigest()
         with self._lock:
-            if key not in self._kept:
-                self._kept[key] = content
+            if key not in self._files:
+                self._files[key] = content
                 self.num_bytes += len(content)
-            self._kept.move_to_end(key)
-            while self.num_bytes > self._kept_bytes and len(self._kept) > 1:
-                _, oldest = self._kept.popitem(last=False)
+            self._files.move_to_end(key)
+            while self.num_bytes > self._cache_bytes and len(self._files) > 1:
+                _, oldest = self._files.popitem(last=False)
                 self.num_bytes -= len(oldest)
         return key
 
-    def _file(self, path: str, where: str) -> bytes:
+    def _read_file(self, path: str, where: str) -> bytes:
         if not self._roots:
             raise ValueError(f"{where}: this server reads no files (--root FOLDER); send the picture as base64")
         if ".." in Path(path).parts or "\0" in path:
             raise ValueError(f"{where}: .. leads out of where it stands; give the path without")
         asked = os.path.join(self._roots[0], path)
-        self._require_home(os.path.realpath(asked), where)
+        self._require_below_root(os.path.realpath(asked), where)
         try:
             opened = os.open(asked, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            fault = InfraError if error.errno in OURS else ValueError
+            fault = InfraError if error.errno in INFRA_ERRNOS else ValueError
             raise fault(f"{where}: {error.strerror}") from error
         with open(opened, "rb") as file:
-            self._require_home(os.readlink(f"/proc/self/fd/{opened}"), where)  # a link may have been put there meanwhile
+            self._require_below_root(os.readlink(f"/proc/self/fd/{opened}"), where)  # a link may have been put there meanwhile
             if not stat.S_ISREG(os.fstat(opened).st_mode):
                 raise ValueError(f"{where}: is no file")
             _check_size(os.fstat(opened).st_size, where)
-            return file.read(MOST_BYTES)
+            return file.read(MAX_IMAGE_BYTES)
 
-    def _require_home(self, real: str, where: str) -> None:
+    def _require_below_root(self, real: str, where: str) -> None:
         if not any(real.startswith(os.path.join(root, "")) for root in self._roots):
             raise ValueError(f"{where}: lies outside of this server's roots")
 
 
 def _check_size(size: int, where: str) -> None:
-    if size > MOST_BYTES:
-        raise ValueError(f"{where}: {size} bytes, more than {MOST_BYTES}")
+    if size > MAX_IMAGE_BYTES:
+        raise ValueError(f"{where}: {size} bytes, more than {MAX_IMAGE_BYTES}")

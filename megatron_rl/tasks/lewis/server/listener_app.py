@@ -26,134 +26,150 @@ from fastapi import FastAPI, Request
 from megatron_rl.config import require
 from megatron_rl.errors import InfraError
 from megatron_rl.rollout.engine import SamplingSettings
-from megatron_rl.tasks.lewis.listener_protocol import MOST_CANDIDATES, Answer, Answers, Batch, Candidate, Heard, Item, heard
-from megatron_rl.tasks.lewis.server.image_cache import Pictures
-from megatron_rl.tasks.lewis.server.model_server import application, run_server
-from megatron_rl.tasks.lewis.server.prompt_renderer import Places, prompts, taken
-from megatron_rl.tasks.lewis.server.request_limiter import Admission, Limits
-from megatron_rl.tasks.lewis.server.weight_updates import Receiver
+from megatron_rl.tasks.lewis.listener_protocol import (
+    MAX_CANDIDATES,
+    BatchScoreResponse,
+    CandidateImage,
+    ListenerScore,
+    ScoreBatch,
+    ScoreItem,
+    ScoreResponse,
+    make_listener_score,
+)
+from megatron_rl.tasks.lewis.server.image_cache import ImageCache
+from megatron_rl.tasks.lewis.server.model_server import make_application, run_server
+from megatron_rl.tasks.lewis.server.prompt_renderer import RenderSlots, render_prompts, store_candidates
+from megatron_rl.tasks.lewis.server.request_limiter import RequestLimiter, RequestLimits
+from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
 from megatron_rl.types import TokenSequence
-from sandbox.http import busy, documented, read, while_connected
+from sandbox.http import make_retry_error, openapi_body, read_body, run_while_connected
 
 if TYPE_CHECKING:  # they bring torch
     from transformers import PreTrainedTokenizerBase
 
-    from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
+    from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
-MOST_ASKED = 128
+MAX_LOGPROB_TOKENS = 128
 """Tokens whose logprobs vLLM 0.32 tells of (sampling_params.py, MAX_LOGPROB_TOKEN_IDS)."""
-MOST_RENDERED, MOST_HELD = MOST_CANDIDATES, 2 * MOST_CANDIDATES
+MAX_RENDERED_PER_REQUEST, MAX_RENDERED = MAX_CANDIDATES, 2 * MAX_CANDIDATES
 """Pictures that are ready for the engine at a time, of a request and of all together: 14 MB each at 401,408 pixels."""
 
 
-def surface_forms(tokenizer: "PreTrainedTokenizerBase", word: str) -> list[int]:
+def find_word_tokens(tokenizer: "PreTrainedTokenizerBase", word: str) -> list[int]:
     """All tokens that are this word, however it is written and whatever blanks stand around it."""
     return [number for number in range(len(tokenizer)) if tokenizer.decode([number]).strip().casefold() == word]
 
 
-def log_sum(logprobs: Sequence[float]) -> float:
+def logsumexp(logprobs: Sequence[float]) -> float:
     """The logarithm of the sum of what these are the logarithms of; NaN where one is."""
     most = max(logprobs)
     return most + math.log(sum(math.exp(each - most) for each in logprobs))
 
 
-def slices(counts: Sequence[int]) -> list[list[int]]:
-    """Places of items with so many pictures each, neighbors together as long as they have MOST_RENDERED at most."""
+def split_by_image_count(counts: Sequence[int]) -> list[list[int]]:
+    """Places of items with so many pictures each, neighbors together as long as they have MAX_RENDERED_PER_REQUEST at most."""
     found: list[list[int]] = []
     room = 0
     for place, count in enumerate(counts):
         if count > room:
             found.append([])
-            room = MOST_RENDERED
+            room = MAX_RENDERED_PER_REQUEST
         found[-1].append(place)
         room -= count
     return found
 
 
-class Scorer:
+class YesScorer:
     """log p(yes) of pictures, by an engine."""
 
-    def __init__(self, room: "EngineRoom") -> None:
+    def __init__(self, engine: "EngineHolder") -> None:
         """ValueError: the model has no token for yes, or none for no."""
-        self.room = room
-        self.yes, self.no = (surface_forms(room.renderer.tokenizer, word) for word in ("yes", "no"))
-        for word, tokens in (("yes", self.yes), ("no", self.no)):
+        self.engine = engine
+        self.yes_ids, self.no_ids = (find_word_tokens(engine.renderer.tokenizer, word) for word in ("yes", "no"))
+        for word, tokens in (("yes", self.yes_ids), ("no", self.no_ids)):
             require(bool(tokens), "--model", word, "its tokenizer has no token that says this; choose another model")
-        num = len(self.yes) + len(self.no)
-        require(num <= MOST_ASKED, "--model", num, f"tokens say yes or no, and the engine tells of {MOST_ASKED}; choose another model")
-        self._first: dict[str, asyncio.Event] = {}
+        num = len(self.yes_ids) + len(self.no_ids)
+        require(
+            num <= MAX_LOGPROB_TOKENS,
+            "--model",
+            num,
+            f"tokens say yes or no, and the engine tells of {MAX_LOGPROB_TOKENS}; choose another model",
+        )
+        self._prefix_events: dict[str, asyncio.Event] = {}
         """By picture whose prefix is being computed."""
 
-    async def yes_logprob(self, context: TokenSequence) -> float:
+    async def compute_yes_logprob(self, context: TokenSequence) -> float:
         """ValueError: it does not fit. InfraError: the engine is in trouble."""
-        async with self._behind_the_first(context.images[0].key):
-            sampling = SamplingSettings(max_tokens=1, temperature=1.0, seed=0, asked=(*self.yes, *self.no))
-            completion = await self.room.generate(context, sampling)
+        async with self._wait_for_shared_prefix(context.images[0].key):
+            sampling = SamplingSettings(max_tokens=1, temperature=1.0, seed=0, asked=(*self.yes_ids, *self.no_ids))
+            completion = await self.engine.generate(context, sampling)
         (told,) = completion.asked
-        logprob = log_sum(told[: len(self.yes)]) - log_sum(told)
+        logprob = logsumexp(told[: len(self.yes_ids)]) - logsumexp(told)
         if not math.isfinite(logprob):
             raise InfraError("the model gave no number")
         return min(logprob, 0.0)
 
     @contextlib.asynccontextmanager
-    async def _behind_the_first(self, picture: str) -> AsyncIterator[None]:
-        ahead = self._first.get(picture)
+    async def _wait_for_shared_prefix(self, picture: str) -> AsyncIterator[None]:
+        ahead = self._prefix_events.get(picture)
         if ahead is not None:
             await ahead.wait()
             yield
             return
-        done = self._first[picture] = asyncio.Event()
+        done = self._prefix_events[picture] = asyncio.Event()
         try:
             yield
         finally:
-            del self._first[picture]
+            del self._prefix_events[picture]
             done.set()
 
 
-class Listener:
+class ListenerService:
     """What the routes do."""
 
-    def __init__(self, room: "EngineRoom", pictures: Pictures, *, limits: Limits, name: str, log: Path | None = None) -> None:
+    def __init__(
+        self, engine: "EngineHolder", image_cache: ImageCache, *, limits: RequestLimits, name: str, log: Path | None = None
+    ) -> None:
         """`log` is a file that every answer is written to, one line of JSON each."""
-        self.scorer, self.pictures, self.name = Scorer(room), pictures, name
-        self._places = Places(MOST_HELD)
-        self.admission = Admission("listener", limits, busy_s=lambda: room.busy_s, log=log)
+        self.scorer, self.image_cache, self.name = YesScorer(engine), image_cache, name
+        self._render_slots = RenderSlots(MAX_RENDERED)
+        self.limiter = RequestLimiter("listener", limits, busy_s=lambda: engine.busy_s, log=log)
 
-    async def score(self, request: Request) -> Answer:
+    async def score(self, request: Request) -> ScoreResponse:
         began = time.perf_counter()
-        item = await read(request, Item)
-        (result,), version = await while_connected(request, self._heard([item]))
-        return Answer(**result.model_dump(), took=time.perf_counter() - began, version=version)
+        item = await read_body(request, ScoreItem)
+        (result,), version = await run_while_connected(request, self._score_items([item]))
+        return ScoreResponse(**result.model_dump(), took=time.perf_counter() - began, version=version)
 
-    async def batch_score(self, request: Request) -> Answers:
+    async def batch_score(self, request: Request) -> BatchScoreResponse:
         began = time.perf_counter()
-        results, version = await while_connected(request, self._heard((await read(request, Batch)).batch))
-        return Answers(results=results, took=time.perf_counter() - began, version=version)
+        results, version = await run_while_connected(request, self._score_items((await read_body(request, ScoreBatch)).batch))
+        return BatchScoreResponse(results=results, took=time.perf_counter() - began, version=version)
 
-    async def _heard(self, items: Sequence[Item]) -> tuple[list[Heard], str]:
+    async def _score_items(self, items: Sequence[ScoreItem]) -> tuple[list[ListenerScore], str]:
         """And the version of the weights that they are by."""
-        async with self.admission.admitted(), self.scorer.room.steady() as version:
-            shown = await taken(self.scorer.room, self.pictures, [item.shown for item in items])
+        async with self.limiter.admit(), self.scorer.engine.hold_weights() as version:
+            shown = await store_candidates(self.scorer.engine, self.image_cache, [item.images for item in items])
             logprobs: list[float] = []
-            for part in slices([len(each) for each in shown]):
-                async with self._places.held(sum(len(shown[number]) for number in part)):
-                    logprobs += await self._scored({number: (shown[number], items[number].question) for number in part})
+            for part in split_by_image_count([len(each) for each in shown]):
+                async with self._render_slots.acquire(sum(len(shown[number]) for number in part)):
+                    logprobs += await self._score_part({number: (shown[number], items[number].question) for number in part})
         given = iter(logprobs)
-        results = [heard([next(given) for _ in each], topk=item.topk) for item, each in zip(items, shown, strict=True)]
-        self.admission.count(items=len(items), pictures=len(logprobs))
+        results = [make_listener_score([next(given) for _ in each], topk=item.topk) for item, each in zip(items, shown, strict=True)]
+        self.limiter.count_answered(items=len(items), pictures=len(logprobs))
         told = [{"question": item.question, **result.model_dump()} for item, result in zip(items, results, strict=True)]
-        self.admission.write(told, version=version)
+        self.limiter.log_answers(told, version=version)
         return results, version
 
-    async def _scored(self, part: Mapping[int, tuple[Sequence[Candidate], str]]) -> list[float]:
+    async def _score_part(self, part: Mapping[int, tuple[Sequence[CandidateImage], str]]) -> list[float]:
         """log p(yes) of all pictures of these items, by their numbers in the request. What was rendered is gone when it returns."""
-        asked = [self._prompts(shown, question, where=f"item {number}") for number, (shown, question) in part.items()]
+        asked = [self._render_prompts(shown, question, where=f"item {number}") for number, (shown, question) in part.items()]
         contexts = [context for of_item in await asyncio.gather(*asked) for context in of_item]
-        return await asyncio.gather(*map(self.scorer.yes_logprob, contexts))
+        return await asyncio.gather(*map(self.scorer.compute_yes_logprob, contexts))
 
-    async def _prompts(self, shown: Sequence[Candidate], question: str, *, where: str) -> list[TokenSequence]:
+    async def _render_prompts(self, candidates: Sequence[CandidateImage], question: str, *, where: str) -> list[TokenSequence]:
         """ValueError, beside what prompts raises: a picture stands there twice."""
-        found = await prompts(self.scorer.room, self.pictures, shown, question, where=where)
+        found = await render_prompts(self.scorer.engine, self.image_cache, candidates, question, where=where)
         digests = [digest for digest, _ in found]
         for index, digest in enumerate(digests):
             if digest in digests[:index]:
@@ -161,26 +177,28 @@ class Listener:
         return [context for _, context in found]
 
     async def health(self) -> dict[str, Any]:
-        room = self.scorer.room
-        if not room.is_well:
-            raise busy(503, "the engine has failed; start the server anew")
-        tokens = {"yes": self.scorer.yes, "no": self.scorer.no}
-        return {"status": "ok", "name": self.name, "version": room.version, "tokens": tokens, "limits": self.admission.limits.told()}
+        room = self.scorer.engine
+        if not room.is_healthy:
+            raise make_retry_error(503, "the engine has failed; start the server anew")
+        tokens = {"yes": self.scorer.yes_ids, "no": self.scorer.no_ids}
+        return {"status": "ok", "name": self.name, "version": room.version, "tokens": tokens, "limits": self.limiter.limits.to_json()}
 
 
-def create_app(listener: Listener, *, token: str = "", receiver: Receiver | None = None, host: str = "") -> FastAPI:
-    bodies, limits = ("score", "batch_score"), listener.admission.limits
-    app = application("listener", limits=limits, bodies=bodies, token=token, receiver=receiver, host=host)
-    app.post("/score", openapi_extra=documented(Item))(listener.score)
-    app.post("/batch_score", openapi_extra=documented(Batch))(listener.batch_score)
-    app.get("/health")(listener.health)
-    app.get("/metrics")(listener.admission.metrics)
+def create_app(service: ListenerService, *, token: str = "", receiver: WeightUpdateHandler | None = None, host: str = "") -> FastAPI:
+    bodies, limits = ("score", "batch_score"), service.limiter.limits
+    app = make_application("listener", limits=limits, large_body_routes=bodies, token=token, receiver=receiver, host=host)
+    app.post("/score", openapi_extra=openapi_body(ScoreItem))(service.score)
+    app.post("/batch_score", openapi_extra=openapi_body(ScoreBatch))(service.batch_score)
+    app.get("/health")(service.health)
+    app.get("/metrics")(service.limiter.metrics)
     return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    def made(room: "EngineRoom", pictures: Pictures, *, token: str, receiver: Receiver | None, host: str, **options: Any) -> FastAPI:
-        return create_app(Listener(room, pictures, **options), token=token, receiver=receiver, host=host)
+    def made(
+        room: "EngineHolder", pictures: ImageCache, *, token: str, receiver: WeightUpdateHandler | None, host: str, **options: Any
+    ) -> FastAPI:
+        return create_app(ListenerService(room, pictures, **options), token=token, receiver=receiver, host=host)
 
     return run_server("listener", made, description=__doc__, port=9000, arguments=arguments)
 

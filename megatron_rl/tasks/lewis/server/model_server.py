@@ -16,38 +16,52 @@ from starlette.exceptions import HTTPException as StarletteException
 from starlette.requests import ClientDisconnect
 
 from megatron_rl.config import EngineSettings, ModelSettings, require
-from megatron_rl.tasks.lewis.listener_protocol import MOST_CANDIDATES, MOST_ITEMS
-from megatron_rl.tasks.lewis.server.image_cache import Pictures
-from megatron_rl.tasks.lewis.server.request_limiter import Limits
-from megatron_rl.tasks.lewis.server.weight_updates import Receiver, WeightPart
-from sandbox.connections import Line
-from sandbox.gate import SMALL, Gate
-from sandbox.http import NO_PAGES, connections, documented, listening, nobody, told, until_asked
+from megatron_rl.tasks.lewis.listener_protocol import MAX_CANDIDATES, MAX_ITEMS
+from megatron_rl.tasks.lewis.server.image_cache import ImageCache
+from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
+from megatron_rl.tasks.lewis.server.weight_updates import WeightPart, WeightUpdateHandler
+from sandbox.connections import ConnectionRegistry
+from sandbox.gate import MIN_BODY_BYTES, RequestGuardMiddleware
+from sandbox.http import (
+    NO_DOC_PAGES,
+    handle_disconnect,
+    handle_http_error,
+    open_listener,
+    openapi_body,
+    reserve_connections,
+    serve_until_signal,
+)
 from sandbox.token import read_token
 
-DESCRIPTORS_BESIDE = 128
+EXTRA_DESCRIPTORS = 128
 """Of the engine, the renderer's threads and the log."""
-MARKS = SMALL + 64 * MOST_ITEMS * MOST_CANDIDATES
-TRUE = ("1", "true", "yes", "on")
+MAX_JSON_DELIMITERS = MIN_BODY_BYTES + 64 * MAX_ITEMS * MAX_CANDIDATES
+TRUE_VALUES = ("1", "true", "yes", "on")
 
 
-def application(
-    title: str, *, limits: Limits, bodies: Sequence[str], token: str, receiver: Receiver | None, host: str = ""
+def make_application(
+    title: str, *, limits: RequestLimits, large_body_routes: Sequence[str], token: str, receiver: WeightUpdateHandler | None, host: str = ""
 ) -> FastAPI:  # fmt: skip
     """Without routes of its own yet; `bodies` are those that take large requests. `token`, and `host` as a further name of the server:
     sandbox/gate.py. With a receiver it takes weights."""
-    app = FastAPI(title=title, redirect_slashes=False, **NO_PAGES)
-    app.add_middleware(Gate, most=dict.fromkeys((*bodies, "weights"), limits.body_bytes), marks=MARKS, token=token, hosts=[host])
+    app = FastAPI(title=title, redirect_slashes=False, **NO_DOC_PAGES)
+    app.add_middleware(
+        RequestGuardMiddleware,
+        max_body_bytes=dict.fromkeys((*large_body_routes, "weights"), limits.body_bytes),
+        max_delimiters=MAX_JSON_DELIMITERS,
+        token=token,
+        hosts=[host],
+    )
     if receiver is not None:
-        app.post("/weights", openapi_extra=documented(WeightPart))(receiver.weights)
-    app.add_exception_handler(StarletteException, told)
-    app.add_exception_handler(ClientDisconnect, nobody)
+        app.post("/weights", openapi_extra=openapi_body(WeightPart))(receiver.handle_weight_part)
+    app.add_exception_handler(StarletteException, handle_http_error)
+    app.add_exception_handler(ClientDisconnect, handle_disconnect)
     return app
 
 
-def parser(description: str, *, port: int, given: Mapping[str, str]) -> argparse.ArgumentParser:
+def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -> argparse.ArgumentParser:
     """`given` are the variables of the environment."""
-    log = given.get("LOG_PATH") if given.get("DEBUG_MODE", "").casefold() in TRUE else None
+    log = variables.get("LOG_PATH") if variables.get("DEBUG_MODE", "").casefold() in TRUE_VALUES else None
     own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--model", required=True, help="a Hugging Face folder")
     own.add_argument("--host", default="127.0.0.1", help="beyond this machine it takes --token-file (default %(default)s)")
@@ -56,14 +70,17 @@ def parser(description: str, *, port: int, given: Mapping[str, str]) -> argparse
     own.add_argument("--name", default="", help="what /health says of it, to tell it from another at its address later")
     own.add_argument("--root", action="append", default=[], help="a folder below which paths may lie; relative ones begin at the first")
     own.add_argument(
-        "--concurrency", type=int, default=given.get("INFERENCE_CONCURRENCY", 8), help="requests at once (default %(default)s)"
+        "--concurrency", type=int, default=variables.get("INFERENCE_CONCURRENCY", 8), help="requests at once (default %(default)s)"
     )
     own.add_argument(
-        "--acquire-timeout", type=float, default=given.get("INFERENCE_ACQUIRE_TIMEOUT", 300.0), help="seconds a request waits for its turn"
+        "--acquire-timeout",
+        type=float,
+        default=variables.get("INFERENCE_ACQUIRE_TIMEOUT", 300.0),
+        help="seconds a request waits for its turn",
     )
     own.add_argument("--timeout", type=float, default=120.0, help="seconds of a request's work (default %(default)g)")
     own.add_argument("--body-mib", type=float, default=64.0, help="of a request (default %(default)g)")
-    own.add_argument("--batch-size", type=int, default=given.get("LISTENER_BATCH_SIZE", 64), help="prompts in one forward pass at most")
+    own.add_argument("--batch-size", type=int, default=variables.get("LISTENER_BATCH_SIZE", 64), help="prompts in one forward pass at most")
     own.add_argument("--min-pixels", type=int, default=3136, help="of a picture as the model sees it (default %(default)s)")
     own.add_argument("--max-pixels", type=int, default=401408, help="the same (default %(default)s)")
     own.add_argument("--max-model-len", type=int, default=4096, help="tokens of a prompt, its picture's included (default %(default)s)")
@@ -75,14 +92,14 @@ def parser(description: str, *, port: int, given: Mapping[str, str]) -> argparse
     return own
 
 
-def run_server(name: str, make: Callable[..., FastAPI], *, description: str, port: int, arguments: Sequence[str] | None) -> int:
+def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str, port: int, arguments: Sequence[str] | None) -> int:
     """A process of its own: 0 when it was asked to end, 1 for a mistake in its words. `make` takes (room, pictures, limits=, name=, log=,
     token=, receiver=, host=)."""
-    from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom  # brings torch and vLLM
+    from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder  # brings torch and vLLM
 
-    words = parser(description, port=port, given=os.environ).parse_args(arguments)
+    words = build_parser(description, port=port, variables=os.environ).parse_args(arguments)
     try:
-        limits = Limits(
+        limits = RequestLimits(
             concurrency=words.concurrency, acquire_s=words.acquire_timeout, timeout_s=words.timeout, body_bytes=int(words.body_mib * 2**20)
         )
         remedy = "lets whoever reaches the port replace the model; give --token-file FILE, too"
@@ -93,14 +110,18 @@ def run_server(name: str, make: Callable[..., FastAPI], *, description: str, por
             dtype=words.dtype, kv_cache_mib=words.kv_cache_mib, gpu_memory_utilization=words.gpu_memory_utilization,
             max_model_len=words.max_model_len, max_num_seqs=words.batch_size, max_images=1,
         )  # fmt: skip
-        pictures = Pictures(words.root)
-        with listening(words.host, words.port, token=token, allows="ask the model") as listener:
-            line = Line(most=connections(DESCRIPTORS_BESIDE, most=Line().most))
-            room = EngineRoom(model, settings)
+        pictures = ImageCache(words.root)
+        with open_listener(words.host, words.port, token=token, permits="ask the model") as listener:
+            line = ConnectionRegistry(
+                max_connections=reserve_connections(EXTRA_DESCRIPTORS, max_connections=ConnectionRegistry().max_connections)
+            )
+            room = EngineHolder(model, settings)
             try:
-                receiver = Receiver(room) if words.trained else None
-                app = make(room, pictures, limits=limits, name=words.name, log=words.log, token=token, receiver=receiver, host=words.host)
-                asyncio.run(until_asked(app, listener, line=line))
+                receiver = WeightUpdateHandler(room) if words.trained else None
+                app = make_app(
+                    room, pictures, limits=limits, name=words.name, log=words.log, token=token, receiver=receiver, host=words.host
+                )
+                asyncio.run(serve_until_signal(app, listener, registry=line))
             finally:
                 room.close()
     except (ValueError, OSError) as error:

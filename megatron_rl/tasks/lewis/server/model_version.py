@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # it is heavy
     import torch
 
 
-def version_of(folder: Path, *words: object) -> str:
+def compute_folder_version(folder: Path, *words: object) -> str:
     """Of all that a model's answers depend on: its files, and how pictures and numbers are treated."""
     digest = hashlib.sha256(repr(words).encode())
     for path in sorted(folder.iterdir()):
@@ -19,7 +19,7 @@ def version_of(folder: Path, *words: object) -> str:
     return digest.hexdigest()[:32]
 
 
-def version_of_tensors(tensors: "Mapping[str, torch.Tensor]", *words: object) -> str:
+def compute_tensors_version(tensors: "Mapping[str, torch.Tensor]", *words: object) -> str:
     """Of all that answers depend on, as version_of says it of a folder."""
     import torch
 

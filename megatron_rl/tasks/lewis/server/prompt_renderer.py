@@ -8,68 +8,70 @@ from typing import TYPE_CHECKING
 
 from fastapi import HTTPException
 
-from megatron_rl.tasks.lewis.listener_protocol import Candidate
-from megatron_rl.tasks.lewis.server.image_cache import Pictures, Unknown
+from megatron_rl.tasks.lewis.listener_protocol import CandidateImage
+from megatron_rl.tasks.lewis.server.image_cache import ImageCache, UnknownImage
 from megatron_rl.types import TokenSequence
 
 if TYPE_CHECKING:  # it brings torch
-    from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
+    from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
 
-class Places:
+class RenderSlots:
     """Places for rendered pictures, of all requests together. Requests get theirs in the order in which they ask."""
 
     def __init__(self, num: int) -> None:
-        self._free, self._turn = asyncio.Semaphore(num), asyncio.Lock()
+        self._semaphore, self._lock = asyncio.Semaphore(num), asyncio.Lock()
 
     @asynccontextmanager
-    async def held(self, num: int) -> AsyncIterator[None]:
+    async def acquire(self, num: int) -> AsyncIterator[None]:
         """Wait for so many places, and give them back at the end of the block. There must be as many."""
         got = 0
         try:
-            async with self._turn:
+            async with self._lock:
                 while got < num:
-                    await self._free.acquire()
+                    await self._semaphore.acquire()
                     got += 1
             yield
         finally:
             for _ in range(got):
-                self._free.release()
+                self._semaphore.release()
 
 
-async def taken(room: "EngineRoom", pictures: Pictures, given: Sequence[Sequence[Candidate]]) -> list[list[Candidate]]:
+async def store_candidates(
+    engine: "EngineHolder", image_cache: ImageCache, candidates: Sequence[Sequence[CandidateImage]]
+) -> list[list[CandidateImage]]:
     """The pictures of all items, those that came as files by their hashes: they are kept before any is asked for.
 
     ValueError: one is none.
     """
 
-    def take() -> list[list[Candidate]]:
+    def take() -> list[list[CandidateImage]]:
         return [
-            [pictures.taken(each, where=f"item {number}: candidate {index}") for index, each in enumerate(shown)]
-            for number, shown in enumerate(given)
+            [image_cache.store_candidate(each, where=f"item {number}: candidate {index}") for index, each in enumerate(shown)]
+            for number, shown in enumerate(candidates)
         ]
 
-    return await room.aside(take)
+    return await engine.run_in_renderer(take)
 
 
-async def prompts(
-    room: "EngineRoom", pictures: Pictures, shown: Sequence[Candidate], words: str, *, where: str
+async def render_prompts(
+    engine: "EngineHolder", image_cache: ImageCache, candidates: Sequence[CandidateImage], question: str, *, where: str
 ) -> list[tuple[str, TokenSequence]]:
     """Of each picture its SHA-256, and the prompt that shows it with the words behind it.
 
     HTTPException 404: files that were not sent. ValueError: a picture is none. InfraError: its disk.
     """
 
-    def prompt(index: int) -> tuple[str, TokenSequence] | Unknown:
+    def prompt(index: int) -> tuple[str, TokenSequence] | UnknownImage:
         try:
-            digest, picture = pictures.read(shown[index], where=f"{where}: candidate {index}")
-        except Unknown as unknown:
+            digest, picture = image_cache.read_image(candidates[index], where=f"{where}: candidate {index}")
+        except UnknownImage as unknown:
             return unknown
-        parts = [{"type": "image", "image": picture}, {"type": "text", "text": words}]
-        return digest, room.renderer.prompt([{"role": "user", "content": parts}])
+        parts = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+        return digest, engine.renderer.prompt([{"role": "user", "content": parts}])
 
-    found = await asyncio.gather(*(room.aside(partial(prompt, index)) for index in range(len(shown))))
-    unknown = [each.args[0] for each in found if isinstance(each, Unknown)]
+    found = await asyncio.gather(*(engine.run_in_renderer(partial(prompt, index)) for index in range(len(candidates))))
+    unknown = [each.args[0] for each in found if isinstance(each, UnknownImage)]
     if unknown:
         raise HTTPException(404, {"unknown": unknown, "what": "no file of these hashes is here; send them as base64"})
     return list(found)

@@ -5,33 +5,33 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Standing:
+class ReadWriteLock:
     """Weights that many read and one changes: who changes waits for all who read, and lets no other begin."""
 
     def __init__(self) -> None:
-        self._is_open, self._is_empty, self._change = asyncio.Event(), asyncio.Event(), asyncio.Lock()
-        self._is_open.set()
-        self._num = 0
+        self._can_read, self._no_readers, self._write_mutex = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._can_read.set()
+        self._num_readers = 0
 
     @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        await self._is_open.wait()
-        self._num += 1
+    async def read_lock(self) -> AsyncIterator[None]:
+        await self._can_read.wait()
+        self._num_readers += 1
         try:
             yield
         finally:
-            self._num -= 1
-            if not self._num:
-                self._is_empty.set()
+            self._num_readers -= 1
+            if not self._num_readers:
+                self._no_readers.set()
 
     @asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
-        async with self._change:
-            self._is_open.clear()
+    async def write_lock(self) -> AsyncIterator[None]:
+        async with self._write_mutex:
+            self._can_read.clear()
             try:
-                while self._num:
-                    self._is_empty.clear()
-                    await self._is_empty.wait()
+                while self._num_readers:
+                    self._no_readers.clear()
+                    await self._no_readers.wait()
                 yield
             finally:
-                self._is_open.set()
+                self._can_read.set()

@@ -12,18 +12,18 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from megatron_rl.config import require
 from megatron_rl.errors import InfraError
-from megatron_rl.io.jsonl import to_line
-from megatron_rl.tasks.lewis.listener_protocol import LONGEST_QUESTION, MOST_CANDIDATES, MOST_ITEMS
-from megatron_rl.tasks.lewis.server.image_cache import MOST_BYTES, MOST_PIXELS
-from sandbox.http import busy
+from megatron_rl.io.jsonl import to_json_line
+from megatron_rl.tasks.lewis.listener_protocol import MAX_CANDIDATES, MAX_ITEMS, MAX_QUESTION_CHARS
+from megatron_rl.tasks.lewis.server.image_cache import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
+from sandbox.http import make_retry_error
 
-SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
-MOST_WAITING = 4096
+LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
+MAX_WAITING = 4096
 """Requests; further ones are refused at once."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """What one request may take, and all of them together."""
 
     concurrency: int = 8
@@ -36,15 +36,15 @@ class Limits:
         for key, value in asdict(self).items():
             require(value > 0, f"--{key.replace('_', '-')}", value, "must be positive")
 
-    def told(self) -> dict[str, float]:
-        shown = {"picture_bytes": MOST_BYTES, "picture_pixels": MOST_PIXELS, "question": LONGEST_QUESTION}
-        return {**asdict(self), **shown, "candidates": MOST_CANDIDATES, "items": MOST_ITEMS}
+    def to_json(self) -> dict[str, float]:
+        shown = {"picture_bytes": MAX_IMAGE_BYTES, "picture_pixels": MAX_IMAGE_PIXELS, "question": MAX_QUESTION_CHARS}
+        return {**asdict(self), **shown, "candidates": MAX_CANDIDATES, "items": MAX_ITEMS}
 
 
-class Admission:
+class RequestLimiter:
     """Limits, counts and the log of a server's work."""
 
-    def __init__(self, name: str, limits: Limits, *, busy_s: Callable[[], float], log: Path | None) -> None:
+    def __init__(self, name: str, limits: RequestLimits, *, busy_s: Callable[[], float], log: Path | None) -> None:
         """`name` begins the names of all counts; `busy_s`: seconds of the engine's work; `log`: a file for what was answered."""
         self.limits = limits
         self._log = log.open("a", buffering=1) if log else None
@@ -57,12 +57,12 @@ class Admission:
         self.items = Counter(f"{name}_items", "Items that were answered", **registry)
         self.pictures = Counter(f"{name}_pictures", "Pictures that were looked at for them", **registry)
         self.refused = Counter(f"{name}_refused", "Requests without an answer, by reason (full, late, engine)", ["reason"], **registry)
-        self.seconds = Histogram(f"{name}_seconds", "Seconds of a request's work, without its wait", buckets=SECONDS, **registry)
+        self.seconds = Histogram(f"{name}_seconds", "Seconds of a request's work, without its wait", buckets=LATENCY_BUCKETS_S, **registry)
 
     @asynccontextmanager
-    async def admitted(self) -> AsyncIterator[None]:
+    async def admit(self) -> AsyncIterator[None]:
         """HTTPException 503: its turn did not come in time, its work took too long, or something of ours is in trouble; 422: ValueError."""
-        await self._acquire()
+        await self._acquire_slot()
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self.limits.timeout_s):
@@ -71,18 +71,18 @@ class Admission:
             raise HTTPException(422, str(error)) from error
         except InfraError as error:
             self.refused.labels("engine").inc()
-            raise busy(503, str(error)) from error
+            raise make_retry_error(503, str(error)) from error
         except TimeoutError as error:
             self.refused.labels("late").inc()
-            raise busy(503, f"not done within {self.limits.timeout_s:g} s; ask for less at a time") from error
+            raise make_retry_error(503, f"not done within {self.limits.timeout_s:g} s; ask for less at a time") from error
         finally:
             self.seconds.observe(time.perf_counter() - began)
             self._slots.release()
 
-    async def _acquire(self) -> None:
-        if self._waiting >= MOST_WAITING:
+    async def _acquire_slot(self) -> None:
+        if self._waiting >= MAX_WAITING:
             self.refused.labels("full").inc()
-            raise busy(503, f"{self._waiting} requests wait already")
+            raise make_retry_error(503, f"{self._waiting} requests wait already")
         self._waiting += 1
         try:
             async with asyncio.timeout(self.limits.acquire_s):
@@ -90,19 +90,19 @@ class Admission:
         except TimeoutError as error:
             self.refused.labels("full").inc()
             told = f"{self.limits.concurrency} requests are under way, and none ended within {self.limits.acquire_s:g} s"
-            raise busy(503, told) from error
+            raise make_retry_error(503, told) from error
         finally:
             self._waiting -= 1
 
-    def count(self, *, items: int, pictures: int) -> None:
+    def count_answered(self, *, items: int, pictures: int) -> None:
         self.items.inc(items)
         self.pictures.inc(pictures)
 
-    def write(self, answers: Iterable[Mapping[str, object]], *, version: str) -> None:
+    def log_answers(self, answers: Iterable[Mapping[str, object]], *, version: str) -> None:
         """Into the log, each with the time and the version that gave it."""
         if self._log is not None:
             now = time.time()
-            self._log.write("".join(f"{to_line({'time': now, 'version': version, **answer})}\n" for answer in answers))
+            self._log.write("".join(f"{to_json_line({'time': now, 'version': version, **answer})}\n" for answer in answers))
 
     async def metrics(self) -> Response:
         return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4")

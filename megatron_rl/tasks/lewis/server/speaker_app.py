@@ -25,57 +25,57 @@ from pydantic import Field, StringConstraints, model_validator
 
 from megatron_rl.errors import InfraError
 from megatron_rl.rollout.engine import SamplingSettings
-from megatron_rl.tasks.lewis.description import PROMPT, SITUATION, described
-from megatron_rl.tasks.lewis.listener_protocol import MOST_ITEMS, Candidate, Strict
-from megatron_rl.tasks.lewis.server.image_cache import Pictures
-from megatron_rl.tasks.lewis.server.model_server import application, run_server
-from megatron_rl.tasks.lewis.server.prompt_renderer import Places, prompts, taken
-from megatron_rl.tasks.lewis.server.request_limiter import Admission, Limits
-from megatron_rl.tasks.lewis.server.weight_updates import Receiver
-from sandbox.http import busy, documented, read, while_connected
+from megatron_rl.tasks.lewis.description import PROMPT, SITUATION_PROMPT, parse_description
+from megatron_rl.tasks.lewis.listener_protocol import MAX_ITEMS, CandidateImage, StrictMessage
+from megatron_rl.tasks.lewis.server.image_cache import ImageCache
+from megatron_rl.tasks.lewis.server.model_server import make_application, run_server
+from megatron_rl.tasks.lewis.server.prompt_renderer import RenderSlots, render_prompts, store_candidates
+from megatron_rl.tasks.lewis.server.request_limiter import RequestLimiter, RequestLimits
+from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
+from sandbox.http import make_retry_error, openapi_body, read_body, run_while_connected
 
 if TYPE_CHECKING:  # it brings torch
-    from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
+    from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
-MOST_TOKENS = 512
+MAX_REPLY_TOKENS = 512
 """Of a reply."""
 
 
-class Shown(Strict):
+class DescribeItem(StrictMessage):
     """A picture, and what kind of thing it shows."""
 
-    image: Candidate | None = None
+    image: CandidateImage | None = None
     image_path: Annotated[str, StringConstraints(max_length=4096)] = ""
     category: Annotated[str, StringConstraints(min_length=1, max_length=200)] = "object"
     situation: bool = False
     """Ask for state and location, too, by the game's longer prompt."""
 
     @model_validator(mode="after")
-    def _is_one(self) -> Self:
+    def _check_single_source(self) -> Self:
         if (self.image is None) == (not self.image_path):
             raise ValueError("an item has image or image_path, and not both")
         return self
 
     @property
-    def picture(self) -> Candidate:
-        return self.image or Candidate(path=self.image_path)
+    def candidate(self) -> CandidateImage:
+        return self.image or CandidateImage(path=self.image_path)
 
     @property
-    def words(self) -> str:
+    def prompt(self) -> str:
         words = PROMPT.format(category=self.category)
-        return f"{words} {SITUATION}" if self.situation else words
+        return f"{words} {SITUATION_PROMPT}" if self.situation else words
 
     @property
-    def end(self) -> str:
+    def stop_text(self) -> str:
         """Of a reply."""
         return "</location>" if self.situation else "</detailed>"
 
 
-class ShownBatch(Strict):
-    batch: Annotated[list[Shown], Field(min_length=1, max_length=MOST_ITEMS)]
+class DescribeBatch(StrictMessage):
+    batch: Annotated[list[DescribeItem], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
-class Said(Strict):
+class DescriptionResult(StrictMessage):
     thinking: str
     coarse: str
     detailed: str
@@ -85,88 +85,94 @@ class Said(Strict):
     """All of the reply."""
 
 
-class Described(Said):
+class DescribeResponse(DescriptionResult):
     took: float
     version: str
 
 
-class DescribedBatch(Strict):
-    results: list[Said]
+class DescribeBatchResponse(StrictMessage):
+    results: list[DescriptionResult]
     took: float
     version: str
 
 
-class Speaker:
+class SpeakerService:
     """What the routes do."""
 
-    def __init__(self, room: "EngineRoom", pictures: Pictures, *, limits: Limits, name: str, log: Path | None = None) -> None:
-        self.room, self.pictures, self.name = room, pictures, name
-        self._places = Places(room.settings.max_num_seqs)
+    def __init__(
+        self, engine: "EngineHolder", image_cache: ImageCache, *, limits: RequestLimits, name: str, log: Path | None = None
+    ) -> None:
+        self.engine, self.image_cache, self.name = engine, image_cache, name
+        self._render_slots = RenderSlots(engine.settings.max_num_seqs)
         """Pictures, of all requests together, that are rendered or described: as many as the engine answers at a time. One that is rendered
         takes up to 14 MB."""
-        self.admission = Admission("speaker", limits, busy_s=lambda: room.busy_s, log=log)
+        self.limiter = RequestLimiter("speaker", limits, busy_s=lambda: engine.busy_s, log=log)
 
-    async def describe(self, request: Request) -> Described:
+    async def describe(self, request: Request) -> DescribeResponse:
         began = time.perf_counter()
-        (said,), version = await while_connected(request, self._said([await read(request, Shown)]))
-        return Described(**said.model_dump(), took=time.perf_counter() - began, version=version)
+        (said,), version = await run_while_connected(request, self._describe_items([await read_body(request, DescribeItem)]))
+        return DescribeResponse(**said.model_dump(), took=time.perf_counter() - began, version=version)
 
-    async def batch_describe(self, request: Request) -> DescribedBatch:
+    async def batch_describe(self, request: Request) -> DescribeBatchResponse:
         began = time.perf_counter()
-        results, version = await while_connected(request, self._said((await read(request, ShownBatch)).batch))
-        return DescribedBatch(results=results, took=time.perf_counter() - began, version=version)
+        results, version = await run_while_connected(request, self._describe_items((await read_body(request, DescribeBatch)).batch))
+        return DescribeBatchResponse(results=results, took=time.perf_counter() - began, version=version)
 
-    async def _said(self, items: Sequence[Shown]) -> tuple[list[Said], str]:
+    async def _describe_items(self, items: Sequence[DescribeItem]) -> tuple[list[DescriptionResult], str]:
         """And the version of the weights that they are by."""
-        async with self.admission.admitted(), self.room.steady() as version:
-            shown = await taken(self.room, self.pictures, [[item.picture] for item in items])
-            tasks = [asyncio.create_task(self._reply(each, items[number], where=f"item {number}")) for number, each in enumerate(shown)]
+        async with self.limiter.admit(), self.engine.hold_weights() as version:
+            shown = await store_candidates(self.engine, self.image_cache, [[item.candidate] for item in items])
+            tasks = [
+                asyncio.create_task(self._generate_reply(each, items[number], where=f"item {number}")) for number, each in enumerate(shown)
+            ]
             try:
                 replies = await asyncio.gather(*tasks)
             finally:
                 for task in tasks:  # the others, where one has failed
                     task.cancel()
-        results = [_said_in(reply, category=item.category) for reply, item in zip(replies, items, strict=True)]
-        self.admission.count(items=len(items), pictures=len(items))
+        results = [_parse_reply(reply, category=item.category) for reply, item in zip(replies, items, strict=True)]
+        self.limiter.count_answered(items=len(items), pictures=len(items))
         told = [{"category": item.category, **said.model_dump()} for item, said in zip(items, results, strict=True)]
-        self.admission.write(told, version=version)
+        self.limiter.log_answers(told, version=version)
         return results, version
 
-    async def _reply(self, shown: Sequence[Candidate], item: Shown, *, where: str) -> str:
-        sampling = SamplingSettings(max_tokens=MOST_TOKENS, temperature=0.0, seed=0, stop=(item.end,))
-        async with self._places.held(1):
-            ((_, context),) = await prompts(self.room, self.pictures, shown, item.words, where=where)
-            completion = await self.room.generate(context, sampling)
+    async def _generate_reply(self, candidates: Sequence[CandidateImage], item: DescribeItem, *, where: str) -> str:
+        sampling = SamplingSettings(max_tokens=MAX_REPLY_TOKENS, temperature=0.0, seed=0, stop=(item.stop_text,))
+        async with self._render_slots.acquire(1):
+            ((_, context),) = await render_prompts(self.engine, self.image_cache, candidates, item.prompt, where=where)
+            completion = await self.engine.generate(context, sampling)
         if not completion.token_ids:
             raise InfraError("the model gave no reply")
-        return self.room.renderer.text(completion.token_ids)
+        return self.engine.renderer.text(completion.token_ids)
 
     async def health(self) -> dict[str, Any]:
-        if not self.room.is_well:
-            raise busy(503, "the engine has failed; start the server anew")
-        return {"status": "ok", "name": self.name, "version": self.room.version, "limits": self.admission.limits.told()}
+        if not self.engine.is_healthy:
+            raise make_retry_error(503, "the engine has failed; start the server anew")
+        return {"status": "ok", "name": self.name, "version": self.engine.version, "limits": self.limiter.limits.to_json()}
 
 
-def _said_in(reply: str, *, category: str) -> Said:
-    said = described(reply, category=category)
-    return Said(
+def _parse_reply(reply: str, *, category: str) -> DescriptionResult:
+    said = parse_description(reply, category=category)
+    return DescriptionResult(
         thinking=said.thinking, coarse=said.coarse, detailed=said.detailed, state=said.state, location=said.location, text=reply
     )  # fmt: skip
 
 
-def create_app(speaker: Speaker, *, token: str = "", receiver: Receiver | None = None, host: str = "") -> FastAPI:
-    bodies, limits = ("describe", "batch_describe"), speaker.admission.limits
-    app = application("speaker", limits=limits, bodies=bodies, token=token, receiver=receiver, host=host)
-    app.post("/describe", openapi_extra=documented(Shown))(speaker.describe)
-    app.post("/batch_describe", openapi_extra=documented(ShownBatch))(speaker.batch_describe)
-    app.get("/health")(speaker.health)
-    app.get("/metrics")(speaker.admission.metrics)
+def create_app(service: SpeakerService, *, token: str = "", receiver: WeightUpdateHandler | None = None, host: str = "") -> FastAPI:
+    bodies, limits = ("describe", "batch_describe"), service.limiter.limits
+    app = make_application("speaker", limits=limits, large_body_routes=bodies, token=token, receiver=receiver, host=host)
+    app.post("/describe", openapi_extra=openapi_body(DescribeItem))(service.describe)
+    app.post("/batch_describe", openapi_extra=openapi_body(DescribeBatch))(service.batch_describe)
+    app.get("/health")(service.health)
+    app.get("/metrics")(service.limiter.metrics)
     return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    def made(room: "EngineRoom", pictures: Pictures, *, token: str, receiver: Receiver | None, host: str, **options: Any) -> FastAPI:
-        return create_app(Speaker(room, pictures, **options), token=token, receiver=receiver, host=host)
+    def made(
+        room: "EngineHolder", pictures: ImageCache, *, token: str, receiver: WeightUpdateHandler | None, host: str, **options: Any
+    ) -> FastAPI:
+        return create_app(SpeakerService(room, pictures, **options), token=token, receiver=receiver, host=host)
 
     return run_server("speaker", made, description=__doc__, port=9001, arguments=arguments)
 

@@ -17,64 +17,64 @@ from pydantic import Field, StringConstraints
 
 from megatron_rl.errors import InfraError
 from megatron_rl.models.name_mapping import canonical_name, nested_name
-from megatron_rl.tasks.lewis.listener_protocol import Strict
-from sandbox.http import read
+from megatron_rl.tasks.lewis.listener_protocol import StrictMessage
+from sandbox.http import read_body
 
 if TYPE_CHECKING:  # they bring torch
     import torch
 
-    from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
+    from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
-MOST_PARTS = 4096
+MAX_PARTS = 4096
 
 
-class WeightPart(Strict):
+class WeightPart(StrictMessage):
     update: Annotated[str, StringConstraints(min_length=1, max_length=200)]
-    part: Annotated[int, Field(ge=0, lt=MOST_PARTS)]
-    parts: Annotated[int, Field(ge=1, le=MOST_PARTS)]
+    part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
+    parts: Annotated[int, Field(ge=1, le=MAX_PARTS)]
     safetensors: str
     """base64 of a file of this format that holds some of the tensors, by their names in Hugging Face's checkpoints."""
 
 
-class Held(Strict):
+class WeightPartReply(StrictMessage):
     held: int
     """Parts of the update that are here."""
     version: str
     """With what is answered now."""
 
 
-class Incoming:
+class PublishedWeightReceiver:
     """Parts of one update."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """`shapes` by name, of all tensors that an update has: what else comes is refused, so that an update takes no more memory than it
         must."""
         self._shapes = shapes
-        self._update, self._parts, self._held = "", 0, 0
+        self._update, self._parts, self._num_received = "", 0, 0
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def take(self, given: WeightPart) -> "tuple[int, dict[str, torch.Tensor] | None]":
+    def add_part(self, part: WeightPart) -> "tuple[int, dict[str, torch.Tensor] | None]":
         """Parts that are here, and all tensors with the last of them. ValueError: it is none of this model, or out of turn; the update is
         then to be sent anew."""
-        if given.part == 0:
-            self._update, self._parts, self._held, self._tensors = given.update, given.parts, 0, {}
-        if (given.update, given.parts, given.part) != (self._update, self._parts, self._held):
+        if part.part == 0:
+            self._update, self._parts, self._num_received, self._tensors = part.update, part.parts, 0, {}
+        if (part.update, part.parts, part.part) != (self._update, self._parts, self._num_received):
             raise ValueError(
-                f"part {given.part} of {given.parts} of {given.update}: part {self._held} of {self._update} is due; begin anew"
+                f"part {part.part} of {part.parts} of {part.update}: part {self._num_received} of {self._update} is due; begin anew"
             )
         try:
-            tensors = _read(given.safetensors)
+            tensors = _decode_tensors(part.safetensors)
             self._require_fit(tensors)
             self._tensors |= tensors
             lacking = sorted(self._shapes.keys() - self._tensors.keys())
-            if given.part + 1 == given.parts and lacking:
+            if part.part + 1 == part.parts and lacking:
                 raise ValueError(f"{len(lacking)} tensors did not come: {', '.join(lacking[:3])}")
         except ValueError:
             self._update, self._tensors = "", {}
             raise
-        self._held += 1
-        if self._held < self._parts:
-            return self._held, None
+        self._num_received += 1
+        if self._num_received < self._parts:
+            return self._num_received, None
         complete, self._update, self._tensors = self._tensors, "", {}
         return self._parts, complete
 
@@ -88,7 +88,7 @@ class Incoming:
                 raise ValueError(f"{name}: holds what is no finite number")
 
 
-def _read(text: str) -> "dict[str, torch.Tensor]":
+def _decode_tensors(text: str) -> "dict[str, torch.Tensor]":
     """By the newer spelling of their names. ValueError: it is no such file."""
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -99,23 +99,23 @@ def _read(text: str) -> "dict[str, torch.Tensor]":
         raise ValueError(f"safetensors: cannot be read ({error})"[:300]) from error
 
 
-class Receiver:
+class WeightUpdateHandler:
     """What the route does."""
 
-    def __init__(self, room: "EngineRoom") -> None:
-        self.room, self._incoming, self._turn = room, Incoming(room.shapes), asyncio.Lock()
+    def __init__(self, engine: "EngineHolder") -> None:
+        self.engine, self._weight_receiver, self._lock = engine, PublishedWeightReceiver(engine.tensor_shapes), asyncio.Lock()
 
-    async def weights(self, request: Request) -> Held:
+    async def handle_weight_part(self, request: Request) -> WeightPartReply:
         """422: these are no weights of this model; 503: the engine did not take them."""
-        given = await read(request, WeightPart)
-        async with self._turn:
+        given = await read_body(request, WeightPart)
+        async with self._lock:
             try:
-                held, tensors = await asyncio.to_thread(self._incoming.take, given)
+                held, tensors = await asyncio.to_thread(self._weight_receiver.add_part, given)
             except ValueError as error:
                 raise HTTPException(422, str(error)) from error
             if tensors is not None:
                 try:
-                    await asyncio.shield(self.room.load(tensors))
+                    await asyncio.shield(self.engine.load_weights(tensors))
                 except InfraError as error:
                     raise HTTPException(503, str(error)) from error
-        return Held(held=held, version=self.room.version)
+        return WeightPartReply(held=held, version=self.engine.version)

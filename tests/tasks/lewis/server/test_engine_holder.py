@@ -10,13 +10,13 @@ import torch
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.server import engine_holder
-from megatron_rl.tasks.lewis.server.engine_holder import EngineRoom
+from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
 
 class Engine:
     """Asks its room how it is while it takes weights; `fails` says that it does not take them."""
 
-    room: EngineRoom
+    room: EngineHolder
     fails = False
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -26,7 +26,7 @@ class Engine:
         asyncio.run(stay)
 
     def load_weights(self, tensors: Iterator, *, version: int) -> None:
-        self.said.append(self.room.is_well)
+        self.said.append(self.room.is_healthy)
         if self.fails:
             raise RuntimeError("half of them")
         self.weight_version = version
@@ -39,22 +39,22 @@ def test_a_service_is_well_while_its_weights_change(monkeypatch: pytest.MonkeyPa
     """Another run that begins just then would take it for broken. It is not well once an update has failed, until one is taken."""
     renderer = SimpleNamespace(image_token_id=0, banned_ids=[], stop_ids=[], final_pixels=(1, 2))
     for name, value in {
-        "ColocatedEngine": Engine, "Renderer": lambda model, *, cached_bytes: renderer, "version_of": lambda *_: "first",
-        "version_of_tensors": lambda tensors, *_: f"{tensors['a'].item():g}",
+        "ColocatedEngine": Engine, "Renderer": lambda model, *, cached_bytes: renderer, "compute_folder_version": lambda *_: "first",
+        "compute_tensors_version": lambda tensors, *_: f"{tensors['a'].item():g}",
     }.items():  # fmt: skip
         monkeypatch.setattr(engine_holder, name, value)
-    room = EngineRoom(ModelSettings(path="nowhere"), EngineSettings())
+    room = EngineHolder(ModelSettings(path="nowhere"), EngineSettings())
     engine = room._engine
     engine.room = room
     try:
-        asyncio.run(room.load({"a": torch.tensor(1.0)}))
-        assert (engine.said, room.is_well, room.version) == ([True], True, "1")
+        asyncio.run(room.load_weights({"a": torch.tensor(1.0)}))
+        assert (engine.said, room.is_healthy, room.version) == ([True], True, "1")
         engine.fails = True
         with pytest.raises(InfraError, match="half of them"):
-            asyncio.run(room.load({"a": torch.tensor(2.0)}))
-        assert not room.is_well and room.version == "1"
+            asyncio.run(room.load_weights({"a": torch.tensor(2.0)}))
+        assert not room.is_healthy and room.version == "1"
         engine.fails = False
-        asyncio.run(room.load({"a": torch.tensor(3.0)}))
-        assert room.is_well and room.version == "3"
+        asyncio.run(room.load_weights({"a": torch.tensor(3.0)}))
+        assert room.is_healthy and room.version == "3"
     finally:
         room.close()

@@ -18,11 +18,11 @@ from megatron_rl.config import EngineSettings, WeightPublishSettings
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.tasks.lewis.description import PROMPT
-from megatron_rl.tasks.lewis.server.image_cache import Pictures
-from megatron_rl.tasks.lewis.server.request_limiter import Limits
-from megatron_rl.tasks.lewis.server.speaker_app import MOST_TOKENS, Speaker, create_app
+from megatron_rl.tasks.lewis.server.image_cache import ImageCache
+from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
+from megatron_rl.tasks.lewis.server.speaker_app import MAX_REPLY_TOKENS, SpeakerService, create_app
 from tests.support.model_servers import Started, as_base64, noise, png, started
-from tools.data.make_tiny_qwen2_5_vl import make
+from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 REPLIES = {
     "mug": "<thinking>t</thinking><coarse>a photo of a red mug</coarse><detailed>The mug is red.</detailed>",
@@ -36,7 +36,7 @@ SAID = "<state>chipped</state><location>on a shelf</location>"
 class Room:
     """Says what belongs to the category that its prompt names."""
 
-    version, busy_s, is_well, settings = "one", 0.0, True, EngineSettings(max_num_seqs=4)
+    version, busy_s, is_healthy, settings = "one", 0.0, True, EngineSettings(max_num_seqs=4)
     held, most = 0, 0
     """Pictures that are rendered and not answered yet, now and at most."""
 
@@ -50,15 +50,15 @@ class Room:
             self.most = max(self.most, self.held)
         return messages[0]["content"][1]["text"]
 
-    async def aside(self, act: Any) -> Any:
+    async def run_in_renderer(self, act: Any) -> Any:
         return await asyncio.to_thread(act)
 
     @asynccontextmanager
-    async def steady(self) -> AsyncIterator[str]:
+    async def hold_weights(self) -> AsyncIterator[str]:
         yield self.version
 
     async def generate(self, context: str, sampling: SamplingSettings) -> Completion:
-        assert sampling.temperature == 0.0 and sampling.max_tokens == MOST_TOKENS
+        assert sampling.temperature == 0.0 and sampling.max_tokens == MAX_REPLY_TOKENS
         (category,) = [name for name in REPLIES if context.startswith(PROMPT.format(category=name))]
         await asyncio.sleep(0.001)
         with self.lock:
@@ -70,7 +70,7 @@ class Room:
 
 def asked(path: str, body: object, *, room: Room | None = None) -> httpx.Response:
     async def ask() -> httpx.Response:
-        app = create_app(Speaker(room or Room(), Pictures([]), limits=Limits(), name="scripted"))
+        app = create_app(SpeakerService(room or Room(), ImageCache([]), limits=RequestLimits(), name="scripted"))
         async with httpx.AsyncClient(base_url="http://127.0.0.1:9001", transport=httpx.ASGITransport(app)) as http:
             return await http.post(path, json=body)
 
@@ -85,7 +85,7 @@ def test_few_pictures_are_rendered_at_a_time() -> None:
     room = Room()
 
     async def ask() -> list[httpx.Response]:
-        app = create_app(Speaker(room, Pictures([]), limits=Limits(), name="scripted"))
+        app = create_app(SpeakerService(room, ImageCache([]), limits=RequestLimits(), name="scripted"))
         async with httpx.AsyncClient(base_url="http://127.0.0.1:9001", transport=httpx.ASGITransport(app)) as http:
             bodies = [{"batch": batch}, {"batch": batch[::-1]}]
             answers = await asyncio.gather(*(http.post("/batch_describe", json=body) for body in bodies))
@@ -170,7 +170,7 @@ def test_it_says_what_hugging_face_says_with_its_weights_and_with_those_that_a_r
 ) -> None:
     """The second ones come in several parts, under the released names, into an engine that has remembered these very questions."""
     first = says_what_hugging_face_says(speaker, random_model)
-    make(tmp_path / "other", preset="nano", init="random", seed=7)
+    make_checkpoint(tmp_path / "other", preset="nano", init="random", seed=7)
     tensors = load_file(tmp_path / "other" / "model.safetensors")
     token = tmp_path / "token"
     token.write_text(TOKEN)

@@ -16,9 +16,9 @@ from safetensors.torch import save
 from megatron_rl.config import WeightPublishSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.rollout.weight_publisher import WeightPublisher
-from megatron_rl.tasks.lewis.server.model_version import version_of_tensors
-from megatron_rl.tasks.lewis.server.read_write_lock import Standing
-from megatron_rl.tasks.lewis.server.weight_updates import Incoming, WeightPart
+from megatron_rl.tasks.lewis.server.model_version import compute_tensors_version
+from megatron_rl.tasks.lewis.server.read_write_lock import ReadWriteLock
+from megatron_rl.tasks.lewis.server.weight_updates import PublishedWeightReceiver, WeightPart
 from tests.support.hostile_server import hostile
 from tests.support.listeners import Room, app_of
 from tests.support.listening import listener_of
@@ -39,22 +39,22 @@ def some(*places: int) -> dict[str, torch.Tensor]:
 
 
 def test_all_parts_are_an_update_whatever_the_names_are_spelled_like() -> None:
-    incoming = Incoming(SHAPES)
+    incoming = PublishedWeightReceiver(SHAPES)
     first = {RELEASED.get(name, name): tensor for name, tensor in some(0, 1).items()}
-    assert incoming.take(part(0, 2, first)) == (1, None)
-    held, tensors = incoming.take(part(1, 2, some(2)))
+    assert incoming.add_part(part(0, 2, first)) == (1, None)
+    held, tensors = incoming.add_part(part(1, 2, some(2)))
     assert held == 2 and tensors.keys() == SHAPES.keys()
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in SHAPES)
-    assert incoming.take(part(0, 1, TENSORS, update="next"))[1].keys() == SHAPES.keys()
+    assert incoming.add_part(part(0, 1, TENSORS, update="next"))[1].keys() == SHAPES.keys()
 
 
 def test_the_first_part_of_another_update_begins_anew() -> None:
-    incoming = Incoming(SHAPES)
-    incoming.take(part(0, 2, some(0, 1)))
-    incoming.take(part(0, 2, some(0), update="v"))
+    incoming = PublishedWeightReceiver(SHAPES)
+    incoming.add_part(part(0, 2, some(0, 1)))
+    incoming.add_part(part(0, 2, some(0), update="v"))
     with pytest.raises(ValueError, match="part 1 of 2 of u: part 1 of v is due"):
-        incoming.take(part(1, 2, some(2)))
-    assert incoming.take(part(1, 2, some(1, 2), update="v"))[1].keys() == SHAPES.keys()
+        incoming.add_part(part(1, 2, some(2)))
+    assert incoming.add_part(part(1, 2, some(1, 2), update="v"))[1].keys() == SHAPES.keys()
 
 
 BROKEN = {
@@ -69,45 +69,45 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_not_all_of_this_model_is_refused(case: str) -> None:
     tensors, said = BROKEN[case]
-    incoming = Incoming(SHAPES)
+    incoming = PublishedWeightReceiver(SHAPES)
     with pytest.raises(ValueError, match=said):
-        incoming.take(part(0, 1, tensors))
+        incoming.add_part(part(0, 1, tensors))
     with pytest.raises(ValueError, match="is due"):  # nothing of it is left
-        incoming.take(part(1, 2, some(0)))
-    assert incoming.take(part(0, 1, TENSORS))[1].keys() == SHAPES.keys()
+        incoming.add_part(part(1, 2, some(0)))
+    assert incoming.add_part(part(0, 1, TENSORS))[1].keys() == SHAPES.keys()
 
 
 def test_a_tensor_comes_once_and_a_part_in_its_turn() -> None:
-    incoming = Incoming(SHAPES)
-    incoming.take(part(0, 3, some(0)))
+    incoming = PublishedWeightReceiver(SHAPES)
+    incoming.add_part(part(0, 3, some(0)))
     with pytest.raises(ValueError, match="norm.weight: came before"):
-        incoming.take(part(1, 3, some(0, 1)))
-    incoming.take(part(0, 3, some(0)))
+        incoming.add_part(part(1, 3, some(0, 1)))
+    incoming.add_part(part(0, 3, some(0)))
     with pytest.raises(ValueError, match="part 2 of 3 of u: part 1 of u is due"):
-        incoming.take(part(2, 3, some(2)))
+        incoming.add_part(part(2, 3, some(2)))
     for text in ("?", base64.b64encode(b"no such file").decode(), base64.b64encode(save(TENSORS)[:-5]).decode()):
         with pytest.raises(ValueError, match="safetensors: cannot be read"):
-            Incoming(SHAPES).take(WeightPart(update="u", part=0, parts=1, safetensors=text))
+            PublishedWeightReceiver(SHAPES).add_part(WeightPart(update="u", part=0, parts=1, safetensors=text))
 
 
 def test_who_changes_waits_for_all_who_read_and_lets_none_begin() -> None:
     """By the order of what happened, with readers of two lengths and one that comes while the change waits."""
     happened: list[str] = []
 
-    async def read(standing: Standing, name: str, seconds: float) -> None:
-        async with standing.reading():
+    async def read(standing: ReadWriteLock, name: str, seconds: float) -> None:
+        async with standing.read_lock():
             happened.append(f"{name} begins")
             await asyncio.sleep(seconds)
             happened.append(f"{name} ends")
 
-    async def change(standing: Standing) -> None:
-        async with standing.changing():
+    async def change(standing: ReadWriteLock) -> None:
+        async with standing.write_lock():
             happened.append("change begins")
             await asyncio.sleep(0.05)
             happened.append("change ends")
 
     async def main() -> None:
-        standing = Standing()
+        standing = ReadWriteLock()
         begun = [asyncio.create_task(read(standing, "short", 0.02)), asyncio.create_task(read(standing, "long", 0.1))]
         await asyncio.sleep(0.01)
         begun.append(asyncio.create_task(change(standing)))
@@ -122,15 +122,15 @@ def test_who_changes_waits_for_all_who_read_and_lets_none_begin() -> None:
 def test_a_version_is_that_of_every_bit() -> None:
     changed = {**TENSORS, "lm_head.weight": TENSORS["lm_head.weight"].clone()}
     changed["lm_head.weight"].view(-1).view(torch.uint8)[0] ^= 1
-    versions = [version_of_tensors(TENSORS, 1), version_of_tensors(TENSORS, 2), version_of_tensors(changed, 1)]
+    versions = [compute_tensors_version(TENSORS, 1), compute_tensors_version(TENSORS, 2), compute_tensors_version(changed, 1)]
     assert len({*versions}) == 3
     others = [  # the same bytes in the same order
         {"lm_head_weight" if name == "lm_head.weight" else name: tensor for name, tensor in TENSORS.items()},
         {name: tensor.reshape(-1) for name, tensor in TENSORS.items()},
         {name: tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor.view(torch.int16) for name, tensor in TENSORS.items()},
     ]
-    assert len({*versions, *(version_of_tensors(each, 1) for each in others)}) == 6
-    assert version_of_tensors(dict(reversed(TENSORS.items())), 1) == versions[0]
+    assert len({*versions, *(compute_tensors_version(each, 1) for each in others)}) == 6
+    assert compute_tensors_version(dict(reversed(TENSORS.items())), 1) == versions[0]
 
 
 class Trained(Room):
@@ -138,17 +138,17 @@ class Trained(Room):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shapes, self.standing, self.loads, self.fails = SHAPES, Standing(), 0, False
+        self.tensor_shapes, self.standing, self.loads, self.fails = SHAPES, ReadWriteLock(), 0, False
 
     @asynccontextmanager
-    async def steady(self):
-        async with self.standing.reading():
+    async def hold_weights(self):
+        async with self.standing.read_lock():
             yield self.version
 
-    async def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    async def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         if self.fails:
             raise InfraError("the engine has not taken the weights")
-        async with self.standing.changing():
+        async with self.standing.write_lock():
             self.version, self.loads = f"{sum(tensor.sum().item() for tensor in tensors.values()):g}", self.loads + 1
 
 
