@@ -71,7 +71,7 @@ class Ledger:
             torch.cuda.reset_peak_memory_stats()
         seconds, result = timed(act)
         self.seconds.setdefault(name, []).append(seconds)
-        planned = getattr(self.planned, name) if self.planned and name in PLANNED else None
+        planned = getattr(self.planned, f"{name}_bytes") if self.planned and name in PLANNED else None
         print_row(turn, name, f"{seconds:.3f}", *(measured() if has_gpu else ["-"] * 3), in_gb(planned), ratio(planned))
         return result
 
