@@ -45,15 +45,15 @@ class Plugins:
     """By algo.name."""
 
 
-def build_task(settings: TaskSettings, own: Plugins = Plugins()) -> Task:
+def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
     """The task with the reward that is chosen, which may be a function of the user's, alone or beside one that ships."""
-    tasks = {**TASKS, **own.tasks}
+    tasks = {**TASKS, **plugins.tasks}
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
     task_type = tasks[settings.name]
     require_task(settings.name, task_type)
     names = settings.reward.split("+") if settings.reward else []
-    shipped = [name for name in names if name not in own.rewards]
-    choices = [*task_type.rewards, *own.rewards]
+    shipped = [name for name in names if name not in plugins.rewards]
+    choices = [*task_type.rewards, *plugins.rewards]
     joined = "; at most one that ships, with your own joined by +" if task_type.rewards else ""
     remedy = f"task {settings.name} takes {', '.join(choices) or 'none but its own'}{joined}"
     require({*shipped} <= {*task_type.rewards} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
@@ -68,13 +68,13 @@ def build_task(settings: TaskSettings, own: Plugins = Plugins()) -> Task:
     task = task_type(replace(settings, reward="".join(shipped)))
     asks = task.judge is not None or not (settings.judge.model or settings.judge.urls)
     require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} asks no judge; leave it out")
-    task.rubric = from_function(settings.reward, task.rubric, own.rewards)
+    task.rubric = from_function(settings.reward, task.rubric, plugins.rewards)
     return task
 
 
-def uses_sandbox(settings: Settings, own: Plugins = Plugins()) -> bool:
+def uses_sandbox(settings: Settings, plugins: Plugins = Plugins()) -> bool:
     """Whether the engines' processes hold boxes in which the task's episodes run code."""
-    tasks = {**TASKS, **own.tasks}
+    tasks = {**TASKS, **plugins.tasks}
     return settings.task.name in tasks and tasks[settings.task.name].runs_code and not settings.task.sandbox.url
 
 
@@ -86,6 +86,6 @@ def _is_plain_value(options: object) -> bool:
     return True
 
 
-def has_critic(settings: Settings, own: Plugins = Plugins()) -> bool:
+def has_critic(settings: Settings, plugins: Plugins = Plugins()) -> bool:
     """Whether the run trains values beside the policy."""
-    return settings.stage == "rl" and {**ALGORITHMS, **own.algorithms}[settings.algo.name].needs_critic
+    return settings.stage == "rl" and {**ALGORITHMS, **plugins.algorithms}[settings.algo.name].needs_critic

@@ -3491,7 +3491,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a file without any answer is learned",
         "megatron_rl/data/survey.py",
-        "    errors.take_errors_of_all(columns, num_rows_of)\n",
+        "    errors.move_errors_in_all_rows(columns, num_rows_of)\n",
         "",
         "tests/data/test_doubtful_answers.py -k all_missing",
     ),

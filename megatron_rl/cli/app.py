@@ -88,11 +88,11 @@ def cli(
         from megatron_rl.run.status import is_finished
         from megatron_rl.services.service_job import serve_external_services
 
-        own = Plugins(tasks=tasks or {}, rewards=rewards or {}, algorithms=algorithms or {})
+        plugins = Plugins(tasks=tasks or {}, rewards=rewards or {}, algorithms=algorithms or {})
         if word == "doctor":
             from megatron_rl.preflight.doctor import run_doctor
 
-            sys.exit(run_doctor(settings, own))
+            sys.exit(run_doctor(settings, plugins))
         if word == "serve":
             if not serve_external_services(settings, is_run_finished=lambda: is_finished(Path(settings.run.dir))):
                 sys.exit(STOPPED_EXIT_CODE)
@@ -105,14 +105,14 @@ def cli(
         if word == "evaluate":
             from megatron_rl.entrypoints.evaluate import run_evaluation
 
-            exit_with(run_evaluation(settings, own) is not None)
+            exit_with(run_evaluation(settings, plugins) is not None)
             return
         if word == "rescore":
             from megatron_rl.entrypoints.rescore import rescore_run
 
-            exit_with(rescore_run(settings, own) is not None)
+            exit_with(rescore_run(settings, plugins) is not None)
             return
-        result = run(settings, own)
+        result = run(settings, plugins)
         exit_with(result is None or result.is_finished)
 
     load_and_run(act, tasks or {}, is_doctor=word == "doctor")
@@ -236,11 +236,11 @@ def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProx
 
     What a yaml says of task.options is held to the dataclass that the user's own task has for it.
     """
-    own = tasks.get(OmegaConf.select(chosen, "task.name", default=""))
+    task_type = tasks.get(OmegaConf.select(chosen, "task.name", default=""))
     try:
-        if own is not None and own.Options is not None:
+        if task_type is not None and task_type.Options is not None:
             given = OmegaConf.select(chosen, "task.options")
-            OmegaConf.update(chosen, "task.options", OmegaConf.merge(OmegaConf.structured(own.Options), given or {}), merge=False)
+            OmegaConf.update(chosen, "task.options", OmegaConf.merge(OmegaConf.structured(task_type.Options), given or {}), merge=False)
         reject_unknown_keys(chosen)
         return OmegaConf.to_object(chosen)
     except MissingMandatoryValue as error:

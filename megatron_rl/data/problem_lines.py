@@ -53,7 +53,7 @@ class ProblemLines:
         columns_first = sorted(self._groups.items(), key=lambda item: isinstance(item[0], tuple))
         return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
 
-    def take_errors_of_all(self, others: "ProblemLines", num_rows_of: Mapping[str, int]) -> None:
+    def move_errors_in_all_rows(self, others: "ProblemLines", num_rows_of: Mapping[str, int]) -> None:
         """Take over the findings of `others` that are errors where all rows of their files have them, and all do."""
         for problem, group in [*others._groups.items()]:
             is_all = 1 < group.num_rows == sum(num_rows_of.get(file, 0) for file in group.files)

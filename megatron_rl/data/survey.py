@@ -94,7 +94,7 @@ def survey_questions(examples: QuestionSource, *, check_question: QuestionCheck 
                     *(check_question(row.example, sizes) if check_question else ()),
                 ]:
                     warnings.add_message(f"{row.example.where or row.example.id}: {wrong}")
-    errors.take_errors_of_all(columns, num_rows_of)
+    errors.move_errors_in_all_rows(columns, num_rows_of)
     found.errors = [*_missing_column_errors(examples.column_mapping, names), *unread.errors(names), *errors.format_lines(num_rows_of)]
     found.unread_columns = unread.format_lines(_READS)
     found.num_errors, found.num_more_errors = errors.num_rows, errors.num_omitted_rows()

@@ -87,9 +87,9 @@ def _run_training_loop(
 
 def run_sft(settings: Settings, context: TrainerContext) -> RolloutManager:
     policy, run = context.policy, context.run
-    own = {"task": context.task, "renderer": context.renderer, "checkpoints": context.checkpoints, "stop": context.stop}
+    parts = {"task": context.task, "renderer": context.renderer, "checkpoints": context.checkpoints, "stop": context.stop}
     report_column_warnings({"eval": context.task.examples("eval")}, log=run.log)
-    train_sft(settings, policy=policy, run=run, **own)
+    train_sft(settings, policy=policy, run=run, **parts)
     fleet = context.build_rollout_manager(settings)
     with run.spans("sync"):
         fleet.update_weights(policy.hf_weights(), version=0)

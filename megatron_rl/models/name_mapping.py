@@ -75,7 +75,7 @@ class ParamMapping:
         whole = self.fuse(tensors) if self.fuse else tensors[0]
         return whole if self.shard_dim is None else _shard(whole, self.shard_dim, rank, size, pads=self.vocab_rows > 0)
 
-    def row_runs(self, tensors: Tensors) -> Tensors:
+    def list_row_slices(self, tensors: Tensors) -> Tensors:
         """The runs of rows of full HF tensors that make up `to_mcore(tensors, 0, 1)` one after another; nothing is copied.
 
         They are found by fusing the rows' numbers instead of the rows: a fused parameter is its tensors' rows in another order.

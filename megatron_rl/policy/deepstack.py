@@ -36,9 +36,9 @@ def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) ->
     return _PassThrough.apply(hidden, torch.cat(added, -1), stacked) if is_trained else hidden, stacked
 
 
-def add_to_layer(number: int, layer: nn.Module, inputs: tuple, named: dict, output: tuple) -> tuple:
+def add_to_layer(number: int, layer: nn.Module, inputs: tuple, kwargs: dict, output: tuple) -> tuple:
     """A forward hook of the layer with this number (of its model's): its hidden states with what is added to them."""
-    stacked: DeepStack | None = named["packed_seq_params"].stacked
+    stacked: DeepStack | None = kwargs["packed_seq_params"].stacked
     hidden, context = output
     return output if stacked is None else (_Add.apply(hidden, stacked, number), context)
 

@@ -20,7 +20,7 @@ from megatron_rl.rollout.vllm.server_api import check_servers
 from megatron_rl.services.engine_servers import check_started
 
 
-def plan_gpu_bytes(settings: Settings, own: Plugins, *, world: World) -> int | ValueError | OSError:
+def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int | ValueError | OSError:
     """Return the planned peak of the fullest GPU in bytes, or the error that no plan fits.
 
     0 on CPUs, and on all processes but the first of a node. The memory is that of the smallest GPU here. Main memory is judged where
@@ -30,10 +30,10 @@ def plan_gpu_bytes(settings: Settings, own: Plugins, *, world: World) -> int | V
         return 0
     try:
         model = read_spec(settings.model.path)
-        check_sizes(settings, model, world.size, own)
+        check_sizes(settings, model, world.size, plugins)
         memory = min(gpu.memory_bytes for gpu in visible_gpus()[: world.local_size])
         settings = replace(settings, run=replace(settings.run, gpu=closest_gpu_name(memory, preferred=settings.run.gpu)))
-        given = {"has_values": has_critic(settings, own), "uses_sandbox": uses_sandbox(settings, own), "memory": memory}
+        given = {"has_values": has_critic(settings, plugins), "uses_sandbox": uses_sandbox(settings, plugins), "memory": memory}
         planned = plan_gpu_memory(model, settings, world_size=world.size, **given)
         misfit = (
             host_memory_error(planned.host, settings, world_size=world.local_size, on_this_machine=True) if settings.run.host_gb else ""
@@ -43,7 +43,7 @@ def plan_gpu_bytes(settings: Settings, own: Plugins, *, world: World) -> int | V
         return trouble
 
 
-def check_run(settings: Settings, own: Plugins, *, world: World, needed: int | ValueError | OSError, splits: tuple[str, ...]) -> Task:
+def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int | ValueError | OSError, splits: tuple[str, ...]) -> Task:
     """Build the task, and check everything that can be known of a run before anything else of it is built.
 
     Args:
@@ -51,8 +51,8 @@ def check_run(settings: Settings, own: Plugins, *, world: World, needed: int | V
         splits: Splits of the task that must have examples.
     """
     check_gpus(settings, world, needed=needed)
-    task = build_task(settings.task, own)
-    check_settings(settings, world.size, own)
+    task = build_task(settings.task, plugins)
+    check_settings(settings, world.size, plugins)
     if world.is_main:
         check_wandb(settings.wandb)
         check_trackio(settings.trackio)
@@ -65,9 +65,10 @@ def check_run(settings: Settings, own: Plugins, *, world: World, needed: int | V
     return task
 
 
-def print_plan(settings: Settings, world: World, own: Plugins) -> None:
+def print_plan(settings: Settings, world: World, plugins: Plugins) -> None:
     """Print the plan of memory on the main rank; a released model's name on the hub is enough of a model.path."""
     model, size = load_known_spec(settings.model.path), settings.run.world or world.size
-    check_sizes(settings, model, size, own)
+    check_sizes(settings, model, size, plugins)
     if world.is_main:
-        print_memory_plan(model, settings, world_size=size, has_values=has_critic(settings, own), uses_sandbox=uses_sandbox(settings, own))
+        parts = {"has_values": has_critic(settings, plugins), "uses_sandbox": uses_sandbox(settings, plugins)}
+        print_memory_plan(model, settings, world_size=size, **parts)

@@ -18,12 +18,12 @@ from megatron_rl.rollout.task import Task
 from megatron_rl.weights.formats.open_checkpoint import check_tokenizer
 
 
-def check_settings(settings: Settings, world_size: int, own: Plugins = Plugins()) -> None:
+def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugins()) -> None:
     """Raise ValueError, the same on every rank, where settings do not fit the model or the number of processes."""
     model, path = read_spec(settings.model.path), Path(settings.model.path)
-    check_sizes(settings, model, world_size, own)
+    check_sizes(settings, model, world_size, plugins)
     check_tokenizer(path, model, key="model.path")
-    if has_critic(settings, own) and settings.critic.path:
+    if has_critic(settings, plugins) and settings.critic.path:
         num_rows, num_token_ids = load_known_spec(settings.critic.path, key="critic.path").vocab_size, count_token_ids(path)
         remedy = f"has vocab_size={num_rows}, the tokenizer of model.path={path} ids up to {num_token_ids - 1}; take a critic that has them"
         require(num_token_ids <= num_rows, "critic.path", settings.critic.path, remedy)
@@ -37,9 +37,9 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
 
 
-def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Plugins = Plugins()) -> None:
+def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
     """The algorithm; the layout, the frozen parts and the engine against the model and the number of processes."""
-    algorithms = {**ALGORITHMS, **own.algorithms}
+    algorithms = {**ALGORITHMS, **plugins.algorithms}
     check_algorithm(settings.algo, algorithms)
     compares, drop = algorithms[settings.algo.name].needs_group, settings.filter.drop
     remedy = f"algo.name={settings.algo.name} learns from groups whose members are all alike, too; leave zero_std out"
@@ -47,7 +47,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, own: Plug
     require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
     require(compares or "zero_std" not in drop, "filter.drop", drop, remedy)
     _check_adaptive_kl(settings)
-    if has_critic(settings, own):
+    if has_critic(settings, plugins):
         _check_critic(settings, model, world_size)
     elif settings.stage == "rl":
         plain = asdict(CriticSettings())

@@ -31,7 +31,7 @@ from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rewards.equations import PART_SEPARATOR, count_names, is_value_equation, links, read_named_values
 from megatron_rl.rewards.labels import read_digit_label
 from megatron_rl.rewards.latex_commands import are_known
-from megatron_rl.rewards.letter_case import with_case
+from megatron_rl.rewards.letter_case import distinguish_cases
 from megatron_rl.rewards.matrices import matrix
 from megatron_rl.rewards.typed_math import to_latex
 
@@ -119,7 +119,7 @@ class MathVerifier:
         (wanted, chain), (given, other_chain) = (links(_without_thousands(to_latex(text))) for text in (truth, answer))
         if wanted == given and not chain and not other_chain:
             return True
-        if (told_apart := with_case(wanted, given)) is None:
+        if (told_apart := distinguish_cases(wanted, given)) is None:
             return None
         wanted, given = told_apart
         if ("=" in wanted) != ("=" in given) and not (is_value_equation(wanted) and is_value_equation(given)):

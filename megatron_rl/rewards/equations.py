@@ -35,7 +35,7 @@ def links(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
 
 
 def _read_chain(part: str) -> tuple[str, list[tuple[str, str, bool]]]:
-    signs = _signs(part)
+    signs = _relation_signs(part)
     starts, ends = [0, *(sign.end() for sign in signs)], [*(sign.start() for sign in signs), len(part)]
     sides = [part[start:end].strip() for start, end in zip(starts, ends, strict=True)]
     are_exact = [sign[0] == "=" for sign in signs]
@@ -54,7 +54,7 @@ def _read_chain(part: str) -> tuple[str, list[tuple[str, str, bool]]]:
     return "=".join([*sides[:is_named], *values[:kept]]), pairs
 
 
-def _signs(part: str) -> list[re.Match[str]]:
+def _relation_signs(part: str) -> list[re.Match[str]]:
     """Return the signs of equality outside of brackets."""
     depth, found = 0, []
     for token in _TOKEN.finditer(part):

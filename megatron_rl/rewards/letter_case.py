@@ -30,7 +30,7 @@ def differ_in_case(one: str, other: str) -> bool:
     return bool(_in_both_cases(bare) or _in_both_cases(other_bare))
 
 
-def with_case(one: str, other: str) -> tuple[str, str] | None:
+def distinguish_cases(one: str, other: str) -> tuple[str, str] | None:
     r"""Return two formulas in LaTeX with another letter for each capital whose case counts; None where there are not letters enough.
 
     Example: `\frac{R}{R+r}` -> `\frac{a}{a+r}`; `\Delta` beside `\delta` becomes a letter, too.

@@ -63,7 +63,7 @@ def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: AttentionHea
         "up": 7,
     }
     tensors = tuple(torch.rand(sizes[hf.split(".")[-2].removesuffix("_proj")], *[4][: hf.endswith("weight")]) for hf in row.hf_names)
-    runs = row.row_runs(tensors)
+    runs = row.list_row_slices(tensors)
     assert torch.equal(torch.cat(runs), row.to_mcore(tensors, 0, 1))
     assert {run.untyped_storage().data_ptr() for run in runs} == {tensor.untyped_storage().data_ptr() for tensor in tensors}
     assert len(runs) == {"linear_qkv": 3 * heads.num_kv_heads, "linear_proj": 1, "linear_fc1": 2}[name.split(".")[0]]
@@ -72,7 +72,7 @@ def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: AttentionHea
 def test_a_fusion_that_loses_rows_has_no_runs() -> None:
     row = ParamMapping("name", ("a", "b"), "first", fuse=lambda tensors: torch.cat((tensors[0], tensors[0])))
     with pytest.raises(AssertionError, match="name does not hold every row once"):
-        row.row_runs((torch.zeros(2), torch.zeros(2)))
+        row.list_row_slices((torch.zeros(2), torch.zeros(2)))
 
 
 def test_gate_and_up_of_a_rank_stand_together() -> None:

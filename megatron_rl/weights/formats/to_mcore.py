@@ -55,7 +55,7 @@ class McoreImport:
         self._check_result(into)
 
     def _runs(self, row: ParamMapping) -> Tensors:
-        return row.row_runs(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf_names)))
+        return row.list_row_slices(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf_names)))
 
     def _check_result(self, into: Path) -> None:
         """Read the folder's own account of itself again and compare it with the plan."""
