@@ -3363,6 +3363,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "tests/distributed/test_hang_watchdog.py -k disk_that_hangs",
     ),
     Mutant(
+        "a pump outlives its run",
+        "megatron_rl/rollout/colocated.py",
+        "                    async with asyncio.timeout(HEARTBEAT_S):\n                        await self._woken.wait()",
+        "                    await asyncio.wait_for(self._woken.wait(), HEARTBEAT_S)",
+        "tests/rollout/test_colocated.py -k one_pump",
+    ),
+    Mutant(
         "a rank that reads answers gives none",
         "megatron_rl/distributed/hang_watchdog.py",
         "            self._answer_request()\n            asked",

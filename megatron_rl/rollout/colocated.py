@@ -190,8 +190,9 @@ class ColocatedEngine:
         while True:
             if not (self._news or self._held or self._core.is_busy()):
                 self._woken.clear()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), HEARTBEAT_S)
+                with contextlib.suppress(TimeoutError):  # Python 3.11's wait_for ignores a cancellation that comes with the event
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await self._woken.wait()
             self._turn()
             for _ in range(_ROUNDS):
                 await asyncio.sleep(0)

@@ -201,3 +201,25 @@ def test_a_prompt_that_cannot_be_rendered_is_everyones_own_trouble(renderer: Ren
 
     ends = asyncio.run(members())
     assert [type(end) for end in ends] == [asyncio.CancelledError, ValueError, ValueError] and len(tries) == 3
+
+
+@pytest.mark.parametrize("num_iterations", range(4))
+def test_one_run_has_one_pump(engine: tuple[ColocatedEngine, FixedCore], num_iterations: int) -> None:
+    """Also where an episode that is left behind asks for a turn just when the run ends. A second pump would wait for followers that left."""
+    colocated_engine, left_behind = engine[0], []
+
+    async def wake() -> None:
+        for _ in range(num_iterations):
+            await asyncio.sleep(0)
+        colocated_engine._woken.set()
+
+    async def main() -> None:
+        await asyncio.sleep(0.02)  # the pump waits
+        left_behind.append(asyncio.create_task(wake()))
+
+    async def count_pumps() -> int:
+        await asyncio.sleep(0.02)
+        return sum(task.get_coro().__name__ == "_pump" for task in asyncio.all_tasks())
+
+    colocated_engine.run(main())
+    assert colocated_engine.run(count_pumps()) == 1
