@@ -240,7 +240,7 @@ def test_the_users_data_arrive(questions: Path) -> None:
     task = task_of(questions)
     assert [example.payload["answer"] for example in task.examples("train")] == list(COLORS)
     assert len(task.examples("eval")) == 2, "task.data.max_eval"
-    assert task.env(task.examples("train")[0]).protocol.shown is False
+    assert task.env(task.examples("train")[0]).protocol.shows_images is False
     assert task.stop == ("</code>",)
     codev = task_of(questions, tool_format="codev")
     assert codev.env(codev.examples("train")[1]).protocol.file_names == ("green.png",)

@@ -205,7 +205,7 @@ def test_a_prompt_that_cannot_be_rendered_is_everyones_own_trouble(renderer: Ren
 
 @pytest.mark.parametrize("num_iterations", range(4))
 def test_one_run_has_one_pump(engine: tuple[ColocatedEngine, FixedCore], num_iterations: int) -> None:
-    """Also where an episode that is left behind asks for a turn just when the run ends. A second pump would wait for followers that left."""
+    """Also where an episode left behind asks for a turn just when the run ends: a second pump would wait for followers that left."""
     colocated_engine, left_behind = engine[0], []
 
     async def wake() -> None:
