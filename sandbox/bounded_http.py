@@ -74,7 +74,7 @@ class BoundedClient:
     ) -> BoundedResponse:  # fmt: skip
         """Return the answer to a request whose body, if any, is sent as JSON. Raises NoResponse.
 
-        `limit_s` is for all of it; `connect_s` for a connection alone.
+        `timeout_s` is for all of it; `connect_timeout_s` for a connection alone.
         """
         sent = None
         if body is not None:

@@ -24,7 +24,7 @@ class Box:
         self, number: int, *, zygote: "ZygoteManager", limits: BoxLimits, group: "ControlGroup | None",
         start_interpreter: Callable[["Box"], Awaitable[Interpreter]], release_slot: Callable[["Box"], Awaitable[None]],
     ) -> None:  # fmt: skip
-        """For the pool: `begin` makes a fresh interpreter with the inputs, `release` takes the place back."""
+        """For the pool: `start_interpreter` makes a fresh interpreter with the inputs, `release_slot` takes the place back."""
         self.id = number
         self.interpreter: Interpreter | None = None
         self._zygote, self._limits, self._group, self._start_interpreter, self._release_slot = (

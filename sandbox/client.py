@@ -103,8 +103,8 @@ class SandboxClient:
         max_bytes: int = 0,
         max_delimiters: int = MIN_RESPONSE_BYTES,
     ) -> Any:
-        """The JSON of a good answer of `most` bytes, or of SMALL ones. Raises PoolFull for 429, BoxClosed for 404, ValueError for what we
-        sent, AccessDenied for 401 and 403, SandboxError for all else. `wait_s` is for the request and for the answer."""
+        """The JSON of a good answer of `max_bytes` bytes, or of SMALL ones. Raises PoolFull for 429, BoxClosed for 404, ValueError for
+        what we sent, AccessDenied for 401 and 403, SandboxError for all else. `wait_s` is for the request and for the answer."""
         limit_s = CONNECT_TIMEOUT_S + 2 * wait_s
         try:
             answer = await self.http.request(

@@ -79,7 +79,7 @@ class BoxTimer:
     """`async with`: raises TimeoutError after `seconds` of the box's own time; `held` then tells whether it was kept from using them."""
 
     def __init__(self, seconds: float, *, pid: int, group: "ControlGroup | None", cpus: float, is_unstoppable: bool) -> None:
-        """`sealed`: nothing inside can stop the box's first process, or it would stop its own clock."""
+        """`is_unstoppable`: nothing inside can stop the box's first process, or it would stop its own clock."""
         self.was_starved = False
         self._seconds, self._pid, self._group, self._cpus, self._is_unstoppable = seconds, pid, group, cpus, is_unstoppable
         self._step = max(seconds / CHECKS_PER_LIMIT, MIN_CHECK_INTERVAL_S)

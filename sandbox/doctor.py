@@ -27,7 +27,7 @@ LAYER_DESCRIPTIONS = {
 
 
 def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
-    """The tables, and whether a pool with isolation="auto" and this `accept` starts here."""
+    """The tables, and whether a pool with isolation="auto" and this `allow_missing` starts here."""
     offers = detect_layers()
     layers, verdict, able = Layers(), "isolation: available", True
     try:

@@ -37,8 +37,8 @@ class RequestGuardMiddleware:
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: Mapping[str, int], max_delimiters: int, token: str, hosts: Iterable[str] = ()
     ) -> None:
-        """`most`: bytes of a body by the last part of its path; `marks`: commas and brackets in one (messages.num_marks); `hosts`: see
-        AccessRules."""
+        """`max_body_bytes`: bytes of a body by the last part of its path; `max_delimiters`: commas and brackets in one
+        (messages.num_marks); `hosts`: see AccessRules."""
         self.app, self.max_body_bytes, self.max_delimiters = app, max_body_bytes, max_delimiters
         self.rules = AccessRules(token=token, hosts=hosts)
         self.held_bytes, self.max_held_bytes = 0, MAX_LARGE_BODIES * max(max_body_bytes.values())

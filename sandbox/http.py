@@ -150,7 +150,7 @@ def make_uvicorn_config(app: FastAPI, registry: ConnectionRegistry) -> uvicorn.C
 
 
 def reserve_connections(other_files: int, *, max_connections: int) -> int:
-    """For how many at once this process has files beside `beside` others; the soft limit is raised where the hard one allows.
+    """For how many at once this process has files beside `other_files` others; the soft limit is raised where the hard one allows.
     ValueError: too few. A server that cannot accept logs it without end and hears nobody."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     other_files += psutil.Process().num_fds() + ACCEPT_TICKS * ACCEPT_BATCH

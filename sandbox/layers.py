@@ -113,8 +113,8 @@ def detect_layers() -> dict[str, str | None]:
 def choose_layers(missing_reasons: Mapping[str, str | None], *, allow_missing: Collection[str] = tuple(PROTECTIONS)) -> Layers:
     """Every layer that helps of those on offer: the watchdog only without a cgroup, a user namespace only where the uid cannot be dropped.
 
-    Raises SandboxError with each missing layer and its reason where what is left is no room, and where it has open walls that `accept` does
-    not name.
+    Raises SandboxError with each missing layer and its reason where what is left is no room, and where it has open walls that
+    `allow_missing` does not name.
     """
     taken = {name for name in LAYER_NAMES if missing_reasons[name] is None}
     taken -= {"watchdog"} if "cgroup" in taken else set()

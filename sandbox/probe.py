@@ -11,7 +11,7 @@ from sandbox.types import BoxLimits
 
 
 def try_in_child(trial: Callable[[], None]) -> str | None:
-    """None where `try_it` runs through in a child, else what it raised."""
+    """None where `trial` runs through in a child, else what it raised."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -20,7 +20,7 @@ FaultDiagnosis = tuple[Fault, str | None, CallError]
 
 
 def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
-    """Of a call that did not end in time; `held` as the clock says."""
+    """Of a call that did not end in time; `was_starved` as the clock says."""
     if was_starved:
         return _host_fault(f"{STARVED_MESSAGE}: the call did not end")
     return _limit_exceeded("time", f"the call ran longer than {seconds:g} s")
@@ -29,7 +29,7 @@ def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
 def diagnose_death(
     interpreter: Interpreter, exit_: ExitStatus, *, layers: Layers, limits: BoxLimits, out_of_memory: bool, channel_error: str
 ) -> FaultDiagnosis:
-    """`out_of_memory`: the box's control group counted a kill since the code began. `trouble`: what the pool has against the box."""
+    """`out_of_memory`: the box's control group counted a kill since the code began. `channel_error`: what the pool has against the box."""
     limit = interpreter.exceeded_limit or _find_exceeded_limit(exit_, limits=limits, out_of_memory=out_of_memory)
     if limit is not None:
         return _limit_exceeded(limit, LIMIT_MESSAGES[limit].format(limits=limits))

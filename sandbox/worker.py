@@ -269,7 +269,7 @@ def preload_libraries() -> None:
 
 
 def close_other_fds(kept_fds: list[int]) -> None:
-    """Closes every descriptor from 3 up but `kept`."""
+    """Closes every descriptor from 3 up but `kept_fds`."""
     last = 3
     for descriptor in sorted(kept_fds):
         os.closerange(last, descriptor)

@@ -132,7 +132,7 @@ def multiple_values_line(key: str, value: str) -> str:
 
 
 def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
-    """A word that hydra's grammar cannot read. `words`: all of them, for the shell may have cut one into several."""
+    """A word that hydra's grammar cannot read. `overrides`: all of them, for the shell may have cut one into several."""
     key, equals, value = word.partition("=")
     if not equals:
         before = overrides[overrides.index(word) - 1] if word in overrides[1:] else ""

@@ -26,7 +26,7 @@ class PromptLengthChecker:
     """Looks at one question after the other (survey.Look)."""
 
     def __init__(self, settings: Settings, measurer: PromptMeasurer, *, overhead_tokens: int = 0) -> None:
-        """`around`: tokens that the task and the chat template write around a question."""
+        """`overhead_tokens`: tokens that the task and the chat template write around a question."""
         self.max_question_tokens = 0
         """Tokens of the longest question with its pictures."""
         self.does_not_fit: list[bool] = []
@@ -54,7 +54,8 @@ class PromptLengthChecker:
         return wrong
 
     def check_enough_fit(self, split: str, *, num: int, example_error: str) -> None:
-        """ValueError: of the first `num` questions of a split more do not fit than run.max_failed_fraction allows. `told`: one of them."""
+        """ValueError: of the first `num` questions of a split more do not fit than run.max_failed_fraction allows. `example_error`: one of
+        them."""
         data, allowed, misfits = self._settings.task.data, self._settings.run.max_failed_fraction, sum(self.does_not_fit[:num])
         files = {"train": data.train, "eval": data.eval}[split]
         remedy = f"{misfits} of {num} prompts do not fit, run.max_failed_fraction={allowed}; {example_error}"

@@ -122,7 +122,7 @@ def load_split(
     data: DataSettings, split: str, *, convert_record: ConvertRecord | None = None, allow_videos: bool = False
 ) -> QuestionDataset:
     """The questions of split train or eval, of the latter the first data.max_eval. ValueError: no files are given, or a row is no good: one
-    with a video is, where `videos` are not for this task."""
+    with a video is, where `allow_videos` are not for this task."""
     paths = {"train": data.train, "eval": data.eval}[split]
     require(bool(paths), f"task.data.{split}", paths, "give the files of questions (docs/data.md)")
     chosen = load_questions(

@@ -68,7 +68,7 @@ class QuestionSurvey:
 
 
 def survey_questions(examples: QuestionSource, *, check_question: QuestionCheck | None = None) -> QuestionSurvey:
-    """Read every question and the two ends of every picture; `look` may find more that is strange."""
+    """Read every question and the two ends of every picture; `check_question` may find more that is strange."""
     found, errors, columns, warnings = QuestionSurvey(num_rows=len(examples)), ProblemLines(), ProblemLines(), ProblemLines()
     num_rows_of: Counter[str] = Counter()
     names: dict[str, None] = {}

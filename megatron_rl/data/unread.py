@@ -126,7 +126,7 @@ def find_unread(
     """Yield what a row holds that its payload does not.
 
     Args:
-        unread: the values that are not read, by column; keys of extra_info as `extra_info.KEY`.
+        unread_values: the values that are not read, by column; keys of extra_info as `extra_info.KEY`.
         question_column: the column that gave the question.
     """
     for name, value in unread_values.items():

@@ -61,8 +61,8 @@ def find_different_conditions(baseline: EvaluationResult, candidate: EvaluationR
 
 
 def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult) -> PairedDifference:
-    """Of `other` less `one`, over the examples that both have: interval by bootstrap over examples; McNemar's exact test where each has one
-    episode an example, else a test by random signs. ValueError: they have no example in common."""
+    """Of `candidate` less `baseline`, over the examples that both have: interval by bootstrap over examples; McNemar's exact test where
+    each has one episode an example, else a test by random signs. ValueError: they have no example in common."""
     shared = sorted(baseline.example_means.keys() & candidate.example_means.keys())
     if not shared:
         raise ValueError(f"{candidate.folder}: has no example in common with {baseline.folder}; compare evaluations of the same data")

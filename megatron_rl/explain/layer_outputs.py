@@ -112,7 +112,7 @@ class LayerDeviation:
 def find_first_deviation(
     outputs: LayerOutputs, reference: LayerOutputs, names: Sequence[str], *, tolerance: float = LAYER_TOLERANCE
 ) -> LayerDeviation | None:
-    """`other` is what is right. None: they are alike wherever both were looked at."""
+    """`reference` is what is right. None: they are alike wherever both were looked at."""
     largest = 0.0
     for name in names:
         if name not in outputs or name not in reference:

@@ -88,7 +88,7 @@ class ReplaySettings:
 
 
 def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int = 1) -> ReplaySettings:
-    """`model` in the place of the run's model.path, where its files lie elsewhere now. ValueError: there are no settings of a run."""
+    """`model_path` in the place of the run's model.path, where its files lie elsewhere now. ValueError: there are no settings of a run."""
     try:
         found = read_settings(run / CONFIG)
         given, engine, sampled, start = found["model"], found["engine"], found["algo"]["temperature"], ""

@@ -63,7 +63,7 @@ class TrainerForward:
         return self.export.tensors()
 
     def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, packed: bool) -> list[torch.Tensor]:
-        """[R] of each context's sampled tokens, on every rank: one by one, or `together`, packed as an update packs them, with what
+        """[R] of each context's sampled tokens, on every rank: one by one, or `packed`, packed as an update packs them, with what
         contexts begin with computed once."""
         rollouts = [Rollout("", "", 0, 0, sequences=[each.tokens]) for each in sequences]
         weighted = [PackItem(each.tokens, origin=(number, 0)) for number, each in enumerate(sequences)]

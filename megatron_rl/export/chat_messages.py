@@ -27,9 +27,9 @@ class NotConvertible(ValueError):
 
 
 def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_tokens: int) -> list[Message]:
-    """What was said up to the last reply, with pictures. A reply of `max_new_tokens` tokens that the policy did not end is no whole one.
+    """Return the conversation up to the last reply, with its images.
 
-    Untold: the messages would not be rendered as this context.
+    Raises NotConvertible: the messages would not be rendered as this context, or the policy did not end a reply of `max_new_tokens`.
     """
     if any(last - first >= max_new_tokens and context.token_ids[last - 1] != renderer.end_id for first, last in _reply_spans(context)):
         raise NotConvertible("a reply was cut off by task.max_new_tokens")

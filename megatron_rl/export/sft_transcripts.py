@@ -64,10 +64,9 @@ class ExportSummary:
 def export_transcripts(
     folder: Path, out: Path, renderer: Renderer, *, max_per_example: int, min_reward: float, max_new_tokens: int, first_step: int = 0
 ) -> ExportSummary:
-    """Of each example the `max_per_example` best rollouts from first_step on, none below min_reward and no two that say the same.
-    max_new_tokens: see sequence_to_messages.
+    """Export the `max_per_example` best rollouts of each example from first_step on, none below min_reward and no two of the same text.
 
-    ValueError: a step is damaged, or nothing is recorded.
+    max_new_tokens: see sequence_to_messages. ValueError: a step is damaged, or nothing is recorded.
     """
     paths = {step_number(path): path for path in list_step_files(folder) if step_number(path) >= first_step}
     if not paths:

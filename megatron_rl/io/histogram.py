@@ -15,8 +15,10 @@ NUM_BINS = (MAX_EXPONENT - MIN_EXPONENT) * BINS_PER_OCTAVE + 2
 
 
 def count_in_bins(value_R: torch.Tensor, *, mask_R: torch.Tensor | None = None) -> torch.Tensor:
-    """How many of these sizes, none negative, lie in each bin: int64 [NUM_BINS], where size_R is. mask_R (bool): of those alone where it
-    holds. No host waits for a device."""
+    """Return the number of these values, none negative, in each bin: int64 [NUM_BINS], on the device of value_R.
+
+    mask_R (bool): count only where it holds. No host waits for a device.
+    """
     place_R = ((value_R.log2() - MIN_EXPONENT) * BINS_PER_OCTAVE).ceil().nan_to_num(nan=math.inf).clamp(0, NUM_BINS - 1).long()
     return place_R.new_zeros(NUM_BINS).index_add_(0, place_R, torch.ones_like(place_R) if mask_R is None else mask_R.long())
 

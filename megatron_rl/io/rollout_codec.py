@@ -36,7 +36,7 @@ RECORD_FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence,
 
 
 def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str, Any]:
-    """A rollout as JSON values, and floats that JSON lacks. `store` keeps a picture and names it: once for each distinct image."""
+    """A rollout as JSON values, and floats that JSON lacks. `save_image` keeps a picture and names it: once for each distinct image."""
     images: dict[str, Image] = {}
     fields = _encode(Rollout, rollout, images)
     pictures = {key: {"name": save_image(image), "grid": list(image.grid), "merge": image.merge} for key, image in images.items()}
@@ -44,8 +44,8 @@ def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str,
 
 
 def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -> Rollout:
-    """The rollout that was given to `to_record`, but for Image.patch_PC, which is None. `load` gives the picture of a name, or None for
-    a reader who needs none.
+    """The rollout that was given to `to_record`, but for Image.patch_PC, which is None. `load_image` gives the picture of a name, or None
+    for a reader who needs none.
 
     ValueError, in one line: the record is damaged, or of another version. What it says is believed as little as any file of a stranger.
     """
@@ -62,7 +62,7 @@ def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -
 
 
 def _encode(annotation: Any, value: Any, images: dict[str, Image]) -> Any:
-    """A value whose annotation is `kind` as JSON; images are handed in by key."""
+    """A value whose annotation is `annotation` as JSON; images are handed in by key."""
     parts = get_args(annotation)
     if annotation in RECORD_FIELDS:
         return {name: _encode(part, getattr(value, name), images) for name, part in RECORD_FIELDS[annotation].items()}

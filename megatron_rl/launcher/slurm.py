@@ -30,7 +30,7 @@ TRAIN_SCRIPT = "launch/slurm/train.sbatch"
 
 
 def render_job_script(settings: Settings, overrides: Sequence[str], sbatch_arguments: Sequence[str]) -> str:
-    """The text of the job's script, which works in this folder; `further` words are sbatch's, and the last ones count."""
+    """The text of the job's script, which works in this folder; `sbatch_arguments` words are sbatch's, and the last ones count."""
     if not Path(TRAIN_SCRIPT).is_file():
         raise ValueError(f"{Path.cwd()}: has no {TRAIN_SCRIPT}; submit from the folder that holds launch/")
     slurm, folder = settings.slurm, Path(settings.run.dir).absolute()

@@ -41,7 +41,7 @@ def compute_activation_memory(
 ) -> ActivationMemory:  # fmt: skip
     """Of `num_tokens` tokens, all of which may be an image's or sampled, on a rank of pipeline stage `stage`.
 
-    max_patches: of one image; the rank with most to encode has its share and at most one image more. width: bytes of a number.
+    max_patches: of one image; the rank with most to encode has its share and at most one image more. itemsize: bytes of a number.
     """
     hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
     query, key = (heads * model.head_dim * itemsize / parallel.tp for heads in (model.num_heads, model.num_kv_heads))

@@ -119,7 +119,7 @@ def unplanned_bytes(settings: Settings, *, world_size: int) -> int:
 def _plan_rank(
     rank_share: ModelShare, model: ModelSpec, settings: Settings, *, engine: EnginePlan, num_tokens: int, unplanned: int
 ) -> RankMemoryPlan:
-    """beside: the residue."""
+    """unplanned: the residue."""
     held, parallel = rank_share.total_footprint, settings.parallel
     itemsize = getattr(torch, settings.model.dtype).itemsize
     # Megatron keeps the main weights on the GPU and offloads a copy of them with the moments (optimizer/distrib_optimizer.py, 0.16.1).

@@ -45,7 +45,7 @@ class HostMemoryPlan:
 def plan_host_memory(
     rank_shares: Sequence[ModelShare], model: ModelSpec, settings: Settings, *, world_size: int, uses_sandbox: bool
 ) -> HostMemoryPlan:
-    """Of the rank with most. uses_sandbox: the task runs code, beside the engines."""
+    """Return the plan of the rank that needs most. uses_sandbox: the task runs code, beside the engines."""
     replicas, sandbox = world_size // len(rank_shares), settings.task.sandbox
     boxes = (sandbox.size * sandbox.memory_mib << 20) // settings.engine.tp if uses_sandbox else 0  # one pool an engine
     seen = plan_image_bytes(model, settings, world_size=world_size)
@@ -56,7 +56,7 @@ def plan_host_memory(
 
 def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: int, on_this_machine: bool = False) -> str:
     """`run.host_gb=N: ...` where a node's main memory (this machine's, unless another is stated) cannot hold its ranks; else nothing.
-    here: the run is on this machine, which may have less than is stated."""
+    on_this_machine: the run is on this machine, which may have less than is stated."""
     ranks, stated, own = min(world_size, GPUS_PER_NODE), settings.run.host_gb, psutil.virtual_memory().total
     room, needed = min(stated * GB or own, own) if on_this_machine else stated * GB or own, host.node_bytes(ranks)
     if needed <= room:

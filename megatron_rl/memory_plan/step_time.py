@@ -155,7 +155,7 @@ def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 
 
 def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
-    """Seconds in which each of `running` sequences gets a token: the weights and all keys and values are read once, or so much is
+    """Seconds in which each of `num_running` sequences gets a token: the weights and all keys and values are read once, or so much is
     multiplied; and two sums a layer over the engine's ranks."""
     model, speeds, tp = inputs.model, inputs.speeds, inputs.settings.engine.tp
     language = inputs.param_counts.language

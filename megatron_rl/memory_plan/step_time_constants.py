@@ -104,7 +104,7 @@ def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTime
 
 
 def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> float:
-    """The longest of `num` episodes over their mean, whose tokens are log-normal: the quantile at num / (num + 1)."""
+    """The longest of `num_episodes` episodes over their mean, whose tokens are log-normal: the quantile at num / (num + 1)."""
     normal = torch.distributions.Normal(0.0, 1.0)
     quantile = float(normal.icdf(torch.tensor(num_episodes / (num_episodes + 1), dtype=torch.float64)))
     return max(1.0, math.exp(speeds.spread * quantile - speeds.spread**2 / 2))

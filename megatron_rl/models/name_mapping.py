@@ -133,7 +133,7 @@ def name_table(
     layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]],
     vision_names: Sequence[str],
 ) -> list[ParamMapping]:
-    """Every parameter of the model, once. `layer_rows` gives those of a decoder layer, the model family's; `vision_names` are the HF
+    """Every parameter of the model, once. `layer_mappings` gives those of a decoder layer, the model family's; `vision_names` are the HF
     vision tower's own (without the `visual.` prefix)."""
     rows = [ParamMapping(f"vision.{name}", (f"visual.{name}",), "first") for name in vision_names]
     words = {"shard_dim": 0, "vocab_rows": vocab_size}

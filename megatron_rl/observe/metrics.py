@@ -58,8 +58,8 @@ class MetricsLog:
             self._trackio.log(dict(metrics), step=step)
 
     def log_rollouts(self, step: int, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, image_folder: Path) -> None:
-        """Rollouts of a step by kind (best, worst), for W&B alone: a table, `predictions`. `pictures` holds KEY.png of Image.key; one that
-        is not there, because another node has it, is left out."""
+        """Rollouts of a step by kind (best, worst), for W&B alone: a table, `predictions`. `image_folder` holds KEY.png of Image.key; one
+        that is not there, because another node has it, is left out."""
         if self._wandb is None or not any(rollouts_by_kind.values()):
             return
         import wandb
@@ -166,7 +166,7 @@ class StepTimer:
         self, *, clock: Callable[[], float] = time.perf_counter, on_span: Callable[[str], None] | None = None,
         trace: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
-        """`watch` is told the name of every span that opens (a progress display, say); `around` is entered with each (a trace)."""
+        """`on_span` is told the name of every span that opens (a progress display, say); `trace` is entered with each (a trace)."""
         self._clock, self._on_span, self._trace = clock, on_span, trace
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}

@@ -77,8 +77,8 @@ def select_best_and_worst(rollouts: Sequence[Rollout], *, num_best: int, num_wor
 
 
 def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, step: int, step_rollouts: Sequence[Rollout]) -> None:
-    """Write a file of these rollouts of a step by kind, and what this rank has of their pictures beside it. `among` is all that the step
-    rolled out."""
+    """Write a file of these rollouts of a step by kind, and what this rank has of their pictures beside it. `step_rollouts` is all that
+    the step rolled out."""
     counts = {"step": step, "num_rollouts": len(step_rollouts), "num_failed": sum(not rollout.is_scored for rollout in step_rollouts)}
     save_images(path.parent, [rollout for rollouts in rollouts_by_kind.values() for rollout in rollouts])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _save_image(folder: Path, image: Image) -> None:
 
 
 def read_recorded(path: Path, *, with_images: bool = True) -> list[RecordedRollout]:
-    """The entries of a file; without `pictures` their images are known by size and key alone, and lie at `image_path`.
+    """The entries of a file; without `with_images` their images are known by size and key alone, and lie at `image_path`.
 
     ValueError: the file is damaged, of another version, or lacks a picture; it names file and line.
     """

@@ -45,7 +45,7 @@ SUMMARY_SCHEMA = pa.schema(
 
 
 def arrow_type(annotation: Any) -> pa.DataType:
-    """Of the values that io/rollout_codec.py makes of a field whose annotation is `kind`."""
+    """Of the values that io/rollout_codec.py makes of a field whose annotation is `annotation`."""
     parts = get_args(annotation)
     if annotation in RECORD_FIELDS:
         return pa.struct([(name, arrow_type(part)) for name, part in RECORD_FIELDS[annotation].items()])
@@ -97,7 +97,8 @@ class RolloutStore:
                 raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
 
     def record_step(self, step: int, rollouts: Sequence[Rollout], *, num_gen_batches: int) -> None:
-        """Write a step for which `rounds` of prompts were dealt, and remove what the limit has no room for; the newest step stays."""
+        """Write a step for which `num_gen_batches` of prompts were dealt, and remove what the limit has no room for; the newest step
+        stays."""
         path = step_path(self._folder, step)
         save_images(self._folder, rollouts)
         write_step(path, rollouts, step=step, num_gen_batches=num_gen_batches)
@@ -227,7 +228,7 @@ def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
 def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_images: bool = True) -> list[Rollout]:
     """The rollouts at these places of a step, in this order; None: all of them. Only the row groups that hold them are read.
 
-    Without `pictures` their images are known by size and key alone. ValueError: the file is damaged, of another version, or lacks one.
+    Without `with_images` their images are known by size and key alone. ValueError: the file is damaged, of another version, or lacks one.
     """
     load = make_image_loader(path.parent) if with_images else lambda name: None
     with _errors_with_path(path):

@@ -14,7 +14,7 @@ MAX_SOURCES = 32
 
 
 def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[str, float]:
-    """What happened in a step's episodes, over those that were scored. `rounds` of prompts were rolled out."""
+    """What happened in a step's episodes, over those that were scored. `num_gen_batches` of prompts were rolled out."""
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     groups, moving = groups_with_advantages(rollouts)
     metrics = {

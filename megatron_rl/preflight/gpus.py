@@ -91,7 +91,7 @@ def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int)
 
 
 def shared_memory_error(free: int, num_ranks: int, *, bytes_per_rank: int) -> str:
-    """`/dev/shm: ...` where the ranks of a node have less than `each` there; NCCL_SHM_DISABLE=1 lets NCCL do without."""
+    """`/dev/shm: ...` where the ranks of a node have less than `bytes_per_rank` there; NCCL_SHM_DISABLE=1 lets NCCL do without."""
     if num_ranks == 1 or free >= bytes_per_rank * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":
         return ""
     remedy = f"NCCL may need {SHARED_BYTES * num_ranks / 2**30:.1f}; start the container with --shm-size, or --ipc=host"

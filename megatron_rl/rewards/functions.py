@@ -29,7 +29,8 @@ whole types.Rollout."""
 
 
 def from_function(reward_names: str, rubric: Rubric, user_functions: Mapping[str, Callable[..., object]]) -> Rubric:
-    """The rubric of task.reward, `chosen`: names joined by +. `rubric` is that of what is not one of the user's `own` functions.
+    """The rubric of task.reward, `reward_names`: names joined by +. `rubric` is that of what is not one of the user's `user_functions`
+    functions.
 
     Functions alone replace it; beside another name they are further parts of it.
     """

@@ -57,7 +57,7 @@ async def judge_answer(judge: Judge, question: AttackQuestion, answer: str) -> f
 
 
 async def judge_work(judge: Judge, prompt_name: str, response: str) -> float | None:
-    """Of work on a gray picture, in which there is nothing to be found. As judge_answer."""
+    """Return the verdict on work on a gray image, in which there is nothing to be found. As judge_answer."""
     try:
         fields = {"question": POOR_WORK[prompt_name][0], "response": response[-MAX_RESPONSE_CHARS:]}
         return await judge.score(load_judge_prompt(prompt_name), fields=fields, images=[Image.new("RGB", (56, 56), "gray")])

@@ -149,5 +149,6 @@ def cumulative(steps: Sequence[float | None], *, mean: bool) -> list[float]:
 
 
 async def environment_rewards(reward_input: RewardInput) -> list[float | None]:
-    """What the environment gave, turn by turn. With TurnRewardTerm(mean=False) the episode's reward is its undiscounted return."""
+    """Return the reward that the environment gave each turn. With TurnRewardTerm(mean=False) the episode's reward is its undiscounted
+    return."""
     return [turn.reward for turn in reward_input.turns]

@@ -42,7 +42,8 @@ REWARD_NAMES = ("accuracy", "pyvision", "deepeyes", "codev", "tapo")
 
 
 def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> Rubric:
-    """`protocol` tells how answers are written: PyVision's are boxed. Raises ValueError where a reward needs a judge and there is none."""
+    """`tool_format` tells how answers are written: PyVision's are boxed. Raises ValueError where a reward needs a judge and there is
+    none."""
     require_choice("task.reward", reward_name, REWARD_NAMES)
     needs = f"task.reward={reward_name} is given by a judge; name the servers of one (or recorded verdicts, task.judge.cache)"
     require(judge is not None or reward_name not in ("codev", "tapo"), "task.judge.urls", [], needs)

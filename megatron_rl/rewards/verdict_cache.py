@@ -20,7 +20,7 @@ class VerdictCache:
     """Only verdicts are kept; failures never are. The file must not lie on a network file system (SQLite's write-ahead log)."""
 
     def __init__(self, path: str, *, read_only: bool, config_key: str = "task.judge.cache") -> None:
-        """Raises ValueError, under the setting `key`, where the file cannot be opened as what it should be."""
+        """Raises ValueError, under the setting `config_key`, where the file cannot be opened as what it should be."""
         self.path, self._key = path, config_key
         try:
             if path and read_only:

@@ -54,7 +54,7 @@ class History:
     has_learned: int = 0
     """Steps in which something was credited."""
     bad_examples: dict[str, str] = field(default_factory=dict)
-    """By example: the fault that waiting cannot mend (StopReason.PERMANENT_INFRA_ERROR) which it met first."""
+    """Example id -> the first fault of it that waiting cannot mend (StopReason.PERMANENT_INFRA_ERROR)."""
     judge: dict[str, int] = field(default_factory=dict)
     """Counts over all steps, where there is a judge: those of observe/judge_stats.py, scored answers, and answers that it decided."""
     kl_coef: float | None = None

@@ -233,8 +233,8 @@ def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) ->
 def run_engine_servers(
     settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]
 ) -> Iterator[tuple[list[str], EngineServers | None]]:
-    """The servers inside the block: their addresses, and on the main rank their keeper. All ranks together; `go_on` may end the wait for
-    them by raising. On a CPU the ranks of this node keep to cores of their own meanwhile."""
+    """The servers inside the block: their addresses, and on the main rank their keeper. All ranks together; `raise_if_stopped` may end the
+    wait for them by raising. On a CPU the ranks of this node keep to cores of their own meanwhile."""
     own: list[EngineServers] = []
     with ExitStack() as running:
 

@@ -140,7 +140,8 @@ def enabled_services(services: ServicesSettings) -> dict[str, ServiceSettings]:
 
 @contextmanager
 def run_services(settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]) -> Iterator[dict[str, str]]:
-    """The services inside the block: their addresses by name. All ranks together; `go_on` may end the wait for them by raising."""
+    """The services inside the block: their addresses by name. All ranks together; `raise_if_stopped` may end the wait for them by
+    raising."""
     own: list[LaunchedService] = []
     with ExitStack() as running:
 

@@ -96,7 +96,7 @@ def settings_by_key(kind: type, prefix: str = "") -> dict[str, type]:
 
 
 def refusal(kind: type, key: str, name: str, value: object) -> str:
-    """What a wrong value of one field is refused with; a service is looked at within the settings of all."""
+    """Return the error that a wrong value of one field is refused with; a service is looked at within the settings of all."""
     try:
         if kind is ServiceSettings:
             ServicesSettings(**{key.split(".")[1]: ServiceSettings(**{"kind": "sandbox", name: value})})
@@ -108,7 +108,7 @@ def refusal(kind: type, key: str, name: str, value: object) -> str:
 
 
 def test_a_refusal_names_a_key_that_exists() -> None:
-    """Of every number and text in the settings, given values that are wrong: the line begins with the dotted key of a field."""
+    """Every number and text of the settings is given wrong values: the line begins with the dotted key of a field."""
     keys, named = settings_by_key(Settings), set()
     owners = {"": Settings} | {key: hint for key, hint in keys.items() if is_dataclass(hint)}
     for key, hint in keys.items():

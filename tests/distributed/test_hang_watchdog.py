@@ -51,8 +51,8 @@ def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("how", "limit_s"), [("lags", 10), ("asks", 5)])
 def test_a_disk_that_hangs_does_not_hide_who_lags(tmp_path: Path, how: str, limit_s: float) -> None:
-    """Who cannot write its stacks down answers all the same, to every question, also while it reads the answers to its own. Whoever opens a
-    FIFO without a reader waits as for such a disk."""
+    """A rank that cannot write its stacks answers every request, also while it reads the replies to its own. A FIFO without a reader blocks
+    like such a disk."""
     (tmp_path / "hang").mkdir()
     os.mkfifo(tmp_path / "hang" / "rank_1.txt")
     done = forked.world(3, SUPPORT / "watched.py", tmp_path, how, limit_s, timeout_s=100)

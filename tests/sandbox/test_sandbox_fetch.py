@@ -1,4 +1,4 @@
-"""What `Box.fetch_files` takes from a box at most, whoever answers."""
+"""The bounds of `Box.fetch_files`, whoever answers."""
 
 import asyncio
 

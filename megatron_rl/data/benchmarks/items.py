@@ -55,7 +55,7 @@ def item_to_record(item: BenchmarkItem, record: DataRecord, *, data: DataSetting
 
 
 def sample_evenly(images: list, *, max_num: int) -> list:
-    """At most `num` of them, the first and the last among them, evenly."""
+    """At most `max_num` of them, the first and the last among them, evenly."""
     if len(images) <= max_num:
         return images
     return [images[round(place * (len(images) - 1) / max(1, max_num - 1))] for place in range(max_num)]

@@ -26,7 +26,7 @@ class GameObservation:
 
 
 def write_prompt(task: str, observation: GameObservation, *, history: Sequence[str] = (), has_text: bool = True) -> str:
-    """`before` are commands that were played; without the text only the picture tells what is seen."""
+    """`history` are commands that were played; without the text only the picture tells what is seen."""
     lines = [
         f"Household. Task: {task}.",
         *([f"You see: {observation.text}"] if has_text else []),

@@ -77,7 +77,7 @@ def evaluate_policy(
     forfeit_probabilities: Mapping[Position, float] | None = None,
 ) -> ExpectedOutcome:
     """Of a whole game as dealt, by a player who hits in each position with the probability that the table says, gives the game up with that
-    of `forfeits` (nowhere, without it), and stands otherwise."""
+    of `forfeit_probabilities` (nowhere, without it), and stands otherwise."""
 
     @cache
     def worth(points: int, is_soft: bool, up: int, is_natural: bool = False) -> ExpectedOutcome:

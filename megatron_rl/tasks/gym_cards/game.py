@@ -57,7 +57,8 @@ class GameEnv(Env):
         self, game: gymnasium.Env, start: Mapping[str, object], *,
         actions: Sequence[str], options: GameOptions, view_state: Callable[[], StateView], noop_action: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
-        """`start` is what the game's reset takes as options; `show` looks at the game; `idle` is the move that changes nothing."""
+        """`start` is what the game's reset takes as options; `view_state` looks at the game; `noop_action` is the move that changes
+        nothing."""
         self.game, self.start, self.actions, self.options, self.view_state, self.noop_action = (
             game,
             dict(start),

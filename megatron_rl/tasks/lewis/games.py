@@ -140,7 +140,7 @@ class SingleImageEnv(Env):
     """One picture and words behind it: the prompt that the services make of them, token for token."""
 
     def __init__(self, example: Example, get_question: Callable[[Example], Awaitable[str]]) -> None:
-        """`ask` gives the words; InfraError: who has them is down."""
+        """`get_question` gives the words; InfraError: who has them is down."""
         self._example, self._get_question = example, get_question
 
     async def reset(self, seed: int) -> list[Message]:

@@ -23,7 +23,7 @@ class _PartnerHealth(BaseModel):
 
 
 def read_partner_token(file: str, *, config_key: str) -> str:
-    """Empty where there is no file. ValueError, naming the setting `key`: it cannot be read."""
+    """Empty where there is no file. ValueError, naming the setting `config_key`: it cannot be read."""
     try:
         return read_token(Path(file)) if file else ""
     except ValueError as error:
@@ -38,7 +38,7 @@ def open_http_client(token: str, *, proxied: Iterable[str] = ()) -> httpx2.Async
 
 def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
     """RequestRejected: the request is at fault; EndpointError: the server is in trouble. KeyRefused: it does not accept the token in the
-    file that the setting `key` names."""
+    file that the setting `config_key` names."""
     if reply.status_code in DENIED_STATUSES:
         raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {config_key}=FILE")
     if reply.status_code in REJECTED_STATUSES:
@@ -49,7 +49,7 @@ def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
 
 
 async def check_partner(http: httpx2.AsyncClient, url: str, *, config_key: str, token: str, proxy: str = "") -> HealthCheck:
-    """Its version, or its trouble; `key` is the setting of its token's file, `proxy` what an error adds (clients/proxies.py)."""
+    """Its version, or its trouble; `config_key` is the setting of its token's file, `proxy` what an error adds (clients/proxies.py)."""
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             reply = await http.get(f"{url}/health")

@@ -50,7 +50,8 @@ def speaker_rubric(
 ) -> Rubric:  # fmt: skip
     """An episode is solved where the listener picks the target (part `picked`, which counts nothing, as `words` does: how many are said).
 
-    `witnesses` are listeners that hear held-out games and never reward: a part each, of weight 0. `show` is told what was heard.
+    `held_out_listeners` are listeners that hear held-out games and never reward: a part each, of weight 0. `record_score` is told what was
+    heard.
     """
 
     async def picked(outcome: RewardInput) -> float:

@@ -147,7 +147,7 @@ class AgentEnv(Env):
 
 
 def describe_result(result: sandbox.CallResult, *, image_names: Sequence[str]) -> tuple[str, str]:
-    """What the policy is told of a call in words, and the error alone (empty without one). `names` are those of its pictures."""
+    """What the policy is told of a call in words, and the error alone (empty without one). `image_names` are those of its pictures."""
     error = ""
     lines = [STATE_LOST_TEXT] if result.state_lost else []
     lines += [stream.rstrip("\n") for stream in (result.text, result.stderr) if stream.strip()]

@@ -104,7 +104,7 @@ def _is_number(value: object) -> bool:
 
 
 def _grow_to_min_side(start: int, end: int, *, limit: int) -> tuple[int, int]:
-    """At least MIN_CROP_SIDE long around the same center as far as the picture (0 to `most`) has room."""
+    """At least MIN_CROP_SIDE long around the same center as far as the picture (0 to `limit`) has room."""
     missing = MIN_CROP_SIDE - (end - start)
     if missing <= 0:
         return start, end

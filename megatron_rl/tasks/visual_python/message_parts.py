@@ -26,7 +26,7 @@ def make_message(role: str, *parts: MessagePart) -> Message:
 
 
 def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callable[[int, Picture], list[MessagePart]]) -> list[MessagePart]:
-    """The question with each picture, as `frame` shows it, where its `<image>` stands; pictures without a place come first.
+    """The question with each picture, as `wrap_image` shows it, where its `<image>` stands; pictures without a place come first.
 
     Raises ValueError when the question has places, but not one for each picture.
     """

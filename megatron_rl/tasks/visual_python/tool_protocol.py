@@ -57,7 +57,8 @@ class ToolProtocol(Protocol):
         ...
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
-        """What came of a call: its text or error and the pictures it returned; `num_before` pictures stand in the context already."""
+        """What came of a call: its text or error and the pictures it returned; `num_previous_images` pictures stand in the context
+        already."""
         ...
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:

@@ -60,7 +60,7 @@ class EngineHolder:
         return self._engine.busy_s
 
     async def run_in_renderer(self, function: Callable[[], T]) -> T:
-        """What `act` returns, computed in one of the renderer's threads."""
+        """What `function` returns, computed in one of the renderer's threads."""
         return await self.renderer.aside(function)
 
     async def generate(self, context: TokenSequence, sampling: SamplingSettings) -> Completion:

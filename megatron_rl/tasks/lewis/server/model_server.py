@@ -42,8 +42,8 @@ TRUE_VALUES = ("1", "true", "yes", "on")
 def make_application(
     title: str, *, limits: RequestLimits, large_body_routes: Sequence[str], token: str, receiver: WeightUpdateHandler | None, host: str = ""
 ) -> FastAPI:  # fmt: skip
-    """Without routes of its own yet; `bodies` are those that take large requests. `token`, and `host` as a further name of the server:
-    sandbox/gate.py. With a receiver it takes weights."""
+    """Without routes of its own yet; `large_body_routes` are those that take large requests. `token`, and `host` as a further name of the
+    server: sandbox/gate.py. With a receiver it takes weights."""
     app = FastAPI(title=title, redirect_slashes=False, **NO_DOC_PAGES)
     app.add_middleware(
         RequestGuardMiddleware,
@@ -60,7 +60,7 @@ def make_application(
 
 
 def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -> argparse.ArgumentParser:
-    """`given` are the variables of the environment."""
+    """`variables` are the variables of the environment."""
     log = variables.get("LOG_PATH") if variables.get("DEBUG_MODE", "").casefold() in TRUE_VALUES else None
     own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--model", required=True, help="a Hugging Face folder")
@@ -93,8 +93,8 @@ def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -
 
 
 def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str, port: int, arguments: Sequence[str] | None) -> int:
-    """A process of its own: 0 when it was asked to end, 1 for a mistake in its words. `make` takes (room, pictures, limits=, name=, log=,
-    token=, receiver=, host=)."""
+    """A process of its own: 0 when it was asked to end, 1 for a mistake in its words. `make_app` takes (room, pictures, limits=, name=,
+    log=, token=, receiver=, host=)."""
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder  # brings torch and vLLM
 
     words = build_parser(description, port=port, variables=os.environ).parse_args(arguments)
