@@ -25,8 +25,9 @@ from megatron_rl.config import (
 )
 from megatron_rl.entrypoints.train import run
 from megatron_rl.memory_plan import host_memory
-from megatron_rl.memory_plan.engine_memory import plan_engine
-from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, unplanned_bytes
+from megatron_rl.memory_plan.engine_memory import EnginePlan, plan_engine
+from megatron_rl.memory_plan.gpu_memory import RankMemoryPlan, plan_gpu_memory, unplanned_bytes
+from megatron_rl.memory_plan.host_memory import HostMemoryPlan
 from megatron_rl.memory_plan.image_memory import plan_image_bytes
 from megatron_rl.memory_plan.rank_shares import MemoryFootprint, ModelShare, compute_model_shares
 from megatron_rl.models.hf_config import read_spec
@@ -156,7 +157,7 @@ def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
 def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
     model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
-    def planned(**parallel: object) -> tuple:
+    def planned(**parallel: object) -> tuple[RankMemoryPlan, HostMemoryPlan]:
         engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
         settings = Settings(
             model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", **parallel), engine=engine,
@@ -167,10 +168,10 @@ def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
 
     (here, host_here), (away, host_away) = planned(), planned(offload_optimizer=True, offload_params=True)
     held = here.rank_share.total_footprint
-    assert here.sync - away.sync == here.optimizer - away.optimizer == held.moments
-    assert here.rollout - away.rollout == held.moments + held.parameters + held.gradients
-    assert host_away.total - host_here.total == held.parameters + held.moments + 2 * sum(map(rounded, tensors_of_3b()))
-    assert 1.5 < sum(map(rounded, tensors_of_3b())) / held.main < 1.6
+    assert here.sync_bytes - away.sync_bytes == here.optimizer_bytes - away.optimizer_bytes == held.moment_bytes
+    assert here.rollout_bytes - away.rollout_bytes == held.moment_bytes + held.param_bytes + held.grad_bytes
+    assert host_away.rank_bytes - host_here.rank_bytes == held.param_bytes + held.moment_bytes + 2 * sum(map(rounded, tensors_of_3b()))
+    assert 1.5 < sum(map(rounded, tensors_of_3b())) / held.main_weight_bytes < 1.6
 
 
 def rounded(num: int) -> int:
@@ -190,7 +191,7 @@ def test_an_engine_elsewhere_takes_nothing_here() -> None:
     """Neither its share of the GPU nor its weights; the trainer stays where it is, whatever it could leave."""
     model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
-    def planned(**engine: object) -> tuple:
+    def planned(**engine: object) -> tuple[RankMemoryPlan, EnginePlan]:
         settings = Settings(
             model=ModelSettings(dtype="bfloat16"), parallel=ParallelSettings(recompute="full", offload_params=True),
             engine=EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, **engine), run=RunSettings(dir="there"),
@@ -200,8 +201,8 @@ def test_an_engine_elsewhere_takes_nothing_here() -> None:
 
     (local, engine), (remote, _) = planned(), planned(mode="server", urls=["http://node2:8000"])
     held = local.rank_share.total_footprint
-    assert local.rollout - remote.rollout == engine.budget - held.parameters - held.gradients
-    assert local.sync - remote.sync == engine.weights > 0 and local.update == remote.update
+    assert local.rollout_bytes - remote.rollout_bytes == engine.budget_bytes - held.param_bytes - held.grad_bytes
+    assert local.sync_bytes - remote.sync_bytes == engine.weight_bytes > 0 and local.update_bytes == remote.update_bytes
 
 
 def test_a_sync_holds_two_buckets() -> None:
@@ -224,7 +225,7 @@ def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -
     model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=1024)
 
-    def planned(stage: str = "rl", **algo: float) -> tuple:
+    def planned(stage: str = "rl", **algo: float) -> tuple[RankMemoryPlan, HostMemoryPlan]:
         settings = Settings(
             stage=stage, model=ModelSettings(dtype="bfloat16", frozen=["vision"]), parallel=ParallelSettings(recompute="full"),
             engine=engine, batch=config.BatchSettings(micro_batch_tokens=1024), algo=config.AlgoSettings(**algo),
@@ -235,9 +236,11 @@ def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -
 
     (rank, host), (_, host_kl), (_, host_sft) = planned(), planned(kl_coef=0.1), planned(stage="sft", kl_coef=0.1)
     held = rank.rank_share.total_footprint
-    assert host_kl.copies - host.copies == held.parameters and host_sft.copies == host.copies == 0
-    assert rank.activations.total < held.moments // 2
-    assert rank.update == 1_000_000_000 + 1_500_000_000 + held.main + held.moments + held.parameters + held.gradients + held.moments // 2
+    assert host_kl.weight_copy_bytes - host.weight_copy_bytes == held.param_bytes
+    assert host_sft.weight_copy_bytes == host.weight_copy_bytes == 0
+    assert rank.activations.total_bytes < held.moment_bytes // 2
+    model_bytes = held.main_weight_bytes + held.moment_bytes + held.param_bytes + held.grad_bytes
+    assert rank.update_bytes == 1_000_000_000 + 1_500_000_000 + model_bytes + held.moment_bytes // 2
 
 
 def test_a_checkpoint_is_each_ranks_share() -> None:
