@@ -40,7 +40,7 @@ class FixedCore:
     """In the place of vLLM: a step takes step_s, and samples one token of every request. A reply is as long as its seed says."""
 
     def __init__(self, step_s: float) -> None:
-        self.step_s, self.asleep = step_s, []
+        self.step_s, self.sleeping_tags = step_s, []
         self.num_steps, self.stalls_s, self.idle_s = 0, [], 0.0
         """Steps so far, the seconds between two of them with work at hand, and all without."""
         self._left: dict[str, tuple[int, int]] = {}
@@ -67,7 +67,7 @@ class FixedCore:
         self.num_steps += 1
         self._left = {name: (left - 1, length) for name, (left, length) in self._left.items()}
         done = [
-            (name, Completion([WORD] * length, [-1.0] * length, finish_reason=True, versions=[0] * length))
+            (name, Completion([WORD] * length, [-1.0] * length, is_stopped=True, weight_versions=[0] * length))
             for name, (left, length) in self._left.items() if left == 0
         ]  # fmt: skip
         self.abort([name for name, *_ in done])
@@ -148,16 +148,22 @@ def main() -> None:
         model = Path(folder) / "nano"
         make_checkpoint(model, preset="nano", seed=0)
         renderer = Renderer(ModelSettings(path=str(model), max_pixels=pixels))
-    length = 2 * (pixels // renderer.vision_pixels**2 + chosen.tokens) + 1024
+    length = 2 * (pixels // renderer.vision_token_side**2 + chosen.tokens) + 1024
     engine, core = fixed_engine(model, renderer, step_s=chosen.step_ms / 1000, max_model_len=length)
-    episode = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=chosen.tokens, max_context=length, max_images=2, seed=0)
-    rounds = GenerationSettings(num_prompts=chosen.groups, group_size=chosen.samples, max_rounds=1)
+    episode = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=chosen.tokens, max_sequence_tokens=length, max_images=2, seed=0)
+    rounds = GenerationSettings(num_prompts=chosen.groups, group_size=chosen.samples, max_num_gen_batches=1)
     fleet = RolloutManager(
-        LooksTask(pixels), engine=engine, renderer=renderer, trainer=Nobody(), gather=list, episode=episode, round_settings=rounds
+        LooksTask(pixels),
+        engine=engine,
+        renderer=renderer,
+        trainer=Nobody(),
+        gather_rollouts=list,
+        episode_settings=episode,
+        generation_settings=rounds,
     )
     examples = [Example(str(number), {"picture": noise(number, pixels)}) for number in range(chosen.groups)]
     started, before = time.perf_counter(), os.times()
-    rollouts = fleet.run_examples(examples, samples=chosen.samples, settings=episode)
+    rollouts = fleet.run_examples(examples, num_samples=chosen.samples, settings=episode)
     seconds, after = time.perf_counter() - started, os.times()
     assert all(len(rollout.turns) == 2 and len(rollout.sequences[0].images) == 2 for rollout in rollouts), "an episode ended early"
     stalled = sum(core.stalls_s)

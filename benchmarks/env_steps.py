@@ -86,7 +86,7 @@ class OneByOne:
         logits = self.network(input_ids=written, attention_mask=torch.ones_like(written), **seen).logits[:, ids.shape[1] - 1 : -1]
         logprobs = logits.log_softmax(-1).gather(-1, reply.unsqueeze(-1))
         assert torch.isfinite(logprobs).all()
-        return self.renderer.text(reply[0].tolist())
+        return self.renderer.decode_response(reply[0].tolist())
 
 
 def main() -> None:

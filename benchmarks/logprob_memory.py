@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
-from megatron_rl.policy.logprobs import Distribution
+from megatron_rl.policy.logprobs import TokenDistribution
 from megatron_rl.policy.parallel import build_layout
 
 VOCABULARY = 151_936
@@ -32,7 +32,7 @@ def measure(rows: int, block: int, hidden: int) -> None:
     head = torch.nn.Linear(hidden, VOCABULARY, bias=False)
     hidden_RH = torch.randn(rows, hidden, requires_grad=True)
     target_R = torch.randint(0, VOCABULARY, (rows,))
-    distribution = Distribution(torch.zeros(VOCABULARY, dtype=torch.bool), 1.0, 0, layout.tp_group, block)
+    distribution = TokenDistribution(torch.zeros(VOCABULARY, dtype=torch.bool), 1.0, 0, layout.tp_group, block)
     head.weight.grad = torch.zeros_like(head.weight)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()

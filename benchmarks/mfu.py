@@ -28,7 +28,7 @@ from PIL import Image as Pillow
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, expand_segments, gather, read_world, trim_malloc
+from megatron_rl.distributed.world import all_gather_object, connect, expand_segments, read_world, trim_malloc
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
@@ -134,7 +134,7 @@ def main() -> None:
         start = time.perf_counter()
         batches = update()
         seconds.append(time.perf_counter() - start)
-    computed = sum(gather(flops(sizes, batches, model, has_adapters=given.lora_rank > 0))) / (given.tp * given.pp)
+    computed = sum(all_gather_object(flops(sizes, batches, model, has_adapters=given.lora_rank > 0))) / (given.tp * given.pp)
     if world.is_main:
         report(min(seconds[1:]), sum(piece.num_tokens for piece in work), computed, world.size)
     if given.profile:

@@ -68,7 +68,7 @@ def play(
 ) -> tuple[float, list[Rollout]]:
     """Seconds that the episodes with these latencies take together, and the episodes."""
     turns = len(latencies_ET[0])
-    settings = EpisodeSettings(temperature=1.0, max_turns=turns, max_new_tokens=tokens, max_context=1024, max_images=1, seed=0)
+    settings = EpisodeSettings(temperature=1.0, max_turns=turns, max_new_tokens=tokens, max_sequence_tokens=1024, max_images=1, seed=0)
 
     async def together() -> list[Rollout]:
         task = WaitsTask(asyncio.Barrier(len(latencies_ET)) if lock_step else None)
@@ -76,7 +76,12 @@ def play(
         return await asyncio.gather(
             *(
                 run_episode(
-                    task, example, conversation=TokenConversation(engine, renderer, settings), settings=settings, group=number, sample=0
+                    task,
+                    example,
+                    conversation=TokenConversation(engine, renderer, settings),
+                    settings=settings,
+                    group=number,
+                    sample_index=0,
                 )
                 for number, example in enumerate(examples)
             )

@@ -76,7 +76,7 @@ def rewards(prompts: list, completions: list, current: list[int], target: list[i
 
 def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int, prompts: int, seed: int) -> Dataset:
     """Every prompt of the run in the order in which the other side deals them. Pictures are shared, not decoded from a file each time."""
-    dealt = [example for step in range(steps) for example in choose_prompts(examples, prompts, seed=seed, round_number=step)]
+    dealt = [example for step in range(steps) for example in choose_prompts(examples, prompts, seed=seed, batch_index=step)]
 
     @cache
     def resized(state: NumberLineState) -> Picture:

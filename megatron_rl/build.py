@@ -17,20 +17,20 @@ from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.config import Settings
 from megatron_rl.data.data_digests import check_same_data, data_digests
 from megatron_rl.distributed.image_exchange import ImageExchange
-from megatron_rl.distributed.world import World, default_store, gather, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.distributed.world import World, all_gather_object, default_store, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.kernels import transformer_engine_error
-from megatron_rl.policy.parallel import Layout, build_layout, leave_layout
-from megatron_rl.policy.patches import Patches
+from megatron_rl.policy.parallel import Layout, build_layout, destroy_layout
+from megatron_rl.policy.patches import ImagePatchFn
 from megatron_rl.policy.policy import Policy
 from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.colocated import ColocatedEngine
-from megatron_rl.rollout.episode import EpisodeSettings, Timed, untimed
+from megatron_rl.rollout.episode import EpisodeSettings, TimerFn, no_timer
 from megatron_rl.rollout.health import ServerSupervisor
 from megatron_rl.rollout.load_balancer import EngineRank
-from megatron_rl.rollout.manager import RolloutManager, Trainer
-from megatron_rl.rollout.renderer import Renderer, small_pixels
+from megatron_rl.rollout.manager import Offloadable, RolloutManager
+from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.task import Task
@@ -72,10 +72,17 @@ class NoOffload:
 
 
 def build_policy(
-    settings: Settings, layout: Layout, renderer: Renderer, *, patches: Patches, num_steps: int, is_rl: bool, has_values: bool = False
+    settings: Settings,
+    layout: Layout,
+    renderer: Renderer,
+    *,
+    patches: ImagePatchFn,
+    num_steps: int,
+    is_rl: bool,
+    has_value_head: bool = False,
 ) -> Policy:
     """This rank's share of the model with its optimizer, for the stage's steps."""
-    shares_trunk = has_values and settings.critic.backbone == "shared"
+    shares_trunk = has_value_head and settings.critic.backbone == "shared"
     return Policy(
         settings.model, layout,
         parallel=settings.parallel, optim=settings.optim, num_steps=num_steps,
@@ -86,7 +93,7 @@ def build_policy(
     )  # fmt: skip
 
 
-def build_critic(settings: Settings, layout: Layout, *, patches: Patches, num_steps: int) -> Critic:
+def build_critic(settings: Settings, layout: Layout, *, patches: ImagePatchFn, num_steps: int) -> Critic:
     """This rank's share of a critic with a trunk of its own. Its optimizer is the policy's but for the learning rate."""
     optim = replace(settings.optim, lr=settings.critic.lr, lr_by_module={})
     return Critic(
@@ -97,34 +104,37 @@ def build_critic(settings: Settings, layout: Layout, *, patches: Patches, num_st
 
 def build_rollout_manager(
     settings: Settings, task: Task, *,
-    trainer: Trainer, renderer: Renderer, world: World, gallery: ImageExchange, stop: StopSignal, tell: Callable[[str], None],
-    household: ServerSupervisor | None = None, timed: Callable[[int, int], Timed] = lambda *_: untimed,
+    trainer: Offloadable, renderer: Renderer, world: World, image_exchange: ImageExchange, stop_signal: StopSignal, log: Callable[[str],
+    None],
+    supervisor: ServerSupervisor | None = None, make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer,
 ) -> RolloutManager:  # fmt: skip
-    """This process's engine, or its way to all of them, and its place in the fleet, whose rollouts come together by `gallery`. All ranks
-    together. `household`: see build_server_engine; `timed`: see RolloutManager."""
+    """This process's engine, or its way to all of them, and its place in the fleet, whose rollouts come together by `image_exchange`. All
+    ranks together. `supervisor`: see build_server_engine; `make_timer`: see RolloutManager."""
     size, num = settings.engine.tp, settings.engine.max_num_seqs
     seat = EngineRank(index=world.rank // size, num_engines=world.size // size, max_episodes=num, counter=default_store())
     if settings.engine.mode == "server":
-        engine = build_server_engine(settings, renderer, world, gallery=gallery, tell=tell, household=household)
+        engine = build_server_engine(settings, renderer, world, image_exchange=image_exchange, log=log, supervisor=supervisor)
         seat = replace(seat, index=world.rank, num_engines=world.size, max_episodes=max(1, num * len(engine.urls) // world.size))
     else:
         engine = build_colocated_engine(settings, renderer, world)
     return RolloutManager(
         task,
-        engine=engine, renderer=renderer, trainer=trainer, gather=gallery.gather_rollouts, share=gallery.broadcast_rollouts,
-        episode=episode_settings(settings),
-        round_settings=generation_settings(settings),
-        seat=seat, grace=stop.within_grace, patience_s=settings.run.outage_timeout_s, tell=tell, timed=timed,
+        engine=engine, renderer=renderer, trainer=trainer, gather_rollouts=image_exchange.gather_rollouts,
+        all_gather=image_exchange.broadcast_rollouts,
+        episode_settings=episode_settings(settings),
+        generation_settings=generation_settings(settings),
+        engine_rank=seat, run_with_grace=stop_signal.run_with_grace, outage_timeout_s=settings.run.outage_timeout_s, log=log,
+        make_timer=make_timer,
     )  # fmt: skip
 
 
-def owner_of(settings: Settings, name: str) -> str:
+def make_owner_name(settings: Settings, run_name: str) -> str:
     """Return the name of this run for other runs that ask for the same server. Example: `runs/mine (4711 on node1, 0a1b2c3d)`.
 
     Only the last two names of the run folder: vLLM 0.32.0 removes absolute paths from its answers (sanitize_message in
     entrypoints/serve/exception_handling/utils.py).
     """
-    return f"{'/'.join(Path(settings.run.dir).absolute().parts[-2:])} ({os.getpid()} on {socket.gethostname()}, {name})"
+    return f"{'/'.join(Path(settings.run.dir).absolute().parts[-2:])} ({os.getpid()} on {socket.gethostname()}, {run_name})"
 
 
 def build_server_engine(
@@ -132,28 +142,29 @@ def build_server_engine(
     renderer: Renderer,
     world: World,
     *,
-    gallery: ImageExchange,
-    tell: Callable[[str], None],
-    household: ServerSupervisor | None,
+    image_exchange: ImageExchange,
+    log: Callable[[str], None],
+    supervisor: ServerSupervisor | None,
 ) -> ServerEngine:
-    """This process's way to all engines; the main one has them for the run, and gives them their weights. All ranks together. `household`
+    """This process's way to all engines; the main one has them for the run, and gives them their weights. All ranks together. `supervisor`
     is that of servers which the run has started itself, on the main rank: they are nobody else's.
 
     ValueError: another run has one of them.
     """
     given, name = settings.engine, run_on_rank_zero(lambda: secrets.token_hex(4))
-    longest_s, is_own = settings.parallel.timeout_s, run_on_rank_zero(lambda: household is not None)
-    servers, sender = [VllmServer(url, token=read_engine_token(given), is_own=is_own, longest_s=longest_s) for url in given.urls], None
+    longest_s, is_own = settings.parallel.timeout_s, run_on_rank_zero(lambda: supervisor is not None)
+    servers, sender = [VllmServer(url, token=read_engine_token(given), is_own=is_own, max_timeout_s=longest_s) for url in given.urls], None
     if world.is_main:
         sender = WeightSender(
-            servers, wanted=expected_label(settings, renderer), owner=owner_of(settings, name),
+            servers, expected=expected_label(settings, renderer), owner=make_owner_name(settings, name),
             kind="nccl" if world.device.type == "cuda" else "gloo", bucket_bytes=int(given.bucket_mib * 2**20),
             timeout_s=longest_s,
         )  # fmt: skip
     run_on_rank_zero(lambda: sender.lock_servers() if not is_own else None)
     return ServerEngine(
-        servers, given, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids, decode=renderer.tokenizer.decode,
-        meet=gallery.broadcast_rollouts, sender=sender, household=household, place=world.rank, tell=tell,
+        servers, given, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids,
+        decode_tokens=renderer.tokenizer.decode,
+        all_gather=image_exchange.broadcast_rollouts, sender=sender, supervisor=supervisor, first_server=world.rank, log=log,
     )  # fmt: skip
 
 
@@ -176,7 +187,7 @@ def generation_settings(settings: Settings) -> GenerationSettings:
     """How many episodes a step of training asks for."""
     batch = settings.batch
     return GenerationSettings(
-        num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_rounds=settings.filter.max_num_gen_batches,
+        num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_num_gen_batches=settings.filter.max_num_gen_batches,
         max_staleness=settings.run.max_staleness, num_steps=settings.run.steps,
     )  # fmt: skip
 
@@ -187,8 +198,8 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
     return EpisodeSettings(
         temperature=settings.algo.temperature, seed=settings.run.seed,
         max_turns=task.max_turns, max_new_tokens=task.max_new_tokens, max_seconds=task.max_seconds,
-        environment_s=task.env_timeout_s, errors_end=task.stop_on_tool_error,
-        max_context=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
+        env_timeout_s=task.env_timeout_s, stop_on_tool_error=task.stop_on_tool_error,
+        max_sequence_tokens=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
     )  # fmt: skip
 
 
@@ -216,23 +227,24 @@ class TrainerContext:
 
     def build_rollout_manager(self, settings: Settings) -> RolloutManager:
         """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
-        with self.run.spans("start"):
+        with self.run.step_timer("start"):
             own = PolicyAndCritic(self.policy, self.critic) if self.critic else self.policy
             trainer = NoOffload() if settings.engine.mode == "server" else own
             trainer.sleep()
             fleet = self.rollout_manager = build_rollout_manager(
                 settings, self.task,
-                trainer=trainer, renderer=self.renderer, world=self.world, gallery=self.image_exchange, stop=self.stop, tell=self.run.log,
-                household=self.supervisor, timed=self.run.trace.episode_tracer,
+                trainer=trainer, renderer=self.renderer, world=self.world, image_exchange=self.image_exchange, stop_signal=self.stop,
+                log=self.run.log,
+                supervisor=self.supervisor, make_timer=self.run.trace.episode_tracer,
             )  # fmt: skip
-            self.closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
+            self.closing.push(lambda failure, *_: fleet.close(all_ranks=failure is None))
             fleet.start()
         return fleet
 
     def save_progress(self) -> None:
         """Have a checkpoint of the steps that are done, for the run's next life."""
         run = self.run
-        with run.spans("checkpoint"), self.rollout_manager.offloaded() if self.rollout_manager else nullcontext():
+        with run.step_timer("checkpoint"), self.rollout_manager.offloaded() if self.rollout_manager else nullcontext():
             self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
 
 
@@ -248,13 +260,13 @@ def build_context(
     if started and world.is_main:
         print(started, flush=True)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
-    closing.callback(leave_layout)
-    renderer = raise_on_all_ranks(lambda: build_renderer(settings, continues_contexts=is_rl and task.continues_contexts))
+    closing.callback(destroy_layout)
+    renderer = raise_on_all_ranks(lambda: build_renderer(settings, appends_to_sequence=is_rl and task.appends_to_sequence))
     algorithms, has_values = {**ALGORITHMS, **plugins.algorithms}, has_critic(settings, plugins)
-    gallery = ImageExchange(patch=renderer.patch, group=group)
-    patches = partial(renderer.patches, picture_of=gallery.image)
+    gallery = ImageExchange(patch_size=renderer.patch_size, group=group)
+    patches = partial(renderer.patches, load_image=gallery.image)
     policy = build_policy(
-        settings, layout, renderer, patches=patches, num_steps=num_steps, is_rl=is_rl, has_values=has_values
+        settings, layout, renderer, patches=patches, num_steps=num_steps, is_rl=is_rl, has_value_head=has_values
     )  # fmt: skip
     closing.callback(policy.close)
     has_trunk = has_values and settings.critic.backbone == "own"
@@ -264,11 +276,11 @@ def build_context(
     record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
     if task.judge is not None and not is_replay:
-        record.judge = JudgeStats(task.judge, gather=gather if world.size > 1 else lambda counts: [counts])
+        record.judge_stats = JudgeStats(task.judge, gather=all_gather_object if world.size > 1 else lambda counts: [counts])
     for line in (transformer_engine_error(), *mismatch_warnings(settings)):
         if line:
             record.log(line)
-    checkpoints = Checkpoints(settings, policy, critic, start=checkpoint, inputs=inputs, group=group)
+    checkpoints = Checkpoints(settings, policy, critic, resume_from=checkpoint, inputs=inputs, group=group)
     return TrainerContext(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
         checkpoints=checkpoints, stop=stop, image_exchange=gallery, closing=closing,
@@ -284,10 +296,10 @@ def digest_inputs(settings: Settings, state: CheckpointState | None) -> InputDig
     return found
 
 
-def build_renderer(settings: Settings, *, continues_contexts: bool) -> Renderer:
+def build_renderer(settings: Settings, *, appends_to_sequence: bool) -> Renderer:
     """Load the processor and the chat template. Raises ValueError where they do not fit the model or the task's episodes."""
     allowed = settings.task.data.allow_grounding_tokens
-    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
-    if continues_contexts:
+    renderer = Renderer(settings.model, max_inline_pixels=max_inline_pixels(settings.engine), allow_grounding_tokens=allowed)
+    if appends_to_sequence:
         renderer.require_continuation()
     return renderer

@@ -53,10 +53,10 @@ def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
     require_task(settings.name, task_type)
     names = settings.reward.split("+") if settings.reward else []
     shipped = [name for name in names if name not in plugins.rewards]
-    choices = [*task_type.rewards, *plugins.rewards]
-    joined = "; at most one that ships, with your own joined by +" if task_type.rewards else ""
+    choices = [*task_type.reward_names, *plugins.rewards]
+    joined = "; at most one that ships, with your own joined by +" if task_type.reward_names else ""
     remedy = f"task {settings.name} takes {', '.join(choices) or 'none but its own'}{joined}"
-    require({*shipped} <= {*task_type.rewards} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
+    require({*shipped} <= {*task_type.reward_names} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
     remedy = f"task {settings.name} has no options of its own"
     require(settings.options is None or task_type.Options is not None, "task.options", settings.options, remedy)
     require(

@@ -11,7 +11,7 @@ from megatron_rl.config import Settings
 from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import TRANSCRIPTS_SPLIT, load_demonstrations
 from megatron_rl.policy.policy import Policy
-from megatron_rl.rollout.episode import seed_of
+from megatron_rl.rollout.episode import derive_seed
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.checkpoints import Checkpoints
@@ -24,20 +24,20 @@ CACHE_BYTES = 1 << 30
 
 
 def train_sft(
-    settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop: StopSignal
+    settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop_signal: StopSignal
 ) -> None:
     """Train stage after stage on each stage's demonstrations, in the order the task gives them, round and round. GracefulStop: see
     train."""
-    with run.spans("sync"):
+    with run.step_timer("sync"):
         checkpoints.restore()
-    stop.check()
+    stop_signal.check()
     sft, seed, begin = settings.sft, settings.run.seed, 0
     for stage, (split, steps) in enumerate(zip(sft.splits, sft.steps, strict=True)):
         done, begin = max(0, run.first_step - begin), begin + steps
         if done >= steps:
             continue
-        with run.spans("render"):
-            drawn = {"num": sft.num_demonstrations, "seed": seed_of(seed, stage)}
+        with run.step_timer("render"):
+            drawn = {"num": sft.num_demonstrations, "seed": derive_seed(seed, stage)}
             if split == TRANSCRIPTS_SPLIT:
                 demonstrations = load_demonstrations(task.settings.data, split, **drawn)
                 demonstrations.check_lengths(make_length_check(settings, renderer))
@@ -47,21 +47,21 @@ def train_sft(
                 demonstrations = task.demonstrations(split, **drawn)
             shown = RenderedDemonstrations(renderer, demonstrations)
         for step in range(begin - steps + done, begin):
-            with run.spans("render"):
+            with run.step_timer("render"):
                 first = (step - begin + steps) * sft.batch_size
                 minibatch = [shown[number] for number in range(first, first + sft.batch_size)]
-            with run.spans("update"):
+            with run.step_timer("update"):
                 batches = policy.pack(minibatch, max_tokens=settings.batch.micro_batch_tokens)
-                with run.dump_batches_on_error(batches, step=step, complete=policy.load_image_patches):
+                with run.dump_batches_on_error(batches, step=step, load_image_patches=policy.load_image_patches):
                     metrics = policy.update(batches, sft_loss, step=step)
-            with run.spans("checkpoint"):
+            with run.step_timer("checkpoint"):
                 checkpoints.begin_step(step + 1, is_last=step + 1 == sum(sft.steps))
-            with run.spans("record"):
+            with run.step_timer("record"):
                 run.record(step, metrics)
             if step + 1 < sum(sft.steps):  # the last one is judged by the final evaluation
-                with run.spans("checkpoint"):
+                with run.step_timer("checkpoint"):
                     checkpoints.finish_step(step + 1, history=run.history, metrics=metrics)
-            stop.check()
+            stop_signal.check()
 
 
 class RenderedDemonstrations:
@@ -72,12 +72,12 @@ class RenderedDemonstrations:
 
     def __init__(self, renderer: Renderer, demonstrations: Sequence[Demonstration]) -> None:
         self._renderer, self._demonstrations = renderer, demonstrations
-        self._kept: dict[int, PackItem] = {}
+        self._cached: dict[int, PackItem] = {}
         self._num_bytes = 0
 
     def __getitem__(self, number: int) -> PackItem:
         number %= len(self._demonstrations)
-        return self._kept.get(number) or self._render(number)
+        return self._cached.get(number) or self._render(number)
 
     def _render(self, number: int) -> PackItem:
         demonstration = self._demonstrations[number]
@@ -92,5 +92,5 @@ class RenderedDemonstrations:
         weighted = PackItem(context, denominator=sum(context.loss_mask))
         self._num_bytes += sum(3 * image.pil.width * image.pil.height for image in context.images)
         if self._num_bytes <= CACHE_BYTES:
-            self._kept[number] = weighted
+            self._cached[number] = weighted
         return weighted

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from megatron_rl.algo.algorithms import Algorithm, needs_old, needs_reference
+from megatron_rl.algo.algorithms import Algorithm, needs_old_logprob_forward, needs_reference
 from megatron_rl.algo.gae import values_and_returns
 from megatron_rl.algo.rollout_correction import bypasses
 from megatron_rl.algo.thoughts import scale_thought_logprobs
@@ -35,28 +35,28 @@ def prepare_training_batch(
     first. Where they depend on logprobs or values, these are computed of all sequences before, and the advantages follow.
     """
     algo = settings.algo
-    needs_columns = bool(algorithm.required_columns(algo))
-    if not needs_columns:
+    needs_model_outputs = bool(algorithm.required_columns(algo))
+    if not needs_model_outputs:
         algorithm.advantage_fn(rollouts, algo)
-    shares = shard_minibatches(rollouts, settings, policy, keep_idle=needs_columns)
+    shares = shard_minibatches(rollouts, settings, policy, keep_zero_advantage=needs_model_outputs)
     fetch_images(images_by_rank(shares, policy))
     minibatches = pack_minibatches(rollouts, shares, settings, policy, step=step)
     compute_logprobs_and_values(minibatches, settings, policy, critic, has_values=algorithm.needs_critic)
-    if needs_columns:
+    if needs_model_outputs:
         compute_advantages(rollouts, minibatches, algo, algorithm)
     if algorithm.needs_critic:
-        set_value_targets(rollouts, minibatches, algo, critic or policy)
+        set_returns_and_update_stats(rollouts, minibatches, algo, critic or policy)
     return minibatches
 
 
-def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Policy, *, keep_idle: bool) -> list[RankShares]:
+def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Policy, *, keep_zero_advantage: bool) -> list[RankShares]:
     """Cut the step into minibatches and share each of them out over data-parallel ranks.
 
     Sequences without an advantage are kept with `keep_idle`, and where the KL or the entropy moves the policy, too.
     """
     algo, batch = settings.algo, settings.batch
-    with_idle = keep_idle or algo.kl_coef > 0 or algo.entropy_coef > 0
-    cut = cut_minibatches(rollouts, batch, with_idle=with_idle)
+    keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0
+    cut = cut_minibatches(rollouts, batch, keep_zero_advantage=keeps_all)
     return [policy.shard_across_dp(minibatch, max_tokens=batch.micro_batch_tokens) for minibatch in cut]
 
 
@@ -90,7 +90,7 @@ def compute_logprobs_and_values(
 ) -> None:
     """Compute old logprobs, reference logprobs and values for every micro-batch before the first update, one forward pass per model."""
     algo, batch = settings.algo, settings.batch
-    has_old, shares_trunk = needs_old(algo, num_updates=batch.minibatches * batch.epochs), has_values and critic is None
+    has_old, shares_trunk = needs_old_logprob_forward(algo, num_updates=batch.minibatches * batch.epochs), has_values and critic is None
     if has_old and shares_trunk:
         fill_column(minibatches, policy.logprobs_and_values, "old_logprob_T", "old_value_T")
     elif has_old:
@@ -122,7 +122,9 @@ def compute_advantages(rollouts: list[Rollout], minibatches: list[list[MicroBatc
         batch.advantage_T = gather_column(rollouts, batch, "advantages")
 
 
-def set_value_targets(rollouts: list[Rollout], minibatches: list[list[MicroBatch]], algo: AlgoSettings, critic: Critic | Policy) -> None:
+def set_returns_and_update_stats(
+    rollouts: list[Rollout], minibatches: list[list[MicroBatch]], algo: AlgoSettings, critic: Critic | Policy
+) -> None:
     """Put the returns into the micro-batches, and into the statistics that the value head normalizes by."""
     for batches in minibatches:
         for batch in batches:

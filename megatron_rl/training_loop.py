@@ -24,7 +24,7 @@ from megatron_rl.observe.step_metrics import merge_update_metrics, rollout_metri
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.replay import Replay
+from megatron_rl.rollout.replay import RolloutReplay
 from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.failure_checks import MismatchCheck, check_failures, require_finite
@@ -36,89 +36,105 @@ from megatron_rl.types import MicroBatch, Rollout
 
 def train(
     settings: Settings, *,
-    policy: Policy, critic: Critic | None = None, fleet: RolloutManager | Replay, gallery: ImageExchange, run: Run, checkpoints:
-    Checkpoints, stop: StopSignal, algorithms: Mapping[str, Algorithm] = ALGORITHMS, audience: WeightPublisher | None = None,
+    policy: Policy, critic: Critic | None = None, rollout_manager: RolloutManager | RolloutReplay, image_exchange: ImageExchange,
+    run: Run, checkpoints: Checkpoints, stop_signal: StopSignal, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+    weight_publisher: WeightPublisher | None = None,
 ) -> None:  # fmt: skip
     """The run's steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights.
 
     GracefulStop, on every rank: run.num_done says of how many steps the weights are.
     """
-    spans, algorithm, check = run.spans, algorithms[settings.algo.name], MismatchCheck(settings)
-    restore_and_sync(settings, policy=policy, fleet=fleet, run=run, checkpoints=checkpoints, audience=audience)
-    stop.check()
+    timer, algorithm, check = run.step_timer, algorithms[settings.algo.name], MismatchCheck(settings)
+    restore_and_sync(
+        settings, policy=policy, rollout_manager=rollout_manager, run=run, checkpoints=checkpoints, weight_publisher=weight_publisher
+    )
+    stop_signal.check()
 
     for step in range(run.first_step, settings.run.steps):
-        with run.timed_rollout(fleet.busy_s):
-            rollouts = fleet.generate(step, enough=partial(has_enough_rollouts, settings=settings, algorithm=algorithm, run=run, step=step))
-        rounds = fleet.admission.rounds - run.history.num_generation_batches
-        run.history.add(step, rollouts, rounds=rounds, dealt=fleet.admission.unused_groups)
-        now = settings_at_step(run.history, settings)
+        with run.timed_rollout(rollout_manager.busy_s):
+            rollouts = rollout_manager.generate(
+                step, is_enough=partial(has_enough_rollouts, settings=settings, algorithm=algorithm, run=run, step=step)
+            )
+        num_gen_batches = rollout_manager.scheduler.num_generation_batches - run.history.num_generation_batches
+        run.history.add(
+            step, rollouts, num_new_batches=num_gen_batches, unfinished_prompts=rollout_manager.scheduler.unfinished_prompt_indices
+        )
+        step_settings = settings_at_step(run.history, settings)
 
-        with spans("update"), fleet.offloaded():
-            fetch_images = partial(gallery.fetch, rollouts=rollouts)
-            minibatches = prepare_training_batch(rollouts, now, policy, critic, algorithm=algorithm, fetch_images=fetch_images, step=step)
+        with timer("update"), rollout_manager.offloaded():
+            fetch_images = partial(image_exchange.fetch, rollouts=rollouts)
+            minibatches = prepare_training_batch(
+                rollouts, step_settings, policy, critic, algorithm=algorithm, fetch_images=fetch_images, step=step
+            )
             if algorithm.needs_critic and critic is None and step == settings.critic.warmup_steps > 0:
                 policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
-            notes = build_token_stats(settings)
-            update = partial(raise_on_nonfinite, run, policy, make_updaters(now, policy, critic, algorithms, notes, check), step)
+            token_stats = build_token_stats(settings)
+            update = partial(
+                raise_on_nonfinite, run, policy, make_updaters(step_settings, policy, critic, algorithms, token_stats, check), step
+            )
             with run.recording_mismatch(rollouts, step=step):
                 updates = [update(batches) for batches in minibatches * settings.batch.epochs]
-            if notes is not None:
-                notes.write_to(rollouts)
-            gallery.release()
-            told = audience.serve(policy.hf_weights, step=step + 1) if audience else {}
+            if token_stats is not None:
+                token_stats.write_to(rollouts)
+            image_exchange.release()
+            publish_metrics = weight_publisher.publish(policy.hf_weights, step=step + 1) if weight_publisher else {}
 
-        with spans("checkpoint"):
+        with timer("checkpoint"):
             checkpoints.begin_step(step + 1, is_last=step + 1 == settings.run.steps)
 
-        with spans("sync"):
-            fleet.update_weights(policy.hf_weights(), version=step + 1)
+        with timer("sync"):
+            rollout_manager.update_weights(policy.hf_weights(), version=step + 1)
 
-        with spans("record"):
+        with timer("record"):
             metrics = (
-                rollout_metrics(rollouts, num_gen_batches=rounds)
+                rollout_metrics(rollouts, num_gen_batches=num_gen_batches)
                 | merge_update_metrics(updates)
-                | value_errors(rollouts, now.algo, algorithm)
+                | value_errors(rollouts, step_settings.algo, algorithm)
             )
-            metrics |= fleet.metrics() | told
+            metrics |= rollout_manager.metrics() | publish_metrics
             if settings.run.max_staleness > 0:
-                metrics |= staleness_metrics(rollouts, step=step, num_stale=fleet.num_stale)
-            if now.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # before, nothing pulls at the policy
-                metrics |= adapt_kl(run.history, rollouts, metrics, now.algo)
+                metrics |= staleness_metrics(rollouts, step=step, num_stale=rollout_manager.num_stale)
+            if step_settings.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # before, nothing pulls at the policy
+                metrics |= adapt_kl(run.history, rollouts, metrics, step_settings.algo)
             run.log_step(step, rollouts, metrics)
-        del rollouts, minibatches, fetch_images, notes, update  # the next step's pictures have their memory
-        end_of_step(step, settings, fleet=fleet, run=run, checkpoints=checkpoints)
-        stop.check()
+        del rollouts, minibatches, fetch_images, token_stats, update  # the next step's pictures have their memory
+        evaluate_and_record(step, settings, rollout_manager=rollout_manager, run=run, checkpoints=checkpoints)
+        stop_signal.check()
 
 
 def restore_and_sync(
-    settings: Settings, *, policy: Policy, fleet: RolloutManager | Replay, run: Run, checkpoints: Checkpoints, audience: WeightPublisher |
-    None
+    settings: Settings, *, policy: Policy, rollout_manager: RolloutManager | RolloutReplay, run: Run, checkpoints: Checkpoints,
+    weight_publisher: WeightPublisher | None,
 ) -> None:  # fmt: skip
     """Go on where the last checkpoint stands: its weights in trainer, engine and audience, its rounds, and the evaluation that it may still
     owe."""
-    with run.spans("sync"):
-        with fleet.offloaded():
+    with run.step_timer("sync"):
+        with rollout_manager.offloaded():
             checkpoints.restore()
-            if audience is not None:
-                audience.begin(policy.hf_weights, step=run.first_step)
-        fleet.admission.rounds, fleet.admission.owed = run.history.num_generation_batches, run.history.in_flight_prompts
-        fleet.update_weights(policy.hf_weights(), version=run.first_step)
+            if weight_publisher is not None:
+                weight_publisher.publish_initial(policy.hf_weights, step=run.first_step)
+        rollout_manager.scheduler.num_generation_batches, rollout_manager.scheduler.pending_prompt_indices = (
+            run.history.num_generation_batches,
+            run.history.in_flight_prompts,
+        )
+        rollout_manager.update_weights(policy.hf_weights(), version=run.first_step)
     if run.history.pending_metrics:
-        end_of_step(run.first_step - 1, settings, fleet=fleet, run=run, checkpoints=checkpoints)
+        evaluate_and_record(run.first_step - 1, settings, rollout_manager=rollout_manager, run=run, checkpoints=checkpoints)
         checkpoints.mark_evaluated(history=run.history, metrics=run.metrics)
 
 
-def end_of_step(step: int, settings: Settings, *, fleet: RolloutManager | Replay, run: Run, checkpoints: Checkpoints) -> None:
+def evaluate_and_record(
+    step: int, settings: Settings, *, rollout_manager: RolloutManager | RolloutReplay, run: Run, checkpoints: Checkpoints
+) -> None:
     """What follows a step's updates: the evaluation that may be due, its metrics, and what its checkpoint learns of it."""
     metrics, is_last = run.history.pending_metrics, step + 1 == settings.run.steps
     if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and not is_last:
-        with run.spans("evaluate"):
-            metrics = metrics | evaluate_in_run(fleet.task, settings, rollout_manager=fleet)
-    with run.spans("record"):
+        with run.step_timer("evaluate"):
+            metrics = metrics | evaluate_in_run(rollout_manager.task, settings, rollout_manager=rollout_manager)
+    with run.step_timer("record"):
         run.record(step, metrics)
     if not is_last:  # the last one is judged by the final evaluation
-        with run.spans("checkpoint"):
+        with run.step_timer("checkpoint"):
             checkpoints.finish_step(step + 1, history=run.history, metrics=metrics)
 
 
@@ -153,18 +169,18 @@ def fills_batch(rollouts: list[Rollout], settings: Settings, algorithm: Algorith
     """Drop what is not trained on, and say whether as many groups are left as a step wants."""
     spread = group_std(rollouts, settings.algo)
     num_groups = settings.batch.prompts_per_step
-    apply_filters(rollouts, settings.filter, num_groups=num_groups, spread=spread, needs_peers=algorithm.needs_group)
+    apply_filters(rollouts, settings.filter, num_groups=num_groups, group_std=spread, needs_group=algorithm.needs_group)
     return len(used_groups(rollouts)) >= num_groups
 
 
 def make_updaters(
-    settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm], notes: TokenStats | None = None,
+    settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm], token_stats: TokenStats | None = None,
     check: MismatchCheck | None = None,
 ) -> Callable[[list[MicroBatch], int], dict[str, float]]:  # fmt: skip
     """(batches, step) -> metrics of one optimizer update of whatever learns in that step: the policy, and a critic where there is one."""
-    see = notes.record if notes is not None else None
+    see = token_stats.record if token_stats is not None else None
     of_policy = make_policy_objective(settings.algo, algorithms)
-    of_values = make_value_objective(settings.critic, over=settings.algo.gae_level)
+    of_values = make_value_objective(settings.critic, level=settings.algo.gae_level)
     has_values = algorithms[settings.algo.name].needs_critic
     together = shared_value_loss(of_policy, of_values, settings.critic.vf_coef) if has_values and critic is None else of_policy
 
@@ -172,8 +188,8 @@ def make_updaters(
         warms_up = has_values and step < settings.critic.warmup_steps
         if critic is None:
             loss = warmup_value_loss(of_policy, of_values) if warms_up else together
-            return policy.update(batches, loss, step=step, head_alone=warms_up, see=see, check=check)
-        metrics = {} if warms_up else policy.update(batches, of_policy, step=step, see=see, check=check)
+            return policy.update(batches, loss, step=step, value_head_only=warms_up, record=see, check=check)
+        metrics = {} if warms_up else policy.update(batches, of_policy, step=step, record=see, check=check)
         return metrics | critic.update(batches, of_values, step=step)
 
     return update
@@ -183,5 +199,5 @@ def raise_on_nonfinite(
     run: Run, policy: Policy, update: Callable[[list[MicroBatch], int], dict[str, float]], step: int, batches: list[MicroBatch]
 ) -> dict[str, float]:
     """One update. What it trained on stays in the run folder where a number is not finite."""
-    with run.dump_batches_on_error(batches, step=step, complete=policy.load_image_patches):
+    with run.dump_batches_on_error(batches, step=step, load_image_patches=policy.load_image_patches):
         return update(batches, step)

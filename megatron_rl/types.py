@@ -228,13 +228,14 @@ class Turn:
     """First and one-past-last sampled token in that context."""
     text: str
     action_start: int | None = None
-    """The token of that context in which the action begins, behind the thoughts, where the environment says (tasks.Step.action_at)."""
+    """Position in the sequence of the token at which the action begins, behind the thoughts; None where the environment sets no
+    rollout.task.Step.action_char."""
     reward: float = 0.0
     """What the environment gave."""
     step_score: float | None = None
     """What this turn is worth as a step, by the rubric's turn parts, weighted; None where it is no step of any of them."""
     reward_delta: float = 0.0
-    """What this turn changed in the episode's reward: the gains and Rollout.outcome sum to the reward."""
+    """What this turn changed in the episode's reward: the gains and Rollout.outcome_reward sum to the reward."""
     tool_call: ToolCall | None = None
     images: list[Image] = field(default_factory=list)
     """Pictures of the observation that followed, as the policy saw them."""
@@ -403,8 +404,8 @@ class ValueLossInputs:
     turn_R: torch.Tensor
     """LossInputs.turn_R."""
 
-    def are_finite(self) -> dict[str, torch.Tensor]:
-        """See LossInputs.are_finite."""
+    def finite_checks(self) -> dict[str, torch.Tensor]:
+        """See LossInputs.finite_checks."""
         columns = {"the return": self.return_R, "the value": self.value_R}
         return {name: column.isfinite().all() for name, column in columns.items()}
 
@@ -432,11 +433,11 @@ class LossInputs:
     logprob_scale_R: torch.Tensor | None = None
     """Factor on the token's logprob in the surrogate; None: 1."""
     on_policy_R: torch.Tensor | None = None
-    """bool: a token was sampled by the weights that the step begins with, so that engine_R is old_R; None: all were."""
+    """bool: a token was sampled by the weights that the step begins with, so that rollout_logprob_R is old_logprob_R; None: all were."""
     values: ValueLossInputs | None = None
     """Of a critic that shares the policy's trunk."""
 
-    def are_finite(self) -> dict[str, torch.Tensor]:
+    def finite_checks(self) -> dict[str, torch.Tensor]:
         """Whether each column holds finite numbers only, by its name in words; what others computed comes first."""
         columns = {
             "the engine's logprob": self.rollout_logprob_R,
@@ -447,7 +448,7 @@ class LossInputs:
             "the entropy": self.entropy_R,
         }
         found = {name: column.isfinite().all() for name, column in columns.items() if column is not None}
-        return found | (self.values.are_finite() if self.values else {})
+        return found | (self.values.finite_checks() if self.values else {})
 
 
 @dataclass(slots=True, frozen=True)

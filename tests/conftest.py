@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import forked
+from tests.support import fork_server
 from tools.convert import converter_hf_to_mcore
 from tools.data import make_alfworld
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
@@ -68,7 +68,7 @@ def torchrun():
     """torchrun(num_processes, script, *arguments): what torchrun would start; fails with their output unless all exit 0."""
 
     def run(num_processes: int, script: str | Path, *arguments: object, timeout_s: float = 240) -> str:
-        result = forked.world(num_processes, script, *arguments, timeout_s=timeout_s)
+        result = fork_server.run_world(num_processes, script, *arguments, timeout_s=timeout_s)
         assert result.returncode == 0, f"{script} {arguments} exited {result.returncode}:\n{result.stdout[-6000:]}"
         return result.stdout
 

@@ -31,7 +31,7 @@ from megatron_rl.entrypoints import train
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.scheduler import GenerationSettings
-from megatron_rl.run.directory import STEPS
+from megatron_rl.run.directory import STEPS_KEYS
 
 SETTINGS = Settings(
     model=ModelSettings(path="folder"),
@@ -57,16 +57,18 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], final_pixels=(111, 222))
     policy = object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather_rollouts="gather", broadcast_rollouts="share")
-    given = {"trainer": policy, "renderer": renderer, "world": world, "gallery": gallery, "stop": stop, "tell": print}
+    stop, gallery = SimpleNamespace(run_with_grace="grace"), SimpleNamespace(gather_rollouts="gather", broadcast_rollouts="share")
+    given = {"trainer": policy, "renderer": renderer, "world": world, "image_exchange": gallery, "stop_signal": stop, "log": print}
     fleet = build.build_rollout_manager(SETTINGS, "task", **given)
-    assert (fleet.grace, fleet.gather, fleet.share) == ("grace", "gather", "share")
+    assert (fleet.run_with_grace, fleet.gather_rollouts, fleet.all_gather) == ("grace", "gather", "share")
     assert (fleet.task, fleet.renderer, fleet.trainer) == ("task", renderer, policy)
-    assert fleet.seat == EngineRank(index=index, num_engines=num_engines, max_episodes=77, counter="store")
-    assert fleet.round_settings == GenerationSettings(num_prompts=8, group_size=9, max_rounds=10, max_staleness=2, num_steps=60)
-    assert fleet.episode == EpisodeSettings(
-        temperature=0.7, max_turns=3, max_new_tokens=40, max_context=700, max_images=2, max_pixels=5000, max_seconds=6.5,
-        environment_s=8.5, errors_end=True, seed=11,
+    assert fleet.engine_rank == EngineRank(index=index, num_engines=num_engines, max_episodes=77, counter="store")
+    assert fleet.generation_settings == GenerationSettings(
+        num_prompts=8, group_size=9, max_num_gen_batches=10, max_staleness=2, num_steps=60
+    )
+    assert fleet.episode_settings == EpisodeSettings(
+        temperature=0.7, max_turns=3, max_new_tokens=40, max_sequence_tokens=700, max_images=2, max_pixels=5000, max_seconds=6.5,
+        env_timeout_s=8.5, stop_on_tool_error=True, seed=11,
     )  # fmt: skip
     assert groups == ([] if tp == 1 else [[0, 1], [2, 3], [4, 5]])
     expected = {
@@ -100,20 +102,22 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
     decode = object()
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], tokenizer=SimpleNamespace(decode=decode))
     world = World(rank=rank, size=6, local_rank=rank, device=torch.device(device))
-    stop, gallery = SimpleNamespace(within_grace="grace"), SimpleNamespace(gather_rollouts="gather", broadcast_rollouts="share")
-    trainer, household = build.NoOffload(), object() if is_own and rank == 0 else None
+    stop, gallery = SimpleNamespace(run_with_grace="grace"), SimpleNamespace(gather_rollouts="gather", broadcast_rollouts="share")
+    trainer, supervisor = build.NoOffload(), object() if is_own and rank == 0 else None
     fleet = build.build_rollout_manager(
-        settings, "task", trainer=trainer, renderer=renderer, world=world, gallery=gallery, stop=stop, tell=print, household=household
+        settings, "task", trainer=trainer, renderer=renderer, world=world, image_exchange=gallery, stop_signal=stop, log=print,
+        supervisor=supervisor,
     )  # fmt: skip
-    assert fleet.seat == EngineRank(index=rank, num_engines=6, max_episodes=5, counter="store"), "3 servers of 10 replies, 6 ranks"
+    assert fleet.engine_rank == EngineRank(index=rank, num_engines=6, max_episodes=5, counter="store"), "3 servers of 10 replies, 6 ranks"
     engine = fleet.engine
     assert [server.url for server in engine.urls] == given.urls and engine.settings is given
-    assert (engine.image_token_id, engine.stop_ids, engine.decode, engine.meet, engine.place) == (1, [3], decode, "share", rank)
+    assert (engine.image_token_id, engine.stop_ids, engine.decode_tokens) == (1, [3], decode)
+    assert (engine.all_gather, engine.first_server) == ("share", rank)
     assert (engine.sender is None) == (kind is None) and claims == [True] * (rank == 0 and not is_own)
-    assert engine.household is household
+    assert engine.supervisor is supervisor
     if kind is not None:
         sender = engine.sender
-        assert (sender.kind, sender.wanted, sender.bucket_bytes, sender.timeout_s) == (kind, "wanted", 2**19, settings.parallel.timeout_s)
+        assert (sender.kind, sender.expected, sender.bucket_bytes, sender.timeout_s) == (kind, "wanted", 2**19, settings.parallel.timeout_s)
         assert f"/{Path(settings.run.dir).name} ({os.getpid()} on " in sender.owner
 
 
@@ -121,7 +125,7 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
 def test_whose_a_server_is_passes_what_vllm_strikes(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """vLLM's own function is the oracle; the whole folder's name would not pass it."""
     monkeypatch.chdir(tmp_path)
-    line = f"this engine is that of {build.owner_of(replace(SETTINGS, run=replace(SETTINGS.run, dir=folder)), '0a1b')}"
+    line = f"this engine is that of {build.make_owner_name(replace(SETTINGS, run=replace(SETTINGS.run, dir=folder)), '0a1b')}"
     assert sanitize_message(line) == line and "of runs/mine (" in line
     assert folder.startswith("/data") or folder == "runs/mine" or folder not in sanitize_message(f"that of {folder} (1)")
 
@@ -142,7 +146,7 @@ def test_a_policy_is_built_of_its_settings(
         cliprange_value=0.4),
     )  # fmt: skip
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3])
-    built = build.build_policy(settings, "layout", renderer, patches="patches", num_steps=123, is_rl=is_rl, has_values=has_values)
+    built = build.build_policy(settings, "layout", renderer, patches="patches", num_steps=123, is_rl=is_rl, has_value_head=has_values)
     assert built == {
         "model": settings.model, "layout": "layout", "parallel": settings.parallel, "optim": settings.optim, "num_steps": 123,
         "banned_ids": [2], "image_token_id": 1, "temperature": temperature, "keep_reference": keep, "bucket_mib": 0.5,
@@ -178,4 +182,4 @@ def test_stages_say_what_they_span_and_read() -> None:
     settings = replace(SETTINGS, run=RunSettings(steps=7), sft=SftSettings(splits=["a", "b"], steps=[30, 4]))
     found = {name: (stage.num_steps(settings), stage.splits, stage.is_rl) for name, stage in train.STAGES.items()}
     assert found == {"rl": (7, ("train", "eval"), True), "sft": (34, ("eval",), False)}
-    assert train.STAGES.keys() == STEPS.keys()
+    assert train.STAGES.keys() == STEPS_KEYS.keys()

@@ -10,10 +10,10 @@ import torch
 
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.algo.rollout_correction import CORRECTIONS
-from megatron_rl.batching.packing import loss_rows
+from megatron_rl.batching.packing import make_loss_inputs
 from megatron_rl.config import AlgoSettings, BatchSettings, Settings
 from megatron_rl.types import MicroBatch, Rollout
-from tests.support.corrections import textbook_weights
+from tests.support.rollout_correction_oracle import textbook_weights
 from tests.test_training_loop import COEF, SAYS, by_token, credited_on, sampled, step
 
 EVERY = (*CORRECTIONS, "token_tis+geo_mask", "bypass+geo_mask+opsm")
@@ -66,7 +66,7 @@ def update(batches: list[MicroBatch], algo: AlgoSettings) -> tuple[float, dict[i
     for batch in batches:
         rows_R = batch.mask_T.nonzero().flatten()
         logprob_R = torch.tensor([now(token) for token in batch.target_T[rows_R].tolist()], requires_grad=True)
-        loss, metrics = make_policy_objective(algo)(loss_rows(batch, rows_R, logprob_R, torch.ones(len(rows_R))))
+        loss, metrics = make_policy_objective(algo)(make_loss_inputs(batch, rows_R, logprob_R, torch.ones(len(rows_R))))
         total += loss.item()
         grads_T = torch.zeros(batch.num_tokens).index_copy(0, rows_R, torch.autograd.grad(loss, logprob_R)[0])
         gradient |= by_token(batch, grads_T)

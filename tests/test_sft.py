@@ -15,7 +15,7 @@ from megatron_rl.config import DataSettings, ModelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Demonstration
-from tests.support.tables import write
+from tests.support.data_files import write_rows
 from tests.support.transcripts import REPLY, USER
 
 
@@ -46,9 +46,9 @@ def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytes
     assert demonstrations.asked == [0, 0, 0], "nothing before it is needed"
     for number in range(9):
         weighted, expected = shown[number], whole[number % 3]
-        assert (weighted.context.token_ids, weighted.context.loss_mask) == (expected.token_ids, expected.loss_mask)
+        assert (weighted.sequence.token_ids, weighted.sequence.loss_mask) == (expected.token_ids, expected.loss_mask)
         assert weighted.denominator == sum(expected.loss_mask)
-        assert [image.patch_PC for image in weighted.context.images] == [None], "patches are made for what a rank trains on"
+        assert [image.patch_PC for image in weighted.sequence.images] == [None], "patches are made for what a rank trains on"
         batch = pack([weighted], image_token_id=renderer.image_token_id, positions=positions)
         assert renderer.patches(batch.images[0], attrgetter("pil")).equal(expected.images[0].patch_PC)
     assert demonstrations.asked == asked
@@ -57,7 +57,7 @@ def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytes
 def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: Path) -> None:
     """Before the first step, of two stages that learn from the same files. Packing ends each stage here."""
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
-    path = write(tmp_path / "t.jsonl", [{"messages": [USER, REPLY], "no_loss": True}])
+    path = write_rows(tmp_path / "t.jsonl", [{"messages": [USER, REPLY], "no_loss": True}])
     lines: list[str] = []
     settings = SimpleNamespace(
         sft=SimpleNamespace(splits=["transcripts"] * 2, steps=[1, 1], num_demonstrations=1, batch_size=1), run=SimpleNamespace(seed=0),
@@ -66,12 +66,12 @@ def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: P
     task = SimpleNamespace(settings=SimpleNamespace(data=DataSettings(demonstrations=[str(path)])))
     policy = SimpleNamespace(pack=lambda *_, **__: [], update=lambda *_, **__: {}, load_image_patches=None)
     run = SimpleNamespace(
-        spans=lambda _: nullcontext(), dump_batches_on_error=lambda *_, **__: nullcontext(), record=lambda *_: None, first_step=0,
+        step_timer=lambda _: nullcontext(), dump_batches_on_error=lambda *_, **__: nullcontext(), record=lambda *_: None, first_step=0,
         history=[], log=lines.append,
     )  # fmt: skip
     checkpoints = SimpleNamespace(restore=lambda: None, begin_step=lambda *_, **__: None, finish_step=lambda *_, **__: None)
     stop = SimpleNamespace(check=lambda: None)
-    sft.train_sft(settings, task=task, policy=policy, renderer=renderer, run=run, checkpoints=checkpoints, stop=stop)
+    sft.train_sft(settings, task=task, policy=policy, renderer=renderer, run=run, checkpoints=checkpoints, stop_signal=stop)
     assert [line.partition(": what")[0] for line in lines] == [
         "warning: task.data.demonstrations: t.jsonl row 0: column no_loss is not read"
     ]

@@ -29,13 +29,13 @@ from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, find_checkpoint
 from megatron_rl.run.record import Run
 from tests.conftest import SUPPORT
-from tests.support import forked
-from tests.support.lasting_fleet import HeldTask, lasting_fleet
-from tests.support.scripted_fleet import EPISODE, EXAMPLES
+from tests.support import fork_server
+from tests.support.async_rollout_manager import BlockingTask, make_async_manager
+from tests.support.scripted_rollout_manager import EPISODE, EXAMPLES
 from tests.test_training_loop_scripted import Learner
 
 STEPS = 6
-DEALT = Counter(example.id for number in range(STEPS) for example in choose_prompts(EXAMPLES, 2, seed=EPISODE.seed, round_number=number))
+DEALT = Counter(example.id for number in range(STEPS) for example in choose_prompts(EXAMPLES, 2, seed=EPISODE.seed, batch_index=number))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,12 +46,12 @@ def alone() -> Iterator[None]:
 
 
 @dataclass
-class SlowTask(HeldTask):
+class SlowTask(BlockingTask):
     """The tools of two examples take their time: of one as long as a step or two take, of the other longer, so that a step waits."""
 
     began: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def holds(self, name: str, number: int) -> bool:
+    def is_blocked(self, name: str, number: int) -> bool:
         began = self.began.setdefault((name, number), time.monotonic())
         return time.monotonic() - began < {"4": 0.05, "3": 0.6}.get(name, 0.0)
 
@@ -75,9 +75,9 @@ def live(
     in the rollouts, the update, the checkpoint (begun and not complete) or the sync of one."""
     policy, (checkpoint, state) = Slept(), find_checkpoint(settings)
     run = Run(settings, read_world(), num_steps=STEPS, first_step=state.step, history=state.history)
-    checkpoints = Checkpoints(settings, policy, start=checkpoint, inputs=InputDigests())
+    checkpoints = Checkpoints(settings, policy, resume_from=checkpoint, inputs=InputDigests())
     renderer = Renderer(settings.model)
-    fleet = lasting_fleet(renderer, max_staleness=settings.run.max_staleness, num_steps=STEPS)
+    fleet = make_async_manager(renderer, max_staleness=settings.run.max_staleness, num_steps=STEPS)
     fleet.task = SlowTask()
 
     def check() -> None:
@@ -108,7 +108,7 @@ def live(
         return begun
 
     save, policy.save = policy.save, saved
-    fleet.grace, serve = within_grace, fleet.update_weights
+    fleet.run_with_grace, serve = within_grace, fleet.update_weights
 
     def served(tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         if (where, version) == ("sync", killed_in[1] + 1):
@@ -118,8 +118,8 @@ def live(
     fleet.update_weights = served
     try:
         training_loop.train(
-            settings, policy=policy, fleet=fleet, gallery=ImageExchange(patch=14), run=run, checkpoints=checkpoints,
-            stop=SimpleNamespace(check=check),
+            settings, policy=policy, rollout_manager=fleet, image_exchange=ImageExchange(patch_size=14), run=run, checkpoints=checkpoints,
+            stop_signal=SimpleNamespace(check=check),
         )  # fmt: skip
     except GracefulStop:
         checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
@@ -164,7 +164,7 @@ def test_every_prompt_is_trained_on_once_in_whichever_life(
 @pytest.mark.parametrize(("where", "step"), [("rollouts", 2), ("update", 3), ("checkpoint", 2), ("sync", 2)])
 def test_a_killed_run_counts_nothing_twice(where: str, step: int, random_model: Path, tmp_path: Path) -> None:
     """By SIGKILL, while episodes are under way in the middle of a step. The next life goes on from the last complete checkpoint."""
-    killed = forked.run(SUPPORT / "killed_life.py", random_model, tmp_path, where, step, timeout_s=120)
+    killed = fork_server.run_script(SUPPORT / "killed_attempt.py", random_model, tmp_path, where, step, timeout_s=120)
     assert killed.returncode == -signal.SIGKILL and len(read_metrics(tmp_path / "metrics.jsonl")) == step, killed.stdout
     partial = [path.name for path in (tmp_path / "checkpoints").glob(".step_*")]
     assert partial == [".step_00000003.partial"] or where != "checkpoint"

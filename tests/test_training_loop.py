@@ -12,11 +12,11 @@ import torch
 from megatron_rl import training_batch, training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batching import token_stats
-from megatron_rl.batching.minibatches import PackItem, RankShares, balance, pack_costs, split_by_cost
+from megatron_rl.batching.minibatches import PackItem, RankShares, balance_costs, pack_costs, split_by_cost
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, BatchSettings, CriticSettings, FilterSettings, RunSettings, Settings
 from megatron_rl.types import Image, MicroBatch, Rollout, Status, TokenSequence, Turn
-from tests.support.episodes import episode
+from tests.support.rollout_factory import make_rollout
 
 COEF = 0.25
 SAYS: dict[str, Callable] = {"current": lambda token: -token / 64, "reference": lambda token: -(token % 7) / 8}
@@ -48,7 +48,9 @@ class Scripted:
     seen_packed: list[TokenSequence] = field(default_factory=list)
 
     def shard_across_dp(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> RankShares:
-        return [split_by_cost(mine, max_tokens) for mine in balance(pack_costs(minibatch, NO_IMAGE, share_prompts=self.share), self.ranks)]
+        return [
+            split_by_cost(mine, max_tokens) for mine in balance_costs(pack_costs(minibatch, NO_IMAGE, share_prompts=self.share), self.ranks)
+        ]
 
     def images(self, dealt: RankShares) -> dict[int, list[Image]]:
         """One for each update, which names the rank."""
@@ -58,7 +60,7 @@ class Scripted:
         return batch
 
     def pack_local(self, dealt: RankShares) -> list[MicroBatch]:
-        self.seen_packed += [weighted.context for part in dealt[self.rank] for weighted in part]
+        self.seen_packed += [weighted.sequence for part in dealt[self.rank] for weighted in part]
         return [
             pack(part, image_token_id=NO_IMAGE, positions=straight, multiple_of=4, share_prompts=self.share) for part in dealt[self.rank]
         ]
@@ -80,9 +82,16 @@ class Scripted:
         self.seen += returns
 
     def update(
-        self, batches: list[MicroBatch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
+        self,
+        batches: list[MicroBatch],
+        loss: Callable,
+        *,
+        step: int,
+        value_head_only: bool = False,
+        record: object = None,
+        check: object = None,
     ) -> dict[str, float]:
-        self.updates.append((batches, loss.__qualname__.split(".")[0], step, head_alone))
+        self.updates.append((batches, loss.__qualname__.split(".")[0], step, value_head_only))
         return {"loss": 1.0}
 
 
@@ -169,7 +178,7 @@ def credited_on(
 ) -> list[tuple]:
     """For each rank its rollouts, policy, and minibatches."""
     peers = Peers(ranks)
-    monkeypatch.setattr(token_stats, "gather_exact", peers.gather)
+    monkeypatch.setattr(token_stats, "all_gather_large_object", peers.gather)
 
     def one(rank: int) -> tuple[list[Rollout], Scripted, list[list[MicroBatch]]]:
         peers.mine.rank = rank
@@ -297,7 +306,7 @@ def test_what_learns_in_a_step(name: str, trunk: str, step: int, policy: list, c
 
 def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Credit comes first, then what has none is left out; ranks need not talk."""
-    monkeypatch.setattr(token_stats, "gather_exact", lambda _: pytest.fail("ranks talked"))
+    monkeypatch.setattr(token_stats, "all_gather_large_object", lambda _: pytest.fail("ranks talked"))
     rollouts, policy = step(), Scripted()
     rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
     ((*batches,),) = training_batch.prepare_training_batch(
@@ -381,7 +390,7 @@ def test_a_batch_knows_which_tokens_the_steps_own_weights_sampled() -> None:
 
 @pytest.mark.parametrize("in_reward", [True, False])
 def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_stats, "gather_exact", lambda mine: [mine])
+    monkeypatch.setattr(token_stats, "all_gather_large_object", lambda mine: [mine])
     rollouts, policy = step(), Scripted()
     for rollout in rollouts:
         rollout.filter_reason = "stop_reason" if rollout.is_scored else ""
@@ -400,8 +409,16 @@ def test_enough_is_as_many_groups_as_a_step_wants_by_the_credit_it_uses() -> Non
     """Two groups of equal rewards, one of which differs by turns, and one group that deviates."""
 
     def made() -> list[Rollout]:
-        by_turn = [episode(1, outcome=0.0, gains=gains) for gains in ((1.0, 0.0), (0.0, 1.0))]
-        return [episode(0, 1.0), episode(0, 1.0), *by_turn, episode(2, 0.0), episode(2, 1.0), episode(3, 9.0), episode(3)]
+        by_turn = [make_rollout(1, outcome_reward=0.0, reward_deltas=gains) for gains in ((1.0, 0.0), (0.0, 1.0))]
+        return [
+            make_rollout(0, 1.0),
+            make_rollout(0, 1.0),
+            *by_turn,
+            make_rollout(2, 0.0),
+            make_rollout(2, 1.0),
+            make_rollout(3, 9.0),
+            make_rollout(3),
+        ]
 
     for turns, drop, kept in (("broadcast", [], 3), ("broadcast", ["zero_std"], 1), ("return_to_go", ["zero_std"], 2)):
         for wanted in (1, 2, 3, 4):

@@ -27,8 +27,8 @@ from megatron_rl.run.checkpoints import Checkpoints, find_checkpoint
 from megatron_rl.run.record import Run
 from megatron_rl.types import MicroBatch, Rollout, TokenSequence
 from tests.run.test_checkpoints import SlowPolicy
-from tests.support.rows import make_rows
-from tests.support.untimed import untimed
+from tests.support.comparable_metrics import drop_timings
+from tests.support.random_loss_inputs import make_loss_inputs
 from tests.test_training_loop import Scripted, by_token, step
 
 NO_UPDATE = 2
@@ -48,7 +48,7 @@ class Played:
     """A fleet that plays the same rollouts in every step."""
 
     def __init__(self) -> None:
-        self.admission = SimpleNamespace(rounds=0, owed=[], unused_groups=[])
+        self.scheduler = SimpleNamespace(num_generation_batches=0, pending_prompt_indices=[], unfinished_prompt_indices=[])
 
     def busy_s(self) -> float:
         return 0.0
@@ -61,10 +61,10 @@ class Played:
 
     def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None: ...
 
-    def generate(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+    def generate(self, number: int, *, is_enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         rollouts = step()
-        enough(rollouts)
-        self.admission.rounds += 1
+        is_enough(rollouts)
+        self.scheduler.num_generation_batches += 1
         for rollout in rollouts:
             rollout.filter_reason = "stop_reason" if number == NO_UPDATE and rollout.is_scored else rollout.filter_reason
         return rollouts
@@ -82,13 +82,20 @@ class Learner(Scripted, SlowPolicy):
     """Advantages of each update, by token."""
 
     def update(
-        self, batches: list[MicroBatch], loss: Callable, *, step: int, head_alone: bool = False, see: object = None, check: object = None
+        self,
+        batches: list[MicroBatch],
+        loss: Callable,
+        *,
+        step: int,
+        value_head_only: bool = False,
+        record: object = None,
+        check: object = None,
     ) -> dict[str, float]:
         self.told.append(f"update {step}")
         self.seen_packed.clear()
         self.trained.append({token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()})
         if loss.__qualname__.startswith("make_policy_objective"):
-            one_off = make_rows([0.0], [0.0], old=[-1.0], ref_logprob=[-2.0])  # k1 is 1, and nothing else is lost
+            one_off = make_loss_inputs([0.0], [0.0], old=[-1.0], ref_logprob=[-2.0])  # k1 is 1, and nothing else is lost
             self.weights.append(loss(one_off)[0].item())
         return {"policy/ratio": 1.0, "rollout_mismatch/logprob_abs_diff_max": 0.0, "policy/kl_ref": KLS[step], "value/loss": 1.0}
 
@@ -109,12 +116,12 @@ class Watching(Played):
         super().__init__()
         self.left: list[Counter[str]] = []
 
-    def generate(self, number: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+    def generate(self, number: int, *, is_enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         gc.collect()
         self.left.append(
             Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, Rollout | TokenSequence | MicroBatch))
         )
-        return super().generate(number, enough=enough)
+        return super().generate(number, is_enough=is_enough)
 
 
 def live(
@@ -125,7 +132,7 @@ def live(
     policy = Learner()
     checkpoint, state = find_checkpoint(settings)
     run = Run(settings, read_world(), num_steps=settings.run.steps, first_step=state.step, history=state.history)
-    checkpoints = Checkpoints(settings, policy, start=checkpoint, inputs=InputDigests())
+    checkpoints = Checkpoints(settings, policy, resume_from=checkpoint, inputs=InputDigests())
 
     def check() -> None:
         if run.num_done == stopped_after:
@@ -137,18 +144,18 @@ def live(
             settings,
             policy=policy,
             critic=critic,
-            fleet=fleet or Played(),
-            gallery=ImageExchange(patch=14),
+            rollout_manager=fleet or Played(),
+            image_exchange=ImageExchange(patch_size=14),
             run=run,
             checkpoints=checkpoints,
-            stop=stop,
+            stop_signal=stop,
         )
         if evaluation is not None:
             checkpoints.finish_step(run.num_steps, history=run.history, metrics=evaluation)
             checkpoints.wait_for_save()
-            run.final.mkdir(exist_ok=True)
-            (run.final / "config.json").write_text(str(run.num_steps))
-            (run.final / "model.safetensors").touch()
+            run.final_folder.mkdir(exist_ok=True)
+            (run.final_folder / "config.json").write_text(str(run.num_steps))
+            (run.final_folder / "model.safetensors").touch()
             run.finish(evaluation)
     except GracefulStop:
         checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
@@ -198,7 +205,7 @@ def adapting(folder: Path, model: Path, *, in_reward: bool) -> Settings:
 
 
 def lines_of(folder: Path) -> list[dict[str, float]]:
-    return [untimed(line) for line in read_metrics(folder / "metrics.jsonl")]
+    return [drop_timings(line) for line in read_metrics(folder / "metrics.jsonl")]
 
 
 @pytest.mark.parametrize("in_reward", [False, True])

@@ -13,7 +13,7 @@ import torch
 from gauges import device, distance, machine, print_head, print_row, timed
 from torch import nn
 
-from megatron_rl.policy.vision import PatchProduct
+from megatron_rl.policy.vision import LinearPatchEmbed
 
 CHANNELS, KERNEL = 3, (2, 14, 14)
 WIDTH = 1280
@@ -23,7 +23,7 @@ WIDTH = 1280
 def embeddings(width: int) -> dict[str, nn.Conv3d]:
     """Two modules of equal weights; the first is the one the other is compared with."""
     given = {"kernel_size": KERNEL, "stride": KERNEL, "bias": False, "device": device(), "dtype": torch.bfloat16}
-    product, conv = PatchProduct(CHANNELS, width, **given), nn.Conv3d(CHANNELS, width, **given)
+    product, conv = LinearPatchEmbed(CHANNELS, width, **given), nn.Conv3d(CHANNELS, width, **given)
     conv.load_state_dict(product.state_dict())
     return {"product": product, "conv3d": conv}
 

@@ -158,7 +158,7 @@ def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, Co
         expand_segments()
     ledger.phase("-", "connect", lambda: connect(world, timeout_s=600))
     renderer = Renderer(settings.model)
-    patches = partial(renderer.patches, picture_of=lambda image: image.pil)
+    patches = partial(renderer.patches, load_image=lambda image: image.pil)
     layout = build_layout(settings.parallel, seed=0)
     policy = ledger.phase(
         "-", "build policy", lambda: build_policy(settings, layout, renderer, patches=patches, num_steps=turns, is_rl=True)
@@ -233,8 +233,8 @@ def main() -> None:
     if given.tiny:
         vars(given).update(TINY)
     if given.eager:
-        as_it_is = engine_core.place_of
-        engine_core.place_of = lambda settings, *, cuda: as_it_is(settings, cuda=cuda) | {"enforce_eager": True}
+        as_it_is = engine_core.device_arguments
+        engine_core.device_arguments = lambda settings, *, cuda: as_it_is(settings, cuda=cuda) | {"enforce_eager": True}
     settings = settings_of(given)
     planned = plan_gpu_memory(read_spec(given.model, key="--model"), settings, world_size=1).ranks[0] if given.gpu else None
     print(f"{given.model}, {given.dtype}, {machine()}; plan: {given.gpu or 'none'}")

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from gauges import device, distance, machine, print_head, print_row, timed
 
-from megatron_rl.policy.attention import Segments, has_kernel, packed_attention, require_continuation, varlen
+from megatron_rl.policy.attention import Segments, has_varlen_kernel, packed_attention, require_prefix_attention, varlen_attention
 
 BOUND = 1e-2
 HEAD_SIZES = (32, 80, 128)
@@ -83,10 +83,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.implementation:
         torch.nn.attention.activate_flash_attention_impl(given.implementation)
-    with_kernel = has_kernel(device(), torch.bfloat16)
+    with_kernel = has_varlen_kernel(device(), torch.bfloat16)
     print(f"{machine()}, {f'kernel {given.implementation}' if with_kernel else 'dense'}")
     if with_kernel:
-        require_continuation(varlen, device(), torch.bfloat16)
+        require_prefix_attention(varlen_attention, device(), torch.bfloat16)
     print_head("head size", "segments", "output", "dq", "dk", "dv", f"below {BOUND:g}")
     for head_size in HEAD_SIZES:
         for name, (offsets, prefix_S, causal) in CASES.items():

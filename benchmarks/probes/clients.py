@@ -59,7 +59,7 @@ def plain_twice(url: str) -> None:
 
 
 def num_workers(url: str) -> object:
-    return VllmServer(url, token=TOKEN, longest_s=LIMIT_S).num_workers()
+    return VllmServer(url, token=TOKEN, max_timeout_s=LIMIT_S).num_workers()
 
 
 def num_workers_unchecked(url: str) -> object:

@@ -17,7 +17,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run.checkpoints import CheckpointState, write_state
 from megatron_rl.run.directory import read_settings
-from megatron_rl.weights.formats.digests import record
+from megatron_rl.weights.formats.digests import make_file_record
 
 Read = Callable[[Path], Any]
 
@@ -78,7 +78,9 @@ def checkpoint(folder: Path, name: str, content: bytes, **changes: object) -> Pa
     made = folder / name
     (made / "run").mkdir(parents=True)
     (made / "__0_0.distcp").write_bytes(content)
-    write_state(made / "run" / "state.json", {**asdict(CheckpointState(files={"__0_0.distcp": record(made / "__0_0.distcp")})), **changes})
+    write_state(
+        made / "run" / "state.json", {**asdict(CheckpointState(files={"__0_0.distcp": make_file_record(made / "__0_0.distcp")})), **changes}
+    )
     return made
 
 

@@ -22,7 +22,7 @@ from megatron_rl.observe.viewer.store import RunFolder
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.rollout import processor
 from megatron_rl.run.checkpoints import CheckpointState, read_state
-from megatron_rl.weights.formats.digests import digest, find_difference
+from megatron_rl.weights.formats.digests import compute_sha256, find_difference
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.torch_dist_metadata import read_metadata
 
@@ -111,7 +111,7 @@ def by_plain_state(folder: Path) -> int:
 
 def plain_digest(folder: Path) -> str:
     files = json.loads((folder / "run" / "state.json").read_text())["files"]
-    return next((name for name, each in files.items() if digest(folder / name) != each["sha256"]), "")
+    return next((name for name, each in files.items() if compute_sha256(folder / name) != each["sha256"]), "")
 
 
 def unmoved(words: str) -> str:
@@ -123,8 +123,8 @@ def as_a_page(form: str) -> str:
 
 
 def inspected(form: str) -> str:
-    with patch.object(processor, "TEMPLATE_S", 2):
-        processor.require_bounded(form, "MODEL")
+    with patch.object(processor, "TEMPLATE_CPU_S", 2):
+        processor.require_bounded_template(form, "MODEL")
     return rendered(form)
 
 

@@ -95,7 +95,11 @@ def calls_another_method(server: Any, folder: Path) -> str:
     """Attacks with the token: other spellings of the path, and bodies that two readers may read differently."""
     paths = ("/collective_rpc", "//collective_rpc", "/./collective_rpc", "/%63ollective_rpc", "/collective_rpc?x=/", "/collective_rpc;x")
     plain = json.dumps({"method": "save_sharded_state", "args": [str(folder / "written")]})
-    other = ('{"method": "rl_nature", "method": "save_sharded_state"}', '{"method": "rl_nature", "args": []}', '{"\\u006dethod": "sleep"}')
+    other = (
+        '{"method": "rl_fingerprint", "method": "save_sharded_state"}',
+        '{"method": "rl_fingerprint", "args": []}',
+        '{"\\u006dethod": "sleep"}',
+    )
     bodies = [plain.encode(), plain.encode("utf-16"), plain.encode("utf-8-sig"), *(each.encode() for each in other), b'{"method": NaN}']
     know = ("Authorization", f"Bearer {TOKEN}")
     with server(folder) as site:

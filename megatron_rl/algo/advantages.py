@@ -1,4 +1,4 @@
-"""Credit: what every sampled token is worth, written to Context.advantages of all rollouts that were scored.
+"""Credit: what every sampled token is worth, written to TokenSequence.advantages of all rollouts that were scored.
 
 Plain floats, no tensors. Sums are exact (`statistics`), so a result depends neither on the order of the rollouts nor on the rank. A rollout
 that is dropped (Rollout.filter_reason) still counts in its group's baseline. A group needs two scored members: without one to compare
@@ -16,7 +16,7 @@ from megatron_rl.types import Rollout, TokenSequence
 
 AdvantageFn = Callable[[Sequence[Rollout], AlgoSettings], None]
 RELATIVE_ROUNDING, ABSOLUTE_ROUNDING = 1e-9, 1e-12
-"""See `are_equal`."""
+"""See `are_nearly_equal`."""
 
 
 def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
@@ -44,7 +44,7 @@ def opo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     for members in split_into_groups(rollouts).values():
         rewards, lengths = [penalized_reward(rollout, algo) for rollout in members], [rollout.num_sampled for rollout in members]
         baseline = math.fsum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(sum(lengths), 1)
-        is_flat = are_equal(rewards)
+        is_flat = are_nearly_equal(rewards)
         for rollout, reward in zip(members, rewards, strict=True):
             write_turn_advantages(rollout, [0.0 if is_flat else reward - baseline] * len(rollout.turns))
 
@@ -60,7 +60,7 @@ def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
         write_turn_advantages(rollout, [0.0] * len(rollout.turns))
     contexts = [context for rollout in trained for context in rollout.sequences]
     returns = [values for rollout in trained for values in _token_returns(rollout, algo)]
-    for context, values in zip(contexts, whitened(returns), strict=True):
+    for context, values in zip(contexts, whiten(returns), strict=True):
         credits = iter(values)
         context.set_column("advantages", [next(credits) if sampled else 0.0 for sampled in context.loss_mask])
 
@@ -74,9 +74,9 @@ def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float
 def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
     """The outcome's advantage, plus for a turn that is a step how its score compares with the group's steps of the same number.
 
-    A turn that is no step (Turn.score None) and a step that nobody else has have the outcome's alone. As MT-GRPO (arXiv 2505.11821, the
-    authors' code) adds a turn's advantage to the outcome's; there both are normalized by themselves, which loses their weights, and a turn
-    is also credited with those after it.
+    A turn that is no step (Turn.step_score None) and a step that nobody else has have the outcome's alone. As MT-GRPO (arXiv 2505.11821,
+    the authors' code) adds a turn's advantage to the outcome's; there both are normalized by themselves, which loses their weights, and a
+    turn is also credited with those after it.
     """
     outcomes = _centered([rollout.outcome_reward - kl_penalty(rollout, algo) for rollout in members])
     credits = [[value] * len(rollout.turns) for rollout, value in zip(members, outcomes, strict=True)]
@@ -191,10 +191,10 @@ def turn_rewards(rollout: Rollout, outcome: float) -> list[float]:
     return [turn.reward_delta + (outcome if number == len(rollout.turns) else 0.0) for number, turn in enumerate(rollout.turns, start=1)]
 
 
-def whitened(credits: Sequence[Sequence[float]]) -> list[list[float]]:
+def whiten(credits: Sequence[Sequence[float]]) -> list[list[float]]:
     """All of them shifted and scaled together to mean 0 and deviation 1: (x - mean) / sqrt(var + 1e-8), var with the divisor N - 1."""
     every = [value for values in credits for value in values]
-    if are_equal(every):
+    if are_nearly_equal(every):
         return [[0.0] * len(values) for values in credits]
     mean, scale = _mean(every), math.sqrt(_stdev(every) ** 2 + 1e-8)
     return [[(value - mean) / scale for value in values] for values in credits]
@@ -202,11 +202,11 @@ def whitened(credits: Sequence[Sequence[float]]) -> list[list[float]]:
 
 def normalize_group(credits: list[list[float]], algo: AlgoSettings) -> list[list[float]]:
     """Divided by one deviation a group, so that weights of turn parts count, where algo.norm_adv_by_std says so."""
-    scale = std_over_scored(credits)
+    scale = root_mean_square(credits)
     return [_scaled_by(turns, scale, algo) for turns in credits]
 
 
-def std_over_scored(credits: Sequence[Sequence[float]]) -> float:
+def root_mean_square(credits: Sequence[Sequence[float]]) -> float:
     """Root of the credits' mean square, with the divisor N - 1 of a sample deviation."""
     values = [value for turns in credits for value in turns]
     return math.sqrt(math.fsum(value * value for value in values) / max(len(values) - 1, 1))
@@ -222,7 +222,7 @@ def write_turn_advantages(rollout: Rollout, turns: Sequence[float]) -> None:
         context.set_column("advantages", column)
 
 
-def are_equal(values: Sequence[float]) -> bool:
+def are_nearly_equal(values: Sequence[float]) -> bool:
     """Return True if values differ by no more than rounding does: by 1e-9 of the largest one, or by 1e-12.
 
     The second bound is for sums that cancel. Example: [0.1 + 0.2, 0.3] and [0.1 + 0.2 - 0.3, 0.0] are equal.
@@ -233,7 +233,7 @@ def are_equal(values: Sequence[float]) -> bool:
 
 def _centered(values: Sequence[float]) -> list[float]:
     """Each less the mean; equal values, one alone included, give exact zeros."""
-    if are_equal(values):
+    if are_nearly_equal(values):
         return [0.0] * len(values)
     mean = _mean(values)
     return [value - mean for value in values]

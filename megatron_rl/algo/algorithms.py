@@ -83,7 +83,7 @@ def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = AL
     require(clips, "algo.clip_ratio_c", algo.clip_ratio_c, f"has no part in algo.name={algo.name}; leave it at 0")
 
 
-def needs_old(algo: AlgoSettings, *, num_updates: int) -> bool:
+def needs_old_logprob_forward(algo: AlgoSettings, *, num_updates: int) -> bool:
     """Whether the trainer's logprobs before the step's first update are a forward pass of their own."""
     return (num_updates > 1 or algo.use_kl_in_reward) and not bypasses(algo)
 

@@ -11,19 +11,19 @@ one more than are needed and teaches less."""
 
 
 def apply_filters(
-    rollouts: Sequence[Rollout], settings: FilterSettings, *, num_groups: int, spread: Mapping[int, float], needs_peers: bool
+    rollouts: Sequence[Rollout], settings: FilterSettings, *, num_groups: int, group_std: Mapping[int, float], needs_group: bool
 ) -> None:
     """Write Rollout.filter_reason of every scored rollout: what settings.drop names and, with prefer_high_std, all but the num_groups
     groups that spread most.
 
-    `spread` is that of each group's credits (advantages.group_std). A rollout is left out for the first reason that holds. Without
-    rank_by_std surplus groups are trained on too. Ties between groups go to the earlier one. needs_peers: credit compares the members of a
-    group.
+    `group_std` is that of each group's credits (advantages.group_std). A rollout is left out for the first reason that holds. Without
+    prefer_high_std surplus groups are trained on too. Ties between groups go to the earlier one. needs_group: credit compares the members
+    of a group.
     """
-    sizes = {group: sum(rollout.is_scored and rollout.group == group for rollout in rollouts) for group in spread}
+    sizes = {group: sum(rollout.is_scored and rollout.group == group for rollout in rollouts) for group in group_std}
     holds = {
-        "no_peer": lambda rollout: needs_peers and sizes[rollout.group] < 2,
-        "zero_std": lambda rollout: "zero_std" in settings.drop and spread[rollout.group] == 0,
+        "no_peer": lambda rollout: needs_group and sizes[rollout.group] < 2,
+        "zero_std": lambda rollout: "zero_std" in settings.drop and group_std[rollout.group] == 0,
         "no_image": lambda rollout: "no_image" in settings.drop and not any(context.images for context in rollout.sequences),
         "stop_reason": lambda rollout: "stop_reason" in settings.drop and rollout.stop_reason not in settings.keep_stop_reasons,
     }
@@ -32,7 +32,7 @@ def apply_filters(
         rollout.filter_reason = next((reason for reason, test in holds.items() if test(rollout)), "")
     kept = used_groups(rollouts)
     if settings.prefer_high_std and len(kept) > num_groups:
-        surplus = set(sorted(kept, key=lambda group: (-spread[group], group))[num_groups:])
+        surplus = set(sorted(kept, key=lambda group: (-group_std[group], group))[num_groups:])
         for rollout in scored:
             if rollout.group in surplus and not rollout.filter_reason:
                 rollout.filter_reason = "surplus"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.algo.advantages import kl_costs, split_into_groups, turn_rewards, whitened, write_turn_advantages
+from megatron_rl.algo.advantages import kl_costs, split_into_groups, turn_rewards, whiten, write_turn_advantages
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout, TokenSequence
 
@@ -14,7 +14,7 @@ class ActionSpan:
     """One step of an episode as the critic sees it: a turn or a token (algo.gae_level)."""
 
     context: TokenSequence
-    first: int
+    start: int
     """Its first token, and one past its last."""
     stop: int
     reward: float
@@ -22,7 +22,7 @@ class ActionSpan:
     @property
     def value(self) -> float:
         """What the critic expected before it."""
-        return self.context.values[self.first]
+        return self.context.values[self.start]
 
 
 def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
@@ -36,21 +36,21 @@ def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> N
     trained = [rollout for rollout in scored if rollout.is_trained_on]
     episodes = [split_into_actions(rollout, algo) for rollout in trained]
     gained = [gae([a.reward for a in actions], [a.value for a in actions], algo.gamma, algo.lam) for actions in episodes]
-    credits = whitened(gained) if algo.whiten_advantages else gained
+    credits = whiten(gained) if algo.whiten_advantages else gained
     for rollout in scored:
         for context in rollout.sequences:
             context.set_column("returns", [0.0] * len(context.token_ids))
         write_turn_advantages(rollout, [0.0] * len(rollout.turns))
     for actions, advantages, worth in zip(episodes, gained, credits, strict=True):
         for action, advantage, credit in zip(actions, advantages, worth, strict=True):
-            action.context.returns[action.first] = advantage + action.value
-            action.context.advantages[action.first : action.stop] = [credit] * (action.stop - action.first)
+            action.context.returns[action.start] = advantage + action.value
+            action.context.advantages[action.start : action.stop] = [credit] * (action.stop - action.start)
 
 
 def values_and_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple[list[float], list[float]]:
     """The critic's values and its targets, of all actions that are trained on."""
     actions = [action for rollout in rollouts if rollout.is_trained_on for action in split_into_actions(rollout, algo)]
-    return [action.value for action in actions], [action.context.returns[action.first] for action in actions]
+    return [action.value for action in actions], [action.context.returns[action.start] for action in actions]
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:

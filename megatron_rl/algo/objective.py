@@ -35,7 +35,7 @@ def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm
         if algo.entropy_coef > 0:
             loss_R = loss_R - algo.entropy_coef * rows.entropy_R
         bounds = algorithm.clip_bounds(compared, algo)
-        return (rows.weight_R * loss_R).sum(), policy_metrics(rows, correction_R, algo, compared=compared, bounds=bounds)
+        return (rows.weight_R * loss_R).sum(), policy_metrics(rows, correction_R, algo, loss_inputs=compared, bounds=bounds)
 
     return loss
 
@@ -48,15 +48,15 @@ def sft_loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
 
 @torch.no_grad()
 def policy_metrics(
-    rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings, *, compared: LossInputs, bounds: ClipBounds
+    rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings, *, loss_inputs: LossInputs, bounds: ClipBounds
 ) -> LossMetrics:
-    """How far the policy went from the one that sampled, as the surrogate saw it in `compared`, and engine from trainer.
+    """How far the policy went from the one that sampled, as the surrogate saw it in `loss_inputs`, and engine from trainer.
 
     clip_low_fraction and clip_high_fraction count the tokens past the algorithm's bound on the side that their advantage pushes to; ppo_kl
     estimates KL(old || pi) by k3, since the tokens are the old policy's. rollout_mismatch/logprob_abs_diff is of tokens that the step's
     own weights sampled.
     """
-    ratio_R, advantage_R = log_ratio(compared).exp(), rows.advantage_R
+    ratio_R, advantage_R = log_ratio(loss_inputs).exp(), rows.advantage_R
     below_R, above_R = bounds
     gap_R = (rows.old_logprob_R - rows.rollout_logprob_R).abs()
     if rows.on_policy_R is not None:  # older weights said otherwise, and rightly so
@@ -69,7 +69,7 @@ def policy_metrics(
     sums = {
         "policy/ratio": ratio_R.sum(),
         **{name: chosen_R.to(ratio_R.dtype).sum() for name, chosen_R in counts.items()},
-        "policy/ppo_kl": k3(compared.old_logprob_R, rows.logprob_R).sum(),
+        "policy/ppo_kl": k3(loss_inputs.old_logprob_R, rows.logprob_R).sum(),
         "policy/entropy": rows.entropy_R.sum(),
         "rollout_mismatch/logprob_abs_diff": gap_R.sum(),
     }

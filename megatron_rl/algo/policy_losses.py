@@ -32,7 +32,8 @@ def ppo_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """-min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A): PPO (arXiv 1707.06347, eq. 7), with DAPO's own upper bound
     (2503.14476, eq. 8).
 
-    dual_clip bounds the loss of a negative advantage by dual_clip * |A| (arXiv 1912.09729, eq. 5). The gradient is 0 where a bound holds.
+    clip_ratio_c bounds the loss of a negative advantage by clip_ratio_c * |A| (arXiv 1912.09729, eq. 5). The gradient is 0 where a bound
+    holds.
     """
     return _clip(log_ratio(rows).exp(), rows.advantage_R, algo)
 
@@ -40,9 +41,9 @@ def ppo_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def gspo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """GSPO (arXiv 2507.18071, eq. 5 and 14): as `ppo_clip`, with s = exp(mean of log r over the context) as every token's ratio.
 
-    s_t = sg(s) * exp(logprob - sg(logprob)): with aggregation=sequence_mean value and gradient are those of one ratio for the context.
+    s_t = sg(s) * exp(logprob - sg(logprob)): with loss_agg_mode=sequence_mean value and gradient are those of one ratio for the context.
     """
-    mean_R = segment_mean(log_ratio(rows).detach(), rows.sequence_R)
+    mean_R = mean_by_id(log_ratio(rows).detach(), rows.sequence_R)
     return _clip((mean_R + _scaled(rows.logprob_R - rows.logprob_R.detach(), rows)).exp(), rows.advantage_R, algo)
 
 
@@ -53,7 +54,7 @@ def ppo_turn_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def turn_log_ratio(rows: LossInputs) -> torch.Tensor:
-    return segment_sum(_scaled(rows.logprob_R - rows.old_logprob_R, rows), rows.turn_R).clamp(max=MAX_LOG_RATIO)
+    return sum_by_id(_scaled(rows.logprob_R - rows.old_logprob_R, rows), rows.turn_R).clamp(max=MAX_LOG_RATIO)
 
 
 def cispo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
@@ -71,7 +72,7 @@ def gmpo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """
     sign_R, log_ratio_R = rows.advantage_R.sign(), log_ratio(rows)
     bounded_R = torch.minimum(sign_R * log_ratio_R, sign_R * log_ratio_R.clamp(-algo.clip_ratio_low, algo.clip_ratio_high))
-    return -segment_mean(rows.advantage_R, rows.sequence_R) * segment_mean(sign_R * bounded_R, rows.sequence_R).exp()
+    return -mean_by_id(rows.advantage_R, rows.sequence_R) * mean_by_id(sign_R * bounded_R, rows.sequence_R).exp()
 
 
 def sapo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
@@ -98,7 +99,7 @@ def ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
 
 
 def sequence_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
-    ratio_R = segment_mean(log_ratio(rows), rows.sequence_R).exp()
+    ratio_R = mean_by_id(log_ratio(rows), rows.sequence_R).exp()
     return ratio_R < 1.0 - algo.clip_ratio_low, ratio_R > 1.0 + algo.clip_ratio_high
 
 
@@ -122,12 +123,12 @@ def no_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
     return inside_R, inside_R
 
 
-def segment_mean(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
+def mean_by_id(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
     """The mean over each context's tokens, at each of its tokens."""
-    return segment_sum(x_R, segment_R) / segment_sum(torch.ones_like(x_R), segment_R)
+    return sum_by_id(x_R, segment_R) / sum_by_id(torch.ones_like(x_R), segment_R)
 
 
-def segment_sum(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
+def sum_by_id(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
     """The sum over each context's (or turn's) tokens, at each of its tokens. There is room for as many sums as tokens: how many there are
     only the device knows, and nobody waits for it."""
     place_R = (segment_R.diff(prepend=segment_R[:1]) != 0).cumsum(0)

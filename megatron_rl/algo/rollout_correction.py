@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.algo.kl import MAX_LOG_RATIO
-from megatron_rl.algo.policy_losses import segment_mean, segment_sum
+from megatron_rl.algo.policy_losses import mean_by_id, sum_by_id
 from megatron_rl.config import AlgoSettings, Settings, require, require_choice
 from megatron_rl.types import LossInputs
 
@@ -45,48 +45,48 @@ def no_weight(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def token_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """min(r, correction_cap): truncated importance sampling by token (F. Yao et al., "Your efficient RL framework secretly brings you
+    """min(r, is_weight_cap): truncated importance sampling by token (F. Yao et al., "Your efficient RL framework secretly brings you
     off-policy RL training", 2025; verl's rollout_is=token, TRL's token_truncate)."""
-    return _log_r(rows).exp().clamp(max=algo.is_weight_cap)
+    return _train_rollout_log_ratio(rows).exp().clamp(max=algo.is_weight_cap)
 
 
 def sequence_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """min(S, correction_cap), S the product of r over the sequence (verl's rollout_is=sequence, TRL's sequence_truncate)."""
-    return _product(rows, algo).clamp(max=algo.is_weight_cap)
+    """min(S, is_weight_cap), S the product of r over the sequence (verl's rollout_is=sequence, TRL's sequence_truncate)."""
+    return _sequence_ratio(rows, algo).clamp(max=algo.is_weight_cap)
 
 
 def token_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """r where token_mask_low <= r <= token_mask_high, else 0: IcePop (arXiv 2510.18855)."""
-    ratio_R = _log_r(rows).exp()
+    ratio_R = _train_rollout_log_ratio(rows).exp()
     return ratio_R * _within(ratio_R, algo.token_mask_low, algo.token_mask_high)
 
 
 def sequence_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """S where sequence_mask_low <= S <= sequence_mask_high, else 0 for the whole sequence: masked importance sampling (TRL's default)."""
-    product_R = _product(rows, algo)
+    product_R = _sequence_ratio(rows, algo)
     return product_R * _within(product_R, algo.sequence_mask_low, algo.sequence_mask_high)
 
 
 def geo_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """1 where geo_mask_low <= exp(mean of log r over the sequence) <= geo_mask_high, else 0 (verl's rollout_rs=seq_mean_k1)."""
-    return _within(_mean(_log_r(rows), rows, algo).exp(), algo.geo_mask_low, algo.geo_mask_high)
+    return _within(_sequence_mean(_train_rollout_log_ratio(rows), rows, algo).exp(), algo.geo_mask_low, algo.geo_mask_high)
 
 
 def k3_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """1 where the mean of r - 1 - log r over the sequence, which estimates KL(engine || old), is at most k3_mask_high, else 0 (verl's
     rollout_rs=seq_mean_k3)."""
-    log_r_R = _log_r(rows)
-    return _within(_mean(log_r_R.expm1() - log_r_R, rows, algo), 0.0, algo.k3_mask_high)
+    log_r_R = _train_rollout_log_ratio(rows)
+    return _within(_sequence_mean(log_r_R.expm1() - log_r_R, rows, algo), 0.0, algo.k3_mask_high)
 
 
 def opsm(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """0 where the advantage is negative and the mean of engine logprob - logprob over the sequence is above opsm_delta, else 1: off-policy
     sequence masking (DeepSeek-V3.2, arXiv 2512.02556). It is the current logprob that counts, in every update."""
-    drift_R = _mean(_clamp_log_ratio(rows.rollout_logprob_R - rows.logprob_R), rows, algo)
+    drift_R = _sequence_mean(_clamp_log_ratio(rows.rollout_logprob_R - rows.logprob_R), rows, algo)
     return ((rows.advantage_R >= 0) | (drift_R <= algo.opsm_delta)).to(rows.old_logprob_R.dtype)
 
 
-def _log_r(rows: LossInputs) -> torch.Tensor:
+def _train_rollout_log_ratio(rows: LossInputs) -> torch.Tensor:
     return _clamp_log_ratio(rows.old_logprob_R - rows.rollout_logprob_R)
 
 
@@ -94,16 +94,16 @@ def _clamp_log_ratio(x_R: torch.Tensor) -> torch.Tensor:
     return x_R.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _product(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
+def _sequence_ratio(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Of r over the sequence, at each of its tokens."""
-    return _clamp_log_ratio(segment_sum(_log_r(rows), _sequence(rows, algo))).exp()
+    return _clamp_log_ratio(sum_by_id(_train_rollout_log_ratio(rows), _sequence_ids(rows, algo))).exp()
 
 
-def _mean(x_R: torch.Tensor, rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    return segment_mean(x_R, _sequence(rows, algo))
+def _sequence_mean(x_R: torch.Tensor, rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
+    return mean_by_id(x_R, _sequence_ids(rows, algo))
 
 
-def _sequence(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
+def _sequence_ids(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     return rows.turn_R if algo.rollout_correction_level == "turns" else rows.sequence_R
 
 
@@ -118,7 +118,7 @@ class Correction:
     has_ratio: bool = False
     """The importance ratio comes with it: one row of these at a time."""
     truncates: bool = False
-    """Its weights end at correction_cap."""
+    """Its weights end at is_weight_cap."""
     by_sequence: bool = False
     """algo.rollout_correction_level matters."""
 
@@ -136,14 +136,14 @@ CORRECTIONS: Mapping[str, Correction] = {
 }
 
 
-def get_correction(algo: AlgoSettings) -> list[str]:
+def correction_names(algo: AlgoSettings) -> list[str]:
     """The rows that algo.rollout_correction joins."""
     return algo.rollout_correction.split("+")
 
 
 def check_correction(algo: AlgoSettings) -> None:
     """ValueError: a row that is in no table, or rows that do not go together."""
-    names = get_correction(algo)
+    names = correction_names(algo)
     for name in names:
         require_choice("algo.rollout_correction", name, tuple(CORRECTIONS))
     require(len(set(names)) == len(names), "algo.rollout_correction", algo.rollout_correction, "names a row twice; name it once")
@@ -156,7 +156,7 @@ def check_correction(algo: AlgoSettings) -> None:
     ratios = [name for name in names if CORRECTIONS[name].has_ratio]
     remedy = f"{' and '.join(ratios)} would each count the importance ratio; keep one of them"
     require(len(ratios) <= 1, "algo.rollout_correction", algo.rollout_correction, remedy)
-    remedy = f"algo.rollout_correction={algo.rollout_correction} looks at no sequence; use contexts"
+    remedy = f"algo.rollout_correction={algo.rollout_correction} looks at no sequence; use sequences"
     require(
         algo.rollout_correction_level == "sequences" or any(CORRECTIONS[name].by_sequence for name in names),
         "algo.rollout_correction_level", algo.rollout_correction_level, remedy,
@@ -165,29 +165,29 @@ def check_correction(algo: AlgoSettings) -> None:
 
 def bypasses(algo: AlgoSettings) -> bool:
     """The surrogate compares with the engine's logprob, and old ones are not asked for."""
-    return "bypass" in get_correction(algo)
+    return "bypass" in correction_names(algo)
 
 
 @torch.no_grad()
 def compute_is_weights(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """The weight of each token's surrogate."""
     weight_R = torch.ones_like(rows.old_logprob_R)
-    for name in get_correction(algo):
+    for name in correction_names(algo):
         weight_R = weight_R * CORRECTIONS[name].weight_fn(rows, algo)
     return weight_R
 
 
 def importance_metrics(rows: LossInputs) -> dict[str, torch.Tensor]:
     """Sums over tokens of r and of its square: what the tokens of older weights are worth where nothing corrects them."""
-    ratio_R = _log_r(rows).exp()
+    ratio_R = _train_rollout_log_ratio(rows).exp()
     return {"rollout_mismatch/importance": ratio_R.sum(), "rollout_mismatch/importance_squared": ratio_R.square().sum()}
 
 
 def correction_metrics(rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings) -> dict[str, torch.Tensor]:
     """Sums over tokens of what `compute_is_weights` returned: weights (with bypass times r, which is in the surrogate), their squares, and
     how many tokens were truncated and masked."""
-    truncates = any(CORRECTIONS[name].truncates for name in get_correction(algo))
-    weight_R = correction_R * _log_r(rows).exp() if bypasses(algo) else correction_R
+    truncates = any(CORRECTIONS[name].truncates for name in correction_names(algo))
+    weight_R = correction_R * _train_rollout_log_ratio(rows).exp() if bypasses(algo) else correction_R
     chosen = {
         "rollout_mismatch/is_truncated_fraction": (correction_R >= algo.is_weight_cap) & truncates,
         "rollout_mismatch/masked_fraction": correction_R == 0,

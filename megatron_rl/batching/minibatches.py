@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megatron_rl.config import BatchSettings
 from megatron_rl.types import Rollout, TokenSequence
 
-Text = NDArray[np.int64]
+TokenKey = NDArray[np.int64]
 """The tokens and images of a sequence, as `token_key` encodes them."""
 
 
@@ -18,10 +18,10 @@ Text = NDArray[np.int64]
 class PackItem:
     """A context to be packed, with what its sampled tokens count."""
 
-    context: TokenSequence
+    sequence: TokenSequence
     weight: float = 1.0
     """What each sampled token counts, or each turn."""
-    by_turn: bool = False
+    weight_is_per_turn: bool = False
     """The weight is a turn's: its sampled tokens share it."""
     denominator: int = 1
     """This context's share of the global denominator: an episode's share goes with its first context that is packed."""
@@ -30,24 +30,24 @@ class PackItem:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.context.token_ids)
+        return len(self.sequence.token_ids)
 
     @property
     def prompt_length(self) -> int:
         """Tokens before the one that predicts the first sampled token."""
-        return self.context.loss_mask.index(1) - 1
+        return self.sequence.loss_mask.index(1) - 1
 
     def token_weights(self) -> list[float]:
         """What each token counts; 0 where the mask is 0."""
-        if not self.by_turn:
-            return [self.weight * sampled for sampled in self.context.loss_mask]
+        if not self.weight_is_per_turn:
+            return [self.weight * sampled for sampled in self.sequence.loss_mask]
         weights = [0.0] * self.num_tokens
-        for start, stop in turns_in(self.context):
+        for start, stop in find_turns(self.sequence):
             weights[start:stop] = [self.weight / (stop - start)] * (stop - start)
         return weights
 
 
-def turns_in(context: TokenSequence) -> list[tuple[int, int]]:
+def find_turns(context: TokenSequence) -> list[tuple[int, int]]:
     """First and one-past-last token of each run of sampled tokens."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place in range(len(mask) - 1) if mask[place] != mask[place + 1]]
@@ -73,37 +73,37 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
     raise AssertionError(f"{settings.loss_agg_mode} is none of config.AGGREGATIONS")
 
 
-def weighted_contexts(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
+def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
     """The contexts of rollout number `index` that have sampled tokens, weighted so that the loss is the stated mean."""
     by_turn = settings.loss_agg_mode == "turn_mean"
-    num = sum(len(turns_in(context)) for context in rollout.sequences) if by_turn else rollout.num_sampled
+    num = sum(len(find_turns(context)) for context in rollout.sequences) if by_turn else rollout.num_sampled
     weight, denominator = episode_weight(num, settings)
     weighted = [
-        PackItem(context, weight=weight, by_turn=by_turn, denominator=0, origin=(index, number))
+        PackItem(context, weight=weight, weight_is_per_turn=by_turn, denominator=0, origin=(index, number))
         for number, context in enumerate(rollout.sequences)
         if any(context.loss_mask)
     ]
     return [replace(weighted[0], denominator=denominator), *weighted[1:]]
 
 
-def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, with_idle: bool) -> list[list[PackItem]]:
+def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, keep_zero_advantage: bool) -> list[list[PackItem]]:
     """The contexts of each optimizer update: whole groups, in order, as equal in number as can be; none where nothing is trained on.
 
-    Without `with_idle` those without any advantage are left out: they count in the denominator alone. A minibatch of nothing else keeps
-    them, so that the engine's logprobs are compared in every step.
+    Without `keep_zero_advantage` those without any advantage are left out: they count in the denominator alone. A minibatch of nothing
+    else keeps them, so that the engine's logprobs are compared in every step.
     """
     trained = [(index, rollout) for index, rollout in enumerate(rollouts) if rollout.is_trained_on and rollout.num_sampled]
     places = {group: place for place, group in enumerate(dict.fromkeys(rollout.group for _, rollout in trained))}
     minibatches: list[list[PackItem]] = [[] for _ in range(settings.minibatches)]
     for index, rollout in trained:
         place = places[rollout.group] * settings.minibatches // len(places)
-        minibatches[place] += weighted_contexts(rollout, settings, index=index)
-    return [each if with_idle else _without_idle(each) for each in minibatches if each]
+        minibatches[place] += make_pack_items(rollout, settings, index=index)
+    return [each if keep_zero_advantage else _drop_zero_advantage(each) for each in minibatches if each]
 
 
-def _without_idle(minibatch: list[PackItem]) -> list[PackItem]:
+def _drop_zero_advantage(minibatch: list[PackItem]) -> list[PackItem]:
     """Leave out contexts whose advantages are all zero; their share of the denominator goes to the first that stays."""
-    moving = [weighted for weighted in minibatch if any(weighted.context.advantages)]
+    moving = [weighted for weighted in minibatch if any(weighted.sequence.advantages)]
     if not moving:
         return minibatch
     spare = sum(weighted.denominator for weighted in minibatch) - sum(weighted.denominator for weighted in moving)
@@ -121,15 +121,15 @@ prompt is: G members behind a prompt of P tokens have at most (G + 1) * P keys b
 class PackCost:
     """A context and the tokens it adds to a micro-batch (those of its images among them, as placeholders)."""
 
-    weighted: PackItem
-    first: int
+    item: PackItem
+    num_tokens_alone: int
     """Tokens it adds as the first of a micro-batch: all. So many keys its last segment has anywhere: its own and all before."""
-    next: int
+    num_added_tokens: int
     """Tokens it adds after the context before it: without those that the two share."""
 
     @property
-    def shared(self) -> int:
-        return self.first - self.next
+    def num_shared_tokens(self) -> int:
+        return self.num_tokens_alone - self.num_added_tokens
 
 
 RankShares = list[list[list[PackItem]]]
@@ -142,23 +142,26 @@ def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prom
     order = prefix_order(texts)
     ordered = [minibatch[place] for place in order]
     shared = shared_lengths(ordered, [texts[place] for place in order]) if share_prompts else [0] * len(ordered)
-    return [PackCost(each, first=each.num_tokens, next=each.num_tokens - length) for each, length in zip(ordered, shared, strict=True)]
+    return [
+        PackCost(each, num_tokens_alone=each.num_tokens, num_added_tokens=each.num_tokens - length)
+        for each, length in zip(ordered, shared, strict=True)
+    ]
 
 
-def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[Text]:
+def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKey]:
     """The tokens of each context, and in a placeholder's place a number below 0 that is its image's own: what begins alike is alike to a
     model, positions included."""
     numbers: dict[str, int] = {}
     texts = []
     for each in weighted:
-        text = np.array(each.context.token_ids, dtype=np.int64)
-        shown = [image.key for image in each.context.images for _ in range(image.num_tokens)]
+        text = np.array(each.sequence.token_ids, dtype=np.int64)
+        shown = [image.key for image in each.sequence.images for _ in range(image.num_tokens)]
         text[text == image_token_id] = [-1 - numbers.setdefault(key, len(numbers)) for key in shown]
         texts.append(text)
     return texts
 
 
-def prefix_order(texts: Sequence[Text]) -> list[int]:
+def prefix_order(texts: Sequence[TokenKey]) -> list[int]:
     """The order in which a walk through the tree of their beginnings meets them, branches in the order given: none has a longer beginning
     in common with any before it than with the one just before it."""
     order: list[int] = []
@@ -174,29 +177,29 @@ def prefix_order(texts: Sequence[Text]) -> list[int]:
     return order
 
 
-def shared_lengths(weighted: Sequence[PackItem], texts: Sequence[Text]) -> list[int]:
+def shared_lengths(weighted: Sequence[PackItem], texts: Sequence[TokenKey]) -> list[int]:
     """For each context the tokens that it and the one before it begin with, as far as none of them predicts a token that it sampled.
     Example: [1 2 3 4], [1 2 3 5] and [1 2 3 5 6], each with its last token sampled, give [0, 2, 4]."""
     neighbors = zip(weighted[1:], pairwise(texts), strict=True)
     return [0] * bool(weighted) + [min(common_prefix(before, after), each.prompt_length) for each, (before, after) in neighbors]
 
 
-def common_prefix(before: Text, after: Text) -> int:
+def common_prefix(before: TokenKey, after: TokenKey) -> int:
     """How many numbers both begin with."""
     length = min(len(before), len(after))
     different = before[:length] != after[:length]
     return int(different.argmax()) if different.any() else length
 
 
-def balance(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
+def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
     """Deal a run of neighbors to each data-parallel rank, as near to an equal number of tokens as the borders between contexts allow."""
-    total = sum(load.next for load in loads)
+    total = sum(load.num_added_tokens for load in loads)
     dealt: list[list[PackCost]] = [[] for _ in range(ranks)]
     done = 0
     for load in loads:
-        middle = done + load.next / 2
+        middle = done + load.num_added_tokens / 2
         dealt[min(ranks - 1, int(middle * ranks / max(total, 1)))].append(load)
-        done += load.next
+        done += load.num_added_tokens
     return dealt
 
 
@@ -211,12 +214,12 @@ def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]
     tokens = keys = 0
     stops: set[int] = set()  # of the segments of the context before
     for load in loads:
-        kept = {stop for stop in stops if stop <= load.shared}
-        added = {load.shared, load.first} - kept
-        if not micro or tokens + load.next > max_tokens or keys + sum(added) > MAX_KV_RATIO * max_tokens:
+        kept = {stop for stop in stops if stop <= load.num_shared_tokens}
+        added = {load.num_shared_tokens, load.num_tokens_alone} - kept
+        if not micro or tokens + load.num_added_tokens > max_tokens or keys + sum(added) > MAX_KV_RATIO * max_tokens:
             micro.append([])
-            tokens, keys, stops = load.first, load.first, {load.first}
+            tokens, keys, stops = load.num_tokens_alone, load.num_tokens_alone, {load.num_tokens_alone}
         else:
-            tokens, keys, stops = tokens + load.next, keys + sum(added), kept | added
-        micro[-1].append(load.weighted)
+            tokens, keys, stops = tokens + load.num_added_tokens, keys + sum(added), kept | added
+        micro[-1].append(load.item)
     return micro or [[]]

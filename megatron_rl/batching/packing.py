@@ -13,12 +13,12 @@ import torch
 from megatron_rl.batching.minibatches import PackItem, shared_lengths, token_key
 from megatron_rl.types import TOKEN_COLUMNS, Image, LossInputs, MicroBatch, Rollout, SegmentSource, TokenSequence, ValueLossInputs
 
-Positions = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
+PositionsFn = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
 """(token_ids, images) -> rotary positions [3, L] of a context: ModelSpec.positions."""
 
 
 def pack(
-    weighted: Sequence[PackItem], *, image_token_id: int, positions: Positions, multiple_of: int = 1,
+    weighted: Sequence[PackItem], *, image_token_id: int, positions: PositionsFn, multiple_of: int = 1,
     share_prompts: bool = False, device: torch.device | None = None,
 ) -> MicroBatch:  # fmt: skip
     """Pack contexts into one micro-batch. Equal images (by key) are stored and encoded once.
@@ -35,7 +35,7 @@ def pack(
     segments: list[Segment] = []
     path: list[tuple[int, int]] = []  # the segments of the context before: where each stops in it, and its number in the batch
     for number, each in enumerate(weighted):
-        whole = Segment.whole(each, image_token_id, positions, number=number)
+        whole = Segment.from_item(each, image_token_id, positions, number=number)
         while path and path[-1][0] > shared[number]:
             path.pop()
         for start, stop in pairwise(split_points(shared[number:], each.num_tokens)):
@@ -44,7 +44,7 @@ def pack(
     num_tokens = sum(len(segment.token_ids) for segment in segments)
     padding = -num_tokens % multiple_of if num_tokens else multiple_of
     if padding:
-        segments.append(Segment.zeros(padding, number=len(weighted)))
+        segments.append(Segment.make_padding(padding, number=len(weighted)))
     return _join(segments, denominator=sum(each.denominator for each in weighted), device=device)
 
 
@@ -63,7 +63,7 @@ def distinct_images(contexts: Iterable[TokenSequence]) -> list[Image]:
 
 def empty_batch(length: int, *, device: torch.device | None = None) -> MicroBatch:
     """The micro-batch of a rank without work: zeros without weight."""
-    batch = _join([Segment.zeros(length, number=0)], denominator=0, device=device)
+    batch = _join([Segment.make_padding(length, number=0)], denominator=0, device=device)
     return replace(batch, old_value_T=torch.zeros_like(batch.weight_T), return_T=torch.zeros_like(batch.weight_T))
 
 
@@ -77,7 +77,7 @@ class Segment:
     rollout_logprobs: list[float]
     advantages: list[float]
     position_3L: torch.Tensor
-    vision: list[tuple[Image, int] | None]
+    image_rows: list[tuple[Image, int] | None]
     """For a placeholder, its image and which of the image's tokens it stands for."""
     weights: list[float]
     number: int
@@ -86,8 +86,8 @@ class Segment:
     origin: SegmentSource | None = None
 
     @classmethod
-    def whole(cls, weighted: PackItem, image_token_id: int, positions: Positions, *, number: int) -> "Segment":
-        context, origin = weighted.context, weighted.origin
+    def from_item(cls, weighted: PackItem, image_token_id: int, positions: PositionsFn, *, number: int) -> "Segment":
+        context, origin = weighted.sequence, weighted.origin
         shown = iter([(image, row) for image in context.images for row in range(image.num_tokens)])
         return cls(
             token_ids=context.token_ids,
@@ -96,18 +96,18 @@ class Segment:
             rollout_logprobs=[*context.rollout_logprobs[1:], 0.0],
             advantages=[*context.advantages[1:], 0.0] if context.advantages else [0.0] * len(context.token_ids),
             position_3L=positions(context.token_ids, context.images),
-            vision=[next(shown) if token == image_token_id else None for token in context.token_ids],
+            image_rows=[next(shown) if token == image_token_id else None for token in context.token_ids],
             weights=[*weighted.token_weights()[1:], 0.0],
             number=number,
             origin=None if origin is None else SegmentSource(*origin, start=0),
         )
 
     @classmethod
-    def zeros(cls, length: int, *, number: int) -> "Segment":
+    def make_padding(cls, length: int, *, number: int) -> "Segment":
         zeros, nothing = [0] * length, [0.0] * length
         return cls(
             token_ids=zeros, targets=zeros, mask=zeros, rollout_logprobs=nothing, advantages=nothing,
-            position_3L=torch.zeros(3, length, dtype=torch.long), vision=[None] * length, weights=nothing, number=number,
+            position_3L=torch.zeros(3, length, dtype=torch.long), image_rows=[None] * length, weights=nothing, number=number,
         )  # fmt: skip
 
     def cut(self, start: int, stop: int, *, prefix: int = -1) -> "Segment":
@@ -115,7 +115,8 @@ class Segment:
         return Segment(
             token_ids=self.token_ids[part], targets=self.targets[part], mask=self.mask[part],
             rollout_logprobs=self.rollout_logprobs[part], advantages=self.advantages[part],
-            position_3L=self.position_3L[:, part], vision=self.vision[part], weights=self.weights[part], number=self.number, prefix=prefix,
+            position_3L=self.position_3L[:, part], image_rows=self.image_rows[part], weights=self.weights[part], number=self.number,
+            prefix=prefix,
             origin=None if self.origin is None else replace(self.origin, start=start),
         )  # fmt: skip
 
@@ -124,7 +125,7 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
     images: dict[str, tuple[int, Image]] = {}
     position_M, row_M, next_row, offsets = [], [], 0, [0]
     for segment in segments:
-        for place, shown in enumerate(segment.vision):
+        for place, shown in enumerate(segment.image_rows):
             if shown is None:
                 continue
             image, row = shown
@@ -160,7 +161,7 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
     )
 
 
-def loss_rows(
+def make_loss_inputs(
     batch: MicroBatch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *, values: ValueLossInputs | None = None
 ) -> LossInputs:
     """What a loss sees of a batch; rows_R are the entries whose target was sampled. Without old logprobs the current ones are the old."""

@@ -33,7 +33,7 @@ from megatron_rl.errors import InfraError, PeerLost, RunFailed
 from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.preflight.gpus import SHARED_MEMORY
 from megatron_rl.rollout.task import require_task
-from megatron_rl.run.shutdown import INTERRUPTED, die_with_parent
+from megatron_rl.run.shutdown import EXIT_INTERRUPTED, die_with_parent
 from megatron_rl.tasks.task_options import TASK_OPTIONS
 
 CONFIG_SEARCH_PATH = "pkg://megatron_rl.configs"
@@ -98,9 +98,9 @@ def cli(
                 sys.exit(STOPPED_EXIT_CODE)
             return
         if word == "engine":
-            from megatron_rl.rollout.vllm.server_api import command_of
+            from megatron_rl.rollout.vllm.server_api import launch_command
 
-            print(command_of(settings))
+            print(launch_command(settings))
             return
         if word == "evaluate":
             from megatron_rl.entrypoints.evaluate import run_evaluation
@@ -165,7 +165,7 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
             exit_with_error(error, world, is_dry=settings.run.dry)
         except KeyboardInterrupt:
             print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
-            sys.exit(INTERRUPTED)
+            sys.exit(EXIT_INTERRUPTED)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra 1.3.2 raises what it would print, _internal/utils.py: run_and_report
     try:

@@ -13,7 +13,7 @@ from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run.directory import read_settings
-from megatron_rl.run.record import CONFIG
+from megatron_rl.run.record import CONFIG_FILE
 
 EXAMPLES = """examples:
   export.py runs/agent --out runs/agent_best --min-reward 1
@@ -25,11 +25,11 @@ EXAMPLES = """examples:
 def load_renderer_and_limit(run: Path, model: str) -> tuple[Renderer, int]:
     """How the run rendered, and the longest reply that it allowed. ValueError: its settings are not there."""
     try:
-        found = read_settings(run / CONFIG)
+        found = read_settings(run / CONFIG_FILE)
         given, limit = found["model"], int(found["task"]["max_new_tokens"])
         path, least, most = model or str(given["path"]), int(given["min_pixels"]), int(given["max_pixels"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{run / CONFIG}: cannot be read ({' '.join(str(error).split())[:200]}); give the folder of a run") from error
+        raise ValueError(f"{run / CONFIG_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); give the folder of a run") from error
     return Renderer(ModelSettings(path=path, min_pixels=least, max_pixels=most)), limit
 
 

@@ -28,9 +28,9 @@ T = TypeVar("T")
 class EndpointError(Exception):
     """A server is in trouble; it asks for a rest of at least `rest_s`."""
 
-    def __init__(self, reason: str, *, rest_s: float = 0.0) -> None:
+    def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
-        self.rest_s = rest_s
+        self.retry_after_s = retry_after_s
 
 
 class KeyRefused(EndpointError):
@@ -50,30 +50,30 @@ class Endpoint:
     """One server and its health. Its rests double with each failure in a row and vary by half, so that clients do not return together."""
 
     url: str
-    rest_s: float
+    backoff_s: float
     """The first rest."""
-    longest_s: float = MAX_BACKOFF_S
+    max_backoff_s: float = MAX_BACKOFF_S
     """The longest that it is given; it may ask for more itself."""
     in_flight: int = 0
     failures: int = 0
     """Failures in a row."""
-    rest_until: float = 0.0
+    backoff_until: float = 0.0
     """The end of its rest on time.monotonic's clock."""
     last_failure: str = ""
 
-    def failed(self, *, began: float, rest_s: float = 0.0) -> None:
-        """`began` is when the request that failed was sent: of many that were under way together the first failure counts.
+    def record_failure(self, *, sent_at: float, retry_after_s: float = 0.0) -> None:
+        """`sent_at` is when the request that failed was sent: of many that were under way together the first failure counts.
 
-        `rest_s` is the least that the server itself asks for.
+        `retry_after_s` is the least that the server itself asks for.
         """
         now = time.monotonic()
-        if began >= self.rest_until:
-            rest = min(self.rest_s * 2**self.failures, self.longest_s) * random.uniform(0.5, 1.0)
+        if sent_at >= self.backoff_until:
+            rest = min(self.backoff_s * 2**self.failures, self.max_backoff_s) * random.uniform(0.5, 1.0)
             self.failures += 1
-            self.rest_until = max(self.rest_until, now + rest)
-        self.rest_until = max(self.rest_until, now + rest_s)
+            self.backoff_until = max(self.backoff_until, now + rest)
+        self.backoff_until = max(self.backoff_until, now + retry_after_s)
 
-    def answered(self) -> None:
+    def record_success(self) -> None:
         self.failures = 0
 
 
@@ -89,7 +89,7 @@ class EndpointPool:
         timeout_s: float,
         outage_timeout_s: float,
         concurrency: int,
-        rest_s: float = 0.5,
+        backoff_s: float = 0.5,
     ) -> None:
         """`name` begins every error; at most `concurrency` requests are under way at once, each of them for timeout_s at most.
 
@@ -97,16 +97,16 @@ class EndpointPool:
         """
         self.name, self.max_attempts, self.concurrency = name, max_attempts, concurrency
         self.timeout_s, self.outage_timeout_s = timeout_s, outage_timeout_s
-        self.endpoints = [Endpoint(url, rest_s, min(MAX_BACKOFF_S, outage_timeout_s)) for url in urls]
+        self.endpoints = [Endpoint(url, backoff_s, min(MAX_BACKOFF_S, outage_timeout_s)) for url in urls]
         self.requests = self.failures = 0
-        self.seconds = 0.0
+        self.request_seconds = 0.0
 
     def start(self) -> None:
         """Bind the pool to the running event loop. Call it again in every later one."""
         self._slots = asyncio.Semaphore(self.concurrency)
 
-    async def ask(self, call: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """Return what `call` returns of one server or another. Raises InfraError, naming server and reason, after the last try.
+    async def request(self, send: Callable[[Endpoint], Awaitable[T]]) -> T:
+        """Return what `send` returns of one server or another. Raises InfraError, naming server and reason, after the last try.
 
         PermanentInfraError where no server was in trouble: what was said to it, or by it, is at fault. AccessDenied where one does not
         accept the key.
@@ -114,13 +114,13 @@ class EndpointPool:
         reasons: list[str] = []
         fault = PermanentInfraError
         while len(reasons) < self.max_attempts:
-            endpoint = await self._slot()
+            endpoint = await self._acquire_endpoint()
             began = time.monotonic()
             self.requests += 1
             endpoint.in_flight += 1
             try:
-                reply = await self._in_time(call, endpoint)
-                endpoint.answered()
+                reply = await self._with_timeout(send, endpoint)
+                endpoint.record_success()
                 return reply
             except KeyRefused as error:
                 raise AccessDenied(f"{self.name}: {endpoint.url}: {error}") from error
@@ -131,21 +131,21 @@ class EndpointPool:
                     break
                 if isinstance(error, EndpointError):
                     fault, endpoint.last_failure = InfraError, str(error)
-                    endpoint.failed(began=began, rest_s=error.rest_s)
+                    endpoint.record_failure(sent_at=began, retry_after_s=error.retry_after_s)
             finally:
-                self.seconds += time.monotonic() - began
+                self.request_seconds += time.monotonic() - began
                 endpoint.in_flight -= 1
                 self._slots.release()
         raise fault(f"{self.name}: nothing after {len(reasons)} of {self.max_attempts} tries; the last: {reasons[-1]}")
 
-    async def _in_time(self, call: Callable[[Endpoint], Awaitable[T]], endpoint: Endpoint) -> T:
+    async def _with_timeout(self, send: Callable[[Endpoint], Awaitable[T]], endpoint: Endpoint) -> T:
         try:
             async with asyncio.timeout(self.timeout_s):
-                return await call(endpoint)
+                return await send(endpoint)
         except TimeoutError as error:
             raise EndpointError(describe_error(error)) from error
 
-    async def _slot(self) -> Endpoint:
+    async def _acquire_endpoint(self) -> Endpoint:
         """The least busy server that does not rest, with leave to send it a request.
 
         Rests, all together, are waited for up to outage_timeout_s; the time in the queue for a slot is none of it.
@@ -154,12 +154,12 @@ class EndpointPool:
         while True:
             await self._slots.acquire()
             now = time.monotonic()
-            rested = [endpoint for endpoint in self.endpoints if endpoint.rest_until <= now]
+            rested = [endpoint for endpoint in self.endpoints if endpoint.backoff_until <= now]
             if rested:
                 return min(rested, key=lambda endpoint: (endpoint.in_flight, random.random()))
             self._slots.release()
-            earliest = min(self.endpoints, key=lambda endpoint: endpoint.rest_until)
-            rest = earliest.rest_until - now
+            earliest = min(self.endpoints, key=lambda endpoint: endpoint.backoff_until)
+            rest = earliest.backoff_until - now
             if waited + rest > self.outage_timeout_s:
                 raise InfraError(
                     f"{self.name}: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others; "

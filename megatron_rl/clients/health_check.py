@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megatron_rl.clients.endpoint_pool import describe_error, to_one_line
 from megatron_rl.clients.openai import describe_key_error
-from megatron_rl.clients.proxies import proxy_words
+from megatron_rl.clients.proxies import proxy_hint
 from megatron_rl.errors import InfraError
 
 HEALTH_TIMEOUT_S = 5.0
@@ -28,9 +28,9 @@ class _Models(BaseModel):
 class HealthCheck:
     """What a server said when it was greeted."""
 
-    served: Sequence[str] = ()
+    models: Sequence[str] = ()
     """Its models. None are told by one that is busy, or has no such list: that is no trouble."""
-    trouble: str = ""
+    error: str = ""
     """What keeps it from judging."""
     is_denied: bool = False
     """The server does not accept the key."""
@@ -54,32 +54,32 @@ async def check_endpoints(clients: Mapping[str, openai.AsyncOpenAI], *, model: s
 
 
 async def _check_endpoint(client: openai.AsyncOpenAI, *, model: str, secret: str, token_file: str) -> HealthCheck:
-    proxy = proxy_words(str(client.base_url))
+    proxy = proxy_hint(str(client.base_url))
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             served = await list_models(client)
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-        return HealthCheck(trouble=describe_key_error(error, secret=secret, token_file=token_file), is_denied=True)
+        return HealthCheck(error=describe_key_error(error, secret=secret, token_file=token_file), is_denied=True)
     except (openai.APIStatusError, ValidationError):
         return HealthCheck()
     except TimeoutError:
-        return HealthCheck(trouble=f"no answer within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
+        return HealthCheck(error=f"no answer within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
     except openai.OpenAIError as error:
-        return HealthCheck(trouble=describe_error(error.__cause__ or error, secret=secret) + proxy)
+        return HealthCheck(error=describe_error(error.__cause__ or error, secret=secret) + proxy)
     named = f"serves {to_one_line(', '.join(served))}, not task.judge.model={model}: choose one of these"
     return HealthCheck(served, named if model and model not in served else "")
 
 
-def health_warning(greetings: Mapping[str, HealthCheck], *, of: str = "judge", key: str = "") -> str:
+def health_warning(checks: Mapping[str, HealthCheck], *, role: str = "judge", key: str = "") -> str:
     """Return a warning about servers that fail while others work; empty if all work. InfraError: there is no other, or one of
     them does not accept the key.
     `key` is the setting of their addresses where it is not task.<of>.urls."""
-    troubles = [f"{url}: {greeting.trouble}" for url, greeting in greetings.items() if greeting.trouble]
+    troubles = [f"{url}: {greeting.error}" for url, greeting in checks.items() if greeting.error]
     if not troubles:
         return ""
-    key, urls, why = key or f"task.{of}.urls", list(greetings), "; ".join(troubles)
-    if len(troubles) == len(greetings):
-        raise InfraError(f"{key}={urls}: no {of} can be asked ({why}); start one, or correct the addresses")
-    if denied := [f"{url}: {greeting.trouble}" for url, greeting in greetings.items() if greeting.is_denied]:
+    key, urls, why = key or f"task.{role}.urls", list(checks), "; ".join(troubles)
+    if len(troubles) == len(checks):
+        raise InfraError(f"{key}={urls}: no {role} can be asked ({why}); start one, or correct the addresses")
+    if denied := [f"{url}: {greeting.error}" for url, greeting in checks.items() if greeting.is_denied]:
         raise InfraError(f"{key}={urls}: {'; '.join(denied)}")
     return f"{key}={urls}: not all can be asked, the others are ({why})"

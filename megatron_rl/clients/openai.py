@@ -16,7 +16,7 @@ import openai
 from pydantic import BaseModel, Field, ValidationError
 
 from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, RequestRejected, describe_error, parse_retry_after, to_one_line
-from megatron_rl.clients.proxies import Proxy, proxy_of, proxy_words
+from megatron_rl.clients.proxies import Proxy, find_proxy, proxy_hint
 from megatron_rl.errors import InfraError
 from sandbox.token import read_token
 
@@ -28,7 +28,7 @@ class UnreadBody(openai.OpenAIError):
     """A body that is not read to its end. The openai package lets its own kind of error pass as it is (_base_client.py, request)."""
 
 
-class _Bounded(httpx2.AsyncByteStream):
+class _BoundedStream(httpx2.AsyncByteStream):
     def __init__(self, stream: httpx2.AsyncByteStream) -> None:
         self._stream = stream
 
@@ -45,17 +45,17 @@ class _Bounded(httpx2.AsyncByteStream):
         await self._stream.aclose()
 
 
-async def _bound(response: httpx2.Response) -> None:
+async def _bound_response(response: httpx2.Response) -> None:
     """Called before a byte of the body is read (httpx2/_client.py, _send_handling_redirects). Raises Unread."""
     length, encoding = response.headers.get("content-length", ""), response.headers.get("content-encoding", "")
     if encoding.strip().casefold() not in ("", "identity"):
         raise UnreadBody(f"the reply is compressed ({encoding[:20]!r}), which was not asked for")
     if length.isascii() and length.isdigit() and (len(length) > 19 or int(length) > MAX_BODY_BYTES):
         raise UnreadBody(f"the reply has {length[:20]} bytes, more than {MAX_BODY_BYTES}")
-    response.stream = _Bounded(response.stream)
+    response.stream = _BoundedStream(response.stream)
 
 
-BOUNDED: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event_hooks": {"response": [_bound]}}
+BOUNDED_CLIENT_OPTIONS: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event_hooks": {"response": [_bound_response]}}
 """Arguments of an httpx2 client whose replies are bounded: reading a longer one raises Unread."""
 
 
@@ -67,17 +67,17 @@ def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> 
         _ = urlsplit(url).port
     except ValueError as error:
         raise InfraError(f"{key}={url}: {error}; correct the address") from error
-    http = openai.DefaultAsyncHttpx2Client(**BOUNDED, **proxies_of([url]), follow_redirects=False)
+    http = openai.DefaultAsyncHttpx2Client(**BOUNDED_CLIENT_OPTIONS, **proxy_options([url]), follow_redirects=False)
     return openai.AsyncOpenAI(base_url=url, api_key=secret or "none", timeout=None, max_retries=0, http_client=http)
 
 
-def proxies_of(urls: Iterable[str]) -> dict[str, Any]:
+def proxy_options(urls: Iterable[str]) -> dict[str, Any]:
     """Return arguments of an httpx2 client: the environment's proxies of these addresses, by clients/proxies.py, and its certificates.
 
     InfraError, which names the variable: a proxy's address is none that can be used.
     """
     tls = httpx2.create_ssl_context()  # with SSL_CERT_FILE, which trust_env=False leaves out
-    found = {urlsplit(url).netloc: proxy for url in urls if (proxy := proxy_of(url))}
+    found = {urlsplit(url).netloc: proxy for url in urls if (proxy := find_proxy(url))}
     return {"trust_env": False, "verify": tls, "mounts": {f"all://{place}": _through(proxy, tls) for place, proxy in found.items()}}
 
 
@@ -101,7 +101,7 @@ def api_key(token_file: str = "") -> str:
 def describe_key_error(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
     """Return a line about a server that does not accept the key of `api_key`: its answer, and what to do."""
     remedy = f"put its key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
-    return f"{describe_error(error, secret=secret)}: {remedy}{proxy_words(str(error.request.url))}"
+    return f"{describe_error(error, secret=secret)}: {remedy}{proxy_hint(str(error.request.url))}"
 
 
 class ChatMessage(BaseModel):
@@ -119,7 +119,7 @@ class Choice(BaseModel):
     message: ChatMessage
 
 
-class Completion(BaseModel):
+class ChatCompletion(BaseModel):
     """What is needed of a chat completion; a page of HTML, an empty body or an error in JSON is none."""
 
     choices: list[Choice] = Field(min_length=1)
@@ -136,9 +136,9 @@ def translate_errors(secret: str, *, token_file: str = "") -> Iterator[None]:
     except openai.BadRequestError as error:
         raise RequestRejected(describe_error(error, secret=secret)) from error
     except openai.APIStatusError as error:
-        words = describe_error(error, secret=secret) + proxy_words(str(error.request.url))
-        raise EndpointError(words, rest_s=parse_retry_after(error.response.headers.get("retry-after", ""))) from error
+        words = describe_error(error, secret=secret) + proxy_hint(str(error.request.url))
+        raise EndpointError(words, retry_after_s=parse_retry_after(error.response.headers.get("retry-after", ""))) from error
     except openai.APIError as error:
-        raise EndpointError(describe_error(error, secret=secret) + proxy_words(str(error.request.url))) from error
+        raise EndpointError(describe_error(error, secret=secret) + proxy_hint(str(error.request.url))) from error
     except (UnreadBody, ValidationError) as error:
         raise EndpointError(describe_error(error, secret=secret)) from error

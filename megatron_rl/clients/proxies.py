@@ -26,14 +26,14 @@ class Proxy:
     """The address that is reached through the proxy."""
 
     @property
-    def words(self) -> str:
+    def error_hint(self) -> str:
         """Return what an error adds. Example: ` (asked through HTTP_PROXY=http://proxy:3128; unset it, or set NO_PROXY=judge)`"""
         user, _, place = self.address.rpartition("@")
         shown = f"***@{place}" if user else self.address  # there may be a password
         return f" (asked through {self.variable}={shown}; unset it, or set NO_PROXY={self.host})"
 
 
-def proxy_of(url: str) -> Proxy | None:
+def find_proxy(url: str) -> Proxy | None:
     """Return the proxy through which this address is asked; None where it is asked directly."""
     parts = urlsplit(url)
     scheme, host = parts.scheme.casefold(), (parts.hostname or "").rstrip(".")
@@ -46,10 +46,10 @@ def proxy_of(url: str) -> Proxy | None:
     return Proxy(variable, address if "://" in address else f"http://{address}", host)
 
 
-def proxy_words(url: str) -> str:
+def proxy_hint(url: str) -> str:
     """Return what an error about this address adds: its proxy, or nothing."""
-    proxy = proxy_of(url)
-    return proxy.words if proxy else ""
+    proxy = find_proxy(url)
+    return proxy.error_hint if proxy else ""
 
 
 def _is_own(host: str) -> bool:

@@ -14,10 +14,10 @@ HIDDEN_IMAGE_ENV = "pyvision_gym_wo_image_hint"
 class PromptMeasurer(Protocol):
     """What is needed of a renderer."""
 
-    vision_pixels: int
+    vision_token_side: int
     """Side of the square of pixels that is one vision token."""
 
-    def num_tokens(self, text: str) -> int: ...
+    def count_tokens(self, text: str) -> int: ...
 
     def final_size(self, width: int, height: int) -> Size: ...
 
@@ -38,7 +38,7 @@ class PromptLengthChecker:
     def measure_length(self, example: Example, sizes: list[Size]) -> int:
         sizes = [] if example.payload["env_name"] == HIDDEN_IMAGE_ENV else sizes
         text = str(example.payload["question"]).replace(IMAGE_PLACEHOLDER, "<|vision_start|><|vision_end|>")
-        return self._measurer.num_tokens(text) + sum(map(self._vision_tokens, sizes))
+        return self._measurer.count_tokens(text) + sum(map(self._vision_tokens, sizes))
 
     def check_question(self, example: Example, sizes: list[Size]) -> list[str]:
         """What keeps a question from being played: a reply has at least one token."""
@@ -63,7 +63,7 @@ class PromptLengthChecker:
 
     def _vision_tokens(self, size: Size) -> int:
         width, height = self._measurer.final_size(*size)
-        return width * height // self._measurer.vision_pixels**2
+        return width * height // self._measurer.vision_token_side**2
 
 
 def measure_prompt_overhead(example: Example, prompt: TokenSequence, settings: Settings, measurer: PromptMeasurer) -> int:

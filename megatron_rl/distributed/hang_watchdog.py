@@ -39,11 +39,11 @@ from megatron_rl.errors import PeerLost
 FOLDER = "hang"
 NEAR_TIMEOUT = 0.9
 """Of the time limit: when NCCL ends a process, that has nothing more to say."""
-LOOKS, LOOK_S = 20, 0.5
+POLLS_PER_TIMEOUT, POLL_S = 20, 0.5
 """Between two looks: a part of the time limit, and no more than half a second."""
 REPLY_TIMEOUT_S = 5.0
 """What the others have for their answers; who gives none is gone."""
-WRITE_S = 1.0
+STACK_WRITE_TIMEOUT_S = 1.0
 """Seconds that a report waits for its stacks to be written."""
 EXIT_TIMEOUT_S = 6 * REPLY_TIMEOUT_S
 """What the last word may take. A store whose process hangs, and has not ended, keeps a request for ever, whatever its time limit: torch
@@ -51,10 +51,10 @@ EXIT_TIMEOUT_S = 6 * REPLY_TIMEOUT_S
 MAX_MISSED_REPLIES = 3
 """Questions in a row without an answer, after which a rank is given up, however long the others might wait for it
 (parallel.straggler_timeout_s)."""
-_NOBODY, _OVER = "0 nobody", "over"
+_NO_REQUEST, _END_ALL = "0 nobody", "over"
 """Values in place of a question, which is a number and who asks: before the first one, and when every rank is to end."""
 _PACKAGE = Path(__file__).parents[1]
-_HELPERS = (Path(__file__), _PACKAGE / "distributed/world.py")
+_WAIT_HELPERS = (Path(__file__), _PACKAGE / "distributed/world.py")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class RankReport:
     """What a rank says when it is asked, or of itself when it ends."""
 
     node: str
-    at: str = ""
+    location: str = ""
     """The line that it is at."""
-    waits: bool = False
+    is_waiting: bool = False
     """For others, in a collective."""
-    ended: str = ""
+    exit_reason: str = ""
     """Why it has ended, where that was no collective's failure."""
 
 
@@ -76,7 +76,7 @@ class HangWatchdog:
     def __init__(self, world: World, *, folder: Path, timeout_s: float) -> None:
         self._world, self._folder, self._timeout_s = world, folder / FOLDER, timeout_s
         self._node = f"node {world.node}, {socket.gethostname()}"
-        self._over, self._given_up = threading.Event(), threading.Event()
+        self._is_leaving, self._given_up = threading.Event(), threading.Event()
         self._writer: threading.Thread | None = None
         self._thread = threading.Thread(target=self._watch_and_exit, name="watch", daemon=True)
         if world.device.type == "cuda":
@@ -89,9 +89,9 @@ class HangWatchdog:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             patience = timedelta(seconds=REPLY_TIMEOUT_S)
             self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
-            self._heard = self._store.compare_set("watch/asked", "", _NOBODY)
+            self._last_request = self._store.compare_set("watch/asked", "", _NO_REQUEST)
             self._publish_report("here", RankReport(node=self._node))
-            self._store.set(f"watch/heard/{self._world.rank}", str(_request_number(self._heard)))
+            self._store.set(f"watch/heard/{self._world.rank}", str(_request_number(self._last_request)))
             self._thread.start()
         return self
 
@@ -100,8 +100,8 @@ class HangWatchdog:
         if self._world.size == 1:
             return
         parts = error is not None and is_collective_error(error)
-        self._last_word = partial(self._exit_with_reason, error, trace, parts)
-        self._over.set()
+        self._leave_fn = partial(self._exit_with_reason, error, trace, parts)
+        self._is_leaving.set()
         self._thread.join(EXIT_TIMEOUT_S)
         if self._thread.is_alive() and parts:
             self._given_up.set()
@@ -112,17 +112,19 @@ class HangWatchdog:
     def _watch_and_exit(self) -> None:
         """In the thread, which has the last word, too: where memory is short no other one could be started."""
         self._watch()
-        self._over.wait()
-        self._last_word()
+        self._is_leaving.wait()
+        self._leave_fn()
 
     def _exit_with_reason(self, error: BaseException | None, trace: TracebackType | None, parts: bool) -> None:
         """The last word of this rank, and why it parts, if it does."""
         try:
             if parts:
-                self._publish_report("last", RankReport(node=self._node, at=innermost_place(list(traceback.walk_tb(trace))), waits=True))
+                self._publish_report(
+                    "last", RankReport(node=self._node, location=innermost_place(list(traceback.walk_tb(trace))), is_waiting=True)
+                )
                 self._report_failure(error)
             else:
-                self._publish_report("last", RankReport(node=self._node, ended=exit_reason(error)))
+                self._publish_report("last", RankReport(node=self._node, exit_reason=exit_reason(error)))
         except dist.DistError as lost:
             if parts and not self._given_up.is_set():
                 _print_to_stderr(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
@@ -130,7 +132,7 @@ class HangWatchdog:
     def _watch(self) -> None:
         """Answer who asks, and ask where nothing moves."""
         before, since = None, time.monotonic()
-        while not self._over.wait(min(LOOK_S, self._timeout_s / LOOKS)):
+        while not self._is_leaving.wait(min(POLL_S, self._timeout_s / POLLS_PER_TIMEOUT)):
             now = [(frame.f_code, frame.f_lasti) for frame, _ in self._frames()]
             if now != before:
                 before, since = now, time.monotonic()
@@ -155,48 +157,48 @@ class HangWatchdog:
 
     def _request_reports(self) -> bool:
         """Ask all ranks anew; False where another one did so at the same time."""
-        mine = f"{_request_number(self._heard) + 1} rank {self._world.rank}"
-        return self._store.compare_set("watch/asked", self._heard.decode(), mine).decode() == mine
+        mine = f"{_request_number(self._last_request) + 1} rank {self._world.rank}"
+        return self._store.compare_set("watch/asked", self._last_request.decode(), mine).decode() == mine
 
     def _answer_request(self) -> bool:
         """Answer, with the stacks in a file, where somebody has asked anew. Who is leaving has its last word instead."""
         asked = self._store.get("watch/asked")
-        if asked == self._heard or self._over.is_set():
+        if asked == self._last_request or self._is_leaving.is_set():
             return False
-        if asked.decode() == _OVER:
+        if asked.decode() == _END_ALL:
             self._exit_process()
-        self._heard = asked
+        self._last_request = asked
         frames = self._frames()
-        answer = RankReport(node=self._node, at=innermost_place(frames), waits=is_waiting(frames))
-        self._keep(answer)
+        answer = RankReport(node=self._node, location=innermost_place(frames), is_waiting=is_waiting(frames))
+        self._write_stacks_in_thread(answer)
         self._publish_report(asked.decode(), answer)
         self._store.set(f"watch/heard/{self._world.rank}", str(_request_number(asked)))
         return True
 
     def _exit_for_lost_ranks(self, gone: Mapping[int, RankReport]) -> None:
         """End the job where one of these has left too many questions in a row without an answer."""
-        number = _request_number(self._heard)
+        number = _request_number(self._last_request)
         silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= MAX_MISSED_REPLIES}
         if silent:
             missed = f"to {MAX_MISSED_REPLIES} questions in a row; was it stopped, or does its node hang?"
             self._store.compare_set("watch/verdict", "", f"no answer from {_name_ranks(silent)} {missed}")
-            self._store.set("watch/asked", _OVER)
+            self._store.set("watch/asked", _END_ALL)
             self._exit_process()
 
     def _exit_process(self) -> NoReturn:
         """End this process, whatever it waits for: no exception reaches a thread that is inside a collective."""
         self._print_once(self._store.get("watch/verdict").decode())
-        time.sleep(2 * LOOK_S)  # the others read the same, and do not take the end of this process for the reason
+        time.sleep(2 * POLL_S)  # the others read the same, and do not take the end of this process for the reason
         os._exit(1)
 
-    def _keep(self, answer: RankReport) -> None:
+    def _write_stacks_in_thread(self, answer: RankReport) -> None:
         """Write the stacks. A disk that hangs keeps the thread that writes, and not the answer, and is not asked again."""
         if self._writer is not None and self._writer.is_alive():
             return
         self._writer = threading.Thread(target=self._write_stacks, args=(answer,), name="stacks", daemon=True)
         with suppress(RuntimeError):  # where memory is short there is no thread, and what is said counts, too
             self._writer.start()
-            self._writer.join(WRITE_S)
+            self._writer.join(STACK_WRITE_TIMEOUT_S)
 
     def _write_stacks(self, answer: RankReport) -> None:
         with suppress(OSError):
@@ -205,7 +207,7 @@ class HangWatchdog:
 
     def _write_to(self, path: Path, answer: RankReport) -> None:
         with path.open("w") as file:
-            file.write(f"rank {self._world.rank} ({self._node}), {time.strftime('%Y-%m-%d %H:%M:%S')}, at {answer.at}\n\n")
+            file.write(f"rank {self._world.rank} ({self._node}), {time.strftime('%Y-%m-%d %H:%M:%S')}, at {answer.location}\n\n")
             file.flush()
             faulthandler.dump_traceback(file)
 
@@ -240,7 +242,7 @@ class HangWatchdog:
         answers: dict[int, RankReport] = {}
         deadline = time.monotonic() + REPLY_TIMEOUT_S
         while len(answers) < self._world.size and time.monotonic() < deadline:
-            time.sleep(LOOK_S / 10)
+            time.sleep(POLL_S / 10)
             self._answer_request()
             asked = self._store.get("watch/asked").decode()
             for rank, when in product(range(self._world.size), ("last", asked)):
@@ -269,12 +271,12 @@ def _request_number(asked: bytes) -> int:
 
 def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], *, stacks: Path) -> str:
     """Who keeps the others waiting. A rank that has ended knows why; one that is gone has said nothing; the others are at work."""
-    ended = {rank: answer for rank, answer in answers.items() if answer.ended}
-    waiting = {rank: answer for rank, answer in answers.items() if answer.waits}
-    lagging = {rank: answer for rank, answer in answers.items() if not (answer.waits or answer.ended)}
+    ended = {rank: answer for rank, answer in answers.items() if answer.exit_reason}
+    waiting = {rank: answer for rank, answer in answers.items() if answer.is_waiting}
+    lagging = {rank: answer for rank, answer in answers.items() if not (answer.is_waiting or answer.exit_reason)}
     if ended:
         rank, answer = next(iter(ended.items()))
-        return f"{answer.ended} (rank {rank}, {answer.node})"
+        return f"{answer.exit_reason} (rank {rank}, {answer.node})"
     if gone:
         return f"no answer from {_name_ranks(gone)}; was a node lost, memory short, or did someone end them?"
     if not lagging:
@@ -293,7 +295,7 @@ def _name_ranks(answers: Mapping[int, RankReport]) -> str:
 
 def _describe_reports(answers: Mapping[int, RankReport]) -> str:
     """Where they are: each place once."""
-    return ", ".join(dict.fromkeys(answer.at for answer in answers.values()))
+    return ", ".join(dict.fromkeys(answer.location for answer in answers.values()))
 
 
 def innermost_place(frames: Sequence[tuple[FrameType, int]]) -> str:
@@ -307,7 +309,7 @@ def innermost_place(frames: Sequence[tuple[FrameType, int]]) -> str:
 
 
 def _is_package_file(path: Path) -> bool:
-    return path.is_relative_to(_PACKAGE) and path not in _HELPERS
+    return path.is_relative_to(_PACKAGE) and path not in _WAIT_HELPERS
 
 
 def is_waiting(frames: Sequence[tuple[FrameType, int]]) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from PIL import Image as pil
 from PIL.Image import Image as Picture
 
-from megatron_rl.distributed.world import gather, gather_exact
+from megatron_rl.distributed.world import all_gather_large_object, all_gather_object
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 
 T = TypeVar("T")
@@ -38,44 +38,44 @@ class Transfer:
 class TransferPlan:
     """Where the pictures of a step are shown: the same on every rank."""
 
-    shelves: dict[int, dict[str, int]]
+    offsets: dict[int, dict[str, int]]
     """By rank, the keys and offsets of what it shows to its node, or sends."""
-    routes: list[Transfer]
-    places: dict[int, dict[str, int]]
+    transfers: list[Transfer]
+    sources: dict[int, dict[str, int]]
     """By rank, the keys that it needs of others, and the rank of its node that shows each."""
 
 
 class ImageExchange:
     """Exchanges rollouts and images between ranks. Every rank calls `gather_rollouts` and `fetch` together with the others."""
 
-    def __init__(self, *, patch: int, group: dist.ProcessGroup | None = None) -> None:
-        """`patch` is the side of a patch in pixels; rollouts come together in `group` (world.long_timeout_group), some much later than
+    def __init__(self, *, patch_size: int, group: dist.ProcessGroup | None = None) -> None:
+        """`patch_size` is the side of a patch in pixels; rollouts come together in `group` (world.long_timeout_group), some much later than
         others."""
-        self._patch, self._group = patch, group
+        self._patch_size, self._group = patch_size, group
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._nodes = gather(_node_name(), group=group)
-        self._leaders: dict[tuple[int, int], int] = {}
+        self._nodes = all_gather_object(_node_name(), group=group)
+        self._rank_by_rollout: dict[tuple[int, int], int] = {}
         """By group and sample, the rank that rolled it out last."""
-        self._held: dict[str, Picture] = {}
-        self._shown: dict[str, memoryview] = {}
-        self._own = -1
+        self._local_images: dict[str, Picture] = {}
+        self._fetched: dict[str, memoryview] = {}
+        self._memory_fd = -1
         """The file descriptor of the memory that others read."""
 
     def broadcast_rollouts(self, mine: T) -> list[T]:
         """What every rank says of its rollouts, before they come together."""
-        return gather_exact(mine, group=self._group)
+        return all_gather_large_object(mine, group=self._group)
 
     def gather_rollouts(self, mine: list[Rollout] | None) -> list[Rollout]:
         """The rollouts of all ranks on every rank (None: this one leads no engine). Those of others come without their pictures."""
         if self._size == 1:
             return list(mine or [])
-        parts = gather_exact(None if mine is None else _encode_rollouts(mine), group=self._group)
+        parts = all_gather_large_object(None if mine is None else _encode_rollouts(mine), group=self._group)
         rollouts: list[Rollout] = []
         for rank, words in enumerate(parts):
             if words is None:
                 continue
             part = mine if rank == self._rank else _decode_rollouts(words)
-            self._leaders.update(((rollout.group, rollout.sample_index), rank) for rollout in part)
+            self._rank_by_rollout.update(((rollout.group, rollout.sample_index), rank) for rollout in part)
             rollouts += part
         return rollouts
 
@@ -86,36 +86,36 @@ class ImageExchange:
         holders: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for rollout in rollouts:
-            leader = self._leaders[rollout.group, rollout.sample_index]
+            leader = self._rank_by_rollout[rollout.group, rollout.sample_index]
             for image in rollout.images:
-                sizes[image.key] = 3 * image.num_patches * self._patch**2
+                sizes[image.key] = 3 * image.num_patches * self._patch_size**2
                 if holders.setdefault(image.key, leader) == self._rank and image.pil is not None:
-                    self._held[image.key] = image.pil
+                    self._local_images[image.key] = image.pil
         hanging = plan_transfers({rank: [image.key for image in images] for rank, images in needed.items()}, holders, self._nodes, sizes)
         self._fill_local(hanging, sizes)
 
-    def _fill_local(self, hanging: TransferPlan, sizes: Mapping[str, int]) -> None:
-        shelf = hanging.shelves.get(self._rank, {})
+    def _fill_local(self, plan: TransferPlan, sizes: Mapping[str, int]) -> None:
+        shelf = plan.offsets.get(self._rank, {})
         own = memoryview(b"")
         if shelf:
-            self._own = os.memfd_create("pictures")
-            os.ftruncate(self._own, sum(sizes[key] for key in shelf))
-            own = memoryview(mmap.mmap(self._own, 0))
-        mine = [route for route in hanging.routes if self._rank in (route.sender, route.receiver)]
+            self._memory_fd = os.memfd_create("pictures")
+            os.ftruncate(self._memory_fd, sum(sizes[key] for key in shelf))
+            own = memoryview(mmap.mmap(self._memory_fd, 0))
+        mine = [route for route in plan.transfers if self._rank in (route.sender, route.receiver)]
         for key in shelf.keys() - {route.key for route in mine if route.receiver == self._rank}:
-            own[shelf[key] : shelf[key] + sizes[key]] = self._held[key].tobytes()
+            own[shelf[key] : shelf[key] + sizes[key]] = self._local_images[key].tobytes()
         self._transfer(mine, shelf, own, sizes)
-        addresses = gather((os.getpid(), self._own))  # all of them are filled
-        needs = hanging.places.get(self._rank, {})
+        addresses = all_gather_object((os.getpid(), self._memory_fd))  # all of them are filled
+        needs = plan.sources.get(self._rank, {})
         seen = {rank: own if rank == self._rank else _map_sibling_memory(*addresses[rank]) for rank in set(needs.values())}
         for key, rank in needs.items():
-            offset = hanging.shelves[rank][key]
-            self._shown[key] = seen[rank][offset : offset + sizes[key]]
+            offset = plan.offsets[rank][key]
+            self._fetched[key] = seen[rank][offset : offset + sizes[key]]
 
-    def _transfer(self, routes: Sequence[Transfer], shelf: Mapping[str, int], own: memoryview, sizes: Mapping[str, int]) -> None:
+    def _transfer(self, transfers: Sequence[Transfer], offsets: Mapping[str, int], own: memoryview, sizes: Mapping[str, int]) -> None:
         works = []
-        for route in routes:
-            part = torch.frombuffer(own[shelf[route.key] : shelf[route.key] + sizes[route.key]], dtype=torch.uint8)
+        for route in transfers:
+            part = torch.frombuffer(own[offsets[route.key] : offsets[route.key] + sizes[route.key]], dtype=torch.uint8)
             if route.sender == self._rank:
                 works.append(dist.isend(part, route.receiver))
             else:
@@ -127,19 +127,19 @@ class ImageExchange:
         """Of an image of this rank's rollouts, or of one that it was shown."""
         if image.pil is not None:
             return image.pil
-        if image.key in self._held:
-            return self._held[image.key]
+        if image.key in self._local_images:
+            return self._local_images[image.key]
         _, rows, columns = image.grid
-        return pil.frombytes("RGB", (columns * self._patch, rows * self._patch), self._shown[image.key])
+        return pil.frombytes("RGB", (columns * self._patch_size, rows * self._patch_size), self._fetched[image.key])
 
     def release(self) -> None:
         """The step is over: nothing of it is needed."""
-        self._held.clear()
-        self._shown.clear()
-        self._leaders.clear()
-        if self._own >= 0:
-            os.close(self._own)
-            self._own = -1
+        self._local_images.clear()
+        self._fetched.clear()
+        self._rank_by_rollout.clear()
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
+            self._memory_fd = -1
 
 
 def plan_transfers(
@@ -167,7 +167,7 @@ def plan_transfers(
                 keys.setdefault(rank, {})[key] = None
             keys.setdefault(holder, {})[key] = None
             places.setdefault(rank, {})[key] = shown[place]
-    return TransferPlan(shelves={rank: _image_offsets(mine, sizes) for rank, mine in keys.items()}, routes=routes, places=places)
+    return TransferPlan(offsets={rank: _image_offsets(mine, sizes) for rank, mine in keys.items()}, transfers=routes, sources=places)
 
 
 def _image_offsets(keys: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from megatron_rl.errors import InfraError, RunFailed
 
 T = TypeVar("T")
-LEAST_FILES, WANTED_FILES = 256, 65536
+MIN_OPEN_FILES, TARGET_OPEN_FILES = 256, 65536
 """Open files of a process: a nano run on a CPU has 144, each server, judge or sandbox that is asked adds its connections."""
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 """Options of glibc's mallopt (malloc.h)."""
-BLOCK_BYTES = 4 << 20
+MMAP_THRESHOLD_BYTES = 4 << 20
 """A block of as many is mapped by itself, and goes when it is freed; its pages are made and wiped again when the next one is written. With
 1 MiB, as large as activations of a small model, that took a quarter more of a run's processor time on a CPU (docs/log.md)."""
-TOP_BYTES = 64 << 20
+TRIM_THRESHOLD_BYTES = 64 << 20
 """Kept of what is free at a heap's end: what the library comes to by itself."""
 
 
@@ -43,7 +43,7 @@ class World:
         return self.rank == 0
 
     @property
-    def is_first_here(self) -> bool:
+    def is_local_main(self) -> bool:
         """Of the processes of its node."""
         return self.local_rank == 0
 
@@ -90,15 +90,15 @@ def raise_file_limit() -> None:
     most = max_open_files()
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < LEAST_FILES:
+    if most < MIN_OPEN_FILES:
         remedy = "raise the hard limit: ulimit -Hn, limits.conf, docker run --ulimit"
-        raise ValueError(f"ulimit -n {most}: a run needs {LEAST_FILES} open files at least; {remedy}")
+        raise ValueError(f"ulimit -n {most}: a run needs {MIN_OPEN_FILES} open files at least; {remedy}")
 
 
 def max_open_files() -> int:
     """Return how many files this process may have open once its soft limit is raised."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
+    return TARGET_OPEN_FILES if hard == resource.RLIM_INFINITY else min(TARGET_OPEN_FILES, hard)
 
 
 def expand_segments() -> None:
@@ -116,7 +116,7 @@ def trim_malloc() -> None:
     """Have the C library give large blocks back when they are freed. By itself it comes to keep those of up to 32 MB, as pictures and
     activations are, in heaps with holes that the next ones do not fit (glibc 2.36, malloc/malloc.c, M_MMAP_THRESHOLD)."""
     heap = ctypes.CDLL(None)
-    for option, size in ((M_MMAP_THRESHOLD, BLOCK_BYTES), (M_TRIM_THRESHOLD, TOP_BYTES)):
+    for option, size in ((M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)):
         assert heap.mallopt(option, size), f"mallopt({option}, {size})"
 
 
@@ -169,19 +169,19 @@ def default_store() -> dist.Store:
     return dist.group.WORLD.get_group_store()
 
 
-def gather(mine: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(local_value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     """What every rank hands in, in their order, on every rank."""
     everyones: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine, group=group)
+    dist.all_gather_object(everyones, local_value, group=group)
     return everyones
 
 
-def gather_exact(mine: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_large_object(local_value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     """`gather` of what is long, on some ranks or on all: that one sends every rank as much from each as the longest has, however few ranks
     have anything (torch 2.13, distributed_c10d.py, all_gather_object). Here a rank is sent what was said, twice as the ranks add it up, and
     16 bytes a rank: no more in a large world than in a small one.
     """
-    said = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    said = torch.frombuffer(bytearray(pickle.dumps(local_value)), dtype=torch.uint8)
     size_W = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     size_W[dist.get_rank()] = len(said)
     dist.all_reduce(size_W, group=group)
@@ -200,19 +200,19 @@ class SharedOSError(OSError):
     """The same of the system."""
 
 
-def raise_on_all_ranks(act: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """What every rank does for itself; where one of them meets an OSError or a ValueError, every rank raises it (the first of several).
 
     It is told of whom it is, unless all have met it.
     """
     result, met = None, None
     try:
-        result = act()
+        result = fn()
     except OSError as reason:
         met = (SharedOSError, str(reason))
     except ValueError as reason:
         met = (SharedValueError, str(reason))
-    everyones = gather((met, socket.gethostname()), group=group)
+    everyones = all_gather_object((met, socket.gethostname()), group=group)
     troubles = [(rank, host, *trouble) for rank, (trouble, host) in enumerate(everyones) if trouble is not None]
     if troubles:
         rank, host, kind, text = troubles[0]
@@ -224,12 +224,12 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def run_on_rank_zero(act: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
+def run_on_rank_zero(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Let rank 0 do something while the others wait: its result, or the OSError or ValueError that it met, on every rank."""
     told: list = [None, None]
     if dist.get_rank() == 0:
         try:
-            told[0] = act()
+            told[0] = fn()
         except OSError as reason:
             told[1] = SharedOSError(str(reason))
         except ValueError as reason:

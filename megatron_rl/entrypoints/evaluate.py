@@ -52,13 +52,13 @@ from megatron_rl.preflight.run_checks import check_run
 from megatron_rl.preflight.settings import check_examples
 from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.renderer import Renderer, small_pixels
+from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.record import explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.service_launcher import enabled_services, resolve_addresses, run_services
 from megatron_rl.types import Example, Rollout, TokenSequence
-from megatron_rl.weights.formats.checkpoint_source import TensorSource, tensors_of
+from megatron_rl.weights.formats.checkpoint_source import TensorSource, iterate_tensors
 from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
@@ -84,7 +84,7 @@ def run_evaluation(settings: Settings, plugins: Plugins = Plugins()) -> dict[str
     settings = replace(
         settings, parallel=ParallelSettings(timeout_s=waits.timeout_s, straggler_timeout_s=waits.straggler_timeout_s)
     )  # no network is cut up here
-    with StopSignal(grace_s=settings.run.grace_s, closing_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
+    with StopSignal(grace_s=settings.run.grace_s, close_timeout_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
         return run_in_own_thread(lambda: _evaluate_on_ranks(settings, plugins, world=world, stop=stop))
 
 
@@ -151,10 +151,10 @@ def _make_generator(
             return ""
         stop = rollout.turns[0].token_span[0] if rollout.turns else None
         first = rollout.sequences[0]
-        return fleet.renderer.shown(TokenSequence(token_ids=first.token_ids[:stop], images=first.images))
+        return fleet.renderer.describe_sequence(TokenSequence(token_ids=first.token_ids[:stop], images=first.images))
 
     return EvaluationGenerator(
-        lambda examples, first: fleet.run_examples(examples, samples=given.samples, settings=episode, first_group=first), prompt
+        lambda examples, first: fleet.run_examples(examples, num_samples=given.samples, settings=episode, first_group=first), prompt
     )  # fmt: skip
 
 
@@ -162,19 +162,19 @@ def _start_rollout_manager(
     settings: Settings, task: Task, source: TensorSource, *, world: World, stop: StopSignal, closing: ExitStack
 ) -> RolloutManager:
     allowed = settings.task.data.allow_grounding_tokens
-    renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
-    gallery = ImageExchange(patch=renderer.patch, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s))
+    renderer = Renderer(settings.model, max_inline_pixels=max_inline_pixels(settings.engine), allow_grounding_tokens=allowed)
+    gallery = ImageExchange(patch_size=renderer.patch_size, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s))
 
     def tell(line: str) -> None:
         if world.is_main:
             print(line, flush=True)
 
     fleet = build_rollout_manager(
-        settings, task, trainer=NoOffload(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=tell
+        settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=gallery, stop_signal=stop, log=tell
     )
-    closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
+    closing.push(lambda failure, *_: fleet.close(all_ranks=failure is None))
     fleet.start()
-    fleet.update_weights(tensors_of(source), version=0)
+    fleet.update_weights(iterate_tensors(source), version=0)
     return fleet
 
 

@@ -38,8 +38,8 @@ from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.directory import changed_keys, describe_changes, lock, may_change, read_settings
-from megatron_rl.run.record import CONFIG, explain_write_errors
+from megatron_rl.run.directory import changed_keys, describe_changes, is_mutable_key, lock, read_settings
+from megatron_rl.run.record import CONFIG_FILE, explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.service_launcher import enabled_services, resolve_addresses, run_services
 from megatron_rl.types import Example, Image, Rollout, Status
@@ -63,7 +63,7 @@ def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, f
     require(folder.resolve().parent != out.resolve(), "run.dir", settings.run.dir, remedy)
     world = read_world()
     require(world.size == 1, "processes", world.size, "one is enough: scoring waits for judges, not for cores")
-    with StopSignal(grace_s=settings.run.grace_s, closing_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop, lock(out):
+    with StopSignal(grace_s=settings.run.grace_s, close_timeout_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop, lock(out):
         _open_directory(out, settings)
         connect(world, timeout_s=settings.parallel.timeout_s)
         try:
@@ -80,15 +80,15 @@ def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, f
 def _open_directory(out: Path, settings: Settings) -> None:
     """ValueError: there are scores of another task, or of other rollouts."""
     new = yaml.safe_load(yaml.safe_dump(asdict(settings)))
-    if (out / CONFIG).exists():
+    if (out / CONFIG_FILE).exists():
         try:
-            changes = changed_keys(read_settings(out / CONFIG), new)
+            changes = changed_keys(read_settings(out / CONFIG_FILE), new)
         except ValueError as error:
-            raise ValueError(f"{out / CONFIG}: {error}; choose another folder") from error
-        others = {key: values for key, values in changes.items() if key.startswith(SCORE_SETTINGS) and not may_change(key, *values)}
+            raise ValueError(f"{out / CONFIG_FILE}: {error}; choose another folder") from error
+        others = {key: values for key, values in changes.items() if key.startswith(SCORE_SETTINGS) and not is_mutable_key(key, *values)}
         require(not others, "run.dir", str(out), f"holds other scores: {describe_changes(others)}; choose another folder")
     with explain_write_errors(out):
-        write_bytes_atomically(out / CONFIG, yaml.safe_dump(new, sort_keys=False).encode())
+        write_bytes_atomically(out / CONFIG_FILE, yaml.safe_dump(new, sort_keys=False).encode())
 
 
 async def _rescore_steps(task: Task, paths: Sequence[Path], settings: Settings, stop: StopSignal) -> None:

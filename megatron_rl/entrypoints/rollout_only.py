@@ -11,7 +11,7 @@ from megatron_rl.algo.algorithms import Algorithm
 from megatron_rl.build import NoOffload, build_rollout_manager
 from megatron_rl.config import Settings
 from megatron_rl.distributed.image_exchange import ImageExchange
-from megatron_rl.distributed.world import World, gather, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.distributed.world import World, all_gather_object, long_timeout_group, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.errors import GracefulStop, InfraOutage
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.judge_stats import JudgeStats
@@ -21,13 +21,13 @@ from megatron_rl.observe.rollout_store import list_step_files, read_rollouts, st
 from megatron_rl.observe.step_metrics import rollout_metrics
 from megatron_rl.preflight.prompts import report_prompts
 from megatron_rl.rollout.health import ServerSupervisor
-from megatron_rl.rollout.renderer import Renderer, small_pixels
+from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.record import History, Result, Run
 from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.training_loop import has_enough_rollouts
 from megatron_rl.types import Rollout
-from megatron_rl.weights.formats.checkpoint_source import tensors_of
+from megatron_rl.weights.formats.checkpoint_source import iterate_tensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
 
 
@@ -41,31 +41,33 @@ def run_rollout_only(
     run = Run(settings, world, num_steps=settings.run.steps, first_step=first, history=history)
     closing.callback(run.close)
     if task.judge is not None:
-        run.judge = JudgeStats(task.judge, gather=gather if world.size > 1 else lambda counts: [counts])
+        run.judge_stats = JudgeStats(task.judge, gather=all_gather_object if world.size > 1 else lambda counts: [counts])
     reason = ""
     try:
-        with run.spans("start"):
+        with run.step_timer("start"):
             allowed = settings.task.data.allow_grounding_tokens
-            renderer = Renderer(settings.model, small_pixels=small_pixels(settings.engine), allow_grounding_tokens=allowed)
-            gallery = ImageExchange(patch=renderer.patch, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s))
+            renderer = Renderer(settings.model, max_inline_pixels=max_inline_pixels(settings.engine), allow_grounding_tokens=allowed)
+            gallery = ImageExchange(
+                patch_size=renderer.patch_size, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s)
+            )
             fleet = build_rollout_manager(
-                settings, task, trainer=NoOffload(), renderer=renderer, world=world, gallery=gallery, stop=stop, tell=run.log,
-                household=supervisor,
+                settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=gallery, stop_signal=stop, log=run.log,
+                supervisor=supervisor,
             )  # fmt: skip
-            closing.push(lambda failure, *_: fleet.close(in_step=failure is None))
+            closing.push(lambda failure, *_: fleet.close(all_ranks=failure is None))
             fleet.start()
             report_prompts(settings, rollout_manager=fleet, log=run.log)
-            fleet.admission.rounds = history.num_generation_batches
-        with run.spans("sync"):
-            fleet.update_weights(tensors_of(source), version=0)
+            fleet.scheduler.num_generation_batches = history.num_generation_batches
+        with run.step_timer("sync"):
+            fleet.update_weights(iterate_tensors(source), version=0)
         for step in range(first, settings.run.steps):
             stop.check()
             enough = partial(has_enough_rollouts, settings=settings, algorithm=algorithm, run=run, step=step)
             with run.timed_rollout(fleet.busy_s):
-                rollouts = fleet.generate(step, enough=enough)
-            rounds = fleet.admission.rounds - run.history.num_generation_batches
-            run.history.add(step, rollouts, rounds=rounds)
-            with run.spans("record"):
+                rollouts = fleet.generate(step, is_enough=enough)
+            rounds = fleet.scheduler.num_generation_batches - run.history.num_generation_batches
+            run.history.add(step, rollouts, num_new_batches=rounds)
+            with run.step_timer("record"):
                 metrics = compute_step_metrics(rollouts, settings, algorithm, num_gen_batches=rounds)
                 run.history.has_learned += "rollout/all_groups_zero_std" not in metrics
                 run.log_step(step, rollouts, metrics)
@@ -103,6 +105,6 @@ def load_recorded_steps(folder: Path) -> tuple[int, History]:
     done = len(lines)
     for path in paths:
         if step_number(path) < done:
-            history.add(step_number(path), read_rollouts(path, with_images=False), rounds=0)
+            history.add(step_number(path), read_rollouts(path, with_images=False), num_new_batches=0)
     history.num_generation_batches = int(sum(line["rollout/num_gen_batches"] for line in lines))
     return done, history

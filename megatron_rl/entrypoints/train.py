@@ -29,12 +29,12 @@ from megatron_rl.preflight.prompts import report_column_warnings, report_prompts
 from megatron_rl.preflight.run_checks import check_run, plan_gpu_bytes, print_plan
 from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.manager import RolloutManager
-from megatron_rl.rollout.replay import Replay
+from megatron_rl.rollout.replay import RolloutReplay
 from megatron_rl.rollout.weight_publisher import WeightPublisher
-from megatron_rl.run.directory import locked, saved_step
+from megatron_rl.run.directory import locked, newest_saved_step
 from megatron_rl.run.failure_checks import check_improvement
 from megatron_rl.run.model_card import make_model_card
-from megatron_rl.run.record import ADAPTER, Result, explain_write_errors
+from megatron_rl.run.record import ADAPTER_FOLDER, Result, explain_write_errors
 from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, StopSignal
 from megatron_rl.services.address import token_file
 from megatron_rl.services.engine_servers import ENGINES_TOKEN_NAME, run_engine_servers
@@ -60,38 +60,39 @@ class TrainingStage:
 
 def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
     fleet = context.build_rollout_manager(settings)
-    with context.run.spans("start"):
+    with context.run.step_timer("start"):
         report_prompts(settings, rollout_manager=fleet, log=context.run.log)
-    audience = WeightPublisher(settings.weight_publish, run=settings.run.dir, is_main=context.world.is_main, tell=context.run.log)
+    audience = WeightPublisher(settings.weight_publish, run=settings.run.dir, is_main=context.world.is_main, log=context.run.log)
     _run_training_loop(settings, context, fleet, audience)
     return fleet
 
 
 def run_replay(settings: Settings, context: TrainerContext) -> None:
-    fleet = Replay(
-        Path(settings.run.replay), world=context.world, gather=context.image_exchange.gather_rollouts,
-        rounds=generation_settings(settings), episode=episode_settings(settings),
+    fleet = RolloutReplay(
+        Path(settings.run.replay), world=context.world, gather_rollouts=context.image_exchange.gather_rollouts,
+        generation_settings=generation_settings(settings), episode_settings=episode_settings(settings),
     )  # fmt: skip
     _run_training_loop(settings, context, fleet, None)
 
 
 def _run_training_loop(
-    settings: Settings, context: TrainerContext, rollout_manager: RolloutManager | Replay, weight_publisher: WeightPublisher | None
+    settings: Settings, context: TrainerContext, rollout_manager: RolloutManager | RolloutReplay, weight_publisher: WeightPublisher | None
 ) -> None:
     with context.checkpoints.wait_for_save_on_failure(context.run):
         train(
-            settings, policy=context.policy, critic=context.critic, fleet=rollout_manager, gallery=context.image_exchange, run=context.run,
-            checkpoints=context.checkpoints, stop=context.stop, algorithms=context.algorithms, audience=weight_publisher,
+            settings, policy=context.policy, critic=context.critic, rollout_manager=rollout_manager,
+            image_exchange=context.image_exchange, run=context.run,
+            checkpoints=context.checkpoints, stop_signal=context.stop, algorithms=context.algorithms, weight_publisher=weight_publisher,
         )  # fmt: skip
 
 
 def run_sft(settings: Settings, context: TrainerContext) -> RolloutManager:
     policy, run = context.policy, context.run
-    parts = {"task": context.task, "renderer": context.renderer, "checkpoints": context.checkpoints, "stop": context.stop}
+    parts = {"task": context.task, "renderer": context.renderer, "checkpoints": context.checkpoints, "stop_signal": context.stop}
     report_column_warnings({"eval": context.task.examples("eval")}, log=run.log)
     train_sft(settings, policy=policy, run=run, **parts)
     fleet = context.build_rollout_manager(settings)
-    with run.spans("sync"):
+    with run.step_timer("sync"):
         fleet.update_weights(policy.hf_weights(), version=0)
     return fleet
 
@@ -113,7 +114,7 @@ def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
     if settings.run.dry:
         print_plan(settings, world, plugins)
         return None
-    with StopSignal(grace_s=settings.run.grace_s, closing_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
+    with StopSignal(grace_s=settings.run.grace_s, close_timeout_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
         result = run_in_own_thread(lambda: run_attempt(settings, plugins, world=world, stop=stop))
     if world.is_main:
         print(result, flush=True)
@@ -161,7 +162,7 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
                     asked = replace(settings.engine, urls=urls, num_local_servers=0, token_file=str(token_file(folder, ENGINES_TOKEN_NAME)))
                     playing = replace(settings, engine=asked)
             except GracefulStop:
-                step = raise_on_all_ranks(lambda: saved_step(folder))
+                step = raise_on_all_ranks(lambda: newest_saved_step(folder))
                 return Result(folder=folder, step=step, num_steps=num_steps, metrics={}, is_finished=False)
             if settings.run.rollout_only:
                 algorithm = {**ALGORITHMS, **plugins.algorithms}[settings.algo.name]
@@ -206,12 +207,12 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
     room."""
     policy, record, checkpoints = context.policy, context.run, context.checkpoints
     context.stop.check()
-    with record.spans("evaluate"):
+    with record.step_timer("evaluate"):
         if rollout_manager:
             num = len(rollout_manager.task.examples("eval"))
             record.log(f"final evaluation: {num} examples, {1 + settings.task.eval_samples} episodes each")
         evaluation, failure = final_evaluation(settings, rollout_manager) if rollout_manager else ({}, None)
-    with record.spans("checkpoint"):
+    with record.step_timer("checkpoint"):
         if failure is None and record.first_step == record.num_steps:  # all was trained by an earlier life
             checkpoints.mark_evaluated(history=record.history, metrics=evaluation)
         try:
@@ -219,11 +220,11 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
             checkpoints.wait_for_save()
         except OSError as error:  # the same on every rank; what was written of it is gone, which may make room for the model
             failure = failure or error
-    card = make_model_card(settings, metrics=evaluation, num_steps=record.num_steps, folder=record.final)
-    with record.spans("save"), explain_write_errors(record.folder), rollout_manager.offloaded() if rollout_manager else nullcontext():
-        policy.save_hf(record.final, card=card)
+    card = make_model_card(settings, metrics=evaluation, num_steps=record.num_steps, folder=record.final_folder)
+    with record.step_timer("save"), explain_write_errors(record.folder), rollout_manager.offloaded() if rollout_manager else nullcontext():
+        policy.save_hf(record.final_folder, card=card)
         if settings.lora.rank:
-            policy.save_adapter(record.folder / ADAPTER)
+            policy.save_adapter(record.folder / ADAPTER_FOLDER)
     if failure is not None:
         raise failure
     if STAGES[settings.stage].is_rl and settings.run.require_improvement:

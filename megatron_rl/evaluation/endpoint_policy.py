@@ -22,9 +22,9 @@ from megatron_rl.config import EvaluationSettings, ModelSettings
 from megatron_rl.rollout.conversation import SequenceLimits
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings, require_access, run_episode
-from megatron_rl.rollout.renderer import key_of
+from megatron_rl.rollout.renderer import image_key
 from megatron_rl.rollout.task import Task
-from megatron_rl.rollout.transcript_segments import pictures_of
+from megatron_rl.rollout.transcript_segments import extract_images
 from megatron_rl.types import Example, Image, Message, Rollout, StopReason, TokenSequence, Turn
 
 IMAGE_PLACEHOLDER_TEXT = "[picture]"
@@ -65,7 +65,7 @@ class EndpointClient:
 
     async def generate(self, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
         """InfraError: no server answers, or each refuses."""
-        return await self._endpoints.ask(lambda endpoint: self._request_reply(endpoint, messages, sampling))
+        return await self._endpoints.request(lambda endpoint: self._request_reply(endpoint, messages, sampling))
 
     async def _request_reply(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
         client: openai.AsyncOpenAI = self._clients[endpoint.url]
@@ -96,9 +96,9 @@ class ChatConversation:
         self.prompt_text = ""
         """What it was shown first, in words."""
 
-    async def open(self, messages: Sequence[Message]) -> StopReason | None:
+    async def start(self, messages: Sequence[Message]) -> StopReason | None:
         self.prompt_text = "\n".join(map(message_to_text, messages))
-        return await self._append_messages(messages, anew=True)
+        return await self._append_messages(messages, is_new_prompt=True)
 
     async def generate(self, sampling: SamplingSettings) -> str:
         text = await self._client.generate(self._messages, sampling)
@@ -109,21 +109,21 @@ class ChatConversation:
     def char_to_token(self, char: int) -> None:
         """It has no tokens."""
 
-    async def observe(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
-        end = await self._append_messages(messages, anew=anew)
-        if end is None and not anew:
-            self.turns[-1].images = self.sequences[-1].images[-len(pictures_of(messages)) :] if pictures_of(messages) else []
+    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
+        end = await self._append_messages(messages, is_new_prompt=is_new_prompt)
+        if end is None and not is_new_prompt:
+            self.turns[-1].images = self.sequences[-1].images[-len(extract_images(messages)) :] if extract_images(messages) else []
         return end
 
-    async def _append_messages(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
-        images = await asyncio.to_thread(lambda: [prepare_image(picture, self._client.model) for picture in pictures_of(messages)])
-        context = TokenSequence() if anew else self.sequences[-1]
+    async def _append_messages(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
+        images = await asyncio.to_thread(lambda: [prepare_image(picture, self._client.model) for picture in extract_images(messages)])
+        context = TokenSequence() if is_new_prompt else self.sequences[-1]
         more = TokenSequence(images=images)
-        if anew:
+        if is_new_prompt:
             self.sequences.append(context)
             self._messages = []
-        end = replace(self._limits, max_context=1 << 62).exceeds(context, more)
-        if end is None or anew:
+        end = replace(self._limits, max_sequence_tokens=1 << 62).exceeds(context, more)
+        if end is None or is_new_prompt:
             context.images += images
             self._messages += await asyncio.to_thread(lambda: [to_openai_message(message, iter(images)) for message in messages])
         return end
@@ -135,7 +135,7 @@ def prepare_image(picture: Picture, model: ModelSettings) -> Image:
     height, width = smart_resize(picture.height, picture.width, factor=PATCH_SIZE * MERGE_SIZE, **limits)
     resized = picture.convert("RGB").resize((width, height), Pictures.Resampling.BICUBIC)
     grid = (1, height // PATCH_SIZE, width // PATCH_SIZE)
-    return Image(pil=resized, patch_PC=None, grid=grid, key=key_of(resized), merge=MERGE_SIZE)
+    return Image(pil=resized, patch_PC=None, grid=grid, key=image_key(resized), merge=MERGE_SIZE)
 
 
 def message_to_text(message: Message) -> str:
@@ -197,7 +197,12 @@ class EndpointRolloutRunner:
         rollouts = await asyncio.gather(
             *(
                 run_episode(
-                    self._task, examples[group - first_group], conversation=conversation, settings=self._episode, group=group, sample=sample
+                    self._task,
+                    examples[group - first_group],
+                    conversation=conversation,
+                    settings=self._episode,
+                    group=group,
+                    sample_index=sample,
                 )
                 for (group, sample), conversation in zip(places, conversations, strict=True)
             )

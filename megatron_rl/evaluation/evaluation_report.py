@@ -12,7 +12,7 @@ from megatron_rl.config import Settings
 from megatron_rl.data.benchmarks.benchmark_scores import ACCURACY_TERM, INTERVAL_PERCENTILES, SEED
 from megatron_rl.evaluation.results_directory import PROMPT_FILE
 from megatron_rl.rollout.task import Task
-from megatron_rl.rollout.vllm.server_command import VLLM
+from megatron_rl.rollout.vllm.server_command import VLLM_VERSION
 from megatron_rl.types import Example, Rollout
 
 NUM_RESAMPLES = 10_000
@@ -83,7 +83,9 @@ def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -
         "tool_format": task.tool_format,
         "reward": task.reward or "the task's own",
         "judge": asked if judge.urls or judge.model else "none",
-        "harness": "megatron_rl, an OpenAI-compatible endpoint" if given.urls else f"megatron_rl, vllm {VLLM}, {settings.engine.dtype}",
+        "harness": "megatron_rl, an OpenAI-compatible endpoint"
+        if given.urls
+        else f"megatron_rl, vllm {VLLM_VERSION}, {settings.engine.dtype}",
     }
 
 

@@ -7,7 +7,7 @@ from megatron_rl.config import Settings
 from megatron_rl.observe.step_metrics import group_by_source
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.task import Task
-from megatron_rl.run.failure_checks import failure_of, require_finite
+from megatron_rl.run.failure_checks import make_failure, require_finite
 from megatron_rl.types import Example, Rollout, Status
 
 
@@ -20,8 +20,8 @@ def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutM
     examples, max_turns = task.examples("eval"), settings.task.eval_max_turns or settings.task.max_turns
     metrics: dict[str, float] = {}
     for kind, temperature, samples in (("greedy", 0.0, 1), ("sampled", settings.algo.temperature, settings.task.eval_samples)):
-        episode = replace(rollout_manager.episode.at_step(-1), temperature=temperature, max_turns=max_turns)
-        rollouts = rollout_manager.run_examples(examples, samples=samples, settings=episode)
+        episode = replace(rollout_manager.episode_settings.at_step(-1), temperature=temperature, max_turns=max_turns)
+        rollouts = rollout_manager.run_examples(examples, num_samples=samples, settings=episode)
         scores = compute_eval_scores(task, examples, rollouts, max_failed=settings.run.max_failed_fraction)
         metrics |= {f"eval/{kind}_{name}": value for name, value in scores.items()}
     return metrics
@@ -40,7 +40,7 @@ def compute_eval_scores(task: Task, examples: Sequence[Example], rollouts: list[
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):
         line = f"evaluation: {len(failed)} of {len(rollouts)} episodes failed, run.max_failed_fraction={max_failed}"
-        raise failure_of(failed, line, num=len(rollouts), limit=max_failed)
+        raise make_failure(failed, line, num=len(rollouts), limit=max_failed)
     require_finite(rollouts)
     scored = [rollout for rollout in rollouts if rollout.status is not Status.FAILED]
     weights = [1.0 if example.probability is None else example.probability for example in examples]

@@ -22,8 +22,8 @@ from megatron_rl.io.jsonl import read_json, write_bytes_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER as ROLLOUTS
 from megatron_rl.observe.recorder import read_recorded, save_images, write_rollouts
-from megatron_rl.run.directory import backup_path, changed_keys, describe_changes, lock, may_change, read_settings
-from megatron_rl.run.record import CONFIG, explain_write_errors
+from megatron_rl.run.directory import backup_path, changed_keys, describe_changes, is_mutable_key, lock, read_settings
+from megatron_rl.run.record import CONFIG_FILE, explain_write_errors
 from megatron_rl.types import Example, Rollout
 
 WEIGHTS_FILE, EXAMPLES_FILE, EVALUATION_FILE, PROMPT_FILE = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
@@ -55,21 +55,21 @@ def _open_directory(settings: Settings, locks: ExitStack) -> None:
             print(f"run.overwrite=true: what was in {folder} is now in {moved}", flush=True)
         elif refusal:
             raise ValueError(f"run.dir={folder}: {refusal}; run.overwrite=true moves it aside, or choose another folder")
-        write_bytes_atomically(folder / CONFIG, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
+        write_bytes_atomically(folder / CONFIG_FILE, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
         write_bytes_atomically(folder / WEIGHTS_FILE, json.dumps(fingerprint_weights(settings)).encode())
 
 
 def _find_conflict(folder: Path, settings: Settings) -> str:
     if (folder / METRICS_FILE).exists():
         return "holds a training run"
-    if not (folder / CONFIG).exists():
+    if not (folder / CONFIG_FILE).exists():
         return ""
     try:
-        changes = changed_keys(read_settings(folder / CONFIG), yaml.safe_load(yaml.safe_dump(asdict(settings))))
+        changes = changed_keys(read_settings(folder / CONFIG_FILE), yaml.safe_load(yaml.safe_dump(asdict(settings))))
         weights = read_json(folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else []
     except (OSError, ValueError) as error:
-        return f"holds an evaluation whose {CONFIG} or {WEIGHTS_FILE} cannot be read ({' '.join(str(error).split())[:200]})"
-    others = {key: values for key, values in changes.items() if key.startswith(RESULT_SETTINGS) and not may_change(key, *values)}
+        return f"holds an evaluation whose {CONFIG_FILE} or {WEIGHTS_FILE} cannot be read ({' '.join(str(error).split())[:200]})"
+    others = {key: values for key, values in changes.items() if key.startswith(RESULT_SETTINGS) and not is_mutable_key(key, *values)}
     if others:
         return f"holds an evaluation with other settings: {describe_changes(others)}"
     return "" if weights == fingerprint_weights(settings) else "holds an evaluation of other weights: their files have changed since"

@@ -178,7 +178,11 @@ def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]
     width, height = image.pil.size
     processor = renderer.processor.image_processor
     again = processor(images=[image.pil], do_resize=True, return_tensors="pt")["image_grid_thw"][0].tolist()
-    sizes = [renderer.final_size(width, height), (again[2] * renderer.patch, again[1] * renderer.patch), (width // 2, height // 2)]
+    sizes = [
+        renderer.final_size(width, height),
+        (again[2] * renderer.patch_size, again[1] * renderer.patch_size),
+        (width // 2, height // 2),
+    ]
     return [size for size in dict.fromkeys(sizes) if size != (width, height) and min(size) > 0]
 
 

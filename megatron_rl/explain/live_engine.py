@@ -19,7 +19,7 @@ from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image
-from megatron_rl.weights.formats.checkpoint_source import TensorSource, tensors_of
+from megatron_rl.weights.formats.checkpoint_source import TensorSource, iterate_tensors
 
 
 class LiveEngine:
@@ -38,7 +38,7 @@ class LiveEngine:
             model_path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
             group=group, pixels=renderer.final_pixels, reads_weights=False,
         )  # fmt: skip
-        self._engine.load_weights(tensors_of(source), version=0)
+        self._engine.load_weights(iterate_tensors(source), version=0)
 
     def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, temperature: float) -> list[torch.Tensor]:
         """float64 [R] of each context's sampled tokens, on the main rank; elsewhere nothing."""
@@ -59,8 +59,8 @@ class LiveEngine:
     async def _score_token(self, token_ids: list[int], images: list[Image], temperature: float) -> float:
         """Of the last of these tokens, behind the others."""
         *before, token = token_ids
-        sampling = SamplingSettings(max_tokens=1, temperature=temperature, seed=0, asked=(token,))
-        return (await self._engine.generate(before, images, sampling)).asked[0][0]
+        sampling = SamplingSettings(max_tokens=1, temperature=temperature, seed=0, logprob_token_ids=(token,))
+        return (await self._engine.generate(before, images, sampling)).requested_logprobs[0][0]
 
     def _token_requests(self, sequence: RecordedSequence) -> Iterator[tuple[list[int], list[Image]]]:
         """For each sampled token the context up to it, with the pictures that were shown by then."""

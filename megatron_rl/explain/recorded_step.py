@@ -13,7 +13,7 @@ from megatron_rl.io.rollout_codec import from_record
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, make_image_loader
 from megatron_rl.observe.rollout_store import num_rows, read_rollouts, step_path
 from megatron_rl.run.directory import read_settings
-from megatron_rl.run.record import CHECKPOINTS, CONFIG, FINAL
+from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER
 from megatron_rl.types import Rollout, TokenSequence
 
 MAX_ERROR_CHARS = 160
@@ -90,7 +90,7 @@ class ReplaySettings:
 def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int = 1) -> ReplaySettings:
     """`model_path` in the place of the run's model.path, where its files lie elsewhere now. ValueError: there are no settings of a run."""
     try:
-        found = read_settings(run / CONFIG)
+        found = read_settings(run / CONFIG_FILE)
         given, engine, sampled, start = found["model"], found["engine"], found["algo"]["temperature"], ""
         is_evaluation = (run / EVALUATION_FILE).is_file()
         if is_evaluation:  # greedily it tells logprobs at temperature 1
@@ -110,7 +110,9 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
             allow_grounding_tokens=bool(found["task"]["data"]["allow_grounding_tokens"]),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{run / CONFIG}: cannot be read ({_shorten_error(error)}); give the folder of a run of this version") from error
+        raise ValueError(
+            f"{run / CONFIG_FILE}: cannot be read ({_shorten_error(error)}); give the folder of a run of this version"
+        ) from error
 
 
 def read_step(run: Path, step: int) -> RecordedStep:
@@ -184,13 +186,13 @@ def _decode_line(line: bytes, load: Callable) -> Rollout:
 
 def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
     """Where the weights of a version lie: those after so many steps. ValueError: they were not kept."""
-    kept = run / CHECKPOINTS / f"step_{version:08d}"
+    kept = run / CHECKPOINTS_FOLDER / f"step_{version:08d}"
     if version == 0:
         return Path(settings.initial_weights)
     if kept.is_dir():
         return kept
-    if version == settings.num_steps and (run / FINAL).is_dir():
-        return run / FINAL
+    if version == settings.num_steps and (run / FINAL_FOLDER).is_dir():
+        return run / FINAL_FOLDER
     raise ValueError(f"--weights: {kept} was not kept (checkpoint.every); give the weights of version {version}, or --no-model")
 
 

@@ -10,7 +10,7 @@ from PIL.Image import Image as Picture
 from megatron_rl.explain.findings import CheckResult
 from megatron_rl.explain.recorded_step import RecordedSequence, RecordedStep
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.rollout.renderer import Renderer, key_of
+from megatron_rl.rollout.renderer import Renderer, image_key
 from megatron_rl.types import Image, Rollout
 
 PATCH_TOLERANCE = 1e-5
@@ -118,8 +118,8 @@ def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult
         if image.pil is None:
             continue
         result.num_checked += 1
-        size = tuple(patches * renderer.patch for patches in (image.grid[2], image.grid[1]))
-        found = key_of(image.pil)
+        size = tuple(patches * renderer.patch_size for patches in (image.grid[2], image.grid[1]))
+        found = image_key(image.pil)
         if image.pil.size != size:
             told = f"was resized once more: it has {_format_size(image.pil.size)} pixels, its grid is of {_format_size(size)}"
             result.problems.append(f"picture {key[:8]}: {told}")
@@ -133,7 +133,7 @@ def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResul
     """What the renderer makes of a picture again is what the paper's arithmetic makes of its pixels."""
     result = CheckResult("patches made again", unit="pictures")
     for key, image in images.items():
-        if image.pil is None or image.pil.size != (image.grid[2] * renderer.patch, image.grid[1] * renderer.patch):
+        if image.pil is None or image.pil.size != (image.grid[2] * renderer.patch_size, image.grid[1] * renderer.patch_size):
             continue
         result.num_checked += 1
         made, expected = renderer.patches(image, lambda each: each.pil), compute_patches(image.pil, renderer)
@@ -148,7 +148,7 @@ def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResul
 
 def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
     """float32 [P, C]: scaled, centered, cut into squares in the order of the squares that are merged, the frame repeated."""
-    processor, patch, merge = renderer.processor.image_processor, renderer.patch, renderer.merge
+    processor, patch, merge = renderer.processor.image_processor, renderer.patch_size, renderer.merge_size
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float64) / 255.0
     pixels = (pixels - np.array(processor.image_mean)) / np.array(processor.image_std)
     rows, columns = (side // patch // merge for side in pixels.shape[:2])

@@ -14,9 +14,9 @@ from megatron_rl.explain.replay_forward import ForwardReplay, ReplayResult
 from megatron_rl.explain.sequence_checks import run_sequence_checks, split_replayable
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.policy.parallel import build_layout, check_layout, leave_layout
+from megatron_rl.policy.parallel import build_layout, check_layout, destroy_layout
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.run.record import CHECKPOINTS, list_checkpoints
+from megatron_rl.run.record import CHECKPOINTS_FOLDER, list_checkpoints
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
@@ -67,7 +67,7 @@ def explain_step(request: ExplainRequest, world: World) -> FindingsPage:
     play = ForwardReplay(
         spec=spec, renderer=renderer, source=source, older_source=older, version=version, step=request.step, settings=settings,
         device=world.device,
-        patches=partial(renderer.patches, picture_of=attrgetter("pil")),
+        patches=partial(renderer.patches, load_image=attrgetter("pil")),
         images={image.key: image for each in step.rollouts.values() for image in each.images},
         max_model_bytes=int(request.max_model_gb * GB),
     )  # fmt: skip
@@ -92,7 +92,7 @@ def _run_replay(
         try:
             played = run_on_rank_zero(lambda: forward_replay.compare_one_process(played, sequences, layout), group=waiting)
         finally:
-            leave_layout()
+            destroy_layout()
     else:
         page.skipped.append("trainer, one process: its weights are larger than --whole-gb; give a layout, or more")
     if parallel is not None:
@@ -101,7 +101,7 @@ def _run_replay(
                 played, sequences, build_layout(parallel, seed=0), is_main=world.is_main, group=waiting
             )
         finally:
-            leave_layout()
+            destroy_layout()
     if use_engine:
         played = forward_replay.compare_live_engine(played, sequences, world=world, group=waiting)
     page.checks += played.checks
@@ -143,7 +143,7 @@ def _open_older_weights(request: ExplainRequest, settings: ReplaySettings, versi
         return _open_checkpoint(request.older_weights, settings, spec, key="--older")
     if version == 0 or request.weights:
         return None
-    before = [path for path in list_checkpoints(request.run / CHECKPOINTS) if int(path.name.removeprefix("step_")) < version]
+    before = [path for path in list_checkpoints(request.run / CHECKPOINTS_FOLDER) if int(path.name.removeprefix("step_")) < version]
     path = before[-1] if before else Path(settings.model.path)
     return open_source(path, spec, key="--older") if path.is_dir() else None
 

@@ -14,16 +14,16 @@ from megatron_rl.batching.minibatches import PackItem, pack_costs, split_by_cost
 from megatron_rl.batching.packing import pack, scatter_to_rollouts
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings
-from megatron_rl.distributed.world import gather
+from megatron_rl.distributed.world import all_gather_object
 from megatron_rl.explain.layer_outputs import LayerOutputs, ProbePoints, first_tensor, is_vision_output, record_outputs
 from megatron_rl.explain.recorded_step import RecordedSequence
 from megatron_rl.explain.sequence_checks import ImageToPatches
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.kernels import uses_transformer_engine
-from megatron_rl.policy.logprobs import Distribution, banned_mask
+from megatron_rl.policy.logprobs import TokenDistribution, banned_mask
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.patches import with_patches
+from megatron_rl.policy.patches import attach_patches
 from megatron_rl.policy.policy import can_share_prompts
 from megatron_rl.policy.transformer import ModelChunk, build_chunks
 from megatron_rl.types import MicroBatch, Rollout
@@ -57,7 +57,7 @@ class TrainerForward:
         whole = padded_vocab(spec.vocab_size, layout.tp)
         first, never = layout.tp_rank * whole // layout.tp, [*banned_ids, *range(spec.vocab_size, whole)]
         banned_V = banned_mask(never, first_id=first, size=whole // layout.tp, device=device)
-        self.distribution = Distribution(banned_V, temperature, first, layout.tp_group, LOGIT_CHUNK_ROWS)
+        self.distribution = TokenDistribution(banned_V, temperature, first, layout.tp_group, LOGIT_CHUNK_ROWS)
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.export.tensors()
@@ -85,7 +85,7 @@ class TrainerForward:
             self._forward_logprobs(self._pack_sequences([PackItem(sequence.tokens)], False))
         for part in parts:
             mine |= part
-        everyones = gather(mine if self.layout.tp_rank == 0 and self.layout.dp_rank == 0 else {})
+        everyones = all_gather_object(mine if self.layout.tp_rank == 0 and self.layout.dp_rank == 0 else {})
         length = len(sequence.tokens.token_ids)
         return {name: tensor if is_vision_output(name) else tensor[:length] for each in everyones for name, tensor in each.items()}
 
@@ -102,7 +102,7 @@ class TrainerForward:
         peers, place = dist.get_process_group_ranks(self.layout.pp_group), self.layout.pp_rank
         for chunk in self.chunks:
             if chunk.pre_process:
-                batch = with_patches(batch, self._patches, self.layout, like=next(chunk.parameters()))
+                batch = attach_patches(batch, self._patches, self.layout, like=next(chunk.parameters()))
             else:
                 chunk.set_input_tensor(self._receive_hidden(batch, peers[place - 1]))
             hidden = chunk(batch, rows_R)

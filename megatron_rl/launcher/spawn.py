@@ -24,10 +24,18 @@ from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from megatron_rl.config import RunSettings
 from megatron_rl.distributed.world import first_line, raise_file_limit
-from megatron_rl.run.shutdown import CLOSE_TIMEOUT_S, SECOND_SIGNAL_S, SIGNALS, STARTUP_TIMEOUT_S, HardEnd, SignalDeadline, handling_signals
+from megatron_rl.run.shutdown import (
+    CLOSE_TIMEOUT_S,
+    SECOND_SIGNAL_S,
+    SIGNALS,
+    STARTUP_TIMEOUT_S,
+    ForcedExit,
+    SignalDeadline,
+    handling_signals,
+)
 
 IMMEDIATE_KILL_S = 5
-"""After a second SIGINT, or another signal AGAIN_S after the first."""
+"""After a second SIGINT, or another signal ABORT_RETRY_S after the first."""
 
 
 class ChildProcesses:
@@ -52,13 +60,13 @@ class ChildProcesses:
         self._received.append(number)
         _send_signal(children, number)
 
-    def hard_deadline(self, signals: Sequence[tuple[int, float]]) -> HardEnd:
+    def hard_deadline(self, signals: Sequence[tuple[int, float]]) -> ForcedExit:
         """While it waits for other nodes it has no processes, and hears nothing by itself (run/shutdown.py). Who had some knows their
         end."""
         number, first = signals[0]
         self._has_processes |= bool(psutil.Process().children())
         line = f"error: {signal.Signals(number).name}: ended while it waited for the launchers of other nodes"
-        return HardEnd(math.inf if self._has_processes else first + STARTUP_TIMEOUT_S / 2, line, 128 + number)
+        return ForcedExit(math.inf if self._has_processes else first + STARTUP_TIMEOUT_S / 2, line, 128 + number)
 
     def kill_children(self, number: int, frame: FrameType | None) -> None:
         _send_signal(psutil.Process().children(), signal.SIGKILL)

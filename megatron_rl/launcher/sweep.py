@@ -22,7 +22,7 @@ from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.launcher.compose import compose_settings
 from megatron_rl.launcher.sweep_file import Sweep, SweepTask, read_sweep
 from megatron_rl.run.directory import read_resume_state
-from megatron_rl.run.process import LOGS, ManagedProcess, SignalForwarder, open_output, requeue, require_job
+from megatron_rl.run.process import LOGS, ManagedProcess, SignalForwarder, open_output, requeue_job, require_job
 from megatron_rl.run.status import is_running, read_status
 
 _POLL_S = 0.2
@@ -92,8 +92,8 @@ class SweepRunner:
         waiting = list(tasks)
         with self._bar or nullcontext():
             shown = self._bar.add_task("sweep", total=self._num, completed=self._num - len(tasks)) if self._bar else None
-            while (waiting and not signals.heard) or self._running:
-                while waiting and len(self._running) < max_parallel and not signals.heard:
+            while (waiting and not signals.received) or self._running:
+                while waiting and len(self._running) < max_parallel and not signals.received:
                     self._start(waiting.pop(0), signals)
                 time.sleep(_POLL_S)
                 for attempt in [attempt for attempt in self._running if attempt.poll() is not None]:
@@ -109,13 +109,13 @@ class SweepRunner:
         self._print_line(f"{task.index:>3}  begins: {output}")
         attempt = ManagedProcess(command, output=output)
         self._running[attempt] = task
-        signals.attempts.append(attempt)
-        if signals.heard:  # in between
+        signals.processes.append(attempt)
+        if signals.received:  # in between
             attempt.forward_signal(signal.SIGUSR1)
 
     def _finish(self, attempt: ManagedProcess, signals: SignalForwarder) -> None:
         task = self._running.pop(attempt)
-        signals.attempts.remove(attempt)
+        signals.processes.remove(attempt)
         self.exit_codes.append(attempt.poll())
         self._print_line(f"{task.index:>3}  {attempt.last_line() or f'ended with code {attempt.poll()}'}  ({task.folder})")
 
@@ -138,7 +138,7 @@ def run_sweep(sweep: Sweep, tasks: Sequence[SweepTask], scripts: LaunchScripts, 
         player.run(todo, max_parallel=max_parallel, signals=hearing)
         code = max(player.exit_codes, default=0)
         if should_requeue and code:
-            requeue(hearing.heard)
+            requeue_job(hearing.received)
     return code
 
 

@@ -54,7 +54,7 @@ def format_cells(row: SweepRow, keys: Sequence[str]) -> list[str]:
     seen = row.status
     shares = [format_success(seen.evaluation, kind) for kind in ("greedy", "sampled")]
     steps = f"{seen.step}/{seen.num_steps}" if seen.num_steps else ""
-    return [row.name, *(row.parameters.get(key, "") for key in keys), *shares, steps, f"{seen.hours:.2f}", seen.state.value]
+    return [row.name, *(row.parameters.get(key, "") for key in keys), *shares, steps, f"{seen.train_hours:.2f}", seen.state.value]
 
 
 def format_success(evaluation: Mapping[str, float], kind: str) -> str:

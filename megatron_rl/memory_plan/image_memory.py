@@ -29,7 +29,7 @@ def plan_image_bytes(model: ModelSpec, settings: Settings, *, world_size: int) -
     """Bytes of one rank, which leads an engine."""
     vision, batch, select = model.vision, settings.batch, settings.filter
     token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
-    of_patches = 4 * vision.channels * vision.temporal_patch_size  # fp32
+    of_patches = 4 * vision.in_channels * vision.temporal_patch_size  # fp32
     episode = settings.engine.max_images * settings.model.max_pixels
     episode = min(episode, settings.task.max_pixels or episode, settings.engine.max_model_len * token_pixels)
     largest = min(settings.model.max_pixels, episode)

@@ -19,7 +19,7 @@ from megatron_rl.compat.megatron_cpu import megatron_on_meta_device
 from megatron_rl.config import LoraSettings, Settings
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
-from megatron_rl.policy.optimizer import build_optimizer, with_gradients
+from megatron_rl.policy.optimizer import build_optimizer, wrap_with_grad_buffers
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.transformer import HeadConfig, build_chunks
 
@@ -122,7 +122,7 @@ def _build_network(
 ) -> tuple[nn.ModuleList, MemoryFootprint, int]:
     """A network, what it holds, and what its optimizer would pin."""
     chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
-    parallel = with_gradients(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_grad_reduce)
+    parallel = wrap_with_grad_buffers(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_grad_reduce)
     optimizer = build_optimizer(settings.optim, parallel, offload=False)
     stepped = [4 * p.numel() for group in optimizer.param_groups for p in group["params"]]
     return chunks, measure_footprint(parallel, optimizer), 2 * sum(1 << (size - 1).bit_length() for size in stepped)

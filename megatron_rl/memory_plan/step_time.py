@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from megatron_rl.algo.algorithms import needs_old, needs_reference
+from megatron_rl.algo.algorithms import needs_old_logprob_forward, needs_reference
 from megatron_rl.config import Settings
 from megatron_rl.memory_plan.activations import trains_vision
 from megatron_rl.memory_plan.gpu_memory import MemoryPlan
@@ -221,7 +221,7 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
 def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
     """Forward passes over the step's tokens before its first update: the old logprobs, the reference's."""
     algo, batch = inputs.settings.algo, inputs.settings.batch
-    return needs_old(algo, num_updates=batch.minibatches * batch.epochs) + needs_reference(algo)
+    return needs_old_logprob_forward(algo, num_updates=batch.minibatches * batch.epochs) + needs_reference(algo)
 
 
 def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:

@@ -25,11 +25,11 @@ def find_config_file(folder: str | Path, *, key: str) -> Path:
         inner = next((each for each in ("final", "hf") if (path.parent / each / "config.json").is_file()), "")
         remedy = f"did you mean {Path(folder) / inner}?" if inner else "give a Hugging Face model folder"
         raise ValueError(f"{key}={folder}: no config.json in it (looked in {place}); {remedy}")
-    raise ValueError(f"{key}={folder}: no such folder (looked in {place}); {_remedy(str(folder), key=key)}")
+    raise ValueError(f"{key}={folder}: no such folder (looked in {place}); {_missing_folder_remedy(str(folder), key=key)}")
 
 
-def _remedy(folder: str, *, key: str) -> str:
-    recipes = _recipes()
+def _missing_folder_remedy(folder: str, *, key: str) -> str:
+    recipes = _read_recipes()
     made = _find_maker(folder, recipes)
     if made:
         return f"relative paths start where you stand; it is made by {made}"
@@ -40,7 +40,7 @@ def _remedy(folder: str, *, key: str) -> str:
     return "give a Hugging Face model folder" + ("" if Path(folder).is_absolute() else "; relative paths start where you stand")
 
 
-def _recipes() -> dict[str, dict]:
+def _read_recipes() -> dict[str, dict]:
     """Return what each yaml of configs/experiment says, by its name."""
     paths = [path for path in (files(configs) / "experiment").iterdir() if path.name.endswith(".yaml")]
     return {path.name.removesuffix(".yaml"): yaml.safe_load(path.read_text()) or {} for path in sorted(paths, key=lambda path: path.name)}

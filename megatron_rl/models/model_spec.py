@@ -26,7 +26,7 @@ class VisionSpec:
     num_heads: int
     out_hidden_size: int
     """Numbers of a vision token as it enters the language model."""
-    channels: int
+    in_channels: int
     patch_size: int
     """Pixels along each side of a patch."""
     temporal_patch_size: int
@@ -46,7 +46,7 @@ class VisionSpec:
     def from_config(cls, config: PreTrainedConfig, **own: int) -> "VisionSpec":
         """What every family's vision_config spells alike (SHARED_SIZES), and what is the family's own."""
         return cls(
-            num_blocks=config.depth, num_heads=config.num_heads, channels=config.in_channels, patch_size=config.patch_size,
+            num_blocks=config.depth, num_heads=config.num_heads, in_channels=config.in_channels, patch_size=config.patch_size,
             temporal_patch_size=config.temporal_patch_size, spatial_merge_size=config.spatial_merge_size, **own,
         )  # fmt: skip
 
@@ -57,7 +57,7 @@ class VisionSpec:
     @property
     def patch_dim(self) -> int:
         """Numbers in a patch as the processor hands it over."""
-        return self.channels * self.temporal_patch_size * self.patch_size**2
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def patches_per_token(self) -> int:

@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from megatron_rl.errors import RunFailed
 from megatron_rl.policy.deepstack import DeepStack
 
-CONTINUATION_BOUND = 2e-2
+PREFIX_ATTENTION_BOUND = 2e-2
 """Relative, of bfloat16's rounding; a mask that is aligned otherwise is off by more than half."""
 
 
@@ -63,35 +63,35 @@ class Segments:
         return [(to_device(key_row_SM[:, -length:], self.device), to_device(key_row_SM, self.device)) for length, key_row_SM in stacked]
 
     @cached_property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """Tokens of the longest one."""
         return max(stop - start for start, stop in pairwise(self.offset_S1))
 
     @cached_property
-    def gathered(self) -> "Gathered":
+    def varlen_inputs(self) -> "VarlenInputs":
         lengths = [0, *map(len, self.key_rows)]
         is_shared = max(self.prefix_S, default=-1) >= 0
-        return Gathered(
+        return VarlenInputs(
             cu_query_S1=to_device(torch.tensor(self.offset_S1, dtype=torch.int32), self.device),
             cu_key_S1=to_device(torch.tensor(list(accumulate(lengths)), dtype=torch.int32), self.device),
             row_K=to_device(torch.cat(self.key_rows), self.device) if is_shared else None,
-            longest_query=self.longest, longest_key=max(lengths),
+            max_query_length=self.max_length, max_key_length=max(lengths),
         )  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Gathered:
+class VarlenInputs:
     """Segments as a variable-length kernel takes them: keys and values of each in one run, behind those of all that it continues."""
 
     cu_query_S1: torch.Tensor
     cu_key_S1: torch.Tensor
     row_K: torch.Tensor | None
     """Whose key each is; None where every segment has its own alone."""
-    longest_query: int
-    longest_key: int
+    max_query_length: int
+    max_key_length: int
 
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Gathered, bool, float], torch.Tensor]
+VarlenKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenInputs, bool, float], torch.Tensor]
 """(q [T, N, D], k [K, M, D], v, segments, causal, scale) -> [T, N, D]. Causal means that the last query of a segment sees its last key."""
 
 
@@ -107,8 +107,8 @@ def packed_attention(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, segments: Segments, *, causal: bool, scale: float
 ) -> torch.Tensor:
     """Each packed segment attends to itself and to all that it continues. Returns [T, N, D]."""
-    if has_kernel(q_TND.device, q_TND.dtype):
-        return with_kernel(varlen, q_TND, k_TKD, v_TKD, segments.gathered, causal=causal, scale=scale)
+    if has_varlen_kernel(q_TND.device, q_TND.dtype):
+        return run_varlen_kernel(varlen_attention, q_TND, k_TKD, v_TKD, segments.varlen_inputs, causal=causal, scale=scale)
     grouped = q_TND.shape[1] != k_TKD.shape[1]
     rows, outputs = [], []
     for row_SL, key_row_SM in segments.group_by_length:
@@ -123,8 +123,15 @@ def packed_attention(
     return torch.cat(outputs)[torch.argsort(torch.cat(rows))]
 
 
-def with_kernel(
-    kernel: Kernel, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, gathered: Gathered, *, causal: bool, scale: float
+def run_varlen_kernel(
+    kernel: VarlenKernel,
+    q_TND: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    gathered: VarlenInputs,
+    *,
+    causal: bool,
+    scale: float,
 ) -> torch.Tensor:
     """What several segments continue is computed once; its keys and values are handed to the kernel with each of them, and their gradients
     add up through the rows."""
@@ -133,29 +140,31 @@ def with_kernel(
     return kernel(q_TND, k_TKD, v_TKD, gathered, causal, scale)
 
 
-def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float32
 
 
-def varlen(q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, gathered: Gathered, causal: bool, scale: float) -> torch.Tensor:
+def varlen_attention(
+    q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, gathered: VarlenInputs, causal: bool, scale: float
+) -> torch.Tensor:
     """torch's kernel. Flash attention aligns a causal mask to the last key, which `require_continuation` looks at on the device."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(
-        q_TND, k_KMD, v_KMD, gathered.cu_query_S1, gathered.cu_key_S1, gathered.longest_query, gathered.longest_key,
+        q_TND, k_KMD, v_KMD, gathered.cu_query_S1, gathered.cu_key_S1, gathered.max_query_length, gathered.max_key_length,
         scale=scale, window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q_TND.shape[1] != k_KMD.shape[1],
     )  # fmt: skip
 
 
-def require_continuation(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> None:
+def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype) -> None:
     """RunFailed: the kernel does not let the queries of a segment see what it continues, and themselves, and nothing else."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(7, heads, 64, generator=generator).to(dtype) for heads in (4, 2, 2))
     offsets, prefix_S, scale = [0, 3, 5, 7], [-1, 0, 0], 64**-0.5
     truth = packed_attention(q.float(), k.float(), v.float(), Segments(offsets, prefix_S, device=q.device), causal=True, scale=scale)
-    gathered = Segments(offsets, prefix_S, device=device).gathered
-    out = with_kernel(kernel, q.to(device), k.to(device), v.to(device), gathered, causal=True, scale=scale)
-    if not (out.float().cpu() - truth).norm() <= CONTINUATION_BOUND * truth.norm():
+    gathered = Segments(offsets, prefix_S, device=device).varlen_inputs
+    out = run_varlen_kernel(kernel, q.to(device), k.to(device), v.to(device), gathered, causal=True, scale=scale)
+    if not (out.float().cpu() - truth).norm() <= PREFIX_ATTENTION_BOUND * truth.norm():
         raise RunFailed(
             f"torch={torch.__version__}: its variable-length attention is not aligned to the last key; install requirements/gpu.txt"
         )

@@ -7,7 +7,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.load_model import load_model
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.patches import Patches, patch_bytes
+from megatron_rl.policy.patches import ImagePatchFn, patch_bytes
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.policy.transformer import HeadConfig
 from megatron_rl.types import LossMetrics, MicroBatch, ValueLoss
@@ -18,7 +18,7 @@ class Critic(TrainableModel):
 
     def __init__(
         self, settings: CriticSettings, layout: Layout, *,
-        model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0, patches: Patches =
+        model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0, patches: ImagePatchFn =
         patch_bytes,
     ) -> None:  # fmt: skip
         """`model` is the policy's, `optim` its own."""
@@ -37,9 +37,9 @@ class Critic(TrainableModel):
         """One optimizer update of this loss; see Network.update. Metrics are called value/..."""
 
         def on_hidden(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
-            rows = self._value_rows(batch, rows_R, hidden_RH)
+            rows = self._value_loss_inputs(batch, rows_R, hidden_RH)
             value, metrics = loss(rows)
-            metrics.checks.update(rows.are_finite())
+            metrics.checks.update(rows.finite_checks())
             return value, metrics
 
         found = self.network.update(batches, on_hidden, step=step)

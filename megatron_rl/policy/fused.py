@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm, computed in fp32. In bfloat16 plain torch, as Hugging Face, rounds before the weight and after it; the kernel
     rounds once, after it: they differ by up to a unit in the last place, and the kernel is the nearer to fp32."""
     if x.is_cuda:

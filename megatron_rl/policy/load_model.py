@@ -17,7 +17,7 @@ from megatron_rl.policy.transformer import HeadConfig, build_chunks
 from megatron_rl.weights.formats.base_digest import check_base
 from megatron_rl.weights.formats.checkpoint_source import describe_skipped
 from megatron_rl.weights.formats.open_checkpoint import open_source
-from megatron_rl.weights.formats.peft import adapter_table, load_peft, read_peft_config, start_adapters
+from megatron_rl.weights.formats.peft import adapter_table, init_adapters, load_peft, read_peft_config
 from megatron_rl.weights.stream import ShardLocation, is_of_output_layer, load_hf
 
 
@@ -58,7 +58,7 @@ def load_model(
             print(f"warning: {warning}", flush=True)
         load_peft(chunks, adapter_rows, placement, Path(lora.path), rank=lora.rank, alpha=lora.alpha)
     else:
-        start_adapters(chunks, adapter_rows, placement, seed=seed)
+        init_adapters(chunks, adapter_rows, placement, seed=seed)
     if chunks[-1].value_head is not None:
-        chunks[-1].value_head.start(seed)
+        chunks[-1].value_head.reset_parameters(seed)
     return LoadedModel(chunks=chunks, rows=rows, adapter_rows=adapter_rows, placement=placement)

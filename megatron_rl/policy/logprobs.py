@@ -17,7 +17,7 @@ _REMOVED = -1e30
 
 
 @dataclass(slots=True, frozen=True)
-class Distribution:
+class TokenDistribution:
     """What turns hidden states into the logprob and entropy of sampled tokens, a block of rows at a time."""
 
     banned_V: torch.Tensor
@@ -26,7 +26,7 @@ class Distribution:
     first_id: int
     """Global id of this rank's first entry."""
     group: dist.ProcessGroup
-    rows: int
+    rows_per_block: int
     """Rows whose logits exist at a time."""
 
     def __call__(
@@ -43,9 +43,9 @@ class Distribution:
                 head(hidden), target, banned_V=self.banned_V, temperature=self.temperature, first_id=self.first_id, group=self.group
             )
 
-        if target_R.numel() <= self.rows:
+        if target_R.numel() <= self.rows_per_block:
             return block(hidden_RH, target_R)
-        blocks = zip(hidden_RH.split(self.rows), target_R.split(self.rows), strict=True)
+        blocks = zip(hidden_RH.split(self.rows_per_block), target_R.split(self.rows_per_block), strict=True)
         pairs = [checkpoint(block, hidden, target, use_reentrant=False, preserve_rng_state=False) for hidden, target in blocks]
         logprobs, entropies = zip(*pairs, strict=True)
         return torch.cat(logprobs), torch.cat(entropies)

@@ -31,28 +31,28 @@ from torch.nn.functional import dropout, linear
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.name_mapping import AttentionHeads, Tensors, fuse_halves, fuse_qkv
-from megatron_rl.weights.formats.peft import is_vision_target, projection
+from megatron_rl.weights.formats.peft import is_vision_target, projection_name
 
-Fuse = Callable[[Tensors], torch.Tensor]
-Exchange = Callable[[torch.Tensor], torch.Tensor]
-Randomness = Callable[[], AbstractContextManager]
+FuseFn = Callable[[Tensors], torch.Tensor]
+ExchangeFn = Callable[[torch.Tensor], torch.Tensor]
+RngContext = Callable[[], AbstractContextManager]
 
 
-def _same_on_ranks() -> AbstractContextManager:
+def _shared_rng() -> AbstractContextManager:
     """Tensor-parallel ranks draw the same numbers; recomputation draws them again (megatron-core 0.16.1, tensor_parallel/random.py)."""
     return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
 
 
-def _own_of_rank() -> AbstractContextManager:
+def _rank_rng() -> AbstractContextManager:
     return get_cuda_rng_tracker().fork()
 
 
-class Adapter(nn.Module):
+class LoraAdapter(nn.Module):
     """The adapters of one linear layer; sizes are this rank's."""
 
     def __init__(
         self, lora: LoraSettings, num_inputs: int, num_outputs: dict[str, int], *,
-        dtype: torch.dtype, fuse: Fuse | None = None, exchange: Exchange | None = None, randomness: Randomness = nullcontext,
+        dtype: torch.dtype, fuse: FuseFn | None = None, exchange: ExchangeFn | None = None, randomness: RngContext = nullcontext,
     ) -> None:  # fmt: skip
         """num_outputs: by projection, in the order in which `fuse` takes them. `exchange` carries A's output [..., projections * rank]
         between ranks. Dropout draws under `randomness`."""
@@ -84,7 +84,7 @@ class Adapter(nn.Module):
         return self.fuse(diagonal.split([len(block) for block in blocks])) if self.fuse else diagonal
 
     @torch.no_grad()
-    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+    def merge_into(self, weight: torch.Tensor) -> torch.Tensor:
         """A new tensor: this rank's shard of the weight with the adapters in it, added up in fp32."""
         return (weight.float() + self.scale * (self._fused_b().float() @ self._stacked_a().float())).to(weight.dtype)
 
@@ -94,15 +94,15 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(
         self, input_size: int, output_size: int, *,
-        config: TransformerConfig, lora: LoraSettings, num_outputs: dict[str, int], fuse: Fuse, **options: object,
+        config: TransformerConfig, lora: LoraSettings, num_outputs: dict[str, int], fuse: FuseFn, **options: object,
     ) -> None:  # fmt: skip
         super().__init__(input_size, output_size, config=config, **options)
         assert sum(num_outputs.values()) == self.output_size_per_partition
         if self.sequence_parallel:
-            exchange, randomness = partial(gather_from_sequence_parallel_region, group=self.tp_group), _own_of_rank
+            exchange, randomness = partial(gather_from_sequence_parallel_region, group=self.tp_group), _rank_rng
         else:
-            exchange, randomness = partial(copy_to_tensor_model_parallel_region, group=self.tp_group), _same_on_ranks
-        self.adapter = Adapter(
+            exchange, randomness = partial(copy_to_tensor_model_parallel_region, group=self.tp_group), _shared_rng
+        self.adapter = LoraAdapter(
             lora, input_size, num_outputs, dtype=config.params_dtype, fuse=fuse, exchange=exchange, randomness=randomness
         )
         for a in self.adapter.lora_a.values():
@@ -114,7 +114,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         axes = {"weight": 0, "bias": 0, **{f"adapter.lora_b.{name}": 0 for name in self.adapter.lora_b}}
-        return _sharded(self, axes, prefix, sharded_offsets, metadata)
+        return _make_sharded_state(self, axes, prefix, sharded_offsets, metadata)
 
 
 class LoraRowParallelLinear(RowParallelLinear):
@@ -125,9 +125,9 @@ class LoraRowParallelLinear(RowParallelLinear):
     ) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
-        self.adapter = Adapter(
+        self.adapter = LoraAdapter(
             lora, self.input_size_per_partition, {name: output_size},
-            dtype=config.params_dtype, exchange=partial(reduce, group=self.tp_group), randomness=_own_of_rank,
+            dtype=config.params_dtype, exchange=partial(reduce, group=self.tp_group), randomness=_rank_rng,
         )  # fmt: skip
         for b in self.adapter.lora_b.values():
             b.sequence_parallel = self.sequence_parallel
@@ -138,10 +138,10 @@ class LoraRowParallelLinear(RowParallelLinear):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         axes = {"weight": 1, **{f"adapter.lora_a.{name}": 1 for name in self.adapter.lora_a}}
-        return _sharded(self, axes, prefix, sharded_offsets, metadata)
+        return _make_sharded_state(self, axes, prefix, sharded_offsets, metadata)
 
 
-def _sharded(
+def _make_sharded_state(
     module: LoraColumnParallelLinear | LoraRowParallelLinear, axes: dict[str, int], prefix: str, offsets: tuple, metadata: dict
 ) -> dict:
     state = module.state_dict(prefix="", keep_vars=True)
@@ -154,7 +154,7 @@ class LoraLinear(nn.Linear):
     def __init__(self, base: nn.Linear, lora: LoraSettings, *, name: str) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.adapter = Adapter(lora, base.in_features, {name: base.out_features}, dtype=base.weight.dtype)
+        self.adapter = LoraAdapter(lora, base.in_features, {name: base.out_features}, dtype=base.weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.adapter(super().forward(x), x)
@@ -165,7 +165,7 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
     tp, dim = config.tensor_model_parallel_size, config.kv_channels
     heads = AttentionHeads(config.num_attention_heads // tp, config.num_query_groups // tp, dim)
 
-    def column(num_outputs: dict[str, int], fuse: Fuse) -> ModuleSpec:
+    def column(num_outputs: dict[str, int], fuse: FuseFn) -> ModuleSpec:
         return ModuleSpec(LoraColumnParallelLinear, params={"lora": lora, "num_outputs": num_outputs, "fuse": fuse})
 
     def row(name: str) -> ModuleSpec:
@@ -184,17 +184,17 @@ def adapt_vision(tower: nn.Module, lora: LoraSettings, vision_lora: Mapping[str,
     """Replace the vision tower's linears that the targets name; `vision_lora` is the model family's."""
     for name, module in list(tower.named_modules()):
         if is_vision_target(name, lora.targets, vision_lora):
-            tower.set_submodule(name, LoraLinear(module, lora, name=projection(name)))
+            tower.set_submodule(name, LoraLinear(module, lora, name=projection_name(name)))
 
 
-def _adapters(chunks: nn.Module) -> Iterator[tuple[str, Adapter]]:
-    return ((name, module) for name, module in chunks.named_modules() if isinstance(module, Adapter))
+def _adapters(chunks: nn.Module) -> Iterator[tuple[str, LoraAdapter]]:
+    return ((name, module) for name, module in chunks.named_modules() if isinstance(module, LoraAdapter))
 
 
 @contextmanager
-def adapters_off(chunks: nn.Module) -> Iterator[None]:
+def disabled_adapters(chunks: nn.Module) -> Iterator[None]:
     """The base model, bit for bit."""
-    adapters: Sequence[Adapter] = [adapter for _, adapter in _adapters(chunks)]
+    adapters: Sequence[LoraAdapter] = [adapter for _, adapter in _adapters(chunks)]
     for adapter in adapters:
         adapter.enabled = False
     try:
@@ -204,7 +204,7 @@ def adapters_off(chunks: nn.Module) -> Iterator[None]:
             adapter.enabled = True
 
 
-def merged_weights(chunks: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
+def merged_weight_fns(chunks: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
     """By the name of each adapted weight: what makes this rank's shard of it with the adapters merged in."""
     linears = ((name.removesuffix(".adapter"), adapter) for name, adapter in _adapters(chunks))
-    return {f"{name}.weight": partial(adapter.merged, chunks.get_submodule(name).weight) for name, adapter in linears}
+    return {f"{name}.weight": partial(adapter.merge_into, chunks.get_submodule(name).weight) for name, adapter in linears}

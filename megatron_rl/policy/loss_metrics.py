@@ -43,7 +43,7 @@ def nonfinite_error(collected: Sequence[CollectedMetrics]) -> str:
     return ""
 
 
-def reduce_metrics(collected: Sequence[CollectedMetrics], *, trouble: str) -> dict[str, float]:
+def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict[str, float]:
     """Add sums and histograms and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NonFiniteValue:
     one has trouble."""
     sums: dict[str, float] = {}
@@ -52,9 +52,9 @@ def reduce_metrics(collected: Sequence[CollectedMetrics], *, trouble: str) -> di
     for metrics in collected:
         _add(sums, metrics["sums"])
         _add(losses, metrics["losses"])
-        _raise(maxima, metrics["maxima"])
+        _update_maxima(maxima, metrics["maxima"])
     gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (sums, losses, maxima, _histograms(collected), trouble))
+    dist.all_gather_object(gathered, (sums, losses, maxima, _histograms(collected), error))
     for rank, (*_, theirs) in enumerate(gathered):
         if theirs:
             raise NonFiniteValue(f"rank {rank}, {theirs}")
@@ -63,7 +63,7 @@ def reduce_metrics(collected: Sequence[CollectedMetrics], *, trouble: str) -> di
     for their_sums, their_losses, their_maxima, their_histograms, _ in gathered:
         _add(sums, their_sums)
         _add(losses, their_losses)
-        _raise(maxima, their_maxima)
+        _update_maxima(maxima, their_maxima)
         for name, counts in their_histograms.items():
             histograms.setdefault(name, Counter()).update(counts)
     p99 = {f"{name}_p99": min(quantile(counts, 99), maxima[f"{name}_max"]) for name, counts in histograms.items()}
@@ -86,7 +86,7 @@ def _add(sums: dict[str, float], more: dict[str, float]) -> None:
         sums[name] = sums.get(name, 0.0) + value
 
 
-def _raise(maxima: dict[str, float], more: dict[str, float]) -> None:
+def _update_maxima(maxima: dict[str, float], more: dict[str, float]) -> None:
     """Keep the larger; NaN stays whichever side it comes from."""
     for name, value in more.items():
         known = maxima.get(name, value)

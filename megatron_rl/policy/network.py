@@ -19,11 +19,11 @@ from megatron_rl.config import LoraSettings, OptimSettings, ParallelSettings
 from megatron_rl.errors import NonFiniteValue
 from megatron_rl.policy.loss_metrics import nonfinite_error, read_metrics, reduce_metrics
 from megatron_rl.policy.offload import Offload
-from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, with_gradients
-from megatron_rl.policy.optimizer_state import restart
-from megatron_rl.policy.overlap import Overlap
+from megatron_rl.policy.optimizer import build_optimizer, build_schedule, take_step, wrap_with_grad_buffers
+from megatron_rl.policy.optimizer_state import reset_optimizer_state
+from megatron_rl.policy.overlap import GradReduceOverlap
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.patches import Patches, patch_bytes, prefetch, with_patches
+from megatron_rl.policy.patches import ImagePatchFn, attach_patches, patch_bytes, prefetch
 from megatron_rl.policy.training_state import AsyncSave, TrainingState, load
 from megatron_rl.types import LossMetrics, MicroBatch
 
@@ -48,19 +48,19 @@ class Network:
         optim: OptimSettings,
         num_steps: int,
         head_lr: float = 0.0,
-        patches: Patches = patch_bytes,
+        patches: ImagePatchFn = patch_bytes,
     ) -> None:
         """`num_steps` is what the learning rate's schedule spans; `head_lr` the peak of a value head's, if there is one."""
         self.chunks, self.layout, self._patches = chunks, layout, patches
         self.device = next(chunks.parameters()).device
-        self.model = with_gradients(chunks, frozen, lora=lora, overlap=parallel.overlap_grad_reduce)
+        self.model = wrap_with_grad_buffers(chunks, frozen, lora=lora, overlap=parallel.overlap_grad_reduce)
         offload = parallel.offload_optimizer and self.device.type == "cuda"
         self.optimizer = build_optimizer(optim, self.model, offload=offload, head_lr=head_lr)
         self.schedule = build_schedule(self.optimizer, optim, num_steps)
         for chunk in chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self.num_updates = 0
-        self._overlap = Overlap(self.model[0], tp=layout.tp) if parallel.overlap_grad_reduce else None
+        self._overlap = GradReduceOverlap(self.model[0], tp=layout.tp) if parallel.overlap_grad_reduce else None
         self._offload = Offload(self.model) if parallel.offload_params else None
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Network:
         def nothing(batch: MicroBatch) -> torch.Tensor:
             return batch.weight_T.new_zeros(len(on_hidden), batch.num_tokens)
 
-        results = self._run(batches, scattered, forward_only=True)
+        results = self._run_schedule(batches, scattered, forward_only=True)
         if self.layout.pp > 1:
             results = results or list(map(nothing, batches))
             for result in results:
@@ -116,9 +116,9 @@ class Network:
         self.optimizer.zero_grad()
         if self._overlap:
             self._overlap.require_same_counts(batches, is_partial=is_partial)
-        self._run(batches, summed, forward_only=False)
+        self._run_schedule(batches, summed, forward_only=False)
         known = read_metrics(collected)
-        metrics = reduce_metrics(known if self.layout.tp_rank == 0 else [], trouble=nonfinite_error(known) or self._gradient_error())
+        metrics = reduce_metrics(known if self.layout.tp_rank == 0 else [], error=nonfinite_error(known) or self._gradient_error())
         if check is not None:
             check(metrics)
         grad_norm = take_step(self.optimizer)
@@ -126,7 +126,7 @@ class Network:
         self._require_finite_weights()
         return {**metrics, "grad_norm": grad_norm, "lr": self.schedule.get_lr({})}
 
-    def _run(self, batches: list[MicroBatch], on_hidden: Callable, *, forward_only: bool) -> list:
+    def _run_schedule(self, batches: list[MicroBatch], on_hidden: Callable, *, forward_only: bool) -> list:
         """Megatron's schedule over the micro-batches; on_hidden runs on the last stage only and gets the hidden states of rows_R.
 
         An interleaved pipeline takes micro-batches by the pipeline's size; what is lacking runs empty, and its result is left out.
@@ -161,7 +161,7 @@ class Network:
         """The batch with the patches of the images that this rank encodes: none, but on a pipeline's first stage."""
         if not self.chunks[0].pre_process:
             return batch
-        return with_patches(batch, self._patches, self.layout, like=next(self.chunks.parameters()))
+        return attach_patches(batch, self._patches, self.layout, like=next(self.chunks.parameters()))
 
     def _gradient_error(self) -> str:
         """The first parameter of this rank whose gradient is not finite, or ''."""
@@ -202,7 +202,7 @@ class Network:
 
     def restart_optimizer(self) -> None:
         """Forget the moments, and the number of updates that made them."""
-        restart(self.optimizer)
+        reset_optimizer_state(self.optimizer)
         self.num_updates = 0
 
     def _state(self) -> TrainingState:

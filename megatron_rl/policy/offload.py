@@ -35,9 +35,9 @@ class HostCopy:
     def copy_to_host(self) -> None:
         """Copy the parameters to the host."""
         for storage, host in self.pairs:
-            host.copy_(_bytes(storage))
+            host.copy_(_as_bytes(storage))
 
-    def empty(self) -> None:
+    def free_device_memory(self) -> None:
         """Give the parameters' own memory back; only `restore` may follow."""
         for storage, _ in self.pairs:
             storage.resize_(0)
@@ -46,12 +46,12 @@ class HostCopy:
         """Copy the parameters back to where they were."""
         for storage, host in self.pairs:
             storage.resize_(host.numel())
-            _bytes(storage).copy_(host)
+            _as_bytes(storage).copy_(host)
 
     def swap(self) -> None:
         """Let the parameters and what is on the host change places."""
         for storage, host in self.pairs:
-            for here, there in zip(_bytes(storage).split(_PIECE), host.split(_PIECE), strict=True):
+            for here, there in zip(_as_bytes(storage).split(_PIECE), host.split(_PIECE), strict=True):
                 aside = here.clone()
                 here.copy_(there)
                 there.copy_(aside)
@@ -67,7 +67,7 @@ class Offload:
     @with_megatron_on_cpu
     def to_host(self) -> None:
         self.host.copy_to_host()
-        self.host.empty()
+        self.host.free_device_memory()
         for chunk in self.chunks:
             chunk.offload_grad_buffers()
 
@@ -78,7 +78,7 @@ class Offload:
             chunk.restore_grad_buffers()
 
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """All of a storage as a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -94,6 +94,6 @@ def _is_on_host(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cuda"
 
 
-def _unpin(places: list[int]) -> None:
-    for place in places:
+def _unpin(addresses: list[int]) -> None:
+    for place in addresses:
         unpin_memory(place)

@@ -20,7 +20,7 @@ from megatron_rl.policy.transformer import ModelChunk
 from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
-def freeze(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
+def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
     """Switch gradients off before the gradient buffers are made: what is frozen gets none, and no optimizer state."""
     prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.part_patterns[part])
     for name, parameter in chunk.named_parameters():
@@ -28,11 +28,13 @@ def freeze(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> No
             parameter.requires_grad = False
 
 
-def with_gradients(chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings, overlap: bool = False) -> list[DistributedDataParallel]:
+def wrap_with_grad_buffers(
+    chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings, overlap: bool = False
+) -> list[DistributedDataParallel]:
     """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32. `overlap` cuts a buffer
     into buckets of 40 million entries (1 million a data-parallel rank where there are more than 40), for overlap.py."""
     for chunk in chunks:
-        freeze(chunk, frozen, all_but_adapters=lora.rank > 0)
+        freeze_parameters(chunk, frozen, all_but_adapters=lora.rank > 0)
         chunk.config.finalize_model_grads_func = finalize_model_grads
     in_fp32 = chunks[0].config.params_dtype != torch.float32
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32, overlap_grad_reduce=overlap)
@@ -91,14 +93,14 @@ def _release_buffers() -> None:
 def take_step(optimizer: MegatronOptimizer) -> float:
     """One step with the gradients as they are, on all cores where it is taken on the host; the gradient's norm before it was clipped."""
     is_on_host = any(isinstance(part.optimizer, HybridDeviceOptimizer) for part in optimizer.chained_optimizers)
-    with _own_cores() if is_on_host else nullcontext():
+    with _using_own_cores() if is_on_host else nullcontext():
         succeeded, norm, _ = optimizer.step()
     assert succeeded, "the optimizer skipped a step"
     return float(norm)
 
 
 @contextmanager
-def _own_cores() -> Iterator[None]:
+def _using_own_cores() -> Iterator[None]:
     """As many threads as this rank's share of the node's cores, unless it has more: torchrun gives it one (OMP_NUM_THREADS=1), and torch's
     fused AdamW then takes 10 to 15 s for 1 to 4e9 parameters (an estimate)."""
     before = torch.get_num_threads()

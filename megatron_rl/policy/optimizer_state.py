@@ -18,7 +18,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 
-from megatron_rl.policy.padding import without_padding
+from megatron_rl.policy.padding import strip_tensor_padding
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 """Main weights and both moments, as Megatron calls them."""
@@ -55,7 +55,7 @@ def _boxes_of_tensor(
     blank = torch.empty(whole.data.shape, dtype=whole.data.dtype, device="meta")
     blank_whole = replace(whole, data=blank)
     leaves = nested_values([blank_whole.build() if isinstance(blank_whole, ShardedTensorFactory) else blank_whole])
-    for leaf in (without_padding(leaf, vocab_size) for leaf in leaves):
+    for leaf in (strip_tensor_padding(leaf, vocab_size) for leaf in leaves):
         assert leaf.data.is_contiguous() and leaf.prepend_axis_num == 0 and len(leaf.replica_id) == 3, leaf
         begin = leaf.data.storage_offset()
         start, stop = max(own.start, begin), min(own.end, begin + leaf.data.numel())
@@ -97,7 +97,7 @@ def own_optimizers(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
     return parts
 
 
-def prepare(optimizer: ChainedOptimizer) -> None:
+def init_moments(optimizer: ChainedOptimizer) -> None:
     """Zero moments for all that is trained. AdamW's own step is not among them: `set_step`."""
     for part in own_optimizers(optimizer):
         where = {"device": "cpu"} if isinstance(part.optimizer, HybridDeviceOptimizer) else {}
@@ -106,9 +106,9 @@ def prepare(optimizer: ChainedOptimizer) -> None:
 
 
 @torch.no_grad()
-def restart(optimizer: ChainedOptimizer) -> None:
+def reset_optimizer_state(optimizer: ChainedOptimizer) -> None:
     """Give AdamW the state of one that has not stepped."""
-    prepare(optimizer)
+    init_moments(optimizer)
     set_step(optimizer, 0)
 
 

@@ -15,13 +15,13 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron_rl.types import MicroBatch
 
 
-class Overlap:
+class GradReduceOverlap:
     """Of a model that one pipeline stage holds whole."""
 
     def __init__(self, chunk: DistributedDataParallel, *, tp: int) -> None:
         self._chunk, self._tp = chunk, tp
         self._needs_pictures = any(parameter.requires_grad for parameter in chunk.module.vision.parameters())
-        self._can = False
+        self._is_possible = False
         chunk.module.config.no_sync_func = self._no_sync
         chunk.module.config.finalize_model_grads_func = self._finalize
 
@@ -32,7 +32,7 @@ class Overlap:
         has_pictures = last.grid_I3.shape[0] >= self._tp or not self._needs_pictures  # each tensor-parallel rank encodes one at least
         can = torch.tensor(int(has_pictures and bool(last.mask_T.any()) and not is_partial))
         dist.all_reduce(can, dist.ReduceOp.MIN)
-        self._can = bool(can)
+        self._is_possible = bool(can)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
@@ -40,9 +40,9 @@ class Overlap:
         with self._chunk.no_sync():
             yield
         for group in self._chunk.bucket_groups:
-            group.is_last_microbatch = self._can
+            group.is_last_microbatch = self._is_possible
 
     def _finalize(self, model: list[DistributedDataParallel], *arguments: object, **options: object) -> None:
-        if not self._can:
+        if not self._is_possible:
             self._chunk.start_grad_sync()
         finalize_model_grads(model, *arguments, **options)

@@ -8,18 +8,18 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from torch import nn
 
-PADDED = ("language.embedding.word_embeddings.weight", "language.output_layer.weight")
+PADDED_KEYS = ("language.embedding.word_embeddings.weight", "language.output_layer.weight")
 """Keys of what has a row for each entry of the vocabulary."""
 
 
-def unpadded(weights: ShardedStateDict, vocab_size: int) -> ShardedStateDict:
+def strip_padding(weights: ShardedStateDict, vocab_size: int) -> ShardedStateDict:
     """The same description of a model's weights without rows beyond the vocabulary."""
-    return dict_list_map_outplace(lambda part: without_padding(part, vocab_size), weights)
+    return dict_list_map_outplace(lambda part: strip_tensor_padding(part, vocab_size), weights)
 
 
-def without_padding(part: object, vocab_size: int) -> object:
+def strip_tensor_padding(part: object, vocab_size: int) -> object:
     """A description of a tensor without its rows beyond the vocabulary; of another tensor, or without any, as it is."""
-    if not isinstance(part, ShardedTensor) or part.key not in PADDED or part.global_shape[0] == vocab_size:
+    if not isinstance(part, ShardedTensor) or part.key not in PADDED_KEYS or part.global_shape[0] == vocab_size:
         return part
     rows = min(part.local_shape[0], vocab_size - part.global_offset[0])
     assert rows > 0, f"{part.key} from {part.global_offset[0]} on is padding of {vocab_size} entries"
@@ -30,6 +30,6 @@ def without_padding(part: object, vocab_size: int) -> object:
     )  # fmt: skip
 
 
-def padded(weights: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
+def add_padding(weights: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
     """Weights that were read, with the zeros that belong behind a rank's num_rows of the vocabulary."""
-    return {name: nn.functional.pad(w, (0, 0, 0, num_rows - len(w))) if name in PADDED else w for name, w in weights.items()}
+    return {name: nn.functional.pad(w, (0, 0, 0, num_rows - len(w))) if name in PADDED_KEYS else w for name, w in weights.items()}

@@ -49,15 +49,15 @@ class Layout:
         return dist.get_process_group_ranks(self.pp_group)[-1]
 
 
-def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, *, whose: str = "the model") -> None:
+def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, *, model_label: str = "the model") -> None:
     """Raise a ValueError naming key, value and the sizes that work; needs no process group, so every rank says the same."""
-    require_divisible("parallel.tp", parallel.tp, sizes_cut_by_tp(model), whose=whose)
+    require_divisible("parallel.tp", parallel.tp, sizes_cut_by_tp(model), model_label=model_label)
     layers, chunks = model.num_layers, parallel.pp * parallel.vpp
-    require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide {whose}'s {layers} layers")
-    remedy = f"cuts {whose}'s {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
+    require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide {model_label}'s {layers} layers")
+    remedy = f"cuts {model_label}'s {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
     require(layers % chunks == 0, "parallel.vpp", parallel.vpp, remedy)
     first, stacked = layers // chunks, model.vision.num_deepstack_layers
-    remedy = f"leaves {first} layers to the first chunk, but {whose} adds pictures behind {stacked}; take fewer stages or chunks"
+    remedy = f"leaves {first} layers to the first chunk, but {model_label} adds pictures behind {stacked}; take fewer stages or chunks"
     require(first >= stacked, "parallel.pp*parallel.vpp", chunks, remedy)
     block = parallel.tp * parallel.pp
     require(
@@ -72,12 +72,12 @@ def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
     return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size}
 
 
-def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, whose: str) -> None:
+def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, model_label: str) -> None:
     """Raise ValueError naming the first size that `tp` does not divide, and the values of the setting `key` that divide all of them."""
     common = gcd(*sizes.values())
     fitting = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
     for what, size in sizes.items():
-        require(size % tp == 0, key, tp, f"does not divide {whose}'s {size} {what}; use one of {fitting}")
+        require(size % tp == 0, key, tp, f"does not divide {model_label}'s {size} {what}; use one of {fitting}")
 
 
 def is_fake_group() -> bool:
@@ -110,7 +110,7 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
     )
 
 
-def leave_layout() -> None:
+def destroy_layout() -> None:
     """Forget Megatron's process groups: the process may build others. Where they are gone already, their names still are not."""
     parallel_state.destroy_model_parallel()
 

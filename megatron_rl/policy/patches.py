@@ -11,7 +11,7 @@ from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.vision import balance_over_ranks
 from megatron_rl.types import Image, MicroBatch
 
-Patches = Callable[[Image], torch.Tensor]
+ImagePatchFn = Callable[[Image], torch.Tensor]
 """float32 [P, C] of an image, the same whoever asks and how often: Renderer.patches."""
 T = TypeVar("T")
 
@@ -28,18 +28,18 @@ def images_of_rank(images: Sequence[Image], ranks: int) -> list[list[Image]]:
     return [[images[number] for number in share] for share in shares]
 
 
-def with_patches(batch: MicroBatch, patches: Patches, layout: Layout, *, like: torch.Tensor) -> MicroBatch:
+def attach_patches(batch: MicroBatch, patches: ImagePatchFn, layout: Layout, *, like: torch.Tensor) -> MicroBatch:
     """The batch with the patches that this rank encodes, of the type of `like`; pinned where that is on a GPU."""
     mine = images_of_rank(batch.images, layout.tp)[layout.tp_rank]
     if not mine:
         return replace(batch, patch_PC=torch.empty(0, 0, dtype=like.dtype))
     if like.is_cuda:
         with torch.cuda.device(like.device):  # a thread begins on the first GPU, whichever is this rank's
-            return replace(batch, patch_PC=_joined(mine, patches, dtype=like.dtype, pinned=True))
-    return replace(batch, patch_PC=_joined(mine, patches, dtype=like.dtype, pinned=False))
+            return replace(batch, patch_PC=_join_patches(mine, patches, dtype=like.dtype, pinned=True))
+    return replace(batch, patch_PC=_join_patches(mine, patches, dtype=like.dtype, pinned=False))
 
 
-def _joined(images: Sequence[Image], patches: Patches, *, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
+def _join_patches(images: Sequence[Image], patches: ImagePatchFn, *, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
     """The patches of all of them. Each image's are copied to their place when they are made: none waits for the others'."""
     first = patches(images[0])
     joined_PC = torch.empty(sum(image.num_patches for image in images), first.shape[1], dtype=dtype, pin_memory=pinned)

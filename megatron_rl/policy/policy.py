@@ -9,26 +9,26 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batching.minibatches import PackItem, RankShares, balance, pack_costs, split_by_cost
-from megatron_rl.batching.packing import distinct_images, loss_rows, pack
+from megatron_rl.batching.minibatches import PackItem, RankShares, balance_costs, pack_costs, split_by_cost
+from megatron_rl.batching.packing import distinct_images, make_loss_inputs, pack
 from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import padded_vocab
-from megatron_rl.policy.attention import has_kernel, require_continuation, varlen
+from megatron_rl.policy.attention import has_varlen_kernel, require_prefix_attention, varlen_attention
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.load_model import load_model
-from megatron_rl.policy.logprobs import Distribution, banned_mask
-from megatron_rl.policy.lora import adapters_off, merged_weights
+from megatron_rl.policy.logprobs import TokenDistribution, banned_mask
+from megatron_rl.policy.lora import disabled_adapters, merged_weight_fns
 from megatron_rl.policy.network import Network
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.patches import Patches, images_of_rank, patch_bytes
+from megatron_rl.policy.patches import ImagePatchFn, images_of_rank, patch_bytes
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.policy.transformer import HeadConfig
 from megatron_rl.types import Image, Loss, LossInputs, LossMetrics, MicroBatch
-from megatron_rl.weights.formats.base_digest import digest_of
+from megatron_rl.weights.formats.base_digest import compute_base_digest
 from megatron_rl.weights.formats.open_checkpoint import open_source
-from megatron_rl.weights.formats.peft import peft_config, write_peft
+from megatron_rl.weights.formats.peft import make_peft_config, write_peft
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from megatron_rl.weights.stream import HfWeightIterator
 
@@ -52,7 +52,7 @@ class Policy(TrainableModel):
         keep_reference: bool = False,
         bucket_mib: float = 256,
         critic: CriticSettings | None = None,
-        patches: Patches = patch_bytes,
+        patches: ImagePatchFn = patch_bytes,
     ) -> None:
         """Without `lora` the model itself is trained. `seed` is that of new adapters and heads. With `critic` it has a value head. The
         reference is what settings.path holds, whatever is loaded later. `patches` makes those of images that come without."""
@@ -62,10 +62,10 @@ class Policy(TrainableModel):
         heads = HeadConfig() if critic is None else HeadConfig(value_sizes=critic.head_sizes, normalizes_returns=critic.normalize_returns)
         built = load_model(self.spec, layout, settings.path, dtype=settings.dtype, lora=self.lora, heads=heads, seed=seed)
         chunks, bucket_bytes = built.chunks, int(bucket_mib * (1 << 20))
-        merged = merged_weights(chunks)
-        self.export = HfWeightIterator(chunks, built.rows, built.placement, bucket_bytes=bucket_bytes, merged=merged)
+        merged = merged_weight_fns(chunks)
+        self.hf_iterator = HfWeightIterator(chunks, built.rows, built.placement, bucket_bytes=bucket_bytes, merged=merged)
         self._digest = ""
-        self.adapters = HfWeightIterator(chunks, built.adapter_rows, built.placement, bucket_bytes=bucket_bytes)
+        self.adapter_iterator = HfWeightIterator(chunks, built.adapter_rows, built.placement, bucket_bytes=bucket_bytes)
         self.network = Network(
             chunks, layout, frozen=settings.frozen, lora=self.lora, parallel=parallel, optim=optim, num_steps=num_steps,
             head_lr=critic.lr if critic else 0.0, patches=patches,
@@ -73,7 +73,7 @@ class Policy(TrainableModel):
         whole = padded_vocab(self.spec.vocab_size, layout.tp)
         first_id, never = layout.tp_rank * whole // layout.tp, [*banned_ids, *range(self.spec.vocab_size, whole)]
         banned_V = banned_mask(never, first_id=first_id, size=whole // layout.tp, device=self.network.device)
-        self.distribution = Distribution(banned_V, temperature, first_id, layout.tp_group, parallel.log_probs_chunk_size)
+        self.distribution = TokenDistribution(banned_V, temperature, first_id, layout.tp_group, parallel.log_probs_chunk_size)
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
         self.reference = HostCopy(chunks.parameters()) if keep else None
@@ -87,7 +87,7 @@ class Policy(TrainableModel):
     def shard_across_dp(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> RankShares:
         """What each data-parallel rank computes of one optimizer update: the same on every rank."""
         loads = pack_costs(minibatch, self.image_token_id, share_prompts=self._shares_prompts)
-        return [split_by_cost(mine, max_tokens) for mine in balance(loads, self.layout.dp)]
+        return [split_by_cost(mine, max_tokens) for mine in balance_costs(loads, self.layout.dp)]
 
     def pack_local(self, dealt: RankShares) -> list[MicroBatch]:
         """This rank's micro-batches. A prompt is computed once for all contexts of one that begin with it; Transformer Engine takes whole
@@ -101,7 +101,7 @@ class Policy(TrainableModel):
         found: dict[int, list[Image]] = {}
         for dp_rank, parts in enumerate(dealt):
             for part in parts:
-                images = distinct_images(weighted.context for weighted in part)
+                images = distinct_images(weighted.sequence for weighted in part)
                 for tp_rank, share in enumerate(images_of_rank(images, self.layout.tp)):
                     found.setdefault(self.layout.first_stage_rank(dp_rank, tp_rank), []).extend(share)
         return found
@@ -111,7 +111,7 @@ class Policy(TrainableModel):
         if weights == "current":
             return self._logprobs(batches)
         if self.lora.rank:
-            with adapters_off(self.network.chunks):
+            with disabled_adapters(self.network.chunks):
                 return self._logprobs(batches)
         assert weights == "reference" and self.reference is not None, "the policy was built without keep_reference"
         self.reference.swap()
@@ -128,31 +128,31 @@ class Policy(TrainableModel):
         return [logprob_1T[0] for logprob_1T in self.network.forward_only(batches, self._logprob_R)]
 
     def _logprob_R(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
-        return self._tokens(batch, rows_R, hidden_RH)[0]
+        return self._logprob_and_entropy(batch, rows_R, hidden_RH)[0]
 
     def update(
         self, batches: list[MicroBatch], loss: Loss, *,
-        step: int, head_alone: bool = False, see: Callable[[MicroBatch, torch.Tensor, LossInputs], None] | None = None,
+        step: int, value_head_only: bool = False, record: Callable[[MicroBatch, torch.Tensor, LossInputs], None] | None = None,
         check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """One optimizer update of this loss; see Network.update, also for `check`. head_alone: what is of the value head alone, and nothing
-        else moves. `see` is shown every micro-batch with its rows_R and their LossInputs, on the ranks of the last stage."""
+        """One optimizer update of this loss; see Network.update, also for `check`. value_head_only: what is of the value head alone, and
+        nothing else moves. `record` is shown every micro-batch with its rows_R and their LossInputs, on the ranks of the last stage."""
         has_values = self._has_values
 
         def on_hidden(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
             # The trunk's backward pass stays, with gradients of 0: the stages of a pipeline wait for each other's.
-            seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if head_alone else hidden_RH
-            values = self._value_rows(batch, rows_R, seen_RH) if has_values else None
-            rows = loss_rows(batch, rows_R, *self._tokens(batch, rows_R, hidden_RH), values=values)
-            if see is not None:
-                see(batch, rows_R, rows)
+            seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if value_head_only else hidden_RH
+            values = self._value_loss_inputs(batch, rows_R, seen_RH) if has_values else None
+            rows = make_loss_inputs(batch, rows_R, *self._logprob_and_entropy(batch, rows_R, hidden_RH), values=values)
+            if record is not None:
+                record(batch, rows_R, rows)
             value, metrics = loss(rows)
-            metrics.checks.update(rows.are_finite())
+            metrics.checks.update(rows.finite_checks())
             return value, metrics
 
-        return self.network.update(batches, on_hidden, step=step, is_partial=head_alone, check=check)
+        return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
 
-    def _tokens(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprob_and_entropy(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each row."""
         return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R])
 
@@ -162,7 +162,7 @@ class Policy(TrainableModel):
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream (hf_name, full tensor), adapters merged in; a tensor may be a view of the live weights."""
-        return self.export.tensors()
+        return self.hf_iterator.tensors()
 
     def save_hf(self, out: Path, *, card: str = "") -> None:
         """Write a complete Hugging Face folder at `out`: this one, or what was there before and an OSError on every rank.
@@ -176,24 +176,24 @@ class Policy(TrainableModel):
     def _base_digest(self) -> str:
         """Return the digest of the model that adapters are trained on; computed once."""
         if not self._digest:
-            self._digest = digest_of(open_source(Path(self.settings.path), self.spec, key="model.path"))
+            self._digest = compute_base_digest(open_source(Path(self.settings.path), self.spec, key="model.path"))
         return self._digest
 
     def save_adapter(self, out: Path) -> None:
         """Write the adapters as a PEFT folder at `out`, under the same promise as `save_hf`."""
         lora = self.lora
-        config = peft_config(
+        config = make_peft_config(
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets, base=self.settings.path,
             vision_lora=self.spec.family.vision_lora_patterns, digest=self._base_digest() if dist.get_rank() == 0 else "",
         )  # fmt: skip
-        write_on_rank_zero(self.adapters.tensors(), lambda stream: write_peft(out, stream, config))
+        write_on_rank_zero(self.adapter_iterator.tensors(), lambda stream: write_peft(out, stream, config))
 
 
 def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
     """Not where Transformer Engine's layers may be those of the policy or of a critic. RunFailed: the kernel does not keep its contract."""
     can = not uses_transformer_engine(LoraSettings())
-    if can and has_kernel(device, dtype):
-        require_continuation(varlen, device, dtype)
+    if can and has_varlen_kernel(device, dtype):
+        require_prefix_attention(varlen_attention, device, dtype)
     return can
 
 

@@ -30,15 +30,15 @@ class TrainableModel:
 
     def _value_R(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
         head = self.network.chunks[-1].value_head
-        return head.to_returns(head(hidden_RH))
+        return head.denormalize(head(hidden_RH))
 
-    def _value_rows(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> ValueLossInputs:
+    def _value_loss_inputs(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> ValueLossInputs:
         """What a critic's loss sees of a batch, in the head's units."""
         head = self.network.chunks[-1].value_head
         return ValueLossInputs(
             value_R=head(hidden_RH),
-            old_value_R=head.to_units(batch.old_value_T[rows_R]),
-            return_R=head.to_units(batch.return_T[rows_R]),
+            old_value_R=head.normalize(batch.old_value_T[rows_R]),
+            return_R=head.normalize(batch.return_T[rows_R]),
             weight_R=batch.weight_T[rows_R],
             turn_R=turn_ids(rows_R),
         )

@@ -36,11 +36,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.distributed.world import is_collective_error, run_on_rank_zero
 from megatron_rl.models.name_mapping import padded_vocab
-from megatron_rl.policy.optimizer_state import optimizer_tensors, prepare, restart, set_step
-from megatron_rl.policy.padding import padded, unpadded
+from megatron_rl.policy.optimizer_state import init_moments, optimizer_tensors, reset_optimizer_state, set_step
+from megatron_rl.policy.padding import add_padding, strip_padding
 from megatron_rl.policy.parallel import Layout, seed_generators
 from megatron_rl.weights.formats import torch_dist_load
-from megatron_rl.weights.formats.digests import digest
+from megatron_rl.weights.formats.digests import compute_sha256
 
 _METADATA = {"non_homogeneous_layers": True}
 """Of Megatron's sharded state dicts: a key for each layer."""
@@ -79,17 +79,17 @@ class AsyncSave:
         self.digests: dict[Path, str] = {}
         """Digests of the files with tensors; filled on rank 0 when the save is finished."""
         if state.num_updates == 0:  # while its critic warms up: AdamW has no moments yet, and Megatron saves what it has
-            restart(state.optimizer)
+            reset_optimizer_state(state.optimizer)
         self._common = io.BytesIO()
         torch.save(_common(state), self._common)
         weights = sharded_weights(state.chunks)
         moments = optimizer_tensors(state.optimizer, weights, vocab_size=_vocab_size(state))
-        sharded, _ = save_preprocess({"weights": unpadded(weights, _vocab_size(state))} | ({"optimizer": moments} if moments else {}))
+        sharded, _ = save_preprocess({"weights": strip_padding(weights, _vocab_size(state))} | ({"optimizer": moments} if moments else {}))
         _balance_over_ranks(sharded["weights"])
         self._writer = FileSystemWriter(folder)
         planner = MCoreSavePlanner(flatten_state_dict=False)
-        planner.set_up_planner(mcore_to_pyt_state_dict(_own(sharded, copy=background)), is_coordinator=dist.get_rank() == 0)
-        plan, self._metadata = _plan(self._writer, planner)
+        planner.set_up_planner(mcore_to_pyt_state_dict(_own_parts(sharded, copy=background)), is_coordinator=dist.get_rank() == 0)
+        plan, self._metadata = _make_save_plan(self._writer, planner)
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._written = self._thread.submit(self._write, plan, planner)
         if not background:
@@ -99,7 +99,7 @@ class AsyncSave:
         """Write this rank's files, and return their digests, read from the page cache while they are in it."""
         results = self._writer.write_data(plan, planner).value()
         names = {result.storage_data.relative_path for result in results}
-        return results, {name: digest(self._folder / name) for name in sorted(names)}
+        return results, {name: compute_sha256(self._folder / name) for name in sorted(names)}
 
     def is_written(self) -> bool:
         """Whether the tensors of all ranks are on disk (or one of them could not be written): `finish` will not wait for long."""
@@ -112,7 +112,7 @@ class AsyncSave:
         error = self._written.exception()
         self._thread.shutdown()
         errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, "" if error is None else f"rank {dist.get_rank()}: {_first(error)}", group=group)
+        dist.all_gather_object(errors, "" if error is None else f"rank {dist.get_rank()}: {_first_cause(error)}", group=group)
         failed = [text for text in errors if text]
         if failed:
             raise OSError(failed[0])
@@ -136,14 +136,14 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
     """
     with _naming_errors(folder):
         common = _read_common(folder)
-        prepare(state.optimizer)
+        init_moments(state.optimizer)
         sharded = sharded_weights(state.chunks)
         moments = optimizer_tensors(state.optimizer, sharded, vocab_size=_vocab_size(state))
-        wanted = {"weights": unpadded(sharded, _vocab_size(state)), "optimizer": moments}
-        loaded = torch_dist_load.load(wanted, folder, key="run.dir", whole=True)
+        wanted = {"weights": strip_padding(sharded, _vocab_size(state)), "optimizer": moments}
+        loaded = torch_dist_load.load(wanted, folder, key="run.dir", with_optimizer=True)
     _fill(state.chunks, loaded["weights"])
     set_step(state.optimizer, common["updates"])
-    if common["layout"] == _sizes(state):
+    if common["layout"] == _layout_sizes(state):
         with _naming_errors(folder):
             _set_generators(common["generators"][dist.get_rank()])
     else:
@@ -155,8 +155,8 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
 def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
     """Fill model chunks from a checkpoint's weights alone. ValueError, under the option `key`: the checkpoint is not of this model."""
     with _naming_errors(folder):
-        wanted = unpadded(sharded_weights(chunks), chunks[0].spec.vocab_size)
-        loaded = torch_dist_load.load(wanted, folder, key=key, whole=False)
+        wanted = strip_padding(sharded_weights(chunks), chunks[0].spec.vocab_size)
+        loaded = torch_dist_load.load(wanted, folder, key=key, with_optimizer=False)
     _fill(chunks, loaded)
 
 
@@ -176,7 +176,7 @@ def _naming_errors(folder: Path) -> Iterator[None]:
 def _fill(chunks: nn.ModuleList, weights: dict[str, dict]) -> None:
     for number, chunk in enumerate(chunks):
         num_rows = padded_vocab(chunk.spec.vocab_size, chunk.layout.tp) // chunk.layout.tp
-        unfilled = chunk.load_state_dict(padded(weights[str(number)], num_rows), strict=False)
+        unfilled = chunk.load_state_dict(add_padding(weights[str(number)], num_rows), strict=False)
         assert all(name.endswith("_extra_state") for name in (*unfilled.missing_keys, *unfilled.unexpected_keys)), unfilled
 
 
@@ -188,7 +188,7 @@ def _common(state: TrainingState) -> dict[str, object]:
     """What is no tensor of the model: plain values and byte tensors, because nothing else is read back."""
     generators: list = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
-    return {"updates": state.num_updates, "layout": _sizes(state), "generators": generators}
+    return {"updates": state.num_updates, "layout": _layout_sizes(state), "generators": generators}
 
 
 def _read_common(folder: Path) -> dict[str, object]:
@@ -203,7 +203,7 @@ def _read_common(folder: Path) -> dict[str, object]:
     return common
 
 
-def _sizes(state: TrainingState) -> dict[str, int]:
+def _layout_sizes(state: TrainingState) -> dict[str, int]:
     layout = state.layout
     return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": layout.dp}
 
@@ -215,7 +215,7 @@ def _balance_over_ranks(weights: ShardedStateDict) -> None:
     distribute_main_replicas_with_precomputed_distribution(weights, group, dealt)
 
 
-def _own(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTensor | ShardedObject]]:
+def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTensor | ShardedObject]]:
     """What this rank writes, by key: of replicas the first; tensors on the host, and its own if `copy`."""
     own: dict[str, list[ShardedTensor | ShardedObject]] = {}
     for part in nested_values(sharded):
@@ -227,7 +227,7 @@ def _own(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTens
     return own
 
 
-def _plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tuple[SavePlan, Metadata | None]:
+def _make_save_plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tuple[SavePlan, Metadata | None]:
     """Rank 0 checks that the ranks' parts make whole tensors and hands out file names. The metadata is rank 0's, None elsewhere."""
     is_main = dist.get_rank() == 0
     writer.set_up_storage_writer(is_main)
@@ -242,7 +242,7 @@ def _plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tuple[SavePlan
     return planner.finish_plan(mine[0]), metadata
 
 
-def _first(error: BaseException) -> BaseException:
+def _first_cause(error: BaseException) -> BaseException:
     """What began it: torch.save turns the OSError of a full disk into a RuntimeError about positions."""
     while error.__context__ is not None:
         error = error.__context__

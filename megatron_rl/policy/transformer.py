@@ -21,12 +21,12 @@ from megatron_rl.models.mrope import interleave_sections
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import PackedCoreAttention, Segments, SharedPromptParams
 from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
-from megatron_rl.policy.fused import fuses_activation, norm
+from megatron_rl.policy.fused import fused_rms_norm, fuses_activation
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.lora import adapt_layers
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.value_head import ValueHead
-from megatron_rl.policy.vision import encode_images, vision_tower
+from megatron_rl.policy.vision import build_vision_tower, encode_images
 from megatron_rl.types import MicroBatch
 
 
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return norm(x, self.weight, self.eps)
+        return fused_rms_norm(x, self.weight, self.eps)
 
 
 def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -88,11 +88,11 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
     )
 
 
-def _recompute(what: str) -> dict[str, object]:
+def _recompute(mode: str) -> dict[str, object]:
     """Megatron's words for "selective" (attention) and "full" (every layer); "none" and "vision" leave the decoder layers alone."""
-    if what == "selective":
+    if mode == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    if what == "full":
+    if mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return {}
 
@@ -158,7 +158,7 @@ class ModelChunk(MegatronModule):
             scatter_embedding_sequence_parallel=False,
             vp_stage=number if layout.vpp > 1 else None,
         )
-        self.vision = vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
+        self.vision = build_vision_tower(spec, layout, dtype, lora=lora) if self.pre_process else None
         for layer in range(spec.vision.num_deepstack_layers if self.pre_process else 0):
             self.language.decoder.layers[layer].register_forward_hook(partial(add_to_layer, layer), with_kwargs=True)
         self.value_head = None
@@ -169,7 +169,7 @@ class ModelChunk(MegatronModule):
                 del self.language.output_layer
                 self.language.post_process = False
             if heads.value_sizes is not None:
-                self.value_head = ValueHead(spec.hidden_size, heads.value_sizes, dtype=dtype, normalizes=heads.normalizes_returns)
+                self.value_head = ValueHead(spec.hidden_size, heads.value_sizes, dtype=dtype, normalize_returns=heads.normalizes_returns)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
         self.language.set_input_tensor(input_tensor)
@@ -222,7 +222,7 @@ class ModelChunk(MegatronModule):
         if not self.uses_transformer_engine:
             return SharedPromptParams(qkv_format="sbhd", segments=segments, stacked=stacked)
         offsets = {name: batch.cu_seqlens_S1 for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")}
-        longest = {"max_seqlen_q": segments.longest, "max_seqlen_kv": segments.longest}
+        longest = {"max_seqlen_q": segments.max_length, "max_seqlen_kv": segments.max_length}
         return SharedPromptParams(qkv_format="thd", **offsets, **longest, stacked=stacked)
 
 

@@ -21,7 +21,7 @@ from transformers.vision_utils import (
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.model_spec import ModelSpec, VisionSpec
 from megatron_rl.policy.attention import VISION_ATTENTION, Segments, to_device
-from megatron_rl.policy.fused import norm
+from megatron_rl.policy.fused import fused_rms_norm
 from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 
@@ -29,7 +29,7 @@ Grid = Sequence[int]
 """Frames, rows and columns of an image in patches."""
 
 
-class PatchProduct(nn.Conv3d):
+class LinearPatchEmbed(nn.Conv3d):
     """A convolution over patches that are as large as its kernel: one matrix product, of the same weight.
 
     As vLLM does it since torch 2.9 (0.32.0, model_executor/layers/conv.py): cuDNN has no good engine for it in bfloat16.
@@ -39,20 +39,20 @@ class PatchProduct(nn.Conv3d):
         return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
-class Norm(nn.Module):
+class FusedRMSNorm(nn.Module):
     """The tower's own norm by our kernel: put in the place of the module's class (Family.tower_norm), whose weight it is."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return norm(hidden_states, self.weight, self.variance_epsilon)
+        return fused_rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
+def build_vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
     tower = spec.build_tower().to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
-    tower.patch_embed.proj.__class__ = PatchProduct
+    tower.patch_embed.proj.__class__ = LinearPatchEmbed
     for module in tower.modules():
         if spec.family.tower_norm_class and isinstance(module, spec.family.tower_norm_class):
-            module.__class__ = Norm
+            module.__class__ = FusedRMSNorm
     if layout.recompute in ("vision", "full"):
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     if lora.rank:
@@ -81,12 +81,12 @@ def encode_images(
     Where layers add more of them later, [V, (1 + stacked) * H]. The grids are the host's: nothing here waits for the device."""
     grids = grid_I3.tolist()
     if layout.tp == 1:
-        return encode(tower, patch_PC, grids, sizes), len(grids)
+        return encode_patches(tower, patch_PC, grids, sizes), len(grids)
     patches_I = list(map(prod, grids))
     shares = balance_over_ranks(patches_I, layout.tp)
     mine = shares[layout.tp_rank]
     if mine:
-        local = encode(tower, patch_PC, [grids[image] for image in mine], sizes)
+        local = encode_patches(tower, patch_PC, [grids[image] for image in mine], sizes)
     else:
         local = patch_PC.new_zeros(0, sizes.out_hidden_size * (1 + sizes.num_deepstack_layers))
     # The average over ranks that follows the backward divides by tp; each image's gradient exists on one rank only.
@@ -104,21 +104,21 @@ def encode_images(
     return gathered[to_device(rows_V, gathered.device)], len(mine)
 
 
-def encode(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
+def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
     """The tower's embeddings [V, H]. It is handed what it would else make of the grids, asking the device some ten times and once more in
     every block; what stands for offsets, and is passed on as it is, are our attention's segments."""
-    device, known = patch_PC.device, of_grids(grids, sizes)
+    device, known = patch_PC.device, compute_grid_inputs(grids, sizes)
     given: dict[str, object] = {}
     for offsets, longest in (("cu_seqlens", "max_seqlen"), ("cu_window_seqlens", "max_window_seqlen")):
         if offsets in known:
             segments = Segments(known.pop(offsets).tolist(), device=device)
-            given |= {offsets: segments, longest: segments.longest}
+            given |= {offsets: segments, longest: segments.max_length}
     given |= {name: to_device(tensor, device) for name, tensor in known.items()}
     encoded = tower(patch_PC, grid_thw=None, **given)
     return torch.cat([encoded.pooler_output, *encoded.deepstack_features], 1) if sizes.num_deepstack_layers else encoded.pooler_output
 
 
-def of_grids(grids: Sequence[Grid], sizes: VisionSpec) -> dict[str, torch.Tensor]:
+def compute_grid_inputs(grids: Sequence[Grid], sizes: VisionSpec) -> dict[str, torch.Tensor]:
     """By the names that the tower knows them by (transformers 5.19, vision_utils.py: what it is handed, it does not compute)."""
     grid_I3 = torch.tensor(grids)
     known = {"position_ids": get_vision_position_ids(grid_I3, sizes.spatial_merge_size), "cu_seqlens": get_vision_cu_seqlens(grid_I3)}

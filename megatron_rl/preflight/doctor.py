@@ -175,8 +175,8 @@ def check_judges(settings: Settings, report: CheckReport) -> None:
     try:
         greetings = asyncio.run(_check_judge_endpoints(settings.task.judge))
         for url, greeting in greetings.items():
-            served = f"serves {', '.join(greeting.served)}" if greeting.served else "answers, and does not list its models"
-            report.add_finding(f"judge {url}", "not usable" if greeting.trouble else served)
+            served = f"serves {', '.join(greeting.models)}" if greeting.models else "answers, and does not list its models"
+            report.add_finding(f"judge {url}", "not usable" if greeting.error else served)
         warning = health_warning(greetings)
     except InfraError as fault:
         report.errors.append(str(fault))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import World, connect, disconnect, gather, run_on_rank_zero
+from megatron_rl.distributed.world import World, all_gather_object, connect, disconnect, run_on_rank_zero
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.nodes import check_nodes
@@ -30,10 +30,14 @@ MAX_CLOCK_SKEW_S = 1.0
 
 def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Callable[[], CheckReport]) -> CheckReport:
     """One report of all nodes, on every rank; each node's first rank examines it."""
-    mine = run_node_checks() if world.is_first_here else None  # before the ranks meet: the plan makes up a world of its own
+    mine = run_node_checks() if world.is_local_main else None  # before the ranks meet: the plan makes up a world of its own
     connect(world, timeout_s=RENDEZVOUS_TIMEOUT_S)
     try:
-        found = [(node, report) for node, report in gather((f"node {world.node} ({socket.gethostname()})", mine)) if report is not None]
+        found = [
+            (node, report)
+            for node, report in all_gather_object((f"node {world.node} ({socket.gethostname()})", mine))
+            if report is not None
+        ]
         whole = merge_reports(dict(found))
         check_job_nodes(settings, world, whole)
         check_all_reduce(world, whole)
@@ -83,7 +87,7 @@ def check_all_reduce(world: World, report: CheckReport) -> None:
         dist.all_reduce(number_T)
         number_T[0].item()  # a GPU has done it when this is known
         seconds.append(time.perf_counter() - began)
-    speed = min(gather(ALL_REDUCE_BYTES * 2 * (world.size - 1) / world.size / min(seconds[1:])))
+    speed = min(all_gather_object(ALL_REDUCE_BYTES * 2 * (world.size - 1) / world.size / min(seconds[1:])))
     report.add_finding("all-reduce", f"{world.size} ranks, {ALL_REDUCE_BYTES >> 20} MiB: {speed / 1e9:.1f} GB/s")
     if world.num_nodes > 1 and world.device.type == "cuda" and speed < MIN_BYTES_PER_S:
         report.warnings.append(f"NCCL_SOCKET_IFNAME: {speed / 1e9:.2f} GB/s between the ranks; name the fast interface, or NCCL_IB_HCA")
@@ -95,7 +99,7 @@ def check_clocks(world: World, report: CheckReport) -> None:
     for _ in range(NUM_ROUNDS):
         dist.barrier()
         rounds.append(time.time())
-    everyones = gather((world.node, socket.gethostname(), rounds))
+    everyones = all_gather_object((world.node, socket.gethostname(), rounds))
     apart = {f"node {node} ({host})": _clock_offset(read, everyones[0][2]) for node, host, read in everyones}
     report.add_finding("clocks", f"at most {max(map(abs, apart.values())):.3f} s apart")
     for name, ahead in apart.items():

@@ -117,9 +117,9 @@ def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: Chec
 
 def check_kernels(settings: Settings, report: CheckReport) -> None:
     """Which ones run, from which package."""
-    from megatron_rl.policy.kernels import apex_error, kernels, transformer_engine_error  # brings Megatron
+    from megatron_rl.policy.kernels import apex_error, describe_kernels, transformer_engine_error  # brings Megatron
 
-    report.add_finding("kernels", ", ".join(f"{what}: {whose}" for what, whose in kernels(settings.lora).items()))
+    report.add_finding("kernels", ", ".join(f"{what}: {whose}" for what, whose in describe_kernels(settings.lora).items()))
     report.warnings += [line for line in (transformer_engine_error(), apex_error()) if line]
 
 

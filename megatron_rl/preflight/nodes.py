@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import Settings, require
-from megatron_rl.distributed.world import World, gather, run_on_rank_zero
+from megatron_rl.distributed.world import World, all_gather_object, run_on_rank_zero
 from megatron_rl.io.bounded_files import read_bytes
 from megatron_rl.run.record import explain_write_errors
 
@@ -45,7 +45,7 @@ def check_nodes(settings: Settings, world: World) -> None:
     with explain_write_errors(Path(settings.run.dir)):
         run_on_rank_zero(lambda: [mark.touch() for mark in marker_paths(settings, nonce)])
     try:
-        views = gather(inspect_node(settings, world, nonce) if world.is_first_here else None)
+        views = all_gather_object(inspect_node(settings, world, nonce) if world.is_local_main else None)
     finally:
         run_on_rank_zero(lambda: [mark.unlink(missing_ok=True) for mark in marker_paths(settings, nonce)])
     require_same_nodes(settings, [view for view in views if view is not None])

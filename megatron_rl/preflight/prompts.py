@@ -25,7 +25,7 @@ def report_prompts(settings: Settings, *, rollout_manager: RolloutManager, log: 
 
 
 def _report_first_prompt(settings: Settings, prompt: TokenSequence, *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:
-    words = rollout_manager.renderer.shown(prompt)
+    words = rollout_manager.renderer.describe_sequence(prompt)
     short = words if len(words) <= 2 * SHOWN_CHARACTERS else f"{words[:SHOWN_CHARACTERS]} ... {words[-SHOWN_CHARACTERS:]}"
     log(f"first prompt, {len(prompt.token_ids)} tokens:\n{indent(short.rstrip(), '    ')}")
     questions = {split: rollout_manager.task.examples(split) for split in ("train", "eval")}
@@ -38,7 +38,7 @@ def _report_first_prompt(settings: Settings, prompt: TokenSequence, *, rollout_m
 def report_blanked_tokens(questions: dict[str, QuestionDataset], *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:
     """Warn of questions with names of special tokens, which the policy reads as text."""
     for split, of_split in questions.items():
-        names = [name for example in of_split if (name := rollout_manager.renderer.find_blanked(str(example.payload["question"])))]
+        names = [name for example in of_split if (name := rollout_manager.renderer.find_special_token(str(example.payload["question"])))]
         if names:
             remedy = "task.data.allow_grounding_tokens=true keeps those of grounding"
             rest = names[0][1:]

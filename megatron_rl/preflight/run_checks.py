@@ -14,7 +14,7 @@ from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.preflight.gpus import check_gpus, visible_gpus
 from megatron_rl.preflight.settings import check_examples, check_settings, check_sizes
 from megatron_rl.registry import Plugins, build_task, has_critic, uses_sandbox
-from megatron_rl.rollout.replay import check_recorded
+from megatron_rl.rollout.replay import require_recorded_steps
 from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.vllm.server_api import check_servers
 from megatron_rl.services.engine_servers import check_started
@@ -26,7 +26,7 @@ def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int
     0 on CPUs, and on all processes but the first of a node. The memory is that of the smallest GPU here. Main memory is judged where
     run.host_gb states it: a run seldom needs its maximum at once. Call it before the process groups exist, since the plan makes one of
     its own; the error is returned so that all ranks can raise it."""
-    if world.device.type != "cuda" or not world.is_first_here:
+    if world.device.type != "cuda" or not world.is_local_main:
         return 0
     try:
         model = read_spec(settings.model.path)
@@ -57,7 +57,7 @@ def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int
         check_wandb(settings.wandb)
         check_trackio(settings.trackio)
         if settings.run.replay:
-            check_recorded(settings)
+            require_recorded_steps(settings)
         else:
             check_servers(settings)
             check_started(settings, num_ranks=world.local_size)

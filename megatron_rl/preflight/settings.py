@@ -61,7 +61,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     is_local = engine.mode == "colocated"
     require(not is_local or world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
     tower = {"attention heads of the vision tower": model.vision.num_heads, "rows of each MLP of the vision tower": model.vision.ffn_size}
-    require_divisible("engine.tp", engine.tp, {**sizes_cut_by_tp(model), **tower}, whose="the model")
+    require_divisible("engine.tp", engine.tp, {**sizes_cut_by_tp(model), **tower}, model_label="the model")
     if settings.stage == "rl":
         _check_staleness(settings, num_engines=world_size // engine.tp if is_local else engine.num_endpoints)
     longest, length = model.max_positions, engine.max_model_len
@@ -91,7 +91,7 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
     if critic.path:
         spec = load_known_spec(critic.path, key="critic.path")
         check_critic_vision(spec, model, path=critic.path)
-        check_layout(settings.parallel, spec, world_size, whose="the critic")
+        check_layout(settings.parallel, spec, world_size, model_label="the critic")
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
     require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
     moves = critic.backbone == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
@@ -105,7 +105,7 @@ VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
     "patch_size": lambda spec: spec.vision.patch_size,
     "temporal_patch_size": lambda spec: spec.vision.temporal_patch_size,
     "spatial_merge_size": lambda spec: spec.vision.spatial_merge_size,
-    "in_channels": lambda spec: spec.vision.channels,
+    "in_channels": lambda spec: spec.vision.in_channels,
     "image_token_id": lambda spec: spec.image_token_id,
     "video_token_id": lambda spec: spec.video_token_id,
     "vision_start_token_id": lambda spec: spec.vision_start_id,

@@ -21,7 +21,7 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.clients.endpoint_pool import Endpoint, EndpointPool, RequestRejected
 from megatron_rl.clients.health_check import check_endpoints, health_warning, list_models
-from megatron_rl.clients.openai import ChatMessage, Completion, api_key, make_client, translate_errors
+from megatron_rl.clients.openai import ChatCompletion, ChatMessage, api_key, make_client, translate_errors
 from megatron_rl.config import JudgeSettings
 from megatron_rl.config.checks import require
 from megatron_rl.errors import PermanentInfraError
@@ -50,7 +50,7 @@ class Judge:
         self.model, self.always_ask = settings.model, settings.always_ask
         self.endpoints = EndpointPool(
             settings.urls, name="judge", max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
-            outage_timeout_s=settings.outage_timeout_s, concurrency=settings.concurrency, rest_s=backoff_s,
+            outage_timeout_s=settings.outage_timeout_s, concurrency=settings.concurrency, backoff_s=backoff_s,
         )  # fmt: skip
         self.num_requests = self.cache_hits = 0
         """Verdicts that a server gave; verdicts that were kept, or that another request under way brought."""
@@ -78,7 +78,7 @@ class Judge:
         )
         if warning:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        self.model = self.model or await self.endpoints.ask(self._find_served_model)
+        self.model = self.model or await self.endpoints.request(self._find_served_model)
 
     async def close(self) -> None:
         for task in self._pending.values():
@@ -134,7 +134,7 @@ class Judge:
         text = prompt.render(fields)
         parts = [{"type": "text", "text": text}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
         messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": parts if urls else text}]
-        verdict, words = await self.endpoints.ask(lambda endpoint: self._request_with_schema(endpoint, prompt, messages))
+        verdict, words = await self.endpoints.request(lambda endpoint: self._request_with_schema(endpoint, prompt, messages))
         self.num_requests += 1
         self._cache.store(key, model=self.model, prompt=f"{prompt.name} {prompt.version}", fields=json.dumps(dict(fields)), verdict=verdict)
         if words:
@@ -165,7 +165,7 @@ class Judge:
                 max_completion_tokens=self.settings.max_tokens,
                 **options,
             )
-            return Completion.model_validate_json(raw.content).choices[0].message
+            return ChatCompletion.model_validate_json(raw.content).choices[0].message
 
     async def _find_served_model(self, endpoint: Endpoint) -> str:
         with translate_errors(self._api_key, token_file=self.settings.token_file):

@@ -28,7 +28,7 @@ from megatron_rl.rollout.vllm.engine_core import CACHED_PATCHES, VllmCore
 from megatron_rl.types import Image
 
 T = TypeVar("T")
-_ROUNDS = 3
+_LOOP_ITERATIONS = 3
 """Of the event loop between two steps: from a thread that has rendered a picture it is two rounds to its episode, and one more to the
 others of its group."""
 HEARTBEAT_S = 20.0
@@ -44,7 +44,7 @@ def _common_name(group: dist.ProcessGroup | None) -> str:
 
 
 @dataclass(slots=True)
-class _Announcement:
+class _StepMessage:
     """What the leader tells the followers before a step."""
 
     requests: list[Request] = field(default_factory=list)
@@ -95,10 +95,10 @@ class ColocatedEngine:
         self.busy_s = 0.0
         """Seconds spent preparing requests and inside vLLM's step, since construction."""
         self._ids = itertools.count()
-        self._news = _Announcement()
-        self._held: list[Request] = []
+        self._pending_message = _StepMessage()
+        self._delayed: list[Request] = []
         """Whose prompt another request has brought in this step: a step later it lies in vLLM's prefix cache, and is computed once."""
-        self._woken = asyncio.Event()
+        self._wake_event = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._error: BaseException | None = None
         self._loop = asyncio.Runner(loop_factory=PausableEventLoop)
@@ -115,12 +115,12 @@ class ColocatedEngine:
         if self._error is not None:
             raise PermanentInfraError(f"the engine has failed: {self._error!r}")
         assert self._has_weights, "generate before load_weights: this engine has read none"
-        assert not self._core.asleep, f"generate while {self._core.asleep} asleep"
+        assert not self._core.sleeping_tags, f"generate while {self._core.sleeping_tags} asleep"
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
         offsets = placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
         if len(token_ids) >= self._settings.max_model_len:
-            return Completion([], [], finish_reason=False, versions=[])
+            return Completion([], [], is_stopped=False, weight_versions=[])
         shown = [
             ImageInput(image.key, image.grid, offset, image.num_tokens, image.patch_PC)
             for image, offset in zip(images, offsets, strict=True)
@@ -128,27 +128,27 @@ class ColocatedEngine:
         request = Request(str(next(self._ids)), token_ids, shown, sampling)
         future = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = future
-        self._news.requests.append(request)
-        self._woken.set()
+        self._pending_message.requests.append(request)
+        self._wake_event.set()
         try:
             return await future
         except asyncio.CancelledError:
             if self._waiting.pop(request.id, None) is not None:
-                self._news.aborted.append(request.id)
-                self._woken.set()
+                self._pending_message.aborted.append(request.id)
+                self._wake_event.set()
             raise
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
         """Run `main` to its end on the leader and return its result; followers serve it meanwhile and return None.
 
         What main raises comes out of here, and the followers raise RuntimeError. A failing step fails every waiting `generate`. What main
-        leaves behind goes on in the next run (engine.TrainedEngine).
+        leaves behind goes on in the next run (engine.RolloutEngine).
         """
         if self._group is not None and self._group.rank() != 0:
             main.close()
-            self._follow()
+            self._run_as_follower()
             return None
-        return self._loop.run(self._lead(main))
+        return self._loop.run(self._run_as_leader(main))
 
     def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
         """Run `main`, which asks nothing of the engine, on the leader without its followers; they return None at once."""
@@ -157,8 +157,8 @@ class ColocatedEngine:
             return None
         return self._loop.run(main)
 
-    async def _lead(self, main: Coroutine[object, object, T]) -> T:
-        self._woken = asyncio.Event()
+    async def _run_as_leader(self, main: Coroutine[object, object, T]) -> T:
+        self._wake_event = asyncio.Event()
         episodes = asyncio.create_task(main)
         pump = asyncio.create_task(self._pump())
         try:
@@ -173,14 +173,14 @@ class ColocatedEngine:
                 ended = episodes.done() and not episodes.cancelled()
                 error = episodes.exception() if ended else KeyboardInterrupt("interrupted")
             if error is not None:
-                self._news.aborted += self._waiting
+                self._pending_message.aborted += self._waiting
                 self._waiting.clear()
-            self._news = replace(self._news, stop=True, error="" if error is None else repr(error))
-            self._admit(self._exchange())
+            self._pending_message = replace(self._pending_message, stop=True, error="" if error is None else repr(error))
+            self._add_requests(self._broadcast_message())
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        self._news = _Announcement()
+        self._pending_message = _StepMessage()
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
@@ -188,29 +188,29 @@ class ColocatedEngine:
 
     async def _pump(self) -> None:
         while True:
-            if not (self._news or self._held or self._core.is_busy()):
-                self._woken.clear()
+            if not (self._pending_message or self._delayed or self._core.is_busy()):
+                self._wake_event.clear()
                 with contextlib.suppress(TimeoutError):  # Python 3.11's wait_for ignores a cancellation that comes with the event
                     async with asyncio.timeout(HEARTBEAT_S):
-                        await self._woken.wait()
-            self._turn()
-            for _ in range(_ROUNDS):
+                        await self._wake_event.wait()
+            self._run_step()
+            for _ in range(_LOOP_ITERATIONS):
                 await asyncio.sleep(0)
 
-    def _follow(self) -> None:
+    def _run_as_follower(self) -> None:
         while True:
-            news = self._turn()
+            news = self._run_step()
             if news.error:
                 raise RuntimeError(f"the engine's leader failed: {news.error}")
             if news.stop:
                 return
 
-    def _turn(self) -> _Announcement:
+    def _run_step(self) -> _StepMessage:
         """What every rank does in step: hear the news, add and abort, compute."""
-        news = self._exchange()
+        news = self._broadcast_message()
         started = time.perf_counter()
-        self._admit(news)
-        if self._core.is_busy() and not news.stop and not self._core.asleep:
+        self._add_requests(news)
+        if self._core.is_busy() and not news.stop and not self._core.sleeping_tags:
             for request_id, completion in self._core.step():
                 future = self._waiting.pop(request_id, None)
                 if future is not None and not future.done():
@@ -218,9 +218,9 @@ class ColocatedEngine:
         self.busy_s += time.perf_counter() - started
         return news
 
-    def _exchange(self) -> _Announcement:
+    def _broadcast_message(self) -> _StepMessage:
         """Take the news and, as the leader of several ranks, broadcast it; as a follower, receive it."""
-        news, self._news = self._news, _Announcement()
+        news, self._pending_message = self._pending_message, _StepMessage()
         if self._group is None:
             return news
         leads = self._group.rank() == 0
@@ -239,21 +239,21 @@ class ColocatedEngine:
             news = news if leads else pickle.loads(payload.numpy().tobytes())
         return news
 
-    def _admit(self, news: _Announcement) -> None:
+    def _add_requests(self, message: _StepMessage) -> None:
         if self._error is not None:
             return
-        held, self._held = self._held, []
+        held, self._delayed = self._delayed, []
         seen: set[tuple] = set()
-        for request in news.requests:
+        for request in message.requests:
             prompt = (*request.token_ids, *(image.key for image in request.images))
-            (self._held if prompt in seen and not news.stop else held).append(request)
+            (self._delayed if prompt in seen and not message.stop else held).append(request)
             seen.add(prompt)
         for request in held:
-            if request.id not in news.aborted:
+            if request.id not in message.aborted:
                 self._add(request)
-        self._core.abort(news.aborted)
-        self._held = [request for request in self._held if request.id not in news.aborted]
-        if not self._held:  # they may show an image whose patches came with another request
+        self._core.abort(message.aborted)
+        self._delayed = [request for request in self._delayed if request.id not in message.aborted]
+        if not self._delayed:  # they may show an image whose patches came with another request
             self._core.trim_images()
 
     def _add(self, request: Request) -> None:

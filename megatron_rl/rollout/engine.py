@@ -28,7 +28,7 @@ class SamplingSettings:
     seed: int
     stop: tuple[str, ...] = ()
     """Texts that end the turn. They and the token that completed one stay in it."""
-    asked: tuple[int, ...] = ()
+    logprob_token_ids: tuple[int, ...] = ()
     """Tokens whose logprobs are wanted wherever one is sampled; vLLM tells of 128 at most."""
 
 
@@ -37,12 +37,12 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     """Logprobs of the sampled tokens under the policy: the model at the sampling temperature with the banned ids removed."""
-    finish_reason: bool
+    is_stopped: bool
     """True: the last of token_ids is a stop id or completes a stop text. False: max_tokens or the context ran out."""
-    versions: list[int]
+    weight_versions: list[int]
     """Version of the weights that sampled each token; they never go down."""
-    asked: list[list[float]] = field(default_factory=list)
-    """For each sampled token the logprobs of Sampling.asked in its place; empty where none were asked."""
+    requested_logprobs: list[list[float]] = field(default_factory=list)
+    """For each sampled token the logprobs of SamplingSettings.logprob_token_ids in its place; empty where none were asked."""
 
 
 @dataclass(slots=True, frozen=True)

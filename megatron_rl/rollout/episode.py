@@ -12,18 +12,18 @@ from typing import Self, TypeVar
 
 from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout, PermanentInfraError, RunDenied
 from megatron_rl.rewards.rubric import RewardInput
-from megatron_rl.rollout.conversation import Conversation, SequenceLimits, pixels_of
+from megatron_rl.rollout.conversation import Conversation, SequenceLimits, count_pixels
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.example_fields import example_fields
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.types import Example, Rollout, Status, StopReason
 
 T = TypeVar("T")
-Timed = Callable[[str], AbstractContextManager[list[str]]]
+TimerFn = Callable[[str], AbstractContextManager[list[str]]]
 """Around each part of an episode, by its name, to which the part may add words."""
 
 
-def untimed(name: str) -> AbstractContextManager[list[str]]:
+def no_timer(name: str) -> AbstractContextManager[list[str]]:
     return nullcontext([])
 
 
@@ -34,30 +34,31 @@ class EpisodeSettings(SequenceLimits):
     max_new_tokens: int
     max_seconds: float = 0.0
     """Wall time; 0 sets no limit."""
-    environment_s: float = 0.0
+    env_timeout_s: float = 0.0
     """Of the environment's reset and of each step; 0 sets no limit."""
-    errors_end: bool = False
+    stop_on_tool_error: bool = False
     seed: int
     """With group, sample and turn it makes every request's seed."""
 
     def at_step(self, step: int) -> Self:
         """The same with a seed of the step's own, made of the run's that stands here: a resumed run samples what the unbroken one would."""
-        return replace(self, seed=seed_of(self.seed, step))
+        return replace(self, seed=derive_seed(self.seed, step))
 
 
-def seed_of(*parts: int) -> int:
+def derive_seed(*parts: int) -> int:
     """A 31-bit seed that depends on every part and on their order."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 async def run_episode(
-    task: Task, example: Example, *, conversation: Conversation, settings: EpisodeSettings, group: int, sample: int,
-    timed: Timed = untimed,
+    task: Task, example: Example, *, conversation: Conversation, settings: EpisodeSettings, group: int, sample_index: int,
+    timer: TimerFn = no_timer,
 ) -> Rollout:  # fmt: skip
     """Play one episode and score it. A fault of ours (InfraError) fails the rollout; it is never a score."""
     rollout = Rollout(
-        task=task.name, example_id=example.id, source=example.source, group=group, sample_index=sample, **example_fields(example.payload),
+        task=task.name, example_id=example.id, source=example.source, group=group, sample_index=sample_index,
+        **example_fields(example.payload),
         sequences=conversation.sequences, turns=conversation.turns,
     )  # fmt: skip
     env = task.env(example)
@@ -65,30 +66,30 @@ async def run_episode(
     started = clock()
     try:
         # The members of a group meet the same world: its seed leaves the sample out.
-        with timed("prompt"):
-            reset = env.reset(seed_of(settings.seed, group))
-            end = await conversation.open(await _in_time(reset, settings.environment_s, task=task.name))
+        with timer("prompt"):
+            reset = env.reset(derive_seed(settings.seed, group))
+            end = await conversation.start(await _with_timeout(reset, settings.env_timeout_s, task=task.name))
         if end is not None:
-            raise _no_room(example, rollout, end)
+            raise _prompt_too_large(example, rollout, end)
         shown = [image for context in rollout.sequences for image in context.images]
-        rollout.stop_reason = await _play(rollout, env, conversation, settings=settings, stop=tuple(task.stop), timed=timed)
+        rollout.stop_reason = await _run_turns(rollout, env, conversation, settings=settings, stop=tuple(task.stop), timer=timer)
         rollout.status = Status.COMPLETED if rollout.stop_reason in (StopReason.DONE, StopReason.TOOL_ERROR) else Status.TRUNCATED
         ended = clock()
-        with timed("scoring"):
+        with timer("scoring"):
             score = await task.rubric.score(RewardInput(payload=example.payload, rollout=rollout, prompt_images=shown))
         rollout.scoring_s = clock() - ended
         rollout.reward, rollout.outcome_reward, rollout.reward_terms = score.reward, score.outcome_reward, score.reward_terms
         for turn, worth, gain in zip(rollout.turns, score.step_scores, score.reward_deltas, strict=True):
             turn.step_score, turn.reward_delta = worth, gain
     except InfraError as fault:
-        rollout.status, rollout.reason, rollout.reward, rollout.stop_reason = Status.FAILED, str(fault), None, _end_of(fault)
+        rollout.status, rollout.reason, rollout.reward, rollout.stop_reason = Status.FAILED, str(fault), None, _stop_reason_of(fault)
     finally:
-        await _closed(env, settings.environment_s)
+        await _close_env(env, settings.env_timeout_s)
     rollout.wall_s = clock() - started
     return rollout
 
 
-def _end_of(fault: InfraError) -> StopReason:
+def _stop_reason_of(fault: InfraError) -> StopReason:
     match fault:
         case PermanentInfraError():
             return StopReason.PERMANENT_INFRA_ERROR
@@ -106,57 +107,57 @@ def require_access(rollouts: Sequence[Rollout]) -> None:
         raise RunDenied(denied)
 
 
-async def _play(
-    rollout: Rollout, env: Env, conversation: Conversation, *, settings: EpisodeSettings, stop: tuple[str, ...], timed: Timed
+async def _run_turns(
+    rollout: Rollout, env: Env, conversation: Conversation, *, settings: EpisodeSettings, stop: tuple[str, ...], timer: TimerFn
 ) -> StopReason:  # fmt: skip
     """Reply and observation in turns until the episode ends; returns why it did."""
     clock = asyncio.get_running_loop().time
     started = clock()
     while True:
-        seed = seed_of(settings.seed, rollout.group, rollout.sample_index, len(rollout.turns))
+        seed = derive_seed(settings.seed, rollout.group, rollout.sample_index, len(rollout.turns))
         state = env.state
         begun = clock()
-        with timed("reply"):
+        with timer("reply"):
             text = await conversation.generate(SamplingSettings(settings.max_new_tokens, settings.temperature, seed=seed, stop=stop))
         asked = clock()
-        with timed("environment") as words:
-            step = await _in_time(env.step(text), settings.environment_s, task=rollout.task)
-            if step.call is not None:
-                words.append(step.call.tool)
+        with timer("environment") as words:
+            step = await _with_timeout(env.step(text), settings.env_timeout_s, task=rollout.task)
+            if step.tool_call is not None:
+                words.append(step.tool_call.tool)
         turn = rollout.turns[-1]
         turn.generation_s, turn.env_s = asked - begun, clock() - asked
         rollout.env_s += turn.env_s
-        turn.reward, turn.tool_call, turn.state = float(step.reward), step.call, state
-        if step.action_at is not None:
-            turn.action_start = conversation.char_to_token(step.action_at)
+        turn.reward, turn.tool_call, turn.state = float(step.reward), step.tool_call, state
+        if step.action_char is not None:
+            turn.action_start = conversation.char_to_token(step.action_char)
         if step.done:
             rollout.reason = step.reason
             return StopReason.DONE
-        if settings.errors_end and step.call is not None and step.call.error:
-            rollout.reason = step.call.error
+        if settings.stop_on_tool_error and step.tool_call is not None and step.tool_call.error:
+            rollout.reason = step.tool_call.error
             return StopReason.TOOL_ERROR
         if len(rollout.turns) >= settings.max_turns:
             return StopReason.MAX_TURNS
         if settings.max_seconds and clock() - started > settings.max_seconds:
             return StopReason.MAX_SECONDS
-        with timed("prompt"):
-            end = await conversation.observe(step.messages, anew=step.new_context)
+        with timer("prompt"):
+            end = await conversation.observe(step.messages, is_new_prompt=step.is_new_prompt)
         if end is not None:
             return end
 
 
-async def _in_time(act: Awaitable[T], limit_s: float, *, task: str) -> T:
+async def _with_timeout(work: Awaitable[T], limit_s: float, *, task: str) -> T:
     """PermanentInfraError: an environment that hangs, which the next try would wait for as long again. What it was doing is cancelled."""
     try:
         async with asyncio.timeout(limit_s or None) as limit:
-            return await act
+            return await work
     except TimeoutError as error:
         if not limit.expired():
             raise  # the environment's own
         raise PermanentInfraError(f"task={task}: its environment took more than {limit_s:g} s (task.env_timeout_s)") from error
 
 
-async def _closed(env: Env, limit_s: float) -> None:
+async def _close_env(env: Env, limit_s: float) -> None:
     """One that does not end is left to itself: its episode is over."""
     try:
         async with asyncio.timeout(limit_s or None) as limit:
@@ -166,7 +167,7 @@ async def _closed(env: Env, limit_s: float) -> None:
             raise  # the environment's own
 
 
-def _no_room(example: Example, rollout: Rollout, end: StopReason) -> PermanentInfraError:
+def _prompt_too_large(example: Example, rollout: Rollout, end: StopReason) -> PermanentInfraError:
     """A question that does not fit is a matter of settings, and no failure of the policy. A run names such rows when it starts."""
     (prompt,) = rollout.sequences
     raised = {
@@ -174,5 +175,5 @@ def _no_room(example: Example, rollout: Rollout, end: StopReason) -> PermanentIn
         StopReason.MAX_PIXELS: "task.max_pixels",
         StopReason.MAX_TOKENS: "engine.max_model_len",
     }[end]
-    size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {pixels_of(prompt.images)} pixels"
+    size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {count_pixels(prompt.images)} pixels"
     return PermanentInfraError(f"{example}: its prompt has {size}; raise {raised}, or leave it out")

@@ -8,17 +8,17 @@ class PausableEventLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._stood_s = 0.0
-        self._left: float | None = None
+        self._paused_s = 0.0
+        self._paused_at: float | None = None
         """When it last stopped, by its own clock."""
 
     def time(self) -> float:
-        return super().time() - self._stood_s
+        return super().time() - self._paused_s
 
     def run_forever(self) -> None:
-        if self._left is not None:
-            self._stood_s += self.time() - self._left
+        if self._paused_at is not None:
+            self._paused_s += self.time() - self._paused_at
         try:
             super().run_forever()
         finally:
-            self._left = self.time()
+            self._paused_at = self.time()

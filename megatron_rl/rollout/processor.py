@@ -17,11 +17,11 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.rollout import template_probe
 from megatron_rl.types import Message
 
-SIZES = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
+SIZE_FORMS = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
 """The forms of an image processor's `size`, both in pixels of the whole picture."""
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
 """Exceptions of a chat template that is itself at fault."""
-TEMPLATE_S, TEMPLATE_BYTES = 10, 1 << 30
+TEMPLATE_CPU_S, TEMPLATE_MEMORY_BYTES = 10, 1 << 30
 """Limits of processor time and of memory for trying a chat template."""
 _PROBE_S = 300
 """Seconds by the clock: the kernel has ended the process long before, however busy the machine is."""
@@ -66,7 +66,7 @@ def _check_classes(processor: ProcessorMixin, path: str, *, file: str) -> None:
         require(found in known, "model.path", path, f"{file} names {kind} {found}; known: {', '.join(known)}")
     size = {name for name, value in dict(processor.image_processor.size).items() if value is not None}
     remedy = f"{file} has a size of {', '.join(sorted(size))}; state it as shortest_edge and longest_edge, in pixels of the whole picture"
-    require(size in SIZES, "model.path", path, remedy)
+    require(size in SIZE_FORMS, "model.path", path, remedy)
 
 
 def find_template(processor: ProcessorMixin, path: str) -> str:
@@ -116,14 +116,19 @@ def check_determinism(template: str, path: str) -> None:
 
 
 @cache
-def require_bounded(template: str, path: str) -> None:
+def require_bounded_template(template: str, path: str) -> None:
     """Raise ValueError where a chat template takes too much time or memory for a short conversation, tried in a process of its own."""
     parts = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
-    begun = [_say("system", _SYSTEM), {"role": "user", "content": parts}, _say("assistant", _REPLY), _say("user", _NEXT)]
-    given = {"template": template, "seconds": TEMPLATE_S, "num_bytes": TEMPLATE_BYTES, "conversations": [begun[:2], begun]}
+    begun = [
+        _make_message("system", _SYSTEM),
+        {"role": "user", "content": parts},
+        _make_message("assistant", _REPLY),
+        _make_message("user", _NEXT),
+    ]
+    given = {"template": template, "seconds": TEMPLATE_CPU_S, "num_bytes": TEMPLATE_MEMORY_BYTES, "conversations": [begun[:2], begun]}
     command = [sys.executable, "-P", template_probe.__file__]
     ended = subprocess.run(command, input=json.dumps(given), text=True, capture_output=True, timeout=_PROBE_S, check=False)
-    remedy = f"its chat template takes more than {TEMPLATE_S} s or {TEMPLATE_BYTES >> 20} MB for a short conversation; {_REMEDY}"
+    remedy = f"its chat template takes more than {TEMPLATE_CPU_S} s or {TEMPLATE_MEMORY_BYTES >> 20} MB for a short conversation; {_REMEDY}"
     require(ended.returncode == 0, "model.path", path, remedy)
 
 
@@ -133,9 +138,9 @@ def check_template(render: Callable[[Sequence[Message], bool], str], path: str) 
     `render` gives the text of messages; its second argument asks for the start of the next reply.
     """
     parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": _QUESTION}]
-    asked = [_say("system", _SYSTEM), {"role": "user", "content": parts}]
-    prompt = _rendered(render, asked, path, speak=True)
-    begin, problem = _rendered(render, asked, path, speak=False), ""
+    asked = [_make_message("system", _SYSTEM), {"role": "user", "content": parts}]
+    prompt = _render_checked(render, asked, path, add_generation_prompt=True)
+    begin, problem = _render_checked(render, asked, path, add_generation_prompt=False), ""
     if _SYSTEM not in prompt:
         problem = "leaves out the system message"
     elif _QUESTION not in prompt:
@@ -154,10 +159,10 @@ def find_continuation_problem(render: Callable[[Sequence[Message], bool], str], 
     leaves out earlier messages, or thoughts in them, would have the policy trained on a context that it never sees in use.
     """
     for reply, what in ((_REPLY, "earlier messages"), (f"<think>\n{_SYSTEM}\n</think>\n\n{_REPLY}", "thoughts of earlier turns")):
-        begun = [_say("user", _QUESTION), _say("assistant", reply)]
-        before = _rendered(render, begun[:1], path, speak=True)
-        after = _rendered(render, begun, path, speak=False).removesuffix("\n")
-        whole = _rendered(render, [*begun, _say("user", _NEXT)], path, speak=True)
+        begun = [_make_message("user", _QUESTION), _make_message("assistant", reply)]
+        before = _render_checked(render, begun[:1], path, add_generation_prompt=True)
+        after = _render_checked(render, begun, path, add_generation_prompt=False).removesuffix("\n")
+        whole = _render_checked(render, [*begun, _make_message("user", _NEXT)], path, add_generation_prompt=True)
         if not whole.startswith(after) or reply not in whole:
             return f"its chat template rewrites or leaves out {what}"
         if reply == _REPLY and after != f"{before}{reply}<|im_end|>":
@@ -165,13 +170,15 @@ def find_continuation_problem(render: Callable[[Sequence[Message], bool], str], 
     return ""
 
 
-def _say(role: str, text: str) -> Message:
+def _make_message(role: str, text: str) -> Message:
     return {"role": role, "content": text}
 
 
-def _rendered(render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], path: str, *, speak: bool) -> str:
+def _render_checked(
+    render: Callable[[Sequence[Message], bool], str], messages: Sequence[Message], path: str, *, add_generation_prompt: bool
+) -> str:
     try:
-        return render(messages, speak)
+        return render(messages, add_generation_prompt)
     except RENDER_ERRORS as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"model.path={path}: its chat template cannot be rendered ({reason}); {_REMEDY}") from error

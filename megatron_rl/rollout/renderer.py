@@ -32,13 +32,13 @@ from megatron_rl.rollout.processor import (
     find_banned_ids,
     find_continuation_problem,
     load_processor,
-    require_bounded,
+    require_bounded_template,
 )
-from megatron_rl.rollout.transcript_segments import pictures_of, split_transcript
+from megatron_rl.rollout.transcript_segments import extract_images, split_transcript
 from megatron_rl.types import Image, Message, TokenSequence
 
 T = TypeVar("T")
-SMALL_PIXELS = 1 << 17
+MAX_INLINE_PIXELS = 1 << 17
 """Pictures of fewer take less than 8 ms, which is less than a decode step of a large model."""
 _THREADS = 4
 """Beside an event loop: a picture of 2,000,000 pixels takes one about 100 ms and, meanwhile, 100 MB."""
@@ -52,22 +52,22 @@ GROUNDING_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "
 """Tokens of Qwen2-VL's grounding data. They control nothing."""
 
 
-def small_pixels(engine: EngineSettings) -> int:
+def max_inline_pixels(engine: EngineSettings) -> int:
     """Pictures of fewer are rendered in the event loop itself, for an engine in this process: its requests come in the same order every
     time, so that a run on a CPU repeats bit for bit. Engines elsewhere are asked as it happens, and every picture is rendered beside the
     loop."""
-    return 1 if engine.mode == "server" else SMALL_PIXELS
+    return 1 if engine.mode == "server" else MAX_INLINE_PIXELS
 
 
 class Renderer:
     """Renders for one checkpoint. `banned_ids` and `stop_ids` are the same for engine and trainer."""
 
     def __init__(
-        self, model: ModelSettings, *, small_pixels: int = SMALL_PIXELS, allow_grounding_tokens: bool = False,
-        cached_bytes: int = _CACHED_BYTES,
+        self, model: ModelSettings, *, max_inline_pixels: int = MAX_INLINE_PIXELS, allow_grounding_tokens: bool = False,
+        cache_bytes: int = _CACHED_BYTES,
     ) -> None:  # fmt: skip
-        """`small_pixels`: see the function of this name; `allow_grounding_tokens`: see DataSettings; `cached_bytes`: of pictures."""
-        self.small_pixels, self._most_bytes = small_pixels, cached_bytes
+        """`max_inline_pixels`: see the function of this name; `allow_grounding_tokens`: see DataSettings; `cache_bytes`: of pictures."""
+        self.max_inline_pixels, self._cache_bytes = max_inline_pixels, cache_bytes
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
         self._path, self.processor = model.path, load_processor(model.path)
         self.tokenizer = self.processor.tokenizer
@@ -76,91 +76,91 @@ class Renderer:
         for token in (*_NEVER_SAMPLED, "<|im_end|>"):
             require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give the checkpoint's own tokenizer")
         blanked = [token for token in known if token.startswith("<|") and not (allow_grounding_tokens and token in GROUNDING_TOKENS)]
-        self._special = re.compile("|".join(map(re.escape, blanked)))
+        self._special_token_pattern = re.compile("|".join(map(re.escape, blanked)))
         self.image_token_id, self.end_id = known["<|image_pad|>"], known["<|im_end|>"]
         self.stop_ids = [self.end_id]
         vocab = self.tokenizer.get_vocab()
         check_vocabulary({}, vocab_size=spec.vocab_size, num_token_ids=max(vocab.values()) + 1, where=f"model.path={model.path}")
         self._never_sampled = {known[token] for token in _NEVER_SAMPLED}
         self.banned_ids = find_banned_ids(vocab, spec, never_sampled=_NEVER_SAMPLED)
-        self.max_positions, self.merge, self.patch = spec.max_positions, spec.vision.spatial_merge_size, spec.vision.patch_size
-        self.vision_pixels = self.patch * self.merge
+        self.max_positions, self.merge_size, self.patch_size = spec.max_positions, spec.vision.spatial_merge_size, spec.vision.patch_size
+        self.vision_token_side = self.patch_size * self.merge_size
         check_model_fit(self.processor, spec, model.path)
         self._images: OrderedDict[str, Image] = OrderedDict()
         """What is remembered, by Image.key; the one used longest ago comes first."""
-        self._finals: dict[str, str] = {}
+        self._final_key_by_source: dict[str, str] = {}
         """From the digest of a picture as it was given to the key of what it became, while that is remembered."""
-        self._given: dict[str, set[str]] = {}
+        self._sources_by_final_key: dict[str, set[str]] = {}
         """The same from key to digests."""
         self._num_bytes = 0
         self._lock = Lock()
         """Held while what is remembered changes."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
-        require_bounded(self.processor.chat_template, model.path)
+        require_bounded_template(self.processor.chat_template, model.path)
         check_template(self._apply_template, model.path)
         self.continuation_problem = find_continuation_problem(self._apply_template, model.path)
         """Why no text can be appended behind an earlier reply; empty where it can."""
         check_determinism(self.processor.chat_template, model.path)
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
-        self._dummy, self._dummy_text = dummy, self._text(dummy).removesuffix("\n")
+        self._dummy, self._dummy_text = dummy, self._render_messages(dummy).removesuffix("\n")
 
     def require_continuation(self) -> None:
         """Raise ValueError where the chat template does not let messages be appended behind a reply."""
         remedy = f"{self.continuation_problem}; give a chat_template.jinja that keeps every message as it is"
         require(not self.continuation_problem, "model.path", self._path, remedy)
 
-    async def aside(self, act: Callable[[], T]) -> T:
-        """What `act` returns, computed in a thread: the event loop, in which an engine steps, goes on meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, act)
+    async def run_in_thread(self, fn: Callable[[], T]) -> T:
+        """What `fn` returns, computed in a thread: the event loop, in which an engine steps, goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, fn)
 
     def image(self, picture: Picture) -> Image:
         """The picture at its final size with its patches; remembered by what was given."""
-        digest, size = key_of(picture), self.final_size(picture.width, picture.height)
-        known = self._known(self._finals.get(digest))
+        digest, size = image_key(picture), self.final_size(picture.width, picture.height)
+        known = self._find_cached(self._final_key_by_source.get(digest))
         if known is not None:
             return known
         plain = picture if picture.mode == "RGB" else picture.convert("RGB")  # which would copy all of a large original
         resized = plain.resize(size, Resampling.BICUBIC)
         is_final = (picture.mode, picture.size) == (resized.mode, resized.size)
-        image = self._final(resized, key=digest if is_final else key_of(resized))
+        image = self._process_resized(resized, key=digest if is_final else image_key(resized))
         with self._lock:
             if image.key in self._images:
-                self._finals[digest] = image.key
-                self._given[image.key].add(digest)
+                self._final_key_by_source[digest] = image.key
+                self._sources_by_final_key[image.key].add(digest)
         return image
 
-    def _final(self, resized: Picture, *, key: str) -> Image:
+    def _process_resized(self, resized: Picture, *, key: str) -> Image:
         """The patches of a picture that has its final size. It must not be resized again: smart_resize of its own result may differ."""
-        known = self._known(key)
+        known = self._find_cached(key)
         if known is not None:
             return known
         features = self.processor.image_processor(images=[resized], do_resize=False, return_tensors="pt")
         grid = tuple(features["image_grid_thw"][0].tolist())
-        return self._remember(Image(pil=resized, patch_PC=features["pixel_values"], grid=grid, key=key, merge=self.merge))
+        return self._cache_image(Image(pil=resized, patch_PC=features["pixel_values"], grid=grid, key=key, merge=self.merge_size))
 
-    def _known(self, key: str | None) -> Image | None:
+    def _find_cached(self, key: str | None) -> Image | None:
         with self._lock:
             if key in self._images:
                 self._images.move_to_end(key)
             return self._images.get(key)
 
-    def _remember(self, image: Image) -> Image:
+    def _cache_image(self, image: Image) -> Image:
         """The image; the one that is remembered, where another thread has made it meanwhile."""
         with self._lock:
             if image.key not in self._images:
-                self._images[image.key], self._given[image.key] = image, set()
-                self._num_bytes += _bytes_of(image)
-            while self._num_bytes > self._most_bytes and len(self._images) > 1:
+                self._images[image.key], self._sources_by_final_key[image.key] = image, set()
+                self._num_bytes += _image_bytes(image)
+            while self._num_bytes > self._cache_bytes and len(self._images) > 1:
                 key, oldest = self._images.popitem(last=False)
-                self._num_bytes -= _bytes_of(oldest)
-                for digest in self._given.pop(key):
-                    del self._finals[digest]
+                self._num_bytes -= _image_bytes(oldest)
+                for digest in self._sources_by_final_key.pop(key):
+                    del self._final_key_by_source[digest]
             return self._images.get(image.key, image)
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height of a picture of this size after the resize: multiples of `vision_pixels`, the side of a vision token."""
+        """Width and height of a picture of this size after the resize: multiples of `vision_token_side`, the side of a vision token."""
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        rows, columns = smart_resize(height, width, factor=self.vision_pixels, **limits)
+        rows, columns = smart_resize(height, width, factor=self.vision_token_side, **limits)
         return columns, rows
 
     @property
@@ -170,31 +170,31 @@ class Renderer:
         It rounds up what is too small and down what is too large, and so leaves its own limits where these are close to each other. At the
         most: (a + side)(b + side) of a picture that is enlarged to ab = min_pixels, one token times the longer side of one that is made
         smaller; a : b is 200 at the most (smart_resize of transformers 5.19)."""
-        side, longest = self.vision_pixels, 200**0.5
+        side, longest = self.vision_token_side, 200**0.5
         enlarged = self.min_pixels + side * (longest + 1 / longest) * self.min_pixels**0.5 + side**2
         return side**2, max(self.max_pixels, math.ceil(enlarged), math.ceil(side * longest * self.max_pixels**0.5))
 
-    def num_tokens(self, text: str) -> int:
-        return len(self._ids(text))
+    def count_tokens(self, text: str) -> int:
+        return len(self._tokenize(text))
 
-    def shown(self, context: TokenSequence) -> str:
+    def describe_sequence(self, context: TokenSequence) -> str:
         """The context in words, for people: a picture is its size."""
-        pixels = ([side * self.vision_pixels // image.merge for side in image.grid[:0:-1]] for image in context.images)
+        pixels = ([side * self.vision_token_side // image.merge for side in image.grid[:0:-1]] for image in context.images)
         sizes = iter(f"[{width}x{height}]" for width, height in pixels)
         words = self.tokenizer.decode(context.token_ids)
         return re.sub(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>", lambda _: next(sizes), words)
 
-    def patches(self, image: Image, picture_of: Callable[[Image], Picture]) -> torch.Tensor:
+    def patches(self, image: Image, load_image: Callable[[Image], Picture]) -> torch.Tensor:
         """float32 [P, C] of an image, made again of its picture where they are no longer remembered."""
         if image.patch_PC is not None:
             return image.patch_PC
-        known = self._known(image.key)
-        return (known or self._final(picture_of(image), key=image.key)).patch_PC
+        known = self._find_cached(image.key)
+        return (known or self._process_resized(load_image(image), key=image.key)).patch_PC
 
     def prompt(self, messages: Sequence[Message]) -> TokenSequence:
         """A new context that ends where the assistant speaks."""
         context = TokenSequence()
-        self._observe(context, self._text(messages, speak=True), self._images_of(messages))
+        self._append_text(context, self._render_messages(messages, add_generation_prompt=True), self._process_images(messages))
         return context
 
     def observation(self, context: TokenSequence, messages: Sequence[Message]) -> TokenSequence:
@@ -202,38 +202,42 @@ class Renderer:
 
         A turn that ran out of tokens is closed first; the closing token was not sampled and is masked.
         """
-        whole = self._text([*self._dummy, *messages], speak=True)
+        whole = self._render_messages([*self._dummy, *messages], add_generation_prompt=True)
         assert whole.startswith(self._dummy_text), self.continuation_problem
         closing = "" if context.token_ids[-1] == self.end_id else "<|im_end|>"
         more = TokenSequence()
-        self._observe(more, closing + whole.removeprefix(self._dummy_text), self._images_of(messages))
+        self._append_text(more, closing + whole.removeprefix(self._dummy_text), self._process_images(messages))
         return more
 
     def transcript(self, messages: Sequence[Message]) -> TokenSequence:
         """A whole conversation for supervised learning: the mask is 1 on each assistant message and the token that ends it, but for those
         with "loss": False. ValueError: see split_transcript; or a reply holds tokens that are never sampled."""
         context = TokenSequence()
-        for piece in split_transcript(messages, self._text):
-            self._observe(context, piece.observed, self._images_of(piece.messages))
-            reply = self._ids(piece.reply)
+        for piece in split_transcript(messages, self._render_messages):
+            self._append_text(context, piece.observation, self._process_images(piece.messages))
+            reply = self._tokenize(piece.reply)
             banned = next((token for token in reply if token in self._never_sampled), None)
             if banned is not None:
                 name = self.tokenizer.decode([banned])
                 raise ValueError(f"a reply holds {name}, which the policy never samples; write other words for it")
-            context.extend(reply, logprobs=[0.0] * len(reply) if piece.is_learned else None)
+            context.extend(reply, logprobs=[0.0] * len(reply) if piece.is_trained else None)
         return context
 
     def transcript_length(self, messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> int:
         """Return the number of tokens of `transcript`, given the width and height of its pictures instead of their pixels."""
-        num_text = sum(len(self._ids(text)) for piece in split_transcript(messages, self._text) for text in (piece.observed, piece.reply))
+        num_text = sum(
+            len(self._tokenize(text))
+            for piece in split_transcript(messages, self._render_messages)
+            for text in (piece.observation, piece.reply)
+        )
         pixels = (width * height for width, height in itertools.starmap(self.final_size, sizes))
-        return num_text - len(sizes) + sum(each // self.vision_pixels**2 for each in pixels)
+        return num_text - len(sizes) + sum(each // self.vision_token_side**2 for each in pixels)
 
-    def text(self, token_ids: list[int]) -> str:
+    def decode_response(self, token_ids: list[int]) -> str:
         """What the policy said, without the token that ended it."""
         return self.tokenizer.decode(token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids)
 
-    def place_of(self, token_ids: Sequence[int], char: int) -> int:
+    def char_to_token(self, token_ids: Sequence[int], char: int) -> int:
         """The number of the token that holds this character of the text of these tokens.
 
         Tokens are runs of bytes, and where a character is cut by a border between two it belongs to the later one, which completes it.
@@ -246,55 +250,55 @@ class Renderer:
                 return number
         return len(token_ids) - 1
 
-    def _text(self, messages: Sequence[Message], *, speak: bool = False) -> str:
+    def _render_messages(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         try:
-            return self._apply_template([self._plain(message) for message in messages], speak)
+            return self._apply_template([self._escape_message(message) for message in messages], add_generation_prompt)
         except TemplateError as error:
             raise ValueError(f"model.path={self._path}: its chat template cannot render these messages: {error}") from error
 
-    def _apply_template(self, messages: Sequence[Message], speak: bool) -> str:
-        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=speak)
+    def _apply_template(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
-    def _plain(self, message: Message) -> Message:
+    def _escape_message(self, message: Message) -> Message:
         """The message with the names of special tokens kept from being read as tokens: a data set, a user or a tool wrote them as text."""
         content = message["content"]
         if message["role"] == "assistant":
             return message
         if isinstance(content, str):
-            return {**message, "content": self._defused(content)}
-        parts = [{**part, "text": self._defused(part["text"])} if part["type"] == "text" else part for part in content]
+            return {**message, "content": self._escape_special_tokens(content)}
+        parts = [{**part, "text": self._escape_special_tokens(part["text"])} if part["type"] == "text" else part for part in content]
         return {**message, "content": parts}
 
-    def find_blanked(self, text: str) -> str:
+    def find_special_token(self, text: str) -> str:
         """Return the first name of a special token in a text of the data, which is written with a blank; '' where there is none."""
-        found = self._special.search(text)
+        found = self._special_token_pattern.search(text)
         return found[0] if found else ""
 
-    def _defused(self, text: str) -> str:
-        return self._special.sub(lambda name: f"< {name[0][1:]}", text)
+    def _escape_special_tokens(self, text: str) -> str:
+        return self._special_token_pattern.sub(lambda name: f"< {name[0][1:]}", text)
 
-    def _ids(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _images_of(self, messages: Sequence[Message]) -> list[Image]:
-        return [self.image(picture) for picture in pictures_of(messages)]
+    def _process_images(self, messages: Sequence[Message]) -> list[Image]:
+        return [self.image(picture) for picture in extract_images(messages)]
 
-    def _observe(self, context: TokenSequence, text: str, images: list[Image]) -> None:
+    def _append_text(self, context: TokenSequence, text: str, images: list[Image]) -> None:
         expanded: list[int] = []
         remaining = iter(images)
-        for token in self._ids(text):
+        for token in self._tokenize(text):
             repeats = next(remaining).num_tokens if token == self.image_token_id else 1
             expanded.extend([token] * repeats)
         assert next(remaining, None) is None, "the chat template placed fewer images than the messages hold"
         context.extend(expanded, images=tuple(images))
 
 
-def _bytes_of(image: Image) -> int:
+def _image_bytes(image: Image) -> int:
     """Of its patches, and of its picture: Pillow has a pixel's colors in a word of 32 bits."""
     return image.patch_PC.nbytes + 4 * image.pil.width * image.pil.height
 
 
-def key_of(picture: Picture) -> str:
+def image_key(picture: Picture) -> str:
     """Of its pixels, mode and size: Image.key of a picture that has its final size."""
     content = hashlib.sha256(picture.tobytes())
     content.update(f"{picture.mode} {picture.size}".encode())

@@ -13,30 +13,38 @@ from megatron_rl.config import Settings, require
 from megatron_rl.distributed.world import World, raise_on_all_ranks
 from megatron_rl.observe.rollout_store import num_rows, read_num_gen_batches, read_rollouts, step_path, without_training_columns
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.manager import GatherFn
+from megatron_rl.rollout.manager import GatherRolloutsFn
 from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler
 from megatron_rl.types import Rollout
 
 
-class Replay:
+class RolloutReplay:
     """In the place of a fleet (rollout/manager.py). Every rank calls every method, together with the others, and reads its share of a
     step's pictures."""
 
     num_stale = 0
 
-    def __init__(self, folder: Path, *, world: World, gather: GatherFn, rounds: GenerationSettings, episode: EpisodeSettings) -> None:
-        self._folder, self._gather, self._rank, self._size = folder, gather, world.rank, world.size
-        self.admission = PromptScheduler(lambda: (), rounds=rounds, episode=episode)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World,
+        gather_rollouts: GatherRolloutsFn,
+        generation_settings: GenerationSettings,
+        episode_settings: EpisodeSettings,
+    ) -> None:
+        self._folder, self._gather, self._rank, self._size = folder, gather_rollouts, world.rank, world.size
+        self.scheduler = PromptScheduler(lambda: (), settings=generation_settings, episode_settings=episode_settings)
 
-    def generate(self, step: int, *, enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
+    def generate(self, step: int, *, is_enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         """The rollouts of a step as they were played. ValueError: its file is damaged, or lacks a picture."""
         path = step_path(self._folder, step)
-        rollouts = self._gather(raise_on_all_ranks(lambda: self._mine(path)))
-        self.admission.rounds += read_num_gen_batches(path)
-        enough(rollouts)
+        rollouts = self._gather(raise_on_all_ranks(lambda: self._read_share(path)))
+        self.scheduler.num_generation_batches += read_num_gen_batches(path)
+        is_enough(rollouts)
         return rollouts
 
-    def _mine(self, path: Path) -> list[Rollout]:
+    def _read_share(self, path: Path) -> list[Rollout]:
         num = num_rows(path)
         mine = range(self._rank * num // self._size, (self._rank + 1) * num // self._size)
         return [without_training_columns(rollout) for rollout in read_rollouts(path, mine)]
@@ -56,7 +64,7 @@ class Replay:
         return 0.0
 
 
-def check_recorded(settings: Settings) -> None:
+def require_recorded_steps(settings: Settings) -> None:
     """ValueError: a step that is to be trained on was not recorded."""
     for step in range(settings.run.steps):
         path = step_path(Path(settings.run.replay), step)

@@ -27,11 +27,11 @@ class Step:
     done: bool
     reason: str = ""
     """Why the episode ended, when done."""
-    call: ToolCall | None = None
+    tool_call: ToolCall | None = None
     """What the reply asked for, if it asked for anything."""
-    action_at: int | None = None
+    action_char: int | None = None
     """Character of the reply at which the action begins, behind the thoughts (algo.thought_logprob_scale), if the reply has such parts."""
-    new_context: bool = False
+    is_new_prompt: bool = False
     """The messages are a whole new prompt (the state is in them) instead of a continuation of the last one."""
 
 
@@ -60,7 +60,7 @@ class Task(ABC):
 
     Options: ClassVar[type | None] = None
     """A dataclass of settings that this task alone has; settings.options is one of it."""
-    rewards: ClassVar[Sequence[str]] = ()
+    reward_names: ClassVar[Sequence[str]] = ()
     """Names that task.reward may have besides those of a user's own functions. Empty: the task is scored in one way only."""
     rubric: Rubric = Rubric(turn_terms={"return": TurnRewardTerm(environment_rewards, averages_turns=False)})
     """The undiscounted sum of what the environment gives, where a task does not say otherwise."""
@@ -68,7 +68,7 @@ class Task(ABC):
     """Whom its rubric asks."""
     runs_code: ClassVar[bool] = False
     """Its episodes have boxes of task.sandbox."""
-    continues_contexts: ClassVar[bool] = True
+    appends_to_sequence: ClassVar[bool] = True
     """Whether its environments append messages behind a reply. False where an episode has one reply, or every turn is a new prompt."""
     stop: Sequence[str] = ()
     """A reply ends where it has written one of these (which stays in it), or where the policy ends it."""

@@ -1,4 +1,5 @@
-"""A program of its own: renders a chat template with Jinja alone, under limits that the kernel enforces (processor.require_bounded).
+"""A program of its own: renders a chat template with Jinja alone, under limits that the kernel enforces
+(processor.require_bounded_template).
 
 A template is a program, and its loops may have no end. Reads {"template", "seconds", "num_bytes", "conversations"} as JSON. Ends with 0
 unless a limit was met; other errors of the template are left to processor.check_template.

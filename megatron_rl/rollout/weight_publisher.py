@@ -16,14 +16,14 @@ from safetensors.torch import save
 from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, describe_error, to_one_line
 from megatron_rl.config import WeightPublishSettings, require
 from megatron_rl.distributed.world import raise_on_all_ranks
-from megatron_rl.rollout.vllm.weight_receiver import buckets
+from megatron_rl.rollout.vllm.weight_receiver import split_into_buckets
 from sandbox.bounded_http import DENIED_STATUSES, NoResponse, send_request
 from sandbox.token import read_token
 
-MAX_BUCKET_BYTES = 64 << 10
+MAX_RESPONSE_BYTES = 64 << 10
 """Limit of an answer."""
 
-Tensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+TensorsFn = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 class _SentWeights(BaseModel):
@@ -34,22 +34,22 @@ class _SentWeights(BaseModel):
 class WeightPublisher:
     """All services of a run. Every rank has one; the main rank's sends."""
 
-    def __init__(self, settings: WeightPublishSettings, *, run: str, is_main: bool, tell: Callable[[str], None] = print) -> None:
+    def __init__(self, settings: WeightPublishSettings, *, run: str, is_main: bool, log: Callable[[str], None] = print) -> None:
         """ValueError: the file of the token cannot be read."""
-        self._settings, self._run, self._is_main, self._tell = settings, run, is_main, tell
+        self._settings, self._run, self._is_main, self._log = settings, run, is_main, log
         self._token = read_token(Path(settings.token_file)) if settings.token_file else ""
 
-    def begin(self, tensors: Tensors, *, step: int) -> None:
+    def publish_initial(self, tensors: TensorsFn, *, step: int) -> None:
         """Send the weights that a life of the run begins with. All ranks together. ValueError, on each: a service does not take them."""
         behind = self._send_all(tensors, step=step).get("weight_publish/num_behind", 0.0)
         remedy = f"{behind:.0f} did not take the weights that the run begins with; start them, or correct the addresses"
         raise_on_all_ranks(lambda: require(not behind, "weight_publish.urls", self._settings.urls, remedy))
 
-    def serve(self, tensors: Tensors, *, step: int) -> dict[str, float]:
+    def publish(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
         """Send the weights after so many steps, where they are due; how many services do not have them. All ranks together."""
         return {} if step % self._settings.every else self._send_all(tensors, step=step)
 
-    def _send_all(self, tensors: Tensors, *, step: int) -> dict[str, float]:
+    def _send_all(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
         given = self._settings
         if not given.urls:
             return {}
@@ -57,14 +57,18 @@ class WeightPublisher:
             for _ in tensors():
                 pass
             return {}
-        parts = [_encoded(bucket) for bucket in buckets(tensors(), int(given.chunk_mib * 2**20))]
+        parts = [_encode_bucket(bucket) for bucket in split_into_buckets(tensors(), int(given.chunk_mib * 2**20))]
         with ThreadPoolExecutor(len(given.urls)) as threads:
-            faults = [fault for fault in threads.map(lambda url: self._sent(url, parts, f"{self._run} step {step}"), given.urls) if fault]
+            faults = [
+                fault
+                for fault in threads.map(lambda url: self._send_with_retries(url, parts, f"{self._run} step {step}"), given.urls)
+                if fault
+            ]
         for fault in faults:
-            self._tell(f"audience: {fault}")
+            self._log(f"audience: {fault}")
         return {"weight_publish/num_behind": float(len(faults))}
 
-    def _sent(self, url: str, parts: list[str], update: str) -> str:
+    def _send_with_retries(self, url: str, parts: list[str], update: str) -> str:
         """Why the service does not have them; empty where it does. ValueError: it does not accept the token, which is no outage."""
         fault = ""
         for _ in range(self._settings.max_attempts):
@@ -82,7 +86,7 @@ class WeightPublisher:
             body = {"update": update, "part": number, "parts": len(parts), "safetensors": part}
             try:
                 answer = send_request(
-                    "POST", f"{url}/weights", body, timeout_s=self._settings.timeout_s, max_bytes=MAX_BUCKET_BYTES, token=self._token
+                    "POST", f"{url}/weights", body, timeout_s=self._settings.timeout_s, max_bytes=MAX_RESPONSE_BYTES, token=self._token
                 )
             except NoResponse as error:
                 raise EndpointError(to_one_line(str(error))) from error
@@ -99,5 +103,5 @@ class WeightPublisher:
                 raise EndpointError(f"holds {held} parts and was sent {number + 1}")
 
 
-def _encoded(bucket: list[tuple[str, torch.Tensor]]) -> str:
+def _encode_bucket(bucket: list[tuple[str, torch.Tensor]]) -> str:
     return base64.b64encode(save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in bucket})).decode()

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from megatron_rl.rollout.conversation import TokenConversation
-from megatron_rl.rollout.load_balancer import GroupAssignment, SharedCounter, StartEpisode
+from megatron_rl.rollout.load_balancer import GroupAssignment, SharedCounter, StartGroupFn
 from megatron_rl.types import Rollout
 
 DUE = "due"
@@ -22,7 +22,7 @@ POLL_S = 0.1
 class StepTarget:
     """So many groups that all engines together play to their end, from its beginning on."""
 
-    num: int
+    num_groups: int
     name: str
     """This goal's alone."""
     counter: SharedCounter | None
@@ -30,19 +30,19 @@ class StepTarget:
     due: frozenset[int] = frozenset()
     """Groups that must be among them."""
     has_reached: int = 0
-    due_reached: int = 0
+    num_due_reached: int = 0
 
-    async def is_met(self, more: Collection[int]) -> bool:
+    async def is_met(self, completed: Collection[int]) -> bool:
         """Whether enough are played, these further ones by this engine."""
-        num_due = len(self.due.intersection(more))
+        num_due = len(self.due.intersection(completed))
         if self.counter is None:
-            self.has_reached += len(more)
-            self.due_reached += num_due
+            self.has_reached += len(completed)
+            self.num_due_reached += num_due
         else:
-            self.has_reached = await asyncio.to_thread(self.counter.add, self.name, len(more))
+            self.has_reached = await asyncio.to_thread(self.counter.add, self.name, len(completed))
             if self.due:
-                self.due_reached = await asyncio.to_thread(self.counter.add, f"{self.name}/{DUE}", num_due)
-        return self.has_reached >= self.num and self.due_reached >= len(self.due)
+                self.num_due_reached = await asyncio.to_thread(self.counter.add, f"{self.name}/{DUE}", num_due)
+        return self.has_reached >= self.num_groups and self.num_due_reached >= len(self.due)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class BufferState:
     """What one engine has under way."""
 
     engine: int
-    played: list[int]
+    finished: list[int]
     """Groups all of whose episodes have ended."""
-    playing: list[int]
+    running: list[int]
     """The others."""
-    oldest: dict[int, int | None]
+    oldest_versions: dict[int, int | None]
     """By group, the version of the oldest weights that any of its episodes asked; None before the first has."""
 
 
@@ -63,41 +63,41 @@ class WorkBuffer:
     conversations: dict[tuple[int, int], TokenConversation] = field(default_factory=dict)
     """By group and sample, what the episode that is under way, or has ended, has said."""
     _groups: dict[int, list[asyncio.Task[Rollout]]] = field(default_factory=dict)
-    _told: set[int] = field(default_factory=set)
+    _counted: set[int] = field(default_factory=set)
     """Groups that have ended and were counted."""
 
-    async def run(self, hand: GroupAssignment, begin: StartEpisode, *, goal: StepTarget | None = None) -> None:
+    async def run(self, assignment: GroupAssignment, start_episode: StartGroupFn, *, target: StepTarget | None = None) -> None:
         """Begin the hand's groups, and more of what is left as soon as there is room. Play until all groups here have ended, or the goal is
         met. What an episode raises comes out of here, the others end."""
         async with AsyncExitStack() as failing:
-            failing.push_async_callback(self.drop_all)
-            await self._begin(hand, begin)
-            if goal is None:
+            failing.push_async_callback(self.cancel_all)
+            await self._start_groups(assignment, start_episode)
+            if target is None:
                 await asyncio.gather(*self._episodes())
             else:
-                await self._until(goal)
+                await self._run_until(target)
             failing.pop_all()
 
-    async def _begin(self, hand: GroupAssignment, begin: StartEpisode) -> None:
+    async def _start_groups(self, assignment: GroupAssignment, start_episode: StartGroupFn) -> None:
         own: list[asyncio.Task[Rollout]] = []
-        more, num_groups, has_left = hand.own, 0, bool(hand.remaining)
+        more, num_groups, has_left = assignment.own_groups, 0, bool(assignment.remaining)
         while True:
             for group in more:
-                self._groups[group] = [asyncio.create_task(episode) for episode in begin(group)]
+                self._groups[group] = [asyncio.create_task(episode) for episode in start_episode(group)]
                 own += self._groups[group]
             num_groups += len(more)
             if not has_left:
                 return
-            num = await hand.requested(own, num_groups)
-            more = await hand.take_groups(num) if num > 0 else []
+            num = await assignment.requested(own, num_groups)
+            more = await assignment.take_groups(num) if num > 0 else []
             has_left = bool(more)
 
-    async def _until(self, goal: StepTarget) -> None:
+    async def _run_until(self, target: StepTarget) -> None:
         while True:
-            more = set(self._played()) - self._told
-            self._told.update(more)
+            more = set(self._finished_groups()) - self._counted
+            self._counted.update(more)
             playing = [episode for episode in self._episodes() if not episode.done()]
-            if await goal.is_met(more) or not playing:
+            if await target.is_met(more) or not playing:
                 return
             done, _ = await asyncio.wait(playing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for episode in done:
@@ -106,27 +106,29 @@ class WorkBuffer:
     def _episodes(self) -> list[asyncio.Task[Rollout]]:
         return [episode for episodes in self._groups.values() for episode in episodes]
 
-    def _played(self) -> list[int]:
+    def _finished_groups(self) -> list[int]:
         return [group for group, episodes in self._groups.items() if all(episode.done() for episode in episodes)]
 
     def state(self, *, engine: int) -> BufferState:
         """Who plays next sets a goal of what is not played by now."""
-        played = self._played()
-        self._told.update(played)
+        played = self._finished_groups()
+        self._counted.update(played)
         oldest: dict[int, int | None] = {}
         for (group, _), conversation in self.conversations.items():
-            versions = [each for each in (oldest.get(group), conversation.oldest_version) if each is not None]
+            versions = [each for each in (oldest.get(group), conversation.first_token_version) if each is not None]
             oldest[group] = min(versions, default=None)
-        return BufferState(engine=engine, played=played, playing=[group for group in self._groups if group not in played], oldest=oldest)
+        return BufferState(
+            engine=engine, finished=played, running=[group for group in self._groups if group not in played], oldest_versions=oldest
+        )
 
-    def take(self, groups: Iterable[int]) -> list[Rollout]:
+    def collect_rollouts(self, groups: Iterable[int]) -> list[Rollout]:
         """The rollouts of those of these groups that are here. They have ended."""
         mine = [group for group in groups if group in self._groups]
         rollouts = [episode.result() for group in mine for episode in self._groups[group]]
         self._remove(mine)
         return rollouts
 
-    async def drop(self, groups: Collection[int]) -> None:
+    async def cancel_groups(self, groups: Collection[int]) -> None:
         """Give up those of these groups that are here, and close what they have open."""
         mine = [group for group in groups if group in self._groups]
         episodes = [episode for group in mine for episode in self._groups[group]]
@@ -135,12 +137,12 @@ class WorkBuffer:
         await asyncio.gather(*episodes, return_exceptions=True)
         self._remove(mine)
 
-    async def drop_all(self) -> None:
-        await self.drop(list(self._groups))
+    async def cancel_all(self) -> None:
+        await self.cancel_groups(list(self._groups))
 
     def _remove(self, groups: Collection[int]) -> None:
         for group in groups:
             del self._groups[group]
-        self._told.difference_update(groups)
+        self._counted.difference_update(groups)
         for key in [key for key in list(self.conversations) if key[0] in groups]:  # others may begin meanwhile (server_engine.py)
             del self.conversations[key]

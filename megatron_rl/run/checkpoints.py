@@ -22,16 +22,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import gather, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.distributed.world import all_gather_object, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.errors import RunFailed
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import AsyncSave
 from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests, read_state, write_state
-from megatron_rl.run.record import CHECKPOINTS, History, Run, explain_write_errors, list_checkpoints, step_name, step_of
-from megatron_rl.run.superseded_steps import SUPERSEDED, free_path
-from megatron_rl.weights.formats.digests import CRITIC, STATE, find_difference, record
-from megatron_rl.weights.formats.tensor_files import copy_companions, flush
+from megatron_rl.run.record import CHECKPOINTS_FOLDER, History, Run, explain_write_errors, list_checkpoints, step_name, step_of
+from megatron_rl.run.superseded_steps import SUPERSEDED, find_free_path
+from megatron_rl.weights.formats.digests import CRITIC, STATE, find_difference, make_file_record
+from megatron_rl.weights.formats.tensor_files import copy_companions, fsync_path
 
 _SUCCESS = "eval/greedy_success"
 _REMEDY = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
@@ -43,7 +43,7 @@ def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = Non
     A damaged checkpoint moves to RUN/superseded/checkpoints, with one line in the log, if an older one is intact. Leftovers of a kill are
     removed. Whether a run may go on there at all is decided by run/directory.py. ValueError: all are damaged.
     """
-    folder = Path(settings.run.dir) / CHECKPOINTS
+    folder = Path(settings.run.dir) / CHECKPOINTS_FOLDER
     with explain_write_errors(folder.parent):
         run_on_rank_zero(partial(_remove_partial, folder))
     damaged: dict[Path, str] = {}
@@ -52,7 +52,7 @@ def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = Non
         damage = damage or _find_damage(checkpoint, state, group=group)
         if not damage:
             with explain_write_errors(folder.parent):
-                run_on_rank_zero(lambda: _set_aside(damaged, into=folder.parent / SUPERSEDED / CHECKPOINTS, intact=checkpoint))  # noqa: B023
+                run_on_rank_zero(lambda: _set_aside(damaged, into=folder.parent / SUPERSEDED / CHECKPOINTS_FOLDER, intact=checkpoint))  # noqa: B023
             return checkpoint, state
         damaged[checkpoint] = damage
     if damaged:
@@ -72,7 +72,7 @@ def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.Proces
     by_size = sorted(state.files, key=lambda name: (-state.files[name]["bytes"], name))
     share = by_size[dist.get_rank() :: dist.get_world_size()]
     found = raise_on_all_ranks(lambda: find_difference(checkpoint, state.files, share), group=group)
-    difference = next(filter(None, gather(found, group=group)), "")
+    difference = next(filter(None, all_gather_object(found, group=group)), "")
     return f"{checkpoint}: damaged: {difference}" if difference else ""
 
 
@@ -80,7 +80,7 @@ def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None
     """Move damaged checkpoints out of the way of those that the run writes when it does their steps again."""
     for checkpoint, damage in damaged.items():
         into.mkdir(parents=True, exist_ok=True)
-        target = free_path(into / checkpoint.name)
+        target = find_free_path(into / checkpoint.name)
         checkpoint.rename(target)
         print(f"{damage}; moved to {target}, the run goes on from {intact.name} and does the steps behind it again", flush=True)
 
@@ -111,11 +111,11 @@ class Checkpoints:
 
     def __init__(
         self, settings: Settings, policy: Policy, critic: Critic | None = None, *,
-        start: Path | None, inputs: InputDigests, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
+        resume_from: Path | None, inputs: InputDigests, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`start` is the checkpoint that `find_checkpoint` found; `inputs` are the digests of the run's model and data; `group` is where
-        ranks wait for those that write longer (world.long_timeout_group)."""
-        self._settings, self._policy, self._critic, self._start, self._group = settings, policy, critic, start, group
+        """`resume_from` is the checkpoint that `find_checkpoint` found; `inputs` are the digests of the run's model and data; `group` is
+        where ranks wait for those that write longer (world.long_timeout_group)."""
+        self._settings, self._policy, self._critic, self._resume_from, self._group = settings, policy, critic, resume_from, group
         self._inputs = inputs
         self._run = Path(settings.run.dir)
         self._pending: _Pending | None = None
@@ -123,10 +123,10 @@ class Checkpoints:
 
     def restore(self) -> None:
         """Let the policy go on where the run's last life stopped. After all else is built: that may draw from the generators."""
-        if self._start is not None:
-            self._policy.load(self._start, seed=self._settings.run.seed)
+        if self._resume_from is not None:
+            self._policy.load(self._resume_from, seed=self._settings.run.seed)
             if self._critic is not None:
-                self._critic.load(self._start / CRITIC, seed=self._settings.run.seed)
+                self._critic.load(self._resume_from / CRITIC, seed=self._settings.run.seed)
 
     def begin_step(self, step: int, *, is_last: bool = False) -> None:
         """Begin the checkpoint of `step` done steps if it is due; its state is that of this moment. The policy is awake."""
@@ -142,7 +142,7 @@ class Checkpoints:
     def _begin(self, step: int) -> None:
         self.wait_for_save()
         self._last = self._clock()
-        folder = self._run / CHECKPOINTS / _hidden_name(step)
+        folder = self._run / CHECKPOINTS_FOLDER / _hidden_name(step)
         with explain_write_errors(self._run):
             model = self._settings.model
             pixels = (model.min_pixels, model.max_pixels)
@@ -169,7 +169,7 @@ class Checkpoints:
 
     def save(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
         """Have the checkpoint of `step` done steps, to its end, be it due or not. The policy is awake."""
-        checkpoint = self._run / CHECKPOINTS / step_name(step)
+        checkpoint = self._run / CHECKPOINTS_FOLDER / step_name(step)
         is_begun = self._pending is not None and self._pending.step == step
         if step > 0 and not is_begun and not run_on_rank_zero(checkpoint.exists):
             self._begin(step)
@@ -210,8 +210,8 @@ class Checkpoints:
         """The evaluation that was owed when the run's last life ended is made: its checkpoint learns of it."""
 
         def write() -> None:
-            state = replace(read_state(self._start), history=history, success=metrics.get(_SUCCESS))
-            write_state(self._start / STATE, asdict(state))
+            state = replace(read_state(self._resume_from), history=history, success=metrics.get(_SUCCESS))
+            write_state(self._resume_from / STATE, asdict(state))
 
         with explain_write_errors(self._run):
             run_on_rank_zero(write)
@@ -221,13 +221,13 @@ class Checkpoints:
         folder, checkpoint = pending.folder, pending.folder.with_name(step_name(pending.step))
         digests = {path: sha256 for save in pending.saves for path, sha256 in save.digests.items()}
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        files = {str(path.relative_to(folder)): record(path, digests.get(path)) for path in paths}
+        files = {str(path.relative_to(folder)): make_file_record(path, digests.get(path)) for path in paths}
         write_state(folder / STATE, asdict(replace(pending.state, files=files)))
         for root, _, names in os.walk(folder):
             for path in (*(Path(root, name) for name in names), Path(root)):
-                flush(path)
+                fsync_path(path)
         folder.rename(checkpoint)
-        flush(checkpoint.parent)
+        fsync_path(checkpoint.parent)
         self._thin_out(checkpoint.parent)
 
     def _thin_out(self, folder: Path) -> None:

@@ -36,7 +36,16 @@ from megatron_rl.io.jsonl import parse_number, read_json, write_bytes_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER as ROLLOUTS
 from megatron_rl.run.checkpoint_state import read_state
-from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, explain_write_errors, list_checkpoints, step_name, step_of
+from megatron_rl.run.record import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    FINAL_FOLDER,
+    explain_write_errors,
+    list_checkpoints,
+    step_name,
+    step_of,
+)
 from megatron_rl.run.superseded_steps import SUPERSEDED
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
@@ -59,7 +68,7 @@ _OPEN_LOCKS = ("optim.lr_by_module", "task.options")
 """Settings whose keys are the user's: they are compared as a whole where they have other keys than before."""
 ABSENT = "absent"
 """Stands for the value of a setting that is not there."""
-STEPS = {"rl": "run.steps", "sft": "sft.steps"}
+STEPS_KEYS = {"rl": "run.steps", "sft": "sft.steps"}
 """By stage: the setting that says how long a run takes."""
 
 
@@ -67,14 +76,14 @@ STEPS = {"rl": "run.steps", "sft": "sft.steps"}
 class ResumeState:
     """How a folder stands to a run's settings."""
 
-    newest: Path | None = None
+    newest_checkpoint: Path | None = None
     """The checkpoint to go on from."""
     changes: dict[str, tuple[object, object]] = field(default_factory=dict)
     """{dotted key: (old, new)} of the settings that may change, since the folder's run last began or went on."""
     is_finished: bool = False
     evaluation: dict[str, float] = field(default_factory=dict)
     """The last evaluation of a finished run."""
-    missing: str = ""
+    missing_file: str = ""
     """The file of final/ for which a run with a last evaluation is not finished."""
     refusal: str = ""
     """Why the run cannot go on here."""
@@ -84,7 +93,7 @@ class ResumeState:
         if checkpoint is None and not self.changes:
             return ""
         begins = f"resume: {checkpoint}" if checkpoint else f"begin again: {folder}"
-        lacks = f"; {folder / FINAL / self.missing} is missing, the run is not finished" if self.missing else ""
+        lacks = f"; {folder / FINAL_FOLDER / self.missing_file} is missing, the run is not finished" if self.missing_file else ""
         return begins + (f"; changed since: {describe_changes(self.changes)}" if self.changes else "") + lacks
 
 
@@ -96,10 +105,10 @@ def locked(settings: Settings) -> Iterator[ResumeState]:
     holds another run.
     """
     with ExitStack() as locks:
-        yield run_on_rank_zero(lambda: _enter(settings, locks))
+        yield run_on_rank_zero(lambda: _lock_and_check(settings, locks))
 
 
-def _enter(settings: Settings, locks: ExitStack) -> ResumeState:
+def _lock_and_check(settings: Settings, locks: ExitStack) -> ResumeState:
     folder = Path(settings.run.dir)
     with explain_write_errors(folder):
         locks.enter_context(lock(folder))
@@ -114,10 +123,10 @@ def _enter(settings: Settings, locks: ExitStack) -> ResumeState:
     if standing.refusal:
         raise ValueError(f"run.dir={folder}: {standing.refusal}; run.overwrite=true moves it aside, or choose another folder")
     if standing.is_finished:
-        return replace(standing, evaluation=_evaluation_in(folder))
+        return replace(standing, evaluation=_read_evaluation(folder))
     with explain_write_errors(folder):
         (folder / ENDED).unlink(missing_ok=True)
-        _remove_halves(folder)
+        _remove_partial_files(folder)
     locks.push(partial(_write_ended, folder))
     return standing
 
@@ -147,7 +156,7 @@ def _remove_if_new(folder: Path) -> None:
             folder.rmdir()
 
 
-def _remove_halves(folder: Path) -> None:
+def _remove_partial_files(folder: Path) -> None:
     """Small files that a life before has not written to their end (jsonl.replace_bytes): it was killed, or met a read-only disk."""
     for half in (*folder.glob(".*.partial"), *(folder / ROLLOUTS).glob(".*.partial")):
         if half.is_file():
@@ -161,52 +170,52 @@ def _entry_names(folder: Path) -> list[str]:
 
 def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
     """Why this life ended; while the folder is held, and of a run that began."""
-    if (folder / EVALUATION).exists() or _entry_names(folder) in ([], [LOCK]):
+    if (folder / EVALUATION_FILE).exists() or _entry_names(folder) in ([], [LOCK]):
         return
     is_stopped = error is None or isinstance(error, KeyboardInterrupt)
     line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
-    ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": saved_step(folder)}
+    ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": newest_saved_step(folder)}
     with suppress(OSError):  # the disk may be what the run ends for
         write_bytes_atomically(folder / ENDED, json.dumps(ended).encode())
 
 
-def saved_step(folder: Path) -> int:
+def newest_saved_step(folder: Path) -> int:
     """Return the step of a run's newest checkpoint, 0 if there is none."""
-    return max(map(step_of, list_checkpoints(folder / CHECKPOINTS)), default=0)
+    return max(map(step_of, list_checkpoints(folder / CHECKPOINTS_FOLDER)), default=0)
 
 
 def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
     """What a run with these settings would meet in the folder."""
-    metrics, newest = folder / METRICS_FILE, next(reversed(list_checkpoints(folder / CHECKPOINTS)), None)
+    metrics, newest = folder / METRICS_FILE, next(reversed(list_checkpoints(folder / CHECKPOINTS_FOLDER)), None)
     if newest is None and not (metrics.is_file() and metrics.stat().st_size):
         return ResumeState()
     try:
-        stored = read_settings(folder / CONFIG)
+        stored = read_settings(folder / CONFIG_FILE)
         changes = changed_keys(stored, yaml.safe_load(yaml.safe_dump(asdict(settings))))
         num_steps = sum(stored["sft"]["steps"]) if settings.stage == "sft" else int(stored["run"]["steps"])
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        return ResumeState(refusal=f"holds a run whose {CONFIG} cannot be read ({' '.join(str(error).split())[:200]})")
-    others = {key: values for key, values in changes.items() if not may_change(key, *values)}
+        return ResumeState(refusal=f"holds a run whose {CONFIG_FILE} cannot be read ({' '.join(str(error).split())[:200]})")
+    others = {key: values for key, values in changes.items() if not is_mutable_key(key, *values)}
     if others:
         return ResumeState(refusal=f"holds a run with other settings: {describe_changes(others)}")
     renamed = _find_renamed(folder)
     if renamed:
         return ResumeState(refusal=renamed)
-    is_evaluated, missing = (folder / EVALUATION).is_file(), find_missing_file(folder / FINAL)
+    is_evaluated, missing = (folder / EVALUATION_FILE).is_file(), find_missing_file(folder / FINAL_FOLDER)
     is_finished = is_evaluated and not missing
-    if is_finished and STEPS[settings.stage] not in changes:
+    if is_finished and STEPS_KEYS[settings.stage] not in changes:
         return ResumeState(is_finished=True)
-    num_done = num_steps if is_evaluated else _stopped_after(folder)
+    num_done = num_steps if is_evaluated else _read_stopped_step(folder)
     if num_done > (step_of(newest) if newest else 0) and not settings.checkpoint.allow_repeat:
-        lacks = f"{folder / FINAL / missing} is missing, " if is_evaluated and missing else ""
+        lacks = f"{folder / FINAL_FOLDER / missing} is missing, " if is_evaluated and missing else ""
         refusal = lacks + _repeated_error(folder, newest, num_done=num_done)
         return ResumeState(refusal=f"{describe_changes(changes)}: {refusal}" if changes else refusal)
-    return ResumeState(newest=newest, changes=changes, missing=missing if is_evaluated else "")
+    return ResumeState(newest_checkpoint=newest, changes=changes, missing_file=missing if is_evaluated else "")
 
 
 def _find_renamed(folder: Path) -> str:
     """Return what a checkpoint is that has another step's name, "" if there is none. Of what is damaged nothing is known."""
-    for checkpoint in list_checkpoints(folder / CHECKPOINTS):
+    for checkpoint in list_checkpoints(folder / CHECKPOINTS_FOLDER):
         with suppress(ValueError):
             step = read_state(checkpoint).step
             if checkpoint.name != step_name(step):
@@ -214,7 +223,7 @@ def _find_renamed(folder: Path) -> str:
     return ""
 
 
-def _stopped_after(folder: Path) -> int:
+def _read_stopped_step(folder: Path) -> int:
     """Return the step of the checkpoint that a run left when it stopped in order, 0 if it ended in another way."""
     try:
         ended = read_json(folder / ENDED)
@@ -233,8 +242,8 @@ def _repeated_error(folder: Path, newest: Path | None, *, num_done: int) -> str:
     )
 
 
-def _evaluation_in(folder: Path) -> dict[str, float]:
-    path = folder / EVALUATION
+def _read_evaluation(folder: Path) -> dict[str, float]:
+    path = folder / EVALUATION_FILE
     try:
         found = read_json(path)
         return {str(name): parse_number(value) for name, value in found.items()}
@@ -263,9 +272,9 @@ def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: s
     return changes
 
 
-def may_change(key: str, old: object, new: object) -> bool:
+def is_mutable_key(key: str, old: object, new: object) -> bool:
     """Whether a run that goes on with the new value is still that run. Stages of a warm start stand where they did: only the last grows."""
-    if key in STEPS.values() and old != ABSENT:
+    if key in STEPS_KEYS.values() and old != ABSENT:
         return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]
     return any(key.startswith(free) if free.endswith(".") else key == free for free in MUTABLE_KEYS)
 

@@ -21,10 +21,10 @@ def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
     """End the run when more than `limit` of a step's rollouts failed through our own fault."""
     failed, num = [rollout for rollout in rollouts if rollout.status is Status.FAILED], len(rollouts)
     if len(failed) > limit * num:
-        raise failure_of(failed, f"{len(failed)} of {num} rollouts failed, above run.max_failed_fraction={limit}", num=num, limit=limit)
+        raise make_failure(failed, f"{len(failed)} of {num} rollouts failed, above run.max_failed_fraction={limit}", num=num, limit=limit)
 
 
-def failure_of(failed: Sequence[Rollout], line: str, *, num: int, limit: float) -> RunFailed:
+def make_failure(failed: Sequence[Rollout], line: str, *, num: int, limit: float) -> RunFailed:
     """Return the error of a run in which more than `limit` of its `num` rollouts failed.
 
     An InfraOutage, unless failures that no waiting mends (StopReason.PERMANENT_INFRA_ERROR) exceed the limit alone."""

@@ -47,13 +47,13 @@ class ManagedProcess:
 
     def __init__(self, command: Sequence[str], *, output: Path | None = None) -> None:
         """Without an output file it speaks where this process does."""
-        self.output = output
-        self._said: IO[bytes] | None = None
+        self.output_path = output
+        self._output_file: IO[bytes] | None = None
         if output is not None:
-            self._said = output.open("wb")
-            fcntl.lockf(self._said, fcntl.LOCK_EX)
+            self._output_file = output.open("wb")
+            fcntl.lockf(self._output_file, fcntl.LOCK_EX)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=self._said, stderr=subprocess.STDOUT if output else None,
+            command, stdin=subprocess.DEVNULL, stdout=self._output_file, stderr=subprocess.STDOUT if output else None,
             start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
 
@@ -67,8 +67,8 @@ class ManagedProcess:
         code = self._process.poll()
         if code is None:
             return None
-        if self._said is not None:
-            self._said.close()
+        if self._output_file is not None:
+            self._output_file.close()
         if code == -signal.SIGUSR1:
             return os.EX_TEMPFAIL
         return code if code >= 0 else 128 - code
@@ -79,7 +79,7 @@ class ManagedProcess:
 
     def last_line(self) -> str:
         """What it said last, '' if nothing."""
-        lines = read_tail(self.output).split("\n") if self.output else []
+        lines = read_tail(self.output_path).split("\n") if self.output_path else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
@@ -87,8 +87,8 @@ class SignalForwarder:
     """As a context: what this process is asked, the attempts under way are asked."""
 
     def __init__(self) -> None:
-        self.attempts: list[ManagedProcess] = []
-        self.heard: set[int] = set()
+        self.processes: list[ManagedProcess] = []
+        self.received: set[int] = set()
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
@@ -99,8 +99,8 @@ class SignalForwarder:
         self._closing.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.heard.add(number)
-        for attempt in self.attempts:
+        self.received.add(number)
+        for attempt in self.processes:
             attempt.forward_signal(number)
 
 
@@ -109,10 +109,10 @@ def require_job() -> None:
         raise ValueError("--requeue: this is no Slurm job; submit it with sbatch, or leave it out")
 
 
-def requeue(heard: Container[int]) -> None:
+def requeue_job(received: Container[int]) -> None:
     """Put this Slurm job back into the queue, as it was submitted, where its time was over or another one goes before."""
     job = os.environ["SLURM_JOB_ID"]
-    if signal.SIGUSR1 not in heard and not _is_preempted(job):
+    if signal.SIGUSR1 not in received and not _is_preempted(job):
         return
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     print(f"job {job} goes back into the queue, after {restarts} restarts", flush=True)
@@ -133,12 +133,12 @@ def run_attempt(command: Sequence[str], *, logs: Path | None = None, requeues: b
         print(output, flush=True)
     with SignalForwarder() as hearing:
         begun = ManagedProcess(command, output=output)
-        hearing.attempts.append(begun)
-        if hearing.heard:  # in between
+        hearing.processes.append(begun)
+        if hearing.received:  # in between
             begun.forward_signal(signal.SIGUSR1)
         code = begun.wait()
         if output:
             print(begun.last_line(), flush=True)
         if requeues and code:
-            requeue(hearing.heard)
+            requeue_job(hearing.received)
     return code

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from megatron_rl.config import Settings
-from megatron_rl.distributed.world import World, gather, raise_on_all_ranks, run_on_rank_zero
+from megatron_rl.distributed.world import World, all_gather_object, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.errors import LogprobMismatch, NonFiniteValue
 from megatron_rl.io.jsonl import write_bytes_atomically, write_error_line, write_lines_atomically
 from megatron_rl.observe.judge_stats import JudgeStats
@@ -32,9 +32,9 @@ from megatron_rl.observe.trace import write_trace as write_trace
 from megatron_rl.run.superseded_steps import find_gaps, supersede_records
 from megatron_rl.types import MicroBatch, Rollout, StopReason
 
-CONFIG, EVALUATION, FINAL, CHECKPOINTS = "config.yaml", "eval.json", "final", "checkpoints"
+CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, CHECKPOINTS_FOLDER = "config.yaml", "eval.json", "final", "checkpoints"
 """Of a run folder: its settings, the mark that it is finished, the model, and the training states."""
-PROMPTS, ADAPTER = "prompts.jsonl", "adapter"
+PROMPTS_FILE, ADAPTER_FOLDER = "prompts.jsonl", "adapter"
 """Of a run folder: the statistics of each example, and the LoRA adapter that was trained."""
 
 
@@ -62,10 +62,10 @@ class History:
     pending_metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of a step that is trained but not yet recorded: the run was stopped in the evaluation that belongs to it."""
 
-    def add(self, step: int, rollouts: Sequence[Rollout], *, rounds: int, dealt: Sequence[int] = ()) -> None:
+    def add(self, step: int, rollouts: Sequence[Rollout], *, num_new_batches: int, unfinished_prompts: Sequence[int] = ()) -> None:
         self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
-        self.num_generation_batches += rounds
-        self.in_flight_prompts = list(dealt)
+        self.num_generation_batches += num_new_batches
+        self.in_flight_prompts = list(unfinished_prompts)
         for rollout in rollouts:
             if rollout.reward is not None:
                 episodes, rewards, _ = self.prompts.get(rollout.example_id, (0, 0.0, 0))
@@ -80,34 +80,34 @@ class Run:
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
         """`first_step` steps were done by an earlier life of the run, with this history; records of later ones move to superseded/."""
         self.folder = Path(settings.run.dir)
-        self.final = self.folder / FINAL
+        self.final_folder = self.folder / FINAL_FOLDER
         self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step
         self.num_done = first_step
         """Steps whose updates are made."""
         self.is_finished = False
-        self.judge: JudgeStats | None = None
+        self.judge_stats: JudgeStats | None = None
         """Set by the composition root where the task has one, on every rank."""
         self.metrics: dict[str, float] = {}
         """Of the last step that was done in this life."""
         self.evaluation: dict[str, float] = {}
         """Of the last evaluation in this life, as in eval.json."""
         self.is_main, self._rank, self._is_alone = world.is_main, world.rank, world.size == 1
-        self._runs_ahead = settings.run.max_staleness > 0
+        self._is_async = settings.run.max_staleness > 0
         self._recorded = {"num_best": settings.run.record_best, "num_worst": settings.run.record_worst}
-        self._keeps_all = settings.run.record == "all"
-        self._told, self._worked = set(self.history.bad_examples), EngineBusyCounter()
+        self._saves_all = settings.run.record == "all"
+        self._reported_examples, self._busy_tracker = set(self.history.bad_examples), EngineBusyCounter()
         self.progress = ProgressDisplay(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.trace = StepTrace(settings.run.trace)
-        self.spans = StepTimer(on_span=self.progress.set_phase if self.progress else None, trace=partial(self.trace, STEP_ROW))
+        self.step_timer = StepTimer(on_span=self.progress.set_phase if self.progress else None, trace=partial(self.trace, STEP_ROW))
         if not self.is_main:
             return
-        with self.spans("start"), explain_write_errors(self.folder):
+        with self.step_timer("start"), explain_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             first_line = first_step - bool(self.history.pending_metrics)
             superseded = supersede_records(
-                self.folder, first_step=first_step, first_line=first_line, num_steps=num_steps, results=(EVALUATION, PROMPTS),
-                models=(FINAL, ADAPTER),
+                self.folder, first_step=first_step, first_line=first_line, num_steps=num_steps, results=(EVALUATION_FILE, PROMPTS_FILE),
+                models=(FINAL_FOLDER, ADAPTER_FOLDER),
             )  # fmt: skip
             if superseded and superseded[1]:
                 self.log(f"{superseded[1]} recorded steps are done again; their records are kept in {superseded[0]}")
@@ -115,20 +115,20 @@ class Run:
             if gaps:
                 self.log(f"warning: {gaps}")
             config = asdict(settings)
-            write_bytes_atomically(self.folder / CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
+            write_bytes_atomically(self.folder / CONFIG_FILE, yaml.safe_dump(config, sort_keys=False).encode())
             self.metrics_log = MetricsLog(
                 self.folder, settings.wandb, config, trackio_settings=settings.trackio, start_step=first_line
             )  # fmt: skip
             self.recorder = BestWorstRecorder(self.folder, **self._recorded)
-            self.bank = RolloutStore(self.folder, max_gb=settings.run.record_gb)
+            self.rollout_store = RolloutStore(self.folder, max_gb=settings.run.record_gb)
 
     @contextmanager
     def timed_rollout(self, busy_s: Callable[[], float]) -> Iterator[None]:
         """Time a rollout: the seconds that the engine was busy are its own, the rest is environment and reward."""
-        busy = self._worked.start(busy_s)
-        with self.spans("environment"):
+        busy = self._busy_tracker.start(busy_s)
+        with self.step_timer("environment"):
             yield
-            self.spans.add_seconds("engine", busy_s() - busy)
+            self.step_timer.add_seconds("engine", busy_s() - busy)
 
     @contextmanager
     def dump_on_error(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
@@ -147,10 +147,10 @@ class Run:
 
     @contextmanager
     def dump_batches_on_error(
-        self, batches: Sequence[MicroBatch], *, step: int, complete: Callable[[MicroBatch], MicroBatch]
+        self, batches: Sequence[MicroBatch], *, step: int, load_image_patches: Callable[[MicroBatch], MicroBatch]
     ) -> Iterator[None]:
         """Where a number is not finite, leave this rank's micro-batches in the run folder (torch.load(weights_only=True) reads them), with
-        the patches that `complete` adds: a file each, because an update's patches may be more than the host has room for."""
+        the patches that `load_image_patches` adds: a file each, because an update's patches may be more than the host has room for."""
         try:
             yield
         except NonFiniteValue as error:
@@ -158,7 +158,7 @@ class Run:
             with explain_write_errors(self.folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for number, batch in enumerate(batches):
-                    kept = {**asdict(replace(batch, images=[])), "patch_PC": complete(batch).patch_PC}
+                    kept = {**asdict(replace(batch, images=[])), "patch_PC": load_image_patches(batch).patch_PC}
                     torch.save(kept, folder / f"step_{step:08d}_rank_{self._rank}_micro_batch_{number}.pt")
                     del kept  # before the next one's are made
             raise NonFiniteValue(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
@@ -189,43 +189,43 @@ class Run:
         _, moving = groups_with_advantages(rollouts)
         self.history.has_learned += bool(moving)
         metrics["rollout/bad_prompts"] = float(len(self.history.bad_examples))
-        if self.judge is not None:
-            metrics |= self.judge.record_decided(rollouts, self.history.judge)
+        if self.judge_stats is not None:
+            metrics |= self.judge_stats.record_decided(rollouts, self.history.judge)
         self.num_done, self.metrics, self.history.pending_metrics = step + 1, metrics, metrics
         if not self._is_alone:
             best_worst = [each for kind in select_best_and_worst(rollouts, **self._recorded).values() for each in kind]
-            chosen = rollouts if self._keeps_all else best_worst
+            chosen = rollouts if self._saves_all else best_worst
             with explain_write_errors(self.folder):
                 raise_on_all_ranks(lambda: save_images(self.folder / ROLLOUTS, chosen))
         if not self.is_main:
             return
-        for name in [name for name in self.history.bad_examples if name not in self._told]:
+        for name in [name for name in self.history.bad_examples if name not in self._reported_examples]:
             self.log(f"no further try can mend it: {name}: {self.history.bad_examples[name]}")
-            self._told.add(name)
+            self._reported_examples.add(name)
         with explain_write_errors(self.folder):
             self.recorder.record(step, rollouts)
             self.metrics_log.log_rollouts(
                 step, select_best_and_worst(rollouts, **self._recorded), image_folder=self.folder / ROLLOUTS / IMAGES_FOLDER
             )
-            if self._keeps_all:
-                self.bank.record_step(step, rollouts, num_gen_batches=int(metrics["rollout/num_gen_batches"]))
+            if self._saves_all:
+                self.rollout_store.record_step(step, rollouts, num_gen_batches=int(metrics["rollout/num_gen_batches"]))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
         """Close a step: metrics with the step's times, one line on the terminal."""
         self.num_done, self.metrics, self.history.pending_metrics = step + 1, metrics, {}
         self.evaluation = _evaluation(metrics) or self.evaluation
         if self.trace.is_enabled:
-            events = gather(self.trace.pop_events())
+            events = all_gather_object(self.trace.pop_events())
             with explain_write_errors(self.folder):
                 run_on_rank_zero(lambda: write_trace(self.folder, step, events))
-        memory = [peak_memory()] if self._is_alone else gather(peak_memory())
-        metrics = {**metrics, **(self.judge.collect(self.history.judge) if self.judge else {})}
+        memory = [peak_memory()] if self._is_alone else all_gather_object(peak_memory())
+        metrics = {**metrics, **(self.judge_stats.collect(self.history.judge) if self.judge_stats else {})}
         if not self.is_main:
             return
         with explain_write_errors(self.folder):
-            times = self.spans.collect()
-            shares = idle_metrics(times, busy_s=self._worked.busy_since_last()) if self._runs_ahead else {}
-            metrics = {**metrics, **times, **shares, **self.bank.metrics(), **max_over_ranks(memory)}
+            times = self.step_timer.collect()
+            shares = idle_metrics(times, busy_s=self._busy_tracker.busy_since_last()) if self._is_async else {}
+            metrics = {**metrics, **times, **shares, **self.rollout_store.metrics(), **max_over_ranks(memory)}
             self.metrics_log.log(step, metrics)
         taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0
         self.progress.log_step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
@@ -234,22 +234,22 @@ class Run:
         """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
         values = self.evaluation = _evaluation(metrics)
         self.is_finished = True
-        metrics = {**metrics, **(self.judge.collect(self.history.judge) if self.judge else {})}
+        metrics = {**metrics, **(self.judge_stats.collect(self.history.judge) if self.judge_stats else {})}
         if not self.is_main:
             return
-        if self.judge is not None:
-            self.log(self.judge.format_summary(self.history.judge))
+        if self.judge_stats is not None:
+            self.log(self.judge_stats.format_summary(self.history.judge))
         if self.history.returns and not self.history.has_learned:
             remedy = (
                 "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
             )
             self.log(f"nothing was learned in any of {len(self.history.returns)} steps: rewards of a group were always alike; {remedy}")
         with explain_write_errors(self.folder):
-            self.metrics_log.log(self.num_steps, {**metrics, **self.spans.collect()})
-            write_bytes_atomically(self.folder / EVALUATION, (json.dumps(values, indent=1) + "\n").encode())
+            self.metrics_log.log(self.num_steps, {**metrics, **self.step_timer.collect()})
+            write_bytes_atomically(self.folder / EVALUATION_FILE, (json.dumps(values, indent=1) + "\n").encode())
             seen = self.history.prompts.items()
             lines = [{"id": name, "episodes": n, "mean": rewards / n, "last_step": last} for name, (n, rewards, last) in seen]
-            write_lines_atomically(self.folder / PROMPTS, lines)
+            write_lines_atomically(self.folder / PROMPTS_FILE, lines)
 
     def close(self) -> None:
         """Close the logs and the display; what was written stays."""
@@ -279,7 +279,7 @@ class Result:
     def __str__(self) -> str:
         if not self.is_finished:
             return f"stopped at step {self.step} of {self.num_steps}; {self.reason or 'the same command goes on'}"
-        left = self.folder / FINAL if (self.folder / FINAL).exists() else self.folder
+        left = self.folder / FINAL_FOLDER if (self.folder / FINAL_FOLDER).exists() else self.folder
         return f"{'done' if self.is_new else f'{self.folder} is finished'}: {describe_evaluation(self.metrics)}; {left}"
 
 

@@ -2,12 +2,12 @@
 
 SIGTERM, SIGUSR1 and SIGINT ask this process to stop; nothing is interrupted. At the end of a step all ranks agree (`check`). Rollouts that
 are not done grace_s after the signal are given up (`within_grace`): the step is played again by the run's next life. A second SIGINT ends
-the process at once, and so does any other signal that comes AGAIN_S or more after the first, where there is no launcher.
+the process at once, and so does any other signal that comes ABORT_RETRY_S or more after the first, where there is no launcher.
 
 Python's handlers run when the main thread comes back from C: in a collective, or where ranks wait for each other to begin, that may take
 minutes. `SignalDeadline` therefore hears signals in a thread, and ends a process that has not acted in time: START_S after the signal
-before the first `check`, IMMEDIATE_KILL_S after a second one; later on grace_s + closing_s after it, or without a launcher CLOSING_S after
-the main thread was last seen to move beyond the grace.
+before the first `check`, IMMEDIATE_KILL_S after a second one; later on grace_s + close_timeout_s after it, or without a launcher CLOSING_S
+after the main thread was last seen to move beyond the grace.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ SECOND_SIGNAL_S = 5.0
 IMMEDIATE_S = 3.0
 CLOSE_TIMEOUT_S = 120.0
 """Beyond the grace: a step's updates, its checkpoint and the end of the engine."""
-INTERRUPTED = 128 + signal.SIGINT
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that was asked twice."""
 _LOOK_S = 0.2
 _PR_SET_PDEATHSIG = 1
@@ -60,21 +60,21 @@ def handling_signals(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 
 @dataclass(slots=True, frozen=True)
-class HardEnd:
+class ForcedExit:
     """How a process ends that does not act on a signal."""
 
-    at: float
+    deadline: float
     """On time.monotonic's clock."""
-    line: str
-    code: int
+    message: str
+    exit_code: int
 
 
 class SignalDeadline:
     """As a context of the main thread: ends this process at a time that `rule` gives for the signals heard, (number, time), so far."""
 
-    def __init__(self, rule: Callable[[Sequence[tuple[int, float]]], HardEnd]) -> None:
+    def __init__(self, rule: Callable[[Sequence[tuple[int, float]]], ForcedExit]) -> None:
         self._rule = rule
-        self._heard: list[tuple[int, float]] = []
+        self._received: list[tuple[int, float]] = []
 
     def __enter__(self) -> Self:
         self._is_main = threading.current_thread() is threading.main_thread()
@@ -82,7 +82,7 @@ class SignalDeadline:
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=self._leave_line)
+            os.register_at_fork(after_in_child=self._close_in_child)
             self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
             self._thread.start()
         return self
@@ -94,7 +94,7 @@ class SignalDeadline:
             self._thread.join()
             self._reader.close()
 
-    def _leave_line(self) -> None:
+    def _close_in_child(self) -> None:
         """In a forked process: its signals are not this one's."""
         if self._writer.fileno() >= 0:
             signal.set_wakeup_fd(-1)
@@ -103,15 +103,15 @@ class SignalDeadline:
     def _watch(self) -> None:
         """In the thread, until the other end of the line is closed."""
         while True:
-            if select.select([self._reader], [], [], _LOOK_S if self._heard else None)[0]:
+            if select.select([self._reader], [], [], _LOOK_S if self._received else None)[0]:
                 numbers = self._reader.recv(64)
                 if not numbers:
                     return
-                self._heard += [(number, time.monotonic()) for number in numbers if number in SIGNALS]
-            if self._heard and time.monotonic() > (end := self._rule(self._heard)).at:
-                if end.line and is_reporting_rank():
-                    os.write(sys.stderr.fileno(), f"{end.line}\n".encode())  # the main thread may hold the lock of sys.stderr
-                os._exit(end.code)
+                self._received += [(number, time.monotonic()) for number in numbers if number in SIGNALS]
+            if self._received and time.monotonic() > (end := self._rule(self._received)).deadline:
+                if end.message and is_reporting_rank():
+                    os.write(sys.stderr.fileno(), f"{end.message}\n".encode())  # the main thread may hold the lock of sys.stderr
+                os._exit(end.exit_code)
 
 
 def has_launcher() -> bool:
@@ -124,7 +124,7 @@ def is_reporting_rank() -> bool:
     return not has_launcher() or os.environ.get("RANK", "0") == "0"
 
 
-def main_place() -> str:
+def main_thread_location() -> str:
     """Return where the main thread is. Example: `world.py:71 in connect`"""
     frame = sys._current_frames()[threading.main_thread().ident]
     own = frame
@@ -136,17 +136,17 @@ def main_place() -> str:
 class StopSignal:
     """Whether this process was asked to stop, and since when. As a context it hears the signals."""
 
-    def __init__(self, *, grace_s: float, closing_s: float = CLOSE_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._grace_s, self._closing_s, self._clock = grace_s, closing_s, clock
+    def __init__(self, *, grace_s: float, close_timeout_s: float = CLOSE_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._grace_s, self._close_timeout_s, self._clock = grace_s, close_timeout_s, clock
         self._since: float | None = None
         self._interrupted = self._has_started = False
-        self._place: tuple[CodeType, int] | None = None
-        self._moved = 0.0
+        self._last_location: tuple[CodeType, int] | None = None
+        self._last_move_at = 0.0
         self._closing = ExitStack()
 
     def __enter__(self) -> Self:
         self._closing.enter_context(handling_signals(dict.fromkeys(SIGNALS, self._on_signal)))
-        self._closing.enter_context(SignalDeadline(self._hard_end))
+        self._closing.enter_context(SignalDeadline(self._forced_exit))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -162,30 +162,30 @@ class StopSignal:
         elif not has_launcher() and self._clock() - self._since >= SECOND_SIGNAL_S:
             raise KeyboardInterrupt
 
-    def _hard_end(self, heard: Sequence[tuple[int, float]]) -> HardEnd:
+    def _forced_exit(self, received: Sequence[tuple[int, float]]) -> ForcedExit:
         """See SignalDeadline."""
-        number, first = heard[0]
-        interrupts = [at for other, at in heard if other == signal.SIGINT]
-        again = interrupts[1:] + [at for _, at in heard if at - first >= SECOND_SIGNAL_S and not has_launcher()]
-        name, where = signal.Signals(number).name, main_place()
+        number, first = received[0]
+        interrupts = [at for other, at in received if other == signal.SIGINT]
+        again = interrupts[1:] + [at for _, at in received if at - first >= SECOND_SIGNAL_S and not has_launcher()]
+        name, where = signal.Signals(number).name, main_thread_location()
         if again:
             line = f"error: interrupted at {where}; the checkpoints that were complete stay, and the same command goes on"
-            return HardEnd(min(again) + IMMEDIATE_S, line, INTERRUPTED)
+            return ForcedExit(min(again) + IMMEDIATE_S, line, EXIT_INTERRUPTED)
         if not self._has_started:
             line = f"stopped before the first step, by {name} at {where}; the same command goes on"
-            return HardEnd(first + STARTUP_TIMEOUT_S, line, os.EX_TEMPFAIL)
-        at = first + self._grace_s + self._closing_s
+            return ForcedExit(first + STARTUP_TIMEOUT_S, line, os.EX_TEMPFAIL)
+        at = first + self._grace_s + self._close_timeout_s
         if not has_launcher():
             at = min(at, max(first + self._grace_s, self._last_move()) + CLOSE_TIMEOUT_S)
         line = f"error: {name}: still at {where} after {time.monotonic() - first:.0f} s; the same command goes on from the last checkpoint"
-        return HardEnd(at, line, os.EX_TEMPFAIL)
+        return ForcedExit(at, line, os.EX_TEMPFAIL)
 
     def _last_move(self) -> float:
         """Return when the main thread was last seen at another place than before, on time.monotonic's clock."""
         frame = sys._current_frames()[threading.main_thread().ident]
-        if (frame.f_code, frame.f_lasti) != self._place:
-            self._place, self._moved = (frame.f_code, frame.f_lasti), time.monotonic()
-        return self._moved
+        if (frame.f_code, frame.f_lasti) != self._last_location:
+            self._last_location, self._last_move_at = (frame.f_code, frame.f_lasti), time.monotonic()
+        return self._last_move_at
 
     @property
     def is_requested(self) -> bool:
@@ -209,9 +209,9 @@ class StopSignal:
             self.mark_started()  # what was opened is closed in order
             raise GracefulStop
 
-    async def within_grace(self, play: Callable[[], Coroutine[object, object, T]]) -> T | None:
-        """What `play` returns; None where this process was asked to stop grace_s ago and it was cancelled."""
-        work = asyncio.create_task(play())
+    async def run_with_grace(self, run: Callable[[], Coroutine[object, object, T]]) -> T | None:
+        """What `run` returns; None where this process was asked to stop grace_s ago and it was cancelled."""
+        work = asyncio.create_task(run())
         while not work.done():
             await asyncio.wait({work}, timeout=_LOOK_S)
             if self._since is not None and self._clock() - self._since > self._grace_s and work.cancel():

@@ -21,12 +21,12 @@ from megatron_rl.io.jsonl import read_json
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.run.directory import ENDED, LOCK, read_settings
 from megatron_rl.run.process import LATEST
-from megatron_rl.run.record import CHECKPOINTS, CONFIG, EVALUATION, FINAL, list_checkpoints
+from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, list_checkpoints
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
 _FLOCK = struct.Struct("hhqqi4x")
 """struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, pid."""
-_WORDLESS = "ended without a word; was it killed?"
+_NO_REASON = "ended without a word; was it killed?"
 _EVALUATED = "eval/"
 
 
@@ -50,7 +50,7 @@ class RunStatus:
     """Steps that are recorded."""
     num_steps: int = 0
     """Steps that it is to have; 0 where its settings are not there."""
-    hours: float = 0.0
+    train_hours: float = 0.0
     """What the recorded steps took. What was lost with a life, and the starts, are not in it."""
     evaluation: Mapping[str, float]
     """The last one, as in eval.json: greedy_success, ..."""
@@ -63,19 +63,19 @@ def read_status(folder: Path) -> RunStatus:
     path = folder / METRICS_FILE
     steps = read_metrics(path) if path.is_file() else []
     settings = _settings_of(folder)
-    state, error = _state_of(folder, has_begun=bool(steps or list_checkpoints(folder / CHECKPOINTS)))
+    state, error = _determine_state(folder, has_begun=bool(steps or list_checkpoints(folder / CHECKPOINTS_FOLDER)))
     evaluations = [line for line in steps if any(name.startswith(_EVALUATED) for name in line)]
     last = evaluations[-1] if evaluations else {}
     num_steps = _num_steps(settings)
     return RunStatus(
         folder=folder, state=state, error=error, settings=settings, num_steps=num_steps,
         step=min(int(max((line["step"] for line in steps), default=-1)) + 1, num_steps),
-        hours=sum(line.get("time/total", 0.0) for line in steps) / 3600,
+        train_hours=sum(line.get("time/total", 0.0) for line in steps) / 3600,
         evaluation={name.removeprefix(_EVALUATED): value for name, value in last.items() if name.startswith(_EVALUATED)},
     )  # fmt: skip
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether another process has locked the file (fcntl.lockf), on any machine that sees it. Takes no lock itself."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -90,26 +90,29 @@ def is_held(path: Path) -> bool:
 
 def is_running(folder: Path) -> bool:
     """Whether a run is under way in it, or an attempt that will come to one."""
-    return is_held(folder / LOCK) or is_held(folder / LATEST)
+    return is_locked(folder / LOCK) or is_locked(folder / LATEST)
 
 
 def is_finished(folder: Path) -> bool:
     """It has its last evaluation and all of its weights, and nobody is at it."""
-    return not is_running(folder) and (folder / EVALUATION).is_file() and not find_missing_file(folder / FINAL)
+    return not is_running(folder) and (folder / EVALUATION_FILE).is_file() and not find_missing_file(folder / FINAL_FOLDER)
 
 
-def _state_of(folder: Path, *, has_begun: bool) -> tuple[RunState, str]:
+def _determine_state(folder: Path, *, has_begun: bool) -> tuple[RunState, str]:
     if is_running(folder):
         return RunState.RUNNING, ""
     if is_finished(folder):
         return RunState.FINISHED, ""
-    if (folder / EVALUATION).is_file():
-        return RunState.FAILED, f"{folder / FINAL / find_missing_file(folder / FINAL)} is missing; the same command writes it again"
+    if (folder / EVALUATION_FILE).is_file():
+        return (
+            RunState.FAILED,
+            f"{folder / FINAL_FOLDER / find_missing_file(folder / FINAL_FOLDER)} is missing; the same command writes it again",
+        )
     words = [word for word in (_read_ended(folder / ENDED), _read_last_line(folder / LATEST)) if word]
     if words:
         _, state, line = max(words)
         return state, line
-    return (RunState.FAILED, _WORDLESS) if has_begun or (folder / LATEST).exists() else (RunState.WAITING, "")
+    return (RunState.FAILED, _NO_REASON) if has_begun or (folder / LATEST).exists() else (RunState.WAITING, "")
 
 
 def _read_ended(path: Path) -> tuple[float, RunState, str] | None:
@@ -136,7 +139,7 @@ def _read_last_line(path: Path) -> tuple[float, RunState, str] | None:
 
 
 def _settings_of(folder: Path) -> dict[str, object]:
-    path = folder / CONFIG
+    path = folder / CONFIG_FILE
     try:
         return flatten(read_settings(path)) if is_regular(path) else {}
     except ValueError as error:

@@ -21,7 +21,7 @@ from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, image_file_name, image
 from megatron_rl.observe.rollout_store import STEP_NAME_PATTERN, image_keys_of_step, step_number
 
 SUPERSEDED = "superseded"
-KEYS_OF = {".jsonl": image_keys_in, ".parquet": image_keys_of_step}
+IMAGE_KEY_READERS = {".jsonl": image_keys_in, ".parquet": image_keys_of_step}
 """By suffix of a file of rollouts: what gives the keys of its pictures."""
 
 
@@ -83,16 +83,16 @@ def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[s
 
 
 def _step_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if path.suffix in KEYS_OF and STEP_NAME_PATTERN.fullmatch(path.stem))
+    return sorted(path for path in folder.glob("step_*") if path.suffix in IMAGE_KEY_READERS and STEP_NAME_PATTERN.fullmatch(path.stem))
 
 
 def _new_folder(wanted: Path) -> Path:
-    folder = free_path(wanted)
+    folder = find_free_path(wanted)
     folder.mkdir(parents=True)
     return folder
 
 
-def free_path(wanted: Path) -> Path:
+def find_free_path(wanted: Path) -> Path:
     """Return the path if nothing is there, else the same with the first free number behind it."""
     path, number = wanted, 0
     while path.exists():
@@ -104,7 +104,7 @@ def free_path(wanted: Path) -> Path:
 def _move_rollouts(files: Sequence[Path], to: Path) -> None:
     """Move files of rollouts, each behind links to its pictures: other steps may show the same ones."""
     for file in files:
-        for name in map(image_file_name, KEYS_OF[file.suffix](file)):
+        for name in map(image_file_name, IMAGE_KEY_READERS[file.suffix](file)):
             source, target = file.parent / name, to / name
             if is_regular(source, follow_link=False) and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)

@@ -127,20 +127,20 @@ class EngineServers:
     def report_alive(self, url: str) -> None:
         self._engines[url].is_ready = True
 
-    def is_healthy(self, url: str) -> None:
+    def report_healthy(self, url: str) -> None:
         engine, now = self._engines[url], time.monotonic()
         engine.healthy_since = engine.healthy_since or now
         if now - engine.healthy_since >= STABLE_S:
             engine.consecutive_exits = 0
 
-    def restart(self, url: str, *, hangs: bool) -> None:
+    def restart(self, url: str, *, is_unresponsive: bool) -> None:
         """See health.ServerSupervisor."""
         engine, now = self._engines[url], time.monotonic()
         with engine.lock:
             if self._is_stopped:
                 return
             if engine.process is not None:
-                self._stop_if_failed(engine, now, is_unresponsive=hangs)
+                self._stop_if_failed(engine, now, is_unresponsive=is_unresponsive)
             if engine.process is None and engine.consecutive_exits <= MAX_RESTARTS and now >= engine.restart_after:
                 engine.start()
 

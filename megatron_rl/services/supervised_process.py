@@ -15,7 +15,7 @@ from megatron_rl.services import supervisor
 from sandbox.token import USER_KEY_VARIABLES
 
 STOP_TIMEOUT_S = 3 * supervisor.TERM_GRACE_S
-"""What a keeper may take to end its server (once GRACE_S), and what that leaves behind (once more)."""
+"""What a keeper may take to end its server (once TERMINATE_TIMEOUT_S), and what that leaves behind (once more)."""
 MAX_LOG_TAIL_CHARS = 300
 """Of the last line of a log."""
 TORCHRUN_PREFIXES = (

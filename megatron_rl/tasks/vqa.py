@@ -37,8 +37,8 @@ class VqaEnv(Env):
 
 
 class VqaTask(Task):
-    rewards = ("accuracy",)
-    continues_contexts = False
+    reward_names = ("accuracy",)
+    appends_to_sequence = False
     stop = ("</answer>",)
 
     def __init__(self, settings: TaskSettings) -> None:

@@ -32,7 +32,7 @@ class ShardLocation:
     def pp(self) -> int:
         return self.pp_group.size()
 
-    def owner(self, row: ParamMapping) -> int:
+    def owner_stage(self, row: ParamMapping) -> int:
         """The pipeline stage that holds a row of the table."""
         return self._place(row)[0]
 
@@ -57,13 +57,13 @@ def _layer(row: ParamMapping) -> int:
     return int(row.stage.removeprefix("layer:"))
 
 
-def load_hf(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, read: Callable[[str], torch.Tensor]) -> None:
-    """Fill this rank's parameters; `read` gives a whole Hugging Face tensor by its name in the table, of a source proven complete.
+def load_hf(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, read_tensor: Callable[[str], torch.Tensor]) -> None:
+    """Fill this rank's parameters; `read_tensor` gives a whole Hugging Face tensor by its name in the table, of a source proven complete.
 
     Adapters and a value head are no part of the table.
     """
     base = {name: parameter for name, parameter in chunks.named_parameters() if not (is_adapter(name) or is_of_value_head(name))}
-    fill_parameters(base, rows, placement, lambda row, _shape: tuple(map(read, row.hf_names)))
+    fill_parameters(base, rows, placement, lambda row, _shape: tuple(map(read_tensor, row.hf_names)))
 
 
 def is_adapter(name: str) -> bool:
@@ -109,7 +109,7 @@ def fill_parameters(
 def _own_rows(rows: list[ParamMapping], placement: ShardLocation, parameters: dict[str, nn.Parameter]) -> Iterator[ParamMapping]:
     """The rows whose parameter lies on this stage (tied embeddings on one stage have no second copy)."""
     for row in rows:
-        if placement.owner(row) == placement.pp_rank and (row.is_exported or placement.local_name(row) in parameters):
+        if placement.owner_stage(row) == placement.pp_rank and (row.is_exported or placement.local_name(row) in parameters):
             yield row
 
 
@@ -127,7 +127,7 @@ class HfWeightIterator:
         self.placement = placement
         parameters = dict(chunks.named_parameters())
         rows = [row for row in rows if row.is_exported]
-        mine = {row.mcore_name: parameters[placement.local_name(row)] for row in rows if placement.owner(row) == placement.pp_rank}
+        mine = {row.mcore_name: parameters[placement.local_name(row)] for row in rows if placement.owner_stage(row) == placement.pp_rank}
         plans: list[dict[str, torch.Size]] = [{}] * placement.pp
         dist.all_gather_object(plans, {name: parameter.shape for name, parameter in mine.items()}, group=placement.pp_group)
         shapes = {name: shape for plan in plans for name, shape in plan.items()}
@@ -152,7 +152,7 @@ class HfWeightIterator:
 
     def _gather(self, bucket: list[ParamMapping]) -> dict[str, list[torch.Tensor]]:
         """Every tensor-parallel shard of each row of the bucket, in rank order (replicated rows: one)."""
-        owner = self.placement.owner(bucket[0])
+        owner = self.placement.owner_stage(bucket[0])
         is_cut = bucket[0].shard_dim is not None
         copies = self.placement.tp if is_cut else 1
         if self.placement.pp == 1 and copies == 1:
@@ -176,7 +176,7 @@ def _buckets(rows: list[ParamMapping], shapes: dict[str, torch.Size], placement:
     buckets: list[list[ParamMapping]] = []
     kinds: dict[tuple[int, bool], tuple[list[ParamMapping], int]] = {}
     for row in rows:
-        kind = (placement.owner(row), row.shard_dim is not None)
+        kind = (placement.owner_stage(row), row.shard_dim is not None)
         bucket, numel = kinds.get(kind, ([], 0))
         if bucket and numel + shapes[row.mcore_name].numel() > max_numel:
             buckets.append(bucket)

@@ -17,7 +17,7 @@ from megatron_rl.algo.advantages import group_std
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout, Status, TokenSequence
-from tests.support.episodes import episode, penalize, token_credits, turn_credits
+from tests.support.rollout_factory import collect_token_advantages, collect_turn_advantages, make_rollout, set_kl_logprobs
 
 PEERS = ["grpo", "rloo", "opo"]
 """A row of each way to compare an episode with its group."""
@@ -29,7 +29,7 @@ def credit(rollouts: Sequence[Rollout], name: str, **given: float | bool | str) 
     """One number for each rollout, whose tokens must all have it; None where no credit was written."""
     algo = AlgoSettings(name=name, **given)
     ALGORITHMS[name].advantage_fn(rollouts, algo)
-    return [None if not any(context.advantages for context in each.sequences) else one(token_credits(each)) for each in rollouts]
+    return [None if not any(context.advantages for context in each.sequences) else one(collect_token_advantages(each)) for each in rollouts]
 
 
 def one(values: Sequence[float]) -> float:
@@ -39,8 +39,8 @@ def one(values: Sequence[float]) -> float:
 
 def of_group(rewards: Sequence[float], name: str = "grpo", *, lengths: Sequence[int] = (), **given: float | bool) -> list[float]:
     """Credit of a group with these rewards; the members of a second one stand around them."""
-    group = [episode(4, reward, lengths=(length,)) for reward, length in zip(rewards, lengths or [3] * len(rewards), strict=True)]
-    return credit([episode(9, 10.0), *group, episode(9, 20.0, lengths=(5,))], name, **given)[1:-1]
+    group = [make_rollout(4, reward, lengths=(length,)) for reward, length in zip(rewards, lengths or [3] * len(rewards), strict=True)]
+    return credit([make_rollout(9, 10.0), *group, make_rollout(9, 20.0, lengths=(5,))], name, **given)[1:-1]
 
 
 def test_dr_grpo_subtracts_the_mean() -> None:
@@ -71,7 +71,7 @@ def test_opo_weights_the_baseline_by_length() -> None:
 
 def test_reinforce_pp_whitens_over_the_tokens_of_the_step() -> None:
     """Returns 1 1 | -1 | -1 -1 over two groups: mean -0.2, squares 2 * 1.44 + 3 * 0.64 = 4.8, variance 4.8 / 4 = 1.2."""
-    rollouts = [episode(0, 1.0, lengths=(2,)), episode(0, -1.0), episode(1, -1.0, lengths=(2,))]
+    rollouts = [make_rollout(0, 1.0, lengths=(2,)), make_rollout(0, -1.0), make_rollout(1, -1.0, lengths=(2,))]
     scale = math.sqrt(1.2 + 1e-8)
     assert credit(rollouts, "reinforce_pp") == pytest.approx([1.2 / scale, -0.8 / scale, -0.8 / scale], abs=1e-15)
 
@@ -82,13 +82,13 @@ def test_reinforce_pp_takes_the_kl_off_each_tokens_own_reward() -> None:
     Returns from each token on: 1 - 1 - 2 + 1 = -1, 1 - 2 + 1 = 0, 1 + 1 = 2 and -2 - 1 = -3. Mean -1/2, deviations -0.5 0.5 2.5 -2.5,
     squares 13, variance 13 / 3.
     """
-    first = penalize(episode(0, 1.0, lengths=(2, 1), contexts=(0, 1), gains=(0.0, 0.0)), 2.0, 4.0, -2.0)
-    second = penalize(episode(1, -2.0), 2.0)
+    first = set_kl_logprobs(make_rollout(0, 1.0, lengths=(2, 1), turn_sequences=(0, 1), reward_deltas=(0.0, 0.0)), 2.0, 4.0, -2.0)
+    second = set_kl_logprobs(make_rollout(1, -2.0), 2.0)
     algo = AlgoSettings(name="reinforce_pp", kl_coef=0.5, use_kl_in_reward=True)
     ALGORITHMS["reinforce_pp"].advantage_fn([first, second], algo)
     scale = math.sqrt(13 / 3 + 1e-8)
-    assert token_credits(first) == pytest.approx([-0.5 / scale, 0.5 / scale, 2.5 / scale], abs=1e-15)
-    assert token_credits(second) == pytest.approx([-2.5 / scale], abs=1e-15)
+    assert collect_token_advantages(first) == pytest.approx([-0.5 / scale, 0.5 / scale, 2.5 / scale], abs=1e-15)
+    assert collect_token_advantages(second) == pytest.approx([-2.5 / scale], abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,13 @@ def test_reinforce_pp_takes_the_kl_off_each_tokens_own_reward() -> None:
 )
 def test_the_kl_in_the_reward_comes_off_before_episodes_are_compared(name: str, expected: tuple[float, float]) -> None:
     def step() -> list[Rollout]:
-        first = penalize(episode(0, 1.0, lengths=(2, 1), contexts=(0, 1), gains=(0.0, 0.0)), 2.0, 4.0, -2.0)
-        return [first, penalize(episode(1, 3.0), 9.0), penalize(episode(0, 2.0), -6.0), penalize(episode(1, 3.0), 9.0)]
+        first = set_kl_logprobs(make_rollout(0, 1.0, lengths=(2, 1), turn_sequences=(0, 1), reward_deltas=(0.0, 0.0)), 2.0, 4.0, -2.0)
+        return [
+            first,
+            set_kl_logprobs(make_rollout(1, 3.0), 9.0),
+            set_kl_logprobs(make_rollout(0, 2.0), -6.0),
+            set_kl_logprobs(make_rollout(1, 3.0), 9.0),
+        ]
 
     kl = {"kl_coef": 0.5, "norm_adv_by_std": False}
     assert credit(step(), name, use_kl_in_reward=True, **kl) == [expected[0], 0.0, expected[1], 0.0]
@@ -110,7 +115,7 @@ def test_the_kl_in_the_reward_comes_off_before_episodes_are_compared(name: str, 
 @pytest.mark.parametrize(("name", "expected"), [("grpo", -3.0), ("rloo", -6.0), ("opo", -3.0), ("reinforce_pp", None)])
 def test_what_is_not_trained_on_has_no_kl_to_take_off(name: str, expected: float | None) -> None:
     """Reward 1 less 0.5 * 4 is compared with a bare 5 that was dropped, whose tokens nobody read: -1 - 2, or -1 - 5 without oneself."""
-    read, bare = penalize(episode(0, 1.0), 4.0), episode(0, 5.0)
+    read, bare = set_kl_logprobs(make_rollout(0, 1.0), 4.0), make_rollout(0, 5.0)
     bare.filter_reason = "stop_reason"
     read.sequences.append(TokenSequence(token_ids=[1, 2], loss_mask=[0, 0], rollout_logprobs=[0.0, 0.0], weight_versions=[-1, -1]))
     credits = credit([read, bare], name, kl_coef=0.5, use_kl_in_reward=True, norm_adv_by_std=False)
@@ -122,8 +127,8 @@ def test_what_is_not_trained_on_has_no_kl_to_take_off(name: str, expected: float
 @pytest.mark.parametrize("rewards", [[3.0], [0.1, 0.1, 0.1], [-2.0] * 7, [0.7] * 11])
 def test_equal_rewards_give_exact_zeros(name: str, rewards: list[float], norm_adv_by_std: bool) -> None:
     others = rewards if name == "reinforce_pp" else [0.0, 1.0]
-    beside = [episode(1, reward, lengths=(1 + index % 3,)) for index, reward in enumerate(others)]
-    rollouts = [episode(0, reward, lengths=(1 + index % 3,)) for index, reward in enumerate(rewards)]
+    beside = [make_rollout(1, reward, lengths=(1 + index % 3,)) for index, reward in enumerate(others)]
+    rollouts = [make_rollout(0, reward, lengths=(1 + index % 3,)) for index, reward in enumerate(rewards)]
     credits = credit([*beside, *rollouts], name, norm_adv_by_std=norm_adv_by_std, std_eps=0.0)
     assert credits[len(others) :] == [0.0] * len(rewards)
     assert name == "reinforce_pp" or all(credits[: len(others)])
@@ -135,12 +140,12 @@ def test_groups_stay_apart_and_what_was_not_scored_counts_nowhere(name: str) -> 
     # group 4: scored 1 and 3, mean 2, the failed member counts nowhere. Group 9: 2 and 2. Group 7: one scored. Group 8: none.
     scale = 2.0 if name == "rloo" else 1.0
     expected = [-scale, 0.0, None, 0.0, scale, None, 0.0, None]
-    assert credit([episode(group, reward) for group, reward in pairs], name, norm_adv_by_std=False) == expected
+    assert credit([make_rollout(group, reward) for group, reward in pairs], name, norm_adv_by_std=False) == expected
 
 
 def test_what_is_dropped_has_credit_and_counts_but_not_in_the_whitening() -> None:
     def step() -> list[Rollout]:
-        rollouts = [episode(0, reward) for reward in (1.0, 0.0, 5.0)] + [episode(1, 2.0), episode(1, 4.0)]
+        rollouts = [make_rollout(0, reward) for reward in (1.0, 0.0, 5.0)] + [make_rollout(1, 2.0), make_rollout(1, 4.0)]
         rollouts[2].filter_reason = "stop_reason"
         return rollouts
 
@@ -152,7 +157,7 @@ def test_what_is_dropped_has_credit_and_counts_but_not_in_the_whitening() -> Non
 
 @pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_truncated_rollouts_are_scored(name: str) -> None:
-    rollouts = [episode(0, 0.0), episode(0, 4.0)]
+    rollouts = [make_rollout(0, 0.0), make_rollout(0, 4.0)]
     rollouts[1].status = Status.TRUNCATED
     low, high = credit(rollouts, name)
     assert low == -high < 0
@@ -160,8 +165,8 @@ def test_truncated_rollouts_are_scored(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_credit_of_nothing(name: str) -> None:
-    assert credit([], name) == [] and credit([episode(0)], name) == [None]
-    assert group_std([], AlgoSettings(name=name)) == group_std([episode(0)], AlgoSettings(name=name)) == {}
+    assert credit([], name) == [] and credit([make_rollout(0)], name) == [None]
+    assert group_std([], AlgoSettings(name=name)) == group_std([make_rollout(0)], AlgoSettings(name=name)) == {}
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 4), st.one_of(st.none(), st.floats(-10, 10)), st.integers(1, 4), st.booleans()), max_size=30)
@@ -189,7 +194,7 @@ def test_credit_is_the_textbook_loop_and_depends_on_no_order(
     """Groups, rewards (None: failed), lengths, and whether a rollout is dropped."""
     rollouts = []
     for group, reward, length, dropped in step:
-        rollouts.append(episode(group, reward, lengths=(length,)))
+        rollouts.append(make_rollout(group, reward, lengths=(length,)))
         rollouts[-1].filter_reason = "stop_reason" if dropped else ""
     options = {"norm_adv_by_std": norm_adv_by_std, "std_eps": 1e-4}
     credits = credit(rollouts, name, **options)
@@ -224,7 +229,7 @@ def test_grpo_agrees_with_numpy_and_sums_to_zero(rewards: list[float], norm_adv_
 
 def test_a_turn_has_its_credit_in_its_own_context() -> None:
     """Three turns in two contexts, out of order; -1 and 1 are the two episodes' credits."""
-    there_and_back = episode(0, 0.0, lengths=(2, 1, 3), contexts=(1, 0, 1), gains=(0.0,) * 3)
-    credit([there_and_back, episode(0, 2.0)], "grpo", norm_adv_by_std=False)
+    there_and_back = make_rollout(0, 0.0, lengths=(2, 1, 3), turn_sequences=(1, 0, 1), reward_deltas=(0.0,) * 3)
+    credit([there_and_back, make_rollout(0, 2.0)], "grpo", norm_adv_by_std=False)
     assert [context.advantages for context in there_and_back.sequences] == [[0, -1, 0], [0, -1, -1, 0, 0, -1, -1, -1, 0]]
-    assert turn_credits(there_and_back) == [-1.0] * 3
+    assert collect_turn_advantages(there_and_back) == [-1.0] * 3

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron_rl.algo.advantages import TURN_SCHEMES
-from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm, needs_old, needs_reference
+from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm, needs_old_logprob_forward, needs_reference
 from megatron_rl.algo.kl import ESTIMATORS
 from megatron_rl.algo.rollout_correction import CORRECTIONS
 from megatron_rl.config import AlgoSettings
@@ -71,7 +71,7 @@ RATIOS = ("bypass", "token_tis", "sequence_tis", "token_mask", "sequence_mask")
         ),
         (
             {"rollout_correction_level": "turns"},
-            "algo.rollout_correction_level=turns: algo.rollout_correction=none looks at no sequence; use contexts",
+            "algo.rollout_correction_level=turns: algo.rollout_correction=none looks at no sequence; use sequences",
         ),
         (
             {"rollout_correction_level": "turns", "rollout_correction": "bypass"},
@@ -110,11 +110,10 @@ def test_which_rows_go_together(one: str, other: str) -> None:
 def test_what_networks_are_asked() -> None:
     """On-policy with one update nothing is read; several updates need the old logprobs, a KL the reference, a KL in the reward both."""
     plain, kl, in_reward = AlgoSettings(), AlgoSettings(kl_coef=0.1), AlgoSettings(kl_coef=0.1, use_kl_in_reward=True)
-    assert [(needs_old(algo, num_updates=1), needs_old(algo, num_updates=2)) for algo in (plain, kl, in_reward)] == [
-        (False, True), (False, True), (True, True),
-    ]  # fmt: skip
+    found = [tuple(needs_old_logprob_forward(algo, num_updates=num) for num in (1, 2)) for algo in (plain, kl, in_reward)]
+    assert found == [(False, True), (False, True), (True, True)]
     bypassed = [dataclasses.replace(algo, rollout_correction="geo_mask+bypass") for algo in (plain, kl, in_reward)]
-    assert not any(needs_old(algo, num_updates=number) for algo in bypassed for number in (1, 2))
+    assert not any(needs_old_logprob_forward(algo, num_updates=number) for algo in bypassed for number in (1, 2))
     assert [needs_reference(algo) for algo in (plain, kl, in_reward)] == [False, True, True]
     assert {name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic} == {"ppo", "ppo_turn"}
     for algorithm in ALGORITHMS.values():

@@ -17,7 +17,7 @@ from megatron_rl.algo.advantages import TURN_SCHEMES
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.config import AlgoSettings
 from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric, TurnRewardTerm
-from tests.support.episodes import episode, outcome_of, turn_credits
+from tests.support.rollout_factory import collect_turn_advantages, make_reward_input, make_rollout
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -35,12 +35,15 @@ def expected_gradient(kinds: Sequence[Kind], size: int, algo: AlgoSettings) -> f
     """Mean over all groups of `size` of the sum of credit * dlogprob / dtheta over all turns. Another group stands beside each."""
     total = 0.0
     for group in itertools.combinations_with_replacement(range(len(kinds)), size):
-        rollouts = [episode(0, **kinds[kind].numbers) for kind in group]
-        others = [episode(1, outcome=3.0, scores=(1.0, 0.0, 2.0)), episode(1, outcome=-1.0, scores=(0.5, 4.0, 0.0))]
+        rollouts = [make_rollout(0, **kinds[kind].numbers) for kind in group]
+        others = [
+            make_rollout(1, outcome_reward=3.0, step_scores=(1.0, 0.0, 2.0)),
+            make_rollout(1, outcome_reward=-1.0, step_scores=(0.5, 4.0, 0.0)),
+        ]
         ALGORITHMS[algo.name].advantage_fn([*rollouts, *others], algo)
         gradient = 0.0
         for rollout, kind in zip(rollouts, group, strict=True):
-            gradient += sum(credit * slope for credit, slope in zip(turn_credits(rollout), kinds[kind].slopes, strict=True))
+            gradient += sum(credit * slope for credit, slope in zip(collect_turn_advantages(rollout), kinds[kind].slopes, strict=True))
         ways = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
         total += ways * math.prod(kinds[kind].probability for kind in group) * gradient
     return total
@@ -56,9 +59,9 @@ def by_rubric(*steps: float | None, right: bool) -> dict[str, float | list]:
         return list(steps)
 
     rubric = Rubric(terms={"accuracy": RewardTerm(accuracy)}, turn_terms={"evidence": TurnRewardTerm(evidence, weight=0.5)})
-    score = asyncio.run(rubric.score(outcome_of(*episode(0, 0.0, gains=[0.0] * len(steps)).turns)))
+    score = asyncio.run(rubric.score(make_reward_input(*make_rollout(0, 0.0, reward_deltas=[0.0] * len(steps)).turns)))
     assert score.reward == right + 0.5, "the reward must not depend on the choice"
-    return {"outcome": score.outcome_reward, "scores": score.step_scores, "gains": score.reward_deltas}
+    return {"outcome_reward": score.outcome_reward, "step_scores": score.step_scores, "reward_deltas": score.reward_deltas}
 
 
 def choices(call: float, right: float) -> list[Kind]:
@@ -91,12 +94,12 @@ def test_a_choice_is_not_taught_by_the_luck_of_those_who_made_it(scheme: str, ca
 
 P, Q = 0.6, 0.3
 LEAVES = {
-    "stop": Kind(probability=1 - P, slopes=(-P,), numbers={"outcome": 0.3, "gains": [1.0]}),
-    "go, stop": Kind(probability=P * (1 - Q), slopes=(1 - P, -Q), numbers={"outcome": 2.0, "gains": [-1.0, 0.5]}),
-    "go, go": Kind(probability=P * Q, slopes=(1 - P, 1 - Q, 0.0), numbers={"outcome": -1.0, "gains": [-1.0, 2.0, 0.25]}),
+    "stop": Kind(probability=1 - P, slopes=(-P,), numbers={"outcome_reward": 0.3, "reward_deltas": [1.0]}),
+    "go, stop": Kind(probability=P * (1 - Q), slopes=(1 - P, -Q), numbers={"outcome_reward": 2.0, "reward_deltas": [-1.0, 0.5]}),
+    "go, go": Kind(probability=P * Q, slopes=(1 - P, 1 - Q, 0.0), numbers={"outcome_reward": -1.0, "reward_deltas": [-1.0, 2.0, 0.25]}),
 }
 """Two decisions: to go on after the first turn (probability P), and after the second (Q)."""
-R_STOP, R_GO_STOP, R_GO_GO = (kind.numbers["outcome"] + sum(kind.numbers["gains"]) for kind in LEAVES.values())
+R_STOP, R_GO_STOP, R_GO_GO = (kind.numbers["outcome_reward"] + sum(kind.numbers["reward_deltas"]) for kind in LEAVES.values())
 SLOPES = {
     "first": P * (1 - P) * ((1 - Q) * R_GO_STOP + Q * R_GO_GO - R_STOP),
     "second": P * Q * (1 - Q) * (R_GO_GO - R_GO_STOP),

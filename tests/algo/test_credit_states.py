@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megatron_rl.algo.advantages import group_std
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout
-from tests.support.episodes import credits, episode, penalize
+from tests.support.rollout_factory import compute_turn_advantages, make_rollout, set_kl_logprobs
 
-PLAIN = {"scheme": "gigpo", "gamma": 0.5}
+PLAIN = {"turn_credit": "gigpo", "gamma": 0.5}
 
 
 def close(expected: list[list[float] | None]) -> list[object]:
@@ -29,12 +29,12 @@ def step() -> list[Rollout]:
     Group 8 has names of states in common with group 3 and nothing else: rewards 10 and 0.
     """
     return [
-        episode(3, outcome=0.0, gains=(-1.0, 0.0, 1.0), states=("a", "b", "a")),
-        episode(8, outcome=10.0, gains=(0.0,), states=("a",)),
-        episode(3, outcome=0.0, gains=(0.0, 2.0), states=("a", "c")),
-        episode(3, outcome=1.0, gains=(3.0,), states=("a",)),
-        episode(3, gains=(9.0, 9.0), states=("a", "a")),
-        episode(8, outcome=0.0, gains=(0.0, 0.0), states=("c", "")),
+        make_rollout(3, outcome_reward=0.0, reward_deltas=(-1.0, 0.0, 1.0), states=("a", "b", "a")),
+        make_rollout(8, outcome_reward=10.0, reward_deltas=(0.0,), states=("a",)),
+        make_rollout(3, outcome_reward=0.0, reward_deltas=(0.0, 2.0), states=("a", "c")),
+        make_rollout(3, outcome_reward=1.0, reward_deltas=(3.0,), states=("a",)),
+        make_rollout(3, reward_deltas=(9.0, 9.0), states=("a", "a")),
+        make_rollout(8, outcome_reward=0.0, reward_deltas=(0.0, 0.0), states=("c", "")),
     ]
 
 
@@ -43,9 +43,9 @@ A = (-0.75 - 1.3125, 1 - 1.3125, 1 - 1.3125, 4 - 1.3125)
 
 def test_a_turn_is_compared_with_all_that_began_where_it_did() -> None:
     expected = [[-2 + A[0], -2, -2 + A[1]], [5], [A[2], 0], [2 + A[3]], None, [-5, -5]]
-    assert credits(step(), **PLAIN) == close(expected)
+    assert compute_turn_advantages(step(), **PLAIN) == close(expected)
     halved = [[-2 + A[0] / 2, -2, -2 + A[1] / 2], [5], [A[2] / 2, 0], [2 + A[3] / 2], None, [-5, -5]]
-    assert credits(step(), gigpo_step_weight=0.5, **PLAIN) == close(halved)
+    assert compute_turn_advantages(step(), gigpo_step_weight=0.5, **PLAIN) == close(halved)
 
 
 def test_each_part_has_its_own_deviation() -> None:
@@ -55,7 +55,7 @@ def test_each_part_has_its_own_deviation() -> None:
     episodes = [-2 / 2.25, 0.0, 2 / 2.25]
     other = 5 / (math.sqrt(50) + 0.25)
     expected = [[episodes[0] + a[0], episodes[0], episodes[0] + a[1]], [other], [a[2], 0], [episodes[2] + a[3]], None, [-other, -other]]
-    assert credits(step(), norm_adv_by_std=True, std_eps=0.25, **PLAIN) == close(expected)
+    assert compute_turn_advantages(step(), norm_adv_by_std=True, std_eps=0.25, **PLAIN) == close(expected)
 
 
 @pytest.mark.parametrize("norm_adv_by_std", [True, False])
@@ -65,15 +65,18 @@ def test_where_no_state_is_shared_it_is_grpo_bit_for_bit(norm_adv_by_std: bool) 
     for number, rollout in enumerate(alone):
         for place, turn in enumerate(rollout.turns):
             turn.state = f"{number} {place}" if number % 2 else ""
-    plain = credits(step(), "broadcast", norm_adv_by_std=norm_adv_by_std)
-    assert credits(alone, norm_adv_by_std=norm_adv_by_std, **PLAIN) == plain
-    assert credits(step(), gigpo_step_weight=0.0, norm_adv_by_std=norm_adv_by_std, **PLAIN) == plain
+    plain = compute_turn_advantages(step(), "broadcast", norm_adv_by_std=norm_adv_by_std)
+    assert compute_turn_advantages(alone, norm_adv_by_std=norm_adv_by_std, **PLAIN) == plain
+    assert compute_turn_advantages(step(), gigpo_step_weight=0.0, norm_adv_by_std=norm_adv_by_std, **PLAIN) == plain
 
 
 def test_episodes_that_earn_the_same_still_teach_by_their_turns() -> None:
     """Both earn 1 in all; from state b on the first earned 2 of it and the second 1. A selection of groups must not call that idle."""
-    rollouts = [episode(0, outcome=0.0, gains=(-1.0, 2.0), states=("a", "b")), episode(0, outcome=0.0, gains=(0.0, 1.0), states=("c", "b"))]
-    assert credits(rollouts, "gigpo") == [[0.0, 0.5], [0.0, -0.5]]
+    rollouts = [
+        make_rollout(0, outcome_reward=0.0, reward_deltas=(-1.0, 2.0), states=("a", "b")),
+        make_rollout(0, outcome_reward=0.0, reward_deltas=(0.0, 1.0), states=("c", "b")),
+    ]
+    assert compute_turn_advantages(rollouts, "gigpo") == [[0.0, 0.5], [0.0, -0.5]]
     assert group_std(rollouts, AlgoSettings(turn_credit="gigpo")) == {0: pytest.approx(math.sqrt(0.5 / 4))}
     assert group_std(rollouts, AlgoSettings()) == {0: 0.0}
 
@@ -81,10 +84,10 @@ def test_episodes_that_earn_the_same_still_teach_by_their_turns() -> None:
 def test_a_kl_in_the_reward_is_of_the_outcome() -> None:
     """Outcomes 1 less 0.5 * (2 + 4) and 1 less 0.5 * 2, -2 and 0: returns of the first turns at discount 1/2 -1 and 0."""
     rollouts = [
-        penalize(episode(0, outcome=1.0, gains=(0.0, 0.0), states=("a", "b")), 2.0, 4.0),
-        penalize(episode(0, outcome=1.0, gains=(0.0,), states=("a",)), 2.0),
+        set_kl_logprobs(make_rollout(0, outcome_reward=1.0, reward_deltas=(0.0, 0.0), states=("a", "b")), 2.0, 4.0),
+        set_kl_logprobs(make_rollout(0, outcome_reward=1.0, reward_deltas=(0.0,), states=("a",)), 2.0),
     ]
-    assert credits(rollouts, kl_coef=0.5, use_kl_in_reward=True, **PLAIN) == [[-1.0 - 0.5, -1.0], [1.0 + 0.5]]
+    assert compute_turn_advantages(rollouts, kl_coef=0.5, use_kl_in_reward=True, **PLAIN) == [[-1.0 - 0.5, -1.0], [1.0 + 0.5]]
 
 
 TURN = st.tuples(st.floats(-3, 3), st.sampled_from(["", "a", "b", "c"]))
@@ -121,11 +124,11 @@ def test_it_is_the_plain_loop_and_depends_on_no_order(
     given_step: list, discount: float, omega: float, by_std: bool, shuffler: random.Random
 ) -> None:
     rollouts = [
-        episode(group, outcome=outcome, gains=[gain for gain, _ in turns], states=[state for _, state in turns])
+        make_rollout(group, outcome_reward=outcome, reward_deltas=[gain for gain, _ in turns], states=[state for _, state in turns])
         for group, outcome, turns in given_step
     ]
     options = {"gamma": discount, "gigpo_step_weight": omega, "norm_adv_by_std": by_std, "std_eps": 1e-2}
-    whole = credits(rollouts, "gigpo", **options)
+    whole = compute_turn_advantages(rollouts, "gigpo", **options)
     for index, rollout in enumerate(rollouts):
         if rollout.is_scored:
             numbers = range(len(rollout.turns))
@@ -133,4 +136,6 @@ def test_it_is_the_plain_loop_and_depends_on_no_order(
             assert whole[index] == pytest.approx(expected, rel=1e-9, abs=1e-9)
     order = list(range(len(rollouts)))
     shuffler.shuffle(order)
-    assert credits([rollouts[index] for index in order], "gigpo", **options) == [whole[index] for index in order]  # bit for bit
+    assert compute_turn_advantages([rollouts[index] for index in order], "gigpo", **options) == [
+        whole[index] for index in order
+    ]  # bit for bit

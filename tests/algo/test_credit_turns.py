@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from megatron_rl.algo.advantages import TURN_SCHEMES, group_std
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout
-from tests.support.episodes import credits, episode, penalize
+from tests.support.rollout_factory import compute_turn_advantages, make_rollout, set_kl_logprobs
 
 
 def step() -> list[Rollout]:
     """Group 5: rewards 1.5, 0.5, 1 and one that failed. Group 2: rewards 6 and 3."""
     return [
-        episode(5, outcome=1.0, scores=(0.5, 0.0, 0.0)),
-        episode(2, outcome=2.0, scores=(3.0, 1.0)),
-        episode(5, outcome=0.0, scores=(0.5,)),
-        episode(5, outcome=1.0, scores=(-0.1, 0.1), lengths=(3, 2), contexts=(0, 1)),
-        episode(5, scores=(9.0, 9.0)),
-        episode(2, outcome=0.0, scores=(1.0, 2.0)),
+        make_rollout(5, outcome_reward=1.0, step_scores=(0.5, 0.0, 0.0)),
+        make_rollout(2, outcome_reward=2.0, step_scores=(3.0, 1.0)),
+        make_rollout(5, outcome_reward=0.0, step_scores=(0.5,)),
+        make_rollout(5, outcome_reward=1.0, step_scores=(-0.1, 0.1), lengths=(3, 2), turn_sequences=(0, 1)),
+        make_rollout(5, step_scores=(9.0, 9.0)),
+        make_rollout(2, outcome_reward=0.0, step_scores=(1.0, 2.0)),
     ]
 
 
@@ -34,7 +34,7 @@ def check(given: Sequence[list[float] | None], expected: Sequence[list[float] | 
 
 
 def test_broadcast_gives_every_turn_the_episodes_advantage() -> None:
-    check(credits(step(), "broadcast"), [[0.5] * 3, [1.5] * 2, [-0.5], [0.0] * 2, None, [-1.5] * 2])
+    check(compute_turn_advantages(step(), "broadcast"), [[0.5] * 3, [1.5] * 2, [-0.5], [0.0] * 2, None, [-1.5] * 2])
 
 
 def test_outcome_and_turn_adds_the_turns_own_advantage_to_the_outcomes() -> None:
@@ -42,7 +42,7 @@ def test_outcome_and_turn_adds_the_turns_own_advantage_to_the_outcomes() -> None
     difference from the other. A third turn has nobody to compare with. Group 2: outcomes -+1, first turns +-1, second turns -+0.5.
     """
     expected = [[1 / 3 + 0.2, 1 / 3 - 0.2 / 3, 1 / 3], [2.0, 0.5], [-2 / 3 + 0.2], [1 / 3 - 0.4, 1 / 3 + 0.2 / 3], None, [-2.0, -0.5]]
-    check(credits(step(), "outcome_and_turn"), expected)
+    check(compute_turn_advantages(step(), "outcome_and_turn"), expected)
 
 
 def test_a_turn_that_is_no_step_has_the_outcomes_advantage_and_is_nobodys_baseline() -> None:
@@ -52,7 +52,7 @@ def test_a_turn_that_is_no_step_has_the_outcomes_advantage_and_is_nobodys_baseli
         turn.step_score = None
     rollouts[5].turns[0].step_score = 0.0  # 3 and 0: 1.5 off their mean
     expected = [[1 / 3 + 0.2, 1 / 3, 1 / 3], [2.5, 1.0], [-2 / 3 + 0.2], [1 / 3 - 0.4, 1 / 3], None, [-2.5, -1.0]]
-    check(credits(rollouts, "outcome_and_turn"), expected)
+    check(compute_turn_advantages(rollouts, "outcome_and_turn"), expected)
 
 
 def test_return_to_go_compares_what_is_still_earned() -> None:
@@ -61,24 +61,27 @@ def test_return_to_go_compares_what_is_still_earned() -> None:
     """
     mean = (1.5 + 0.5 + 0.95) / 3
     expected = [[1.5 - mean, -0.2 / 3, 0.5], [1.75, 0.5], [0.5 - mean], [0.95 - mean, 0.2 / 3], None, [-1.75, -0.5]]
-    check(credits(step(), "return_to_go", gamma=0.5), expected)
-    check(credits(step(), "return_to_go"), [[0.5, -0.2 / 3, 0.5], [1.5, 0.5], [-0.5], [0.0, 0.2 / 3], None, [-1.5, -0.5]])
+    check(compute_turn_advantages(step(), "return_to_go", gamma=0.5), expected)
+    check(compute_turn_advantages(step(), "return_to_go"), [[0.5, -0.2 / 3, 0.5], [1.5, 0.5], [-0.5], [0.0, 0.2 / 3], None, [-1.5, -0.5]])
 
 
 def test_the_longest_episode_learns_from_turns_that_nobody_else_reached() -> None:
     """Rewards -4 -2 1 0, mean -1.25. Second turns: returns -3 and -1, of four members: 3/4 of the difference."""
-    group = [episode(0, outcome=0.0, gains=gains) for gains in ([-1.0] * 4, [-1.0] * 2, [1.0], [0.0])]
-    others = [episode(1, outcome=8.0, gains=[1.0] * 4), episode(1, outcome=4.0, gains=[1.0] * 3)]
+    group = [make_rollout(0, outcome_reward=0.0, reward_deltas=gains) for gains in ([-1.0] * 4, [-1.0] * 2, [1.0], [0.0])]
+    others = [make_rollout(1, outcome_reward=8.0, reward_deltas=[1.0] * 4), make_rollout(1, outcome_reward=4.0, reward_deltas=[1.0] * 3)]
     expected = [[-2.75, -1.5, -2.75, -2.75], [-0.75, 1.5], [2.25], [1.25], [2.5, 2.5, 2.5, 2.5], [-2.5, -2.5, -2.5]]
-    check(credits([*group, *others], "return_to_go"), expected)
+    check(compute_turn_advantages([*group, *others], "return_to_go"), expected)
 
 
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 def test_the_kl_in_the_reward_is_taken_off_every_return(scheme: str) -> None:
     """Outcomes 1 less 0.5 * (2 + 4) and 1 less 0.5 * 2: -2 and 0. One turn step each of 1 and 1."""
-    rollouts = [penalize(episode(0, outcome=1.0, scores=(1.0, None)), 2.0, 4.0), penalize(episode(0, outcome=1.0, scores=(1.0,)), 2.0)]
-    rollouts += [penalize(episode(1, outcome=outcome, scores=(0.0,)), 9.0) for outcome in (1.0, 2.0)]
-    check(credits(rollouts, scheme, kl_coef=0.5, use_kl_in_reward=True), [[-1.0, -1.0], [1.0], [-0.5], [0.5]])
+    rollouts = [
+        set_kl_logprobs(make_rollout(0, outcome_reward=1.0, step_scores=(1.0, None)), 2.0, 4.0),
+        set_kl_logprobs(make_rollout(0, outcome_reward=1.0, step_scores=(1.0,)), 2.0),
+    ]
+    rollouts += [set_kl_logprobs(make_rollout(1, outcome_reward=outcome, step_scores=(0.0,)), 9.0) for outcome in (1.0, 2.0)]
+    check(compute_turn_advantages(rollouts, scheme, kl_coef=0.5, use_kl_in_reward=True), [[-1.0, -1.0], [1.0], [-0.5], [0.5]])
     assert group_std(rollouts, AlgoSettings(turn_credit=scheme, kl_coef=0.5, use_kl_in_reward=True)) == {0: 0.0, 1: 0.5}, (
         "known before any KL is"
     )
@@ -87,19 +90,19 @@ def test_the_kl_in_the_reward_is_taken_off_every_return(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 def test_what_is_left_out_still_counts_in_its_groups_means(scheme: str) -> None:
     """Two right, two wrong that ran out of turns and are dropped: by hand (1 - 1/2) for the right ones, as if nothing were dropped."""
-    rollouts = [episode(group, outcome=outcome, scores=(0.0,)) for group in (0, 1) for outcome in (1.0, group, 0.0, 1.0)]
+    rollouts = [make_rollout(group, outcome_reward=outcome, step_scores=(0.0,)) for group in (0, 1) for outcome in (1.0, group, 0.0, 1.0)]
     for rollout in rollouts:
         rollout.filter_reason = "" if rollout.outcome_reward else "stop_reason"
-    check(credits(rollouts, scheme), [[0.5], [-0.5], [-0.5], [0.5], [0.25], [0.25], [-0.75], [0.25]])
+    check(compute_turn_advantages(rollouts, scheme), [[0.5], [-0.5], [-0.5], [0.5], [0.25], [0.25], [-0.75], [0.25]])
 
 
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 @pytest.mark.parametrize("norm_adv_by_std", [True, False])
 def test_one_alone_in_its_group_and_equal_turns_have_exact_zeros(scheme: str, norm_adv_by_std: bool) -> None:
-    alone = [episode(0, outcome=3.0, scores=(1.0, 2.0)), episode(0, scores=(1.0,))]
-    equal = [episode(1, outcome=0.1, scores=(0.7, None, 0.3)) for _ in range(3)]
-    moving = [episode(2, outcome=outcome, scores=(0.0,)) for outcome in (0.0, 1.0)]
-    given = credits([*alone, *moving, *equal], scheme, norm_adv_by_std=norm_adv_by_std, std_eps=0.0)
+    alone = [make_rollout(0, outcome_reward=3.0, step_scores=(1.0, 2.0)), make_rollout(0, step_scores=(1.0,))]
+    equal = [make_rollout(1, outcome_reward=0.1, step_scores=(0.7, None, 0.3)) for _ in range(3)]
+    moving = [make_rollout(2, outcome_reward=outcome, step_scores=(0.0,)) for outcome in (0.0, 1.0)]
+    given = compute_turn_advantages([*alone, *moving, *equal], scheme, norm_adv_by_std=norm_adv_by_std, std_eps=0.0)
     assert given[:2] == [[0.0, 0.0], None] and given[4:] == [[0.0] * 3] * 3
     assert given[2][0] == -given[3][0] < 0
     assert group_std([*alone, *moving, *equal], AlgoSettings(turn_credit=scheme)) == {0: 0.0, 2: 0.5, 1: 0.0}
@@ -111,9 +114,15 @@ def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
     """
     first = {}
     for weight in (1.0, 0.5, 0.01):
-        rollouts = [episode(0, outcome=1.0, scores=(0.0, None)), episode(0, outcome=0.0, scores=(weight, None))]
-        others = [episode(1, outcome=8.0, scores=(0.0, None)), episode(1, outcome=0.0, scores=(0.0, None))]
-        given = credits([*rollouts, *others], "outcome_and_turn", norm_adv_by_std=True, std_eps=0.0)
+        rollouts = [
+            make_rollout(0, outcome_reward=1.0, step_scores=(0.0, None)),
+            make_rollout(0, outcome_reward=0.0, step_scores=(weight, None)),
+        ]
+        others = [
+            make_rollout(1, outcome_reward=8.0, step_scores=(0.0, None)),
+            make_rollout(1, outcome_reward=0.0, step_scores=(0.0, None)),
+        ]
+        given = compute_turn_advantages([*rollouts, *others], "outcome_and_turn", norm_adv_by_std=True, std_eps=0.0)
         turn = 0.5 - weight / 2
         scale = math.sqrt(2 * (turn**2 + 0.25) / 3)
         check(given, [[turn / scale, 0.5 / scale], [-turn / scale, -0.5 / scale], [math.sqrt(0.75)] * 2, [-math.sqrt(0.75)] * 2])
@@ -123,7 +132,7 @@ def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
 
 @pytest.mark.parametrize("scheme", ["outcome_and_turn", "return_to_go"])
 def test_turns_are_divided_by_one_number_a_group(scheme: str) -> None:
-    plain, normalized = credits(step(), scheme), credits(step(), scheme, norm_adv_by_std=True, std_eps=0.25)
+    plain, normalized = compute_turn_advantages(step(), scheme), compute_turn_advantages(step(), scheme, norm_adv_by_std=True, std_eps=0.25)
     for members in ([0, 2, 3], [1, 5]):
         values = [value for index in members for value in plain[index]]
         scale = math.sqrt(sum(value * value for value in values) / (len(values) - 1)) + 0.25
@@ -162,8 +171,11 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
     scheme: str, given_step: list, discount: float, norm_adv_by_std: bool, shuffler: random.Random
 ) -> None:
     """Groups, outcomes (None: failed), and the scores of the turns, of which those that are steps are gains too."""
-    rollouts = [episode(group, outcome=outcome, scores=None if outcome is None else scores) for group, outcome, scores in given_step]
-    plain = credits(rollouts, scheme, gamma=discount)
+    rollouts = [
+        make_rollout(group, outcome_reward=outcome, step_scores=None if outcome is None else scores)
+        for group, outcome, scores in given_step
+    ]
+    plain = compute_turn_advantages(rollouts, scheme, gamma=discount)
     for group in range(3):
         members = [index for index, rollout in enumerate(rollouts) if rollout.group == group and rollout.is_scored]
         peers = [rollouts[index] for index in members]
@@ -173,8 +185,10 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
     order = list(range(len(rollouts)))
     shuffler.shuffle(order)
     options = {"gamma": discount, "norm_adv_by_std": norm_adv_by_std}
-    whole = credits(rollouts, scheme, **options)
-    assert credits([rollouts[index] for index in order], scheme, **options) == [whole[index] for index in order]  # bit for bit
+    whole = compute_turn_advantages(rollouts, scheme, **options)
+    assert compute_turn_advantages([rollouts[index] for index in order], scheme, **options) == [
+        whole[index] for index in order
+    ]  # bit for bit
 
 
 @pytest.mark.parametrize("scheme", ["outcome_and_turn", "return_to_go"])
@@ -182,8 +196,8 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(-3, 3), st.floats(-2, 2)), max_size=12), st.booleans())
 def test_with_one_turn_an_episode_all_schemes_are_grpo(scheme: str, given_step: list, norm_adv_by_std: bool) -> None:
     """Groups, outcomes, and the score of the one turn, which is a step."""
-    rollouts = [episode(group, outcome=outcome, scores=(score,)) for group, outcome, score in given_step]
+    rollouts = [make_rollout(group, outcome_reward=outcome, step_scores=(score,)) for group, outcome, score in given_step]
     options = {"norm_adv_by_std": norm_adv_by_std, "std_eps": 1e-2, "gamma": 0.5}
-    check(credits(rollouts, scheme, **options), credits(rollouts, "broadcast", **options), slack=1e-11)
+    check(compute_turn_advantages(rollouts, scheme, **options), compute_turn_advantages(rollouts, "broadcast", **options), slack=1e-11)
     spread = group_std(rollouts, AlgoSettings())
     assert group_std(rollouts, AlgoSettings(turn_credit=scheme)) == pytest.approx(spread, abs=1e-12)

@@ -11,15 +11,16 @@ from megatron_rl.algo.filtering import FILTERS, apply_filters, used_groups
 from megatron_rl.config import DROPS, ENDS, AlgoSettings, FilterSettings
 from megatron_rl.observe.step_metrics import groups_with_advantages
 from megatron_rl.types import Rollout, StopReason
-from tests.support.episodes import episode
+from tests.support.rollout_factory import make_rollout
 
 
 def step() -> list[Rollout]:
     return [
-        episode(0, 1.0, image=True), episode(0, 0.0, image=True, end=StopReason.MAX_TURNS),  # deviation 1/2
-        episode(1, 1.0, image=True), episode(1, 1.0, image=True, end=StopReason.MAX_TOKENS),  # 0
-        episode(2, 3.0, image=True), episode(2, 0.0),  # 3/2
-        episode(3, 0.5, image=True), episode(3, 0.0, image=True), episode(3, image=True, end=StopReason.INFRA_ERROR),  # 1/4
+        make_rollout(0, 1.0, has_image=True), make_rollout(0, 0.0, has_image=True, stop_reason=StopReason.MAX_TURNS),  # deviation 1/2
+        make_rollout(1, 1.0, has_image=True), make_rollout(1, 1.0, has_image=True, stop_reason=StopReason.MAX_TOKENS),  # 0
+        make_rollout(2, 3.0, has_image=True), make_rollout(2, 0.0),  # 3/2
+        make_rollout(3, 0.5, has_image=True), make_rollout(3, 0.0, has_image=True),
+        make_rollout(3, has_image=True, stop_reason=StopReason.INFRA_ERROR),  # 1/4
     ]  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def chosen(
     algo = algo or AlgoSettings()
     settings = FilterSettings(drop=list(drop), keep_stop_reasons=list(keep_ends), prefer_high_std=rank_by_std)
     needs_peers = ALGORITHMS[algo.name].needs_group
-    apply_filters(rollouts, settings, num_groups=num_groups, spread=group_std(rollouts, algo), needs_peers=needs_peers)
+    apply_filters(rollouts, settings, num_groups=num_groups, group_std=group_std(rollouts, algo), needs_group=needs_peers)
     kept = [index for index, rollout in enumerate(rollouts) if rollout.is_trained_on]
     assert used_groups(rollouts) == {rollouts[index].group for index in kept}
     assert all(rollout.is_scored or not rollout.filter_reason for rollout in rollouts), "what failed was never there to be dropped"
@@ -48,7 +49,12 @@ def test_what_is_dropped_is_counted_under_the_first_reason() -> None:
 
 def test_the_first_reason_is_written() -> None:
     """All four hold for the only scored one of its group; the settings' order of reasons is none."""
-    rollouts = [episode(0, 1.0, end=StopReason.MAX_TURNS), episode(0), episode(1, 0.0), episode(1, 1.0, end=StopReason.MAX_TURNS)]
+    rollouts = [
+        make_rollout(0, 1.0, stop_reason=StopReason.MAX_TURNS),
+        make_rollout(0),
+        make_rollout(1, 0.0),
+        make_rollout(1, 1.0, stop_reason=StopReason.MAX_TURNS),
+    ]
     assert chosen(rollouts, ["stop_reason", "no_image", "zero_std"]) == ([], {"no_peer": 1, "no_image": 2})
     assert [rollout.filter_reason for rollout in rollouts] == ["no_peer", "", "no_image", "no_image"]
     assert chosen(rollouts, ["stop_reason", "zero_std"], algo=AlgoSettings(name="reinforce_pp")) == ([2], {"zero_std": 1, "stop_reason": 1})
@@ -56,7 +62,7 @@ def test_the_first_reason_is_written() -> None:
 
 
 def test_one_alone_is_left_out_where_credit_compares() -> None:
-    rollouts = [episode(0, 1.0), episode(0), episode(1, 0.0), episode(1, 0.0), episode(2), episode(3, 5.0)]
+    rollouts = [make_rollout(0, 1.0), make_rollout(0), make_rollout(1, 0.0), make_rollout(1, 0.0), make_rollout(2), make_rollout(3, 5.0)]
     for name, algorithm in ALGORITHMS.items():
         expected = ([2, 3], {"no_peer": 2}) if algorithm.needs_group else ([0, 2, 3, 5], {})
         assert chosen(rollouts, algo=AlgoSettings(name=name)) == expected
@@ -76,7 +82,7 @@ def test_surplus_groups_are_used_or_ranked_by_deviation() -> None:
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (5, 4, 3, 2, 1, 0), (2, 0, 4, 1, 5, 3)])
 def test_ties_between_groups_go_to_the_earlier_one(order: tuple[int, ...]) -> None:
     """Groups 3, 4 and 8 deviate alike, whatever their mean and wherever they stand."""
-    rollouts = [episode(group, base + up) for group, base in ((3, 0.0), (4, 2.0), (8, -1.0)) for up in (0.0, 1.0)]
+    rollouts = [make_rollout(group, base + up) for group, base in ((3, 0.0), (4, 2.0), (8, -1.0)) for up in (0.0, 1.0)]
     chosen([rollouts[index] for index in order], num_groups=2, rank_by_std=True)
     assert used_groups(rollouts) == {3, 4}
 
@@ -91,7 +97,7 @@ def test_ties_between_groups_go_to_the_earlier_one(order: tuple[int, ...]) -> No
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_group_that_differs_by_rounding_teaches_nothing(one: float, other: float, are_alike: bool, name: str) -> None:
     """It is dropped as one of no deviation, every credit in it is exactly 0, and it counts as degenerate. Beside it a group that moves."""
-    algo, rollouts = AlgoSettings(name=name), [episode(0, one), episode(0, other), episode(1, 0.0), episode(1, 1.0)]
+    algo, rollouts = AlgoSettings(name=name), [make_rollout(0, one), make_rollout(0, other), make_rollout(1, 0.0), make_rollout(1, 1.0)]
     assert (group_std(rollouts, algo)[0] == 0) == are_alike
     kept = [2, 3] if are_alike else [0, 1, 2, 3]
     assert chosen(rollouts, ["zero_std"], algo=algo)[0] == kept
@@ -106,8 +112,8 @@ def test_ranking_looks_at_the_credit_of_turns() -> None:
 
     Their spreads: broadcast 2 and 0; return_to_go 2 (all turns -+2) and sqrt(2 * 2.25 / 4) = 1.06.
     """
-    rollouts = [episode(0, outcome=outcome, gains=(0.0, 0.0)) for outcome in (4.0, 0.0)]
-    rollouts += [episode(1, outcome=0.0, gains=gains) for gains in ((0.0, 3.0), (3.0, 0.0))]
+    rollouts = [make_rollout(0, outcome_reward=outcome, reward_deltas=(0.0, 0.0)) for outcome in (4.0, 0.0)]
+    rollouts += [make_rollout(1, outcome_reward=0.0, reward_deltas=gains) for gains in ((0.0, 3.0), (3.0, 0.0))]
     to_go = AlgoSettings(turn_credit="return_to_go")
     assert group_std(rollouts, AlgoSettings()) == {0: 2.0, 1: 0.0}
     assert group_std(rollouts, to_go) == pytest.approx({0: 2.0, 1: 1.125**0.5}, abs=1e-15)

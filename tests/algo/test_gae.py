@@ -10,7 +10,7 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.gae import gae, values_and_returns
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout, Status, TokenSequence
-from tests.support.episodes import episode, penalize, token_credits
+from tests.support.rollout_factory import collect_token_advantages, make_rollout, set_kl_logprobs
 
 
 def double_loop(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
@@ -56,10 +56,12 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("contexts", [[0, 0, 0], [0, 1, 2], [0, 0, 1]], ids=["one context", "one each", "two"])
 def test_tokens_skip_what_was_observed(contexts: list[int]) -> None:
     """Turns of 2, 1 and 3 tokens: gains on their last tokens, the outcome on the episode's last, wherever the observations lie."""
-    rollout = valued(episode(0, outcome=5.0, gains=[1.0, -2.0, 0.5], lengths=[2, 1, 3], contexts=contexts), seed=1)
+    rollout = valued(
+        make_rollout(0, outcome_reward=5.0, reward_deltas=[1.0, -2.0, 0.5], lengths=[2, 1, 3], turn_sequences=contexts), seed=1
+    )
     credited([rollout], gae_level="tokens", gamma=0.9, lam=0.8)
     expected = double_loop([0.0, 1.0, -2.0, 0.0, 0.0, 5.5], sampled_values(rollout), 0.9, 0.8)
-    assert token_credits(rollout) == pytest.approx(expected, abs=1e-12)
+    assert collect_token_advantages(rollout) == pytest.approx(expected, abs=1e-12)
     assert returns(rollout) == pytest.approx([a + v for a, v in zip(expected, sampled_values(rollout), strict=True)], abs=1e-12)
 
 
@@ -72,31 +74,33 @@ def returns(rollout: Rollout) -> list[float]:
 @pytest.mark.parametrize("contexts", [[0, 0, 0], [0, 1, 2]], ids=["one context", "one each"])
 def test_turns_are_valued_at_their_prompts(contexts: list[int]) -> None:
     """A turn's value is that before its first token; all its tokens have its advantage, its first token its return."""
-    rollout = valued(episode(0, outcome=5.0, gains=[1.0, -2.0, 0.5], lengths=[2, 1, 3], contexts=contexts), seed=2)
+    rollout = valued(
+        make_rollout(0, outcome_reward=5.0, reward_deltas=[1.0, -2.0, 0.5], lengths=[2, 1, 3], turn_sequences=contexts), seed=2
+    )
     credited([rollout], gae_level="turns", gamma=0.9, lam=0.8)
     every = sampled_values(rollout)
     values = [every[0], every[2], every[3]]
     a, b, c = double_loop([1.0, -2.0, 5.5], values, 0.9, 0.8)
-    assert token_credits(rollout) == pytest.approx([a, a, b, c, c, c], abs=1e-12)
+    assert collect_token_advantages(rollout) == pytest.approx([a, a, b, c, c, c], abs=1e-12)
     assert returns(rollout) == pytest.approx([a + values[0], 0.0, b + values[1], c + values[2], 0.0, 0.0], abs=1e-12)
 
 
 @pytest.mark.parametrize("over", ["tokens", "turns"])
 def test_lambda_one_is_the_return_less_the_value(over: str) -> None:
     """With gamma 1, too: what is still to be earned, whatever the critic says of later steps."""
-    rollout = valued(episode(0, outcome=2.0, gains=[1.0, 4.0], lengths=[2, 2]), seed=5)
+    rollout = valued(make_rollout(0, outcome_reward=2.0, reward_deltas=[1.0, 4.0], lengths=[2, 2]), seed=5)
     credited([rollout], gae_level=over)
     values = sampled_values(rollout)
     if over == "tokens":
-        assert token_credits(rollout) == pytest.approx([7.0 - values[0], 7.0 - values[1], 6.0 - values[2], 6.0 - values[3]])
+        assert collect_token_advantages(rollout) == pytest.approx([7.0 - values[0], 7.0 - values[1], 6.0 - values[2], 6.0 - values[3]])
     else:
-        assert token_credits(rollout) == pytest.approx([7.0 - values[0]] * 2 + [6.0 - values[2]] * 2)
+        assert collect_token_advantages(rollout) == pytest.approx([7.0 - values[0]] * 2 + [6.0 - values[2]] * 2)
 
 
 @pytest.mark.parametrize("over", ["tokens", "turns"])
 def test_a_penalty_in_the_reward_is_each_tokens_own(over: str) -> None:
     """old - reference is 0.5, 1, 2 and the coefficient 0.1: by token each pays its own, by turn they add up."""
-    rollout = penalize(valued(episode(0, outcome=3.0, lengths=[2, 1]), seed=4), 0.5, 1.0, 2.0)
+    rollout = set_kl_logprobs(valued(make_rollout(0, outcome_reward=3.0, lengths=[2, 1]), seed=4), 0.5, 1.0, 2.0)
     credited([rollout], gae_level=over, gamma=0.9, lam=0.8, kl_coef=0.1, use_kl_in_reward=True)
     values = sampled_values(rollout)
     if over == "tokens":
@@ -104,20 +108,20 @@ def test_a_penalty_in_the_reward_is_each_tokens_own(over: str) -> None:
     else:
         first, second = double_loop([-0.15, 3.0 - 0.2], [values[0], values[2]], 0.9, 0.8)
         expected = [first, first, second]
-    assert token_credits(rollout) == pytest.approx(expected, abs=1e-12)
+    assert collect_token_advantages(rollout) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("over", ["tokens", "turns"])
 def test_whitening_is_over_the_actions_that_are_trained_on(over: str) -> None:
     """Mean 0 and deviation 1 over tokens, or over turns however long they are; returns are from before it."""
-    rollouts = [valued(episode(group, reward=float(group), lengths=[1 + group, 2]), seed=group) for group in range(3)]
-    dropped = valued(episode(3, reward=1e6, lengths=[2]), seed=9)
+    rollouts = [valued(make_rollout(group, reward=float(group), lengths=[1 + group, 2]), seed=group) for group in range(3)]
+    dropped = valued(make_rollout(3, reward=1e6, lengths=[2]), seed=9)
     dropped.filter_reason = "stop_reason"
-    failed = episode(4, lengths=[2])
+    failed = make_rollout(4, lengths=[2])
     assert failed.status is Status.FAILED
     every = [*rollouts, dropped, failed]
     plain = credited(every, gae_level=over)
-    bare, targets = [token_credits(rollout) for rollout in rollouts], values_and_returns(rollouts, plain)[1]
+    bare, targets = [collect_token_advantages(rollout) for rollout in rollouts], values_and_returns(rollouts, plain)[1]
     algo = credited(every, gae_level=over, whiten_advantages=True)
     if over == "turns":
         firsts = [[credits[0], credits[-1]] for credits in bare]
@@ -127,24 +131,24 @@ def test_whitening_is_over_the_actions_that_are_trained_on(over: str) -> None:
     flat = [value for credits in firsts for value in credits]
     mean, scale = statistics.fmean(flat), math.sqrt(statistics.variance(flat) + 1e-8)
     for rollout, credits in zip(rollouts, bare, strict=True):
-        assert token_credits(rollout) == pytest.approx([(value - mean) / scale for value in credits], abs=1e-12)
-    assert token_credits(dropped) == [0.0, 0.0]
+        assert collect_token_advantages(rollout) == pytest.approx([(value - mean) / scale for value in credits], abs=1e-12)
+    assert collect_token_advantages(dropped) == [0.0, 0.0]
     assert values_and_returns(every, algo)[1] == targets
 
 
 def test_a_step_without_anything_to_train_on_is_no_error() -> None:
-    dropped = episode(0, reward=1.0, lengths=[2])
+    dropped = make_rollout(0, reward=1.0, lengths=[2])
     dropped.filter_reason = "stop_reason"
-    algo = credited([dropped, episode(1)], whiten_advantages=True)
+    algo = credited([dropped, make_rollout(1)], whiten_advantages=True)
     assert values_and_returns([dropped], algo) == ([], [])
 
 
 def test_two_contexts_of_one_token_each_are_one_trajectory() -> None:
     """The second context's value is what follows the first's: a mistake of order would show."""
-    rollout = episode(0, outcome=0.0, gains=[0.0, 1.0], contexts=[0, 1])
+    rollout = make_rollout(0, outcome_reward=0.0, reward_deltas=[0.0, 1.0], turn_sequences=[0, 1])
     first, second = rollout.sequences
     assert isinstance(first, TokenSequence)
     first.set_column("values", [0.0, 0.25, 0.0])
     second.set_column("values", [0.0, 0.75, 0.0])
     credited([rollout], lam=0.0)
-    assert token_credits(rollout) == [0.5, 0.25]
+    assert collect_token_advantages(rollout) == [0.5, 0.25]

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algo.kl import ESTIMATORS, MAX_K3, MAX_LOG_RATIO, adaptive_kl_coef, k1, k2, k3
-from tests.support.rows import tensor
+from tests.support.random_loss_inputs import make_tensor
 
 
 def test_kl_by_hand() -> None:
     # logprob log 0.5, reference log 0.25: d = -log 2; k1 = log 2, k2 = log(2)^2 / 2, k3 = 0.5 - 1 + log 2
-    values = [estimate(tensor(math.log(0.5)), tensor(math.log(0.25))).item() for estimate in (k1, k2, k3)]
+    values = [estimate(make_tensor(math.log(0.5)), make_tensor(math.log(0.25))).item() for estimate in (k1, k2, k3)]
     assert values == pytest.approx([math.log(2), math.log(2) ** 2 / 2, math.log(2) - 0.5], abs=1e-15)
     assert dict(ESTIMATORS) == {"k1": k1, "k2": k2, "k3": k3}
 
@@ -40,7 +40,7 @@ def test_the_weight_goes_towards_its_target_by_hand() -> None:
 @settings(deadline=None)
 @given(st.floats(-50, 19), st.floats(-1, 1))
 def test_k3_is_never_negative_is_bounded_and_keeps_its_digits_near_zero(far: float, near: float) -> None:
-    k3_far, k3_near = k3(torch.zeros(2, dtype=torch.float64), tensor(far, near * 1e-4)).tolist()
+    k3_far, k3_near = k3(torch.zeros(2, dtype=torch.float64), make_tensor(far, near * 1e-4)).tolist()
     assert k3_far == pytest.approx(min(math.expm1(far) - far, 10.0), rel=1e-12, abs=1e-15)
     assert k3_far >= 0.0 or abs(k3_far) <= math.ulp(far)
     # Taylor: d^2 / 2 + d^3 / 6, the next term is below 1e-16 / 24 relative to 1; a difference of numbers near 1 would be off by 1e-16
@@ -50,8 +50,8 @@ def test_k3_is_never_negative_is_bounded_and_keeps_its_digits_near_zero(far: flo
 
 def test_estimators_in_expectation_by_enumeration() -> None:
     """Over all outcomes of a categorical: means of the values, and of the gradients, against the KL divergences in closed form."""
-    logits_V = tensor(0.3, -1.2, 0.8, 0.0, 2.0).requires_grad_()
-    reference_V = torch.log_softmax(tensor(-0.5, 0.4, 1.1, 0.2, -1.0), dim=0)
+    logits_V = make_tensor(0.3, -1.2, 0.8, 0.0, 2.0).requires_grad_()
+    reference_V = torch.log_softmax(make_tensor(-0.5, 0.4, 1.1, 0.2, -1.0), dim=0)
     logprob_V = torch.log_softmax(logits_V, dim=0)
     kl = (logprob_V.exp() * (logprob_V - reference_V)).sum()
     reverse_kl = (reference_V.exp() * (reference_V - logprob_V)).sum()
@@ -81,8 +81,8 @@ def test_estimators_in_expectation_by_enumeration() -> None:
     ],
 )
 def test_k3_ends_at_its_bound_and_so_does_its_gradient(difference: float, value: float, gradient: float) -> None:
-    logprob_R = tensor(-13.0).requires_grad_()
-    value_R = k3(logprob_R, tensor(-13.0 + difference))
+    logprob_R = make_tensor(-13.0).requires_grad_()
+    value_R = k3(logprob_R, make_tensor(-13.0 + difference))
     value_R.sum().backward()
     assert MAX_K3 == 10.0
     assert value_R.item() == pytest.approx(value, abs=1e-12)
@@ -100,6 +100,6 @@ def test_k3_of_a_vanished_token_is_finite_in_float32(difference: float) -> None:
 
 @pytest.mark.parametrize(("name", "gradient"), [("k1", 1.0), ("k2", 30.0)])
 def test_k1_and_k2_have_no_bound(name: str, gradient: float) -> None:
-    logprob_R = tensor(30.0).requires_grad_()
-    ESTIMATORS[name](logprob_R, tensor(0.0)).sum().backward()
+    logprob_R = make_tensor(30.0).requires_grad_()
+    ESTIMATORS[name](logprob_R, make_tensor(0.0)).sum().backward()
     assert logprob_R.grad.item() == gradient

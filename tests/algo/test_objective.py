@@ -15,14 +15,14 @@ from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
 from megatron_rl.algo.objective import make_policy_objective, sft_loss
 from megatron_rl.algo.rollout_correction import CORRECTIONS
 from megatron_rl.algo.thoughts import scale_thought_logprobs
-from megatron_rl.batching.packing import loss_rows, pack
+from megatron_rl.batching import packing
 from megatron_rl.config import AlgoSettings
 from megatron_rl.io.histogram import count_in_bins
 from megatron_rl.observe.step_metrics import merge_update_metrics
 from megatron_rl.types import LossInputs, LossMetrics
-from tests.support.episodes import episode, penalize
-from tests.support.packed import weighted
-from tests.support.rows import floats, make_rows, random_rows, tensor
+from tests.support.packed_example import make_pack_item
+from tests.support.random_loss_inputs import make_loss_inputs, make_random_loss_inputs, make_tensor, to_floats
+from tests.support.rollout_factory import make_rollout, set_kl_logprobs
 
 ALGO = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0, kl_coef=0.1, entropy_coef=0.01)
 
@@ -40,7 +40,7 @@ def numbers(metrics: LossMetrics) -> dict[str, float]:
 
 def test_a_loss_by_hand() -> None:
     """Two tokens, r = 1 and A = 2 | r = 1.5 (clipped at 1.3) and A = 2, weights 1 and 0.5; the engine is 0.25 and 0.5 off."""
-    rows = make_rows(
+    rows = make_loss_inputs(
         [0.0, math.log(1.5)], [2.0, 2.0], weight=[1.0, 0.5], entropy=[0.7, 0.4], rollout_logprob=[-1.25, -1.5],
         ref_logprob=[-1.0 - math.log(2), math.log(1.5) - 2.0],
     )  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_loss_by_hand() -> None:
 def test_the_gap_is_of_tokens_that_the_steps_own_weights_sampled() -> None:
     """Old logprobs are -1, -2, -3, -4; the engine's are off by 0.1, 3, 0.2 and 0.5, the second's and the last's rightly so. The mean is
     over all tokens until the step's updates are merged; the quantile and the maximum are of the two."""
-    rows = make_rows([0.0] * 4, [1.0] * 4, rollout_logprob=[-1.1, -5.0, -3.2, -4.5])
+    rows = make_loss_inputs([0.0] * 4, [1.0] * 4, rollout_logprob=[-1.1, -5.0, -3.2, -4.5])
     metrics = make_policy_objective(AlgoSettings())(dataclasses.replace(rows, on_policy_R=torch.tensor([True, False, True, False])))[1]
     told = {**metrics.sums, **metrics.maxima}
     assert told["rollout_mismatch/logprob_abs_diff"].item() == pytest.approx(0.3) and told[
@@ -91,7 +91,7 @@ def test_the_gap_is_of_tokens_that_the_steps_own_weights_sampled() -> None:
 @pytest.mark.parametrize("correction", ["none", "token_tis"])
 def test_how_much_stale_tokens_are_worth_is_told_without_a_correction(correction: str) -> None:
     """r is 1, 1, 1 and 3, of four tokens: 36 / (4 * 12). token_tis holds the last at 2: 25 / (4 * 7). Of fresh tokens nothing is told."""
-    rows = make_rows([0.0] * 4, [1.0] * 4, rollout_logprob=[-1.0, -2.0, -3.0, -4.0 - math.log(3)])
+    rows = make_loss_inputs([0.0] * 4, [1.0] * 4, rollout_logprob=[-1.0, -2.0, -3.0, -4.0 - math.log(3)])
     stale, algo = (
         dataclasses.replace(rows, on_policy_R=torch.tensor([True, True, True, False])),
         AlgoSettings(rollout_correction=correction),
@@ -118,7 +118,7 @@ CORRECTED = (
 
 def textbook(rows: LossInputs, algo: AlgoSettings) -> tuple[float, list[float], dict[str, float]]:
     """PPO with everything that can be added, token by token in plain floats: loss, dloss / dlogprob, metrics."""
-    columns = floats(rows)
+    columns = to_floats(rows)
     low, high, dual = 1 - algo.clip_ratio_low, 1 + algo.clip_ratio_high, algo.clip_ratio_c
     loss, gradient = 0.0, []
     metrics = dict.fromkeys(METRICS if algo.rollout_correction == "none" else METRICS + CORRECTED, 0.0)
@@ -169,11 +169,11 @@ def test_the_loss_is_the_textbook_loop(
     algo = dataclasses.replace(
         ALGO, kl_estimator=estimator, clip_ratio_c=dual_clip, rollout_correction=correction, is_weight_cap=1.3, use_kl_in_reward=in_reward
     )
-    rows = random_rows(seed, lengths, spread=spread)
+    rows = make_random_loss_inputs(seed, lengths, log_ratio_std=spread)
     loss, gradient_R, entropy_gradient_R, metrics = loss_and_gradient(rows, algo)
     expected_loss, expected_gradient, expected = textbook(rows, algo)
     assert loss == pytest.approx(expected_loss, rel=1e-11, abs=1e-11)
-    torch.testing.assert_close(gradient_R, tensor(*expected_gradient), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(gradient_R, make_tensor(*expected_gradient), rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(entropy_gradient_R, -0.01 * rows.weight_R, rtol=1e-11, atol=1e-11)
     assert numbers(metrics) == pytest.approx(expected, rel=1e-11, abs=1e-11)
     assert {name for name in numbers(metrics) if name.endswith("_max")} == metrics.maxima.keys()
@@ -189,7 +189,7 @@ def test_two_halves_add_up_to_the_whole(name: str, cut: int, correction: str) ->
     algo = dataclasses.replace(ALGO, name=name, rollout_correction=correction, geo_mask_high=1.2, k3_mask_high=0.1)
 
     def part(chosen: slice) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
-        rows = random_rows(7, lengths)
+        rows = make_random_loss_inputs(7, lengths)
         given = {field.name: getattr(rows, field.name) for field in dataclasses.fields(LossInputs)}
         columns = {name: column[chosen].detach() for name, column in given.items() if column is not None}
         leaves = {leaf: columns[leaf].clone().requires_grad_() for leaf in ("logprob_R", "entropy_R")}
@@ -210,20 +210,24 @@ def test_two_halves_add_up_to_the_whole(name: str, cut: int, correction: str) ->
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_rows_are_a_loss_of_zero_with_the_usual_metrics(name: str) -> None:
     algo = dataclasses.replace(ALGO, name=name, rollout_correction="token_tis")
-    loss, gradient_R, _, metrics = loss_and_gradient(random_rows(1, []), algo)
+    loss, gradient_R, _, metrics = loss_and_gradient(make_random_loss_inputs(1, []), algo)
     assert (loss, gradient_R.tolist()) == (0.0, [])
-    assert numbers(metrics) == dict.fromkeys(numbers(loss_and_gradient(random_rows(1, [4, 5]), algo)[3]), 0.0)
+    assert numbers(metrics) == dict.fromkeys(numbers(loss_and_gradient(make_random_loss_inputs(1, [4, 5]), algo)[3]), 0.0)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_stands_at_tokens_that_were_not_sampled_reaches_nothing(name: str, garbage: float) -> None:
     """A packed batch whose unsampled entries are made garbage: loss, gradient and metrics stay the same, bit for bit."""
-    contexts = [context for rollout in (episode(0, 1.0, lengths=(2, 3)), episode(0, 0.0, lengths=(1,))) for context in rollout.sequences]
+    contexts = [
+        context for rollout in (make_rollout(0, 1.0, lengths=(2, 3)), make_rollout(0, 0.0, lengths=(1,))) for context in rollout.sequences
+    ]
     results = []
     for filling in (0.0, garbage):
-        packed = [weighted(context, advantage=place - 0.5, weight=1.0) for place, context in enumerate(contexts)]
-        batch = pack(packed, image_token_id=9, positions=lambda ids, images: torch.zeros(3, len(ids), dtype=torch.long), multiple_of=4)
+        packed = [make_pack_item(context, advantage=place - 0.5, weight=1.0) for place, context in enumerate(contexts)]
+        batch = packing.pack(
+            packed, image_token_id=9, positions=lambda ids, images: torch.zeros(3, len(ids), dtype=torch.long), multiple_of=4
+        )
         logprob_T = torch.linspace(-3, -0.5, batch.num_tokens)
         batch.old_logprob_T, batch.ref_logprob_T = logprob_T - 0.1, logprob_T + 0.2
         for column_T in (batch.old_logprob_T, batch.ref_logprob_T, batch.advantage_T, batch.rollout_logprob_T, batch.weight_T):
@@ -231,7 +235,7 @@ def test_what_stands_at_tokens_that_were_not_sampled_reaches_nothing(name: str, 
         rows_R = batch.mask_T.nonzero().flatten()
         logprob_R = logprob_T[rows_R].requires_grad_()
         loss, metrics = make_policy_objective(dataclasses.replace(ALGO, name=name))(
-            loss_rows(batch, rows_R, logprob_R, torch.ones(len(rows_R)))
+            packing.make_loss_inputs(batch, rows_R, logprob_R, torch.ones(len(rows_R)))
         )
         results.append((loss.item(), torch.autograd.grad(loss, logprob_R)[0].tolist(), numbers(metrics)))
     assert math.isfinite(results[0][0]) and len(results[0][1]) == 6
@@ -241,7 +245,7 @@ def test_what_stands_at_tokens_that_were_not_sampled_reaches_nothing(name: str, 
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_what_is_no_term_of_the_loss_is_only_measured(in_reward: bool) -> None:
     """Without coefficients, or with the KL in the reward, the policy term is left; without a reference its metric is missing."""
-    rows = random_rows(3, [9, 7])
+    rows = make_random_loss_inputs(3, [9, 7])
     algo = dataclasses.replace(ALGO, kl_coef=0.1 * in_reward, use_kl_in_reward=in_reward, entropy_coef=0.0)
     expected = (rows.weight_R * ALGORITHMS["grpo"].policy_loss(rows, algo)).sum().item()
     measured, bare = loss_and_gradient(rows, algo), loss_and_gradient(dataclasses.replace(rows, ref_logprob_R=None), algo)
@@ -252,14 +256,14 @@ def test_what_is_no_term_of_the_loss_is_only_measured(in_reward: bool) -> None:
 
 def test_a_token_far_from_the_reference_adds_its_bound_and_no_gradient() -> None:
     """log(reference / policy) = 8: k3 is 3e3, of which 10 counts; the policy's gradient, -A, is all there is."""
-    rows = make_rows([0.0], [2.0], ref_logprob=[7.0], weight=[0.5])
+    rows = make_loss_inputs([0.0], [2.0], ref_logprob=[7.0], weight=[0.5])
     loss, gradient_R, *_ = loss_and_gradient(rows, dataclasses.replace(ALGO, entropy_coef=0.0))
     assert (loss, gradient_R.tolist()) == (0.5 * (-2.0 + 0.1 * 10.0), [-1.0])
 
 
 def test_the_warm_starts_loss_by_hand() -> None:
     # 1 * 0.5 + 2 * 0.25 = 1; the gradient is minus the weight
-    rows = make_rows([0.5, 1.75], [0.0, 0.0], weight=[1.0, 2.0], entropy=[0.5, 0.25])
+    rows = make_loss_inputs([0.5, 1.75], [0.0, 0.0], weight=[1.0, 2.0], entropy=[0.5, 0.25])
     loss, metrics = sft_loss(rows)
     loss.backward()
     assert (loss.item(), rows.logprob_R.grad.tolist()) == (1.0, [-1.0, -2.0])
@@ -306,11 +310,13 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
     """Credit, loss and gradient of two groups of three episodes of one to three turns, off-policy."""
     lengths = ((2, 1, 3), (4,), (1, 2)) * 2
     rollouts = [
-        episode(number // 3, outcome=number**2 / 7, scores=[0.3 * number, -0.5, 1.0][: len(each)], lengths=each, states=("dealt",))
+        make_rollout(
+            number // 3, outcome_reward=number**2 / 7, step_scores=[0.3 * number, -0.5, 1.0][: len(each)], lengths=each, states=("dealt",)
+        )
         for number, each in enumerate(lengths)
     ]
     for number, rollout in enumerate(rollouts):
-        penalize(rollout, *(0.3 * math.sin(number + place) for place in range(rollout.num_sampled)))
+        set_kl_logprobs(rollout, *(0.3 * math.sin(number + place) for place in range(rollout.num_sampled)))
         for context in rollout.sequences:
             context.set_column("values", [math.cos(number + place) for place in range(len(context.token_ids))])
         for turn in rollout.turns:
@@ -329,7 +335,7 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
     d, gap, reference = (0.5 * torch.randn(3, size, generator=generator, dtype=torch.float64)).tolist()
     d = [each + (0.6 if segment % 2 else -0.6) for each, segment in zip(d, segments, strict=True)]
     old = [-1.0] * size
-    rows = make_rows(
+    rows = make_loss_inputs(
         d, credits, segments=segments, turns=turns, logprob_scale=coefficients, old=old, rollout_logprob=[-1.0 + g for g in gap],
         ref_logprob=[-1.0 + r for r in reference], entropy=[0.5] * size,
     )  # fmt: skip

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from megatron_rl.algo import policy_losses
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.kl import MAX_LOG_RATIO
-from megatron_rl.algo.policy_losses import MAX_DPPO_RATIO, segment_mean
+from megatron_rl.algo.policy_losses import MAX_DPPO_RATIO, mean_by_id
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import LossInputs
-from tests.support.rows import floats, make_rows, random_rows, tensor
+from tests.support.random_loss_inputs import make_loss_inputs, make_random_loss_inputs, make_tensor, to_floats
 
 CLIPS = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0)
 LOG_15, LOG_05 = math.log(1.5), math.log(0.5)
@@ -49,7 +49,7 @@ CASES = [  # ratio, advantage, loss = -max(min(r A, clip(r, 0.8, 1.3) A), 3 A if
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient"), CASES)
 def test_clipped_by_hand(ratio: float, advantage: float, loss: float, gradient: float) -> None:
-    rows = make_rows([math.log(ratio)], [advantage])
+    rows = make_loss_inputs([math.log(ratio)], [advantage])
     assert losses_and_gradient(policy_losses.ppo_clip, rows, CLIPS) == (near(loss), near(gradient))
 
 
@@ -57,22 +57,22 @@ def test_clipped_by_hand(ratio: float, advantage: float, loss: float, gradient: 
 def test_gspo_is_the_same_with_one_ratio_for_a_context(ratio: float, advantage: float, loss: float, gradient: float) -> None:
     """Three tokens whose ratios have this geometric mean, and two of another context on-policy."""
     d = math.log(ratio)
-    rows = make_rows([3 * d, -d, d, 0.0, 0.0], [advantage] * 3 + [1.0] * 2, segments=[2, 2, 2, 5, 5])
+    rows = make_loss_inputs([3 * d, -d, d, 0.0, 0.0], [advantage] * 3 + [1.0] * 2, segments=[2, 2, 2, 5, 5])
     expected = (near(*[loss] * 3, -1.0, -1.0), near(*[gradient] * 3, -1.0, -1.0))
     assert losses_and_gradient(policy_losses.gspo, rows, CLIPS) == expected
 
 
 def test_gspo_by_hand() -> None:
     """Ratios 1.5 and 0.5: sqrt(0.75) = 0.8660. Value and gradient over n tokens are those of one ratio exp(mean log r) times n."""
-    rows = make_rows([LOG_15, LOG_05], [1.0, 1.0])
+    rows = make_loss_inputs([LOG_15, LOG_05], [1.0, 1.0])
     ratio = math.sqrt(0.75)
     assert losses_and_gradient(policy_losses.gspo, rows, CLIPS) == (near(-ratio, -ratio), near(-ratio, -ratio))
     assert ratio == pytest.approx(0.8660, abs=5e-5)
     narrow = AlgoSettings(clip_ratio_low=3e-4, clip_ratio_high=4e-4)
-    assert losses_and_gradient(policy_losses.gspo, make_rows([LOG_15, LOG_05], [-1.0, -1.0]), narrow) == (
+    assert losses_and_gradient(policy_losses.gspo, make_loss_inputs([LOG_15, LOG_05], [-1.0, -1.0]), narrow) == (
         near(0.9997, 0.9997), near(0.0, 0.0),
     )  # fmt: skip
-    above = make_rows([LOG_15, 0.0], [1.0, 1.0])
+    above = make_loss_inputs([LOG_15, 0.0], [1.0, 1.0])
     assert losses_and_gradient(policy_losses.gspo, above, narrow) == (near(-1.0004, -1.0004), near(0.0, 0.0))
 
 
@@ -84,14 +84,14 @@ def test_gmpo_by_hand() -> None:
     algo = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.28)
     value = math.exp((0.28 + LOG_05) / 2)
     assert value == pytest.approx(0.8134, abs=5e-5)
-    rows = make_rows([LOG_15, LOG_05, 0.1], [1.0, 1.0, -2.0], segments=[0, 0, 4])
+    rows = make_loss_inputs([LOG_15, LOG_05, 0.1], [1.0, 1.0, -2.0], segments=[0, 0, 4])
     assert losses_and_gradient(policy_losses.gmpo, rows, algo) == (
         near(-value, -value, 2 * math.exp(0.1)), near(0.0, -value, 2 * math.exp(0.1)),
     )  # fmt: skip
     negative = math.exp((LOG_15 - 0.2) / 2)
-    rows = make_rows([LOG_15, LOG_05], [-1.0, -1.0])
+    rows = make_loss_inputs([LOG_15, LOG_05], [-1.0, -1.0])
     assert losses_and_gradient(policy_losses.gmpo, rows, algo) == (near(negative, negative), near(negative, 0.0))
-    assert losses_and_gradient(policy_losses.gmpo, make_rows([LOG_15, 5.0], [0.0, 0.0]), algo) == (near(0, 0), near(0, 0))
+    assert losses_and_gradient(policy_losses.gmpo, make_loss_inputs([LOG_15, 5.0], [0.0, 0.0]), algo) == (near(0, 0), near(0, 0))
 
 
 def test_sapo_by_hand() -> None:
@@ -103,7 +103,7 @@ def test_sapo_by_hand() -> None:
 
     up, down = 4 * sigmoid(0.5), 4 * sigmoid(-0.5)
     assert (up, down) == (pytest.approx(2.4898, abs=5e-5), pytest.approx(1.5102, abs=5e-5))
-    rows = make_rows([LOG_15, LOG_05, LOG_15, 0.0, LOG_15], [1.0, 3.0, -1.0, -1.0, 0.0])
+    rows = make_loss_inputs([LOG_15, LOG_05, LOG_15, 0.0, LOG_15], [1.0, 3.0, -1.0, -1.0, 0.0])
     slope = 4 * sigmoid(0.5) * sigmoid(-0.5)
     negative = 2 * sigmoid(1.0)  # 4 / 2
     assert losses_and_gradient(policy_losses.sapo, rows, algo) == (
@@ -114,7 +114,7 @@ def test_sapo_by_hand() -> None:
 
 def test_cispo_by_hand() -> None:
     """Weights are clipped whatever the sign of the advantage; every token keeps the gradient -weight * A. Logprobs are log r - 1."""
-    rows = make_rows([LOG_15, LOG_05, 0.1, LOG_15], [2.0, 2.0, 2.0, -2.0], old=[-1.0] * 4)
+    rows = make_loss_inputs([LOG_15, LOG_05, 0.1, LOG_15], [2.0, 2.0, 2.0, -2.0], old=[-1.0] * 4)
     weights = (1.3, 0.8, math.exp(0.1), 1.3)
     logprobs, advantages = (LOG_15 - 1, LOG_05 - 1, -0.9, LOG_15 - 1), (2.0, 2.0, 2.0, -2.0)
     expected = [-weight * a for weight, a in zip(weights, advantages, strict=True)]
@@ -133,7 +133,7 @@ def test_cispo_by_hand() -> None:
 )  # fmt: skip
 def test_dppo_by_hand(old: float, now: float, advantage: float, kept: bool) -> None:
     """-sg(min(r, 20)) A logprob: the ratio of the last case is 29, a change of 0.28."""
-    rows = make_rows([math.log(now / old)], [advantage], old=[math.log(old)])
+    rows = make_loss_inputs([math.log(now / old)], [advantage], old=[math.log(old)])
     slope = -min(now / old, 20.0) * advantage * kept
     assert MAX_DPPO_RATIO == 20.0
     assert losses_and_gradient(policy_losses.dppo, rows, CLIPS) == (near(slope * math.log(now)), near(slope))
@@ -141,7 +141,7 @@ def test_dppo_by_hand(old: float, now: float, advantage: float, kept: bool) -> N
 
 def test_dual_clip_zero_is_off() -> None:
     # r = 5, A = -2: 5 * 2 = 10 instead of 6
-    rows, off = make_rows([math.log(5.0)], [-2.0]), AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=0.0)
+    rows, off = make_loss_inputs([math.log(5.0)], [-2.0]), AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=0.0)
     assert losses_and_gradient(policy_losses.ppo_clip, rows, off) == (near(10.0), near(10.0))
     assert losses_and_gradient(policy_losses.gspo, rows, off) == (near(10.0), near(10.0))
 
@@ -150,7 +150,7 @@ def test_dual_clip_zero_is_off() -> None:
 def test_the_dual_clip_bounds_negative_advantages_alone(surrogate: policy_losses.PolicyLossFn) -> None:
     """A dual clip of 1.1, below 1 + clip_high: at r = 1.25 it holds for A = -2 (1.1 * 2), and not for A = 2 (1.25 * 2)."""
     algo = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.1)
-    rows = make_rows([math.log(1.25)] * 2, [2.0, -2.0], segments=[0, 1])
+    rows = make_loss_inputs([math.log(1.25)] * 2, [2.0, -2.0], segments=[0, 1])
     assert losses_and_gradient(surrogate, rows, algo) == (near(-2.5, 2.2), near(-2.5, 0.0))
 
 
@@ -161,7 +161,7 @@ def test_the_dual_clip_bounds_negative_advantages_alone(surrogate: policy_losses
 @pytest.mark.parametrize("clip", [0.0, 0.2, 1.0])
 def test_on_policy_the_gradient_is_reinforce_even_with_an_empty_clip_range(name: str, clip: float) -> None:
     advantages = [1.5, 1.5, 1.5, -0.5, -0.5, 0.0]
-    rows = make_rows([0.0] * 6, advantages, segments=[0, 0, 0, 1, 1, 3], turns=range(6))
+    rows = make_loss_inputs([0.0] * 6, advantages, segments=[0, 0, 0, 1, 1, 3], turns=range(6))
     algo = AlgoSettings(name=name, clip_ratio_low=clip, clip_ratio_high=clip, clip_ratio_c=3.0)
     assert losses_and_gradient(ALGORITHMS[name].policy_loss, rows, algo)[1] == near(*(-a for a in advantages))
 
@@ -170,7 +170,7 @@ def test_on_policy_the_gradient_is_reinforce_even_with_an_empty_clip_range(name:
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0, 89.0, 21.0])
 def test_extreme_ratios_stay_finite_in_float32(name: str, log_ratio: float, advantage: float) -> None:
-    rows = make_rows([log_ratio], [advantage], old=[-1.0], dtype=torch.float32)
+    rows = make_loss_inputs([log_ratio], [advantage], old=[-1.0], dtype=torch.float32)
     (loss,), (gradient,) = losses_and_gradient(ALGORITHMS[name].policy_loss, rows, AlgoSettings(name=name, clip_ratio_low=1.0))
     assert math.isfinite(loss) and math.isfinite(gradient)
     assert abs(gradient) <= math.exp(MAX_LOG_RATIO) * 1.001
@@ -179,17 +179,17 @@ def test_extreme_ratios_stay_finite_in_float32(name: str, log_ratio: float, adva
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0, -math.inf])
 def test_extreme_ratios_by_hand_in_float32(log_ratio: float, advantage: float) -> None:
-    rows = make_rows([log_ratio], [advantage], old=[0.0], dtype=torch.float32)
+    rows = make_loss_inputs([log_ratio], [advantage], old=[0.0], dtype=torch.float32)
     (loss,), (gradient,) = losses_and_gradient(policy_losses.ppo_clip, rows, AlgoSettings())
     ratio = math.exp(min(log_ratio, MAX_LOG_RATIO))
     assert loss == pytest.approx(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage), rel=1e-6)
     assert gradient == 0.0  # bounded, ended by the cap, or multiplied by a ratio of 0
 
 
-def test_segment_mean_by_hand() -> None:
+def test_mean_by_id_by_hand() -> None:
     """Segments of 3, 1 and 2 tokens, numbered as a batch with shared prompts numbers them; none at all."""
-    assert segment_mean(tensor(1, 2, 6, 5, 0, 1), torch.tensor([1, 1, 1, 4, 6, 6])).tolist() == [3, 3, 3, 5, 0.5, 0.5]
-    assert segment_mean(tensor(), torch.tensor([], dtype=torch.long)).tolist() == []
+    assert mean_by_id(make_tensor(1, 2, 6, 5, 0, 1), torch.tensor([1, 1, 1, 4, 6, 6])).tolist() == [3, 3, 3, 5, 0.5, 0.5]
+    assert mean_by_id(make_tensor(), torch.tensor([], dtype=torch.long)).tolist() == []
 
 
 # Textbook loops ---------------------------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_segment_mean_by_hand() -> None:
 
 def textbook(name: str, rows: LossInputs, algo: AlgoSettings) -> tuple[list[float], list[float], list[bool], list[bool]]:
     """Loss and gradient of each token, and whether it is past the lower and the upper bound, in plain floats, context by context."""
-    columns = floats(rows)
+    columns = to_floats(rows)
     lo, hi, contexts = algo.clip_ratio_low, algo.clip_ratio_high, defaultdict(list)
     out: tuple[list, list, list, list] = tuple([0.0] * len(columns["old_logprob"]) for _ in range(4))
     for t, context in enumerate(columns["sequence"]):
@@ -209,7 +209,7 @@ def textbook(name: str, rows: LossInputs, algo: AlgoSettings) -> tuple[list[floa
         whole = math.exp(sum(bounded) / count)
         for t, x, k in zip(tokens, d, bounded, strict=True):
             now, old = math.exp(columns["logprob"][t]), math.exp(columns["old_logprob"][t])
-            r = math.exp({"gspo": mean, "ppo_turn": sum(d)}.get(name, x))  # each context of random_rows is one turn
+            r = math.exp({"gspo": mean, "ppo_turn": sum(d)}.get(name, x))  # each context of make_random_loss_inputs is one turn
             low, high = {"gmpo": (x < -lo, x > hi), "dppo": (now - old < -lo, now - old > hi), "sapo": (False, False)}.get(
                 name, (r < 1 - lo, r > 1 + hi)
             )
@@ -234,7 +234,7 @@ def textbook(name: str, rows: LossInputs, algo: AlgoSettings) -> tuple[list[floa
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 9), max_size=5), st.sampled_from([0.1, 1.0]))
 def test_surrogates_and_bounds_are_the_textbook_loop(name: str, seed: int, lengths: list[int], spread: float) -> None:
     algo = AlgoSettings(name=name, clip_ratio_low=0.1, clip_ratio_high=0.2, clip_ratio_c=1.5, sapo_tau_positive=0.7, sapo_tau_negative=1.3)
-    rows, algorithm = random_rows(seed, lengths, spread=spread), ALGORITHMS[name]
+    rows, algorithm = make_random_loss_inputs(seed, lengths, log_ratio_std=spread), ALGORITHMS[name]
     losses, gradient, below, above = textbook(name, rows, algo)
     assert losses_and_gradient(algorithm.policy_loss, rows, algo) == (
         pytest.approx(losses, rel=1e-12, abs=1e-12), pytest.approx(gradient, rel=1e-12, abs=1e-12),

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from megatron_rl.algo.algorithms import ALGORITHMS, check_algorithm
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.algo.rollout_correction import CORRECTIONS, compute_is_weights
-from megatron_rl.batching.packing import loss_rows, pack
+from megatron_rl.batching import packing
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import LossInputs, TokenSequence
-from tests.support.corrections import textbook_weights
-from tests.support.packed import weighted
-from tests.support.rows import make_rows, random_rows
+from tests.support.packed_example import make_pack_item
+from tests.support.random_loss_inputs import make_loss_inputs, make_random_loss_inputs
+from tests.support.rollout_correction_oracle import textbook_weights
 
 JOINED = ("token_tis+geo_mask", "bypass+geo_mask+opsm", "k3_mask+sequence_mask", "bypass+k3_mask")
 EVERY = (*CORRECTIONS, *JOINED)
@@ -29,7 +29,7 @@ WIDE = {"token_mask_low": 0.6, "token_mask_high": 2.5, "geo_mask_low": 0.8, "geo
 def rows_of(*gaps: float, segments: list[int] | None = None, dtype: torch.dtype = torch.float64, **given: list) -> LossInputs:
     """On-policy rows whose old logprob, -1, is this much above the engine's."""
     size, advantage = len(gaps), given.pop("advantage", [1.0] * len(gaps))
-    return make_rows(
+    return make_loss_inputs(
         [0.0] * size, advantage, old=[-1.0] * size, rollout_logprob=[-1.0 - gap for gap in gaps], segments=segments, dtype=dtype, **given
     )
 
@@ -82,7 +82,7 @@ def test_long_sequences_have_weights_in_float32(correction: str, weights: list[f
 def test_opsm_by_hand() -> None:
     """Means of engine - logprob of 0.6, 0.4 and 0.6; only a negative advantage is masked, token by token; the old logprob has no part."""
     engine = [0.1, 1.1, 0.4, 0.2, 1.0]
-    rows = make_rows([0.0] * 5, [-1.0, 1.0, -1.0, -2.0, -1.0], old=[0.0] * 5, rollout_logprob=engine, segments=[0, 0, 1, 2, 2])
+    rows = make_loss_inputs([0.0] * 5, [-1.0, 1.0, -1.0, -2.0, -1.0], old=[0.0] * 5, rollout_logprob=engine, segments=[0, 0, 1, 2, 2])
     for each in (rows, dataclasses.replace(rows, old_logprob_R=rows.rollout_logprob_R)):
         assert compute_is_weights(each, AlgoSettings(rollout_correction="opsm")).tolist() == [0, 1, 1, 0, 0]
         assert compute_is_weights(each, AlgoSettings(rollout_correction="opsm", opsm_delta=0.3)).tolist() == [0, 1, 0, 0, 0]
@@ -104,7 +104,7 @@ def test_a_sequence_may_be_a_turn() -> None:
 def test_weights_are_the_textbooks(seed: int, lengths: list[int], correction: str, by_turn: bool) -> None:
     by_turn = by_turn and any(CORRECTIONS[name].by_sequence for name in correction.split("+"))
     algo = AlgoSettings(rollout_correction=correction, rollout_correction_level="turns" if by_turn else "sequences", **WIDE)
-    rows = random_rows(seed, lengths)
+    rows = make_random_loss_inputs(seed, lengths)
     rows = dataclasses.replace(rows, turn_R=torch.arange(sum(lengths)) // 2)
     check_algorithm(algo)
     expected = textbook_weights(
@@ -138,7 +138,7 @@ def test_where_engine_and_trainer_agree_nothing_is_corrected(name: str, correcti
     looks_at_now = {"bypass", "opsm"} & set(correction.split("+"))
     results = []
     for each in ("none", correction):
-        rows = random_rows(3, [4, 1, 7], spread=0.0 if looks_at_now else 0.7)
+        rows = make_random_loss_inputs(3, [4, 1, 7], log_ratio_std=0.0 if looks_at_now else 0.7)
         rows.rollout_logprob_R.copy_(rows.old_logprob_R)
         loss, metrics = make_policy_objective(AlgoSettings(name=name, rollout_correction=each, kl_coef=0.1, entropy_coef=0.01))(rows)
         results.append((loss.item(), torch.autograd.grad(loss, rows.logprob_R)[0].tolist()))
@@ -157,7 +157,7 @@ def test_where_engine_and_trainer_agree_nothing_is_corrected(name: str, correcti
 @pytest.mark.parametrize("correction", EVERY)
 def test_weights_multiply_the_surrogate_alone_and_are_constants(name: str, correction: str) -> None:
     """Loss and gradient term by term, with weights from the loop in plain floats."""
-    rows = random_rows(4, [3, 4, 2, 6])
+    rows = make_random_loss_inputs(4, [3, 4, 2, 6])
     algo = AlgoSettings(name=name, rollout_correction=correction, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01, **WIDE)
     loss, _ = make_policy_objective(algo)(rows)
     weights = textbook_weights(
@@ -184,7 +184,7 @@ def test_on_policy_the_weight_is_that_of_the_current_policy_and_has_no_gradient(
     within its bounds (0.1 is not); with opsm -A, or nothing where A < 0 and the engine's logprob is 0.5 above."""
     leaf = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64).requires_grad_()
     engine = [-1.0 - math.log(1.5), -1.0 - LOG3, -1.0 + math.log(10)]
-    rows = make_rows([0.0] * 3, [1.0, -1.0, -1.0], old=[-1.0] * 3, rollout_logprob=engine, segments=[0, 1, 2])
+    rows = make_loss_inputs([0.0] * 3, [1.0, -1.0, -1.0], old=[-1.0] * 3, rollout_logprob=engine, segments=[0, 1, 2])
     rows = dataclasses.replace(rows, logprob_R=leaf, old_logprob_R=leaf.detach())
     loss, _ = make_policy_objective(AlgoSettings(rollout_correction=correction, clip_ratio_high=0.6))(rows)
     loss.backward()
@@ -193,7 +193,7 @@ def test_on_policy_the_weight_is_that_of_the_current_policy_and_has_no_gradient(
 
 @pytest.mark.parametrize("correction", EVERY)
 def test_weights_have_no_gradient_whatever_they_are_made_of(correction: str) -> None:
-    rows = random_rows(4, [3, 4])
+    rows = make_random_loss_inputs(4, [3, 4])
     assert not compute_is_weights(
         dataclasses.replace(rows, old_logprob_R=rows.logprob_R), AlgoSettings(rollout_correction=correction)
     ).requires_grad
@@ -201,7 +201,7 @@ def test_weights_have_no_gradient_whatever_they_are_made_of(correction: str) -> 
 
 def test_decoupled_and_bypass_by_hand() -> None:
     """p / p0 = 1.5, p0 / m = 3, A = 2: decoupled, PPO's clip is about p0 and the weight about m; with bypass the clip is about m."""
-    rows = make_rows([math.log(1.5)], [2.0], old=[-1.0], rollout_logprob=[-1.0 - LOG3])
+    rows = make_loss_inputs([math.log(1.5)], [2.0], old=[-1.0], rollout_logprob=[-1.0 - LOG3])
     losses = {
         each: make_policy_objective(AlgoSettings(rollout_correction=each))(rows)[0].item() for each in ("none", "token_tis", "bypass")
     }
@@ -263,9 +263,9 @@ def test_the_sums_over_a_context_are_its_own_however_contexts_are_packed(share: 
         context(([5, 6, 7], None), ([11, 12, 13, 14], [-1.0, -1.0, -1.0, -0.4])),
         context(([4, 6], None), ([19, 20], [-1.6, -1.0])),
     ]
-    packed = [weighted(each, advantage=1.0 if number % 2 else -1.0) for number, each in enumerate(made)]
+    packed = [make_pack_item(each, advantage=1.0 if number % 2 else -1.0) for number, each in enumerate(made)]
     how = {"image_token_id": 99, "positions": lambda ids, images: torch.zeros(3, len(ids), dtype=torch.long)}
-    batch = pack(packed, **how, share_prompts=share)
+    batch = packing.pack(packed, **how, share_prompts=share)
     assert any(place >= 0 for place in batch.prefix_S) == share and (batch.num_tokens < sum(len(each.token_ids) for each in made)) == share
     assert int(batch.mask_T.sum()) == sum(sum(each.loss_mask) for each in made), "each sampled token is in one segment"
     batch.old_logprob_T = torch.full((batch.num_tokens,), -1.0)
@@ -273,7 +273,9 @@ def test_the_sums_over_a_context_are_its_own_however_contexts_are_packed(share: 
     for correction in ("sequence_tis", "sequence_mask", "geo_mask", "k3_mask", "opsm"):
         bounds = WIDE | {"k3_mask_high": 0.05, "sequence_mask_low": 0.9, "is_weight_cap": 1.2}
         algo = AlgoSettings(rollout_correction=correction, rollout_correction_level=over, **bounds)
-        found = compute_is_weights(loss_rows(batch, rows_R, torch.full((len(rows_R),), -1.0), torch.ones(len(rows_R))), algo).tolist()
+        found = compute_is_weights(
+            packing.make_loss_inputs(batch, rows_R, torch.full((len(rows_R),), -1.0), torch.ones(len(rows_R))), algo
+        ).tolist()
         expected = []
         for number, each in enumerate(made):
             places = [place for place, sampled in enumerate(each.loss_mask) if sampled]

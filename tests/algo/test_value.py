@@ -10,16 +10,17 @@ from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.algo.policy_losses import ppo_turn_clip
 from megatron_rl.algo.thoughts import scale_thought_logprobs
-from megatron_rl.algo.value import make_value_objective, shared_value_loss, squared_error, warmup_value_loss
+from megatron_rl.algo.value import clipped_squared_error, make_value_objective, shared_value_loss, warmup_value_loss
 from megatron_rl.config import AlgoSettings, CriticSettings
 from megatron_rl.types import LossInputs, ValueLossInputs
-from tests.support.episodes import episode
-from tests.support.rows import make_rows, tensor
+from tests.support.random_loss_inputs import make_loss_inputs, make_tensor
+from tests.support.rollout_factory import make_rollout
 
 
 def value_rows(value: list[float], old: list[float], target: list[float], *, weight: list[float], turns: list[int]) -> ValueLossInputs:
     return ValueLossInputs(
-        value_R=tensor(*value).requires_grad_(), old_value_R=tensor(*old), return_R=tensor(*target), weight_R=tensor(*weight),
+        value_R=make_tensor(*value).requires_grad_(), old_value_R=make_tensor(*old), return_R=make_tensor(*target),
+        weight_R=make_tensor(*weight),
         turn_R=torch.tensor(turns),
     )  # fmt: skip
 
@@ -27,9 +28,9 @@ def value_rows(value: list[float], old: list[float], target: list[float], *, wei
 def test_the_squared_error_and_its_clipped_form() -> None:
     """V 1, target 3: 2. V 1 from 0 within 0.25: (0.25 - 3)^2 / 2, the larger. V 1 from 0, target 0: unclipped is the larger, 0.5."""
     rows = value_rows([1.0, 1.0], [0.0, 0.0], [3.0, 0.0], weight=[1.0, 1.0], turns=[0, 0])
-    assert squared_error(rows, 0.0).tolist() == [2.0, 0.5]
-    assert squared_error(rows, 0.25).tolist() == [2.75**2 / 2, 0.5]
-    (gradient,) = torch.autograd.grad(squared_error(rows, 0.25).sum(), rows.value_R)
+    assert clipped_squared_error(rows, 0.0).tolist() == [2.0, 0.5]
+    assert clipped_squared_error(rows, 0.25).tolist() == [2.75**2 / 2, 0.5]
+    (gradient,) = torch.autograd.grad(clipped_squared_error(rows, 0.25).sum(), rows.value_R)
     assert gradient.tolist() == [0.0, 1.0], "where the bound holds the value learns nothing more"
 
 
@@ -37,10 +38,10 @@ def test_a_token_counts_its_weight_and_a_turn_that_of_its_tokens() -> None:
     """Turns of 2 and 1 tokens: errors 0.5, 2, 4.5; weights 1, 2, 3. By turn the second token is no action: 3 * 0.5 + 3 * 4.5."""
     rows = value_rows([1.0, 2.0, 3.0], [0.0] * 3, [0.0] * 3, weight=[1.0, 2.0, 3.0], turns=[0, 0, 1])
     for over, expected in (("tokens", 0.5 + 4.0 + 13.5), ("turns", 1.5 + 13.5)):
-        loss, metrics = make_value_objective(CriticSettings(), over=over)(rows)
+        loss, metrics = make_value_objective(CriticSettings(), level=over)(rows)
         assert loss.item() == pytest.approx(expected)
         assert metrics.losses["value/loss"].item() == pytest.approx(expected)
-    (gradient,) = torch.autograd.grad(make_value_objective(CriticSettings(), over="turns")(rows)[0], rows.value_R)
+    (gradient,) = torch.autograd.grad(make_value_objective(CriticSettings(), level="turns")(rows)[0], rows.value_R)
     assert gradient.tolist() == [3.0, 0.0, 9.0]
 
 
@@ -54,18 +55,18 @@ def test_the_value_loss_is_the_textbooks_loop(clip: float) -> None:
         kept = min(max(value, before - clip), before + clip) if clip else value
         expected += 0.5 * max((value - target) ** 2, (kept - target) ** 2) / 50
     rows = value_rows(values, old, targets, weight=[1 / 50] * 50, turns=[0] * 50)
-    assert make_value_objective(CriticSettings(cliprange_value=clip), over="tokens")(rows)[0].item() == pytest.approx(expected, abs=1e-12)
+    assert make_value_objective(CriticSettings(cliprange_value=clip), level="tokens")(rows)[0].item() == pytest.approx(expected, abs=1e-12)
 
 
 def shared_rows() -> LossInputs:
-    rows = make_rows([0.1, -0.3], [1.0, -2.0])
+    rows = make_loss_inputs([0.1, -0.3], [1.0, -2.0])
     values = value_rows([1.0, 2.0], [0.0, 0.0], [0.0, 0.0], weight=[1.0, 1.0], turns=[0, 1])
     return LossInputs(**{name: getattr(rows, name) for name in LossInputs.__dataclass_fields__ if name != "values"}, values=values)
 
 
 def test_one_sum_of_both_losses() -> None:
     rows, algo = shared_rows(), AlgoSettings(name="ppo")
-    policy, value = make_policy_objective(algo), make_value_objective(CriticSettings(), over="tokens")
+    policy, value = make_policy_objective(algo), make_value_objective(CriticSettings(), level="tokens")
     alone, of_values = policy(rows)[0].item(), value(rows.values)[0].item()
     loss, metrics = shared_value_loss(policy, value, 0.25)(rows)
     assert loss.item() == pytest.approx(alone + 0.25 * of_values) and metrics.losses["value/loss"].item() == of_values == 2.5
@@ -83,7 +84,7 @@ def test_ppo_is_the_textbooks_loop() -> None:
     expected = sum(
         -min(math.exp(m) * a, min(max(math.exp(m), 0.8), 1.3) * a) / 40 for m, a in zip(moved, advantages, strict=True)
     )  # fmt: skip
-    rows = make_rows(moved, advantages, weight=[1 / 40] * 40)
+    rows = make_loss_inputs(moved, advantages, weight=[1 / 40] * 40)
     assert make_policy_objective(AlgoSettings(name="ppo", clip_ratio_low=0.2, clip_ratio_high=0.3))(rows)[0].item() == pytest.approx(
         expected, abs=1e-12
     )
@@ -91,11 +92,11 @@ def test_ppo_is_the_textbooks_loop() -> None:
 
 def test_one_ratio_for_a_turn() -> None:
     """Turn 0: log ratios 0.1 and -0.3, so exp(-0.2); turn 1: 0.5, clipped at 1.2. Every token of a turn has the turn's value."""
-    rows = make_rows([0.1, -0.3, 0.5], [2.0, 2.0, 1.0], turns=[0, 0, 1])
+    rows = make_loss_inputs([0.1, -0.3, 0.5], [2.0, 2.0, 1.0], turns=[0, 0, 1])
     loss_R = ppo_turn_clip(rows, AlgoSettings(name="ppo_turn"))
     assert loss_R.tolist() == pytest.approx([-2 * math.exp(-0.2)] * 2 + [-1.2])
     # with turn_mean's weights, 1 / 2 a token, the gradient of each token of turn 0 is that of one ratio: -A s
-    (gradient,) = torch.autograd.grad((tensor(0.5, 0.5, 1.0) * loss_R).sum(), rows.logprob_R)
+    (gradient,) = torch.autograd.grad((make_tensor(0.5, 0.5, 1.0) * loss_R).sum(), rows.logprob_R)
     assert gradient.tolist() == pytest.approx([-2 * math.exp(-0.2)] * 2 + [0.0])
 
 
@@ -106,7 +107,7 @@ def test_coefficients_scale_what_every_surrogate_compares(name: str) -> None:
     coefficients = [0.5, 0.5, 1.0, 0.0]
 
     def loss_and_gradient(moved: list[float]) -> tuple[float, list[float]]:
-        rows = make_rows(moved, [1.0] * 4, segments=[0, 0, 0, 0], logprob_scale=coefficients)
+        rows = make_loss_inputs(moved, [1.0] * 4, segments=[0, 0, 0, 0], logprob_scale=coefficients)
         loss_R = ALGORITHMS[name].policy_loss(rows, algo)
         return loss_R.sum().item(), torch.autograd.grad(loss_R.sum(), rows.logprob_R)[0].tolist()
 
@@ -116,13 +117,13 @@ def test_coefficients_scale_what_every_surrogate_compares(name: str) -> None:
     if name in ("cispo", "dppo"):  # they compare probabilities, and scale the logprob alone
         return
     moved = [0.05, -0.02, 0.03, 0.4]
-    whole = make_rows([c * m for c, m in zip(coefficients, moved, strict=True)], [1.0] * 4, segments=[0] * 4)
+    whole = make_loss_inputs([c * m for c, m in zip(coefficients, moved, strict=True)], [1.0] * 4, segments=[0] * 4)
     assert loss_and_gradient(moved)[0] == pytest.approx(ALGORITHMS[name].policy_loss(whole, algo).sum().item(), abs=1e-12)
 
 
 def test_thoughts_are_what_lies_before_the_action() -> None:
     """Turns of 3, 2 and 2 tokens, each behind an observed one: an action from its second token on, none, one from its first."""
-    rollout = episode(0, reward=1.0, lengths=[3, 2, 2], contexts=[0, 0, 1])
+    rollout = make_rollout(0, reward=1.0, lengths=[3, 2, 2], turn_sequences=[0, 0, 1])
     first, second, third = rollout.turns
     first.action_start, third.action_start = first.token_span[0] + 1, third.token_span[0]
     scale_thought_logprobs([rollout], 0.25)

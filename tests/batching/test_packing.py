@@ -15,19 +15,19 @@ from megatron_rl.batching.minibatches import (
     MAX_KV_RATIO,
     PackCost,
     PackItem,
-    balance,
+    balance_costs,
     cut_minibatches,
     episode_weight,
     pack_costs,
     split_by_cost,
     token_key,
 )
-from megatron_rl.batching.packing import gather_column, loss_rows, pack, scatter_to_rollouts, turn_ids
+from megatron_rl.batching.packing import gather_column, make_loss_inputs, pack, scatter_to_rollouts, turn_ids
 from megatron_rl.config import BatchSettings
 from megatron_rl.models.mrope import mrope_positions
 from megatron_rl.policy.attention import Segments
 from megatron_rl.types import Image, MicroBatch, Rollout, SegmentSource, Status, TokenSequence
-from tests.support.packed import weighted
+from tests.support.packed_example import make_pack_item
 
 PAD = 9
 POSITIONS = partial(mrope_positions, image_token_id=PAD)
@@ -47,8 +47,8 @@ def sequence(prompt: list[int], sampled: list[int], *images: Image) -> TokenSequ
 
 def test_pack_shifts_once_and_pads_nothing_between_sequences() -> None:
     contexts = [
-        weighted(sequence([5, 6], [7, 8]), advantage=2.0, weight=0.5, denominator=2),
-        weighted(sequence([1], [4]), advantage=-1.0, weight=1.0, denominator=1),
+        make_pack_item(sequence([5, 6], [7, 8]), advantage=2.0, weight=0.5, denominator=2),
+        make_pack_item(sequence([1], [4]), advantage=-1.0, weight=1.0, denominator=1),
     ]
     batch = pack(contexts, image_token_id=PAD, positions=POSITIONS)
     assert batch.token_T.tolist() == [5, 6, 7, 8, 1, 4]
@@ -65,8 +65,8 @@ def test_pack_shifts_once_and_pads_nothing_between_sequences() -> None:
 def test_an_image_of_two_sequences_is_stored_once() -> None:
     shared, other = image(2, 4, "a"), image(4, 2, "b")
     contexts = [
-        weighted(sequence([1, PAD, PAD, 2, PAD, PAD], [3], shared, other), advantage=0.0, weight=1.0, denominator=1),
-        weighted(sequence([PAD, PAD], [3], shared), advantage=0.0, weight=1.0, denominator=1),
+        make_pack_item(sequence([1, PAD, PAD, 2, PAD, PAD], [3], shared, other), advantage=0.0, weight=1.0, denominator=1),
+        make_pack_item(sequence([PAD, PAD], [3], shared), advantage=0.0, weight=1.0, denominator=1),
     ]
     batch = pack(contexts, image_token_id=PAD, positions=POSITIONS)
     assert batch.grid_I3.tolist() == [[1, 2, 4], [1, 4, 2]]
@@ -77,7 +77,7 @@ def test_an_image_of_two_sequences_is_stored_once() -> None:
 
 @pytest.mark.parametrize(("tokens", "multiple", "length"), [(6, 4, 8), (8, 4, 8), (0, 1, 1), (0, 4, 4)])
 def test_padding_is_a_sequence_of_its_own_without_weight(tokens: int, multiple: int, length: int) -> None:
-    contexts = [weighted(sequence([5] * (tokens - 1), [6]), advantage=1.0, weight=1.0, denominator=1)] if tokens else []
+    contexts = [make_pack_item(sequence([5] * (tokens - 1), [6]), advantage=1.0, weight=1.0, denominator=1)] if tokens else []
     batch = pack(contexts, image_token_id=PAD, positions=POSITIONS, multiple_of=multiple)
     assert batch.num_tokens == length == batch.cu_seqlens_S1[-1]
     assert batch.mask_T.sum() == bool(tokens) == batch.weight_T.sum() == batch.denominator
@@ -89,20 +89,20 @@ def test_padding_is_a_sequence_of_its_own_without_weight(tokens: int, multiple: 
 def test_dealing_and_cutting_keep_every_weighted(shapes: list[tuple[int, int]], ranks: int, max_tokens: int, share: bool) -> None:
     """Prompts of one of three kinds (10, 20 or 30 tokens) with 1 to 50 sampled tokens."""
     contexts = [
-        weighted(sequence([kind] * (10 * kind), [5] * length), advantage=float(i), weight=1.0, denominator=1)
+        make_pack_item(sequence([kind] * (10 * kind), [5] * length), advantage=float(i), weight=1.0, denominator=1)
         for i, (kind, length) in enumerate(shapes)
     ]
     loads = pack_costs(contexts, PAD, share_prompts=share)
-    kinds = [load.weighted.context.token_ids[0] for load in loads]
-    assert sorted(load.weighted.context.advantages[-1] for load in loads) == [float(i) for i in range(len(contexts))]
+    kinds = [load.item.sequence.token_ids[0] for load in loads]
+    assert sorted(load.item.sequence.advantages[-1] for load in loads) == [float(i) for i in range(len(contexts))]
     assert len([run for run, _ in groupby(kinds)]) == len(set(kinds)), "equal prompts are neighbors"
-    dealt = balance(loads, ranks)
+    dealt = balance_costs(loads, ranks)
     assert len(dealt) == ranks and [load for part in dealt for load in part] == loads
-    mean = sum(load.next for load in loads) / ranks
-    assert all(sum(load.next for load in part) <= mean + 80 for part in dealt)
+    mean = sum(load.num_added_tokens for load in loads) / ranks
+    assert all(sum(load.num_added_tokens for load in part) <= mean + 80 for part in dealt)
     for part in dealt:
         micro = split_by_cost(part, max_tokens)
-        assert micro and [weighted for batch in micro for weighted in batch] == [load.weighted for load in part]
+        assert micro and [weighted for batch in micro for weighted in batch] == [load.item for load in part]
         packed = partial(pack, image_token_id=PAD, positions=POSITIONS, share_prompts=share)
         assert all(fits(packed(batch), max_tokens) for batch in micro if len(batch) > 1)
         assert not any(fits(packed([*batch, after[0]]), max_tokens) for batch, after in pairwise(micro)), "cut when it was full"
@@ -122,7 +122,7 @@ def chain(turns: int) -> list[PackItem]:
     past, contexts = [], []
     for turn in range(turns):
         seen, said = [*past, *range(10, 14)], [20 + turn, 21 + turn]
-        contexts.append(weighted(sequence(seen, said), advantage=1.0, weight=1.0, denominator=1))
+        contexts.append(make_pack_item(sequence(seen, said), advantage=1.0, weight=1.0, denominator=1))
         past = [*seen, *said]
     return contexts
 
@@ -131,10 +131,10 @@ def test_a_chain_of_turns_is_cut_where_its_keys_become_too_many() -> None:
     """50 turns of 6 tokens: 300 tokens, which attend to 6 * (1 + 2 + ... + 50) = 7650."""
     loads = pack_costs(chain(50), PAD, share_prompts=True)
     packed = partial(pack, image_token_id=PAD, positions=POSITIONS, share_prompts=True)
-    whole = packed([load.weighted for load in loads])
+    whole = packed([load.item for load in loads])
     assert (whole.num_tokens, num_keys(whole)) == (300, 7650)
     micro = split_by_cost(loads, 300)
-    assert [each for part in micro for each in part] == [load.weighted for load in loads]
+    assert [each for part in micro for each in part] == [load.item for load in loads]
     assert all(fits(packed(part), 300) for part in micro) and 7650 / (MAX_KV_RATIO * 300) < len(micro) <= 2 * 7650 / (MAX_KV_RATIO * 300)
     assert [len(part) for part in split_by_cost(loads[-2:], 10)] == [1, 1], "a long one stands alone"
 
@@ -143,8 +143,12 @@ def test_a_chain_of_turns_is_cut_where_its_keys_become_too_many() -> None:
 def test_keys_are_counted_by_hand(room: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The docstring's example has 4, 2 + 3 more, and 3 more keys; the second and the third alone 3, and 2 + 3 more."""
     texts = [1, 2, 3, 4], [1, 2, 5], [1, 2, 6]
-    made = [weighted(sequence(text[:-1], text[-1:]), advantage=1.0, weight=1.0, denominator=1) for text in texts]
-    loads = [PackCost(made[0], first=4, next=4), PackCost(made[1], first=3, next=1), PackCost(made[2], first=3, next=1)]
+    made = [make_pack_item(sequence(text[:-1], text[-1:]), advantage=1.0, weight=1.0, denominator=1) for text in texts]
+    loads = [
+        PackCost(made[0], num_tokens_alone=4, num_added_tokens=4),
+        PackCost(made[1], num_tokens_alone=3, num_added_tokens=1),
+        PackCost(made[2], num_tokens_alone=3, num_added_tokens=1),
+    ]
     monkeypatch.setattr(minibatches, "MAX_KV_RATIO", 1)
     assert [len(part) for part in split_by_cost(loads, room)] == expected
 
@@ -153,9 +157,9 @@ def test_a_shared_prompt_is_one_segment() -> None:
     """With an image in the prompt, and one sequence whose prompt differs only in the image."""
     first, second = image(2, 2, "a"), image(2, 2, "b")
     contexts = [
-        weighted(sequence([PAD, 6], [7], first), advantage=1.0, weight=1.0, denominator=1),
-        weighted(sequence([PAD, 6], [8], first), advantage=-1.0, weight=0.5, denominator=2),
-        weighted(sequence([PAD, 6], [7], second), advantage=2.0, weight=1.0, denominator=4),
+        make_pack_item(sequence([PAD, 6], [7], first), advantage=1.0, weight=1.0, denominator=1),
+        make_pack_item(sequence([PAD, 6], [8], first), advantage=-1.0, weight=0.5, denominator=2),
+        make_pack_item(sequence([PAD, 6], [7], second), advantage=2.0, weight=1.0, denominator=4),
     ]
     batch = pack(contexts, image_token_id=PAD, positions=POSITIONS, share_prompts=True)
     assert batch.token_T.tolist() == [PAD, 6, 7, 6, 8, PAD, 6, 7]
@@ -167,7 +171,7 @@ def test_a_shared_prompt_is_one_segment() -> None:
     assert batch.position_3T[0].tolist() == [0, 1, 2, 1, 2, 0, 1, 2]
     assert (batch.vision_position_M.tolist(), batch.vision_row_M.tolist()) == ([0, 5], [0, 1])
     assert batch.denominator == 7
-    rows = loss_rows(batch, batch.mask_T.nonzero()[:, 0], torch.zeros(3), torch.zeros(3))
+    rows = make_loss_inputs(batch, batch.mask_T.nonzero()[:, 0], torch.zeros(3), torch.zeros(3))
     assert rows.sequence_R.tolist() == [0, 1, 2]
     assert (rows.advantage_R.tolist(), rows.weight_R.tolist()) == ([1, -1, 2], [1, 0.5, 1])
 
@@ -176,7 +180,7 @@ def test_what_is_shared_is_a_tree() -> None:
     """The docstring's example; then a context of two turns, one that repeats its first turn without having sampled it, and one that leaves
     both before that turn."""
     by_hand = [sequence([5, 6], [7]), sequence([5, 6], [8]), sequence([5, 6, 8, 3], [4])]
-    batch = pack([weighted(each) for each in by_hand], image_token_id=PAD, positions=POSITIONS, share_prompts=True)
+    batch = pack([make_pack_item(each) for each in by_hand], image_token_id=PAD, positions=POSITIONS, share_prompts=True)
     assert batch.token_T.tolist() == [5, 6, 7, 6, 8, 3, 4]
     assert batch.target_T.tolist() == [6, 7, 0, 8, 0, 4, 0]
     assert (batch.offset_S1, batch.prefix_S) == ([0, 1, 3, 5, 7], [-1, 0, 0, 2])
@@ -186,7 +190,7 @@ def test_what_is_shared_is_a_tree() -> None:
     parent.extend([2])
     parent.extend([3], logprobs=[-0.25])
     batch = pack(
-        [weighted(each) for each in (parent, sequence([5, 6, 1, 7, 4], [8]), sequence([5, 6, 3], [1]))],
+        [make_pack_item(each) for each in (parent, sequence([5, 6, 1, 7, 4], [8]), sequence([5, 6, 3], [1]))],
         image_token_id=PAD, positions=POSITIONS, share_prompts=True,
     )  # fmt: skip
     #                                [5 6] [1 7] [8 2 3] [4 8] [3 1]: the branch left within the parent's first turn
@@ -196,7 +200,7 @@ def test_what_is_shared_is_a_tree() -> None:
     assert (batch.offset_S1, batch.prefix_S) == ([0, 2, 4, 7, 9, 11], [-1, 0, 1, 1, 0])
     assert batch.position_3T[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 4, 5, 2, 3]
     rows_R = batch.mask_T.nonzero()[:, 0]
-    rows = loss_rows(batch, rows_R, torch.zeros(5), torch.zeros(5))
+    rows = make_loss_inputs(batch, rows_R, torch.zeros(5), torch.zeros(5))
     assert rows.sequence_R.tolist() == [0, 0, 0, 1, 2] and rows.turn_R.tolist() == [0, 0, 1, 2, 3]
 
 
@@ -208,13 +212,13 @@ def test_a_tree_holds_every_context(trees: list[list[str]]) -> None:
     for number, each in enumerate(rollouts):
         each.sequences[0].set_column("advantages", [100.0 * number + place for place in range(len(each.sequences[0].token_ids))])
     minibatch = [PackItem(each.sequences[0], origin=(number, 0)) for number, each in enumerate(rollouts)]
-    ordered = [load.weighted for load in pack_costs(minibatch, PAD, share_prompts=True)]
+    ordered = [load.item for load in pack_costs(minibatch, PAD, share_prompts=True)]
     batch = pack(ordered, image_token_id=PAD, positions=POSITIONS, share_prompts=True)
     rows_S = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device).key_rows
     first_row = {shown.key: sum(each.num_tokens for each in batch.images[:place]) for place, shown in enumerate(batch.images)}
     shown_T = dict(zip(batch.vision_position_M.tolist(), batch.vision_row_M.tolist(), strict=True))
     for number, each in enumerate(ordered):
-        context, whole = each.context, pack([each], image_token_id=PAD, positions=POSITIONS)
+        context, whole = each.sequence, pack([each], image_token_id=PAD, positions=POSITIONS)
         rows = [rows for rows, start in zip(rows_S, batch.offset_S1[:-1], strict=True) if batch.sequence_T[start] == number][-1]
         assert torch.equal(batch.token_T[rows], whole.token_T) and torch.equal(batch.position_3T[:, rows], whole.position_3T)
         seen = [first_row[image.key] + row for image in context.images for row in range(image.num_tokens)]
@@ -258,11 +262,11 @@ def test_minibatches_hold_whole_groups_and_leave_out_what_is_not_trained_on() ->
     rollouts[3].filter_reason = "stop_reason"
     rollouts.insert(0, Rollout(task="t", example_id="e", group=0, sample_index=2, status=Status.FAILED, sequences=[sequence([1], [2])]))
     first, second = cut_minibatches(
-        rollouts, BatchSettings(prompts_per_step=4, minibatches=2, loss_agg_mode="sequence_mean"), with_idle=False
+        rollouts, BatchSettings(prompts_per_step=4, minibatches=2, loss_agg_mode="sequence_mean"), keep_zero_advantage=False
     )
-    assert [each.context.advantages for each in first[:2]] == [[0, 1, 1], [0, 2]]
-    assert [each.context.advantages[1] for each in first] == [1.0, 2.0, -1.0, -2.0, 0.5, 0.1]
-    assert [each.context.advantages[1] for each in second] == [0.25, 0.1, -0.25, 0.1]
+    assert [each.sequence.advantages for each in first[:2]] == [[0, 1, 1], [0, 2]]
+    assert [each.sequence.advantages[1] for each in first] == [1.0, 2.0, -1.0, -2.0, 0.5, 0.1]
+    assert [each.sequence.advantages[1] for each in second] == [0.25, 0.1, -0.25, 0.1]
     assert {each.weight for each in first} == {1 / 3}, "an episode's mean runs over the tokens of all its turns"
     assert [each.denominator for each in first] == [1, 0, 1, 0, 1, 0]
     assert [each.origin for each in first] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
@@ -273,7 +277,7 @@ def test_an_episodes_share_goes_with_its_first_context_that_is_packed() -> None:
     unsampled = TokenSequence()
     unsampled.extend([1, 2])
     alone = Rollout(task="t", example_id="e", group=0, sample_index=0, sequences=[unsampled, sequence([1], [2, 2])])
-    ((only,),) = cut_minibatches([alone], BatchSettings(), with_idle=True)
+    ((only,),) = cut_minibatches([alone], BatchSettings(), keep_zero_advantage=True)
     assert (only.denominator, only.origin) == (2, (0, 1))
 
 
@@ -282,8 +286,8 @@ def test_what_cannot_move_the_policy_counts_in_the_denominator_alone() -> None:
     rollouts = [rollout(group, 0, (sequence([1], [2] * 3), credit)) for group, credit in ((0, 1.0), (0, -1.0), (1, 0.0), (1, 0.0))]
 
     def cut_with(*, with_idle: bool = False, minibatches: int = 1) -> list[list[tuple[float, int]]]:
-        cut_up = cut_minibatches(rollouts, BatchSettings(prompts_per_step=2, minibatches=minibatches), with_idle=with_idle)
-        return [[(each.context.advantages[-1], each.denominator) for each in minibatch] for minibatch in cut_up]
+        cut_up = cut_minibatches(rollouts, BatchSettings(prompts_per_step=2, minibatches=minibatches), keep_zero_advantage=with_idle)
+        return [[(each.sequence.advantages[-1], each.denominator) for each in minibatch] for minibatch in cut_up]
 
     assert cut_with() == [[(1.0, 9), (-1.0, 3)]]
     assert cut_with(with_idle=True) == [[(1.0, 3), (-1.0, 3), (0.0, 3), (0.0, 3)]]
@@ -299,8 +303,8 @@ def test_what_is_said_of_a_batch_returns_to_the_tokens_it_is_of(share: bool) -> 
     later.extend([3, 3])
     later.extend([5], logprobs=[-1.0])
     rollouts = [rollout(0, 0, (first, 1.0), (later, 2.0)), rollout(0, 1, (second, -1.0))]
-    (minibatch,) = cut_minibatches(rollouts, BatchSettings(), with_idle=True)
-    ordered = [load.weighted for load in pack_costs(minibatch, PAD, share_prompts=share)]
+    (minibatch,) = cut_minibatches(rollouts, BatchSettings(), keep_zero_advantage=True)
+    ordered = [load.item for load in pack_costs(minibatch, PAD, share_prompts=share)]
     batch = pack(ordered, image_token_id=PAD, positions=POSITIONS, share_prompts=share, multiple_of=4)
     numbers = torch.arange(1.0, batch.num_tokens + 1)
     columns = scatter_to_rollouts(rollouts, [batch], [numbers])
@@ -363,7 +367,7 @@ def test_a_turn_is_what_is_sampled_between_two_observations() -> None:
     for context, parts in ((two, ([5], [7, 8], [1, 2], [3])), (one, ([6], [4]))):
         for number, tokens in enumerate(parts):
             context.extend(tokens, logprobs=[0.0] * len(tokens) if number % 2 else None)
-    weighted_contexts = [PackItem(context, by_turn=True, denominator=1) for context in (two, one)]
+    weighted_contexts = [PackItem(context, weight_is_per_turn=True, denominator=1) for context in (two, one)]
     batch = pack(weighted_contexts, image_token_id=PAD, positions=POSITIONS)
     rows_R = batch.mask_T.nonzero()[:, 0]
     assert batch.target_T[rows_R].tolist() == [7, 8, 3, 4]

@@ -17,8 +17,8 @@ from megatron_rl.explain.sequence_checks import make_patch_fn
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.open_checkpoint import open_source
-from tests.support.one_process import world_of_one
-from tests.support.recorded import BOUND, CASES, build, recorded
+from tests.support.golden_rollouts import CASES, LOGPROB_BOUND, build_golden_policy, load_rollouts
+from tests.support.single_process_policy import single_process_world
 
 FAST = 3.0
 """A learning rate that moves logprobs far beyond BOUND from one update to the next."""
@@ -26,9 +26,9 @@ FAST = 3.0
 
 def noted(settings: Settings) -> tuple[list[RecordedSequence], set[tuple[int, int]]]:
     """The contexts that were trained on in a step whose updates move its weights far; and those of its first update."""
-    rollouts, algorithm = recorded(), ALGORITHMS[settings.algo.name]
-    with world_of_one():
-        policy, notes = build(settings), build_token_stats(settings)
+    rollouts, algorithm = load_rollouts(), ALGORITHMS[settings.algo.name]
+    with single_process_world():
+        policy, notes = build_golden_policy(settings), build_token_stats(settings)
         training_loop.fills_batch(rollouts, settings, algorithm)
         minibatches = training_batch.prepare_training_batch(
             rollouts, settings, policy, algorithm=algorithm, fetch_images=lambda needed: None, step=0
@@ -39,7 +39,7 @@ def noted(settings: Settings) -> tuple[list[RecordedSequence], set[tuple[int, in
             update(batches, 0)
         moved = max((now - then).abs().max() for now, then in zip(policy.logprobs(minibatches[0]), before, strict=True))
         notes.write_to(rollouts)
-    assert moved > 10 * BOUND
+    assert moved > 10 * LOGPROB_BOUND
     first = {(origin.rollout, origin.sequence) for batch in minibatches[0] for origin in batch.origin_S if origin is not None}
     contexts = [
         RecordedSequence(row, number, each) for row, rollout in enumerate(rollouts) for number, each in enumerate(rollout.sequences)
@@ -64,9 +64,9 @@ def test_the_first_look_at_each_token_is_kept(name: str, num: int, random_model:
         entropy_R = torch.distributions.Categorical(logits=logits_RV).entropy()
         ours_R = torch.tensor([each.tokens.entropies[row + 1] for row in each.sampled_rows], dtype=torch.float64)
         gap = (ours_R - entropy_R).abs().max().item()
-        assert gap <= BOUND if (each.rollout_index, each.index) in first else gap > BOUND, gap
+        assert gap <= LOGPROB_BOUND if (each.rollout_index, each.index) in first else gap > LOGPROB_BOUND, gap
         old_R = torch.tensor([each.tokens.old_logprobs[row + 1] for row in each.sampled_rows])
-        torch.testing.assert_close(old_R, torch.tensor(each.recorded_logprobs), rtol=0, atol=BOUND)
+        torch.testing.assert_close(old_R, torch.tensor(each.recorded_logprobs), rtol=0, atol=LOGPROB_BOUND)
         observed = [place for place, sampled in enumerate(each.tokens.loss_mask) if not sampled]
         assert not any(each.tokens.entropies[place] or each.tokens.old_logprobs[place] for place in observed)
 

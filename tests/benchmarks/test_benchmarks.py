@@ -29,10 +29,10 @@ from megatron_rl.rollout.scheduler import choose_prompts
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from tests.conftest import ROOT, SUPPORT
 from tests.contracts.test_configs import settings_of
-from tests.support import forked
-from tests.support.listeners import Room
-from tests.support.listening import listener_of
-from tests.support.model_servers import noise, png
+from tests.support import fork_server
+from tests.support.fake_listener import FakeEngineHolder
+from tests.support.listener_clients import serve_listener
+from tests.support.model_server_process import encode_png, make_noise_image
 
 FOLDER = ROOT / "benchmarks"
 TRL = ROOT / ".venv-trl"
@@ -40,7 +40,7 @@ TRL = ROOT / ".venv-trl"
 
 def said_by(name: str, *arguments: object, timeout_s: float = 120) -> str:
     """What benchmarks/NAME.py says, having ended well."""
-    ended = forked.run(FOLDER / f"{name}.py", *arguments, timeout_s=timeout_s)
+    ended = fork_server.run_script(FOLDER / f"{name}.py", *arguments, timeout_s=timeout_s)
     assert ended.returncode == 0, ended.stdout[-6000:]
     return ended.stdout
 
@@ -62,7 +62,7 @@ def test_convert(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 300 << 20 < convert.cost(sys.executable, "-c", "b'x' * (300 << 20)").peak_bytes < 100 << 30
 
     def tool(source: Path, *command: str) -> object:
-        ended = forked.run(*command, timeout_s=120)
+        ended = fork_server.run_script(*command, timeout_s=120)
         assert ended.returncode == 0, ended.stdout
         return convert.Cost(seconds=1.0, peak_bytes=1 << 30)
 
@@ -237,13 +237,13 @@ def test_trls_side_without_trl(given: Namespace, vs_trl: ModuleType) -> None:
     side.log.parent.mkdir()
     assert side.command[-2:] == ["--micro-batch", "64"]
     start = next(index for index, word in enumerate(side.command) if word == "benchmarks/trl_side.py")
-    ended = forked.run(SUPPORT / "trl_stand_in.py", *side.command[start + 1 :], timeout_s=120)
+    ended = fork_server.run_script(SUPPORT / "fake_trl.py", *side.command[start + 1 :], timeout_s=120)
     assert ended.returncode == 0, ended.stdout
     lines = [json.loads(line) for line in side.log.read_text().splitlines()]
     assert [vs_trl.solved_fraction(line) for line in lines] == [0.5, 0.5], "right steps and no JSON"
     assert all(vs_trl.step_seconds(line) > 0 and -0.5 <= line["reward/mean"] <= 0 for line in lines)
     examples = NumberLineTask(TaskSettings(name="number_line")).examples("train")
-    dealt = [example for step in range(2) for example in choose_prompts(examples, vs_trl.PROMPTS, seed=0, round_number=step)]
+    dealt = [example for step in range(2) for example in choose_prompts(examples, vs_trl.PROMPTS, seed=0, batch_index=step)]
     assert json.loads(Path(f"{side.log}.rows").read_text())["current"] == [example.payload["current"] for example in dealt]
 
 
@@ -375,9 +375,9 @@ def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found == ["3", "speaker", "75.0% (65.7% to 82.5%)", "70.0%", "-", "5.0%", "12.2", "4", "61"]
     for number in range(4):
         (tmp_path / "kind" / f"thing{number}").mkdir(parents=True)
-        (tmp_path / "kind" / f"thing{number}" / "0.png").write_bytes(png(noise(number, side=28)))
+        (tmp_path / "kind" / f"thing{number}" / "0.png").write_bytes(encode_png(make_noise_image(number, side=28)))
     monkeypatch.setattr(lewis_pace, "REQUESTS", 3)
-    with listener_of(Room(delay_s=0.01)) as url:
+    with serve_listener(FakeEngineHolder(delay_s=0.01)) as url:
         assert re.fullmatch(r"36 candidates in [\d.]+ s: [\d.]+ a second; engine 0.00 s, the rest 100.0%", lewis_pace.pace(url, tmp_path))
 
 

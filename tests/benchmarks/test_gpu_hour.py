@@ -17,14 +17,14 @@ from megatron_rl.distributed.world import World
 from megatron_rl.errors import RunFailed
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import attention
-from megatron_rl.policy.vision import PatchProduct
+from megatron_rl.policy.vision import LinearPatchEmbed
 from megatron_rl.rollout.renderer import Renderer
 from tests.benchmarks.test_benchmarks import benchmark, rows
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.policy.test_attention import aligned, bottom_right, pairs
-from tests.support import forked
-from tests.support.packed import picture, user
+from tests.support import fork_server
+from tests.support.packed_example import make_picture, user_message
 from tools.data import make_shapes
 
 FOLDER = ROOT / "benchmarks" / "gpu"
@@ -64,7 +64,7 @@ def test_conv(said: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPa
     assert [row[:2] for row in found] == [[num, how] for num in ("16", "32") for how in ("product", "conv3d")]
     assert all(float(row[2]) > 0 and float(row[3]) > 0 and row[4] == "-" for row in found)
     assert all(float(off) < 1e-2 for row in found for off in row[5:])
-    monkeypatch.setattr(PatchProduct, "forward", lambda self, x: nn_linear(x.flatten(1).flip(1), self.weight)[..., None, None, None])
+    monkeypatch.setattr(LinearPatchEmbed, "forward", lambda self, x: nn_linear(x.flatten(1).flip(1), self.weight)[..., None, None, None])
     assert all(float(row[5]) > 0.5 for row in said("conv", "--tiny")[1:] if row[1] == "conv3d")
     slow = said("conv", "--patches", 2, 3, "--patience", 0)[1:]
     assert [row[2] == "not asked" for row in slow] == [False, False, True, True]
@@ -84,19 +84,21 @@ def test_varlen(said: Callable[..., list[list[str]]], monkeypatch: pytest.Monkey
     def is_bfloat16(_: torch.device, dtype: torch.dtype) -> bool:
         return dtype == torch.bfloat16
 
-    def top_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: attention.Gathered, causal: bool, scale: float) -> torch.Tensor:
+    def top_left(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: attention.VarlenInputs, causal: bool, scale: float
+    ) -> torch.Tensor:
         parts = zip(pairs(cut.cu_query_S1), pairs(cut.cu_key_S1), strict=True)
         return torch.cat([aligned(q[a:b], k[c:d], v[c:d], causal, scale, to_first=True) for (a, b), (c, d) in parts])
 
     for where in (attention, script("varlen")):
-        monkeypatch.setattr(where, "has_kernel", is_bfloat16)
-        monkeypatch.setattr(where, "varlen", bottom_right)
+        monkeypatch.setattr(where, "has_varlen_kernel", is_bfloat16)
+        monkeypatch.setattr(where, "varlen_attention", bottom_right)
     assert [row[-1] for row in said("varlen", "--tiny")[1 : 1 + num_checks]] == ["yes"] * num_checks
     for where in (attention, script("varlen")):
-        monkeypatch.setattr(where, "varlen", top_left)
+        monkeypatch.setattr(where, "varlen_attention", top_left)
     with pytest.raises(RunFailed, match="not aligned to the last key"):
         said("varlen", "--tiny")
-    monkeypatch.setattr(script("varlen"), "require_continuation", lambda *_: None)
+    monkeypatch.setattr(script("varlen"), "require_prefix_attention", lambda *_: None)
     checks = said("varlen", "--tiny")[-3 - num_checks - 1 : -4]
     assert [row[1:2] + row[-1:] for row in checks] == [["apart", "yes"], ["windows", "yes"], ["shared prompt", "NO"]] * 3
 
@@ -132,7 +134,7 @@ def test_columns_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_cycle(random_model: Path) -> None:
     """A real engine and a real policy, twice around: engine and trainer agree after the second sync as they did after the first."""
-    ended = forked.run(FOLDER / "cycle.py", "--model", random_model, "--tiny", "--eager", "--gpu", "h100", timeout_s=200)
+    ended = fork_server.run_script(FOLDER / "cycle.py", "--model", random_model, "--tiny", "--eager", "--gpu", "h100", timeout_s=200)
     assert ended.returncode == 0, ended.stdout[-6000:]
     found = rows(ended.stdout)
     phases = ["sync", "policy leaves", "engine wakes", "rollout", "engine sleeps", "policy returns", "update"]
@@ -283,7 +285,10 @@ def test_a_released_size_that_speaks(random_model: Path, tmp_path: Path, monkeyp
     assert make_shapes.main(["--size", "7B", "--words", str(random_model), "--out", str(tmp_path / "out")]) == 0
     spec, theirs = read_spec(tmp_path / "out"), read_spec(random_model)
     assert spec.vocab_size == 152064 and spec.image_token_id == theirs.image_token_id and spec.vision_start_id == theirs.vision_start_id
-    prompts = [Renderer(ModelSettings(path=str(each))).prompt([user("?", picture(1, 56, 56))]) for each in (tmp_path / "out", random_model)]
+    prompts = [
+        Renderer(ModelSettings(path=str(each))).prompt([user_message("?", make_picture(1, 56, 56))])
+        for each in (tmp_path / "out", random_model)
+    ]
     assert prompts[0].token_ids == prompts[1].token_ids and spec.image_token_id in prompts[0].token_ids
     assert make_shapes.main(["--size", "7B", "--words", str(tmp_path), "--out", str(tmp_path / "other")]) == 1
 
@@ -294,6 +299,6 @@ def test_a_released_size_that_speaks(random_model: Path, tmp_path: Path, monkeyp
 def test_a_whole_part(part: int, tmp_path: Path) -> None:
     """On a CPU, which may be busy."""
     given = ("--part", part, "--out", tmp_path / "out", "--kit", tmp_path / "kit", "--tiny", "--patience", 10)
-    ended = forked.run(FOLDER / "first_hour.py", *given, timeout_s=3500)
+    ended = fork_server.run_script(FOLDER / "first_hour.py", *given, timeout_s=3500)
     assert ended.returncode == 0, ended.stdout[-6000:]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {f"part{part}.txt"} | ({"metrics.jsonl"} if part == 4 else set())

@@ -18,7 +18,7 @@ from tests.chaos.plan import SLOW_ROUNDS, SLOW_S, Mishap
 from tests.chaos.room import SEGMENTS, Room, descendants
 from tests.chaos.runs import PLAYER, Life, spoil_data
 from tests.chaos.servers import Server, Servers
-from tests.support import forked
+from tests.support import fork_server
 
 Undo = Callable[[], None]
 CLOCK_S = (3600.0, -3600.0, 86400.0 * 400, -86400.0 * 400)
@@ -217,7 +217,7 @@ def _start_second(mishap: Mishap, scene: Scene) -> None:
     folder, temporary = scene.folder / "second", scene.folder / "tmp_second"
     temporary.mkdir(exist_ok=True)
     words = (*life.words, f"run.dir={folder / 'disk' / 'run'}")
-    second = forked.Process(PLAYER, *words, environment={"TMPDIR": str(temporary)})
+    second = fork_server.Process(PLAYER, *words, environment={"TMPDIR": str(temporary)})
 
     def end() -> None:
         code = second.poll()

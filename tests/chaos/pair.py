@@ -13,8 +13,8 @@ import psutil
 
 from tests.chaos.room import descendants
 from tests.chaos.servers import free_port
-from tests.support import forked
-from tests.support.taught_speaker import rounds, taught
+from tests.support import fork_server
+from tests.support.trained_speaker import train_speaker, write_lewis_data
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 SCRIPT = Path(__file__)
@@ -29,8 +29,8 @@ MEMBERS = {
 
 def prepare_pair(starts: Path) -> None:
     (starts / "ports").write_text(f"{free_port()} {free_port()}")  # a model card tells them
-    rounds(starts)
-    taught(starts / "speaker", words=starts / "rounds" / "words.txt")
+    write_lewis_data(starts)
+    train_speaker(starts / "speaker", vocabulary_file=starts / "rounds" / "words.txt")
     make_checkpoint(starts / "listener", preset="nano", init="random", seed=1, words=starts / "rounds" / "words.txt")
 
 
@@ -56,4 +56,4 @@ def members(whom: str) -> list[int]:
 if __name__ == "__main__":
     starts, folder, *words = sys.argv[1:]
     own = ("simultaneous", f"{starts}/speaker", f"{starts}/listener", str(Path(folder).parent), *words)
-    os.execvp("bash", ["bash", str(forked.ROOT / "launch" / "lewis_pair.sh"), *own])
+    os.execvp("bash", ["bash", str(fork_server.ROOT / "launch" / "lewis_pair.sh"), *own])

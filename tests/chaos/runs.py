@@ -19,7 +19,7 @@ from tests.chaos.pair import prepare_pair, words_of_pair
 from tests.chaos.plan import STEPS
 from tests.chaos.servers import ENGINE, free_port
 from tests.golden.runs import LOOK
-from tests.support import forked
+from tests.support import fork_server
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 PLAYER = Path(__file__).parent / "player.py"
@@ -69,7 +69,7 @@ def prepare(home: Path, runs: Sequence[str]) -> None:
     if {"visual_search", "vqa"} & {*runs} and not (starts / "look" / "final").exists():
         make_checkpoint(starts / "nano_search", preset="nano_search", init="learn", seed=0)
         taught = (*LOOK, f"model.path={starts / 'nano_search'}", f"run.dir={starts / 'look'}")
-        result = forked.world(2, forked.ROOT / "launch" / "train.py", *taught, timeout_s=1200)
+        result = fork_server.run_world(2, fork_server.ROOT / "launch" / "train.py", *taught, timeout_s=1200)
         assert result.returncode == 0, result.stdout[-3000:]
     if "lewis_pair" in runs and not (starts / "listener").exists():
         prepare_pair(starts)
@@ -98,7 +98,7 @@ class Life:
     folder: Path
     """The run folder."""
     temporary: Path
-    ranks: list[forked.Process] = field(default_factory=list)
+    ranks: list[fork_server.Process] = field(default_factory=list)
     struck: set[int] = field(default_factory=set)
     """Ranks that a mishap ended, or stopped for ever: they say nothing, and nobody waits for them when the others have ended."""
     recorded_s: list[float] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Life:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "TMPDIR": str(self.temporary)}
         for rank in range(2):
             environment = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.ranks.append(forked.Process(PLAYER, *self.words, f"run.dir={self.folder}", environment=environment))
+            self.ranks.append(fork_server.Process(PLAYER, *self.words, f"run.dir={self.folder}", environment=environment))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -155,7 +155,7 @@ class PairLife(Life):
         pictures = next(word for word in self.words if word.startswith("task.data.images=")).removeprefix("task.data.images=")
         starts = Path(pictures).parent
         environment = {"TMPDIR": str(self.temporary), "PORTS": (starts / "ports").read_text(), "GRACE_S": str(WAIT_S)}
-        self.ranks.append(forked.Process(pair.SCRIPT, starts, self.folder, *self.words, environment=environment))
+        self.ranks.append(fork_server.Process(pair.SCRIPT, starts, self.folder, *self.words, environment=environment))
         return self
 
 

@@ -25,9 +25,9 @@ from megatron_rl.rollout.vllm.server_command import PROGRAM, server_arguments, s
 from megatron_rl.services.supervised_process import kill_process_tree
 from tests.chaos.proxy import Proxy
 from tests.conftest import SUPPORT
-from tests.support import forked
-from tests.support.judges import completion, serving
-from tests.support.served import TOKEN, token_file
+from tests.support import fork_server
+from tests.support.fake_judge_server import make_completion, serve_judge
+from tests.support.vllm_servers import TOKEN, write_token_file
 
 START_S = 400.0
 ENGINE, PIXELS = {"kv_cache_mib": 32, "probe_s": 60}, {"min_pixels": 3136, "max_pixels": 4000}
@@ -88,7 +88,7 @@ class Judge(Server):
         options = ("--model", self.model, "--served-model-name", "judge", "--dtype", "float32", "--enforce-eager", "--max-model-len", 4096)
         options += ("--kv-cache-memory-bytes", 64 << 20, "--structured-outputs-config", XGRAMMAR)
         address = ("--host", "127.0.0.1", "--port", self.port)
-        self.process = forked.Process(SUPPORT / "judge_server.py", *address, *options, environment=environment)
+        self.process = fork_server.Process(SUPPORT / "vllm_openai_server.py", *address, *options, environment=environment)
 
 
 @dataclass(slots=True)
@@ -102,8 +102,8 @@ class Engine(Server):
         settings = EngineSettings(mode="server", urls=[f"http://127.0.0.1:{self.port}"], **ENGINE)
         given = {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels, "cuda": False, "seed": 0, "timeout_s": 60}
         arguments = server_arguments(str(self.model), settings, **given)
-        own = server_environment(settings, token_file=token_file(self.log.parent))
-        environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forked.ROOT), "TMPDIR": str(self.log.parent)}
+        own = server_environment(settings, token_file=write_token_file(self.log.parent))
+        environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(fork_server.ROOT), "TMPDIR": str(self.log.parent)}
         self.process = _begun([*PROGRAM, *arguments, "--host", "127.0.0.1", "--port", str(self.port)], self.log, environment)
 
 
@@ -171,7 +171,7 @@ def with_boxes(judge: Judge, folder: Path) -> Iterator[Servers]:
         servers.wires["judge"] = stack.enter_context(Proxy(judge.port))
         servers.wires["server"] = stack.enter_context(Proxy(boxes.port))
         for name, words in LIES.items():
-            url = stack.enter_context(serving(lambda body, words=words: completion(words))).url
+            url = stack.enter_context(serve_judge(lambda body, words=words: make_completion(words))).url
             servers.liars[name] = httpx.URL(url).port
         boxes.wait()
         yield servers

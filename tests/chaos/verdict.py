@@ -14,10 +14,10 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 
 from megatron_rl.observe.metrics import read_metrics
-from megatron_rl.run.status import is_held
-from tests.support import untimed
+from megatron_rl.run.status import is_locked
+from tests.support import comparable_metrics
 
-OF_THE_MACHINE = (*untimed.OF_THE_MACHINE, "weight_sync/pause_s", "weight_sync/transfer_s")
+OF_THE_MACHINE = (*comparable_metrics.MACHINE_PREFIXES, "weight_sync/pause_s", "weight_sync/transfer_s")
 
 ROUNDING = 2e-5
 """Between two engine metrics of runs with tools: float32 logprobs of single tokens differ by 1e-5 from batch to batch."""
@@ -142,6 +142,6 @@ def _memory(run: Path, undisturbed: Path) -> list[str]:
 def left_behind(run: Path, temporary: Path) -> list[str]:
     """Of a run that is over: what is half done in its folder, a lock that is held, and files beside it."""
     found = [f"{path.relative_to(run)} is left" for path in run.rglob("*.partial")]
-    if is_held(run / ".lock"):
+    if is_locked(run / ".lock"):
         found.append("the lock is still held")
     return found + [f"TMPDIR/{path.name} is left" for path in temporary.iterdir() if not path.name.startswith(COMPILED)]

@@ -19,7 +19,7 @@ from megatron_rl.config import Settings
 from megatron_rl.tasks.task_options import NumberLineOptions
 from tests.cli.mistakes import MISTAKES
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
 YAMLS = {
     "misspelt": "algo:\n  groop_size: 4\n",
@@ -87,9 +87,9 @@ def ends(random_model: Path, broken: Path, page: str) -> dict[str, tuple[int, st
     given = [f"model.path={random_model}", f"run.dir={broken}/run"]
     lines = [[*given, *mistake.replace("{tmp}", str(broken)).replace("{page}", page).split(" ")] for mistake in MISTAKES]
     (broken / "lines.json").write_text(json.dumps(lines))
-    shutil.copy(SUPPORT / "mistakes_made.py", broken / "mine.py")
+    shutil.copy(SUPPORT / "cli_error_lines.py", broken / "mine.py")
     nobody = {"HOME": str(broken), "NETRC": str(broken / "netrc"), "WANDB_API_KEY": ""}
-    process = forked.Process(broken / "mine.py", broken / "lines.json", cwd=broken, environment=nobody)
+    process = fork_server.Process(broken / "mine.py", broken / "lines.json", cwd=broken, environment=nobody)
     try:
         output, _ = process.communicate(timeout=240)
     finally:

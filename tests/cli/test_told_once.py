@@ -14,8 +14,8 @@ import torch
 from megatron_rl.cli.app import add_disk_full_hint, exit_with_error
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, raise_on_all_ranks, run_on_rank_zero
 from tests.conftest import SUPPORT
-from tests.support import forked
-from tests.support.one_process import world_of_one
+from tests.support import fork_server
+from tests.support.single_process_policy import single_process_world
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,9 @@ def test_one_line_for_three_ranks(words: tuple[str, ...], said: str, random_mode
     given = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", *words)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
     ranks = [
-        forked.Process(SUPPORT / "impatient_ranks.py", *given, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        fork_server.Process(
+            SUPPORT / "unsynchronized_errors_train.py", *given, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
         for rank in range(3)
     ]
     try:
@@ -47,7 +49,7 @@ def test_what_ranks_do_together_is_raised_as_everybodys() -> None:
     def fail(kind: type[Exception]) -> None:
         raise kind("words")
 
-    with world_of_one():
+    with single_process_world():
         for act in (raise_on_all_ranks, run_on_rank_zero):
             for kind, shared in ((ValueError, SharedValueError), (OSError, SharedOSError)):
                 with pytest.raises(shared, match="^words$"):

@@ -16,7 +16,15 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 def servers(*urls: str, **changes: object) -> EndpointPool:
     made = EndpointPool(
         urls,
-        **{"name": "listener", "max_attempts": 3, "timeout_s": 5.0, "outage_timeout_s": 5.0, "concurrency": 100, "rest_s": 0.01, **changes},
+        **{
+            "name": "listener",
+            "max_attempts": 3,
+            "timeout_s": 5.0,
+            "outage_timeout_s": 5.0,
+            "concurrency": 100,
+            "backoff_s": 0.01,
+            **changes,
+        },
     )
     made.start()
     return made
@@ -34,7 +42,7 @@ def outcome(made: EndpointPool, call: Callable[[Endpoint], Awaitable[str]]) -> s
 
     async def main() -> str:
         with pytest.raises(InfraError) as caught:
-            await made.ask(call)
+            await made.request(call)
         return str(caught.value)
 
     return asyncio.run(main())
@@ -54,14 +62,14 @@ def test_the_least_busy_is_asked_and_concurrency_is_bounded() -> None:
 
     async def main() -> list[str]:
         async with asyncio.timeout(30):
-            return await asyncio.gather(*(made.ask(call) for _ in range(30)))
+            return await asyncio.gather(*(made.request(call) for _ in range(30)))
 
     assert set(asyncio.run(main())) == {"a", "b", "c"} and most == {"a": 2, "b": 2, "c": 2}
-    assert (made.requests, made.failures) == (30, 0) and 0.3 <= made.seconds < 3
+    assert (made.requests, made.failures) == (30, 0) and 0.3 <= made.request_seconds < 3
 
 
 def test_another_takes_over_while_one_rests() -> None:
-    made, asked = servers("a", "b", max_attempts=9, rest_s=30.0), Counter()
+    made, asked = servers("a", "b", max_attempts=9, backoff_s=30.0), Counter()
 
     async def call(endpoint: Endpoint) -> str:
         asked[endpoint.url] += 1
@@ -70,7 +78,7 @@ def test_another_takes_over_while_one_rests() -> None:
         return "well"
 
     async def main() -> list[str]:
-        return [await made.ask(call) for _ in range(20)]
+        return [await made.request(call) for _ in range(20)]
 
     assert asyncio.run(main()) == ["well"] * 20
     assert asked["b"] == 20 and asked["a"] == made.failures <= 1
@@ -92,12 +100,12 @@ def test_what_a_call_raises_tells_how_it_went(error: Exception, tries: int, rest
     assert outcome(made, raising(error)) == f"listener: nothing after {tries} of 3 tries; the last: http://a: {reason}"
     assert made.requests == made.failures == tries
     (endpoint,) = made.endpoints
-    assert (endpoint.failures, endpoint.rest_until > 0) == ((3, True) if rests else (0, False)) and endpoint.in_flight == 0
+    assert (endpoint.failures, endpoint.backoff_until > 0) == ((3, True) if rests else (0, False)) and endpoint.in_flight == 0
 
 
 def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
     made = servers("http://a", outage_timeout_s=1.0)
-    assert outcome(made, raising(EndpointError("busy", rest_s=600))) == (
+    assert outcome(made, raising(EndpointError("busy", retry_after_s=600))) == (
         "listener: http://a rests for 600 s more after 0.0 s of waiting, and so do all others; the last failure: http://a: busy"
     )
     made, times = servers("http://a"), []
@@ -105,15 +113,15 @@ def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
     async def call(endpoint: Endpoint) -> str:
         times.append(time.monotonic())
         if len(times) == 1:
-            raise EndpointError("busy", rest_s=0.3)
+            raise EndpointError("busy", retry_after_s=0.3)
         return "well"
 
-    assert asyncio.run(made.ask(call)) == "well" and 0.3 <= times[1] - times[0] < 3
+    assert asyncio.run(made.request(call)) == "well" and 0.3 <= times[1] - times[0] < 3
 
 
 def test_failures_that_overlap_are_one_failure() -> None:
     """Eight requests are under way when the first fails; seven more fail one by one, after its rest even: they began before it."""
-    made = servers("http://a", concurrency=8, max_attempts=1, rest_s=0.02)
+    made = servers("http://a", concurrency=8, max_attempts=1, backoff_s=0.02)
 
     async def call(endpoint: Endpoint) -> str:
         number = made.requests
@@ -121,7 +129,7 @@ def test_failures_that_overlap_are_one_failure() -> None:
         raise EndpointError("no memory")
 
     async def main() -> list[BaseException]:
-        return await asyncio.gather(*(made.ask(call) for _ in range(8)), return_exceptions=True)
+        return await asyncio.gather(*(made.request(call) for _ in range(8)), return_exceptions=True)
 
     assert [type(fault) for fault in asyncio.run(main())] == [InfraError] * 8 and made.failures == 8
     (endpoint,) = made.endpoints
@@ -130,10 +138,10 @@ def test_failures_that_overlap_are_one_failure() -> None:
 
 def test_no_rest_is_longer_than_the_patience() -> None:
     """Nine failures in a row of a lone server; the time-out of a request is shorter than any of its rests and does not matter."""
-    made = servers("http://a", max_attempts=9, rest_s=0.05, outage_timeout_s=0.1, timeout_s=0.01)
+    made = servers("http://a", max_attempts=9, backoff_s=0.05, outage_timeout_s=0.1, timeout_s=0.01)
     assert "nothing after 9 of 9 tries" in outcome(made, raising(EndpointError("no memory")))
     (endpoint,) = made.endpoints
-    assert endpoint.failures == 9 and endpoint.rest_until - time.monotonic() <= 0.1
+    assert endpoint.failures == 9 and endpoint.backoff_until - time.monotonic() <= 0.1
 
 
 def test_trouble_that_waiting_cannot_mend_is_told_apart() -> None:
@@ -149,7 +157,7 @@ def test_trouble_that_waiting_cannot_mend_is_told_apart() -> None:
 
     async def caught(made: EndpointPool, call: Callable[[Endpoint], Awaitable[str]]) -> InfraError:
         with pytest.raises(InfraError) as info:
-            await made.ask(call)
+            await made.request(call)
         return info.value
 
     assert raised(InvalidReply("no score"), InvalidReply("no score")) is raised(RequestRejected("too long")) is PermanentInfraError
@@ -178,9 +186,9 @@ def test_a_mistake_of_ours_comes_out_and_leaves_no_slot_taken() -> None:
 
     async def main() -> str:
         with pytest.raises(KeyError, match="mine"):
-            await made.ask(raising(KeyError("mine")))
+            await made.request(raising(KeyError("mine")))
         async with asyncio.timeout(5):
-            return await made.ask(well)
+            return await made.request(well)
 
     assert asyncio.run(main()) == "well"
 

@@ -11,13 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
-from megatron_rl.clients.proxies import proxy_of, proxy_words
+from megatron_rl.clients.proxies import find_proxy, proxy_hint
 from megatron_rl.config import ListenerSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from tests.conftest import ROOT
-from tests.support.judges import PROMPT, fields, held, right, serving, settings
+from tests.support.fake_judge_server import PROMPT, answer_correct, make_judge_settings, prompt_fields, run_judge, serve_judge
 
 MODELS = b'{"object": "list", "data": [{"id": "judge", "object": "model", "created": 1, "owned_by": "me"}]}'
 NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -74,46 +74,46 @@ def start(judge: Judge) -> None:
 @pytest.mark.parametrize("variable", ["http_proxy", "HTTP_PROXY", "ALL_PROXY"])
 def test_a_judge_on_this_machine_is_asked_directly(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, refusing())
-    with serving(right) as server:
-        judge = held(settings(server), lambda judge: judge.score(PROMPT, fields=fields()))
+    with serve_judge(answer_correct) as server:
+        judge = run_judge(make_judge_settings(server), lambda judge: judge.score(PROMPT, fields=prompt_fields()))
     assert (len(server.bodies), judge.endpoints.failures) == (1, 0)
 
 
 @pytest.mark.parametrize("wrong", ["nonsense://p:1", "http://p:port", "socks4://p:1"])
 def test_a_proxy_that_is_none_harms_nobody_who_needs_it_not(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", wrong)
-    with serving(right) as server:
-        assert held(settings(server), lambda judge: judge.score(PROMPT, fields=fields())).endpoints.failures == 0
+    with serve_judge(answer_correct) as server:
+        assert run_judge(make_judge_settings(server), lambda judge: judge.score(PROMPT, fields=prompt_fields())).endpoints.failures == 0
     server.url = "http://judge.invalid/v1"
     with pytest.raises(InfraError, match=rf"^HTTP_PROXY={wrong}: is no proxy that can be used; .*NO_PROXY=judge.invalid"):
-        start(Judge(settings(server)))
+        start(Judge(make_judge_settings(server)))
 
 
 def test_a_judge_elsewhere_is_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(right) as server, proxying() as (proxy, asked):
+    with serve_judge(answer_correct) as server, proxying() as (proxy, asked):
         monkeypatch.setenv("http_proxy", proxy)
         server.url = "http://judge.invalid:8000/v1"
-        start(Judge(settings(server)))
+        start(Judge(make_judge_settings(server)))
     assert asked == ["http://judge.invalid:8000/v1/models"]
 
 
 def test_an_error_names_the_proxy_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
     place = refusing().removeprefix("http://")
     monkeypatch.setenv("HTTP_PROXY", f"http://me:SECRET@{place}")
-    with serving(right) as server:
+    with serve_judge(answer_correct) as server:
         server.url = "http://judge.invalid:8000/v1"
         line = rf"judge.invalid.*ConnectError.* \(asked through HTTP_PROXY=\*\*\*@{place}; unset it, or set NO_PROXY=judge.invalid\)"
         with pytest.raises(InfraError, match=line) as told:
-            start(Judge(settings(server)))
+            start(Judge(make_judge_settings(server)))
     assert "SECRET" not in str(told.value)
 
 
 def test_what_the_proxy_itself_refuses_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(right) as server, proxying(status=403) as (proxy, _):
+    with serve_judge(answer_correct) as server, proxying(status=403) as (proxy, _):
         monkeypatch.setenv("HTTP_PROXY", proxy)
         server.url = "http://judge.invalid:8000/v1"
         with pytest.raises(InfraError, match=rf"asked through HTTP_PROXY={proxy}; unset it"):
-            start(Judge(settings(server)))
+            start(Judge(make_judge_settings(server)))
 
 
 @pytest.mark.parametrize("uses", [False, True])
@@ -155,11 +155,11 @@ OWN = next(each.address for found in psutil.net_if_addrs().values() for each in 
 def test_who_is_asked_through_a_proxy(url: str, no_proxy: str, is_asked_through: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "proxy:3128")
     monkeypatch.setenv("NO_PROXY", no_proxy)
-    assert (proxy_of(url) is not None) == is_asked_through == bool(proxy_words(url))
+    assert (find_proxy(url) is not None) == is_asked_through == bool(proxy_hint(url))
 
 
 def test_no_other_client_reads_the_environment() -> None:
-    """Every httpx client of the product says trust_env=False, brings its transport, or takes its proxies from proxies_of."""
+    """Every httpx client of the product says trust_env=False, brings its transport, or takes its proxies from proxy_options."""
     makers, found = {"get", "post", "put", "delete", "request", "stream", "Client", "AsyncClient", "DefaultAsyncHttpx2Client"}, []
     for path in (*(ROOT / "megatron_rl").rglob("*.py"), *(ROOT / "sandbox").rglob("*.py")):
         if "attack" in path.parts:
@@ -169,6 +169,6 @@ def test_no_other_client_reads_the_environment() -> None:
                 case ast.Attribute(value=ast.Name(id="httpx" | "httpx2" | "openai"), attr=name) if name in makers:
                     given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
                     splats = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg is None]
-                    is_told = given.get("trust_env") == "False" or "transport" in given or any("proxies_of(" in each for each in splats)
+                    is_told = given.get("trust_env") == "False" or "transport" in given or any("proxy_options(" in each for each in splats)
                     found.append((f"{path.relative_to(ROOT)}:{call.lineno}", is_told))
     assert len(found) >= 3 and [place for place, is_told in found if not is_told] == []

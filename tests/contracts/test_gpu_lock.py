@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from tests.conftest import ROOT
-from tests.support.gpu_requires import REQUIRES, applies, asked_extras
+from tests.support.gpu_requires import REQUIRES, is_required, requested_extras
 
 EXCEPTED = {
     ("onnxruntime", "flatbuffers"): "its tools alone import it: sessions are made and run without (tests/tools/test_encoders.py)",
@@ -35,12 +35,12 @@ def told() -> dict[str, list[str]]:
 
 def unmet(locked: Mapping[str, str], requires: Mapping[str, list[str]]) -> list[tuple[str, str]]:
     """(package, what it demands and does not get) under the lock."""
-    extras, found = asked_extras(requires), []
+    extras, found = requested_extras(requires), []
     for name, demands in requires.items():
         for requirement in map(Requirement, demands):
             wanted = canonicalize_name(requirement.name)
             has = locked.get(wanted)
-            if applies(requirement, extras[name]) and (has is None or not requirement.specifier.contains(has, prereleases=True)):
+            if is_required(requirement, extras[name]) and (has is None or not requirement.specifier.contains(has, prereleases=True)):
                 found.append((name, wanted))
     return found
 

@@ -13,7 +13,7 @@ from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.doctor_machine import check_kernels
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
-from tests.support import te_stand_in
+from tests.support import fake_transformer_engine
 
 LOCK = ROOT / "requirements" / "te.txt"
 
@@ -35,7 +35,9 @@ def test_apex_is_never_installed_by_name() -> None:
 
 def test_transformer_engine_is_pinned_once_and_alike() -> None:
     locked = pins(LOCK.read_text())
-    assert locked == pins((ROOT / "setup.py").read_text()) and {pin.partition("==")[2] for pin in locked} == {te_stand_in.VERSION}
+    assert locked == pins((ROOT / "setup.py").read_text()) and {pin.partition("==")[2] for pin in locked} == {
+        fake_transformer_engine.VERSION
+    }
     others = [file for file in (ROOT / "requirements").glob("*.txt") if file != LOCK]
     assert not [file.name for file in others if pins(file.read_text())]
 
@@ -109,4 +111,4 @@ def test_the_doctor_says_whose_kernels_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, "find_spec", lambda name: True if name.startswith("apex") else None)
     assert kernels.apex_error() == ""
     monkeypatch.setattr(kernels.layers, "_grad_accum_fusion_available", True)
-    assert kernels.kernels(settings.lora)["gradient accumulation"] == "megatron (apex's fused one is there, and off)"
+    assert kernels.describe_kernels(settings.lora)["gradient accumulation"] == "megatron (apex's fused one is there, and off)"

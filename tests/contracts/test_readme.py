@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.cli.help import DOCTOR_USAGE, TRAIN_USAGE
 from megatron_rl.config import Settings
 from tests.conftest import ROOT
-from tests.support.commands import Wrong, check, commands, entry_points, module_docs, words_of
+from tests.support.documented_commands import InvalidCommand, check_command, entry_points, extract_commands, module_docs, split_words
 
 DOCUMENTS = [
     "README.md",
@@ -31,12 +31,12 @@ def text_of(name: str) -> str:
     return module_docs(path) if path.suffix == ".py" else path.read_text()
 
 
-PRINTED = [(name, line) for name in [*DOCUMENTS, *SCRIPTS, *HELP] for line in commands(text_of(name))]
+PRINTED = [(name, line) for name in [*DOCUMENTS, *SCRIPTS, *HELP] for line in extract_commands(text_of(name))]
 
 
 @pytest.mark.parametrize(("name", "line"), PRINTED, ids=lambda text: " ".join(text.split("#")[0].split()))
 def test_a_command_parses(name: str, line: str, pytestconfig: pytest.Config) -> None:
-    check(line, pytestconfig)
+    check_command(line, pytestconfig)
 
 
 def test_commands_are_found() -> None:
@@ -48,9 +48,9 @@ def test_commands_are_found() -> None:
 def test_the_readme_fits_and_activates_the_environment_before_it_is_needed() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 95
-    needing = [line for line in commands(text) if words_of(line)[0] in ("torchrun", "python", *entry_points())]
+    needing = [line for line in extract_commands(text) if split_words(line)[0] in ("torchrun", "python", *entry_points())]
     printed = [line.strip() for line in text.splitlines() if line.startswith("    ")]
-    assert words_of(printed[printed.index(needing[0]) - 1])[:2] == ["source", ".venv/bin/activate"]
+    assert split_words(printed[printed.index(needing[0]) - 1])[:2] == ["source", ".venv/bin/activate"]
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,16 @@ def test_the_readme_fits_and_activates_the_environment_before_it_is_needed() -> 
     ],
 )
 def test_a_planted_mistake_is_noticed(line: str, said: str, pytestconfig: pytest.Config) -> None:
-    with pytest.raises(Wrong, match=said):
-        check(line, pytestconfig)
+    with pytest.raises(InvalidCommand, match=said):
+        check_command(line, pytestconfig)
 
 
 def test_a_block_with_a_command_has_nothing_else() -> None:
     """So that a misspelt program is not taken for prose."""
     text = "Run:\n\n    pyhton launch/train.py\n    # all\n    bash tests/run.sh\n\nor `bash launch/install.sh`.\n\n    box = pool.open()\n"
-    assert commands(text) == ["pyhton launch/train.py", "bash tests/run.sh", "bash launch/install.sh"]
-    with pytest.raises(Wrong, match="pyhton"):
-        check("pyhton launch/train.py", None)
+    assert extract_commands(text) == ["pyhton launch/train.py", "bash tests/run.sh", "bash launch/install.sh"]
+    with pytest.raises(InvalidCommand, match="pyhton"):
+        check_command("pyhton launch/train.py", None)
 
 
 def keys(settings: object, prefix: str = "") -> set[str]:

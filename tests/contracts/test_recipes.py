@@ -16,7 +16,7 @@ from megatron_rl.preflight.settings import check_sizes
 from megatron_rl.registry import has_critic, uses_sandbox
 from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
-from tests.support import forked
+from tests.support import fork_server
 
 RECIPES = [name for name in EXPERIMENTS if not name.endswith("_cpu")]
 WHOLE = ("norm.weight",)
@@ -211,7 +211,7 @@ def test_every_share_of_other_families(name: str, tp: int, pp: int, vpp: int) ->
 
 
 def test_a_dry_run_as_a_user_calls_it() -> None:
-    ended = forked.run(ROOT / "launch" / "train.py", "experiment=pyvision_image_7b_h200x8", "run.dry=true", timeout_s=120)
+    ended = fork_server.run_script(ROOT / "launch" / "train.py", "experiment=pyvision_image_7b_h200x8", "run.dry=true", timeout_s=120)
     assert ended.returncode == 0
     text = ended.stdout
     assert "4,484,460,544" in text

@@ -1,7 +1,7 @@
 """Transformer Engine's layers: one table of names and shapes, held against Megatron's spec and our own names, and against its own source.
 
-It was never here: Megatron builds the layers on a stand-in of the same names (tests/support/te_stand_in.py), which the last tests compare
-with the real one's source where it is installed. tests/gpu/test_kernels_on_gpu.py runs the real one.
+It was never here: Megatron builds the layers on a stand-in of the same names (tests/support/fake_transformer_engine.py), which the last
+tests compare with the real one's source where it is installed. tests/gpu/test_kernels_on_gpu.py runs the real one.
 """
 
 import ast
@@ -20,7 +20,7 @@ from megatron_rl.models.decoder import qwen2_layer_mappings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from tests.conftest import ROOT
-from tests.support import te_stand_in
+from tests.support import fake_transformer_engine
 
 EXTENSION = Path(find_spec("megatron").submodule_search_locations[0]) / "core" / "extensions" / "transformer_engine.py"
 HERE = find_spec("transformer_engine")
@@ -66,7 +66,7 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def layers(*words: str, **environment: str) -> dict:
-    ended = run("-m", "tests.support.te_layers", *words, **environment)
+    ended = run("-m", "tests.support.transformer_engine_layers", *words, **environment)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -143,7 +143,11 @@ def test_one_that_lacks_a_package_is_not_done_without_in_silence(tmp_path: Path)
 @pytest.mark.parametrize("case", ["no fp8 module", "does not load"])
 def test_one_beside_which_megatron_does_not_load_ends_a_run_in_one_line(case: str, tmp_path: Path) -> None:
     """One without its deprecated fp8 module, and one whose library is for another CUDA."""
-    without = "from tests.support import te_stand_in; te_stand_in.install(has_fp8=False)\n" if case == "no fp8 module" else ""
+    without = (
+        "from tests.support import fake_transformer_engine; fake_transformer_engine.install_fake(has_fp8=False)\n"
+        if case == "no fp8 module"
+        else ""
+    )
     broken = plant(tmp_path, "raise ImportError('libcudart.so.12: cannot open shared object file')\n")
     given = {"PYTHONPATH": str(ROOT) if without else broken}
     ended = run("-c", f"{without}from megatron_rl.cli import cli; cli()", "model.path=here", "run.dir=there", "task=number_line", **given)
@@ -167,19 +171,19 @@ def lacks(tree: ast.Module, stand_in: type) -> list[str]:
         wanted = inspect.signature(getattr(stand_in, name)).parameters
         missing += [f"{name}({keyword})" for keyword in wanted if keyword not in taken | {"linear"}]
     texts = {node.value for node in ast.walk(real) if isinstance(node, ast.Constant)}
-    is_normed = stand_in is te_stand_in.LayerNormLinear
+    is_normed = stand_in is fake_transformer_engine.LayerNormLinear
     return missing + (["layer_norm_weight"] if is_normed and "layer_norm_weight" not in texts else [])
 
 
 def test_a_source_that_differs_is_noticed() -> None:
     """Of the comparison itself: a class that takes and holds everything, one that has lost a keyword, one without its norm's weight."""
-    keywords = ", ".join([*inspect.signature(te_stand_in.LayerNormLinear.__init__).parameters][:-1])
+    keywords = ", ".join([*inspect.signature(fake_transformer_engine.LayerNormLinear.__init__).parameters][:-1])
     source = f"class LayerNormLinear:\n def __init__({keywords}): self.register_parameter('layer_norm_weight', 0)\n"
     source += " def forward(self, inp, is_first_microbatch): ...\n"
-    assert lacks(ast.parse(source), te_stand_in.LayerNormLinear) == []
-    assert lacks(ast.parse(source.replace("eps, ", "")), te_stand_in.LayerNormLinear) == ["__init__(eps)"]
-    assert lacks(ast.parse(source.replace("layer_norm_weight", "gamma")), te_stand_in.LayerNormLinear) == ["layer_norm_weight"]
-    assert lacks(ast.parse("class Other: ..."), te_stand_in.Linear) == ["the class"]
+    assert lacks(ast.parse(source), fake_transformer_engine.LayerNormLinear) == []
+    assert lacks(ast.parse(source.replace("eps, ", "")), fake_transformer_engine.LayerNormLinear) == ["__init__(eps)"]
+    assert lacks(ast.parse(source.replace("layer_norm_weight", "gamma")), fake_transformer_engine.LayerNormLinear) == ["layer_norm_weight"]
+    assert lacks(ast.parse("class Other: ..."), fake_transformer_engine.Linear) == ["the class"]
 
 
 @pytest.mark.skipif(HERE is None, reason="no Transformer Engine, nor its source: its own names were NOT compared")
@@ -187,4 +191,4 @@ def test_a_source_that_differs_is_noticed() -> None:
 def test_the_stand_in_is_the_real_ones_source(layer: Layer) -> None:
     """Read, not imported: it needs no GPU."""
     file = Path(HERE.submodule_search_locations[0]) / layer.file
-    assert lacks(ast.parse(file.read_text()), getattr(te_stand_in, layer.te)) == []
+    assert lacks(ast.parse(file.read_text()), getattr(fake_transformer_engine, layer.te)) == []

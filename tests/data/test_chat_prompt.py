@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config import ColumnSettings
 from megatron_rl.data.questions import load_questions
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
     for color in ("red", "blue"):
-        (tmp_path / f"{color}.png").write_bytes(png(color))
+        (tmp_path / f"{color}.png").write_bytes(make_png(color))
 
 
 COLORS = {(255, 0, 0): "red", (0, 0, 255): "blue"}
@@ -35,7 +35,7 @@ def said(role: str, content: str = "A") -> dict:
 def asked(messages: object, tmp_path: Path, *, columns: ColumnSettings | None = None, **more: object) -> tuple[str, str, list[str]]:
     """Question, system and the colors of the pictures."""
     name = "talk" if columns else "messages"
-    path = write(tmp_path / "q.jsonl", [{name: messages, "answer": "x", **more}])
+    path = write_rows(tmp_path / "q.jsonl", [{name: messages, "answer": "x", **more}])
     payload = load_questions([str(path)], images_root="", name="train", columns=columns)[0].payload
     return payload["question"], payload["system"], [COLORS[image.open().getpixel((0, 0))] for image in payload["images"]]
 
@@ -53,7 +53,7 @@ def asked(messages: object, tmp_path: Path, *, columns: ColumnSettings | None = 
         ([user([{"image": "red.png"}, {"text": "q?"}])], "<image>q?", "", ["red"]),
         ([user([{"type": "input_image", "image_url": "red.png"}, {"type": "input_text", "text": "q?"}])], "<image>q?", "", ["red"]),
         ([user([{"type": "image", "path": "red.png"}, TEXT])], "<image>Which?", "", ["red"]),
-        ([user([{"type": "image", "base64": base64.b64encode(png("blue")).decode()}, TEXT])], "<image>Which?", "", ["blue"]),
+        ([user([{"type": "image", "base64": base64.b64encode(make_png("blue")).decode()}, TEXT])], "<image>Which?", "", ["blue"]),
         ([user([{"type": "image_url", "image_url": {"url": "red.png", "detail": "auto"}}, TEXT])], "<image>Which?", "", ["red"]),
         ([user("q?", id=3, loss=False, weight=0, name="")], "q?", "", []),
         ([user("q?", tool_calls=[], reasoning_content=None)], "q?", "", []),
@@ -163,7 +163,7 @@ def test_a_column_of_messages_by_another_name(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_only_the_assistant_gives(tmp_path: Path) -> None:
-    path = write(tmp_path / "q.jsonl", [{"messages": [user("q?"), said("assistant", "4")]}])
+    path = write_rows(tmp_path / "q.jsonl", [{"messages": [user("q?"), said("assistant", "4")]}])
     with pytest.raises(
         ValueError, match=r"^q.jsonl row 0: answer: is missing. Columns: messages. .*the assistant's message is not read as the"
     ):

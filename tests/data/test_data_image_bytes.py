@@ -12,9 +12,9 @@ from PIL import Image
 
 from megatron_rl.data.images import StoredImage, make_stored_image
 from megatron_rl.errors import PermanentInfraError
-from tests.support.tables import png
+from tests.support.data_files import make_png
 
-PNG = png(size=(40, 30), color="red")
+PNG = make_png(size=(40, 30), color="red")
 NOISE = b"".join(bytes([x * x % 251, x % 256]) for x in range(3000))
 READ = "PNG, JPEG, WEBP, GIF, BMP and TIFF are read"
 

@@ -16,7 +16,7 @@ from PIL import Image
 from megatron_rl.data.images import StoredImage
 from megatron_rl.errors import InfraError
 from tests.support import tiff_files as tiff
-from tests.support.png_files import COLOR, COLOR_ALPHA, GRAY, GRAY_ALPHA, INDEXED, chunk, write_png
+from tests.support.png_files import COLOR, COLOR_ALPHA, GRAY, GRAY_ALPHA, INDEXED, make_chunk, write_png
 from tests.support.tiff_files import write_tiff
 
 ORDERS = pytest.mark.parametrize("order", ["<", ">"], ids=["little", "big"])
@@ -302,8 +302,8 @@ def test_an_interlaced_png_is_the_same() -> None:
     passes = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1)]
     parts = [values[y::dy, x::dx] for y, x, dy, dx in passes]
     data = b"".join(b"\0" + row.tobytes() for part in parts if part.size for row in part)
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 13, 9, 8, COLOR, 0, 0, 1))
-    content = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    head = make_chunk(b"IHDR", struct.pack(">IIBBBBB", 13, 9, 8, COLOR, 0, 0, 1))
+    content = b"\x89PNG\r\n\x1a\n" + head + make_chunk(b"IDAT", zlib.compress(data)) + make_chunk(b"IEND", b"")
     np.testing.assert_array_equal(opened(content), values)
 
 
@@ -369,6 +369,6 @@ def test_color_profiles_are_not_applied() -> None:
 
 @pytest.mark.parametrize("size", [(0, 4), (4, 0)])
 def test_a_picture_without_pixels_is_refused(size: tuple[int, int]) -> None:
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, COLOR, 0, 0, 0))
-    assert refusal(b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", b"") + chunk(b"IEND", b""))
+    head = make_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, COLOR, 0, 0, 0))
+    assert refusal(b"\x89PNG\r\n\x1a\n" + head + make_chunk(b"IDAT", b"") + make_chunk(b"IEND", b""))
     assert refusal(bmp(b"", width=size[0], height=size[1], bits=24))

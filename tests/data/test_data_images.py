@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from megatron_rl.data.images import StoredImage, convert_to_rgb
 from megatron_rl.errors import InfraError
-from tests.support.tables import png
+from tests.support.data_files import make_png
 
 
 def test_a_picture_is_upright_rgb_on_white(tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ def test_a_picture_that_must_not_be_decoded(content: bytes, said: str) -> None:
 
 
 def test_a_picture_of_one_pixel_is_one() -> None:
-    assert StoredImage(png(size=(1, 1)), "here").open().size == StoredImage(png(size=(1, 1)), "here").size() == (1, 1)
+    assert StoredImage(make_png(size=(1, 1)), "here").open().size == StoredImage(make_png(size=(1, 1)), "here").size() == (1, 1)
 
 
 def test_any_damage_to_a_picture_is_a_host_fault() -> None:
     draw, outcomes = random.Random(0), {True: 0, False: 0}
     for _ in range(400):
-        content = bytearray(png(size=(40, 40), color="red"))
+        content = bytearray(make_png(size=(40, 40), color="red"))
         for _ in range(draw.randint(1, 6)):
             content[draw.randrange(len(content))] = draw.randrange(256)
         image = StoredImage(bytes(content[: draw.randint(1, len(content))]), "here")

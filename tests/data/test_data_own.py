@@ -20,7 +20,7 @@ from megatron_rl.data.answers import extract_answer
 from megatron_rl.data.questions import load_questions, open_questions
 from megatron_rl.data.survey import survey_questions
 from megatron_rl.types import Example
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_of_other_trainers(tmp_path: Path) -> None:
     """The same question as TRL, ms-swift and R1-V have it. Oracle: the payload by hand."""
-    image, solution = [{"bytes": png("red")}], "<think>It is.</think>\n<answer> red </answer>"
+    image, solution = [{"bytes": make_png("red")}], "<think>It is.</think>\n<answer> red </answer>"
     system, asked = {"role": "system", "content": "Be brief."}, "Which color?"
     parts = [{"type": "image"}, {"type": "text", "text": asked}]
     rows = [
@@ -44,7 +44,7 @@ def test_files_of_other_trainers(tmp_path: Path) -> None:
         {"problem": asked, "solution": solution, "image": image[0], "system": "Be brief."},
         {"prompt": asked, "answer": "\\boxed{red}", "image": image[0], "system": "Be brief."},
     ]  # fmt: skip
-    found = load_questions([str(write(tmp_path / "theirs.jsonl", rows))], images_root="", name="train")
+    found = load_questions([str(write_rows(tmp_path / "theirs.jsonl", rows))], images_root="", name="train")
     payloads = [example.payload for example in found]
     assert [[image.open().getpixel((0, 0)) for image in payload["images"]] for payload in payloads] == [[(255, 0, 0)]] * 6
     assert found[3].where == "theirs.jsonl row 3"
@@ -81,17 +81,19 @@ def test_answers_are_unwrapped(text: str, answer: str) -> None:
 )
 def test_what_must_not_be_trained_on(row: dict, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^own.jsonl row 0: {said}"):
-        load_questions([str(write(tmp_path / "own.jsonl", [row]))], images_root="", name="train")
+        load_questions([str(write_rows(tmp_path / "own.jsonl", [row]))], images_root="", name="train")
 
 
 def test_columns_by_other_names(tmp_path: Path) -> None:
     """What is chosen wins over what would be recognised; what is chosen and lacking is an error with file and row."""
-    row = {"q": "What?", "a": "4", "pics": [{"bytes": png("lime")}], "question": "no", "answer": "no", "image": "no.png",
+    row = {"q": "What?", "a": "4", "pics": [{"bytes": make_png("lime")}], "question": "no", "answer": "no", "image": "no.png",
            "prompt": "no", "reward_model": {"ground_truth": "no"}, "extra_info": {"question": "no", "answer": "no", "kept": 1}}  # fmt: skip
     columns = ColumnSettings(question="q", answer="a", images="pics")
 
     def one(columns: ColumnSettings, *rows: dict) -> dict:
-        return load_questions([str(write(tmp_path / "own.jsonl", list(rows)))], images_root="", name="train", columns=columns)[0].payload
+        return load_questions([str(write_rows(tmp_path / "own.jsonl", list(rows)))], images_root="", name="train", columns=columns)[
+            0
+        ].payload
 
     payload = one(columns, row)
     assert (payload["question"], payload["answer"], payload["extra"]) == ("<image>\nWhat?", "4", {"kept": 1})
@@ -120,7 +122,7 @@ def test_folders_and_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     (hub / "datasets--me--colors" / "refs").mkdir()
     (hub / "datasets--me--colors" / "refs" / "main").write_text("abc")
     for split, of_split in rows.items():
-        write(snapshot / "data" / f"{split}-00000-of-00001.parquet", of_split)
+        write_rows(snapshot / "data" / f"{split}-00000-of-00001.parquet", of_split)
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(hub))
 
     def answers(name: str) -> list[str]:
@@ -157,7 +159,7 @@ def test_pictures_that_are_cut_off_are_refused_at_the_start(tmp_path: Path) -> N
         for number, (content, is_whole) in enumerate(((whole, True), (whole + b"behind it" * 3, True), (whole[:-200], False))):
             (tmp_path / f"{number}").write_bytes(content)
             for value in (f"{number}", {"bytes": content}):
-                path = write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}])
+                path = write_rows(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}])
                 found = survey_questions(open_questions([str(path)], images_root="", name="train"))
                 assert bool(found.errors) != is_whole, (form, number)
                 assert all(line.startswith("own.jsonl row 0: image: ") for line in found.errors)
@@ -165,7 +167,7 @@ def test_pictures_that_are_cut_off_are_refused_at_the_start(tmp_path: Path) -> N
 
 def test_a_source_column_that_no_row_has(tmp_path: Path) -> None:
     """Its rule of comparison would be another one, in silence."""
-    path = str(write(tmp_path / "mine.jsonl", [{"question": "?", "answer": "1", "kind": "vstar"}]))
+    path = str(write_rows(tmp_path / "mine.jsonl", [{"question": "?", "answer": "1", "kind": "vstar"}]))
     named = ColumnSettings(data_source="kind")
     assert load_questions([path], images_root="", name="train", columns=named)[0].payload["data_source"] == "vstar"
     with pytest.raises(ValueError, match=r"^task.data.columns.data_source=kinds: no row has that column; columns: question, answer, kind$"):
@@ -174,12 +176,12 @@ def test_a_source_column_that_no_row_has(tmp_path: Path) -> None:
 
 def test_pictures_inside_of_messages(tmp_path: Path) -> None:
     """As in transcripts: each where its part stands; a web address is named as one."""
-    (tmp_path / "a.png").write_bytes(png(size=(30, 20)))
-    url = f"data:image/png;base64,{base64.b64encode(png(size=(8, 9))).decode()}"
+    (tmp_path / "a.png").write_bytes(make_png(size=(30, 20)))
+    url = f"data:image/png;base64,{base64.b64encode(make_png(size=(8, 9))).decode()}"
 
     def asked(*parts: dict[str, object]) -> Example:
         row = {"messages": [{"role": "user", "content": list(parts)}], "solution": "1"}
-        (example,) = load_questions([str(write(tmp_path / "mine.jsonl", [row]))], images_root="", name="train")
+        (example,) = load_questions([str(write_rows(tmp_path / "mine.jsonl", [row]))], images_root="", name="train")
         return example
 
     first, second = {"type": "image", "image": "a.png"}, {"type": "image_url", "image_url": {"url": url}}

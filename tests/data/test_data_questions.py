@@ -19,7 +19,7 @@ from megatron_rl.data.images import convert_to_rgb
 from megatron_rl.data.questions import load_questions, load_split, open_questions
 from megatron_rl.data.survey import survey_questions
 from megatron_rl.errors import InfraError
-from tests.support.tables import SUFFIXES, png, write
+from tests.support.data_files import SUFFIXES, make_png, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def training_row(**changes: object) -> dict:
         "data_source": "vstar", "ability": "visual_search", "env_name": "visual_toolbox_v2",
         "reward_model": {"ground_truth": "red", "style": "model"},
         "extra_info": {"answer": "A. red", "index": 7, "question": "Which color?", "split": "train", "bbox": [1, 2, 3, 4]},
-        "images": [{"bytes": png("red")}],
+        "images": [{"bytes": make_png("red")}],
     } | changes  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def colors(payload: dict) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_the_columns_of_training_files(suffix: str, tmp_path: Path) -> None:
-    (payload,) = read(write(tmp_path / f"train{suffix}", [training_row()]))
+    (payload,) = read(write_rows(tmp_path / f"train{suffix}", [training_row()]))
     (picture,) = payload.pop("images")
     assert payload == PAYLOAD
     assert (picture.mode, picture.size, picture.getpixel((29, 19))) == ("RGB", (30, 20), (255, 0, 0))
@@ -67,20 +67,20 @@ def test_the_columns_of_training_files(suffix: str, tmp_path: Path) -> None:
 def test_pictures_as_bytes_path_hash_hint_and_none(suffix: str, tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
     (folder / "ab").mkdir(parents=True)
-    (folder / "blue.png").write_bytes(png("blue"))
-    digest = hashlib.sha256(png("lime")).hexdigest()
+    (folder / "blue.png").write_bytes(make_png("blue"))
+    digest = hashlib.sha256(make_png("lime")).hexdigest()
     (folder / digest[:2]).mkdir(exist_ok=True)
-    (folder / digest[:2] / f"{digest}.png").write_bytes(png("lime"))
+    (folder / digest[:2] / f"{digest}.png").write_bytes(make_png("lime"))
     plain = {"question": "Which color?", "answer": 3}
     rows = [
-        {**plain, "images": [{"bytes": png("red")}, {"path": "blue.png"}]},
+        {**plain, "images": [{"bytes": make_png("red")}, {"path": "blue.png"}]},
         {**plain, "images": [{"path": digest}]},
         {**plain, "images": [], "mm_hint": {"hint_path": "blue.png", "hint_type": "image"}},
         {**plain, "image": str(folder / "blue.png")},
         {**plain, "image_path": "blue.png", "id": 12},
         plain,
     ]
-    payloads = read(write(tmp_path / f"own{suffix}", rows), images_root=str(folder))
+    payloads = read(write_rows(tmp_path / f"own{suffix}", rows), images_root=str(folder))
     red, lime, blue = (255, 0, 0), (0, 255, 0), (0, 0, 255)
     assert [colors(payload) for payload in payloads] == [[red, blue], [lime], [blue], [blue], [blue], []]
     assert [payload["question"] for payload in payloads] == ["<image>\n" * number + "Which color?" for number in (2, 1, 1, 1, 1, 0)]
@@ -99,15 +99,15 @@ def test_pictures_in_base64(format: str, suffix: str, tmp_path: Path) -> None:
         in_text = base64.b64encode(content.getvalue()).decode()
         plain = {"question": "?", "answer": "a"}
         rows = [plain | {"image": in_text}, plain | {"images": [in_text]}, plain | {"images": [f"data:image/x;base64,{in_text}"]}]
-        (one,), (two,), (three,) = (payload["images"] for payload in read(write(tmp_path / f"{width}{suffix}", rows)))
+        (one,), (two,), (three,) = (payload["images"] for payload in read(write_rows(tmp_path / f"{width}{suffix}", rows)))
         with Image.open(content) as oracle:
             assert one.tobytes() == two.tobytes() == three.tobytes() == oracle.convert("RGB").tobytes()
 
 
 def test_a_file_whose_name_might_be_base64(tmp_path: Path) -> None:
-    name = base64.b64encode(png("blue")[:12]).decode()
-    (tmp_path / name).write_bytes(png("lime"))
-    (payload,) = read(write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": name}]))
+    name = base64.b64encode(make_png("blue")[:12]).decode()
+    (tmp_path / name).write_bytes(make_png("lime"))
+    (payload,) = read(write_rows(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": name}]))
     assert colors(payload) == [(0, 255, 0)]
 
 
@@ -115,7 +115,7 @@ def test_a_file_whose_name_might_be_base64(tmp_path: Path) -> None:
 def test_messages_stay_short(value: object, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^own.jsonl row 0: image: (no such file|must have|\S+ is base64 of)") as said:
         load_questions(
-            [str(write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}]))], images_root="/data", name="train"
+            [str(write_rows(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}]))], images_root="/data", name="train"
         )
     assert len(str(said.value)) < 80 + 160
 
@@ -123,8 +123,8 @@ def test_messages_stay_short(value: object, tmp_path: Path) -> None:
 def test_paths_start_beside_the_file_that_names_them(tmp_path: Path) -> None:
     for name, color in {"one": "red", "two": "blue"}.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "a.png").write_bytes(png(color))
-        write(tmp_path / name / "own.jsonl", [{"question": "?", "answer": "x", "image": "a.png"}])
+        (tmp_path / name / "a.png").write_bytes(make_png(color))
+        write_rows(tmp_path / name / "own.jsonl", [{"question": "?", "answer": "x", "image": "a.png"}])
     found = load_questions([str(tmp_path / name / "own.jsonl") for name in ("one", "two")], images_root="", name="eval")
     assert [example.payload["images"][0].open().getpixel((0, 0)) for example in found] == [(255, 0, 0), (0, 0, 255)]
     assert [example.id for example in found] == ["eval/0", "eval/1"]
@@ -132,13 +132,16 @@ def test_paths_start_beside_the_file_that_names_them(tmp_path: Path) -> None:
 
 
 def test_where_a_question_shows_its_pictures(tmp_path: Path) -> None:
-    both = [{"bytes": png("red")}, {"bytes": png("blue")}]
+    both = [{"bytes": make_png("red")}, {"bytes": make_png("blue")}]
     parts = [{"type": "image"}, {"type": "text", "text": "against"}, {"type": "image"}, {"type": "text", "text": "?"}]
     rows = [
         {"question": "Is <image> or <image> red?", "answer": "1", "images": both},
         {"prompt": [{"role": "user", "content": parts}], "answer": "1", "images": both},
     ]
-    assert [payload["question"] for payload in read(write(tmp_path / "a.jsonl", rows))] == [rows[0]["question"], "<image>against<image>?"]
+    assert [payload["question"] for payload in read(write_rows(tmp_path / "a.jsonl", rows))] == [
+        rows[0]["question"],
+        "<image>against<image>?",
+    ]
 
 
 TALK = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
@@ -161,7 +164,7 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
     row = training_row(**{column: value})
     if column == "prompt":
         del row["extra_info"], row["prompt"]
-    path = write(tmp_path / "train.jsonl", [training_row(), row, training_row()])
+    path = write_rows(tmp_path / "train.jsonl", [training_row(), row, training_row()])
     with pytest.raises(ValueError, match=rf"^train.jsonl row 1: {said}"):
         load_questions([str(path)], images_root="", name="train")
 
@@ -185,7 +188,7 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
     ],
 )
 def test_what_a_row_lacks(row: dict, said: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "own.jsonl", [row])
+    path = write_rows(tmp_path / "own.jsonl", [row])
     with pytest.raises(ValueError, match=f"^own.jsonl row 0: {said}"):
         load_questions([str(path)], images_root="", name="train")
 
@@ -200,7 +203,7 @@ def test_decoding_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "40.png").write_bytes(whole[: len(whole) // 2] + bytes(40) + whole[len(whole) // 2 + 40 :])
     decoded = []
     monkeypatch.setattr(images, "convert_to_rgb", lambda picture: decoded.append(picture) or convert_to_rgb(picture))
-    found = load_questions([str(write(tmp_path / "own.jsonl", rows))], images_root="", name="train")
+    found = load_questions([str(write_rows(tmp_path / "own.jsonl", rows))], images_root="", name="train")
     assert [example.payload["answer"] for example in found] == [str(number) for number in range(50)]
     assert decoded == []
     assert found[3].payload["images"][0].open().size == (64, 64) and len(decoded) == 1
@@ -213,16 +216,16 @@ def test_decoding_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_content_that_is_not_what_its_hash_says(tmp_path: Path) -> None:
-    digest = hashlib.sha256(png("lime")).hexdigest()
-    (tmp_path / f"{digest}.png").write_bytes(png("red"))
-    path = write(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "images": [digest]}])
+    digest = hashlib.sha256(make_png("lime")).hexdigest()
+    (tmp_path / f"{digest}.png").write_bytes(make_png("red"))
+    path = write_rows(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "images": [digest]}])
     found = load_questions([str(path)], images_root="", name="train")
     with pytest.raises(InfraError, match="does not have the SHA-256 that names it"):
         found[0].payload["images"][0].open()
 
 
 def test_slices_are_views_that_travel(tmp_path: Path) -> None:
-    paths = [str(write(tmp_path / f"{number}{suffix}", [{"question": "?", "answer": f"{number}.{row}"} for row in range(4)]))
+    paths = [str(write_rows(tmp_path / f"{number}{suffix}", [{"question": "?", "answer": f"{number}.{row}"} for row in range(4)]))
              for number, suffix in enumerate(SUFFIXES)]  # fmt: skip
     found = pickle.loads(pickle.dumps(load_questions(paths, images_root="", name="train")))
     answers = [f"{number}.{row}" for number in range(3) for row in range(4)]
@@ -247,11 +250,11 @@ def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
     rows = [training_row(data_source="known") for _ in range(3)] + [training_row(data_source="new")]
     rows += [{"question": "?", "answer": ""} for _ in range(30)]
     rows += [{"question": "?", "answer": "a", "image": f"{number}.png"} for number in range(20)]
-    rows[1]["images"] = [{"bytes": png()[:20]}]
+    rows[1]["images"] = [{"bytes": make_png()[:20]}]
     boxes = [[5, 5, 5, 9], [0, 0, 30, 20], [0, 0, 31, 20], [-1, 0, 2, 2], "x", [1, 2, 3]]
     rows[2]["extra_info"] = {"question": "?", "bboxes": boxes}
     found = survey_questions(
-        open_questions([str(write(tmp_path / "train.json", rows))], images_root="", name="train"),
+        open_questions([str(write_rows(tmp_path / "train.json", rows))], images_root="", name="train"),
         check_question=lambda example, sizes: [f"{example.payload['data_source']}, {sizes}"],
     )
     assert (found.num_rows, found.num_images, found.num_errors, len(found.errors), found.num_warnings) == (54, 3, 51, 20, 8)
@@ -291,7 +294,7 @@ COLUMNS = st.sampled_from([
 @given(changes=st.dictionaries(COLUMNS, VALUES, max_size=3), drops=st.sets(COLUMNS, max_size=2))
 def test_any_row_is_read_or_named(changes: dict, drops: set, tmp_path: Path) -> None:
     row = {key: value for key, value in (training_row() | changes).items() if key not in drops}
-    path = write(tmp_path / "any.jsonl", [row])
+    path = write_rows(tmp_path / "any.jsonl", [row])
     found = survey_questions(open_questions([str(path)], images_root="", name="train"))
     if found.errors:
         assert found.errors[0].startswith("any.jsonl row 0: ")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron_rl.data import list_rows, rows
 from megatron_rl.data.rows import open_rows
 from tests.conftest import ROOT
-from tests.support.tables import SUFFIXES, write
+from tests.support.data_files import SUFFIXES, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ PLAIN = [{"a": index, "t": "\u00fc\u4e2d" * index + '"]},{[\\', "s": {"y": [1.5,
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_the_three_formats_give_equal_rows(suffix: str, tmp_path: Path) -> None:
-    read = open_rows(write(tmp_path / f"table{suffix}", TABLE))
+    read = open_rows(write_rows(tmp_path / f"table{suffix}", TABLE))
     assert len(read) == 7
     assert list(read) == PLAIN
     assert read[-1] == PLAIN[6] and read[3] == PLAIN[3]
@@ -46,7 +46,7 @@ def test_the_three_formats_give_equal_rows(suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_rows_travel_to_another_process_and_between_threads(suffix: str, tmp_path: Path) -> None:
-    read = pickle.loads(pickle.dumps(open_rows(write(tmp_path / f"table{suffix}", TABLE))))
+    read = pickle.loads(pickle.dumps(open_rows(write_rows(tmp_path / f"table{suffix}", TABLE))))
     with ThreadPoolExecutor(8) as pool:
         places = [place % 7 for place in range(400)]
         assert list(pool.map(lambda place: read[place], places)) == [PLAIN[place] for place in places]
@@ -55,10 +55,10 @@ def test_rows_travel_to_another_process_and_between_threads(suffix: str, tmp_pat
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_a_file_that_changes_under_a_run_is_no_other_question(suffix: str, tmp_path: Path) -> None:
     """The same rows in another order: some of the bytes that a row had are another row now, and would be trained on without a word."""
-    path = write(tmp_path / f"table{suffix}", PLAIN)
+    path = write_rows(tmp_path / f"table{suffix}", PLAIN)
     read = open_rows(path)
     assert list(read) == PLAIN
-    write(path, PLAIN[::-1])
+    write_rows(path, PLAIN[::-1])
     for place in range(7):
         with pytest.raises(ValueError, match=rf"^table{suffix} row {place}: written since the run began; "):
             read[place]
@@ -148,7 +148,7 @@ def test_a_file_that_is_not_there(name: str, tmp_path: Path) -> None:
 
 
 def test_a_damaged_parquet_file_leaves_no_copy(tmp_path: Path, cache: Path) -> None:
-    path = write(tmp_path / "bad.parquet", TABLE)
+    path = write_rows(tmp_path / "bad.parquet", TABLE)
     whole = path.read_bytes()
     for damaged in (b"", b"PAR1", whole[:-9], whole[:4] + b"\xff" * 200 + whole[204:]):
         path.write_bytes(damaged)
@@ -167,12 +167,12 @@ def test_a_row_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: 
 
 
 def test_parquet_is_copied_once_and_again_when_it_changed(tmp_path: Path, cache: Path) -> None:
-    path = write(tmp_path / "table.parquet", TABLE)
+    path = write_rows(tmp_path / "table.parquet", TABLE)
     open_rows(path)
     (copy,) = cache.rglob("*.arrow")
     made = copy.stat().st_mtime_ns
     assert list(open_rows(path)) == PLAIN and copy.stat().st_mtime_ns == made
-    write(path, TABLE[:3])
+    write_rows(path, TABLE[:3])
     assert list(open_rows(path)) == PLAIN[:3]
 
 

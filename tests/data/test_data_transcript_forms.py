@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.data.transcripts import load_transcripts, survey_transcripts
-from tests.support.tables import png, write
-from tests.support.transcripts import REPLY, TALK, USER, asked, pair, taught
+from tests.support.data_files import make_png, write_rows
+from tests.support.transcripts import REPLY, SHAREGPT_MESSAGES, USER, load_conversation, reply_pair_row, user_row
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,8 @@ READ = {
     # forms
     "messages of OpenAI": ({"messages": [USER, REPLY]}, PLAIN),
     "messages in conversations": ({"conversations": [USER, REPLY]}, PLAIN),
-    "from and value in messages": ({"messages": TALK}, PLAIN),
-    "conversation": ({"conversation": TALK}, PLAIN),
+    "from and value in messages": ({"messages": SHAREGPT_MESSAGES}, PLAIN),
+    "conversation": ({"conversation": SHAREGPT_MESSAGES}, PLAIN),
     "a list as text": ({"messages": json.dumps([USER, REPLY])}, PLAIN),
     "pictures as text": ({"images": "['red.png']", "messages": [USER, REPLY]}, SHOWN),
     "export/sft_transcripts.py": (
@@ -73,7 +73,7 @@ READ = {
         PLAIN + PLAIN,
     ),
     "messages beside a prompt": ({"prompt": "Which?", "prompt_id": "7", "messages": [USER, REPLY]}, PLAIN),
-    "system": ({"system": "See.", "conversations": TALK}, OF_SYSTEM),
+    "system": ({"system": "See.", "conversations": SHAREGPT_MESSAGES}, OF_SYSTEM),
     "system_prompt of ms-swift": ({"system_prompt": "See.", "query": "Which?", "response": "Red."}, OF_SYSTEM),
     "columns without effect": (
         {
@@ -93,16 +93,23 @@ READ = {
         [*PLAIN, ("tool",), ("assistant", "Red.")],
     ),
     # flags
-    "loss": (pair(loss=False), HALF),
-    "weight of OpenAI": (pair(weight=0), HALF),
-    "trainable": (pair(trainable=False), HALF),
-    "train": (pair(train=False), HALF),
-    "loss_mask": (pair(loss_mask=0), HALF),
-    "loss_scale of ms-swift": (pair(loss_scale=0.0), HALF),
-    "two flags that agree": (pair(loss=False, weight=0), HALF),
-    "a flag that is true": (pair(loss=True), [("user", "Which?"), ("assistant", "bad"), *PLAIN]),
+    "loss": (reply_pair_row(loss=False), HALF),
+    "weight of OpenAI": (reply_pair_row(weight=0), HALF),
+    "trainable": (reply_pair_row(trainable=False), HALF),
+    "train": (reply_pair_row(train=False), HALF),
+    "loss_mask": (reply_pair_row(loss_mask=0), HALF),
+    "loss_scale of ms-swift": (reply_pair_row(loss_scale=0.0), HALF),
+    "two flags that agree": (reply_pair_row(loss=False, weight=0), HALF),
+    "a flag that is true": (reply_pair_row(loss=True), [("user", "Which?"), ("assistant", "bad"), *PLAIN]),
     "conversations of AgentGym": (
-        {"conversations": [TALK[0] | {"loss": None}, TALK[1] | {"loss": False}, TALK[0], TALK[1] | {"loss": True}]},
+        {
+            "conversations": [
+                SHAREGPT_MESSAGES[0] | {"loss": None},
+                SHAREGPT_MESSAGES[1] | {"loss": False},
+                SHAREGPT_MESSAGES[0],
+                SHAREGPT_MESSAGES[1] | {"loss": True},
+            ]
+        },
         [PLAIN[0], ("MASKED", "Red."), *PLAIN],
     ),
     "a masked reply that says nothing": (
@@ -112,13 +119,19 @@ READ = {
     "a user that is not learned": ({"messages": [USER | {"loss": 0}, REPLY | {"loss": 1}]}, PLAIN),
     "a row that is learned": ({"weight": 1, "messages": [USER, REPLY]}, PLAIN),
     # pictures
-    "Qwen's script": ({"image": "red.png", "conversations": [TALK[0] | {"value": "<image>\nWhich?"}, TALK[1]]}, SHOWN),
+    "Qwen's script": (
+        {"image": "red.png", "conversations": [SHAREGPT_MESSAGES[0] | {"value": "<image>\nWhich?"}, SHAREGPT_MESSAGES[1]]},
+        SHOWN,
+    ),
     "Qwen's script, a list": (
-        {"image": ["red.png", "blue.png"], "conversations": [TALK[0] | {"value": "<image>\n<image>\nWhich?"}, TALK[1]]},
+        {
+            "image": ["red.png", "blue.png"],
+            "conversations": [SHAREGPT_MESSAGES[0] | {"value": "<image>\n<image>\nWhich?"}, SHAREGPT_MESSAGES[1]],
+        },
         [("user", "RED", "\n", "BLUE", "\nWhich?"), PLAIN[1]],
     ),
-    "no place": ({"image": "red.png", "conversations": TALK}, SHOWN),
-    "image_path without a place": ({"image_path": "red.png", "conversations": TALK}, SHOWN),
+    "no place": ({"image": "red.png", "conversations": SHAREGPT_MESSAGES}, SHOWN),
+    "image_path without a place": ({"image_path": "red.png", "conversations": SHAREGPT_MESSAGES}, SHOWN),
     "file_name of imagefolder": ({"file_name": "red.png", "messages": [USER, REPLY]}, SHOWN),
     "file_name of something else": ({"file_name": "part 1", "messages": [USER, REPLY]}, PLAIN),
     "LLaMA-Factory's old form": (
@@ -162,7 +175,7 @@ READ = {
 @pytest.mark.parametrize("name", READ)
 def test_a_form_is_read(name: str, tmp_path: Path) -> None:
     row, expected = READ[name]
-    assert taught(tmp_path, row) == expected
+    assert load_conversation(tmp_path, row) == expected
 
 
 @pytest.mark.parametrize(
@@ -171,23 +184,23 @@ def test_a_form_is_read(name: str, tmp_path: Path) -> None:
 def test_a_form_is_read_alike_from_parquet(name: str, tmp_path: Path) -> None:
     """Where a column of messages has one type, and a key that a message lacks is null."""
     row, expected = READ[name]
-    assert taught(tmp_path, row, suffix=".parquet") == expected
+    assert load_conversation(tmp_path, row, suffix=".parquet") == expected
 
 
 def test_mistakes_are_told_once_a_kind(tmp_path: Path) -> None:
-    rows = [asked("<video>"), asked("x", weight=0), *[{"messages": [USER, REPLY | {"mood": number}]} for number in range(5)]]
-    path = str(write(tmp_path / "t.jsonl", rows))
+    rows = [user_row("<video>"), user_row("x", weight=0), *[{"messages": [USER, REPLY | {"mood": number}]} for number in range(5)]]
+    path = str(write_rows(tmp_path / "t.jsonl", rows))
     with pytest.raises(ValueError, match=r"^t.jsonl row 0: .* \(and 6 rows with other errors; launch/doctor.py lists them\)$"):
         load_transcripts([path], images_root="")
-    alike = str(write(tmp_path / "alike.jsonl", rows[2:]))
+    alike = str(write_rows(tmp_path / "alike.jsonl", rows[2:]))
     with pytest.raises(ValueError, match=r"^alike.jsonl row 0: messages\[1\].mood: .* \(and so in all 5 rows\)$"):
         load_transcripts([alike], images_root="")
-    mixed = str(write(tmp_path / "mixed.jsonl", [pair(loss=False), *rows[2:4]]))
+    mixed = str(write_rows(tmp_path / "mixed.jsonl", [reply_pair_row(loss=False), *rows[2:4]]))
     with pytest.raises(ValueError, match=r"^mixed.jsonl row 1: .* \(and so in 2 of 3 rows\)$"):
         load_transcripts([mixed], images_root="")
 
 
 def test_a_survey_counts_what_is_learned(tmp_path: Path) -> None:
-    rows = [pair(loss=False) | {"images": [{"bytes": png()}]}, {"messages": [USER, REPLY]}]
-    found = survey_transcripts(load_transcripts([str(write(tmp_path / "t.parquet", rows))], images_root=""))
+    rows = [reply_pair_row(loss=False) | {"images": [{"bytes": make_png()}]}, {"messages": [USER, REPLY]}]
+    found = survey_transcripts(load_transcripts([str(write_rows(tmp_path / "t.parquet", rows))], images_root=""))
     assert (found.num_rows, found.num_images, found.num_replies, found.num_masked, found.errors) == (2, 1, 3, 1, [])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.data.transcripts import load_transcripts
-from tests.support.tables import SUFFIXES, png, write
+from tests.support.data_files import SUFFIXES, make_png, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def text(words: str) -> dict:
     return {"type": "text", "text": words}
 
 
-RED, BLUE = {"bytes": png("red")}, {"bytes": png("blue")}
+RED, BLUE = {"bytes": make_png("red")}, {"bytes": make_png("blue")}
 SAID = [
     ("system", "Use tools."),
     ("user", "red", "\nWhich?"),
@@ -104,17 +104,17 @@ def test_every_spelling_means_the_same(spelling: str, suffix: str, tmp_path: Pat
     if suffix == ".parquet" and spelling == "parts with their pictures":  # a column has one type
         row = {"messages": [{**turn, "content": [text(turn["content"])] if isinstance(turn["content"], str) else turn["content"]}
                             for turn in row["messages"]]}  # fmt: skip
-    read = load_transcripts([str(write(tmp_path / f"sft{suffix}", [row, row]))], images_root="")
+    read = load_transcripts([str(write_rows(tmp_path / f"sft{suffix}", [row, row]))], images_root="")
     assert [said(messages) for messages in read] == [SAID, SAID]
     assert [said(messages) for messages in pickle.loads(pickle.dumps(read))[1:]] == [SAID]
 
 
 def test_pictures_as_data_addresses_and_paths(tmp_path: Path) -> None:
-    (tmp_path / "blue.png").write_bytes(png("blue"))
-    address = "data:image/png;base64," + base64.b64encode(png("red")).decode()
+    (tmp_path / "blue.png").write_bytes(make_png("blue"))
+    address = "data:image/png;base64," + base64.b64encode(make_png("red")).decode()
     content = [{"type": "image_url", "image_url": {"url": address}}, {"type": "image", "image": "blue.png"}]
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Two."}]}
-    read = load_transcripts([str(write(tmp_path / "sft.jsonl", [row]))], images_root="")
+    read = load_transcripts([str(write_rows(tmp_path / "sft.jsonl", [row]))], images_root="")
     assert said(read[0]) == [("user", "red", "blue"), ("assistant", "Two.")]
 
 
@@ -183,15 +183,15 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_conversation_is_named(name: str, tmp_path: Path) -> None:
     row, told = BAD[name]
-    path = write(tmp_path / "sft.jsonl", [turns("user", "assistant"), row])
+    path = write_rows(tmp_path / "sft.jsonl", [turns("user", "assistant"), row])
     with pytest.raises(ValueError, match=f"^sft.jsonl row 1: {told}"):
         load_transcripts([str(path)], images_root="")
 
 
 def test_a_picture_with_broken_pixels_is_named_when_it_is_shown(tmp_path: Path) -> None:
-    whole = png(size=(400, 400))
+    whole = make_png(size=(400, 400))
     row = shown("<image>", images=[{"bytes": whole[:60] + bytes(40) + whole[100:]}])
-    read = load_transcripts([str(write(tmp_path / "sft.json", [turns("user", "assistant"), row]))], images_root="")
+    read = load_transcripts([str(write_rows(tmp_path / "sft.json", [turns("user", "assistant"), row]))], images_root="")
     assert said(read[0]) == [("user", "x"), ("assistant", "x")]
     with pytest.raises(ValueError, match=r"^sft.json row 1: images\[0\]: cannot be opened"):
         read[1]
@@ -200,9 +200,9 @@ def test_a_picture_with_broken_pixels_is_named_when_it_is_shown(tmp_path: Path) 
 def test_a_reply_that_only_thinks_is_named(tmp_path: Path) -> None:
     thinks, masked = replied(content="<think>x</think> \n"), replied(content="<think>x</think>", loss=False)
     rows = [turns("user", "assistant"), thinks, replied(content="<think>x"), replied(content="<think>x</think>y")]
-    (line,) = load_transcripts([str(write(tmp_path / "sft.jsonl", rows))], images_root="").warnings
+    (line,) = load_transcripts([str(write_rows(tmp_path / "sft.jsonl", rows))], images_root="").warnings
     assert line.startswith(
         "sft.jsonl row 1: 2 of 4 conversations have a reply with nothing behind its <think>, which is learned: write its"
     )
     two = {"messages": [*masked["messages"], *turns("user", "assistant")["messages"]]}
-    assert load_transcripts([str(write(tmp_path / "masked.jsonl", [two]))], images_root="").warnings == []
+    assert load_transcripts([str(write_rows(tmp_path / "masked.jsonl", [two]))], images_root="").warnings == []

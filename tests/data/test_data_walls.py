@@ -19,7 +19,7 @@ from megatron_rl.data import parquet_copy
 from megatron_rl.data.questions import load_questions
 from megatron_rl.data.rows import open_rows
 from tests.support import bombs
-from tests.support.measured import cheap, told
+from tests.support.reader_cost import is_cheap, measure_reads
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def made(folder: Path, name: str, make: object) -> Path:
 def test_a_parquet_file_takes_what_its_size_allows(name: str, folder: Path, copies: Path) -> None:
     """The one text is security.md 10: 1 KB that wrote 2.5 GB. All that is left is the lock. By itself, pyarrow takes GiB for a batch."""
     path = made(folder, f"{name}.parquet", bombs.PARQUETS[name])
-    (own,) = told(("rows", path))
-    assert own.said.startswith("ValueError: ") and "could not be read as Parquet" in own.said and "\n" not in own.said
-    assert any(why in own.said for why in ("malloc", "File too large", "a row of", "signal")), own
+    (own,) = measure_reads(("rows", path))
+    assert own.error.startswith("ValueError: ") and "could not be read as Parquet" in own.error and "\n" not in own.error
+    assert any(why in own.error for why in ("malloc", "File too large", "a row of", "signal")), own
     assert own.mb <= 100 and own.cpu_s <= 20, own
     assert sum(each.stat().st_size for each in copies.rglob("*") if each.is_file()) == 0
 
@@ -61,8 +61,8 @@ def test_a_parquet_file_is_read_below_limits_of_the_users_own(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["one text", "one list"])
 def test_by_itself_pyarrow_takes_the_memory(name: str, folder: Path) -> None:
-    (control,) = told(("by parquet", made(folder, f"control {name}.parquet", bombs.PARQUETS[name])))
-    assert control is None or control.mb > 200 or "Error" in control.said
+    (control,) = measure_reads(("by parquet", made(folder, f"control {name}.parquet", bombs.PARQUETS[name])))
+    assert control is None or control.mb > 200 or "Error" in control.error
 
 
 def test_arrow_files(folder: Path) -> None:
@@ -72,10 +72,10 @@ def test_arrow_files(folder: Path) -> None:
         made(folder, "nulls.arrow", bombs.arrow_of_nulls),
         made(folder, "outside.arrow", bombs.arrow_out_of_bounds),
     ]
-    assert all(cheap(each) for each in told(*(("rows", path) for path in paths)))
-    inflated, _, followed = [told(("by arrow", path))[0] for path in paths]
+    assert all(is_cheap(each) for each in measure_reads(*(("rows", path) for path in paths)))
+    inflated, _, followed = [measure_reads(("by arrow", path))[0] for path in paths]
     assert inflated.mb > 200
-    assert followed is None or followed.mb > 500 or "ArrowInvalid" not in followed.said
+    assert followed is None or followed.mb > 500 or "ArrowInvalid" not in followed.error
 
 
 def test_arrow_files_that_are_compressed_are_read(tmp_path: Path) -> None:
@@ -93,11 +93,13 @@ def test_arrow_files_that_are_compressed_are_read(tmp_path: Path) -> None:
 def test_deep_rows_and_great_pictures(folder: Path) -> None:
     """security.md 24: 900 lists in one another, a picture of 200 GB of nothing; and a JPEG that has its last pass 3000 times."""
     deep, scans = made(folder, "deep.jsonl", bombs.json_of_depth), made(folder, "scans.jpg", bombs.jpeg_of_scans)
-    bombs.sparse(folder / "sparse.png", 200 * bombs.GIB, b"\x89PNG")
-    bombs.sparse(folder / "sparse.tif", 200 * bombs.GIB, b"II*\0\x08\0\0\0\x01\0\x0e\x01\x02\0\xff\xff\xff\xff\x10\0\0\0")
-    found = told(("rows", deep), ("picture", folder / "sparse.png"), ("picture", folder / "sparse.tif"), ("picture", scans))
-    assert ["recursion" in found[0].said, *("bytes, more than" in each.said for each in found[1:3]), "scans" in found[3].said] == [True] * 4
-    assert all(cheap(each) for each in found[:1])
+    bombs.write_sparse_file(folder / "sparse.png", 200 * bombs.GIB, b"\x89PNG")
+    bombs.write_sparse_file(folder / "sparse.tif", 200 * bombs.GIB, b"II*\0\x08\0\0\0\x01\0\x0e\x01\x02\0\xff\xff\xff\xff\x10\0\0\0")
+    found = measure_reads(("rows", deep), ("picture", folder / "sparse.png"), ("picture", folder / "sparse.tif"), ("picture", scans))
+    assert ["recursion" in found[0].error, *("bytes, more than" in each.error for each in found[1:3]), "scans" in found[3].error] == [
+        True
+    ] * 4
+    assert all(is_cheap(each) for each in found[:1])
     assert all(each.mb <= 100 and each.cpu_s <= 10 for each in found[1:])
 
 

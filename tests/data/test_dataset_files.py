@@ -20,7 +20,7 @@ import pytest
 from megatron_rl.data.dataset_files import find_data_files
 from megatron_rl.data.questions import load_questions
 from megatron_rl.data.rows import open_rows
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
 
 ROWS = [{"question": f"q{number}", "answer": str(number)} for number in range(6)]
 datasets.disable_progress_bars()
@@ -102,7 +102,7 @@ def test_shards_are_all_there_and_of_one_set(names: list[str], said: str, tmp_pa
     folder = tmp_path / "data"
     folder.mkdir()
     for number, name in enumerate(names):
-        write(folder / f"{name}.jsonl", ROWS[number : number + 1])
+        write_rows(folder / f"{name}.jsonl", ROWS[number : number + 1])
     if said:
         fails(folder, f"{folder} {said}")
         assert answers(folder / f"{names[0]}.jsonl") == ["0"], "what is named itself is read"
@@ -181,7 +181,7 @@ def test_a_map_is_a_mapping(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_file_is_not_read_by_two_names(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", ROWS)
+    path = write_rows(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(
         ValueError, match=rf"^task.data.train={tmp_path}: .*a.jsonl is read by the name {path} already; give one of the two$"
     ):
@@ -198,7 +198,7 @@ def test_suffixes_in_capitals(suffix: str, tmp_path: Path) -> None:
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, pa.Table.from_pylist(ROWS[:1]).schema) as writer:
             writer.write_table(pa.Table.from_pylist(ROWS[:1]))
     else:
-        write(path, ROWS[:1])
+        write_rows(path, ROWS[:1])
     path = path.rename(tmp_path / f"data{suffix}")
     assert answers(path) == answers(tmp_path) == ["0"]
 
@@ -261,7 +261,7 @@ def test_a_folder_with_compressed_data_is_refused(tmp_path: Path) -> None:
     """An archive of pictures beside the rows is not data, and neither is another format."""
     folder = tmp_path / "data"
     folder.mkdir()
-    write(folder / "a.jsonl", ROWS)
+    write_rows(folder / "a.jsonl", ROWS)
     packed(folder / "images.zip"), packed(folder / "old.csv.gz")
     assert len(answers(folder)) == 6
     (folder / "c.jsonl.incomplete").write_text("")
@@ -343,7 +343,7 @@ def test_a_folder_of_imagefolder_is_read_as_it_is(tmp_path: Path) -> None:
     """metadata.csv beside its pictures, also where splits are folders. Oracle: `datasets` on the same folder."""
     for split, color in (("train", "red"), ("test", "blue")):
         (tmp_path / "flat" / split).mkdir(parents=True)
-        (tmp_path / "flat" / split / "0.png").write_bytes(png(color))
+        (tmp_path / "flat" / split / "0.png").write_bytes(make_png(color))
     (tmp_path / "flat" / "train" / "metadata.csv").write_text("file_name,question,answer\n0.png,Which color?,red\n")
     (tmp_path / "flat" / "test" / "metadata.csv").write_text("file_name,question,answer\n0.png,Which color?,blue\n")
     with pytest.raises(ValueError, match=r"holds the splits test, train"):

@@ -16,12 +16,12 @@ from megatron_rl.data.questions import load_questions, open_questions
 from megatron_rl.data.records import DataRecord
 from megatron_rl.data.survey import QuestionSurvey, survey_questions
 from megatron_rl.data.unread import parse_options
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
 
 COLORS = {(255, 0, 0): "red", (0, 0, 255): "blue", (0, 255, 0): "lime"}
 ASKED = {"question": "What?", "answer": "B"}
 BMP = b"BM\x7a\x02" + bytes(6) + b"\x36\0\0\0\x28\0\0\0" + bytes(99)
-IN_BASE64 = base64.b64encode(png("red")).decode()
+IN_BASE64 = base64.b64encode(make_png("red")).decode()
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +29,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
     for color in ("red", "blue", "lime"):
-        (tmp_path / f"{color}.png").write_bytes(png(color))
+        (tmp_path / f"{color}.png").write_bytes(make_png(color))
     (tmp_path / "clip.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "red").write_bytes(png("red"))
+    (tmp_path / "bare" / "red").write_bytes(make_png("red"))
 
 
 def look(tmp_path: Path, *rows: dict, name: str = "q.jsonl", columns: ColumnSettings | None = None) -> QuestionSurvey:
-    path = write(tmp_path / name, [ASKED | row for row in rows])
+    path = write_rows(tmp_path / name, [ASKED | row for row in rows])
     return survey_questions(open_questions([str(path)], images_root="", name="train", columns=columns))
 
 
 def colors(tmp_path: Path, row: dict) -> list[str]:
-    path = write(tmp_path / "q.jsonl", [ASKED | row])
+    path = write_rows(tmp_path / "q.jsonl", [ASKED | row])
     payload = load_questions([str(path)], images_root="", name="train")[0].payload
     assert payload["extra"] == {}
     return [COLORS[image.open().getpixel((0, 0))] for image in payload["images"]]
@@ -130,27 +130,27 @@ MISSING = "names of pictures that are not there and is not read: 'task.data.colu
         ({"path": "red.png"}, f"looks like paths of pictures that exist and is not read: {CHOOSE}"),
         ({"bytes": IN_BASE64}, f"holds pictures in base64 and is not read: {CHOOSE}"),
         (IN_BASE64, f"holds pictures in base64 and is not read: {CHOOSE}"),
-        (base64.encodebytes(png("red")).decode(), "holds pictures in base64 and is not read"),
+        (base64.encodebytes(make_png("red")).decode(), "holds pictures in base64 and is not read"),
         (f"data:image/png;base64,{IN_BASE64}", "holds pictures as data: URLs and is not read"),
         (f"DATA:image/png;base64,{IN_BASE64}", "holds pictures as data: URLs and is not read"),
         ("https://x.org/a.JPG?w=3", "looks like web addresses of pictures and is not read: download them"),
-        (list(png("red")), "holds the bytes of pictures as numbers and is not read"),
-        (png("red").hex(), "holds pictures as hexadecimal digits and is not read"),
+        (list(make_png("red")), "holds the bytes of pictures as numbers and is not read"),
+        (make_png("red").hex(), "holds pictures as hexadecimal digits and is not read"),
         ([[[0, 0, 255]] * 3] * 2, "looks like pixels, as lists of numbers and is not read"),
         ({"views": [{"front": "red.png"}]}, "looks like paths of pictures that exist and is not read"),
         ({"a": {"b": {"c": [{"d": {"e": ["red.png"]}}]}}}, "looks like paths of pictures that exist and is not read"),
-        (repr(png("red")), "holds what Python prints for the bytes of pictures (b'...') and is not read"),
+        (repr(make_png("red")), "holds what Python prints for the bytes of pictures (b'...') and is not read"),
         (base64.b64encode(BMP).decode(), "holds pictures in base64 and is not read"),
         (["a word"] * 99 + ["red.png"], "looks like paths of pictures that exist and is not read"),
         ([{"content": [{"image_url": {"url": f"data:image/png;base64,{IN_BASE64}"}}]}], "holds pictures as data: URLs and is not read"),
         ('["red.png", "blue.png"]', f"looks like paths of pictures that exist and is not read: {CHOOSE}"),
         ("{'views': [{'front': 'red.png'}]}", "looks like paths of pictures that exist and is not read"),
         (json.dumps({"page": json.dumps([IN_BASE64])}), "holds pictures in base64 and is not read"),
-        (png("red").decode("latin-1"), "holds the bytes of pictures as text and is not read"),
-        (png("red").decode("utf-8", "replace"), "holds the bytes of pictures as text and is not read"),
+        (make_png("red").decode("latin-1"), "holds the bytes of pictures as text and is not read"),
+        (make_png("red").decode("utf-8", "replace"), "holds the bytes of pictures as text and is not read"),
         ((b"\xff\xd8\xff\xe0\0\x10JFIF\0" + bytes(99)).decode("utf-8", "ignore"), "holds the bytes of pictures as text and is not read"),
         (BMP.decode("latin-1"), "holds the bytes of pictures as text and is not read"),
-        (repr(png("red"))[2:-1], "holds what Python prints for the bytes of pictures (b'...') and is not read"),
+        (repr(make_png("red"))[2:-1], "holds what Python prints for the bytes of pictures (b'...') and is not read"),
     ],
     ids=range(28),
 )
@@ -169,7 +169,7 @@ def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path:
     is_there = "not there" not in looks and "web addresses" not in looks
     assert [each[: len(line)] for each in seen.column_warnings] == ([line] if is_there else [])
     with pytest.raises(ValueError, match=r"^q.jsonl row 0: column shot "):
-        load_questions([str(write(tmp_path / "q.jsonl", [ASKED | {"shot": value}]))], images_root="", name="train")
+        load_questions([str(write_rows(tmp_path / "q.jsonl", [ASKED | {"shot": value}]))], images_root="", name="train")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_the_type_of_a_field_in_a_files_schema(kind: str, tmp_path: Path) -> Non
         ("m", {"_type": "Sequence", "feature": {"x": feature}}, {"x": [clip]}),
     ):
         info = {"info": {"features": {column: features, "question": {"dtype": "string", "_type": "Value"}}}}
-        table = pa.Table.from_pylist([ASKED | {"image": png("red"), column: value}])
+        table = pa.Table.from_pylist([ASKED | {"image": make_png("red"), column: value}])
         table = table.replace_schema_metadata({b"huggingface": json.dumps(info).encode()})
         with pa.OSFile(str(tmp_path / "q.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
@@ -412,13 +412,13 @@ def test_a_missing_column_is_one_line(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("train.csv", "more.csv")]
     (error,) = survey_questions(open_questions(paths, images_root="", name="train")).errors
     assert error == f"train.csv (and 1 more files): no answer (all 200 rows). {remedy}"
-    path = write(tmp_path / "some.jsonl", [{"question": "?", "answer": "a"}, {"question": "?"}, {"question": "?", "answer": None}])
+    path = write_rows(tmp_path / "some.jsonl", [{"question": "?", "answer": "a"}, {"question": "?"}, {"question": "?", "answer": None}])
     (error,) = survey_questions(open_questions([str(path)], images_root="", name="train")).errors
     assert (
         error
         == "some.jsonl row 1: answer: is missing (and 1 more rows). Columns: question. Name yours: 'task.data.columns={answer: COLUMN}'"
     )
-    path = write(tmp_path / "text.jsonl", [{"Query": "?", "answer": "a"}] * 2)
+    path = write_rows(tmp_path / "text.jsonl", [{"Query": "?", "answer": "a"}] * 2)
     (error,) = survey_questions(open_questions([str(path)], images_root="", name="train")).errors
     assert error == "text.jsonl: no question (all 2 rows). Columns: Query, answer. Name yours: 'task.data.columns={question: Query}'"
 
@@ -434,7 +434,7 @@ def test_a_chosen_column_that_no_row_has(ours: str, tmp_path: Path) -> None:
 def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        write(tmp_path / name / "a.jsonl", [ASKED, {"question": "?", "answer": ""}])
+        write_rows(tmp_path / name / "a.jsonl", [ASKED, {"question": "?", "answer": ""}])
     (first, second) = survey_questions(
         open_questions([str(tmp_path / name / "a.jsonl") for name in ("one", "two")], images_root="", name="train")
     ).errors

@@ -16,7 +16,7 @@ from megatron_rl.data.transcript_survey import TranscriptSurvey
 from megatron_rl.data.transcripts import load_transcripts, open_transcripts, survey_transcripts
 from megatron_rl.data.unread_names import UnreadColumns
 from megatron_rl.launcher.compose import compose_settings
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
 from tests.support.transcripts import REPLY, USER
 from tools.data import make_easy_vqa, make_visual_search
 
@@ -31,16 +31,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
     for color in ("red", "blue"):
-        (tmp_path / f"{color}.png").write_bytes(png(color))
+        (tmp_path / f"{color}.png").write_bytes(make_png(color))
 
 
 def look(tmp_path: Path, *rows: dict, ignored: tuple[str, ...] = (), name: str = "q.jsonl") -> QuestionSurvey:
-    path = write(tmp_path / name, [*rows])
+    path = write_rows(tmp_path / name, [*rows])
     return survey_questions(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(ignored=[*ignored])))
 
 
 def talks(tmp_path: Path, *rows: dict, ignored: tuple[str, ...] = ()) -> TranscriptSurvey:
-    return survey_transcripts(open_transcripts([str(write(tmp_path / "t.jsonl", [*rows]))], images_root="", ignored=ignored))
+    return survey_transcripts(open_transcripts([str(write_rows(tmp_path / "t.jsonl", [*rows]))], images_root="", ignored=ignored))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv", ".arrow"])
@@ -53,9 +53,9 @@ def test_one_line_names_all_columns_that_nothing_reads(suffix: str, tmp_path: Pa
     elif suffix == ".arrow":
         path = tmp_path / "saved"
         datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in rows[0] | rows[1] | rows[2]}).save_to_disk(path)
-        (path / "red.png").write_bytes(png())
+        (path / "red.png").write_bytes(make_png())
     else:
-        write(path, rows)
+        write_rows(path, rows)
     found = survey_questions(open_questions([str(path)], images_root="", name="train"))
     (line,) = found.unread_columns
     where = "data-00000-of-00001.arrow" if suffix == ".arrow" else path.name
@@ -94,7 +94,7 @@ def test_columns_of_questions_that_are_named(row: dict, column: str, tmp_path: P
     """Not named are those that are empty, that name the row, or that have the answer once more."""
     if row.get("id"):
         with pytest.raises(ValueError, match="index: must be text or a whole number"):
-            load_questions([str(write(tmp_path / "q.jsonl", [ASKED | row]))], images_root="", name="train")
+            load_questions([str(write_rows(tmp_path / "q.jsonl", [ASKED | row]))], images_root="", name="train")
         return
     assert [line.partition(" is not read: ")[0] for line in look(tmp_path, ASKED | row).unread_columns] == (
         [f"q.jsonl row 0: column {column}"] if column else []
@@ -148,7 +148,7 @@ def test_rows_without_a_picture_beside_others(tmp_path: Path) -> None:
     assert look(tmp_path, ASKED, ASKED).column_warnings == []
     found = talks(tmp_path, TALK | {"images": ["red.png"]}, TALK)
     assert found.warnings == [f"t.jsonl row 1: 1 of 2 rows have no picture in column images: {remedy}"]
-    path = write(tmp_path / "c.jsonl", [bare | {"pic": "red.png"}, bare | {"pic": ""}])
+    path = write_rows(tmp_path / "c.jsonl", [bare | {"pic": "red.png"}, bare | {"pic": ""}])
     found = survey_questions(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(images="pic")))
     assert [line.partition(": the")[0] for line in found.column_warnings] == ["c.jsonl row 1: 1 of 2 rows have no picture in column pic"]
 
@@ -196,7 +196,7 @@ def test_data_that_the_tools_make_is_quiet(tmp_path: Path) -> None:
     rows = [*make_visual_search.make_rows("train", num=2, seed=0, level="easy", sprites=sprites, images=None)]
     with (tmp_path / "wheel").open("wb") as file, zipfile.ZipFile(file, "w") as wheel:
         wheel.writestr("easy_vqa/data/train/questions.json", '[["What color?", "red", 7]]')
-        wheel.writestr("easy_vqa/data/train/images/7.png", png())
+        wheel.writestr("easy_vqa/data/train/images/7.png", make_png())
     easy = [*make_easy_vqa.read_rows((tmp_path / "wheel").read_bytes(), "train", num=1, seed=0)]
     ignored = compose_settings(["experiment=visual_search_3b_lora_1gpu", "model.path=3b"]).task.data.columns.ignored
     for name, given, chosen in (("q.parquet", rows, ignored), ("e.parquet", easy, ())):

@@ -8,9 +8,9 @@ import torch
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.torch_dist import McoreTensors
 from tests.conftest import SUPPORT
-from tests.support.checkpoint_world import LAYOUTS, VARIANTS, sizes
-from tests.support.odd_vocabulary import add_tokens
-from tests.support.poisoned import POISONS, RUNS
+from tests.support.checkpoint_world import LAYOUTS, VARIANTS, stored_sizes
+from tests.support.indivisible_vocabulary import add_tokens
+from tests.support.malicious_checkpoints import EXPLOITS, RUN_BY_TORCH
 
 SCRIPT = SUPPORT / "checkpoint_world.py"
 READ = {  # by a world of two at each of its four layouts, and by one process: a covering choice
@@ -95,7 +95,7 @@ def test_a_rank_writes_its_share(name: str, out: Path) -> None:
     """Of the optimizer what it steps, to the byte; of the weights, which both ranks hold, half of them but for one tensor's size."""
     written = [{"optimizer": 0, "weights": 0} for _ in range(2)]
     largest = 0
-    for (file, _), (key, size) in sizes(out / name).items():
+    for (file, _), (key, size) in stored_sizes(out / name).items():
         kind = "optimizer" if key.startswith("optimizer.") else "weights"
         written[int(file.split("_")[2])][kind] += size
         largest = max(largest, size if kind == "weights" else 0)
@@ -111,7 +111,7 @@ def test_a_rank_reads_its_share(name: str, layout: str, out: Path) -> None:
     up to three times (a box is of a tensor's rows, or of one row), where a rank's stretch begins and where it ends; and by both
     tensor-parallel ranks, if it was not cut for them."""
     again = result(out, f"{name}_at_{layout}")
-    parts = [size for key, size in sizes(out / name).values() if key.startswith("optimizer.")]
+    parts = [size for key, size in stored_sizes(out / name).values() if key.startswith("optimizer.")]
     is_alike, is_cut_anew = layout == VARIANTS[name].layout, layout == "tp2" != VARIANTS[name].layout
     for was_read, own in zip(again["read"], again["own"], strict=True):
         slack = 0 if is_alike else 3 * 2 * 3 * max(parts)
@@ -170,10 +170,10 @@ def test_half_a_file_is_one_line_that_names_the_folder(out: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("where", POISONS)
+@pytest.mark.parametrize("where", EXPLOITS)
 def test_nothing_that_a_checkpoint_holds_is_run(where: str, out: Path) -> None:
     """One line instead. Read by Megatron and torch alone, three of them run: the poison is one."""
     told = result(out, "one_poisoned")[where]
     assert told["said"].startswith((f"run.dir={out}", str(out))) and "\n" not in told["said"] and len(told["said"]) < 600
     assert not told["ran"]
-    assert told["runs by itself"] == (where in RUNS)
+    assert told["runs by itself"] == (where in RUN_BY_TORCH)

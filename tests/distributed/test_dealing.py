@@ -8,18 +8,22 @@ import pytest
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.renderer import Renderer
 from tests.conftest import SUPPORT
-from tests.support import forked
-from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of, said
+from tests.support import fork_server
+from tests.support.scripted_rollout_manager import EPISODE, EXAMPLES, make_rollout_manager, strip_timings
 
 
 @pytest.fixture(scope="module")
 def alone(random_model: Path) -> str:
     """What one engine makes of all groups."""
-    return repr(said(fleet_of(Renderer(ModelSettings(path=str(random_model)))).run_examples(EXAMPLES, samples=2, settings=EPISODE)))
+    return repr(
+        strip_timings(
+            make_rollout_manager(Renderer(ModelSettings(path=str(random_model)))).run_examples(EXAMPLES, num_samples=2, settings=EPISODE)
+        )
+    )
 
 
 def played(random_model: Path, tmp_path: Path, case: str) -> list[dict]:
-    done = forked.world(2, SUPPORT / "dealt.py", random_model, tmp_path / "out", case, timeout_s=120)
+    done = fork_server.run_world(2, SUPPORT / "load_balancer_world.py", random_model, tmp_path / "out", case, timeout_s=120)
     assert done.returncode == 0 and "ended" not in done.stdout, done.stdout
     return [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(2)]
 
@@ -45,7 +49,7 @@ def test_what_was_down_is_played_again(random_model: Path, tmp_path: Path, alone
 
 def test_no_rank_waits_for_one_that_failed(random_model: Path, tmp_path: Path) -> None:
     """It raises what its episode raised; the other plays what is left, and finds that it is alone."""
-    done = forked.world(2, SUPPORT / "dealt.py", random_model, tmp_path / "out", "fails", timeout_s=120)
+    done = fork_server.run_world(2, SUPPORT / "load_balancer_world.py", random_model, tmp_path / "out", "fails", timeout_s=120)
     ends = [line for line in done.stdout.splitlines() if line.startswith("ended: ")]
     assert len(ends) == 2 and sum("KeyError('a mistake')" in line for line in ends) == 1, done.stdout
     assert not list(tmp_path.glob("out.*"))

@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from megatron_rl.config import EngineSettings, ParallelSettings
 from megatron_rl.memory_plan.rank_shares import fake_process_group
 from megatron_rl.policy.parallel import build_layout
-from megatron_rl.rollout.vllm.engine_core import place_of
+from megatron_rl.rollout.vllm.engine_core import device_arguments
 
 SIZE = 32
 MOST = 700
@@ -37,7 +37,7 @@ class Seen:
 @contextmanager
 def engine_groups(tp: int) -> Iterator[None]:
     """vLLM's, as its worker makes them behind the external launcher (v1/worker/gpu_worker.py, init_worker_distributed_environment)."""
-    given = place_of(EngineSettings(tp=tp), cuda=True)
+    given = device_arguments(EngineSettings(tp=tp), cuda=True)
     parallel = ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend=given["distributed_executor_backend"])
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
         engines.init_distributed_environment(world_size=SIZE, rank=dist.get_rank(), local_rank=dist.get_rank() % 8, backend="fake")

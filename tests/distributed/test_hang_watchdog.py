@@ -24,29 +24,32 @@ from megatron_rl.distributed.hang_watchdog import REPLY_TIMEOUT_S, HangWatchdog,
 from megatron_rl.distributed.world import World, is_collective_error
 from megatron_rl.errors import InfraError, PeerLost, RunFailed
 from tests.conftest import SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
 HERE = f"(node 0, {socket.gethostname()})"
 
 
 def at_work(where: str, *, node: str = "node 0, a", waits: bool = False) -> RankReport:
-    return RankReport(node=node, at=where, waits=waits)
+    return RankReport(node=node, location=where, is_waiting=waits)
 
 
 def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
     """Rank 1 sleeps; the others say so once, before and when they end, within the limit and the time for answers."""
     limit_s = 10  # a tenth of it lies between the warning and the end
-    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "lags", limit_s, timeout_s=100)
-    assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < limit_s + REPLY_TIMEOUT_S + forked.GRACE_S
+    done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "lags", limit_s, timeout_s=100)
+    assert (
+        done.returncode == 1
+        and time.time() - (tmp_path / "began_0").stat().st_mtime < limit_s + REPLY_TIMEOUT_S + fork_server.TERMINATE_TIMEOUT_S
+    )
     last, first = sorted(line for line in done.stdout.splitlines() if "rank 1" in line)  # "error" comes before "warning"
-    behind = rf"rank 1 {re.escape(HERE)} is behind, at watched.py:\d+ in dawdle"
+    behind = rf"rank 1 {re.escape(HERE)} is behind, at hang_watchdog_world.py:\d+ in sleep_long"
     why = rf"{behind}; the others wait at .*in all_gather; stacks: {tmp_path}/hang"
     assert re.fullmatch(rf"warning: rank [012] has not moved for \d+ s: {why}", first), done.stdout
     assert re.fullmatch(rf"error: parallel.timeout_s={limit_s}: a collective waited longer; {why}", last), done.stdout
     stacks = {path.name: path.read_text() for path in (tmp_path / "hang").iterdir()}
     assert stacks.keys() == {"rank_0.txt", "rank_1.txt", "rank_2.txt"} and "Traceback" not in done.stdout
-    assert " in dawdle\n" in stacks["rank_1.txt"] and " in gather\n" not in stacks["rank_1.txt"]
-    assert all(" in gather\n" in stacks[name] and " in dawdle\n" not in stacks[name] for name in ("rank_0.txt", "rank_2.txt"))
+    assert " in sleep_long\n" in stacks["rank_1.txt"] and " in all_gather_object\n" not in stacks["rank_1.txt"]
+    assert all(" in all_gather_object\n" in stacks[name] and " in sleep_long\n" not in stacks[name] for name in ("rank_0.txt", "rank_2.txt"))
 
 
 @pytest.mark.parametrize(("how", "limit_s"), [("lags", 10), ("asks", 5)])
@@ -55,15 +58,15 @@ def test_a_disk_that_hangs_does_not_hide_who_lags(tmp_path: Path, how: str, limi
     like such a disk."""
     (tmp_path / "hang").mkdir()
     os.mkfifo(tmp_path / "hang" / "rank_1.txt")
-    done = forked.world(3, SUPPORT / "watched.py", tmp_path, how, limit_s, timeout_s=100)
+    done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, how, limit_s, timeout_s=100)
     lines = [line for line in done.stdout.splitlines() if "rank 1" in line]
     assert done.returncode == 1 and lines, done.stdout
-    assert all(f"rank 1 {HERE} is behind, at watched.py:" in line for line in lines) and "no answer" not in done.stdout, lines
+    assert all(f"rank 1 {HERE} is behind, at hang_watchdog_world.py:" in line for line in lines) and "no answer" not in done.stdout, lines
 
 
 def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
     """At once, not after the limit: on another node its own line is not seen."""
-    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "ends", 60, timeout_s=100)
+    done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "ends", 60, timeout_s=100)
     assert done.returncode == 1
     assert time.time() - (tmp_path / "began_0").stat().st_mtime < 30
     (line,) = [line for line in done.stdout.splitlines() if "error" in line]
@@ -72,15 +75,15 @@ def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
 
 def test_who_has_no_memory_left_says_so(tmp_path: Path) -> None:
     """It has none for a new thread either. Its reason is the last line, and no other one's guess."""
-    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "memory", 60, timeout_s=100)
+    done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "memory", 60, timeout_s=100)
     told = f"error: MemoryError: no memory was left; give its node more, or lower batch.micro_batch_tokens (rank 1, {HERE[1:-1]})"
     assert [line for line in done.stdout.splitlines() if "error:" in line] == [told] and done.returncode == 1
 
 
 def test_a_silent_rank_ends_the_job_wherever_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a group that waits for hours for slow writers: three questions a second apart, instead of 100 s."""
-    monkeypatch.setattr(forked, "GRACE_S", 1.0)
-    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "stops", 1, timeout_s=90)
+    monkeypatch.setattr(fork_server, "TERMINATE_TIMEOUT_S", 1.0)
+    done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "stops", 1, timeout_s=90)
     assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < 60
     line = f"error: no answer from rank 1 {HERE} to 3 questions in a row; was it stopped, or does its node hang?"
     assert [each for each in done.stdout.splitlines() if each.startswith("error")] == [line]
@@ -90,8 +93,8 @@ def test_a_silent_rank_ends_the_job_wherever_it_is_waited_for(tmp_path: Path, mo
 
 def test_a_slow_rank_that_answers_is_waited_for(tmp_path: Path) -> None:
     """As one that writes its part of a checkpoint longer than the others; the questions are as far apart as above."""
-    done = forked.world(3, SUPPORT / "watched.py", tmp_path, "writes", 1, timeout_s=90)
-    assert done.returncode == 0 and "error" not in done.stdout and done.stdout.count(" in write_long") >= 3, done.stdout
+    done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "writes", 1, timeout_s=90)
+    assert done.returncode == 0 and "error" not in done.stdout and done.stdout.count(" in answer_slowly") >= 3, done.stdout
 
 
 def keep_store(told: Connection) -> None:
@@ -142,7 +145,7 @@ def test_a_first_node_that_hangs_is_not_waited_for(
             "no answer from ranks 1 and 2 (n, b); was a node lost, memory short, or did someone end them?",
         ),
         (
-            {0: at_work("x", waits=True), 1: RankReport(node="n", ended="a=b: c")}, {2: RankReport(node="n")},
+            {0: at_work("x", waits=True), 1: RankReport(node="n", exit_reason="a=b: c")}, {2: RankReport(node="n")},
             "a=b: c (rank 1, n)",
         ),
         ({0: at_work("x"), 1: at_work("x")}, {}, "ranks 0 and 1 (node 0, a) are behind, at x; nobody waits for them; stacks: hang"),

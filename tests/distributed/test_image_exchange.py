@@ -15,13 +15,13 @@ from megatron_rl.distributed.image_exchange import ImageExchange, TransferPlan, 
 from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 from tests.conftest import SUPPORT
-from tests.support import forked
-from tests.support.gallery_world import picture
+from tests.support import fork_server
+from tests.support.image_exchange_world import make_picture
 
 
 def test_four_ranks_of_two_nodes_show_each_other_their_pictures(tmp_path: Path) -> None:
     """Real processes and gloo; what each sees is made anew of its number. All recorded pictures are there, whoever had them."""
-    result = forked.world(4, SUPPORT / "gallery_world.py", tmp_path, timeout_s=240)
+    result = fork_server.run_world(4, SUPPORT / "image_exchange_world.py", tmp_path, timeout_s=240)
     assert result.returncode == 0, result.stdout
     for step in (1, 2):
         entries = read_recorded(tmp_path / f"step_{step}.jsonl")
@@ -30,14 +30,14 @@ def test_four_ranks_of_two_nodes_show_each_other_their_pictures(tmp_path: Path) 
         ]
         for entry in entries:
             assert [seen.pil.tobytes() for seen in entry.rollout.images] == [
-                picture(int(seen.key[1:])).tobytes() for seen in entry.rollout.images
+                make_picture(int(seen.key[1:])).tobytes() for seen in entry.rollout.images
             ]
 
 
 def test_the_example() -> None:
     found = plan_transfers({1: ["a"], 2: ["a"], 3: ["a"]}, {"a": 0}, [0, 0, 1, 1], {"a": 8})
-    assert [(route.key, route.sender, route.receiver) for route in found.routes] == [("a", 0, 2)]
-    assert found.places == {1: {"a": 0}, 2: {"a": 2}, 3: {"a": 2}} and found.shelves == {0: {"a": 0}, 2: {"a": 0}}
+    assert [(route.key, route.sender, route.receiver) for route in found.transfers] == [("a", 0, 2)]
+    assert found.sources == {1: {"a": 0}, 2: {"a": 2}, 3: {"a": 2}} and found.offsets == {0: {"a": 0}, 2: {"a": 0}}
 
 
 @given(st.data())
@@ -49,18 +49,18 @@ def test_everyone_finds_what_it_needs_on_its_node(data: st.DataObject) -> None:
     needed = {rank: data.draw(st.lists(st.sampled_from(keys))) for rank in data.draw(st.sets(st.integers(0, ranks - 1)))}
     sizes = {key: 3 + number for number, key in enumerate(keys)}
     found = plan_transfers(needed, holders, nodes, sizes)
-    received = {(route.receiver, route.key) for route in found.routes}
+    received = {(route.receiver, route.key) for route in found.transfers}
     for rank, wanted in needed.items():
-        assert found.places.get(rank, {}).keys() == {key for key in wanted if holders[key] != rank}
-        for key, shower in found.places.get(rank, {}).items():
-            assert nodes[shower] == nodes[rank] and key in found.shelves[shower]
+        assert found.sources.get(rank, {}).keys() == {key for key in wanted if holders[key] != rank}
+        for key, shower in found.sources.get(rank, {}).items():
+            assert nodes[shower] == nodes[rank] and key in found.offsets[shower]
             assert holders[key] == shower or (shower, key) in received
-    arrivals = Counter((nodes[route.receiver], route.key) for route in found.routes)
+    arrivals = Counter((nodes[route.receiver], route.key) for route in found.transfers)
     assert set(arrivals.values()) <= {1}
-    for route in found.routes:
+    for route in found.transfers:
         assert route.sender == holders[route.key] and nodes[route.sender] != nodes[route.receiver]
-        assert route.key in found.shelves[route.sender] and route.key in needed[route.receiver]
-    for shelf in found.shelves.values():
+        assert route.key in found.offsets[route.sender] and route.key in needed[route.receiver]
+    for shelf in found.offsets.values():
         ends = sorted((offset, offset + sizes[key]) for key, offset in shelf.items())
         assert [start for start, _ in ends] == [0, *(end for _, end in ends[:-1])], "one after the other, without a gap"
 
@@ -68,7 +68,7 @@ def test_everyone_finds_what_it_needs_on_its_node(data: st.DataObject) -> None:
 def pictures_received(found: TransferPlan, sizes: dict[str, int], ranks: int) -> int:
     """Bytes of the rank that is sent most."""
     sent = [0] * ranks
-    for route in found.routes:
+    for route in found.transfers:
         sent[route.receiver] += sizes[route.key]
     return max(sent)
 
@@ -99,7 +99,7 @@ def test_what_a_rank_is_sent_does_not_grow_with_the_world() -> None:
 
 def rollout_of(num_observed: int, num_sampled: int) -> Rollout:
     context = TokenSequence()
-    context.extend([151_655] * num_observed, images=(Image(picture(1), None, (1, 4, 2), "k1", 2),))
+    context.extend([151_655] * num_observed, images=(Image(make_picture(1), None, (1, 4, 2), "k1", 2),))
     context.extend([150_000] * num_sampled, logprobs=[-1 / 3] * num_sampled, versions=[7] * num_sampled)
     return Rollout(task="t", example_id="e", group=0, sample_index=0, sequences=[context])
 
@@ -130,8 +130,8 @@ def words_sent(monkeypatch: pytest.MonkeyPatch, *, groups: int, ranks: int) -> i
 
     for name, told in {"get_world_size": lambda: ranks, "get_rank": lambda: 0, "all_reduce": all_reduce}.items():
         monkeypatch.setattr(world.dist, name, told)
-    monkeypatch.setattr(image_exchange, "gather", lambda mine, group: [mine] * ranks)
-    assert len(ImageExchange(patch=14).gather_rollouts(parts[0])) == 8 * groups
+    monkeypatch.setattr(image_exchange, "all_gather_object", lambda mine, group: [mine] * ranks)
+    assert len(ImageExchange(patch_size=14).gather_rollouts(parts[0])) == 8 * groups
     return sum(sent)
 
 

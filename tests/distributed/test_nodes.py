@@ -18,8 +18,8 @@ import pytest
 
 from megatron_rl.launcher.spawn import omp_num_threads
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
-from tests.support.two_nodes import launched
+from tests.support import fork_server
+from tests.support.loopback_nodes import start_launchers
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lost(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
     out, homes = tmp_path_factory.mktemp("nodes"), [tmp_path_factory.mktemp("home") for _ in range(2)]
-    nodes = launched(SUPPORT / "nodes_world.py", models, out, *LAYOUTS, "until_lost", num_processes=2, homes=homes)
+    nodes = start_launchers(SUPPORT / "multi_node_world.py", models, out, *LAYOUTS, "until_lost", num_processes=2, temp_dirs=homes)
     try:
         deadline = time.monotonic() + 200
         while not (out / "places.json").exists():
@@ -70,12 +70,12 @@ def lost(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Los
         yield Lost(out, homes, nodes[0].returncode, said, time.monotonic() - began, [pid for pid in pids if psutil.pid_exists(pid)])
     finally:
         for node in nodes:
-            node.end(by=time.monotonic() + 5)
+            node.terminate(deadline=time.monotonic() + 5)
 
 
 def test_two_nodes_train_what_one_does(lost: Lost, models: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """Losses and gradient norms of two steps at each layout; the same ranks, split over nodes."""
-    torchrun(4, SUPPORT / "nodes_world.py", models, tmp_path, *LAYOUTS)
+    torchrun(4, SUPPORT / "multi_node_world.py", models, tmp_path, *LAYOUTS)
     one, two = (json.loads((out / "steps.json").read_text()) for out in (tmp_path, lost.out))
     assert one.keys() == two.keys() == LAYOUTS.keys()
     for layout, steps in one.items():
@@ -103,7 +103,7 @@ def test_launchers_that_do_not_meet_say_where() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         meet = ("--nnodes", 2, "--node_rank", 0, "--master_addr", "127.0.0.1", "--master_port", port, "--nproc_per_node", 1)
-        done = forked.run(ROOT / "launch" / "spawn.py", *meet, SUPPORT / "nodes_world.py", timeout_s=30)
+        done = fork_server.run_script(ROOT / "launch" / "spawn.py", *meet, SUPPORT / "multi_node_world.py", timeout_s=30)
     assert done.returncode == 1
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"error: --master_addr=127.0.0.1 --master_port={port}: the launchers of 2 nodes did not meet (")

@@ -7,13 +7,13 @@ import torch
 
 from megatron_rl.config import ParallelSettings
 from tests.conftest import SUPPORT
-from tests.support.overlap_world import UPDATES
+from tests.support.grad_reduce_overlap_world import UPDATES
 
 
 @pytest.fixture(scope="module")
 def found(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict:  # noqa: ANN001
     out = tmp_path_factory.mktemp("overlap")
-    torchrun(2, SUPPORT / "overlap_world.py", random_model, out)
+    torchrun(2, SUPPORT / "grad_reduce_overlap_world.py", random_model, out)
     return torch.load(out / "overlap.pt", weights_only=True)
 
 

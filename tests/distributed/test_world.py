@@ -11,7 +11,7 @@ import torch
 from megatron_rl.cli.app import exit_with_error
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, connect, expand_segments, raise_on_all_ranks, read_world
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
 
 def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     world = read_world()
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node, world.num_nodes) == (13, 16, 5, 8, 1, 2)
-    assert world.device == torch.device("cuda", 5) and not world.is_main and not world.is_first_here
+    assert world.device == torch.device("cuda", 5) and not world.is_main and not world.is_local_main
 
 
 @pytest.mark.parametrize("kind", [ValueError, OSError])
@@ -31,7 +31,7 @@ def test_a_mistake_that_every_rank_raises_is_known_as_such(kind: type[Exception]
     def fail() -> None:
         raise kind("parallel.tp=3: too many")
 
-    monkeypatch.setattr("megatron_rl.distributed.world.gather", lambda mine, *, group: [mine] * 3)
+    monkeypatch.setattr("megatron_rl.distributed.world.all_gather_object", lambda mine, *, group: [mine] * 3)
     with pytest.raises((SharedValueError, SharedOSError), match="^parallel.tp=3: too many$") as told:
         raise_on_all_ranks(fail)
     assert isinstance(told.value, kind)
@@ -95,7 +95,6 @@ def test_megatron_may_count_on_one_queue_before_torch_is_there(given: dict[str, 
 
 def test_freed_blocks_leave_though_others_lie_between_them() -> None:
     """60 of 6 MB. By itself the C library keeps all of them; small ones in between are what a run has everywhere."""
-    kept, left = (
-        int(forked.run(SUPPORT / "heap_holes.py", *given, timeout_s=120).stdout.split()[-1]) for given in ((), ("returned",))
-    )  # fmt: skip
+    script = SUPPORT / "heap_fragmentation.py"
+    kept, left = (int(fork_server.run_script(script, *given, timeout_s=120).stdout.split()[-1]) for given in ((), ("returned",)))
     assert kept > 50 * (6 << 20) and left < 1 << 20

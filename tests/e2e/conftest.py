@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.slurm import Cluster, cluster, lacking
+from tests.support.slurm import Cluster, find_missing, start_cluster
 
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
     """Skipped where no cluster can be started, which is said loudly."""
-    why = lacking()
+    why = find_missing()
     if why:
         warnings.warn(f"no Slurm, its tests are skipped: {why}", stacklevel=1)
         pytest.skip(why)
-    with cluster() as started:
+    with start_cluster() as started:
         yield started
 
 

@@ -15,19 +15,19 @@ from PIL import Image
 
 from megatron_rl.data.images import StoredImage
 from megatron_rl.errors import InfraError
-from megatron_rl.rollout.transcript_segments import pictures_of
+from megatron_rl.rollout.transcript_segments import extract_images
 from megatron_rl.tasks.visual_python.codev import CodeVProtocol
 from megatron_rl.tasks.visual_python.deepeyes import DeepEyesProtocol
 from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS
 from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
-from tests.support.agent_room import NOISE, Held, env_of, play, text
-from tests.support.sandbox_room import Room, started
+from tests.support.sandbox_pool import PoolRunner, start_pool
+from tests.support.visual_python_episodes import NOISE, DecodedImage, extract_text, make_env, run_replies
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    yield from started(size=3)
+def room() -> Iterator[PoolRunner]:
+    yield from start_pool(size=3)
 
 
 def png(width: int, height: int) -> bytes:
@@ -47,35 +47,35 @@ def png(width: int, height: int) -> bytes:
     ],
     ids=["empty", "html", "cut", "bomb", "strip"],
 )
-def test_a_bad_picture_of_the_data_set_is_ours_and_named(room: Room, tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_bad_picture_of_the_data_set_is_ours_and_named(room: PoolRunner, tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(content)
     for source in (content, path):
-        env = env_of(room, PyVisionProtocol(), StoredImage(source, "train.parquet row 7: images[0]"))
+        env = make_env(room, PyVisionProtocol(), StoredImage(source, "train.parquet row 7: images[0]"))
         with pytest.raises(InfraError, match=f"example row7: train.parquet row 7.*{says}"):
-            room.do(env.reset(0))
+            room.run_coroutine(env.reset(0))
 
 
-def test_a_picture_of_one_pixel_is_a_picture(room: Room) -> None:
-    (step,) = play(
+def test_a_picture_of_one_pixel_is_a_picture(room: PoolRunner) -> None:
+    (step,) = run_replies(
         room, PyVisionProtocol(), PyVisionProtocol().write_code("print(image_clue_0.size)"), images=(StoredImage(png(1, 1), "row 0"),)
     )
-    assert "(1, 1)" in text(step)
+    assert "(1, 1)" in extract_text(step)
 
 
-def test_a_question_with_too_many_places_is_ours(room: Room) -> None:
-    env = env_of(room, PyVisionProtocol(), Held(NOISE), question="<image> or <image>?")
+def test_a_question_with_too_many_places_is_ours(room: PoolRunner) -> None:
+    env = make_env(room, PyVisionProtocol(), DecodedImage(NOISE), question="<image> or <image>?")
     with pytest.raises(InfraError, match="example row7: the question has 2 places for pictures .* 1 pictures"):
-        room.do(env.reset(0))
+        room.run_coroutine(env.reset(0))
 
 
-def test_a_file_name_that_no_box_takes_is_ours(room: Room) -> None:
+def test_a_file_name_that_no_box_takes_is_ours(room: PoolRunner) -> None:
     with pytest.raises(InfraError, match=r"example row7: sandbox: '\.\./photo\.jpg' is no name"):
-        play(room, CodeVProtocol(("../photo.jpg",)), CodeVProtocol().write_code("1"))
+        run_replies(room, CodeVProtocol(("../photo.jpg",)), CodeVProtocol().write_code("1"))
     assert room.pool.num_open == 0
 
 
-def test_decoding_does_not_stop_the_loop(room: Room) -> None:
+def test_decoding_does_not_stop_the_loop(room: PoolRunner) -> None:
     """While one episode decodes a slow picture, another's coroutine goes on."""
 
     @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def test_decoding_does_not_stop_the_loop(room: Room) -> None:
             return self.then()
 
     async def both() -> int:
-        env = env_of(room, PyVisionProtocol(), Slow(lambda: NOISE))
+        env = make_env(room, PyVisionProtocol(), Slow(lambda: NOISE))
         decoding = asyncio.create_task(env.reset(0))
         ticks = 0
         while not decoding.done():
@@ -96,7 +96,7 @@ def test_decoding_does_not_stop_the_loop(room: Room) -> None:
         await decoding
         return ticks
 
-    assert room.do(both()) > 10
+    assert room.run_coroutine(both()) > 10
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ class Watched:
 
 
 @pytest.mark.parametrize("protocol", [PyVisionProtocol(), DeepEyesProtocol()], ids=["code", "zoom"])
-def test_an_original_is_held_by_nobody_between_its_uses(room: Room, protocol: ToolProtocol) -> None:
+def test_an_original_is_held_by_nobody_between_its_uses(room: PoolRunner, protocol: ToolProtocol) -> None:
     """It is larger than what the policy sees: the prompt has it, and a tool or a box as long as it looks at it."""
     original = Watched([])
-    env = env_of(room, protocol, original)
-    messages = room.do(env.reset(0))
+    env = make_env(room, protocol, original)
+    messages = room.run_coroutine(env.reset(0))
     assert original.num_alive == 1 and len(messages) == 2
     del messages
     assert original.num_alive == 0
@@ -131,8 +131,8 @@ def test_an_original_is_held_by_nobody_between_its_uses(room: Room, protocol: To
         box = {"bbox_2d": [10, 20, 60, 60]}
         reply, expected = protocol.write_call("zoom", box), IMAGE_TOOLS["zoom"].apply(NOISE, box)
     for _ in range(2):
-        step = room.do(env.step(reply))
-        (shown,) = pictures_of(step.messages)
+        step = room.run_coroutine(env.step(reply))
+        (shown,) = extract_images(step.messages)
         assert shown.tobytes() == expected.tobytes()
     assert original.num_alive == 0 and len(original.opened) == (2 if isinstance(protocol, PyVisionProtocol) else 3)
-    room.do(env.close())
+    room.run_coroutine(env.close())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, SUPPORT, start
-from tests.support import forked
+from tests.support import fork_server
 
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (
@@ -24,7 +24,7 @@ SAID = re.compile(r"^error: (\S+?)=(\S+): (.+)$", re.MULTILINE)
 
 def ranks(*overrides: str, within_s: float, script: Path = TRAIN) -> str:
     """launch/train.py as two ranks, which must fail within that time without a traceback. Returns all they said."""
-    result = forked.world(2, script, *overrides, timeout_s=within_s)
+    result = fork_server.run_world(2, script, *overrides, timeout_s=within_s)
     assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout
     return result.stdout
 
@@ -83,7 +83,7 @@ def test_a_missing_model_is_told_once(tmp_path: Path) -> None:
 def test_an_engine_that_is_too_small(override: str, random_model: Path, tmp_path: Path) -> None:
     """Told by the engine itself, when it is built or when the first prompt comes."""
     overrides = (*TINY, "engine.max_model_len=4096", override)
-    result = forked.run(TRAIN, f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *overrides, timeout_s=120)
+    result = fork_server.run_script(TRAIN, f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *overrides, timeout_s=120)
     assert result.returncode == 1 and len(re.findall("^error: .*engine.max_model_len.*\n$", result.stdout, re.MULTILINE)) == 1, (
         result.stdout
     )
@@ -103,7 +103,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(random_model: Path, tmp_pa
     shutil.copytree(random_model, run / "final")
     before = {path.name: path.read_bytes() for path in (run / "final").iterdir()}
     overrides = (f"model.path={random_model}", f"run.dir={run}", "run.steps=1", *TINY)
-    output = ranks(*overrides, within_s=200, script=SUPPORT / "small_disk.py")
+    output = ranks(*overrides, within_s=200, script=SUPPORT / "full_disk_train.py")
     key, value, remedy = the_one_error(output)
     assert (key, value) == ("run.dir", str(run)) and "File too large" in remedy and "free space" in remedy
     assert {path.name: path.read_bytes() for path in (run / "final").iterdir()} == before
@@ -113,21 +113,21 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(random_model: Path, tmp_pa
 
 
 @pytest.fixture
-def two_ranks(random_model: Path, tmp_path: Path) -> Iterator[list[forked.Process]]:
+def two_ranks(random_model: Path, tmp_path: Path) -> Iterator[list[fork_server.Process]]:
     """Two ranks on two machines, as it were: no torchrun of this machine ends one because the other died."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     overrides = (f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", "run.steps=500", "parallel.tp=2", *TINY)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [forked.Process(TRAIN, *overrides, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ranks = [fork_server.Process(TRAIN, *overrides, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     yield ranks
     for rank in ranks:
         rank.kill()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_takes_the_others_with_it(victim: int, two_ranks: list[forked.Process], tmp_path: Path) -> None:
+def test_a_rank_that_dies_takes_the_others_with_it(victim: int, two_ranks: list[fork_server.Process], tmp_path: Path) -> None:
     """Killed between any two collectives, in the middle of training: the other one notices in seconds, not after parallel.timeout_s."""
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 150

@@ -9,7 +9,7 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS
 from tests.conftest import SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
 GAMES = ("ez_points", "points24", "blackjack")
 FIGURES = {"success", "return", "tool_use", "failed_fraction", "invalid"}
@@ -19,7 +19,7 @@ OWN = {"ez_points": set(), "points24": {"success_of_solvable", "episodes"}, "bla
 @pytest.fixture(scope="module")
 def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("card_runs")
-    result = forked.run(SUPPORT / "card_runs.py", random_model, home, timeout_s=240)
+    result = fork_server.run_script(SUPPORT / "card_game_runs.py", random_model, home, timeout_s=240)
     assert result.returncode == 0, result.stdout[-6000:]
     return home
 

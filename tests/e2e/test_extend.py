@@ -14,10 +14,10 @@ import yaml
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import ROOT
-from tests.support import forked
-from tests.support.commands import examples
+from tests.support import fork_server
+from tests.support.documented_commands import doc_examples
 
-EXAMPLES = {name.removesuffix(".py"): source for name, source in examples().items()}
+EXAMPLES = {name.removesuffix(".py"): source for name, source in doc_examples().items()}
 TINY = {
     "model": {"min_pixels": 784, "max_pixels": 3136},
     "engine": {"kv_cache_mib": 16, "max_model_len": 256},
@@ -42,7 +42,7 @@ def home(random_model: Path, tmp_path: Path) -> Path:
 
 
 def run(home: Path, name: str, *arguments: str) -> str:
-    result = forked.run(home / f"{name}.py", *arguments, cwd=home, timeout_s=200)
+    result = fork_server.run_script(home / f"{name}.py", *arguments, cwd=home, timeout_s=200)
     assert result.returncode == 0, result.stdout
     return result.stdout
 
@@ -116,7 +116,7 @@ def test_a_task_of_fifteen_lines_runs(home: Path) -> None:
 def test_an_option_that_there_is_not(home: Path) -> None:
     (home / "configs" / "task").mkdir()
     (home / "configs" / "task" / "echo.yaml").write_text("name: echo\noptions: {word: 2}\n")
-    said = forked.run(home / "echo.py", "task=echo", "experiment=mine", "run.dir=out", cwd=home, timeout_s=100)
+    said = fork_server.run_script(home / "echo.py", "task=echo", "experiment=mine", "run.dir=out", cwd=home, timeout_s=100)
     assert said.returncode == 1 and re.search(r"^error: .*word\b", said.stdout, re.MULTILINE), said.stdout
 
 

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run.checkpoints import list_checkpoints, read_state
 from tests.conftest import SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
 
 def test_what_was_trained_is_saved(random_model: Path, tmp_path: Path) -> None:
-    result = forked.run(SUPPORT / "failed_evaluation.py", random_model, tmp_path / "run", "down", timeout_s=240)
+    result = fork_server.run_script(SUPPORT / "failed_evaluation.py", random_model, tmp_path / "run", "down", timeout_s=240)
     told = "evaluation: 1 of 1 episodes failed, run.max_failed_fraction=0.1; first reason: the world is down"
     assert f"stopped at step 2 of 2; {told}; the same command goes on" in result.stdout, result.stdout
     run = tmp_path / "run"
@@ -24,7 +24,7 @@ def test_what_was_trained_is_saved(random_model: Path, tmp_path: Path) -> None:
     (trained,) = (run / "final").glob("*.safetensors")
     before, after = load_file(random_model / "model.safetensors"), load_file(trained)
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
-    again = forked.run(SUPPORT / "failed_evaluation.py", random_model, run, "up", timeout_s=240)
+    again = fork_server.run_script(SUPPORT / "failed_evaluation.py", random_model, run, "up", timeout_s=240)
     assert again.returncode == 0, again.stdout
     memory, said = read_state(checkpoint), json.loads((run / "eval.json").read_text())
     assert (memory.step, memory.success) == (2, said["greedy_success"]), "the evaluation that was owed reaches its checkpoint"

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.observe.metrics import read_metrics
 from tests.conftest import SUPPORT
-from tests.support.odd_vocabulary import add_tokens
+from tests.support.indivisible_vocabulary import add_tokens
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 

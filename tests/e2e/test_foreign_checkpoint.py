@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.support import forked
-from tests.support.poisoned import POISONS, renew_record
+from tests.support import fork_server
+from tests.support.malicious_checkpoints import EXPLOITS, update_record
 
 TRAIN = ROOT / "launch" / "train.py"
 SFT = (
@@ -25,7 +25,7 @@ STATES = {
 def begun(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended after its second step: its final model is not there."""
     folder = tmp_path_factory.mktemp("begun") / "run"
-    result = forked.world(1, TRAIN, *SFT, f"model.path={random_model}", f"run.dir={folder}", timeout_s=280)
+    result = fork_server.run_world(1, TRAIN, *SFT, f"model.path={random_model}", f"run.dir={folder}", timeout_s=280)
     assert result.returncode == 0, result.stdout[-3000:]
     shutil.rmtree(folder / "final")
     return folder
@@ -33,7 +33,7 @@ def begun(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "where",
-    ["metadata", *(pytest.param(each, marks=pytest.mark.long) for each in [*sorted(POISONS.keys() - {"metadata"}), *STATES])],
+    ["metadata", *(pytest.param(each, marks=pytest.mark.long) for each in [*sorted(EXPLOITS.keys() - {"metadata"}), *STATES])],
 )
 def test_it_is_one_line(where: str, begun: Path, random_model: Path, tmp_path: Path) -> None:
     """security.md 4: both ranks of such a run had run what stood in front of the metadata."""
@@ -43,9 +43,9 @@ def test_it_is_one_line(where: str, begun: Path, random_model: Path, tmp_path: P
     if where in STATES:
         (checkpoint / "run" / "state.json").write_text(STATES[where])
     else:
-        POISONS[where](checkpoint, mark)
-        renew_record(checkpoint)
-    result = forked.world(1, TRAIN, *SFT, f"model.path={random_model}", f"run.dir={run}", timeout_s=280)
+        EXPLOITS[where](checkpoint, mark)
+        update_record(checkpoint)
+    result = fork_server.run_world(1, TRAIN, *SFT, f"model.path={random_model}", f"run.dir={run}", timeout_s=280)
     assert result.returncode == 1 and "Traceback" not in result.stdout and not mark.exists(), result.stdout[-3000:]
     (said,) = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
     assert str(checkpoint) in said and len(said) < 900

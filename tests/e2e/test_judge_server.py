@@ -31,8 +31,8 @@ from megatron_rl.rewards.rubrics import build_rubric
 from megatron_rl.types import Image as Shown
 from megatron_rl.types import ToolCall, Turn
 from tests.conftest import SUPPORT
-from tests.support import forked
-from tests.support.episodes import outcome_of
+from tests.support import fork_server
+from tests.support.rollout_factory import make_reward_input
 
 pytestmark = pytest.mark.timeout(600)
 _XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true}'
@@ -47,7 +47,9 @@ def url(random_model: Path) -> Iterator[str]:
     environment = {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     options = ("--model", random_model, "--served-model-name", "judge", "--dtype", "float32", "--enforce-eager", "--max-model-len", 4096)
     options += ("--kv-cache-memory-bytes", 64 << 20, "--structured-outputs-config", _XGRAMMAR)
-    server = forked.Process(SUPPORT / "judge_server.py", "--host", "127.0.0.1", "--port", port, *options, environment=environment)
+    server = fork_server.Process(
+        SUPPORT / "vllm_openai_server.py", "--host", "127.0.0.1", "--port", port, *options, environment=environment
+    )
     try:
         began = time.monotonic()
         while not _is_up(f"http://127.0.0.1:{port}/health"):
@@ -56,7 +58,7 @@ def url(random_model: Path) -> Iterator[str]:
         print(f"up after {time.monotonic() - began:.0f} s")
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        server.end(by=time.monotonic() + 60)
+        server.terminate(deadline=time.monotonic() + 60)
 
 
 def _is_up(url: str) -> bool:
@@ -99,7 +101,7 @@ def test_a_rubric_is_scored_by_it(url: str) -> None:
     zoom = ToolCall(tool="zoom", source=json.dumps({"bbox_2d": [0, 0, 40, 40]}))
     turns = [Turn(0, (0, 1), "zoom", tool_call=zoom, images=[crop]), Turn(0, (2, 3), "<answer>red</answer>")]
     payload = {"question": "What color?", "answer": "red", "data_source": "vstar"}
-    outcome = outcome_of(*turns, payload=payload, images=[crop])
+    outcome = make_reward_input(*turns, payload=payload, images=[crop])
 
     async def score(model: str) -> float:
         judge = Judge(JudgeSettings(urls=[url], model=model, max_tokens=64, timeout_s=120, max_attempts=2))
@@ -124,7 +126,7 @@ def num_judged(url: str) -> float:
 def judged(url: str, learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """The folder of a PPO run that asked the server, and how many verdicts that gave meanwhile."""
     home, before = tmp_path_factory.mktemp("judged"), num_judged(url)
-    ended = forked.run(SUPPORT / "judged_runs.py", learning_model, home, url, timeout_s=300)
+    ended = fork_server.run_script(SUPPORT / "judged_ppo_run.py", learning_model, home, url, timeout_s=300)
     assert ended.returncode == 0, ended.stdout[-6000:]
     return home, num_judged(url) - before
 

@@ -15,9 +15,9 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import ROOT
 from tests.e2e.test_lewis_run import SIZES, wait_for
-from tests.support import forked
-from tests.support.model_servers import start, started
-from tests.support.taught_speaker import rounds, taught
+from tests.support import fork_server
+from tests.support.model_server_process import running_model_server, start_model_server
+from tests.support.trained_speaker import train_speaker, write_lewis_data
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -42,17 +42,17 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     home = tmp_path_factory.mktemp("pair")
-    rounds(home)
-    taught(home / "speaker", words=home / "rounds" / "words.txt")
+    write_lewis_data(home)
+    train_speaker(home / "speaker", vocabulary_file=home / "rounds" / "words.txt")
     make_checkpoint(home / "listener", preset="nano", init="random", seed=1, words=home / "rounds" / "words.txt")
     token = home / "token"
     token.write_text(TOKEN)
     taken = ("--trained", "--token-file", token)
-    services = {name: start(name, home / name, *taken, "--log", home / f"{name}.jsonl") for name in ("listener", "speaker")}
+    services = {name: start_model_server(name, home / name, *taken, "--log", home / f"{name}.jsonl") for name in ("listener", "speaker")}
     says, listens = services["speaker"].url, services["listener"].url
     data = [f"task.data.{split}=[{home}/rounds/speaker:{folder}]" for split, folder in (("train", "train"), ("eval", "test"))]
     words = [*data, f"task.data.images={home}/pictures", *SIZES]
-    hears = forked.Process(
+    hears = fork_server.Process(
         ROOT / "launch" / "train.py", "task=lewis_listener", "task.options.reward=heard", f"model.path={home}/listener", *words, *MOVING,
         f"run.dir={home}/listener_run", f"run.steps={HEARS}", f"task.speaker.urls=[{says}]", f"weight_publish.urls=[{listens}]",
         f"task.speaker.token_file={token}", f"weight_publish.token_file={token}",
@@ -63,7 +63,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     try:
         wait_for(home / "listener_run" / "metrics.jsonl", "\n", hears)
         hears.send_signal(signal.SIGSTOP)
-        runs.append(forked.Process(
+        runs.append(fork_server.Process(
             ROOT / "launch" / "train.py", "task=lewis_speaker", f"model.path={home}/speaker", *words, f"run.dir={home}/speaker_run",
             f"run.steps={SPEAKS}", f"task.listener.urls=[{listens}]", "task.listener.partner_is_training=true",
             f"weight_publish.urls=[{says}]",
@@ -123,7 +123,7 @@ def test_a_listener_hears_what_the_speaker_had_become(pair: Pair) -> None:
     assert {line["version"] for line in lines} == {versions[0], versions[-1]}
     said = {line["text"] for line in lines if line["version"] == versions[-1]}
     shown = sorted(path.relative_to(pair.home / "pictures") for path in (pair.home / "pictures").glob("*/*/*.png"))
-    with started("speaker", pair.home / "speaker_run" / "final", "--root", pair.home / "pictures") as fresh:
+    with running_model_server("speaker", pair.home / "speaker_run" / "final", "--root", pair.home / "pictures") as fresh:
         batch = [{"image_path": str(path), "category": path.parts[0]} for path in shown]
         again = {each["text"] for each in fresh.post("/batch_describe", {"batch": batch}).json()["results"]}
     assert said and said <= again

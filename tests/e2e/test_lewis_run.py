@@ -26,9 +26,9 @@ from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import Rollout
 from tests.conftest import ROOT
-from tests.support import forked
-from tests.support.model_servers import Started, as_base64, start
-from tests.support.taught_speaker import rounds, taught
+from tests.support import fork_server
+from tests.support.model_server_process import ServerProcess, encode_base64, start_model_server
+from tests.support.trained_speaker import train_speaker, write_lewis_data
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -46,7 +46,7 @@ class Played:
 
     home: Path
     said: str
-    listener: Started
+    listener: ServerProcess
 
     @property
     def run(self) -> Path:
@@ -58,7 +58,7 @@ class Played:
         return [entry.rollout for step in range(STEPS) for entry in read_recorded(self.run / "rollouts" / f"step_{step:06d}.jsonl")]
 
 
-def wait_for(path: Path, words: str, run: forked.Process) -> None:
+def wait_for(path: Path, words: str, run: fork_server.Process) -> None:
     deadline = time.monotonic() + 300
     while not (path.exists() and words in path.read_text()):
         assert time.monotonic() < deadline and run.poll() is None, run.output.read_text()[-6000:]
@@ -68,22 +68,22 @@ def wait_for(path: Path, words: str, run: forked.Process) -> None:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     home = tmp_path_factory.mktemp("lewis")
-    rounds(home)
+    write_lewis_data(home)
     make_checkpoint(home / "listener", preset="nano", init="random", seed=1, words=home / "rounds" / "words.txt")
     with ThreadPoolExecutor(1) as beside:
-        starting = beside.submit(start, "listener", home / "listener")
-        speaker = taught(home / "speaker", words=home / "rounds" / "words.txt")
+        starting = beside.submit(start_model_server, "listener", home / "listener")
+        speaker = train_speaker(home / "speaker", vocabulary_file=home / "rounds" / "words.txt")
     listener = starting.result()
     data = (f"task.data.train=[{home}/rounds/speaker:train]", f"task.data.eval=[{home}/rounds/speaker:test]")
     own = (f"task.data.images={home}/pictures", f"task.listener.urls=[{listener.url}]", f"task.options.log={home}/log.jsonl")
     words = ("task=lewis_speaker", f"model.path={speaker}", f"run.dir={home}/run", f"run.steps={STEPS}", *data, *own, *SIZES, *HASTY)
-    run = forked.Process(ROOT / "launch" / "train.py", *words)
+    run = fork_server.Process(ROOT / "launch" / "train.py", *words)
     try:
         wait_for(home / "run" / "metrics.jsonl", "\n", run)
         listener.process.kill()
         listener.process.wait()
         wait_for(run.output, "rollouts failed", run)
-        listener = start("listener", home / "listener", "--port", urlsplit(listener.url).port)
+        listener = start_model_server("listener", home / "listener", "--port", urlsplit(listener.url).port)
         said, _ = run.communicate(300)
         assert run.returncode == 0, said[-6000:]
         yield Played(home, said, listener)
@@ -105,7 +105,7 @@ def accuracy_by_hand(played: Played, rollout: Rollout) -> float | None:
         return None
     words = f"{parts[1][0].strip()} {parts[2][0].strip()}"
     question = f'Does this description, "{words}", describe the main subject of the image? Answer yes or no.'
-    files = [{"base64": as_base64((played.home / "pictures" / path).read_bytes())} for path in row["ret_paths"]]
+    files = [{"base64": encode_base64((played.home / "pictures" / path).read_bytes())} for path in row["ret_paths"]]
     answer = played.listener.post("/score", {"candidates": files, "question": question})
     assert answer.status_code == 200, answer.text
     p = answer.json()["yes_probabilities"]
@@ -144,9 +144,9 @@ def test_a_listener_that_is_down_fails_rollouts_and_is_waited_for(played: Played
 
 def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(tmp_path: Path) -> None:
     """launch/lewis.sh without a host, as the game is called: an epoch of 8 rounds is two steps of four, and afterwards the port is free."""
-    rounds(tmp_path)
+    write_lewis_data(tmp_path)
     make_checkpoint(tmp_path / "listener", preset="nano", init="random", seed=1, words=tmp_path / "rounds" / "words.txt")
-    speaker, port = taught(tmp_path / "speaker", words=tmp_path / "rounds" / "words.txt"), find_free_port("127.0.0.1")
+    speaker, port = train_speaker(tmp_path / "speaker", vocabulary_file=tmp_path / "rounds" / "words.txt"), find_free_port("127.0.0.1")
     variables = {"EXPERIMENT": "lewis_cpu", "PICTURES": f"{tmp_path}/pictures", "LISTENER_MODEL": f"{tmp_path}/listener"}
     command = ["bash", "launch/lewis.sh", "", str(port), "1", f"{tmp_path}/rounds", "7", f"model.path={speaker}", f"run.dir={tmp_path}/run"]
     given = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}

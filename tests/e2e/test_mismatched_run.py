@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
 SMALL = (
     "task=number_line", "model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1",
@@ -17,8 +17,8 @@ SMALL = (
 def test_a_planted_temperature_ends_the_run_before_its_first_update(random_model: Path, tmp_path: Path) -> None:
     """What it rolled out is there for launch/explain.py. That the mean is over all ranks is tests/run/test_failure_checks.py's."""
     folder = tmp_path / "run"
-    result = forked.run(
-        SUPPORT / "mismatched_train.py", *SMALL, f"model.path={random_model}", f"run.dir={folder}", timeout_s=240
+    result = fork_server.run_script(
+        SUPPORT / "wrong_temperature_train.py", *SMALL, f"model.path={random_model}", f"run.dir={folder}", timeout_s=240
     )  # fmt: skip
     assert result.returncode == 1, result.stdout[-6000:]
     (line,) = set(re.findall(r"^error: (step 0: engine and trainer differ: .*)$", result.stdout, flags=re.MULTILINE))

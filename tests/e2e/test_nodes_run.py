@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl.observe.metrics import read_metrics
 from tests.conftest import ROOT
-from tests.support.two_nodes import ranks
+from tests.support.loopback_nodes import start_ranks
 
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (
@@ -35,7 +35,7 @@ class Lost:
 @pytest.fixture(scope="module")
 def lost(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lost]:
     run, homes = tmp_path_factory.mktemp("nodes") / "run", [tmp_path_factory.mktemp("home") for _ in range(2)]
-    nodes = ranks(TRAIN, f"model.path={random_model}", f"run.dir={run}", "parallel.tp=2", *TINY, folders=homes)
+    nodes = start_ranks(TRAIN, f"model.path={random_model}", f"run.dir={run}", "parallel.tp=2", *TINY, folders=homes)
     metrics = run / "metrics.jsonl"
     try:
         deadline = time.monotonic() + 300
@@ -80,7 +80,7 @@ def test_what_nodes_do_not_share_is_named(key: str, random_model: Path, tmp_path
         "model.path": "model.path=model: node 1 ({0}) has not the model/config.json of node 0 ({0}); copy it, or put",
     }
     line = f"error: {lacks[key].format(HOST)} it on a folder that all nodes share"
-    nodes = ranks(TRAIN, *given[key], *TINY, folders=folders)
+    nodes = start_ranks(TRAIN, *given[key], *TINY, folders=folders)
     try:
         said, _ = nodes[0].communicate(timeout=120)
     finally:
@@ -97,7 +97,7 @@ def test_what_one_node_lacks_every_node_says(random_model: Path, tmp_path: Path)
         folder.mkdir()
     (folders[0] / "mine.jsonl").write_text(json.dumps({"question": "?", "answer": "4", "images": []}) + "\n")
     data = ("task=vqa", "task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]")
-    nodes = ranks(TRAIN, f"model.path={random_model}", f"run.dir={tmp_path}/run", *data, folders=folders)
+    nodes = start_ranks(TRAIN, f"model.path={random_model}", f"run.dir={tmp_path}/run", *data, folders=folders)
     try:
         said, _ = nodes[0].communicate(timeout=120)
     finally:

@@ -7,12 +7,12 @@ from pathlib import Path
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
 
 def test_the_rollouts_of_the_step_are_left_behind(random_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    result = forked.world(2, SUPPORT / "not_finite.py", random_model, run, timeout_s=240)
+    result = fork_server.run_world(2, SUPPORT / "nan_reward_run.py", random_model, run, timeout_s=240)
     line = r"^said: (step (\d+), task=mine: blue#0 was rewarded nan; .*; the step's rollouts are kept in (\S+), .*)$"
     said = re.findall(line, result.stdout, re.MULTILINE)
     assert result.returncode == 1 and said, result.stdout

@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl.run.checkpoints import list_checkpoints, read_state
 from tests.conftest import ROOT
-from tests.support import forked
+from tests.support import fork_server
 
 SMALL = (
     "task=number_line", "model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1",
@@ -18,7 +18,7 @@ SMALL = (
 def test_a_learning_rate_of_a_million(random_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     own = (f"model.path={random_model}", f"run.dir={folder}", "optim.lr=1e6", "run.steps=6", "checkpoint.every=1", "checkpoint.keep_last=1")
-    result = forked.run(ROOT / "launch" / "train.py", *SMALL, *own, timeout_s=240)
+    result = fork_server.run_script(ROOT / "launch" / "train.py", *SMALL, *own, timeout_s=240)
     assert result.returncode == 1, result.stdout
     (line,) = re.findall(r"^error: (.*)$", result.stdout, flags=re.MULTILINE)
     step = int(re.match(r"step (\d+), ", line)[1])

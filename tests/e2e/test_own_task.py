@@ -10,17 +10,17 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.types import Rollout
 from tests.conftest import SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
-OWN = SUPPORT / "own_task.py"
+OWN = SUPPORT / "custom_task.py"
 
 
 @pytest.fixture(scope="module")
 def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of own_task.py, run in a folder of its own."""
+    """The run folder of custom_task.py, run in a folder of its own."""
     home = tmp_path_factory.mktemp("elsewhere")
     shutil.copy(OWN, home / "mine.py")
-    result = forked.run(home / "mine.py", random_model, "run", cwd=home, timeout_s=240)
+    result = fork_server.run_script(home / "mine.py", random_model, "run", cwd=home, timeout_s=240)
     assert result.returncode == 0, result.stdout
     return home / "run"
 

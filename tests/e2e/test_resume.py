@@ -22,12 +22,12 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.rollout_store import read_rollouts, step_path, without_training_columns
 from megatron_rl.run.checkpoints import read_state
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
-from tests.support.rotten import turn_signs
-from tests.support.untimed import untimed
+from tests.support import fork_server
+from tests.support.comparable_metrics import drop_timings
+from tests.support.corrupted_checkpoint import flip_signs
 
 TRAIN = ROOT / "launch" / "train.py"
-SMALL_DISK, HELD = SUPPORT / "small_disk.py", SUPPORT / "held_train.py"
+SMALL_DISK, HELD = SUPPORT / "full_disk_train.py", SUPPORT / "paused_episodes_train.py"
 STOPPED = 75
 CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
 """Of a rollout, its turns and its verdicts."""
@@ -44,12 +44,12 @@ SFT = (
 )  # fmt: skip
 
 
-def begin(*overrides: str, script: Path = TRAIN) -> forked.Process:
+def begin(*overrides: str, script: Path = TRAIN) -> fork_server.Process:
     """A run as one process in a group of its own: whatever it starts can be killed with it."""
-    return forked.Process(script, *SIZES, *overrides)
+    return fork_server.Process(script, *SIZES, *overrides)
 
 
-def end(run: forked.Process, *, code: int = 0) -> str:
+def end(run: fork_server.Process, *, code: int = 0) -> str:
     """What it said, having ended with that code."""
     try:
         output, _ = run.communicate(timeout=280)
@@ -59,7 +59,7 @@ def end(run: forked.Process, *, code: int = 0) -> str:
     return output
 
 
-def kill_when_there_is(path: Path, run: forked.Process) -> None:
+def kill_when_there_is(path: Path, run: fork_server.Process) -> None:
     deadline = time.monotonic() + 200
     while not path.exists():
         assert time.monotonic() < deadline and run.poll() is None, end(run)
@@ -68,7 +68,7 @@ def kill_when_there_is(path: Path, run: forked.Process) -> None:
     run.communicate()
 
 
-def stop_when_there_is(path: Path, run: forked.Process, number: int) -> str:
+def stop_when_there_is(path: Path, run: fork_server.Process, number: int) -> str:
     """What a run said that was sent the signal then, and stopped well."""
     deadline = time.monotonic() + 200
     while not path.exists():
@@ -121,7 +121,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def alike(line: dict[str, float]) -> dict[str, float]:
     """A clock's digits have a size on disk, too."""
-    return {name: value for name, value in untimed(line).items() if name != "store/gb"}
+    return {name: value for name, value in drop_timings(line).items() if name != "store/gb"}
 
 
 def scalars(run: Path) -> list[tuple[int, float]]:
@@ -197,7 +197,7 @@ def test_wrong_numbers_in_a_checkpoint(warm: Path, unbroken: Path, tmp_path: Pat
     kill_when_there_is(run / "checkpoints" / "step_00000002", begin(*overrides))
     newest, kept = run / "checkpoints" / "step_00000002", run / "superseded" / "checkpoints" / "step_00000002"
     num_lines = len(read_metrics(run / "metrics.jsonl"))
-    assert turn_signs(newest) > 3
+    assert flip_signs(newest) > 3
     said = end(begin(*overrides))
     moved = f"; moved to {kept}, the run goes on from step_00000001 and does the steps behind it again\n"
     assert re.search(rf"{newest}: damaged: __0_\d.distcp has the SHA-256 \w{{64}}, not \w{{64}}{moved}", said)
@@ -240,7 +240,7 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
 
 def replayed(recorded: Path, warm: Path, folder: Path, *overrides: str, nproc: int = 1) -> Path:
     given = (*SIZES, *GRPO, f"model.path={warm / 'final'}", f"run.replay={recorded / 'rollouts'}", "run.eval_every=0", f"run.dir={folder}")
-    result = forked.world(nproc, TRAIN, *given, *overrides, timeout_s=280)
+    result = fork_server.run_world(nproc, TRAIN, *given, *overrides, timeout_s=280)
     told = f"done: not evaluated; {folder}/final"
     assert result.returncode == 0 and told in result.stdout, result.stdout[-6000:]
     return folder
@@ -324,7 +324,7 @@ def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> N
     part = "critic/" if trunk == "own" else "value_head.weights.0"
     for step, has_moved in ((1, False), (3, True)):
         out, checkpoint = tmp_path / f"merged{step}", run / "checkpoints" / f"step_0000000{step}"
-        merged = forked.run(ROOT / "tools" / "convert" / "merger.py", "--checkpoint", checkpoint, "--out", out, timeout_s=120)
+        merged = fork_server.run_script(ROOT / "tools" / "convert" / "merger.py", "--checkpoint", checkpoint, "--out", out, timeout_s=120)
         assert merged.returncode == 0 and f"left out: {part} is the critic's\n" in merged.stdout, merged.stdout
         now = weights_of(out)
         assert now.keys() == start.keys() and any(not torch.equal(now[name], start[name]) for name in start) == has_moved
@@ -334,7 +334,7 @@ def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) ->
     """Megatron's logits from the training state are those of Hugging Face from the merged folder."""
     checkpoint = warm / "checkpoints" / "step_00000036"
     command = (ROOT / "tools" / "convert" / "merger.py", "--checkpoint", checkpoint, "--out", tmp_path / "merged", "--verify")
-    merged = forked.run(*command, timeout_s=120)
+    merged = fork_server.run_script(*command, timeout_s=120)
     assert merged.returncode == 0 and "logits" in merged.stdout, merged.stdout
 
 

@@ -13,8 +13,8 @@ import yaml
 
 from megatron_rl.services.address import find_address, token_file
 from tests.conftest import ROOT
-from tests.support import forked
-from tests.support.asked_runs import JUDGE_ARGS, asking
+from tests.support import fork_server
+from tests.support.judge_service_overrides import JUDGE_ARGS, judge_run_overrides
 
 pytestmark = pytest.mark.timeout(600)
 SANDBOX = ("services.sandbox.kind=sandbox", "services.sandbox.args=[--size,1]", "task.sandbox.url=service:sandbox")
@@ -37,8 +37,8 @@ class Killed:
 def killed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
     home = tmp_path_factory.mktemp("services")
     judge = (f"services.judge={{kind: vllm, model: {random_model}, args: {JUDGE_ARGS}}}", "run.steps=500")
-    words = (*asking(home, random_model), *SANDBOX, *judge)
-    run = forked.Process(ROOT / "launch" / "train.py", *words, environment={"TORCHDYNAMO_DISABLE": "1"})
+    words = (*judge_run_overrides(home, random_model), *SANDBOX, *judge)
+    run = fork_server.Process(ROOT / "launch" / "train.py", *words, environment={"TORCHDYNAMO_DISABLE": "1"})
     try:
         deadline = time.monotonic() + 500
         metrics = home / "run" / "metrics.jsonl"

@@ -10,7 +10,7 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.types import Rollout
 from tests.conftest import SUPPORT
-from tests.support.slow_looks import PROMPTS, SIZE, STEPS
+from tests.support.slow_env_run import PROMPTS, SIZE, STEPS
 
 WORLDS = {"one process": (1, 1), "two processes": (2, 1), "an engine over two": (2, 2)}
 
@@ -23,7 +23,7 @@ PARAMS = [pytest.param(name, marks=() if name == "an engine over two" else pytes
 def folder(request: pytest.FixtureRequest, torchrun, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ANN001
     num_processes, tp = WORLDS[request.param]
     folder = tmp_path_factory.mktemp("looks") / "run"
-    torchrun(num_processes, SUPPORT / "slow_looks.py", random_model, folder, tp, timeout_s=400)
+    torchrun(num_processes, SUPPORT / "slow_env_run.py", random_model, folder, tp, timeout_s=400)
     return folder
 
 

@@ -13,15 +13,15 @@ import pytest
 
 from megatron_rl.services.address import address_file, find_address
 from tests.conftest import ROOT
-from tests.support.slurm import OVER, Cluster
-from tests.support.slurm_runs import TINY, check_equal, wait_for_steps, words_of
+from tests.support.slurm import FINAL_STATES, Cluster
+from tests.support.slurm_runs import TINY_OVERRIDES, check_equal_runs, read_outputs, wait_for_steps
 
 
 @pytest.mark.timeout(600)
 def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> None:
     """The runs of tasks 0 and 1 differ in nothing that is learned: the one that was stopped and came back equals the unbroken one."""
     (tree / "sweep.yaml").write_text(
-        f"overrides: {json.dumps([f'model.path={random_model}', *TINY, 'run.steps=30'])}\n"
+        f"overrides: {json.dumps([f'model.path={random_model}', *TINY_OVERRIDES, 'run.steps=30'])}\n"
         "list: [{run.grace_s: 60}, {run.grace_s: 61}, {model.path: nowhere}]\n"
     )
     submitted = slurm.run("sbatch", "--parsable", "--array=0-2%2", "launch/slurm/sweep.sbatch", "sweep.yaml", "--requeue", cwd=tree)
@@ -29,15 +29,15 @@ def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> No
     unbroken, resumed, failed = (tree / "runs" / "sweep" / name for name in ("run.grace_s_60", "run.grace_s_61", "model.path_nowhere"))
     wait_for_steps(resumed, 1)
     slurm.run("scancel", "--batch", "--signal=USR1", names[1], cwd=tree)  # as Slurm does before a time limit
-    jobs = slurm.wait(*names, states=OVER, timeout_s=400)
-    told = words_of(tree)
+    jobs = slurm.wait_for_jobs(*names, states=FINAL_STATES, timeout_s=400)
+    told = read_outputs(tree)
     assert [(job.state, job.code, job.restarts) for job in jobs.values()] == [
         ("COMPLETED", "0:0", 0), ("COMPLETED", "0:0", 1), ("FAILED", "1:0", 0),
     ], told  # fmt: skip
     first, second = ((resumed / "logs" / f"attempt_{number}" / "output.txt").read_text() for number in (1, 2))
     assert "stopped at step " in first.splitlines()[-1] and "resume: " in second and "30/30" in second and " 1/30" not in second, told
     assert not (resumed / "ended.json").exists()
-    check_equal(resumed, unbroken)
+    check_equal_runs(resumed, unbroken)
     table = slurm.run(sys.executable, "launch/sweep_table.py", "sweep.yaml", cwd=tree)
     assert "2: model.path=nowhere: " in table and "2 finished, 1 failed" in table and (tree / "runs" / "sweep" / "sweep.png").exists()
     assert failed.is_dir() and [path.name for path in failed.iterdir()] == ["logs"], "it came to no run"
@@ -51,22 +51,22 @@ def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Pat
     job = slurm.run(*command, *words, cwd=tree).strip()
     first = wait_for_address(tree, run)
     slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=tree)
-    slurm.wait(job, states=["PENDING"])
+    slurm.wait_for_jobs(job, states=["PENDING"])
     assert not find_address(run, "sandbox", "sandbox")
     second = wait_for_address(tree, run)
     assert second != first
     (run / "final").mkdir()
     for name in ("eval.json", "final/config.json", "final/model.safetensors"):  # as a run that is finished leaves them
         (run / name).write_text("{}")
-    found = slurm.wait(job)[job]
-    assert (found.state, found.code, found.restarts) == ("COMPLETED", "0:0", 1), words_of(tree)
+    found = slurm.wait_for_jobs(job)[job]
+    assert (found.state, found.code, found.restarts) == ("COMPLETED", "0:0", 1), read_outputs(tree)
     assert not address_file(run, "sandbox").exists() and not find_address(run, "sandbox", "sandbox")
 
 
 def wait_for_address(tree: Path, run: Path) -> str:
     deadline = time.monotonic() + 120
     while not (url := find_address(run, "sandbox", "sandbox")):
-        assert time.monotonic() < deadline, words_of(tree)
+        assert time.monotonic() < deadline, read_outputs(tree)
         time.sleep(0.2)
     return url
 
@@ -74,8 +74,8 @@ def wait_for_address(tree: Path, run: Path) -> str:
 def test_the_cluster_ends_with_who_started_it(slurm: Cluster) -> None:
     """However that ends: here by SIGKILL, with a job under way that is deaf."""
     code = (
-        "import subprocess, sys, time; from pathlib import Path; from tests.support.slurm import cluster\n"
-        "with cluster() as c:\n"
+        "import subprocess, sys, time; from pathlib import Path; from tests.support.slurm import start_cluster\n"
+        "with start_cluster() as c:\n"
         "    job = c.run('sbatch', '--parsable', '--output=/dev/null', '--wrap', 'trap \"\" TERM; sleep 600', cwd=c.folder).strip()\n"
         "    c.wait(job, states=['RUNNING'])\n"
         "    print(c.folder, *c.processes(), flush=True); time.sleep(600)"

@@ -70,7 +70,7 @@ def test_both_nodes_are_told_where_to_meet_and_when_to_stop(slurm: Cluster, benc
     job = submit(slurm, bench, "run.dir=two", "run.seed=0", "slurm.processes=3", "slurm.time=10")
     wait_for(*(run / f"life_0_node_{node}" for node in (0, 1)))
     slurm.run("scancel", "--batch", "--signal=USR1", job, cwd=bench)
-    found = slurm.wait(job)[job]
+    found = slurm.wait_for_jobs(job)[job]
     said = [(run / "logs" / f"attempt_{number}" / "output.txt").read_text() for number in (1, 2)]
     around = (run / "logs" / f"slurm-{job}.out").read_text()
     assert (found.state, found.code, found.restarts) == ("COMPLETED", "0:0", 1), [said, around]
@@ -92,29 +92,29 @@ def test_who_is_preempted_comes_back(slurm: Cluster, bench: Path) -> None:
     wait_for(*(bench / "preempted" / f"life_0_node_{node}" for node in (0, 1)))
     urgent = ["--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 0.1"]
     other = slurm.run("sbatch", *urgent, cwd=bench).strip()
-    jobs = slurm.wait(other, job)
+    jobs = slurm.wait_for_jobs(other, job)
     assert [(jobs[each].code, jobs[each].restarts) for each in (other, job)] == [("0:0", 0), ("0:0", 1)]
     assert list((bench / "preempted").glob("heard_SIGTERM_0_*"))
 
 
 def test_when_one_node_fails_the_other_ends(slurm: Cluster, bench: Path) -> None:
     job = submit(slurm, bench, "run.dir=failing", "run.seed=1")
-    found = slurm.wait(job, timeout_s=60)[job]
+    found = slurm.wait_for_jobs(job, timeout_s=60)[job]
     assert found.state == "FAILED" and found.restarts == 0
     output = (bench / "failing" / "logs" / "latest" / "output.txt").read_text()
     assert "error: node 1 fails" in output
 
 
 def test_who_is_canceled_leaves_nobody_and_stays_away(slurm: Cluster, bench: Path) -> None:
-    run, before = bench / "canceled", len(slurm.processes())
+    run, before = bench / "canceled", len(slurm.list_processes())
     job = submit(slurm, bench, "run.dir=canceled", "run.seed=2")
     wait_for(*(run / f"life_0_node_{node}" for node in (0, 1)))
-    assert len(slurm.processes()) > before
+    assert len(slurm.list_processes()) > before
     slurm.run("scancel", job, cwd=bench)
-    slurm.wait(job, states=["CANCELLED"], timeout_s=60)
+    slurm.wait_for_jobs(job, states=["CANCELLED"], timeout_s=60)
     deadline = time.monotonic() + 30
-    while len(slurm.processes()) > before:
+    while len(slurm.list_processes()) > before:
         assert time.monotonic() < deadline, "someone was left behind"
         time.sleep(0.2)
-    assert slurm.jobs()[job].state == "CANCELLED" and not (run / "life_1_node_0").exists()
+    assert slurm.read_jobs()[job].state == "CANCELLED" and not (run / "life_1_node_0").exists()
     assert list(run.glob("heard_SIGTERM_0_*")), "the first that ends lets srun kill the other"

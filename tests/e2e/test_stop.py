@@ -11,7 +11,7 @@ import psutil
 
 from megatron_rl.distributed.hang_watchdog import REPLY_TIMEOUT_S
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
 TRAIN, SPAWN = ROOT / "launch" / "train.py", ROOT / "launch" / "spawn.py"
 TINY = (
@@ -20,7 +20,7 @@ TINY = (
 )  # fmt: skip
 
 
-def wait_for(path: Path, run: forked.Process, *, lines: int = 0) -> None:
+def wait_for(path: Path, run: fork_server.Process, *, lines: int = 0) -> None:
     deadline = time.monotonic() + 150
     while not (path.exists() and path.read_text().count("\n") >= lines):
         assert time.monotonic() < deadline and run.poll() is None, run.output.read_text()
@@ -35,14 +35,14 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     overrides = (f"model.path={random_model}", f"run.dir={run}", "engine.tp=2", "parallel.pp=2", *TINY)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [forked.Process(TRAIN, *overrides, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    ranks = [fork_server.Process(TRAIN, *overrides, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     try:
         wait_for(run / "metrics.jsonl", ranks[0], lines=2)
         ranks[1].send_signal(signal.SIGTERM)
         said = [ranks[0].communicate(timeout=120)[0]]
         assert ranks[1].poll() is None, "who is not the main rank leaves the last word to it"
         ranks[1].send_signal(signal.SIGTERM)  # as torchrun does when a process ends with a code other than 0
-        # rank 0 held the store that the watch of rank 1 says its last word to, which is given up after ANSWER_S
+        # rank 0 held the store that the watch of rank 1 says its last word to, which is given up after REPLY_TIMEOUT_S
         said.append(ranks[1].communicate(timeout=120 + 2 * REPLY_TIMEOUT_S)[0])
     finally:
         for rank in ranks:
@@ -58,7 +58,7 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
 def test_a_killed_launcher_leaves_nobody(random_model: Path, tmp_path: Path) -> None:
     """Not even the one that holds the run folder."""
     run = tmp_path / "run"
-    launcher = forked.Process(SPAWN, "--nproc_per_node", "1", TRAIN, f"model.path={random_model}", f"run.dir={run}", *TINY)
+    launcher = fork_server.Process(SPAWN, "--nproc_per_node", "1", TRAIN, f"model.path={random_model}", f"run.dir={run}", *TINY)
     wait_for(run / ".lock", launcher, lines=1)
     (worker,) = psutil.Process(launcher.pid).children()
     assert f"pid {worker.pid}," in (run / ".lock").read_text()
@@ -70,7 +70,7 @@ def test_a_killed_launcher_leaves_nobody(random_model: Path, tmp_path: Path) -> 
 def test_one_process_runs_twice(random_model: Path, tmp_path: Path) -> None:
     """The second run, in a thread beside an event loop, is the first again, bit for bit; the third has nothing to do."""
     folders = (tmp_path / "one", tmp_path / "two")
-    result = forked.run(SUPPORT / "two_runs.py", random_model, *folders, timeout_s=240)
+    result = fork_server.run_script(SUPPORT / "repeated_runs.py", random_model, *folders, timeout_s=240)
     assert result.returncode == 0, result.stdout
     ends = [line for line in result.stdout.splitlines() if line.startswith("Result(")]
     told = [re.sub(r"folder=PosixPath\('.*?'\), ", "", line) for line in ends]

@@ -24,7 +24,7 @@ from megatron_rl.types import Rollout, ToolCall
 from tests.conftest import ROOT
 from tests.e2e.test_video_task import GREEN, LATE, RED, make_clip
 from tests.e2e.test_visual_python_task import room_or_skip
-from tests.support.served import openai_server
+from tests.support.vllm_servers import serve_openai
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.long
@@ -141,7 +141,7 @@ def test_an_evaluation_gives_the_runs_own_figures(finished: Finished, torchrun) 
     assert found["scores"]["tool_use"] == 1.0
     lines = read_lines(out / "examples.jsonl")
     assert all(f"video_clue_0[{SHOWN}]" in line["said"][0][0] for line in lines)
-    with openai_server(finished.run / "final", finished.home / "server.log", pixels=tuple(PIXELS.values())) as url:
+    with serve_openai(finished.run / "final", finished.home / "server.log", pixels=tuple(PIXELS.values())) as url:
         given = (f"model.path={finished.run}/final", f"evaluation.urls=[{url}]", f"run.dir={finished.home}/far")
         torchrun(1, EVALUATE, *finished.words, *given, timeout_s=240)
     assert read_lines(finished.home / "far" / "examples.jsonl") == lines

@@ -26,11 +26,11 @@ from megatron_rl.types import Example, Image, Rollout, Status, StopReason
 from sandbox import SandboxError
 from sandbox.layers import choose_layers, detect_layers
 from tests.conftest import ROOT
-from tests.support.judges import Reply, completion, serving
-from tests.support.judges import settings as judged_by
+from tests.support.fake_judge_server import JudgeReply, make_completion, serve_judge
+from tests.support.fake_judge_server import make_judge_settings as judged_by
 
 COLORS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220), "yellow": (230, 220, 20)}
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=4000, max_context=9000, max_images=6, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=4000, max_sequence_tokens=9000, max_images=6, seed=0)
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of the image processor (Qwen2.5-VL's preprocessor_config.json)."""
 
@@ -50,7 +50,7 @@ class Policy:
         ids = self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"]
         ended = any(text.endswith(stop) for stop in sampling.stop)
         ids += [] if ended else [self.renderer.end_id]
-        return Completion(ids, [-0.5] * len(ids), finish_reason=True, versions=[0] * len(ids))
+        return Completion(ids, [-0.5] * len(ids), is_stopped=True, weight_versions=[0] * len(ids))
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def play(task: VisualPythonTask, renderer: Renderer, *policies: Callable[[Exampl
 
     async def one(said: Said, example: Example, group: int) -> Rollout:
         conversation = TokenConversation(Policy(renderer, said), renderer, SETTINGS)
-        return await run_episode(task, example, conversation=conversation, settings=SETTINGS, group=group, sample=0)
+        return await run_episode(task, example, conversation=conversation, settings=SETTINGS, group=group, sample_index=0)
 
     async def all_of_them() -> list[list[Rollout]]:
         await task.start()
@@ -189,12 +189,14 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(
 ) -> None:
     """The judge is a server on loopback. It gives its full score to evidence that has the color of the question's own picture."""
 
-    def looks(body: dict) -> Reply:
+    def looks(body: dict) -> JudgeReply:
         urls = [part["image_url"]["url"] for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
         first, *made = (Pillow.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).resize((1, 1)).getpixel((0, 0)) for url in urls)
-        return completion(json.dumps({"score": int(bool(made) and all(np.abs(np.subtract(first, other)).max() < 9 for other in made))}))
+        return make_completion(
+            json.dumps({"score": int(bool(made) and all(np.abs(np.subtract(first, other)).max() < 9 for other in made))})
+        )
 
-    with serving(looks) as judge:
+    with serve_judge(looks) as judge:
         task = task_of(questions, tool_format="codev", reward=reward, judge=judged_by(judge), sandbox=SandboxSettings(url=server))
 
         def gold(example: Example) -> Said:

@@ -15,7 +15,7 @@ from megatron_rl.config import EvaluationSettings, ModelSettings, RunSettings, S
 from megatron_rl.entrypoints.evaluate import open_evaluated_weights
 from megatron_rl.evaluation.results_directory import fingerprint_weights
 from tests.conftest import ROOT
-from tests.support import forked
+from tests.support import fork_server
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 TRAIN, EVALUATE, COMPARE = (ROOT / "launch" / name for name in ("train.py", "evaluate.py", "compare.py"))
@@ -32,7 +32,7 @@ def trained(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A run of one step, whose evaluation plays two sampled episodes an example."""
     run = tmp_path_factory.mktemp("trained") / "run"
     words = ("run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=2", f"run.dir={run}")
-    result = forked.run(TRAIN, *GAME, *words, f"model.path={random_model}", timeout_s=240)
+    result = fork_server.run_script(TRAIN, *GAME, *words, f"model.path={random_model}", timeout_s=240)
     assert result.returncode == 0, result.stdout
     return run
 
@@ -45,7 +45,7 @@ def scores_of(folder: Path) -> dict[str, float]:
 def test_the_numbers_are_those_of_the_run(kind: str, words: tuple[str, ...], trained: Path, random_model: Path, tmp_path: Path) -> None:
     """Two chunks of the 30 starts; weights from the run's folder, config and tokenizer from the model that it began with."""
     given = (*GAME, f"model.path={random_model}", f"evaluation.weights={trained}/final", "evaluation.chunk=20", f"run.dir={tmp_path}/out")
-    result = forked.run(EVALUATE, *given, *words, timeout_s=240)
+    result = fork_server.run_script(EVALUATE, *given, *words, timeout_s=240)
     assert result.returncode == 0, result.stdout
     expected = json.loads((trained / "eval.json").read_text())
     found = scores_of(tmp_path / "out")
@@ -115,7 +115,7 @@ def asking(rows: Path, out: Path) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def unbroken(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("unbroken") / "out"
-    result = forked.world(2, EVALUATE, *asking(rows, out), timeout_s=240)
+    result = fork_server.run_world(2, EVALUATE, *asking(rows, out), timeout_s=240)
     assert result.returncode == 0, result.stdout
     return out
 
@@ -124,7 +124,7 @@ def test_killed_it_goes_on(rows: Path, unbroken: Path, tmp_path: Path) -> None:
     """Killed when the first of five chunks was there, on one process instead of two: what was played is not played again, and the lines
     are the unbroken one's."""
     out, (chunks, first) = tmp_path / "out", (tmp_path / "out" / "rollouts", tmp_path / "out" / "rollouts" / "step_000000.jsonl")
-    killed = forked.Process(EVALUATE, *asking(rows, out))
+    killed = fork_server.Process(EVALUATE, *asking(rows, out))
     deadline = time.monotonic() + 150
     while not first.exists():
         assert time.monotonic() < deadline and killed.poll() is None, killed.output.read_text()
@@ -133,7 +133,7 @@ def test_killed_it_goes_on(rows: Path, unbroken: Path, tmp_path: Path) -> None:
     assert not (out / "evaluation.json").exists()
     assert len(list(chunks.glob("*.jsonl"))) < 5, "killed too late to show anything"
     written = first.stat().st_mtime_ns
-    result = forked.run(EVALUATE, *asking(rows, out), timeout_s=240)
+    result = fork_server.run_script(EVALUATE, *asking(rows, out), timeout_s=240)
     assert result.returncode == 0, result.stdout
     assert first.stat().st_mtime_ns == written
     assert (out / "examples.jsonl").read_text() == (unbroken / "examples.jsonl").read_text()
@@ -147,7 +147,7 @@ def test_killed_it_goes_on(rows: Path, unbroken: Path, tmp_path: Path) -> None:
 def test_all_that_was_played_needs_no_engine(rows: Path, unbroken: Path) -> None:
     """The same command again: the numbers, from the folder. One example's line is by hand that of its recorded episodes."""
     before = (unbroken / "examples.jsonl").read_text()
-    result = forked.run(EVALUATE, *asking(rows, unbroken), timeout_s=120)
+    result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), timeout_s=120)
     assert result.returncode == 0 and "stated with it" in result.stdout, result.stdout
     assert (unbroken / "examples.jsonl").read_text() == before
     kept = [json.loads(line)["rollout"] for line in (unbroken / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
@@ -159,7 +159,7 @@ def test_all_that_was_played_needs_no_engine(rows: Path, unbroken: Path) -> None
 
 def test_asked_to_stop_it_stops_between_chunks(rows: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    process = forked.Process(EVALUATE, *asking(rows, out))
+    process = fork_server.Process(EVALUATE, *asking(rows, out))
     deadline = time.monotonic() + 150
     while not (out / "rollouts" / "step_000000.jsonl").exists():
         assert time.monotonic() < deadline and process.poll() is None, process.output.read_text()
@@ -184,12 +184,12 @@ def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model
         ("evaluation.split=train", f"run.dir={tmp_path}/no"): "task.data.train=[]: give the files of questions",
     }
     for words, line in refusals.items():
-        result = forked.run(EVALUATE, *asking(rows, unbroken), *words, timeout_s=120)
+        result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), *words, timeout_s=120)
         assert result.returncode == 1 and f"error: {line}" in result.stdout, (words, result.stdout)
     os.utime(rows / "model" / "model.safetensors")
-    result = forked.run(EVALUATE, *asking(rows, unbroken), timeout_s=120)
+    result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), timeout_s=120)
     assert "holds an evaluation of other weights: their files have changed since" in result.stdout
-    result = forked.run(EVALUATE, *asking(rows, unbroken), "run.overwrite=true", timeout_s=240)
+    result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), "run.overwrite=true", timeout_s=240)
     assert result.returncode == 0 and (unbroken.with_name("out.1") / "evaluation.json").exists(), result.stdout
-    result = forked.run(COMPARE, unbroken.with_name("out.1"), unbroken, timeout_s=120)
+    result = fork_server.run_script(COMPARE, unbroken.with_name("out.1"), unbroken, timeout_s=120)
     assert result.returncode == 0 and "+0.0 (+0.0 to +0.0)" in result.stdout and "another" not in result.stdout, result.stdout

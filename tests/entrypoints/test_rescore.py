@@ -15,8 +15,8 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import JudgeResult, Rollout, Status, StopReason, Turn
 from tests.conftest import ROOT
 from tests.observe.test_recorder import picture
-from tests.support import forked
-from tests.support.judges import Reply, completion, serving
+from tests.support import fork_server
+from tests.support.fake_judge_server import JudgeReply, make_completion, serve_judge
 
 ANSWERS = {"0": "red", "1": "two"}
 SAID = [("0", "<answer>red</answer>"), ("0", "<answer>blue</answer>"), ("1", "<answer>two</answer>"), ("1", "no idea")]
@@ -54,7 +54,7 @@ def recorded(random_model: Path, tmp_path: Path) -> Path:
 def rescored(recorded: Path, model: Path, out: Path, *words: str, code: int = 0) -> str:
     data = recorded.parents[1] / "questions.jsonl"
     given = ("task=vqa", f"task.data.train=[{data}]", f"task.data.eval=[{data}]", f"model.path={model}", f"run.replay={recorded}")
-    result = forked.run(ROOT / "launch" / "rescore.py", *given, f"run.dir={out}", *words, timeout_s=120)
+    result = fork_server.run_script(ROOT / "launch" / "rescore.py", *given, f"run.dir={out}", *words, timeout_s=120)
     assert result.returncode == code, result.stdout
     return result.stdout
 
@@ -100,11 +100,11 @@ def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
 def test_by_a_judge(recorded: Path, random_model: Path, tmp_path: Path) -> None:
     """It is asked of each reply that no rule accepts, and is believed; one that is down fails what it was to score, and is no score."""
     out = tmp_path / "out"
-    with serving(lambda _: completion('{"correct": true}')) as server:
+    with serve_judge(lambda _: make_completion('{"correct": true}')) as server:
         words = ("task.reward=accuracy", f"task.judge.urls=[{server.url}]", "task.judge.model=judge")
         rescored(recorded, random_model, out, *words)
         assert server.bodies and rewards(out, 0)[1] > rewards(out, 0)[3], "a wrong colour is forgiven, a reply without an answer is not"
-    with serving(lambda _: Reply("no", status=500)) as server:
+    with serve_judge(lambda _: JudgeReply("no", status=500)) as server:
         down = (
             "task.reward=accuracy",
             f"task.judge.urls=[{server.url}]",

@@ -21,27 +21,27 @@ from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Status, StopReason
 from tests.conftest import ROOT
-from tests.support import forked
-from tests.support.judges import Reply, completion, serving
-from tests.support.served import openai_server
-from tests.support.tables import png
+from tests.support import fork_server
+from tests.support.data_files import make_png
+from tests.support.fake_judge_server import JudgeReply, make_completion, serve_judge
+from tests.support.vllm_servers import serve_openai
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
 SIZES = ("model.min_pixels=3136", "model.max_pixels=4000")
 ENGINE = ("engine.kv_cache_mib=16", "engine.max_model_len=512")
 GAME = (*SIZES, "task=number_line", "task.max_turns=3", "task.max_new_tokens=6", "task.options.invalid=random", "run.seed=5")
-LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=6, max_context=512, max_images=2, seed=0)
+LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=6, max_sequence_tokens=512, max_images=2, seed=0)
 
 
 @pytest.fixture(scope="module")
 def url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with the model's own weights, and with what a run's engine is told of pixels."""
-    with openai_server(random_model, tmp_path_factory.mktemp("endpoint") / "server.log", pixels=(3136, 4000)) as served:
+    with serve_openai(random_model, tmp_path_factory.mktemp("endpoint") / "server.log", pixels=(3136, 4000)) as served:
         yield served
 
 
 def evaluated(out: Path, *words: str, code: int = 0) -> str:
-    result = forked.run(EVALUATE, *words, f"run.dir={out}", timeout_s=240)
+    result = fork_server.run_script(EVALUATE, *words, f"run.dir={out}", timeout_s=240)
     assert result.returncode == code, result.stdout
     return result.stdout
 
@@ -81,17 +81,17 @@ def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path)
     """Right, wrong, empty, cut off: scored. A page of HTML: failed, counted, and played again by the same command."""
     is_well = False
 
-    def behave(body: dict) -> Reply:
+    def behave(body: dict) -> JudgeReply:
         assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("someone", 0.0, 7)
         (message,) = body["messages"]
         number = int((message["content"] if isinstance(message["content"], str) else message["content"][0]["text"])[0])
         if number == 9 and not is_well:
-            return Reply("<html>busy</html>", headers={"Content-Type": "text/html"})
+            return JudgeReply("<html>busy</html>", headers={"Content-Type": "text/html"})
         if number == 8:
-            return Reply(json.dumps({"choices": [{"message": {"role": "assistant", "content": None}, "finish_reason": "length"}]}))
-        return completion(f"<answer>{number + (1 if number < 6 else 2)}</answer>")
+            return JudgeReply(json.dumps({"choices": [{"message": {"role": "assistant", "content": None}, "finish_reason": "length"}]}))
+        return make_completion(f"<answer>{number + (1 if number < 6 else 2)}</answer>")
 
-    with serving(behave) as server:
+    with serve_judge(behave) as server:
         words = asked_of(questions, server.url, "task.max_new_tokens=7", "run.max_failed_fraction=0.2", "run.outage_timeout_s=0")
         said = evaluated(tmp_path / "out", *words)
         first = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
@@ -134,18 +134,20 @@ def test_a_conversation_in_messages() -> None:
         speaker = EndpointClient(EvaluationSettings(urls=[url]), ModelSettings(path="someone", min_pixels=3136, max_pixels=12800))
         talked = ChatConversation(speaker, LIMITS)
         sampling = SamplingSettings(6, 0.0, seed=3, stop=("</stop>",))
-        ends = [await talked.open([{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "image", "image": picture}]}])]
+        ends = [
+            await talked.start([{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "image", "image": picture}]}])
+        ]
         assert await talked.generate(sampling) == "one </stop>" and talked.char_to_token(2) is None
         heard = [{"type": "text", "text": "T"}, {"type": "image", "image": picture}]
-        ends.append(await talked.observe([{"role": "tool", "content": heard}], anew=False))
+        ends.append(await talked.observe([{"role": "tool", "content": heard}], is_new_prompt=False))
         await talked.generate(sampling)
-        ends.append(await talked.observe([{"role": "user", "content": [{"type": "image", "image": picture}]}], anew=False))
-        ends.append(await talked.observe([{"role": "user", "content": "anew"}], anew=True))
+        ends.append(await talked.observe([{"role": "user", "content": [{"type": "image", "image": picture}]}], is_new_prompt=False))
+        ends.append(await talked.observe([{"role": "user", "content": "anew"}], is_new_prompt=True))
         await talked.generate(sampling)
         await speaker.close()
         return talked, ends
 
-    with serving(lambda _: completion(next(replies))) as server:
+    with serve_judge(lambda _: make_completion(next(replies))) as server:
         talked, ends = asyncio.run(talk(server.url))
     assert ends == [None, None, StopReason.MAX_IMAGES, None]
     roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
@@ -189,7 +191,13 @@ def test_a_reply_ends_at_the_first_of_these(text: str, stop: Sequence[str], expe
 
 def test_trouble_is_ours() -> None:
     """A server that refuses, hangs, or says what is no completion: InfraError each time."""
-    for reply in (Reply("no", status=400), Reply("{}"), Reply("null"), Reply('{"choices": []}'), Reply("", hang_s=1.0)):
+    for reply in (
+        JudgeReply("no", status=400),
+        JudgeReply("{}"),
+        JudgeReply("null"),
+        JudgeReply('{"choices": []}'),
+        JudgeReply("", delay_s=1.0),
+    ):
 
         async def ask(url: str) -> None:
             speaker = EndpointClient(
@@ -200,14 +208,14 @@ def test_trouble_is_ours() -> None:
             finally:
                 await speaker.close()
 
-        with serving(lambda _: reply) as server, pytest.raises(InfraError, match="evaluation: nothing after 1 of 1 tries"):  # noqa: B023
+        with serve_judge(lambda _: reply) as server, pytest.raises(InfraError, match="evaluation: nothing after 1 of 1 tries"):  # noqa: B023
             asyncio.run(ask(server.url))
 
 
 def test_a_published_benchmark_has_its_figures(tmp_path: Path) -> None:
     """Two questions in two orders, shuffled besides; the policy finds the right words of the first at any letter, and always says A of the
     second. By hand: the first is right in both cycles; the second where the right words came to stand at A."""
-    picture = base64.b64encode(png()).decode()
+    picture = base64.b64encode(make_png()).decode()
     words = {"single": ("red", "blue", "green"), "cross": ("1", "2", "3")}
     rows = [
         {"index": number, "question": kind, **dict(zip("ABC", (given * 2)[cycle:], strict=False)), "answer": "ACB"[cycle], "category": kind,
@@ -217,16 +225,16 @@ def test_a_published_benchmark_has_its_figures(tmp_path: Path) -> None:
     pd.DataFrame(rows).to_csv(tmp_path / "hr_bench.tsv", sep="\t", index=False)
     right_at: list[str] = []
 
-    def behave(body: dict) -> Reply:
+    def behave(body: dict) -> JudgeReply:
         (message,) = body["messages"]
         shown = "".join(part["text"] for part in message["content"] if part["type"] == "text")
         letters = {line[3:]: line[0] for line in shown.splitlines() if line[1:3] == ". "}
         if "red" in letters:
-            return completion(f"<answer>{letters['red']}</answer>")
+            return make_completion(f"<answer>{letters['red']}</answer>")
         right_at.append(letters["1"])
-        return completion("<answer>A</answer>")
+        return make_completion("<answer>A</answer>")
 
-    with serving(behave) as server:
+    with serve_judge(behave) as server:
         data = ("task.data.benchmark=hrbench", "task.data.shuffle_options=3", f"task.data.eval=[{tmp_path}/hr_bench.tsv]")
         said = evaluated(tmp_path / "out", "task=vqa", *data, "model.path=someone", f"evaluation.urls=[{server.url}]")
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())

@@ -26,11 +26,11 @@ from megatron_rl.tasks.visual_search.task import VisualSearchTask, crop_box
 from megatron_rl.types import Example, Rollout, StopReason
 from tests.conftest import ROOT
 from tests.e2e.test_visual_python_task import COLORS, Policy, room_or_skip
-from tests.support import forked
-from tests.support.judges import Reply, completion, serving
+from tests.support import fork_server
+from tests.support.fake_judge_server import JudgeReply, make_completion, serve_judge
 
 PIXELS = {"min_pixels": 3136, "max_pixels": 20000}
-LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=4000, max_context=9000, max_images=6, seed=0)
+LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=4000, max_sequence_tokens=9000, max_images=6, seed=0)
 SPEECH = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 PICTURE = re.compile(r"<\|vision_start\|>(<\|image_pad\|>)+<\|vision_end\|>")
 Heard = tuple[str, str, list[bytes]]
@@ -83,7 +83,7 @@ def played(task: Task, examples: list[Example], scripts: list[list[str]], render
 
     async def one(number: int, example: Example) -> Rollout:
         conversation = TokenConversation(Policy(renderer, policy(number)), renderer, LIMITS)
-        return await run_episode(task, example, conversation=conversation, settings=LIMITS, group=number, sample=0)
+        return await run_episode(task, example, conversation=conversation, settings=LIMITS, group=number, sample_index=0)
 
     async def everyone() -> list[Rollout]:
         await task.start()
@@ -134,16 +134,16 @@ def test_tools_of_an_endpoint_are_those_of_our_engine(
     own, heard = played(task, examples, scripts, renderer)
     far_heard: list[list[Heard]] = [[] for _ in examples]
 
-    def behave(body: dict) -> Reply:
+    def behave(body: dict) -> JudgeReply:
         messages = [heard_of(message) for message in body["messages"]]
         (number,) = [number for number, known in enumerate(heard) if known[:2] == messages[:2]]
         far_heard[number] = messages
-        return completion(scripts[number][sum(who == "assistant" for who, _, _ in messages)])
+        return make_completion(scripts[number][sum(who == "assistant" for who, _, _ in messages)])
 
     limits = ("task.max_turns=3", "task.max_new_tokens=4000", *(f"model.{name}={value}" for name, value in PIXELS.items()))
-    with serving(behave) as server:
+    with serve_judge(behave) as server:
         given = (*words, *limits, "task.sandbox.size=2", "model.path=someone", f"evaluation.urls=[{server.url}]")
-        result = forked.run(ROOT / "launch" / "evaluate.py", *given, f"run.dir={tmp_path}/out", timeout_s=120)
+        result = fork_server.run_script(ROOT / "launch" / "evaluate.py", *given, f"run.dir={tmp_path}/out", timeout_s=120)
     assert result.returncode == 0, result.stdout
     far = [each.rollout for each in read_recorded(tmp_path / "out" / "rollouts" / "step_000000.jsonl")]
     assert [told(rollout) for rollout in far] == [told(rollout) for rollout in own]

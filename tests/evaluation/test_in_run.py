@@ -12,7 +12,7 @@ from megatron_rl.errors import NonFiniteValue, RunFailed
 from megatron_rl.evaluation.in_run import compute_eval_scores, evaluate_in_run
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Example, Rollout, Status
-from tests.support.scripted_fleet import Scripted, fleet_of
+from tests.support.scripted_rollout_manager import ScriptedEngine, make_rollout_manager
 
 
 class Positive:
@@ -95,15 +95,15 @@ def test_an_evaluation_is_the_same_whenever_it_takes_place(random_model: Path) -
     """Greedy, then sampled; two turns in training and one here; no seed is one of training's."""
     task = TaskSettings(name="talk", max_turns=2, eval_max_turns=1, eval_samples=3)
     settings = Settings(model=ModelSettings(path=str(random_model)), task=task, algo=AlgoSettings(temperature=0.6))
-    engine = Scripted()
-    fleet = fleet_of(Renderer(settings.model), engine)
-    fleet.generate(0, enough=lambda _: True)
-    training, engine.asked = engine.asked, []
+    engine = ScriptedEngine()
+    fleet = make_rollout_manager(Renderer(settings.model), engine)
+    fleet.generate(0, is_enough=lambda _: True)
+    training, engine.requests = engine.requests, []
     scores = evaluate_in_run(fleet.task, settings, rollout_manager=fleet)
     assert (scores["eval/greedy_success"], scores["eval/sampled_return"]) == (1.0, 1.0)
-    once, engine.asked = engine.asked, []
-    fleet.generate(1, enough=lambda _: True)
-    engine.asked = []
+    once, engine.requests = engine.requests, []
+    fleet.generate(1, is_enough=lambda _: True)
+    engine.requests = []
     evaluate_in_run(fleet.task, settings, rollout_manager=fleet)
-    assert engine.asked == once and [sampling.temperature for sampling in once] == [0.0] * 2 + [0.6] * 6
+    assert engine.requests == once and [sampling.temperature for sampling in once] == [0.0] * 2 + [0.6] * 6
     assert not {sampling.seed for sampling in once} & {sampling.seed for sampling in training}

@@ -12,8 +12,8 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import ROOT
-from tests.support import forked
-from tests.support.served import SETTINGS, servers
+from tests.support import fork_server
+from tests.support.vllm_servers import ENGINE_SETTINGS, serve_engines
 from tools.convert.converter_hf_to_mcore import main as convert
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
@@ -31,7 +31,7 @@ def base(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def played(out: Path, *words: str) -> str:
     """What was said and earned, and the figures."""
-    result = forked.run(EVALUATE, *GAME, *words, f"run.dir={out}", timeout_s=240)
+    result = fork_server.run_script(EVALUATE, *GAME, *words, f"run.dir={out}", timeout_s=240)
     assert result.returncode == 0, result.stdout
     return (out / "examples.jsonl").read_text() + json.dumps(json.loads((out / "evaluation.json").read_text())["scores"])
 
@@ -55,8 +55,10 @@ def test_a_checkpoint_of_megatrons(base: str, random_model: Path, tmp_path: Path
 def test_on_a_server_that_runs_elsewhere(base: str, random_model: Path, tmp_path: Path) -> None:
     """It is given the weights that are evaluated, over those that it was started with."""
     make_checkpoint(tmp_path / "other", preset="nano", init="random", seed=7)
-    settings = replace(SETTINGS, kv_cache_mib=16, max_model_len=512)
-    with servers(random_model, tmp_path, num=1, settings=settings, limits={"min_pixels": 3136, "max_pixels": 4000}) as (url,):
+    settings = replace(ENGINE_SETTINGS, kv_cache_mib=16, max_model_len=512)
+    with serve_engines(random_model, tmp_path, num_servers=1, settings=settings, pixel_limits={"min_pixels": 3136, "max_pixels": 4000}) as (
+        url,
+    ):
         asked = (f"engine.urls=[{url}]", f"engine.token_file={tmp_path}/token")
         remote = ("engine.mode=server", *asked, "engine.health_timeout_s=60", f"model.path={random_model}")
         first = played(tmp_path / "first", *remote)

@@ -20,14 +20,23 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
 from megatron_rl.weights.formats.open_checkpoint import open_source
-from tests.support.explained import STALE, TEMPERATURE, Said, engine_mistakes, nested, rollouts_of, say, write_run
+from tests.support.explain_run_folder import (
+    STALE_TENSOR,
+    TEMPERATURE,
+    EngineBehavior,
+    engine_mistakes,
+    make_rollouts,
+    nested_name,
+    set_engine_logprobs,
+    write_run,
+)
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 NAMED = {
     "temperature": r"temperature 0\.(69\d*|7(0\d*)?), not 0\.9",
     "was seen": r"picture 0 \(\w+\): picture 1 \(\w+\), and this one in that one's, was seen in its place",
     "a second resize": r"a second resize, to (56x28|28x70) and back",
-    STALE: f"{re.escape(STALE)} is stale: it is as in the older weights",
+    STALE_TENSOR: f"{re.escape(STALE_TENSOR)} is stale: it is as in the older weights",
 }
 """By how the mistake's name in float32 begins."""
 WITHIN = "rope sections"
@@ -56,7 +65,7 @@ def test_what_rounded_numbers_tell_is_named(
 ) -> None:
     """In every context that differs, of the engine and of the trainer."""
     how = next(how for expected, how in mistakes.items() if expected.startswith(name))
-    run = write_run(tmp_path / "run", random_model, dtype="bfloat16", spoil=trainer_said_so, **how)
+    run = write_run(tmp_path / "run", random_model, dtype="bfloat16", corrupt_rollouts=trainer_said_so, **how)
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
     said = capsys.readouterr().out
     for who in ("engine", "trainer"):
@@ -86,9 +95,9 @@ def test_of_those_that_hold_the_best_is_named(planted: str, older: Path, tmp_pat
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).eval()
     if planted:
         with torch.no_grad():
-            dict(hf.named_parameters())[nested(planted)].copy_(others.read(planted))
-    context = rollouts_of(renderer)[0].sequences[0]
-    say(hf, renderer, context, Said())
+            dict(hf.named_parameters())[nested_name(planted)].copy_(others.read(planted))
+    context = make_rollouts(renderer)[0].sequences[0]
+    set_engine_logprobs(hf, renderer, context, EngineBehavior())
     looked = RecordedSequence(0, 0, context)
     reference = HfReferenceModel(
         spec, source, banned_ids=renderer.banned_ids, patches=make_patch_fn(renderer), device=torch.device("cpu"), cache_bytes=1 << 30

@@ -21,15 +21,15 @@ from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
-from tests.support.explained import STALE, Said, engine_mistakes, resized, stale_tensor, write_run
-from tests.support.recorded import CASES, GOLDEN
+from tests.support import fork_server
+from tests.support.explain_run_folder import STALE_TENSOR, EngineBehavior, engine_mistakes, read_stale_tensor, resize_twice, write_run
+from tests.support.golden_rollouts import CASES, GOLDEN
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture(scope="module")
 def older_tensor(older: Path) -> torch.Tensor:
-    return stale_tensor(older)
+    return read_stale_tensor(older)
 
 
 def line_of(said: str, start: str) -> str:
@@ -76,7 +76,7 @@ def mistakes(random_model: Path, older: Path) -> dict[str, dict]:
     return engine_mistakes(Renderer(ModelSettings(path=str(random_model))), older)
 
 
-@pytest.mark.parametrize("name", ["temperature 0.7", "was seen", "a second resize", "rope sections", STALE])
+@pytest.mark.parametrize("name", ["temperature 0.7", "was seen", "a second resize", "rope sections", STALE_TENSOR])
 def test_what_the_engine_did_is_named(
     name: str, mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -94,9 +94,9 @@ def test_of_two_pictures_the_second_is_found(random_model: Path, tmp_path: Path,
     renderer = Renderer(ModelSettings(path=str(random_model)))
 
     def second(images: list[Image]) -> list[Image]:
-        return [*images[:1], resized(images[1], renderer, (56, 28))] if len(images) > 1 else images
+        return [*images[:1], resize_twice(images[1], renderer, (56, 28))] if len(images) > 1 else images
 
-    run = write_run(tmp_path / "run", random_model, said=Said(seen=second))
+    run = write_run(tmp_path / "run", random_model, behavior=EngineBehavior(transform_images=second))
     assert main([str(run), "--step", "0"]) == 1
     said = capsys.readouterr().out
     assert "context 0: picture 1 (" in line_of(said, "engine, recorded, rollout 0"), said
@@ -109,7 +109,7 @@ def test_a_mistake_that_is_nobodys_is_not_explained(random_model: Path, tmp_path
         place = max(place for place, sampled in enumerate(context.loss_mask) if sampled)
         context.rollout_logprobs[place] -= 0.01
 
-    run = write_run(tmp_path / "run", random_model, spoil=noise)
+    run = write_run(tmp_path / "run", random_model, corrupt_rollouts=noise)
     assert main([str(run), "--step", "0"]) == 1
     assert "no suspect gives these numbers" in line_of(capsys.readouterr().out, "engine, recorded, rollout 0")
 
@@ -121,7 +121,7 @@ def test_what_the_trainer_said_then(random_model: Path, tmp_path: Path, capsys: 
         context = rollouts[1].sequences[0]
         context.set_column("old_logprobs", [logprob - 0.02 * (logprob != 0.0) for logprob in context.rollout_logprobs])
 
-    run = write_run(tmp_path / "run", random_model, spoil=old)
+    run = write_run(tmp_path / "run", random_model, corrupt_rollouts=old)
     assert main([str(run), "--step", "0"]) == 1
     said = capsys.readouterr().out
     assert differing(said) == {"trainer, recorded"} and "DIFFERS" in said, said
@@ -163,7 +163,7 @@ def spoiled(kind: str, tensor: torch.Tensor, picture: Callable[[Image], torch.Te
 
 
 TRAINERS = {
-    "stale": ["layers", "first in layer 2 mlp,", STALE, "stale"],
+    "stale": ["layers", "first in layer 2 mlp,", STALE_TENSOR, "stale"],
     "sections": ["first in rotary angles,", "rope sections [6, 4, 6], not"],
     "temperature": ["temperature 0.7, not 0.9", "every layer agrees"],
     "swapped": ["first in patches, rollout 0 context 0 picture 0", "was seen in its place"],
@@ -179,7 +179,9 @@ def test_what_the_trainer_does_is_named(
     run = write_run(tmp_path / "run", random_model)
     renderer = Renderer(ModelSettings(path=str(random_model)))
     seen: dict[str, Image] = {}
-    write_run(tmp_path / "other", random_model, spoil=lambda rollouts: seen.update({i.key: i for i in rollouts[0].sequences[0].images}))
+    write_run(
+        tmp_path / "other", random_model, corrupt_rollouts=lambda rollouts: seen.update({i.key: i for i in rollouts[0].sequences[0].images})
+    )
     first, second = seen
 
     def swapped(image: Image) -> torch.Tensor:
@@ -187,7 +189,7 @@ def test_what_the_trainer_does_is_named(
         return seen[other].patch_PC if other in seen else renderer.patches(image, lambda each: each.pil)
 
     def twice(image: Image) -> torch.Tensor:
-        return resized(image, renderer, (56, 28)).patch_PC if image.key == second else renderer.patches(image, lambda each: each.pil)
+        return resize_twice(image, renderer, (56, 28)).patch_PC if image.key == second else renderer.patches(image, lambda each: each.pil)
 
     monkeypatch.setattr(replay_forward, "TrainerForward", spoiled(kind, older_tensor, swapped if kind == "swapped" else twice))
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
@@ -232,7 +234,7 @@ def test_what_needs_no_model(name: str, random_model: Path, tmp_path: Path, caps
         if name == "banned ids":
             rollouts[1].sequences[0].token_ids[-1] = never
 
-    run = write_run(tmp_path / "run", random_model, spoil=both)
+    run = write_run(tmp_path / "run", random_model, corrupt_rollouts=both)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
     said = capsys.readouterr().out
     assert name in differing(said) and "rollout 1 context 0" in said and said_of_it in said, said
@@ -245,7 +247,7 @@ def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: 
         context = rollouts[1].sequences[0]
         context.weight_versions = [-1] * len(context.token_ids)
 
-    run = write_run(tmp_path / "run", random_model, spoil=forgotten)
+    run = write_run(tmp_path / "run", random_model, corrupt_rollouts=forgotten)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
     said = capsys.readouterr().out
     assert differing(said) == {"masks, spans, logprobs"} and "the mask says sampled, weight_versions say something else" in said, said
@@ -257,7 +259,7 @@ def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pyte
         place = context.loss_mask.index(1)
         context.weight_versions[place] = 1
 
-    run = write_run(tmp_path / "run", random_model, spoil=stale)
+    run = write_run(tmp_path / "run", random_model, corrupt_rollouts=stale)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
     assert "of version 0, behind tokens of version 1" in capsys.readouterr().out
 
@@ -325,7 +327,7 @@ def test_weights_that_were_not_kept(random_model: Path, tmp_path: Path, capsys: 
         for rollout in rollouts:
             rollout.sequences[0].weight_versions = [2 if version == 0 else version for version in rollout.sequences[0].weight_versions]
 
-    run = write_run(tmp_path / "run", random_model, spoil=later)
+    run = write_run(tmp_path / "run", random_model, corrupt_rollouts=later)
     for path in (run / ROLLOUTS_FOLDER).glob("step_*"):
         path.rename(path.with_name(path.name.replace("000000", "000002")))
     assert main([str(run), "--step", "2"]) == 2
@@ -356,7 +358,7 @@ def test_an_engine_that_is_asked_again(random_model: Path, older: Path, tmp_path
     """It has the weights that are given: Hugging Face and it agree, and what was recorded is of others."""
     run = golden_run(tmp_path / "run", random_model, temperature=1.0)
     given = (run, "--step", "0", "--rollouts", "2", "--engine", "--weights", older, "--older", random_model)
-    result = forked.run(ROOT / "launch" / "explain.py", *given, timeout_s=240)
+    result = fork_server.run_script(ROOT / "launch" / "explain.py", *given, timeout_s=240)
     assert result.returncode == 1 and differing(result.stdout) == {"engine, recorded"}, result.stdout
     assert "engine, asked now              ok" in result.stdout, result.stdout
     assert "all weights are the older ones" in result.stdout, result.stdout
@@ -364,7 +366,7 @@ def test_an_engine_that_is_asked_again(random_model: Path, older: Path, tmp_path
 
 def test_an_evaluation_is_played_by_one_set_of_weights(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Greedily, which tells logprobs at temperature 1; the run beside it has another temperature and newer weights by then."""
-    run = write_run(tmp_path / "run", random_model, said=Said(temperature=1.0))
+    run = write_run(tmp_path / "run", random_model, behavior=EngineBehavior(temperature=1.0))
     recorded = run / ROLLOUTS_FOLDER / "step_000000.parquet"
     recorded.rename(recorded.with_name("step_000002.parquet"))
     assert main([str(run), "--step", "2"]) == 1
@@ -379,10 +381,10 @@ def test_an_evaluation_is_played_by_one_set_of_weights(random_model: Path, tmp_p
 def test_at_a_layout(layout: tuple[str, str], random_model: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", random_model)
     name = "trainer, tp 2 x pp 1" if layout[0] == "--tp" else "trainer, tp 1 x pp 2"
-    result = forked.world(2, ROOT / "launch" / "explain.py", run, "--step", "0", *layout, timeout_s=120)
+    result = fork_server.run_world(2, ROOT / "launch" / "explain.py", run, "--step", "0", *layout, timeout_s=120)
     assert result.returncode == 0, result.stdout
     assert " ok " in line_of(result.stdout, name)
-    result = forked.world(2, SUPPORT / "explained_layout.py", run, "--step", "0", *layout, timeout_s=120)
+    result = fork_server.run_world(2, SUPPORT / "explain_faulty_rank.py", run, "--step", "0", *layout, timeout_s=120)
     assert result.returncode == 1 and f"{name}: first in layer 3 attention," in result.stdout, result.stdout
     assert len(differing(result.stdout)) == 2 and all(
         each.startswith(("trainer, tp", "weights at tp")) for each in differing(result.stdout)

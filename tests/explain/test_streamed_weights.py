@@ -18,9 +18,9 @@ from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from tests.conftest import ROOT
-from tests.support import forked
-from tests.support.explained import STALE, nested, rollouts_of, write_run
-from tests.support.sampled import policy_logits
+from tests.support import fork_server
+from tests.support.engine_logprob_oracle import policy_logits
+from tests.support.explain_run_folder import STALE_TENSOR, make_rollouts, nested_name, write_run
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 MODELS = {"qwen2_5_vl": {}, "tied": {"tied": True}, "qwen2_vl": {"family": "qwen2_vl"}, "qwen3_vl": {"family": "qwen3_vl"}}
@@ -49,7 +49,7 @@ def test_it_is_the_whole_model(name: str, tmp_path: Path) -> None:
     """With none, half and all of it held."""
     make_checkpoint(tmp_path / "model", init="random", seed=1, **MODELS[name])
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
-    context = rollouts_of(renderer)[0].sequences[0]
+    context = make_rollouts(renderer)[0].sequences[0]
     looked = RecordedSequence(0, 0, context)
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     expected = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[looked.sampled_rows]
@@ -79,13 +79,15 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_ranks_say_what_one_process_says(random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A stale tensor in what was recorded is named by ranks that hold nothing whole, whose engine spans both, as the run's did."""
-    tensor = dict(AutoModelForImageTextToText.from_pretrained(older, dtype=torch.float32).named_parameters())[nested(STALE)].detach()
+    tensor = dict(AutoModelForImageTextToText.from_pretrained(older, dtype=torch.float32).named_parameters())[
+        nested_name(STALE_TENSOR)
+    ].detach()
 
     def stale(model: torch.nn.Module) -> None:
         with torch.no_grad():
-            dict(model.named_parameters())[nested(STALE)].copy_(tensor)
+            dict(model.named_parameters())[nested_name(STALE_TENSOR)].copy_(tensor)
 
-    run = write_run(tmp_path / "run", random_model, change=stale)
+    run = write_run(tmp_path / "run", random_model, change_model=stale)
     config = run / "config.yaml"
     before, _, engine = config.read_text().partition("engine:\n")
     assert "\n  tp: 1\n" in engine
@@ -93,12 +95,12 @@ def test_two_ranks_say_what_one_process_says(random_model: Path, older: Path, tm
     given = (run, "--step", "0", "--older", older)
     assert main([str(each) for each in given]) == 1
     one = capsys.readouterr().out.splitlines()
-    result = forked.world(2, ROOT / "launch" / "explain.py", *given, "--tp", "2", "--whole-gb", "0", "--engine", timeout_s=240)
+    result = fork_server.run_world(2, ROOT / "launch" / "explain.py", *given, "--tp", "2", "--whole-gb", "0", "--engine", timeout_s=240)
     assert result.returncode == 1, result.stdout
     two = result.stdout.splitlines()
     alone = ("trainer, one process", "trainer, packed", "weights in the trainer")
     assert [line for line in one if not line.strip().startswith(alone)] == [line for line in two if not line.strip().startswith(OWN)]
-    assert any(f"{STALE} is stale" in line for line in two), result.stdout
+    assert any(f"{STALE_TENSOR} is stale" in line for line in two), result.stdout
     for name in OWN[:3]:
         assert [" ok " in line for line in two if line.strip().startswith(name)] == [True], result.stdout
 

@@ -23,13 +23,13 @@ from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Message, Rollout, Status, TokenSequence
 from tests.conftest import ROOT
 from tests.observe.test_recorder import rollout
-from tests.support import forked
-from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorld, play_alone
+from tests.support import fork_server
+from tests.support.random_episodes import PROTOCOLS, RandomEnv, RandomPolicy, run_random_episode
 
 SIZES = {"min_pixels": 3136, "max_pixels": 12800}
 CUT_AT = 40
 NO_TEXT, EMPTY, NUL = "a reply is no text", "a reply says nothing", "a message holds a NUL character, which files of transcripts may not"
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=CUT_AT, max_context=2000, max_images=5, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=CUT_AT, max_sequence_tokens=2000, max_images=5, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +37,9 @@ def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model), **SIZES))
 
 
-def played(seed: int, renderer: Renderer, protocol: ToolProtocol) -> tuple[Rollout, RandomWorld, RandomPolicy]:
+def played(seed: int, renderer: Renderer, protocol: ToolProtocol) -> tuple[Rollout, RandomEnv, RandomPolicy]:
     engine = RandomPolicy(renderer, random.Random(seed))
-    rollout, world = play_alone(seed, renderer=renderer, engine=engine, protocol=protocol, settings=SETTINGS)
+    rollout, world = run_random_episode(seed, renderer=renderer, engine=engine, protocol=protocol, settings=SETTINGS)
     return rollout, world, engine
 
 
@@ -78,11 +78,13 @@ def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -
         (context,) = rollout.sequences
         found = told(context, renderer)
         if isinstance(found, NotConvertible):
-            words = [renderer.tokenizer.decode(ids) for ids in engine.said]
+            words = [renderer.tokenizer.decode(ids) for ids in engine.replies]
             reasons = {
                 RESIZED_IMAGE_ERROR: any(renderer.final_size(*image.pil.size) != image.pil.size for image in context.images),
                 NO_TEXT: any("\ufffd" in each for each in words),
-                NUL: any("\0" in each for each in (*words, *(spoken(message, renderer)[1] for heard in world.said for message in heard))),
+                NUL: any(
+                    "\0" in each for each in (*words, *(spoken(message, renderer)[1] for heard in world.sent_messages for message in heard))
+                ),
                 EMPTY: any(not each.removesuffix("<|im_end|>").strip() for each in words),
                 TEMPLATE_TOKENS_ERROR: any(token in each.removesuffix("<|im_end|>") for each in words for token in SPECIAL_TOKENS),
             }
@@ -90,9 +92,9 @@ def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -
             untold[str(found)] += 1
             continue
         expected: list[Message] = []
-        for number, said in enumerate(engine.said):
+        for number, said in enumerate(engine.replies):
             reply = renderer.tokenizer.decode(said[:-1] if said[-1] == renderer.end_id else said)
-            heard = world.said[number] if number == 0 or number < len(world.said) else []
+            heard = world.sent_messages[number] if number == 0 or number < len(world.sent_messages) else []
             expected += [*heard, {"role": "assistant", "content": reply}]
         assert [spoken(message, renderer) for message in found] == [spoken(message, renderer) for message in expected]
         num_told += 1
@@ -206,7 +208,7 @@ def test_which_are_taken(how: dict[str, float], expected: list[tuple], recorded:
 
 def test_the_command(recorded: Path, renderer: Renderer, tmp_path: Path) -> None:
     """What it leaves is what a warm start reads, and renders to the recorded tokens; nothing to take is an error."""
-    launched = forked.run(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "out", "--min-reward", "2", timeout_s=60)
+    launched = fork_server.run_script(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "out", "--min-reward", "2", timeout_s=60)
     assert launched.returncode == 0 and launched.stdout.startswith(
         "1 of 6 rollouts (one per example: --best 1), mean reward 3.000: 1 transcripts\n"
     )
@@ -214,9 +216,9 @@ def test_the_command(recorded: Path, renderer: Renderer, tmp_path: Path) -> None
     again = renderer.transcript(shown.messages)
     expected = renderer.transcript([{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "one"}])
     assert (again.token_ids, again.loss_mask) == (expected.token_ids, expected.loss_mask)
-    empty = forked.run(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "none", "--min-reward", "7", timeout_s=60)
+    empty = fork_server.run_script(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "none", "--min-reward", "7", timeout_s=60)
     assert empty.returncode == 1 and f"error: {recorded}: nothing is left; lower --min-reward" in empty.stdout
-    lost = forked.run(ROOT / "launch" / "export.py", tmp_path / "nowhere", "--out", tmp_path / "none", timeout_s=60)
+    lost = fork_server.run_script(ROOT / "launch" / "export.py", tmp_path / "nowhere", "--out", tmp_path / "none", timeout_s=60)
     assert lost.returncode == 1 and f"error: {tmp_path}/nowhere/config.yaml: cannot be read (" in lost.stdout
 
 
@@ -233,7 +235,7 @@ def test_pictures_go_along(renderer: Renderer, tmp_path: Path) -> None:
     shown = load_demonstrations(data, "transcripts", num=len(lines), seed=0)
     assert not any("not read" in line for line in shown.warnings)
     assert len(lines) == exported.num_transcripts > 10 and sum(exported.skip_reasons.values()) == len(rollouts) - len(lines)
-    words = {renderer.shown(renderer.transcript(each.messages)).removesuffix("<|im_end|>") for each in shown}
+    words = {renderer.describe_sequence(renderer.transcript(each.messages)).removesuffix("<|im_end|>") for each in shown}
     sources = [each.sequences[0] for each in rollouts if each.example_id in {line["id"] for line in lines}]
-    assert words == {renderer.shown(context).removesuffix("<|im_end|>") for context in sources}
+    assert words == {renderer.describe_sequence(context).removesuffix("<|im_end|>") for context in sources}
     assert sum(len(context.images) for context in sources) > 10

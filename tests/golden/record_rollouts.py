@@ -30,12 +30,12 @@ from megatron_rl.rollout.renderer import Renderer  # noqa: E402
 from megatron_rl.rollout.scheduler import GenerationSettings  # noqa: E402
 from megatron_rl.tasks.gym_cards.task import NumberLineTask  # noqa: E402
 from megatron_rl.types import Rollout, Status, StopReason  # noqa: E402
-from tests.support.one_process import world_of_one  # noqa: E402
-from tests.support.own_task import TwoLooksTask  # noqa: E402
-from tests.support.recorded import CASES, GOLDEN, PIXELS, taught  # noqa: E402
+from tests.support.custom_task import TwoImageTask  # noqa: E402
+from tests.support.golden_rollouts import CASES, GOLDEN, PIXELS, compute_golden_step  # noqa: E402
+from tests.support.single_process_policy import single_process_world  # noqa: E402
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 
-HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=16, max_context=512, max_images=4, seed=7)
+HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=16, max_sequence_tokens=512, max_images=4, seed=7)
 STOP = ("s", "y")
 """Texts that end a turn: an untrained model ends hardly any by itself, and turns of one length would hide what is divided by lengths."""
 EQUAL, FAILED = 1, (2, 2)
@@ -63,17 +63,19 @@ def play(model: Path) -> None:
         str(model), EngineSettings(kv_cache_mib=16, max_model_len=512), image_token_id=renderer.image_token_id,
         banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
     )  # fmt: skip
-    line, looks = NumberLineTask(TaskSettings(name="number_line")), TwoLooksTask(TaskSettings(name="two_looks"))
+    line, looks = NumberLineTask(TaskSettings(name="number_line")), TwoImageTask(TaskSettings(name="two_looks"))
     line.stop = looks.stop = STOP
     starts = [line.examples("train")[number] for number in (0, 7, 13)]
-    rounds = GenerationSettings(num_prompts=3, group_size=3, max_rounds=1)
+    rounds = GenerationSettings(num_prompts=3, group_size=3, max_num_gen_batches=1)
     fleets = [
-        RolloutManager(task, engine=engine, renderer=renderer, trainer=Nobody(), gather=list, episode=HOW, round_settings=rounds)
+        RolloutManager(
+            task, engine=engine, renderer=renderer, trainer=Nobody(), gather_rollouts=list, episode_settings=HOW, generation_settings=rounds
+        )
         for task in (line, looks)
     ]
-    rollouts = fleets[0].run_examples(starts, samples=3, settings=HOW)
+    rollouts = fleets[0].run_examples(starts, num_samples=3, settings=HOW)
     twice = replace(HOW, max_turns=3)
-    rollouts += fleets[1].run_examples(looks.examples("eval"), samples=3, settings=twice, first_group=len(starts))
+    rollouts += fleets[1].run_examples(looks.examples("eval"), num_samples=3, settings=twice, first_group=len(starts))
     assert all(rollout.is_scored for rollout in rollouts), [rollout.reason for rollout in rollouts]
     draw = random.Random(0)
     for rollout in rollouts:
@@ -108,8 +110,8 @@ def reward(rollout: Rollout, draw: random.Random) -> None:
 def expect(model: Path) -> None:
     numbers = {}
     for name, case in CASES.items():
-        with world_of_one():
-            numbers[name] = taught(case.settings(model))
+        with single_process_world():
+            numbers[name] = compute_golden_step(case.settings(model))
     (GOLDEN / "expected.json").write_text(json.dumps(numbers, indent=1) + "\n")
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.observe.metrics import read_metrics  # noqa: E402 (the script's own tree comes first)
-from tests.support.untimed import untimed  # noqa: E402
+from tests.support.comparable_metrics import drop_timings  # noqa: E402
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 
 SMALL = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
@@ -65,7 +65,7 @@ def play(name: str, home: Path) -> dict[str, object]:
     if result.returncode:
         raise SystemExit(f"{name}: exit code {result.returncode}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
     lines = read_metrics(folder / "metrics.jsonl")
-    steps = [{key: repr(value) for key, value in untimed(line).items()} for line in lines]
+    steps = [{key: repr(value) for key, value in drop_timings(line).items()} for line in lines]
     digest = hashlib.sha256()
     for file in sorted((folder / "final").glob("*.safetensors")):
         digest.update(file.read_bytes())

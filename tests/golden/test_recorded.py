@@ -14,23 +14,31 @@ from typing import Any
 import pytest
 
 from megatron_rl.batching import minibatches
-from megatron_rl.batching.minibatches import episode_weight, weighted_contexts
+from megatron_rl.batching.minibatches import episode_weight, make_pack_items
 from megatron_rl.batching.packing import PackItem, Segment, scatter_to_rollouts
 from megatron_rl.config import BatchSettings, Settings
-from tests.support.one_process import world_of_one
-from tests.support.recorded import BOUND, CASES, GOLDEN, build, differences, recorded, taught
+from tests.support.golden_rollouts import (
+    CASES,
+    GOLDEN,
+    LOGPROB_BOUND,
+    build_golden_policy,
+    compute_golden_step,
+    find_differences,
+    load_rollouts,
+)
+from tests.support.single_process_policy import single_process_world
 
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
 def changed(name: str, settings: Settings) -> tuple[list[str], dict[str, Any]]:
     """What a step teaches now, and where that differs from what it taught."""
-    found = json.loads(json.dumps(taught(settings)))
-    return differences(json.loads((GOLDEN / "expected.json").read_text())[name], found), found
+    found = json.loads(json.dumps(compute_golden_step(settings)))
+    return find_differences(json.loads((GOLDEN / "expected.json").read_text())[name], found), found
 
 
 @pytest.mark.usefixtures("world")
@@ -46,16 +54,16 @@ def test_a_step_teaches_what_it_taught(name: str, random_model: Path) -> None:
 @pytest.mark.usefixtures("world")
 def test_the_trainer_agrees_with_the_engine_that_sampled(random_model: Path) -> None:
     """On every sampled token, those of the dropped group and of the failed rollout too; turns of one token and two pictures are there."""
-    rollouts = recorded()
-    policy = build(CASES["grpo"].settings(random_model))
-    contexts = [each for index, rollout in enumerate(rollouts) for each in weighted_contexts(rollout, BatchSettings(), index=index)]
+    rollouts = load_rollouts()
+    policy = build_golden_policy(CASES["grpo"].settings(random_model))
+    contexts = [each for index, rollout in enumerate(rollouts) for each in make_pack_items(rollout, BatchSettings(), index=index)]
     batches = policy.pack(contexts, max_tokens=400)
     gaps = []
     for (rollout, number), column in scatter_to_rollouts(rollouts, batches, policy.logprobs(batches)).items():
         context = rollouts[rollout].sequences[number]
         sampled = zip(column, context.rollout_logprobs, context.loss_mask, strict=True)
         gaps += [abs(ours - theirs) for ours, theirs, is_sampled in sampled if is_sampled]
-    assert len(gaps) == sum(rollout.num_sampled for rollout in rollouts) > 100 and max(gaps) <= BOUND, max(gaps)
+    assert len(gaps) == sum(rollout.num_sampled for rollout in rollouts) > 100 and max(gaps) <= LOGPROB_BOUND, max(gaps)
     lengths = {turn.token_span[1] - turn.token_span[0] for rollout in rollouts for turn in rollout.turns}
     assert min(lengths) == 1 and len(lengths) > 5 and max(len(context.images) for each in rollouts for context in each.sequences) == 2
 
@@ -72,7 +80,7 @@ class Planted:
 
 
 def unshifted(cls: type, weighted: PackItem, *arguments: object, number: int) -> Segment:
-    return replace(whole(weighted, *arguments, number=number), advantages=weighted.context.advantages)
+    return replace(whole(weighted, *arguments, number=number), advantages=weighted.sequence.advantages)
 
 
 def one_more(num_sampled: int, settings: BatchSettings) -> tuple[float, int]:
@@ -80,9 +88,9 @@ def one_more(num_sampled: int, settings: BatchSettings) -> tuple[float, int]:
     return weight, denominator + 1
 
 
-whole = Segment.whole
+whole = Segment.from_item
 PLANTED = {
-    "advantages of the token before": Planted("return_to_go", Segment, "whole", classmethod(unshifted), "updates[0]/loss"),
+    "advantages of the token before": Planted("return_to_go", Segment, "from_item", classmethod(unshifted), "updates[0]/loss"),
     "a denominator one too large": Planted("gspo", minibatches, "episode_weight", one_more, "minibatches[0][0]/denominator"),
     "lengths as weights": Planted("gspo", minibatches, "episode_weight", lambda num, _: (1.0, 1), "updates[0]/grad_norm"),
 }
@@ -109,10 +117,10 @@ def test_a_setting_that_slipped_is_noticed(case: str, setting: str, value: float
 
 def test_a_difference_is_told_with_its_place() -> None:
     expected = {"loss": 1.0, "dropped": ["", "stop_reason"], "rollout_mismatch/logprob_abs_diff": 1e-6}
-    assert differences(expected, {"loss": 1.000001, "dropped": ["", "stop_reason"], "rollout_mismatch/logprob_abs_diff": 9e-5}) == []
-    assert differences(expected, {"loss": 1.0001, "dropped": ["", ""], "rollout_mismatch/logprob_abs_diff": 2e-4}) == [
+    assert find_differences(expected, {"loss": 1.000001, "dropped": ["", "stop_reason"], "rollout_mismatch/logprob_abs_diff": 9e-5}) == []
+    assert find_differences(expected, {"loss": 1.0001, "dropped": ["", ""], "rollout_mismatch/logprob_abs_diff": 2e-4}) == [
         "dropped[1]: stop_reason is now ", "loss: 1.0 is now 1.0001", "rollout_mismatch/logprob_abs_diff: 0.0002 is above 0.0001",
     ]  # fmt: skip
-    assert differences({"loss": 1.0}, {"loss": float("nan")}), "NaN is never near"
-    assert differences({"loss": 1.0}, {}) == ["loss: 1.0 is now None"] and differences([1], [1, 2]) == [": [1] is now [1, 2]"]
-    assert differences({"sampled": 1}, {"sampled": 1.0}) == ["sampled: 1 is now 1.0"]
+    assert find_differences({"loss": 1.0}, {"loss": float("nan")}), "NaN is never near"
+    assert find_differences({"loss": 1.0}, {}) == ["loss: 1.0 is now None"] and find_differences([1], [1, 2]) == [": [1] is now [1, 2]"]
+    assert find_differences({"sampled": 1}, {"sampled": 1.0}) == ["sampled: 1 is now 1.0"]

@@ -11,9 +11,9 @@ from megatron_rl.batching.packing import pack
 from megatron_rl.config import LoraSettings, OptimSettings
 from megatron_rl.policy import load_model, policy, transformer
 from megatron_rl.policy.kernels import uses_transformer_engine
-from tests.support.layouts import full_logits, gradients
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.parallel_layouts import compute_gradients, full_logits
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 
 pytestmark = pytest.mark.gpu
 WITH_TE = pytest.mark.skipif(not uses_transformer_engine(LoraSettings()), reason="no Transformer Engine that works: NOT tested")
@@ -25,13 +25,13 @@ def measured(random_model: Path) -> Iterator[Callable[..., tuple[torch.Tensor, d
     """Logits, and gradients by Hugging Face's names, of a policy that was `prepared`."""
 
     def measure(prepare: Callable[[torch.nn.Module], None] = lambda chunks: None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        made, renderer = policy_of(random_model, OptimSettings(), dtype="bfloat16")
+        made, renderer = make_policy_and_renderer(random_model, OptimSettings(), dtype="bfloat16")
         prepare(made.network.chunks)
         how = {"image_token_id": renderer.image_token_id, "positions": made.spec.rope_positions, "device": made.network.device}
-        batch = pack(example_contexts(renderer), **how)
-        return full_logits(made, batch).float(), {name: gradient.float() for name, gradient in gradients(made, [batch]).items()}
+        batch = pack(make_example_items(renderer), **how)
+        return full_logits(made, batch).float(), {name: gradient.float() for name, gradient in compute_gradients(made, [batch]).items()}
 
-    with world_of_one():
+    with single_process_world():
         yield measure
 
 

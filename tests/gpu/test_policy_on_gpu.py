@@ -15,9 +15,9 @@ from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from tests.support.hf_run import logits_of_hf
-from tests.support.layouts import full_logits
-from tests.support.packed import example_contexts
+from tests.support.hf_reference import compute_hf_logits
+from tests.support.packed_example import make_example_items
+from tests.support.parallel_layouts import full_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ def make_policy(random_model: Path) -> Callable[..., Policy]:
 def logits(policy: Policy, folder: Path) -> torch.Tensor:
     renderer = Renderer(ModelSettings(path=str(folder)))
     positions = policy.spec.rope_positions
-    batch = pack(example_contexts(renderer), image_token_id=renderer.image_token_id, positions=positions, device=policy.network.device)
+    batch = pack(make_example_items(renderer), image_token_id=renderer.image_token_id, positions=positions, device=policy.network.device)
     return full_logits(policy, batch).float().cpu()
 
 
@@ -62,7 +62,7 @@ def test_the_kernel_is_attention(causal: bool, prefix_S: list[int] | None) -> No
 
 
 def test_fp32_is_that_of_hf(make_policy: Callable[..., Policy], random_model: Path) -> None:
-    truth = logits_of_hf(random_model, torch.float32)
+    truth = compute_hf_logits(random_model, torch.float32)
     assert (logits(make_policy("float32"), random_model) - truth).abs().max() <= 1e-4
 
 
@@ -72,7 +72,7 @@ WITH_TE = pytest.mark.skipif(not uses_transformer_engine(LoraSettings()), reason
 @pytest.mark.parametrize("layers", ["ours", pytest.param("te", marks=WITH_TE)])
 def test_bfloat16_is_as_near_to_the_truth_as_hf_is(layers: str, make_policy: Callable[..., Policy], random_model: Path) -> None:
     """With adapters the layers are always ours; fresh ones change nothing."""
-    truth, theirs = (logits_of_hf(random_model, dtype) for dtype in (torch.float32, torch.bfloat16))
+    truth, theirs = (compute_hf_logits(random_model, dtype) for dtype in (torch.float32, torch.bfloat16))
     ours = logits(make_policy("bfloat16", lora=LoraSettings(rank=4) if layers == "ours" else None), random_model)
     assert (ours - truth).norm() <= 1.2 * (theirs - truth).norm()
 
@@ -86,7 +86,7 @@ def test_an_update_with_everything_offloaded(make_policy: Callable[..., Policy],
     assert all(host.is_pinned() for _, host in leaves.network._offload.host.pairs)
     before = {name: tensor.float().clone() for name, tensor in stays.hf_weights()}
     for policy in (stays, leaves):
-        policy.update(policy.pack(example_contexts(renderer), max_tokens=200), make_policy_objective(AlgoSettings()), step=0)
+        policy.update(policy.pack(make_example_items(renderer), max_tokens=200), make_policy_objective(AlgoSettings()), step=0)
     for (name, ours), (_, theirs) in zip(leaves.hf_weights(), stays.hf_weights(), strict=True):
         change = theirs.float() - before[name]
         assert change.norm() > 0, name

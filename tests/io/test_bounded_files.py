@@ -121,7 +121,7 @@ def test_regular_files_alone(tmp_path: Path) -> None:
 
 def test_no_more_than_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "x"
-    bombs.sparse(path, 10 << 30)
+    bombs.write_sparse_file(path, 10 << 30)
     with pytest.raises(ValueError, match=f"^has {10 << 30} bytes, more than 100$"):
         read_bytes(path, at_most=100)
     path.write_bytes(b"x" * 101)
@@ -134,7 +134,7 @@ def test_no_more_than_the_limit(tmp_path: Path) -> None:
 
 def test_the_end_of_a_log(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    bombs.sparse(path, 10 << 30)
+    bombs.write_sparse_file(path, 10 << 30)
     with path.open("ab") as file:
         file.write(b"\nlast \xff word\n")
     assert read_tail(path).endswith("\nlast \ufffd word\n") and len(read_tail(path)) == 64 << 10

@@ -55,7 +55,7 @@ def test_an_update_has_the_quantile_of_all_its_tokens(cuts: list[int], monkeypat
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    found = reduce_metrics(read_metrics([told(part_R) for part_R in size_R.split(cuts)]), trouble="")
+    found = reduce_metrics(read_metrics([told(part_R) for part_R in size_R.split(cuts)]), error="")
     truth = float(size_R.sort().values[989])  # 0.5
     assert truth <= found[f"{NAME}_p99"] <= truth * 2 ** (1 / BINS_PER_OCTAVE) and found["tokens"] == 2000
     assert found[NAME] == pytest.approx(float(size_R.mean())) and found[f"{NAME}_max"] == 1.5
@@ -68,4 +68,4 @@ def test_a_quantile_is_never_above_the_largest(monkeypatch: pytest.MonkeyPatch) 
         size_R = torch.tensor([value])
         sums = {"tokens": 1.0, "denominator": 1.0}
         one = LossMetrics(sums=sums, maxima={f"{NAME}_max": size_R.max()}, histograms={NAME: count_in_bins(size_R)})
-        assert reduce_metrics(read_metrics([one]), trouble="")[f"{NAME}_p99"] == pytest.approx(value)
+        assert reduce_metrics(read_metrics([one]), error="")[f"{NAME}_p99"] == pytest.approx(value)

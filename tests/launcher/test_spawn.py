@@ -18,7 +18,7 @@ import pytest
 from megatron_rl.launcher import spawn
 from megatron_rl.launcher.spawn import parse_grace_s
 from tests.conftest import ROOT
-from tests.support import forked
+from tests.support import fork_server
 
 SPAWN = ROOT / "launch" / "spawn.py"
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -71,7 +71,7 @@ class Launched:
     """A launcher and its two processes."""
 
     home: Path
-    launcher: forked.Process
+    launcher: fork_server.Process
 
     def tell(self, number: signal.Signals) -> None:
         """Send it a signal, once both processes are there."""
@@ -98,7 +98,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
         (home / "worker.py").write_text(WORKER)
         (home / "there").mkdir()
         given = ("--nproc_per_node", "2", *arguments, home / "worker.py", how, home / "there")
-        begun[case] = Launched(home, forked.Process(SPAWN, *given, environment={"TMPDIR": str(home)}))
+        begun[case] = Launched(home, fork_server.Process(SPAWN, *given, environment={"TMPDIR": str(home)}))
     yield begun
     for case in begun.values():
         case.launcher.kill()
@@ -148,7 +148,7 @@ def test_a_second_sigint_does_not_wait(launched: dict[str, Launched]) -> None:
 
 
 def test_a_second_signal_later_on_does_not_wait_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One within AGAIN_S is the same on another way."""
+    """One within ABORT_RETRY_S is the same on another way."""
     timers: list[float] = []
     monkeypatch.setattr(spawn.signal, "setitimer", lambda _, seconds: timers.append(seconds))
     monkeypatch.setattr(spawn.psutil, "Process", lambda: SimpleNamespace(children=lambda: ["child"]))

@@ -22,7 +22,7 @@ from megatron_rl.launcher.sweep_report import format_success, main, success_inte
 from megatron_rl.launcher.sweep_report import load_rows as rows
 from tests.conftest import ROOT
 from tests.run.test_directory import leave
-from tests.support import forked
+from tests.support import fork_server
 
 SPAWN = """
 import json, os, signal, sys, time
@@ -156,8 +156,8 @@ def test_a_stopped_sweep_begins_no_other(bench: Path) -> None:
     script.write_text((ROOT / "launch" / "sweep.py").read_text())
     outputs = [Path(f"runs/{name}/logs/latest/output.txt") for name in ("run.seed_2", "run.seed_2+run.steps_4")]
 
-    def begin() -> forked.Process:
-        sweep = forked.Process(script, "sweep.yaml", "--local", "2", cwd=Path.cwd())
+    def begin() -> fork_server.Process:
+        sweep = fork_server.Process(script, "sweep.yaml", "--local", "2", cwd=Path.cwd())
         deadline = time.monotonic() + 60
         while not all(output.exists() and "ready" in output.read_text().splitlines()[-1:] for output in outputs):
             assert time.monotonic() < deadline and sweep.poll() is None, sweep.output.read_text()

@@ -29,13 +29,13 @@ from megatron_rl.models.hf_config import parse_spec
 from megatron_rl.models.known_models import make_released_config
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.attention import SharedPromptParams
-from megatron_rl.policy.logprobs import Distribution
-from megatron_rl.policy.optimizer import with_gradients
+from megatron_rl.policy.logprobs import TokenDistribution
+from megatron_rl.policy.optimizer import wrap_with_grad_buffers
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.transformer import build_chunks
-from megatron_rl.policy.vision import encode
+from megatron_rl.policy.vision import encode_patches
 from megatron_rl.types import MicroBatch
-from tests.support import gpu_kernels
+from tests.support import gpu_kernel_stubs
 
 HIDDEN, VISION, PATCHES = 256, 160, 1024
 FROZEN = ["vision", "merger"]
@@ -52,7 +52,7 @@ def world() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is one for GPUs."""
-    gpu_kernels.use(monkeypatch)
+    gpu_kernel_stubs.patch_kernels(monkeypatch)
 
 
 def small(num_layers: int) -> ModelSpec:
@@ -93,7 +93,7 @@ def build(model: ModelSpec, dtype: torch.dtype, *, recompute: str = "none", lora
         chunks = build_chunks(model, layout, dtype, lora=adapters)
         for parameter in chunks.parameters():
             nn.init.normal_(parameter, std=0.02)
-        (chunk,) = with_gradients(chunks, frozen or [], lora=adapters)
+        (chunk,) = wrap_with_grad_buffers(chunks, frozen or [], lora=adapters)
     return chunk.train()
 
 
@@ -182,12 +182,12 @@ def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.d
 def test_a_layer_keeps_gathered_keys_as_the_formula_says(world: None, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys and values as often as segments attend to them, 8 * 2 K a token; in return nothing is kept of the fused projection, A + 2 K, and
     of rotated keys, K. The rows that they are gathered by are every layer's."""
-    gpu_kernels.use_varlen(monkeypatch)
+    gpu_kernel_stubs.patch_varlen(monkeypatch)
     model, num_tokens = MADE[family](2), 512
     chunk = build(model, torch.bfloat16).module
     rotary = chunk.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.config.mrope_section)
     packed = chunk._packed(sharing(batch_of(num_tokens, num_patches=64)), None)
-    rows = packed.segments.gathered.row_K.nbytes
+    rows = packed.segments.varlen_inputs.row_K.nbytes
     hidden = torch.randn(num_tokens, 1, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     layer = chunk.language.decoder.layers[1]
     kept = kept_by_autograd(
@@ -205,7 +205,7 @@ def test_a_vision_block_keeps_what_the_formula_says(world: None, dtype: torch.dt
     model, width = MADE[family](2), dtype.itemsize
     tower = build(model, dtype).module.vision
     pixels = torch.randn(PATCHES, 1176, dtype=dtype)
-    kept = kept_by_autograd(tower, lambda: encode(tower, pixels, [[1, 32, PATCHES // 32]], model.vision))
+    kept = kept_by_autograd(tower, lambda: encode_patches(tower, pixels, [[1, 32, PATCHES // 32]], model.vision))
     blocks = 3 * (vision_block_bytes(model, itemsize=width) - VISION * width)
     rest = 1176 * width + vision_merger_bytes(model, itemsize=width)
     assert abs(kept / PATCHES - (blocks + rest)) <= 0.03 * (blocks + rest)
@@ -232,7 +232,7 @@ def test_a_pass_stays_below_the_plan_and_near_it(
 ) -> None:  # fmt: skip
     """Forward and backward of a whole model, with as many keys as may be gathered: never above what is planned, and where the batch is as
     full of images as the plan assumes, within a third of it."""
-    gpu_kernels.use_varlen(monkeypatch)
+    gpu_kernel_stubs.patch_varlen(monkeypatch)
     model, num_tokens, parallel = MADE[family](4), 512, ParallelSettings(recompute=recompute, log_probs_chunk_size=1)
     chunk = build(model, dtype, recompute=recompute, lora=lora, frozen=frozen)
     batch = sharing(batch_of(num_tokens, num_patches=num_patches))
@@ -256,7 +256,7 @@ def test_logits_cost_what_the_plan_says(world: None, dtype: torch.dtype, rows: i
     """24 bytes an entry of one block, however many blocks there are."""
     build_layout(ParallelSettings(), seed=0)
     head = nn.Linear(32, 8192, bias=False, dtype=dtype).requires_grad_(False)
-    distribution = Distribution(torch.zeros(8192, dtype=torch.bool), 1.0, 0, dist.group.WORLD, block)
+    distribution = TokenDistribution(torch.zeros(8192, dtype=torch.bool), 1.0, 0, dist.group.WORLD, block)
     hidden_RH = torch.randn(rows, 32, dtype=dtype, requires_grad=True)
     live = Live([head.weight, hidden_RH, distribution.banned_V])
     with megatron_on_cpu(), live:

@@ -30,8 +30,8 @@ from tests.conftest import SUPPORT
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_recipes import RECIPES
 from tests.memory_plan.test_activations import Live
-from tests.support import forked
-from tests.support.qwen3 import qwen3_4b
+from tests.support import fork_server
+from tests.support.qwen3 import qwen3_4b_spec
 
 FIRST = "codev_7b_l40s8"
 """Whose configuration is also made without our limits of pictures."""
@@ -41,7 +41,7 @@ FIRST = "codev_7b_l40s8"
 def described(random_model: Path) -> list[dict]:
     """What vLLM made of each recipe; of FIRST twice."""
     others = [recipe for recipe in RECIPES if recipe != FIRST]
-    ended = forked.run(SUPPORT / "cuda_config.py", random_model, FIRST, *others, timeout_s=400)
+    ended = fork_server.run_script(SUPPORT / "cuda_config.py", random_model, FIRST, *others, timeout_s=400)
     assert ended.returncode == 0, ended.stdout[-6000:]
     return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
 
@@ -123,7 +123,7 @@ def test_the_engine_of_another_family_by_hand() -> None:
 def test_an_engine_of_qwen3_holds_what_its_layers_add() -> None:
     """Three layers add rows to 16,384 tokens, and so a picture's token is four rows of 2,560 numbers. 2 megapixels are 1,953 squares of 32
     pixels, a rectangle of 31 by 63, of which a step has eight. vLLM's own rows: tests/parity/test_engine_families.py."""
-    model, pictures, of_a_run = qwen3_4b(), ModelSettings(max_pixels=2_000_000), RunSettings(dir="there")
+    model, pictures, of_a_run = qwen3_4b_spec(), ModelSettings(max_pixels=2_000_000), RunSettings(dir="there")
     given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.5, "max_model_len": 32768}
     whole, halved = (plan_engine(model, Settings(model=pictures, engine=EngineSettings(**given, tp=tp), run=of_a_run)) for tp in (1, 2))
     tokens, added = 8 * 1953, 3 * 16384 * 2560 * 2

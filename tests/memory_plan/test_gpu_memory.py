@@ -37,8 +37,8 @@ from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.policy import Policy
 from megatron_rl.registry import has_critic
 from megatron_rl.types import LossMetrics, TokenSequence
-from tests.support.held import held_after_a_step
-from tests.support.one_process import opened, world_of_one
+from tests.support.memory_footprint import measure_footprint
+from tests.support.single_process_policy import close_with_world, single_process_world
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 KINDS = {
@@ -61,14 +61,14 @@ def settings_for(folder: Path, *, lora: LoraSettings | None = None, critic: Crit
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
 def measured(settings: Settings) -> MemoryFootprint:
     """Build policy and critic, train them for one step, and add up the distinct storages of each kind."""
     layout, is_own = build_layout(settings.parallel, seed=0), settings.critic.backbone == "own"
-    policy = opened(Policy(
+    policy = close_with_world(Policy(
         settings.model, layout, parallel=settings.parallel, optim=settings.optim, num_steps=1, lora=settings.lora, banned_ids=[],
         image_token_id=7, critic=settings.critic if has_critic(settings) and not is_own else None,
     ))  # fmt: skip
@@ -79,11 +79,11 @@ def measured(settings: Settings) -> MemoryFootprint:
     for batch in batches:
         batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
     policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
-    found = held_after_a_step(policy.network)
+    found = measure_footprint(policy.network)
     if is_own:
-        critic = opened(build.build_critic(settings, layout, patches=patch_bytes, num_steps=1))
-        critic.update(batches, make_value_objective(settings.critic, over="tokens"), step=0)
-        found = found + held_after_a_step(critic.network)
+        critic = close_with_world(build.build_critic(settings, layout, patches=patch_bytes, num_steps=1))
+        critic.update(batches, make_value_objective(settings.critic, level="tokens"), step=0)
+        found = found + measure_footprint(critic.network)
     return found
 
 

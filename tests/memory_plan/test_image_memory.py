@@ -15,7 +15,7 @@ from megatron_rl.memory_plan.image_memory import (
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.rollout import renderer
 from megatron_rl.rollout.vllm import engine_core
-from tests.support.qwen3 import qwen3_4b
+from tests.support.qwen3 import qwen3_4b_spec
 
 MODEL = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
 PIXEL = 3 * 2 * 4
@@ -138,7 +138,7 @@ def test_what_is_remembered_is_what_renderer_and_engine_say() -> None:
 
 def test_patches_of_qwen3_are_larger() -> None:
     """1,536 numbers each, of which the engine remembers as many as of others."""
-    step, model = 8 * 16 * 2_000_000, qwen3_4b()
+    step, model = 8 * 16 * 2_000_000, qwen3_4b_spec()
     remembered = (1 << 20) * 4 * 1536
     assert PIXEL * 2 * step > remembered > ENGINE_BYTES
     flying = PIL_BYTES_PER_PIXEL * (3 + 1) * step + PIXEL * step + remembered + RENDERER_CACHE_BYTES + MAKING_ALL

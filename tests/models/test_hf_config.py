@@ -41,7 +41,7 @@ def test_every_released_size_is_read(size: str, style: str, tmp_path: Path) -> N
     assert (spec.vocab_size, spec.vision_start_id, spec.vision_end_id) == (151936 if size == "3B" else 152064, 151652, 151653)
     assert spec.vision == VisionSpec(
         num_blocks=32, hidden_size=1280, ffn_size=3420 if size in ("3B", "7B") else 3456, num_heads=16, out_hidden_size=spec.hidden_size,
-        channels=3, patch_size=14, temporal_patch_size=2, spatial_merge_size=2, window_size=112, mlp_saved_factor=4,
+        in_channels=3, patch_size=14, temporal_patch_size=2, spatial_merge_size=2, window_size=112, mlp_saved_factor=4,
     )  # fmt: skip
     assert (spec.vision.head_dim, spec.vision.patch_dim, spec.vision.patches_per_token) == (80, 1176, 4)
     shapes = spec.shapes()
@@ -67,13 +67,13 @@ def test_every_released_size_of_other_families_is_read(name: str, tmp_path: Path
     if not is_third:
         tower = VisionSpec(
             num_blocks=32, hidden_size=1280, ffn_size=5120, num_heads=16, out_hidden_size=spec.hidden_size,
-            channels=3, patch_size=14, temporal_patch_size=2, spatial_merge_size=2, mlp_saved_factor=3,
+            in_channels=3, patch_size=14, temporal_patch_size=2, spatial_merge_size=2, mlp_saved_factor=3,
         )  # fmt: skip
     else:
         blocks, hidden, ffn = (24, 1024, 4096) if is_small else (27, 1152, 4304)
         tower = VisionSpec(
             num_blocks=blocks, hidden_size=hidden, ffn_size=ffn, num_heads=16, out_hidden_size=spec.hidden_size,
-            channels=3, patch_size=16, temporal_patch_size=2, spatial_merge_size=2, mlp_saved_factor=2, num_deepstack_layers=3,
+            in_channels=3, patch_size=16, temporal_patch_size=2, spatial_merge_size=2, mlp_saved_factor=2, num_deepstack_layers=3,
             num_position_embeddings=48 * 48,
         )  # fmt: skip
     assert spec.vision == tower

@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron_rl.config import ParallelSettings
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.name_mapping import ParamMapping, padded_vocab
-from megatron_rl.policy.padding import PADDED, padded, unpadded
+from megatron_rl.policy.padding import PADDED_KEYS, add_padding, strip_padding
 from megatron_rl.policy.parallel import check_layout
 
 
@@ -20,7 +20,7 @@ def test_the_padded_size(size: int, tp: int, expected: int) -> None:
 
 def test_rows_there_and_back() -> None:
     """Nine rows over four ranks: three each, the last rank zeros alone."""
-    row, rows = ParamMapping(PADDED[0], ("embed",), "first", shard_dim=0, vocab_rows=9), torch.arange(1.0, 19.0).view(9, 2)
+    row, rows = ParamMapping(PADDED_KEYS[0], ("embed",), "first", shard_dim=0, vocab_rows=9), torch.arange(1.0, 19.0).view(9, 2)
     shards = [row.to_mcore((rows,), rank, 4) for rank in range(4)]
     assert [shard[:, 0].tolist() for shard in shards] == [[1, 3, 5], [7, 9, 11], [13, 15, 17], [0, 0, 0]]
     assert torch.equal(row.to_hf(shards)[0], rows) and torch.equal(row.to_hf([rows])[0], rows)
@@ -36,13 +36,13 @@ def test_a_checkpoint_has_none_of_it() -> None:
     """Eleven rows over two ranks are six and five on disk, and six and six in memory."""
     for rank, held in ((0, 6), (1, 5)):
         data = torch.arange(12.0).view(6, 2) + 100 * rank
-        part = ShardedTensor.from_rank_offsets(PADDED[0], data, (0, rank, 2), allow_shape_mismatch=True)
-        (written,) = unpadded({"it": part}, 11).values()
+        part = ShardedTensor.from_rank_offsets(PADDED_KEYS[0], data, (0, rank, 2), allow_shape_mismatch=True)
+        (written,) = strip_padding({"it": part}, 11).values()
         assert (written.global_shape, written.local_shape, written.global_offset) == ((11, 2), (held, 2), (6 * rank, 0))
         assert torch.equal(written.data, data[:held]) and written.data.data_ptr() == data.data_ptr()
-        again = padded({PADDED[0]: written.data, "other": data}, 6)
-        assert torch.equal(again[PADDED[0]][:held], data[:held]) and not again[PADDED[0]][held:].any() and again["other"] is data
-        assert unpadded({"it": part}, 12)["it"] is part
+        again = add_padding({PADDED_KEYS[0]: written.data, "other": data}, 6)
+        assert torch.equal(again[PADDED_KEYS[0]][:held], data[:held]) and not again[PADDED_KEYS[0]][held:].any() and again["other"] is data
+        assert strip_padding({"it": part}, 12)["it"] is part
 
 
 def test_no_layout_is_refused_for_its_vocabulary() -> None:

@@ -115,7 +115,7 @@ def test_patches_of_one_micro_batch_at_a_time_are_kept(tmp_path: Path) -> None:
         return replace(batch, patch_PC=made)
 
     told = pytest.raises(NonFiniteValue, match="step 4, micro-batch 1: it is nan; what was trained on is kept in")
-    with told, run.dump_batches_on_error(batches, step=4, complete=complete):
+    with told, run.dump_batches_on_error(batches, step=4, load_image_patches=complete):
         raise NonFiniteValue("micro-batch 1: it is nan")
     for number, length in enumerate((2, 3, 4)):
         kept = torch.load(tmp_path / "run" / "not_finite" / f"step_00000004_rank_0_micro_batch_{number}.pt", weights_only=True)

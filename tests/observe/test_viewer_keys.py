@@ -19,7 +19,7 @@ from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import TokenSequence
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import ATTACKS, CHROMIUM, rollout
-from tests.support.browser import Page, browser
+from tests.support.browser import BrowserPage, open_browser
 
 COLORS = ("rollout_logprobs", "engine gap", "advantages", "loss_mask", "weight_versions", "entropies")
 
@@ -43,8 +43,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def page(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as page:
+def page(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserPage]:
+    with open_browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as page:
         yield page
 
 
@@ -68,121 +68,123 @@ VIEWS = ("curves?run=one&run=two", "rollouts?run=one", "group?run=one&step=1&gro
 @needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-def test_every_view_fits_its_window(width: int, scheme: str, page: Page, url: str) -> None:
+def test_every_view_fits_its_window(width: int, scheme: str, page: BrowserPage, url: str) -> None:
     """No view is wider than the window, words differ from what they stand on, attackers' words are words, and the console is silent."""
-    page.window(width=width, scheme=scheme)
-    page.said.clear()
+    page.set_window(width=width, scheme=scheme)
+    page.console_messages.clear()
     for view in VIEWS:
-        page.go(f"{url}#/{view}")
-        assert page.value("document.documentElement.scrollWidth") <= width, view
+        page.navigate(f"{url}#/{view}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, view
         look = "(({ color, backgroundColor }) => [color, backgroundColor])(getComputedStyle(document.body))"
-        ink, paper = ([int(part) for part in each[4:-1].split(",")] for each in page.value(look))
+        ink, paper = ([int(part) for part in each[4:-1].split(",")] for each in page.evaluate(look))
         assert (sum(paper) < 200 < 500 < sum(ink)) if scheme == "dark" else (sum(ink) < 200 < 500 < sum(paper)), (ink, paper)
-        assert page.value("document.title") == "rollouts" and not page.value("document.querySelectorAll('main script, main h1').length")
-    assert page.said == []
+        assert page.evaluate("document.title") == "rollouts" and not page.evaluate(
+            "document.querySelectorAll('main script, main h1').length"
+        )
+    assert page.console_messages == []
 
 
 @needs_chromium
-def test_curves_of_two_runs(page: Page, url: str) -> None:
+def test_curves_of_two_runs(page: BrowserPage, url: str) -> None:
     """A line of its own color for each, and one of them alone where the other is left out."""
-    page.window(width=1280)
+    page.set_window(width=1280)
     lines = "document.querySelectorAll('#main .card:first-child svg polyline, #main .card:first-child svg path').length"
-    page.go(f"{url}#/curves?run=one&run=two")
-    both = page.value(lines)
-    page.go(f"{url}#/curves?run=two")
-    assert both == 2 * page.value(lines) > 0
+    page.navigate(f"{url}#/curves?run=one&run=two")
+    both = page.evaluate(lines)
+    page.navigate(f"{url}#/curves?run=two")
+    assert both == 2 * page.evaluate(lines) > 0
 
 
 @needs_chromium
-def test_keys(page: Page, url: str) -> None:
+def test_keys(page: BrowserPage, url: str) -> None:
     """From the table to an episode, to its neighbors and no further than the last, to its group, and to a member of it."""
-    page.go(f"{url}#/rollouts?run=one")
+    page.navigate(f"{url}#/rollouts?run=one")
     for key in ("j", "j", "ArrowDown", "k", "Enter"):
-        page.press(key)
-    page.wait("document.body.dataset.shown == 'episode' && location.hash.includes('place=1')")
+        page.press_key(key)
+    page.wait_until("document.body.dataset.shown == 'episode' && location.hash.includes('place=1')")
     last = 3 + len(ATTACKS) - 1
-    page.go(f"{url}#/episode?run=one&step=0&place={last - 1}")
+    page.navigate(f"{url}#/episode?run=one&step=0&place={last - 1}")
     for step, place, sample in ((0, last, len(ATTACKS) - 1), (1, 0, 0), (1, 1, 1)):
-        page.press("j")
-        page.wait(f"document.querySelector('h2').innerText.includes('step {step}, sample {sample} ')")
-        assert page.value("location.hash").endswith(f"step={step}&place={place}")
-    page.go(f"{url}#/episode?run=one&step=1&place={last}")
-    page.press("j")
-    page.press("k")
-    page.wait(f"document.querySelector('h2').innerText.includes('step 1, sample {len(ATTACKS) - 2} ')")
-    assert page.value("document.getElementById('banner').innerText") == ""
-    page.press("g")
-    page.wait("document.body.dataset.shown == 'group'")
+        page.press_key("j")
+        page.wait_until(f"document.querySelector('h2').innerText.includes('step {step}, sample {sample} ')")
+        assert page.evaluate("location.hash").endswith(f"step={step}&place={place}")
+    page.navigate(f"{url}#/episode?run=one&step=1&place={last}")
+    page.press_key("j")
+    page.press_key("k")
+    page.wait_until(f"document.querySelector('h2').innerText.includes('step 1, sample {len(ATTACKS) - 2} ')")
+    assert page.evaluate("document.getElementById('banner').innerText") == ""
+    page.press_key("g")
+    page.wait_until("document.body.dataset.shown == 'group'")
     for key in ("j", "ArrowDown", "k", "j", "Enter"):
-        page.press(key)
-    page.wait("document.body.dataset.shown == 'episode'")
-    assert page.value("location.hash").endswith("place=4")
+        page.press_key(key)
+    page.wait_until("document.body.dataset.shown == 'episode'")
+    assert page.evaluate("location.hash").endswith("place=4")
 
 
 @needs_chromium
-def test_keys_of_every_view(page: Page, url: str) -> None:
+def test_keys_of_every_view(page: BrowserPage, url: str) -> None:
     """The list of keys opens and closes; views have numbers; a search is left by Escape; a chart is chosen and opened alone."""
-    page.go(f"{url}#/rollouts?run=one")
-    page.press("?")
-    told = page.value("document.getElementById('help').innerText")
-    assert page.value("document.getElementById('help').open") and "the group of a rollout" in told
-    page.press("1")
-    assert page.value("location.hash").startswith("#/rollouts"), "what lies below the list is not steered"
-    page.press("?")
-    assert not page.value("document.getElementById('help').open")
-    page.press("1")
-    page.wait("document.body.dataset.shown == 'curves' && !!document.querySelector('main .charts')")
-    page.press("/")
-    page.press("j")
-    page.press("Escape")
-    assert page.value("document.querySelector('.chosen') === null && document.activeElement === document.body")
-    page.press("j")
-    title = page.value("document.querySelector('.chosen h3').innerText")
-    page.press("Enter")
-    page.wait(f"[...document.querySelectorAll('main h3')].map(each => each.innerText).join() === '{title}'")
-    page.press("2")
-    page.wait("document.body.dataset.shown == 'rollouts'")
+    page.navigate(f"{url}#/rollouts?run=one")
+    page.press_key("?")
+    told = page.evaluate("document.getElementById('help').innerText")
+    assert page.evaluate("document.getElementById('help').open") and "the group of a rollout" in told
+    page.press_key("1")
+    assert page.evaluate("location.hash").startswith("#/rollouts"), "what lies below the list is not steered"
+    page.press_key("?")
+    assert not page.evaluate("document.getElementById('help').open")
+    page.press_key("1")
+    page.wait_until("document.body.dataset.shown == 'curves' && !!document.querySelector('main .charts')")
+    page.press_key("/")
+    page.press_key("j")
+    page.press_key("Escape")
+    assert page.evaluate("document.querySelector('.chosen') === null && document.activeElement === document.body")
+    page.press_key("j")
+    title = page.evaluate("document.querySelector('.chosen h3').innerText")
+    page.press_key("Enter")
+    page.wait_until(f"[...document.querySelectorAll('main h3')].map(each => each.innerText).join() === '{title}'")
+    page.press_key("2")
+    page.wait_until("document.body.dataset.shown == 'rollouts'")
 
 
 @needs_chromium
-def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: Page, url: str) -> None:
+def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: BrowserPage, url: str) -> None:
     """Said in its place: the console stays silent."""
     file = runs[0] / "rollouts" / image_file_name(picture(1).key)
     content = file.read_bytes()
     try:
         file.unlink()
-        page.said.clear()
-        page.go(f"{url}#/episode?run=one&step=1&place=0")
-        assert f"its file is missing: {picture(1).key}" in page.value("document.body.innerText") and page.said == []
+        page.console_messages.clear()
+        page.navigate(f"{url}#/episode?run=one&step=1&place=0")
+        assert f"its file is missing: {picture(1).key}" in page.evaluate("document.body.innerText") and page.console_messages == []
     finally:
         file.write_bytes(content)
 
 
 @needs_chromium
-def test_tokens_are_colored(page: Page, url: str) -> None:
+def test_tokens_are_colored(page: BrowserPage, url: str) -> None:
     """By each column: sampled tokens have two shades where their numbers differ, none where they are alike."""
     for color in COLORS:
-        page.go(f"{url}#/episode?run=one&step=1&place=0&color={color}")
-        shades = page.value("[...document.querySelectorAll('.tokens .sampled')].map(each => each.style.backgroundColor)")
+        page.navigate(f"{url}#/episode?run=one&step=1&place=0&color={color}")
+        shades = page.evaluate("[...document.querySelectorAll('.tokens .sampled')].map(each => each.style.backgroundColor)")
         assert len(shades) == 2 and (len(set(shades)) == 2) == (color not in ("loss_mask", "weight_versions")), (color, shades)
 
 
 @needs_chromium
-def test_a_run_that_goes_on_is_followed(runs: tuple[Path, Path], page: Page, url: str) -> None:
+def test_a_run_that_goes_on_is_followed(runs: tuple[Path, Path], page: BrowserPage, url: str) -> None:
     """A step that is written while the page is open appears; not while its reader is typing."""
-    page.go(f"{url}#/rollouts?run=two&sort=step&descending=true")
-    assert page.value("document.querySelector('tbody tr td').innerText") == "1"
-    page.value("document.querySelector('input[type=number]').focus()")
+    page.navigate(f"{url}#/rollouts?run=two&sort=step&descending=true")
+    assert page.evaluate("document.querySelector('tbody tr td').innerText") == "1"
+    page.evaluate("document.querySelector('input[type=number]').focus()")
     grow(runs[1], 2)
-    page.wait("performance.getEntriesByType('resource').filter(each => each.name.includes('api/runs')).length >= 3")
-    assert page.value("document.querySelector('tbody tr td').innerText") == "1"
-    page.value("document.activeElement.blur()")
+    page.wait_until("performance.getEntriesByType('resource').filter(each => each.name.includes('api/runs')).length >= 3")
+    assert page.evaluate("document.querySelector('tbody tr td').innerText") == "1"
+    page.evaluate("document.activeElement.blur()")
     for _ in range(2):
-        page.press("j")
-    chosen = page.value("document.querySelector('.chosen a').hash")
-    page.wait("document.querySelector('tbody tr td').innerText == '2'")
-    assert page.value("document.querySelector('.chosen a').hash") == chosen, "a choice stays where rows are put before it"
-    assert "step 2" in page.value("document.getElementById('runs').innerText")
+        page.press_key("j")
+    chosen = page.evaluate("document.querySelector('.chosen a').hash")
+    page.wait_until("document.querySelector('tbody tr td').innerText == '2'")
+    assert page.evaluate("document.querySelector('.chosen a').hash") == chosen, "a choice stays where rows are put before it"
+    assert "step 2" in page.evaluate("document.getElementById('runs').innerText")
 
 
 def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:

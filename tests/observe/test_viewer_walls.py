@@ -80,7 +80,7 @@ def test_pictures_are_pictures_of_the_folder(kind: str, folder: Path, client: Te
     elif kind == "device":
         file.symlink_to("/dev/zero")
     elif kind == "sparse":
-        bombs.sparse(file, 1 << 40, b"\x89PNG\r\n\x1a\n")
+        bombs.write_sparse_file(file, 1 << 40, b"\x89PNG\r\n\x1a\n")
     assert client.get(f"/picture/run/{key}.png").status_code == 404
     assert (key in found(client, "episode", step=0, place=0)["missing"]) == (kind not in ("text", "sparse"))
 
@@ -104,7 +104,7 @@ def test_a_key_that_names_no_file(key: str, tmp_path: Path) -> None:
 def test_metrics_without_an_end(folder: Path, client: TestClient) -> None:
     """A line of 10 GiB, numbers that no float holds, a FIFO: what is before it is shown, the rest is said."""
     path = folder / "metrics.jsonl"
-    bombs.sparse(path, 10 << 30, b'{"step": 0, "loss": 1}\n')
+    bombs.write_sparse_file(path, 10 << 30, b'{"step": 0, "loss": 1}\n')
     assert [line["step"] for line in found(client, "curves")] == [0]
     assert client.get("/api/runs").json()[0]["skipped"] == [f"{path} line 2: has more than {1 << 20} bytes"]
     path.write_text(f'{{"step": {"9" * 400}}}\n{{"step": 1, "loss": {"9" * 400}}}\n{{"step": 2}}\n')

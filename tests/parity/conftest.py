@@ -10,7 +10,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.renderer import Renderer
-from tests.support.sampled import engine_of
+from tests.support.engine_logprob_oracle import open_engine
 
 
 @pytest.fixture(scope="module")
@@ -25,5 +25,5 @@ def hf(random_model: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 @pytest.fixture(scope="module")
 def engine(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
-    with engine_of(random_model, renderer) as engine:
+    with open_engine(random_model, renderer) as engine:
         yield engine

@@ -16,7 +16,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, di
     folder = tmp_path_factory.mktemp("planted")
     make_checkpoint(folder / "model", init="random", seed=5, layers=2, kv_heads=4, vocab=300)
     (folder / "out").mkdir()
-    torchrun(1, SUPPORT / "planted.py", folder / "model", folder / "out")
+    torchrun(1, SUPPORT / "planted_conversion_bugs.py", folder / "model", folder / "out")
     return {path.stem: json.loads(path.read_text()) for path in (folder / "out").glob("*.json")}
 
 
@@ -42,6 +42,6 @@ def test_megatron_loads_what_the_policy_loads(tmp_path: Path, torchrun) -> None:
         make_checkpoint(tmp_path / name / "model", init="random", seed=6, tied=name == "tied")
         written = ("--hf", str(tmp_path / name / "model"), "--out", str(tmp_path / name / "checkpoint"), "--tp", "2", "--pp", "2")
         assert main(written) == 0
-    said = torchrun(4, SUPPORT / "loaded.py", "2,2", "1,4", "2,1", "--", tmp_path / "untied", tmp_path / "tied")
+    said = torchrun(4, SUPPORT / "megatron_load_check.py", "2,2", "1,4", "2,1", "--", tmp_path / "untied", tmp_path / "tied")
     wanted = [f"[{name}] equal at {layout}\n" for name in ("untied", "tied") for layout in ("tp2 pp2", "tp1 pp4", "tp2 pp1")]
     assert [said.count(line) for line in wanted] == [4] * 6

@@ -13,9 +13,9 @@ from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import SUPPORT
-from tests.support.critic_layouts import COEF, CRITIC, SEEN
-from tests.support.hf_run import hf_logits, relative, sampled_distribution, write_adapter
-from tests.support.packed import example_contexts
+from tests.support.critic_layouts import COEF, CRITIC, PAST_RETURNS
+from tests.support.hf_reference import compute_logits, relative_error, sampled_log_softmax, write_adapter
+from tests.support.packed_example import make_example_items
 from tools.convert import merger
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
@@ -69,21 +69,21 @@ class Truth:
         generator = torch.Generator().manual_seed(5)
         shapes = [(8, hidden_size), (1, 8), (8,), (1,)]
         w1, w2, b1, b2 = (nn.Parameter(0.3 * torch.randn(shape, generator=generator)) for shape in shapes)
-        mean, scale = statistics.fmean(SEEN), statistics.pstdev(SEEN)
-        values, value_loss, policy_loss, contexts = [], 0.0, 0.0, example_contexts(renderer)
+        mean, scale = statistics.fmean(PAST_RETURNS), statistics.pstdev(PAST_RETURNS)
+        values, value_loss, policy_loss, contexts = [], 0.0, 0.0, make_example_items(renderer)
         self.denominator = sum(weighted.denominator for weighted in contexts)
         kept: list[torch.Tensor] = []
         language_model.norm.register_forward_hook(lambda _module, _given, output: kept.append(output[0]))
         for weighted in contexts:
-            logits = hf_logits(model, renderer, weighted.context)
-            tokens, context = weighted.context.token_ids, weighted.context
+            logits = compute_logits(model, renderer, weighted.sequence)
+            tokens, context = weighted.sequence.token_ids, weighted.sequence
             rows = [t for t in range(len(tokens) - 1) if context.loss_mask[t + 1]]
             value = (nn.functional.silu(kept[-1][rows] @ w1.T + b1) @ w2.T + b2)[:, 0]
             targets = torch.tensor([((7 * tokens[t] + 3 * tokens[t + 1]) % 11) / 2.0 for t in rows])
             target, old = (targets - mean) / scale, (0.5 * targets - mean) / scale
             clipped = old + (value - old).clamp(-CRITIC["cliprange_value"], CRITIC["cliprange_value"])
             value_loss = value_loss + (weighted.weight * 0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2)).sum()
-            distribution = sampled_distribution(logits[rows], renderer.banned_ids)
+            distribution = sampled_log_softmax(logits[rows], renderer.banned_ids)
             logprob = distribution.gather(1, torch.tensor([tokens[t + 1] for t in rows])[:, None])[:, 0]
             advantage = next(a for a, sampled in zip(context.advantages, context.loss_mask, strict=True) if sampled)
             policy_loss = policy_loss - (weighted.weight * advantage * (logprob - logprob.detach()).exp()).sum()
@@ -107,7 +107,7 @@ def truth(model: Path) -> Truth:
 def test_values_and_losses_are_those_of_hf(results: dict, truth: Truth) -> None:
     one = results[ONE]
     for name in ("values", "own_values"):
-        assert relative(one[name][one["mask"]], truth.values) <= 1e-5, name
+        assert relative_error(one[name][one["mask"]], truth.values) <= 1e-5, name
         assert not one[name][~one["mask"]].any()
     assert truth.values.std() > 0.1
     assert one["alone"]["value/loss"] == one["alone"]["loss"] == pytest.approx(truth.value_loss, rel=1e-5)
@@ -119,7 +119,7 @@ def test_values_and_losses_are_those_of_hf(results: dict, truth: Truth) -> None:
 def test_a_warm_up_moves_the_head_and_not_one_bit_of_the_trunk(results: dict) -> None:
     for text, result in results.items():
         assert result["moved_alone"] == 0.0, text
-        assert relative(result["values_alone"], result["values"]) > 1e-3, text
+        assert relative_error(result["values_alone"], result["values"]) > 1e-3, text
         assert result["joint"]["policy/ratio"] == pytest.approx(1.0, abs=1e-5), "the policy is where it was"
 
 
@@ -128,12 +128,12 @@ def test_every_layout_learns_what_one_process_does(layout: str, results: dict) -
     one, other = results[ONE], results[layout]
     assert other["mask"].sum() == one["mask"].sum()
     for name in ("values", "own_values", "values_alone", "values_joint", "own_values_after"):
-        assert relative(other[name][other["mask"]], one[name][one["mask"]]) <= 1e-5, name
+        assert relative_error(other[name][other["mask"]], one[name][one["mask"]]) <= 1e-5, name
     for update in ("alone", "joint", "own"):
         for name in ("loss", "grad_norm", "value/loss", "value/grad_norm"):
             if name in one[update]:
                 assert other[update][name] == pytest.approx(one[update][name], rel=1e-5), (update, name)
-    worst = max((relative(change, one["change"][name]), name) for name, change in other["change"].items())
+    worst = max((relative_error(change, one["change"][name]), name) for name, change in other["change"].items())
     assert worst[0] <= 1e-5, worst
 
 
@@ -152,7 +152,7 @@ def test_logprobs_and_values_of_one_trunk_are_one_pass(results: dict) -> None:
 def test_a_critic_with_adapters_learns_as_pefts_does(adapted: dict, model: Path, adapter: Path) -> None:
     truth = Truth(model, adapter)
     for text, result in adapted.items():
-        assert relative(result["own_values"][result["mask"]], truth.values) <= 1e-5, text
+        assert relative_error(result["own_values"][result["mask"]], truth.values) <= 1e-5, text
         first = result["steps"][0]
         assert first["value/loss"] == pytest.approx(truth.value_loss, rel=1e-5)
         assert first["value/grad_norm"] == pytest.approx(truth.norm_own, rel=1e-4)
@@ -177,7 +177,7 @@ def test_adapters_learn_the_same_at_another_layout(adapted: dict) -> None:
             assert theirs[name] == pytest.approx(ours[name], rel=1e-3), name
     for name in ("logprobs", "values"):
         numbers = [result["straight"][name][result["mask"]] for result in (one, other)]
-        assert relative(*numbers) <= 1e-3, name
+        assert relative_error(*numbers) <= 1e-3, name
 
 
 def test_adapters_go_on_from_a_checkpoint(adapted: dict) -> None:
@@ -186,7 +186,7 @@ def test_adapters_go_on_from_a_checkpoint(adapted: dict) -> None:
         straight, resumed = result["straight"], result["resumed"]
         assert straight["metrics"] == resumed["metrics"] and straight["metrics"]["grad_norm"] > 0, text
         assert torch.equal(straight["logprobs"], resumed["logprobs"]) and torch.equal(straight["values"], resumed["values"])
-        assert relative(result["own_values"], straight["values"]) > 1e-3
+        assert relative_error(result["own_values"], straight["values"]) > 1e-3
 
 
 def test_the_merger_adds_the_policys_adapter_and_leaves_the_critic_out(

@@ -13,29 +13,29 @@ from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.engine import Completion, SamplingSettings, placeholder_offsets
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import TokenSequence
-from tests.support.packed import picture, prompts, user
-from tests.support.sampled import BOUND, check_frequencies, gap, generate, policy_logits
+from tests.support.engine_logprob_oracle import LOGPROB_BOUND, check_frequencies, generate_all, max_logprob_diff, policy_logits
+from tests.support.packed_example import make_picture, make_prompts, user_message
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_the_policy(engine: ColocatedEngine, hf: HF, renderer: Renderer, temperature: float) -> None:
     """Text only, one image, two images of different sizes; then a second turn with another image in the grown context."""
-    contexts = prompts(renderer)
+    contexts = make_prompts(renderer)
     for turn in range(2):
         samplings = [SamplingSettings(max_tokens=12, temperature=temperature, seed=10 * turn + i) for i in range(len(contexts))]
-        completions = generate(engine, contexts, samplings)
+        completions = generate_all(engine, contexts, samplings)
         for index, (context, completion) in enumerate(zip(contexts, completions, strict=True)):
-            difference = gap(hf, context, completion, temperature=temperature, renderer=renderer)
+            difference = max_logprob_diff(hf, context, completion, temperature=temperature, renderer=renderer)
             print(f"temperature {temperature} turn {turn} sequence {index}: {difference:.1e}")
-            assert difference <= BOUND
+            assert difference <= LOGPROB_BOUND
             context.extend(completion.token_ids, logprobs=completion.logprobs)
-            more = renderer.observation(context, [user("And this?", picture(7 + index, 84, 56))])
+            more = renderer.observation(context, [user_message("And this?", make_picture(7 + index, 84, 56))])
             context.extend(more.token_ids, images=tuple(more.images))
 
 
 def test_greedy_is_hf_argmax(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
-    for context in prompts(renderer):
-        (completion,) = generate(engine, [context], [SamplingSettings(max_tokens=8, temperature=0.0, seed=0)])
+    for context in make_prompts(renderer):
+        (completion,) = generate_all(engine, [context], [SamplingSettings(max_tokens=8, temperature=0.0, seed=0)])
         token_ids = list(context.token_ids)
         for token in completion.token_ids:
             logits = policy_logits(hf, token_ids, context.images, renderer=renderer)[-1]
@@ -45,12 +45,12 @@ def test_greedy_is_hf_argmax(engine: ColocatedEngine, hf: HF, renderer: Renderer
 
 def test_frequencies_follow_the_probabilities(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
     """3000 seeds at temperature 2: chi-squared of the first tokens, and of the second ones after the 20 most frequent first ones."""
-    context, num = prompts(renderer)[1], 3000
+    context, num = make_prompts(renderer)[1], 3000
 
     def probability(token_ids: list[int]) -> torch.Tensor:
         return policy_logits(hf, token_ids, context.images, renderer=renderer)[-1].div(2).softmax(-1)
 
-    completions = generate(engine, [context] * num, [SamplingSettings(max_tokens=2, temperature=2.0, seed=seed) for seed in range(num)])
+    completions = generate_all(engine, [context] * num, [SamplingSettings(max_tokens=2, temperature=2.0, seed=seed) for seed in range(num)])
     first = Counter(c.token_ids[0] for c in completions)
     assert not {token for c in completions for token in c.token_ids} & set(renderer.banned_ids)
     check_frequencies(num * probability(context.token_ids), first)
@@ -61,10 +61,10 @@ def test_frequencies_follow_the_probabilities(engine: ColocatedEngine, hf: HF, r
 
 def test_the_prompt_of_a_group_is_computed_once(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks first: the others find its whole blocks in the cache. What is sampled is what each would have been given alone."""
-    contexts = [prompts(renderer)[1]] * 5 + [prompts(renderer)[2]] + [prompts(renderer)[1]]
+    contexts = [make_prompts(renderer)[1]] * 5 + [make_prompts(renderer)[2]] + [make_prompts(renderer)[1]]
     samplings = [SamplingSettings(max_tokens=12, temperature=1.0, seed=i) for i in range(len(contexts))]
-    alone = [generate(engine, [context], [sampling])[0].token_ids for context, sampling in zip(contexts, samplings, strict=True)]
-    engine._core._forget()
+    alone = [generate_all(engine, [context], [sampling])[0].token_ids for context, sampling in zip(contexts, samplings, strict=True)]
+    engine._core._reset_caches()
     cached, step = {}, engine._core._engine.step
 
     def watched() -> list:
@@ -73,23 +73,23 @@ def test_the_prompt_of_a_group_is_computed_once(engine: ColocatedEngine, rendere
         return outputs
 
     monkeypatch.setattr(engine._core._engine, "step", watched)
-    assert [completion.token_ids for completion in generate(engine, contexts, samplings)] == alone
+    assert [completion.token_ids for completion in generate_all(engine, contexts, samplings)] == alone
     whole = len(contexts[0].token_ids) // 32 * 32
     assert whole > 0 and sorted(cached.values()) == [0, 0] + [whole] * 5
 
 
 def test_a_seed_decides_whatever_the_company(engine: ColocatedEngine, renderer: Renderer) -> None:
     """Alone, and behind 70 prompts with images (more than one step holds: prompts are computed in parts); other seeds, other tokens."""
-    contexts = prompts(renderer)
+    contexts = make_prompts(renderer)
     samplings = [SamplingSettings(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(len(contexts))]
-    alone = [generate(engine, [s], [sampling])[0].token_ids for s, sampling in zip(contexts, samplings, strict=True)]
+    alone = [generate_all(engine, [s], [sampling])[0].token_ids for s, sampling in zip(contexts, samplings, strict=True)]
     engine.sleep()
     engine.wake()
-    crowd = [renderer.prompt([user("Crowd.", picture(100 + i, 224, 224))]) for i in range(70)]
+    crowd = [renderer.prompt([user_message("Crowd.", make_picture(100 + i, 224, 224))]) for i in range(70)]
     others = [SamplingSettings(max_tokens=3, temperature=1.0, seed=i) for i in range(70)]
-    together = generate(engine, crowd + contexts, others + samplings)
+    together = generate_all(engine, crowd + contexts, others + samplings)
     assert [c.token_ids for c in together[70:]] == alone
-    reseeded = generate(engine, contexts, [SamplingSettings(max_tokens=16, temperature=1.0, seed=i) for i in range(len(contexts))])
+    reseeded = generate_all(engine, contexts, [SamplingSettings(max_tokens=16, temperature=1.0, seed=i) for i in range(len(contexts))])
     assert all(c.token_ids != ids for c, ids in zip(reseeded, alone, strict=True))
 
 
@@ -98,13 +98,13 @@ def test_exactly_the_stop_ids_end_a_turn(engine: ColocatedEngine, renderer: Rend
     (stop,) = renderer.stop_ids
     other_end = renderer.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     num = 400
-    completions = generate(
-        engine, prompts(renderer)[:1] * num, [SamplingSettings(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
+    completions = generate_all(
+        engine, make_prompts(renderer)[:1] * num, [SamplingSettings(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
     )
-    finished = [c for c in completions if c.finish_reason]
+    finished = [c for c in completions if c.is_stopped]
     assert len(finished) > 3
     assert all(c.token_ids[-1] == stop and c.token_ids.count(stop) == 1 for c in finished)
-    assert all(stop not in c.token_ids and len(c.token_ids) == 24 for c in completions if not c.finish_reason)
+    assert all(stop not in c.token_ids and len(c.token_ids) == 24 for c in completions if not c.is_stopped)
     assert any(other_end in c.token_ids[:-1] for c in completions)
 
 
@@ -112,14 +112,14 @@ def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: ColocatedEngine, render
     """What is sampled is a function of seed and position: with stop texts a turn is the free one up to the token that completes one."""
     stop, num = ("z", "the"), 100
     free = [SamplingSettings(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
-    whole = generate(engine, prompts(renderer)[:1] * num, free)
-    stopped = generate(engine, prompts(renderer)[:1] * num, [replace(sampling, stop=stop) for sampling in free])
+    whole = generate_all(engine, make_prompts(renderer)[:1] * num, free)
+    stopped = generate_all(engine, make_prompts(renderer)[:1] * num, [replace(sampling, stop=stop) for sampling in free])
     early = 0
     for sampled, cut in zip(whole, stopped, strict=True):
         length = next((n for n in range(1, 25) if any(text in renderer.tokenizer.decode(sampled.token_ids[:n]) for text in stop)), None)
         assert cut.token_ids == sampled.token_ids[:length]
         assert cut.logprobs == pytest.approx(sampled.logprobs[:length], abs=1e-5)
-        assert cut.finish_reason == (length is not None or sampled.finish_reason)
+        assert cut.is_stopped == (length is not None or sampled.is_stopped)
         early += length is not None and length < len(sampled.token_ids)
     assert 10 < early < num
 
@@ -127,16 +127,16 @@ def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: ColocatedEngine, render
 def test_a_full_context_is_unfinished(engine: ColocatedEngine, renderer: Renderer) -> None:
     long = TokenSequence(token_ids=[65] * 1020)
     full = TokenSequence(token_ids=[65] * 1024)
-    room, none = generate(engine, [long, full], [SamplingSettings(max_tokens=64, temperature=1.0, seed=1)] * 2)
-    assert (len(room.token_ids), room.finish_reason) == (4, False)
-    assert (none.token_ids, none.finish_reason) == ([], False)
+    room, none = generate_all(engine, [long, full], [SamplingSettings(max_tokens=64, temperature=1.0, seed=1)] * 2)
+    assert (len(room.token_ids), room.is_stopped) == (4, False)
+    assert (none.token_ids, none.is_stopped) == ([], False)
 
 
 def test_the_engine_sees_what_vllms_own_processor_would_make(engine: ColocatedEngine, renderer: Renderer) -> None:
     """vLLM's processor on the pictures and one placeholder each, against the expanded ids, patches and positions that we hand over."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
-    context = prompts(renderer)[2]
+    context = make_prompts(renderer)[2]
     own = renderer.image_token_id
     collapsed = [t for i, t in enumerate(context.token_ids) if t != own or context.token_ids[i - 1] != own]
     limits = {"size": {"shortest_edge": renderer.min_pixels, "longest_edge": renderer.max_pixels}}
@@ -155,7 +155,7 @@ def test_the_engine_sees_what_vllms_own_processor_would_make(engine: ColocatedEn
 
 def test_wrong_placeholders_are_refused(engine: ColocatedEngine, renderer: Renderer) -> None:
     """One too few, an image too many, one too few: both lengths and the first difference are named."""
-    context = prompts(renderer)[2]
+    context = make_prompts(renderer)[2]
     length, own = len(context.token_ids), renderer.image_token_id
     start = context.token_ids.index(own)
     first, second = context.images
@@ -167,11 +167,13 @@ def test_wrong_placeholders_are_refused(engine: ColocatedEngine, renderer: Rende
     ]
     for token_ids, images, given, expanded, difference in cases:
         with pytest.raises(RuntimeError, match=f"has {given} tokens, but {expanded} when .* differ at position {difference}$"):
-            generate(engine, [TokenSequence(token_ids=token_ids, images=images)], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)])
+            generate_all(
+                engine, [TokenSequence(token_ids=token_ids, images=images)], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)]
+            )
 
 
 def test_a_refused_request_leaves_the_others_alone(engine: ColocatedEngine, renderer: Renderer) -> None:
-    (context, *_) = prompts(renderer)
+    (context, *_) = make_prompts(renderer)
 
     async def main() -> list:
         calls = (engine.generate(context.token_ids, [], SamplingSettings(max_tokens=3, temperature=t, seed=0)) for t in (1.0, 5.0))
@@ -184,7 +186,7 @@ def test_a_refused_request_leaves_the_others_alone(engine: ColocatedEngine, rend
 
 def test_an_exception_comes_out_of_run(engine: ColocatedEngine, renderer: Renderer) -> None:
     """And the requests that were under way are gone."""
-    (context, *_) = prompts(renderer)
+    (context, *_) = make_prompts(renderer)
 
     async def main() -> None:
         waiting = asyncio.create_task(engine.generate(context.token_ids, [], SamplingSettings(max_tokens=900, temperature=1.0, seed=0)))
@@ -200,7 +202,7 @@ def test_an_exception_comes_out_of_run(engine: ColocatedEngine, renderer: Render
 def test_a_failing_step_fails_all_who_wait(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those in flight and those who come later, each with a InfraError; no one waits for ever."""
     monkeypatch.setattr(engine, "_error", None)
-    contexts, steps, step = prompts(renderer), 0, engine._core.step
+    contexts, steps, step = make_prompts(renderer), 0, engine._core.step
 
     def broken() -> list:
         nonlocal steps
@@ -226,9 +228,9 @@ def test_a_failing_step_fails_all_who_wait(engine: ColocatedEngine, renderer: Re
 
 def test_cancelling_aborts_the_request(engine: ColocatedEngine, renderer: Renderer) -> None:
     """The others end as they would have without it."""
-    contexts = prompts(renderer)[1:3]
+    contexts = make_prompts(renderer)[1:3]
     sampling = SamplingSettings(max_tokens=20, temperature=1.0, seed=5)
-    alone = [c.token_ids for c in generate(engine, contexts, [sampling] * 2)]
+    alone = [c.token_ids for c in generate_all(engine, contexts, [sampling] * 2)]
 
     async def main() -> list[Completion]:
         endless = SamplingSettings(max_tokens=900, temperature=1.0, seed=1)
@@ -246,8 +248,8 @@ def test_cancelling_aborts_the_request(engine: ColocatedEngine, renderer: Render
 
 def test_a_slow_tool_delays_only_its_own(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """And while nothing is in flight the pump sleeps."""
-    (context, *_) = prompts(renderer)
-    turns, turn, order = 0, engine._turn, []
+    (context, *_) = make_prompts(renderer)
+    turns, turn, order = 0, engine._run_step, []
 
     def counted() -> object:
         nonlocal turns
@@ -263,25 +265,25 @@ def test_a_slow_tool_delays_only_its_own(engine: ColocatedEngine, renderer: Rend
     async def main() -> None:
         await asyncio.gather(episode("slow", 0.4), episode("fast", 0.0), episode("quick", 0.01))
 
-    monkeypatch.setattr(engine, "_turn", counted)
+    monkeypatch.setattr(engine, "_run_step", counted)
     engine.run(main())
     assert order[-1] == "slow"
     assert turns < 40, "16 steps of 3 episodes of 2 turns of 4 tokens at most, and a wake-up each"
 
 
 def test_sleep_and_wake_change_nothing(engine: ColocatedEngine, renderer: Renderer) -> None:
-    contexts = prompts(renderer)
+    contexts = make_prompts(renderer)
     samplings = [SamplingSettings(max_tokens=8, temperature=1.0, seed=i) for i in range(len(contexts))]
-    before = generate(engine, contexts, samplings)
+    before = generate_all(engine, contexts, samplings)
     engine.sleep()
     engine.wake()
-    after = generate(engine, contexts, samplings)
+    after = generate_all(engine, contexts, samplings)
     assert [c.token_ids for c in after] == [c.token_ids for c in before]
 
 
 def test_training_beside_the_engine_works(engine: ColocatedEngine, renderer: Renderer, hf: HF) -> None:
     """Autograd, default dtype and the number of threads are the trainer's, also while rollouts go on."""
-    generate(engine, prompts(renderer), [SamplingSettings(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
+    generate_all(engine, make_prompts(renderer), [SamplingSettings(max_tokens=2, temperature=1.0, seed=0)] * len(make_prompts(renderer)))
     weight = torch.full((3,), 2.0, requires_grad=True)
     (weight**3).sum().backward()
     assert torch.equal(weight.grad, torch.full((3,), 12.0))
@@ -297,5 +299,5 @@ def test_training_beside_the_engine_works(engine: ColocatedEngine, renderer: Ren
 
 def test_busy_seconds_only_grow(engine: ColocatedEngine, renderer: Renderer) -> None:
     before = engine.busy_s
-    generate(engine, prompts(renderer), [SamplingSettings(max_tokens=2, temperature=1.0, seed=0)] * len(prompts(renderer)))
+    generate_all(engine, make_prompts(renderer), [SamplingSettings(max_tokens=2, temperature=1.0, seed=0)] * len(make_prompts(renderer)))
     assert before < engine.busy_s

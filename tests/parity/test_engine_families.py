@@ -11,8 +11,8 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
-from tests.support.packed import picture, prompts, user
-from tests.support.sampled import BOUND, engine_of, gap, generate
+from tests.support.engine_logprob_oracle import LOGPROB_BOUND, generate_all, max_logprob_diff, open_engine
+from tests.support.packed_example import make_picture, make_prompts, user_message
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 SQUARE = torch.tensor([[1, 4, 4]])
@@ -26,15 +26,15 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     sent = {canonical_name(name): tensor for name, tensor in hf.state_dict().items()}
     assert sent.keys() == {name for row in read_spec(tmp_path / "model").param_mappings() for name in row.hf_names}
-    with engine_of(tmp_path / "model", renderer, reads_weights=False) as engine:
+    with open_engine(tmp_path / "model", renderer, reads_weights=False) as engine:
         engine.load_weights(iter(sent.items()), version=1)
-        contexts = prompts(renderer)
+        contexts = make_prompts(renderer)
         for turn in range(2):
             samplings = [SamplingSettings(max_tokens=8, temperature=0.7, seed=10 * turn + number) for number in range(len(contexts))]
-            for number, (context, completion) in enumerate(zip(contexts, generate(engine, contexts, samplings), strict=True)):
-                assert gap(hf, context, completion, temperature=0.7, renderer=renderer) <= BOUND
+            for number, (context, completion) in enumerate(zip(contexts, generate_all(engine, contexts, samplings), strict=True)):
+                assert max_logprob_diff(hf, context, completion, temperature=0.7, renderer=renderer) <= LOGPROB_BOUND
                 context.extend(completion.token_ids, logprobs=completion.logprobs)
-                more = renderer.observation(context, [user("And this?", picture(7 + number, 84, 56))])
+                more = renderer.observation(context, [user_message("And this?", make_picture(7 + number, 84, 56))])
                 context.extend(more.token_ids, images=tuple(more.images))
         runner, spec = engine._core._engine.model_executor.driver_worker.worker.model_runner, read_spec(tmp_path / "model")
         added = (
@@ -44,13 +44,13 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
         (seen,) = runner.get_model().embed_multimodal(pixel_values=torch.zeros(16, spec.vision.patch_dim), image_grid_thw=SQUARE)
         assert seen.shape == (4, (1 + spec.vision.num_deepstack_layers) * spec.vision.out_hidden_size)
         weights = engine._core.weights
-        deliver, spoiled = weights.deliver, "model.visual.merger"
+        deliver, spoiled = weights.load_bucket, "model.visual.merger"
 
         def flips_a_bit(bucket: list[tuple[str, torch.Tensor]]) -> None:
             deliver(bucket)
-            name = next(name for name in weights._places if name.startswith(spoiled.removeprefix("model.")))
-            weights._places[name].pieces[0].held.view(torch.int32).flatten()[-1].bitwise_xor_(1)
+            name = next(name for name in weights._locations if name.startswith(spoiled.removeprefix("model.")))
+            weights._locations[name].slices[0].memory.view(torch.int32).flatten()[-1].bitwise_xor_(1)
 
-        monkeypatch.setattr(weights, "deliver", flips_a_bit)
+        monkeypatch.setattr(weights, "load_bucket", flips_a_bit)
         with pytest.raises(RuntimeError, match=rf"does not hold what was sent: {spoiled}"):
             engine.load_weights(iter(sent.items()), version=2)

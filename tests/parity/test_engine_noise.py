@@ -13,13 +13,13 @@ from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.sampler import EngineNoise
-from tests.support.packed import prompts
-from tests.support.sampled import BOUND, check_frequencies, engine_of, gap, generate, policy_logits
+from tests.support.engine_logprob_oracle import LOGPROB_BOUND, check_frequencies, generate_all, max_logprob_diff, open_engine, policy_logits
+from tests.support.packed_example import make_prompts
 
 
 @pytest.fixture(scope="module")
 def bare(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
-    with engine_of(random_model, renderer, reads_weights=False) as engine:
+    with open_engine(random_model, renderer, reads_weights=False) as engine:
         yield engine
 
 
@@ -27,7 +27,7 @@ def bare(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
 def own(bare: ColocatedEngine, hf: HF, renderer: Renderer) -> ColocatedEngine:
     """With HF's weights, and with the noise of an engine on CUDA."""
     with pytest.raises(AssertionError, match="generate before load_weights"):
-        generate(bare, prompts(renderer)[:1], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)])
+        generate_all(bare, make_prompts(renderer)[:1], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)])
     bare.load_weights(((name, tensor) for name, tensor in hf.state_dict().items()), version=3)
     core = bare._core
     core._noise = EngineNoise(core._engine.model_executor.driver_worker.worker.model_runner)
@@ -35,29 +35,29 @@ def own(bare: ColocatedEngine, hf: HF, renderer: Renderer) -> ColocatedEngine:
 
 
 def test_frequencies_follow_the_probabilities(own: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
-    context, num = prompts(renderer)[1], 3000
+    context, num = make_prompts(renderer)[1], 3000
     probability = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[-1].div(2).softmax(-1)
-    completions = generate(own, [context] * num, [SamplingSettings(max_tokens=1, temperature=2.0, seed=seed) for seed in range(num)])
-    assert {each for completion in completions for each in completion.versions} == {3}
+    completions = generate_all(own, [context] * num, [SamplingSettings(max_tokens=1, temperature=2.0, seed=seed) for seed in range(num)])
+    assert {each for completion in completions for each in completion.weight_versions} == {3}
     first = Counter(completion.token_ids[0] for completion in completions)
     assert not first.keys() & set(renderer.banned_ids)
     check_frequencies(num * probability, first)
 
 
 def test_logprobs_are_those_of_the_weights_that_came(own: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
-    contexts = prompts(renderer)
-    completions = generate(own, contexts, [SamplingSettings(max_tokens=12, temperature=0.7, seed=i) for i in range(len(contexts))])
+    contexts = make_prompts(renderer)
+    completions = generate_all(own, contexts, [SamplingSettings(max_tokens=12, temperature=0.7, seed=i) for i in range(len(contexts))])
     for context, completion in zip(contexts, completions, strict=True):
-        assert gap(hf, context, completion, temperature=0.7, renderer=renderer) < BOUND
+        assert max_logprob_diff(hf, context, completion, temperature=0.7, renderer=renderer) < LOGPROB_BOUND
 
 
 def test_the_first_seed_of_a_round_is_that_of_all(own: ColocatedEngine, renderer: Renderer) -> None:
     """The same round again is the same, whatever was played in between; another first seed is another round, of requests that differ."""
-    contexts = prompts(renderer)[:1] * 4
+    contexts = make_prompts(renderer)[:1] * 4
 
     def played(*seeds: int) -> list[list[int]]:
         samplings = [SamplingSettings(max_tokens=12, temperature=2.0, seed=seed) for seed in seeds]
-        return [completion.token_ids for completion in generate(own, contexts, samplings)]
+        return [completion.token_ids for completion in generate_all(own, contexts, samplings)]
 
     first, other = played(2**62 + 1, 2, 3, 4), played(5, 2, 3, 4)
     assert played(2**62 + 1, 2, 3, 4) == first != other

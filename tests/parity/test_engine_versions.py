@@ -16,21 +16,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.batching.minibatches import weighted_contexts
+from megatron_rl.batching.minibatches import make_pack_items
 from megatron_rl.batching.packing import scatter_to_rollouts
 from megatron_rl.config import BatchSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, disconnect, read_world
-from megatron_rl.policy.parallel import Layout, build_layout, leave_layout
+from megatron_rl.policy.parallel import Layout, build_layout, destroy_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.conversation import SequenceLimits, TokenConversation
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
-from tests.support.packed import picture, user
-from tests.support.sampled import BOUND, engine_of
+from tests.support.engine_logprob_oracle import LOGPROB_BOUND, open_engine
+from tests.support.packed_example import make_picture, user_message
 
-LIMITS = SequenceLimits(max_context=1000, max_images=9)
+LIMITS = SequenceLimits(max_sequence_tokens=1000, max_images=9)
 VERSIONS, TURNS, EPISODES = 3, 3, 6
 STOP = ("\x00never said",)
 """With a text to stop at vLLM spells out what it samples."""
@@ -43,7 +43,7 @@ def policies(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         connect(read_world(), timeout_s=60)
         closing.callback(disconnect)
         layout = build_layout(ParallelSettings(), seed=0)
-        closing.callback(leave_layout)
+        closing.callback(destroy_layout)
         made = [policy_of(folder, layout) for folder in folders(random_model, tmp_path_factory.mktemp("versions"))]
         for policy in made:
             closing.callback(policy.close)
@@ -66,25 +66,25 @@ def policy_of(folder: Path, layout: Layout) -> Policy:
     renderer = Renderer(chosen)
     return Policy(
         chosen, layout, parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1, banned_ids=renderer.banned_ids,
-        image_token_id=renderer.image_token_id, patches=partial(renderer.patches, picture_of=attrgetter("pil")),
+        image_token_id=renderer.image_token_id, patches=partial(renderer.patches, load_image=attrgetter("pil")),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def engine(policies: list[Policy], random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
-    with engine_of(random_model, renderer, reads_weights=False) as engine:
+    with open_engine(random_model, renderer, reads_weights=False) as engine:
         yield engine
 
 
 async def episode(conversation: TokenConversation, index: int) -> None:
     """Replies of different lengths with pictures between them; two of the episodes see the same ones."""
     scene = index // 2
-    await conversation.open([user("What is this?", picture(scene, 112, 56))])
+    await conversation.start([user_message("What is this?", make_picture(scene, 112, 56))])
     for turn in range(TURNS):
         stop = STOP if index % 2 else ()
         await conversation.generate(SamplingSettings(18 + 5 * index, 1.0, seed=10 * index + turn, stop=stop))
         if turn < TURNS - 1:
-            await conversation.observe([user("And this?", picture(10 * scene + turn, 84, 56))], anew=False)
+            await conversation.observe([user_message("And this?", make_picture(10 * scene + turn, 84, 56))], is_new_prompt=False)
 
 
 def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:
@@ -124,7 +124,7 @@ def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) 
 
 def gaps(rollouts: list[Rollout], policies: list[Policy]) -> dict[tuple[int, int], float]:
     """By the version of tokens, and that of a trainer, the largest difference between the engine's logprobs and the trainer's."""
-    contexts = [each for index, rollout in enumerate(rollouts) for each in weighted_contexts(rollout, BatchSettings(), index=index)]
+    contexts = [each for index, rollout in enumerate(rollouts) for each in make_pack_items(rollout, BatchSettings(), index=index)]
     largest: dict[tuple[int, int], float] = {}
     for trainer, policy in enumerate(policies):
         batches = policy.pack(contexts, max_tokens=1500)
@@ -150,8 +150,10 @@ def test_every_token_is_of_its_version(engine: ColocatedEngine, renderer: Render
         assert {version for version in context.weight_versions if version >= 0} == set(range(VERSIONS)) and len(context.images) == TURNS
     found = gaps(rollouts, policies)
     print({key: f"{value:.1e}" for key, value in sorted(found.items())})
-    assert max(found[version, version] for version in range(VERSIONS)) <= BOUND
-    assert min(value for (version, trainer), value in found.items() if version != trainer) > 100 * BOUND, "versions can be told apart"
+    assert max(found[version, version] for version in range(VERSIONS)) <= LOGPROB_BOUND
+    assert min(value for (version, trainer), value in found.items() if version != trainer) > 100 * LOGPROB_BOUND, (
+        "versions can be told apart"
+    )
 
 
 def test_what_an_update_does_not_touch_is_sampled_as_ever(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> None:
@@ -167,7 +169,7 @@ def test_what_an_update_does_not_touch_is_sampled_as_ever(engine: ColocatedEngin
     engine.run(main())
     for rollout, each in zip(cut, whole, strict=True):
         assert rollout.sequences[0].token_ids == each.sequences[0].token_ids
-        assert rollout.sequences[0].rollout_logprobs == pytest.approx(each.sequences[0].rollout_logprobs, abs=BOUND)
+        assert rollout.sequences[0].rollout_logprobs == pytest.approx(each.sequences[0].rollout_logprobs, abs=LOGPROB_BOUND)
         assert set(each.sequences[0].weight_versions) == {-1, 7}
 
 
@@ -193,8 +195,8 @@ def test_what_old_weights_computed_is_noticed(
         rollouts = played(engine, renderer, policies)
     found = gaps(rollouts, policies)
     print({key: f"{value:.1e}" for key, value in sorted(found.items())})
-    assert max(value for (version, trainer), value in found.items() if version == trainer) > 10 * BOUND
-    engine._core._forget()
+    assert max(value for (version, trainer), value in found.items() if version == trainer) > 10 * LOGPROB_BOUND
+    engine._core._reset_caches()
 
 
 def test_what_was_given_up_is_gone(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> None:

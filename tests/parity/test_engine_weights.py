@@ -15,10 +15,10 @@ from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.engine_core import place_of
+from megatron_rl.rollout.vllm.engine_core import device_arguments
 from megatron_rl.rollout.vllm.weight_receiver import checksum
-from tests.support.packed import picture, prompts, user
-from tests.support.sampled import BOUND, gap, generate
+from tests.support.engine_logprob_oracle import LOGPROB_BOUND, generate_all, max_logprob_diff
+from tests.support.packed_example import make_picture, make_prompts, user_message
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -42,18 +42,18 @@ def own_weights(engine: ColocatedEngine, hf: HF, monkeypatch: pytest.MonkeyPatch
 
 def test_weights_are_replaced(engine: ColocatedEngine, hf: HF, renderer: Renderer, own_weights: None) -> None:
     """Twice, on prompts the caches know, in one bucket and in many: the logprobs are the new weights' and not the old ones'."""
-    sequences = prompts(renderer)
+    sequences = make_prompts(renderer)
     samplings = [SamplingSettings(max_tokens=8, temperature=1.0, seed=i) for i in range(len(sequences))]
     previous, bucket = hf, engine._core.weights._bucket_bytes
     for version, bucket_bytes in ((1, bucket), (2, 100_000)):
         current = perturbed(hf, version)
         engine._core.weights._bucket_bytes = bucket_bytes
         engine.load_weights(iter(current.state_dict().items()), version=version)
-        completions = generate(engine, sequences, samplings)
-        assert {each for c in completions for each in c.versions} == {version}
+        completions = generate_all(engine, sequences, samplings)
+        assert {each for c in completions for each in c.weight_versions} == {version}
         for sequence, completion in zip(sequences, completions, strict=True):
-            assert gap(current, sequence, completion, temperature=1.0, renderer=renderer) <= BOUND
-            assert gap(previous, sequence, completion, temperature=1.0, renderer=renderer) > 100 * BOUND
+            assert max_logprob_diff(current, sequence, completion, temperature=1.0, renderer=renderer) <= LOGPROB_BOUND
+            assert max_logprob_diff(previous, sequence, completion, temperature=1.0, renderer=renderer) > 100 * LOGPROB_BOUND
         previous = current
     engine._core.weights._bucket_bytes = bucket
 
@@ -61,7 +61,7 @@ def test_weights_are_replaced(engine: ColocatedEngine, hf: HF, renderer: Rendere
 def test_buckets_bound_what_is_held(engine: ColocatedEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> None:
     """The iterator is drawn one bucket ahead of the loader, never further."""
     weights, drawn, largest = engine._core.weights, 0, 0
-    deliver = weights.deliver
+    deliver = weights.load_bucket
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal drawn, largest
@@ -77,7 +77,7 @@ def test_buckets_bound_what_is_held(engine: ColocatedEngine, hf: HF, monkeypatch
         deliver(bucket)
 
     monkeypatch.setattr(weights, "_bucket_bytes", 300_000)
-    monkeypatch.setattr(weights, "deliver", counted)
+    monkeypatch.setattr(weights, "load_bucket", counted)
     engine.load_weights(tensors(), version=0)
     assert 300_000 <= largest < 300_000 + max(tensor.nbytes for tensor in hf.state_dict().values())
 
@@ -87,7 +87,7 @@ def test_one_flipped_bit_of_any_tensor_is_noticed(
 ) -> None:
     """Between sender and loader, in each tensor in turn, at a bit that moves from the first element's lowest to the last one's highest."""
     tensors = hf.state_dict()
-    deliver, names = engine._core.weights.deliver, list(tensors)
+    deliver, names = engine._core.weights.load_bucket, list(tensors)
     assert len(names) > 70
     for index, name in enumerate(names):
         spoiled = tensors[name].clone()
@@ -97,7 +97,7 @@ def test_one_flipped_bit_of_any_tensor_is_noticed(
         def deliver_spoiled(bucket: list[tuple[str, torch.Tensor]], name: str = name, spoiled: torch.Tensor = spoiled) -> None:
             deliver([(sent, spoiled if sent == name else tensor) for sent, tensor in bucket])
 
-        monkeypatch.setattr(engine._core.weights, "deliver", deliver_spoiled)
+        monkeypatch.setattr(engine._core.weights, "load_bucket", deliver_spoiled)
         with pytest.raises(RuntimeError, match=f"does not hold what was sent: {name}$"):
             engine.load_weights(iter(tensors.items()), version=1)
 
@@ -121,9 +121,9 @@ def test_swapped_tensors_are_noticed(
     engine: ColocatedEngine, hf: HF, one: str, other: str, monkeypatch: pytest.MonkeyPatch, own_weights: None
 ) -> None:
     """Same shapes, other places: the loader does not mind, the check does, and names both."""
-    deliver, stem = engine._core.weights.deliver, "model.language_model.layers.1."
+    deliver, stem = engine._core.weights.load_bucket, "model.language_model.layers.1."
     swapped = swap(stem + one, stem + other)
-    monkeypatch.setattr(engine._core.weights, "deliver", lambda bucket: deliver(swapped(bucket)))
+    monkeypatch.setattr(engine._core.weights, "load_bucket", lambda bucket: deliver(swapped(bucket)))
     current = perturbed(hf, 3)
     with pytest.raises(RuntimeError, match="does not hold what was sent") as caught:
         engine.load_weights(iter(current.state_dict().items()), version=1)
@@ -176,16 +176,20 @@ def test_the_engine_of_a_rank_is_on_its_device(monkeypatch: pytest.MonkeyPatch) 
         config = SimpleNamespace(parallel_config=parallel, device_config=SimpleNamespace(device="cuda"))
         return Executor.get_class(config)._distributed_args(SimpleNamespace(vllm_config=config))
 
-    assert place(place_of(EngineSettings(), cuda=True)) == place(place_of(EngineSettings(tp=2), cuda=True)) == ("env://", 13, 5)
-    assert place(place_of(EngineSettings(), cuda=False))[1:] == (0, 0)
+    assert (
+        place(device_arguments(EngineSettings(), cuda=True))
+        == place(device_arguments(EngineSettings(tp=2), cuda=True))
+        == ("env://", 13, 5)
+    )
+    assert place(device_arguments(EngineSettings(), cuda=False))[1:] == (0, 0)
 
 
 def test_no_patches_outlive_the_rollout(engine: ColocatedEngine, renderer: Renderer) -> None:
     """Those of every picture are remembered while episodes go on, and are gone when the engine sleeps; also what its worker had of the
     requests that ended last, of which it hears in the step after them."""
-    contexts = [renderer.prompt([user("Look.", picture(70 + number, 56, 84))]) for number in range(3)]
+    contexts = [renderer.prompt([user_message("Look.", make_picture(70 + number, 56, 84))]) for number in range(3)]
     storages = [StorageWeakRef(context.images[0].patch_PC.untyped_storage()) for context in contexts]
-    generate(engine, contexts, [SamplingSettings(max_tokens=number + 1, temperature=1.0, seed=number) for number in range(3)])
+    generate_all(engine, contexts, [SamplingSettings(max_tokens=number + 1, temperature=1.0, seed=number) for number in range(3)])
     contexts.clear()
     renderer._images.clear()
     gc.collect()

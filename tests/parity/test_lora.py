@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from megatron_rl.models.name_mapping import canonical_name
 from tests.conftest import SUPPORT
-from tests.support.hf_run import HfRun, hf_logits, relative, write_adapter
+from tests.support.hf_reference import HfReference, compute_logits, relative_error, write_adapter
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the walk of four processes
@@ -46,8 +46,8 @@ def results(models: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def peft(models: Path, adapter: Path) -> HfRun:
-    return HfRun(models / "tied", adapter)
+def peft(models: Path, adapter: Path) -> HfReference:
+    return HfReference(models / "tied", adapter)
 
 
 def released(name: str) -> str:
@@ -55,19 +55,19 @@ def released(name: str) -> str:
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_an_adapter_made_by_peft_gives_pefts_logits(file: str, results: dict, peft: HfRun) -> None:
+def test_an_adapter_made_by_peft_gives_pefts_logits(file: str, results: dict, peft: HfReference) -> None:
     result = results[file]
-    assert (result["logits"] - peft.logits).abs().max() <= peft.bound
-    assert (result["logprobs"][result["mask"]] - peft.logprobs).abs().max() <= peft.bound
+    assert (result["logits"] - peft.logits).abs().max() <= peft.tolerance
+    assert (result["logprobs"][result["mask"]] - peft.logprobs).abs().max() <= peft.tolerance
     assert (result["logprobs"] - result["base_logprobs"]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_its_gradients_are_those_of_peft(file: str, results: dict, peft: HfRun) -> None:
+def test_its_gradients_are_those_of_peft(file: str, results: dict, peft: HfReference) -> None:
     truth = {released(name): gradient for name, gradient in peft.gradients.items() if gradient is not None}
     gradients = results[file]["gradients"]
     assert gradients.keys() == truth.keys()
-    worst = max((relative(gradient, truth[name]), name) for name, gradient in gradients.items())
+    worst = max((relative_error(gradient, truth[name]), name) for name, gradient in gradients.items())
     assert worst[0] <= 1e-5, worst
 
 
@@ -80,7 +80,7 @@ def test_merged_weights_are_those_of_peft(file: str, results: dict, models: Path
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_peft_loads_our_export(file: str, results: dict, models: Path, adapter: Path, peft: HfRun) -> None:
+def test_peft_loads_our_export(file: str, results: dict, models: Path, adapter: Path, peft: HfReference) -> None:
     """The adapter's numbers come back bit for bit; PEFT finds no key missing or unknown and gives the same logits."""
     folder = results[file]["folder"]
     model = base_model(models)
@@ -90,8 +90,8 @@ def test_peft_loads_our_export(file: str, results: dict, models: Path, adapter: 
     for name, parameter in peft.model.named_parameters():
         assert "lora_" not in name or torch.equal(loaded.get_parameter(name), parameter), name
     with torch.no_grad():
-        context = peft.contexts[2].context
-        assert (hf_logits(loaded, peft.renderer, context) - hf_logits(peft.model, peft.renderer, context)).abs().max() <= 1e-5
+        context = peft.contexts[2].sequence
+        assert (compute_logits(loaded, peft.renderer, context) - compute_logits(peft.model, peft.renderer, context)).abs().max() <= 1e-5
     assert json.loads((folder / "adapter_config.json").read_text())["lora_alpha"] == 8
 
 
@@ -110,7 +110,7 @@ def test_three_steps_train_the_adapter_alone_and_are_the_same_at_every_layout(fi
     assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
     assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
     assert all(tensor.abs().max() > 1e-3 for tensor in other["adapters"].values())
-    worst = max((relative(tensor, one["adapters"][name]), name) for name, tensor in other["adapters"].items())
+    worst = max((relative_error(tensor, one["adapters"][name]), name) for name, tensor in other["adapters"].items())
     assert worst[0] <= 1e-3, worst
 
 
@@ -122,7 +122,7 @@ def test_a_training_state_with_adapters_goes_on_at_any_layout(file: str, results
     trained = results[wrote]["three_steps"]["adapters"]
     assert all(torch.equal(tensor, trained[name]) for name, tensor in state["adapters"].items())
     assert state["step"]["loss"] == pytest.approx(straight["loss"], rel=1e-5)
-    worst = max((relative(tensor, straight["adapters"][name]), name) for name, tensor in state["step"]["adapters"].items())
+    worst = max((relative_error(tensor, straight["adapters"][name]), name) for name, tensor in state["step"]["adapters"].items())
     assert worst[0] <= 1e-3, worst
     assert state["keys"] == results[FILES[0]]["resumed"]["keys"]
     assert len(state["keys"]) == len(trained)
@@ -154,7 +154,7 @@ def test_dropout_is_drawn_in_training_only_and_again_in_recomputation(file: str,
     for name in ("dropped", "dropped_again", "dropped_recomputed"):
         assert torch.equal(result[f"{name}_logprobs"], result["logprobs"])
     truth = result["dropped_again_gradients"]
-    assert max(relative(gradient, truth[name]) for name, gradient in result["gradients"].items()) > 0.1
+    assert max(relative_error(gradient, truth[name]) for name, gradient in result["gradients"].items()) > 0.1
     for name in ("dropped", "dropped_recomputed"):
-        worst = max((relative(gradient, truth[key]), key) for key, gradient in result[f"{name}_gradients"].items())
+        worst = max((relative_error(gradient, truth[key]), key) for key, gradient in result[f"{name}_gradients"].items())
         assert worst[0] <= 1e-5, worst

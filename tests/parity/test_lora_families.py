@@ -7,7 +7,7 @@ import torch
 
 from tests.conftest import SUPPORT
 from tests.parity import test_lora as checks
-from tests.support.hf_run import HfRun, write_adapter
+from tests.support.hf_reference import HfReference, write_adapter
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -18,7 +18,7 @@ LAYOUTS = {"1/1,1,1,0,none,tied": 1, "2/2,1,1,1,full,tied": 2}
 def test_adapters_are_those_of_peft(family: str, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     make_checkpoint(tmp_path / "tied", family=family, init="random", seed=1, vision_depth=3)
     adapter = write_adapter(tmp_path / "tied", tmp_path / "adapter")
-    peft, results = HfRun(tmp_path / "tied", adapter), {}
+    peft, results = HfReference(tmp_path / "tied", adapter), {}
     for file, world in LAYOUTS.items():
         out, layout = tmp_path / str(world), Path(file).name
         out.mkdir()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import SUPPORT
-from tests.support.parts import CASES
+from tests.support.frozen_parts_world import CASES
 
 FROZEN = {"vision": "visual.blocks.|visual.patch_embed.", "merger": "visual.merger.", "language": "model.|lm_head."}
 LEARNING_RATE = 0.1
@@ -19,8 +19,8 @@ def part_of(name: str) -> str:
 @pytest.fixture(scope="module")
 def results(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("parts")
-    torchrun(1, SUPPORT / "parts.py", random_model, out, 1, 1, "whole")
-    torchrun(4, SUPPORT / "parts.py", random_model, out, 2, 2, *[case for case in CASES if case != "whole"])
+    torchrun(1, SUPPORT / "frozen_parts_world.py", random_model, out, 1, 1, "whole")
+    torchrun(4, SUPPORT / "frozen_parts_world.py", random_model, out, 2, 2, *[case for case in CASES if case != "whole"])
     return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
 
 

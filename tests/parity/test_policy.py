@@ -14,10 +14,10 @@ from megatron_rl.memory_plan.rank_shares import compute_model_shares
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tests.conftest import SUPPORT
-from tests.support.hf_run import HfRun, hf_logits, relative
-from tests.support.layouts import Case
-from tests.support.odd_vocabulary import add_tokens
-from tests.support.packed import picture, user
+from tests.support.hf_reference import HfReference, compute_logits, relative_error
+from tests.support.indivisible_vocabulary import add_tokens
+from tests.support.packed_example import make_picture, user_message
+from tests.support.parallel_layouts import LayoutCase
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(1900)  # the first test waits for the walks of one, four and eight processes
@@ -55,16 +55,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hf(models: Path) -> dict[str, HfRun]:
-    return {name: HfRun(models / name) for name in ("tied", "untied", "odd", *OTHER_FAMILIES)}
+def hf(models: Path) -> dict[str, HfReference]:
+    return {name: HfReference(models / name) for name in ("tied", "untied", "odd", *OTHER_FAMILIES)}
 
 
 @pytest.fixture(scope="module")
 def results(models: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
     out = tmp_path_factory.mktemp("layouts")
-    torchrun(1, SUPPORT / "layouts.py", models, out, *IN_ONE)
-    torchrun(4, SUPPORT / "layouts.py", models, out, *FOUR_PROCESSES, *OTHERS_IN_FOUR, *ODD[1:], timeout_s=600)
-    torchrun(8, SUPPORT / "layouts.py", models, out, *EIGHT_PROCESSES, timeout_s=900)
+    torchrun(1, SUPPORT / "parallel_layouts.py", models, out, *IN_ONE)
+    torchrun(4, SUPPORT / "parallel_layouts.py", models, out, *FOUR_PROCESSES, *OTHERS_IN_FOUR, *ODD[1:], timeout_s=600)
+    torchrun(8, SUPPORT / "parallel_layouts.py", models, out, *EIGHT_PROCESSES, timeout_s=900)
     return {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
 
 
@@ -90,18 +90,18 @@ def test_the_layouts_cover_all_choices_two_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_and_logprobs_are_those_of_hf(layout: str, results: dict, hf: dict[str, HfRun]) -> None:
+def test_logits_and_logprobs_are_those_of_hf(layout: str, results: dict, hf: dict[str, HfReference]) -> None:
     result, truth = results[layout], hf[model_of(layout)]
-    assert (result["logits"] - truth.logits).abs().max() <= truth.bound
-    assert (result["logprobs"][result["mask"]] - truth.logprobs).abs().max() <= truth.bound
+    assert (result["logits"] - truth.logits).abs().max() <= truth.tolerance
+    assert (result["logprobs"][result["mask"]] - truth.logprobs).abs().max() <= truth.tolerance
 
 
 @pytest.mark.parametrize("cut", ["one", "each"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: dict[str, HfRun]) -> None:
+def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: dict[str, HfReference]) -> None:
     gradients, truth = results[layout][f"gradients_{cut}"], hf[model_of(layout)].gradients
     assert gradients.keys() == truth.keys()
-    worst = max((relative(gradient, truth[name]), name) for name, gradient in gradients.items())
+    worst = max((relative_error(gradient, truth[name]), name) for name, gradient in gradients.items())
     assert worst[0] <= 1e-5, worst
 
 
@@ -115,7 +115,7 @@ def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: fl
     one, other = results[f"1,1,1,0,none,{model_of(layout)}"][steps], results[layout][steps]
     assert other["loss"] == pytest.approx(one["loss"], rel=bound)
     assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=bound)
-    worst = max((relative(change, one["change"][name]), name) for name, change in other["change"].items())
+    worst = max((relative_error(change, one["change"][name]), name) for name, change in other["change"].items())
     assert worst[0] <= bound, worst
 
 
@@ -149,7 +149,9 @@ def test_every_rank_holds_what_the_dry_plan_says(layout: str, results: dict, mod
     """Parameters, gradients and the optimizer's part, in bytes. The plan is that of the first replica, whose part is the fullest."""
     held = results[layout]["held"]
     settings = Settings(
-        model=ModelSettings(path=str(models / model_of(layout))), parallel=Case.parse(layout).settings(), run=RunSettings(dir="there")
+        model=ModelSettings(path=str(models / model_of(layout))),
+        parallel=LayoutCase.parse(layout).parallel_settings(),
+        run=RunSettings(dir="there"),
     )
     planned = {
         (share.tp_rank, share.pp_rank): asdict(share.total_footprint)
@@ -176,14 +178,14 @@ def test_no_image_is_encoded_twice(layout: str, results: dict) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
-def test_another_family_at_every_layout(family: str, models: Path, hf: dict[str, HfRun], tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+def test_another_family_at_every_layout(family: str, models: Path, hf: dict[str, HfReference], tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """The fourteen of above. Some are walked twice: tied and untied are one model here."""
     walks = {1: ["1,1,1,0,none"], 4: FOUR_PROCESSES, 8: EIGHT_PROCESSES, 2: ["2,1,1,0,none", "1,2,1,0,full"]}
     for world, layouts in walks.items():
         out = tmp_path / str(world)
         out.mkdir()
         named = [f"{layout.removesuffix(',tied').removesuffix(',untied')},{family}" for layout in layouts]
-        torchrun(world, SUPPORT / "layouts.py", models, out, *dict.fromkeys(named), timeout_s=1500)
+        torchrun(world, SUPPORT / "parallel_layouts.py", models, out, *dict.fromkeys(named), timeout_s=1500)
         results = {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
         one = torch.load(tmp_path / "1" / f"1,1,1,0,none,{family}.pt", weights_only=True)
         for layout in dict.fromkeys(named):
@@ -200,10 +202,10 @@ def test_another_family_at_every_layout(family: str, models: Path, hf: dict[str,
                 test_every_rank_holds_what_the_dry_plan_says(layout, results, models)
 
 
-def test_the_example_is_a_tree(hf: dict[str, HfRun]) -> None:
+def test_the_example_is_a_tree(hf: dict[str, HfReference]) -> None:
     """A header, a picture behind it, a prompt, half of what was sampled behind that, and the branch: layouts pack it so."""
     run = hf["tied"]
-    ordered = [load.weighted for load in pack_costs(run.contexts, run.renderer.image_token_id, share_prompts=True)]
+    ordered = [load.item for load in pack_costs(run.contexts, run.renderer.image_token_id, share_prompts=True)]
     batch = pack(ordered, image_token_id=run.renderer.image_token_id, positions=read_spec(run.folder).rope_positions, share_prompts=True)
     depths: list[int] = []
     for prefix in batch.prefix_S:
@@ -213,12 +215,12 @@ def test_the_example_is_a_tree(hf: dict[str, HfRun]) -> None:
     assert parted, "contexts part in the midst of a reply, too"
 
 
-def test_swapping_two_images_moves_the_answer(hf: dict[str, HfRun]) -> None:
+def test_swapping_two_images_moves_the_answer(hf: dict[str, HfReference]) -> None:
     truth = hf["tied"]
-    first, second = picture(3, 112, 112), picture(4, 112, 112)
+    first, second = make_picture(3, 112, 112), make_picture(4, 112, 112)
     with torch.no_grad():
         straight, swapped = (
-            hf_logits(truth.model, truth.renderer, truth.renderer.prompt([user("Which one?", *pictures)]))[-1]
+            compute_logits(truth.model, truth.renderer, truth.renderer.prompt([user_message("Which one?", *pictures)]))[-1]
             for pictures in ((first, second), (second, first))
         )
     assert (straight - swapped).abs().max() >= 0.1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import SUPPORT
-from tests.support.hf_run import logits_of_hf
+from tests.support.hf_reference import compute_hf_logits
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def results(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchr
 
 def test_bfloat16_is_as_near_to_the_truth_as_hf_is(results: dict, random_model: Path) -> None:
     """Two bfloat16 implementations differ by rounding; neither may be farther from HF's fp32 logits than the other by much."""
-    truth, theirs = (logits_of_hf(random_model, dtype) for dtype in (torch.float32, torch.bfloat16))
+    truth, theirs = (compute_hf_logits(random_model, dtype) for dtype in (torch.float32, torch.bfloat16))
     ours = results["bfloat16"]["logits"].float()
     assert 0 < (ours - truth).norm() <= 1.2 * (theirs - truth).norm()
 

@@ -11,10 +11,10 @@ from megatron_rl.config import ModelSettings, OptimSettings
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
-from tests.support.hf_run import TEMPERATURE, forward, relative
-from tests.support.layouts import weighted_nll
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import example_contexts
+from tests.support.hf_reference import TEMPERATURE, compute_forward, relative_error
+from tests.support.packed_example import make_example_items
+from tests.support.parallel_layouts import weighted_nll
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,7 +24,7 @@ OPTIM = OptimSettings(lr=0.2, eps=5e-3, weight_decay=0.1, clip_grad=5.0, beta2=0
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
@@ -41,7 +41,7 @@ def steps_of_hf(folder: Path) -> tuple[list[float], list[float], dict[str, torch
     losses, norms = [], []
     for _ in range(3):
         optimizer.zero_grad()
-        _, _, loss = forward(model, renderer, example_contexts(renderer))
+        _, _, loss = compute_forward(model, renderer, make_example_items(renderer))
         loss.backward()
         losses.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIM.clip_grad).item())
@@ -53,14 +53,14 @@ def steps_of_hf(folder: Path) -> tuple[list[float], list[float], dict[str, torch
 def test_three_steps_are_those_of_hf(world: None, family: str, tmp_path: Path) -> None:
     """Qwen2-VL with tied embeddings. Each gradient is clipped."""
     make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=3, tied=family == "qwen2_vl")
-    policy, renderer = policy_of(tmp_path / "model", OPTIM, temperature=TEMPERATURE)
+    policy, renderer = make_policy_and_renderer(tmp_path / "model", OPTIM, temperature=TEMPERATURE)
     before = {name: tensor.clone().double() for name, tensor in policy.hf_weights()}
-    metrics = [policy.update(policy.pack(example_contexts(renderer), max_tokens=10_000), weighted_nll, step=step) for step in range(3)]
+    metrics = [policy.update(policy.pack(make_example_items(renderer), max_tokens=10_000), weighted_nll, step=step) for step in range(3)]
     losses, norms, changes = steps_of_hf(tmp_path / "model")
     assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-5)
     assert [m["grad_norm"] for m in metrics] == pytest.approx(norms, rel=1e-5)
     assert min(norms) > OPTIM.clip_grad
     ours = {name: tensor.double() - before[name] for name, tensor in policy.hf_weights()}
     assert ours.keys() == changes.keys()
-    worst = max((relative(change, changes[name]), name) for name, change in ours.items())
+    worst = max((relative_error(change, changes[name]), name) for name, change in ours.items())
     assert worst[0] <= 1e-5, worst

@@ -13,11 +13,11 @@ from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
-from tests.support.random_transcripts import PROTOCOLS, play
-from tests.support.sampled import BOUND, policy_logits
+from tests.support.engine_logprob_oracle import LOGPROB_BOUND, policy_logits
+from tests.support.random_episodes import PROTOCOLS, make_episode
 
 NUM = 240
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=16, max_context=1500, max_images=6, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=16, max_sequence_tokens=1500, max_images=6, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def rollouts(engine: ColocatedEngine, renderer: Renderer) -> list[Rollout]:
 
     async def all_of_them() -> list[Rollout]:
         episodes = [
-            play(seed, renderer=renderer, engine=engine, protocol=PROTOCOLS[seed % len(PROTOCOLS)], settings=SETTINGS)[0]
+            make_episode(seed, renderer=renderer, engine=engine, protocol=PROTOCOLS[seed % len(PROTOCOLS)], settings=SETTINGS)[0]
             for seed in range(NUM)
         ]
         return await asyncio.gather(*episodes)
@@ -70,4 +70,4 @@ def test_its_logprobs_are_those_of_hf_on_the_whole_sequence(rollouts: list[Rollo
         claimed = torch.tensor(context.rollout_logprobs[1:], dtype=torch.float64)
         gaps.append((expected - claimed)[sampled].abs().max().item())
     print(f"{len(gaps)} transcripts, {sum(rollout.num_sampled for rollout in rollouts)} sampled tokens, largest gap {max(gaps):.1e}")
-    assert len(gaps) >= 200 and max(gaps) <= BOUND
+    assert len(gaps) >= 200 and max(gaps) <= LOGPROB_BOUND

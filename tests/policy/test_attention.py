@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_rl.errors import RunFailed
-from megatron_rl.policy.attention import Gathered, Segments, packed_attention, require_continuation, with_kernel
+from megatron_rl.policy.attention import Segments, VarlenInputs, packed_attention, require_prefix_attention, run_varlen_kernel
 
 
 def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[int], prefix_S: list[int], *, causal: bool) -> torch.Tensor:
@@ -27,10 +27,12 @@ def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[in
     return out
 
 
-def bottom_right(q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, cut: Gathered, causal: bool, scale: float) -> torch.Tensor:
+def bottom_right(
+    q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, cut: VarlenInputs, causal: bool, scale: float
+) -> torch.Tensor:
     """In the place of torch's kernel, by its contract: every segment by itself, a causal mask aligned to the last key."""
     queries, keys = pairs(cut.cu_query_S1), pairs(cut.cu_key_S1)
-    assert cut.longest_query == max(b - a for a, b in queries) and cut.longest_key == max(b - a for a, b in keys)
+    assert cut.max_query_length == max(b - a for a, b in queries) and cut.max_key_length == max(b - a for a, b in keys)
     assert keys[-1][1] == len(k_KMD) == len(v_KMD) and cut.cu_query_S1.dtype == cut.cu_key_S1.dtype == torch.int32
     return torch.cat([aligned(q_TND[a:b], k_KMD[c:d], v_KMD[c:d], causal, scale) for (a, b), (c, d) in zip(queries, keys, strict=True)])
 
@@ -67,7 +69,7 @@ def test_segments_see_themselves_and_what_they_continue(how: str, offsets: list[
     q, k, v = (torch.randn(offsets[-1], heads, 8, generator=generator, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     segments = Segments(offsets, prefix_S, device=q.device)
     if how == "kernel":
-        out = with_kernel(bottom_right, q, k, v, segments.gathered, causal=causal, scale=8**-0.5)
+        out = run_varlen_kernel(bottom_right, q, k, v, segments.varlen_inputs, causal=causal, scale=8**-0.5)
     else:
         out = packed_attention(q, k, v, segments, causal=causal, scale=8**-0.5)
     expected = textbook(q, k, v, offsets, prefix_S, causal=causal)
@@ -81,12 +83,12 @@ def test_segments_see_themselves_and_what_they_continue(how: str, offsets: list[
 def test_a_kernel_that_is_aligned_otherwise_is_refused() -> None:
     """As flash attention did before its version 2.1: from the first key on."""
 
-    def top_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: Gathered, causal: bool, scale: float) -> torch.Tensor:
+    def top_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: VarlenInputs, causal: bool, scale: float) -> torch.Tensor:
         parts = zip(pairs(cut.cu_query_S1), pairs(cut.cu_key_S1), strict=True)
         return torch.cat([aligned(q[a:b], k[c:d], v[c:d], causal, scale, to_first=True) for (a, b), (c, d) in parts])
 
     cpu = torch.device("cpu")
-    require_continuation(bottom_right, cpu, torch.bfloat16)
+    require_prefix_attention(bottom_right, cpu, torch.bfloat16)
     for kernel in (top_left, lambda *given: bottom_right(*given) * math.nan):
         with pytest.raises(RunFailed, match="not aligned to the last key"):
-            require_continuation(kernel, cpu, torch.bfloat16)
+            require_prefix_attention(kernel, cpu, torch.bfloat16)

@@ -10,8 +10,8 @@ from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, OptimSettings
 from megatron_rl.observe.step_metrics import merge_update_metrics
 from megatron_rl.types import MicroBatch
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 
 EVERY = ("none", "bypass", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geo_mask", "k3_mask", "opsm", "bypass+geo_mask")
 BOUNDS = {"token_mask_low": 0.95, "token_mask_high": 1.05, "sequence_mask_high": 1.1, "geo_mask_low": 0.995, "geo_mask_high": 1.005}
@@ -20,14 +20,14 @@ BOUNDS |= {"k3_mask_high": 0.0025, "opsm_delta": 1e-3}
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
 def test_an_update_does_not_depend_on_how_it_was_cut(world: None, random_model: Path) -> None:
     """Loss, gradient norm and metrics, the engine's logprobs up to 0.1 off the trainer's or the same. The weights stay."""
-    policy, renderer = policy_of(random_model, OptimSettings(lr=1e-12, min_lr=0.0, weight_decay=0.0))
-    contexts = example_contexts(renderer)
+    policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=1e-12, min_lr=0.0, weight_decay=0.0))
+    contexts = make_example_items(renderer)
     cuts = {size: policy.pack(contexts, max_tokens=size) for size in (200, 10_000)}
     assert [len(batches) > 1 for batches in cuts.values()] == [True, False]
 

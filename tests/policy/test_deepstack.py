@@ -9,7 +9,7 @@ from torch import nn
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.policy.deepstack import DeepStack, add_to_layer, split_embeddings
 from tests.memory_plan.test_activations import FROZEN, MADE, batch_of, build
-from tests.support.one_process import world_of_one
+from tests.support.single_process_policy import single_process_world
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
@@ -34,7 +34,7 @@ def test_gradients_are_those_of_plain_additions(is_trained: bool) -> None:
 @pytest.mark.parametrize(("lora", "frozen", "is_kept"), [(0, [], True), (0, ["vision"], True), (0, FROZEN, False), (4, [], False)])
 def test_a_frozen_tower_leaves_no_gradients(lora: int, frozen: list[str], is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a whole model; also where the embeddings are frozen, whose output yet requires a gradient: adapters of the language model."""
-    with world_of_one():
+    with single_process_world():
         chunk = build(MADE["qwen3_vl"](4), torch.float32, lora=lora, frozen=frozen)
         seen: list[DeepStack] = []
         packed = chunk.module._packed

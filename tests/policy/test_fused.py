@@ -11,23 +11,23 @@ from torch.nn.functional import silu
 
 from megatron_rl.config import OptimSettings
 from megatron_rl.policy import transformer, vision
-from megatron_rl.policy.fused import norm
-from tests.support import gpu_kernels
-from tests.support.layouts import gradients
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import example_contexts
+from megatron_rl.policy.fused import fused_rms_norm
+from tests.support import gpu_kernel_stubs
+from tests.support.packed_example import make_example_items
+from tests.support.parallel_layouts import compute_gradients
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 
 
 def test_logprobs_and_gradients_are_those_of_plain_torch(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of both towers, norms and activation; and that they ran."""
     found = []
-    with world_of_one():
+    with single_process_world():
         for is_fused in (False, True):
             if is_fused:
-                gpu_kernels.use(monkeypatch)
-            policy, renderer = policy_of(random_model, OptimSettings(lr=1e-3))
-            batches = policy.pack(example_contexts(renderer), max_tokens=10_000)
-            found.append((policy.logprobs(batches), gradients(policy, batches)))
+                gpu_kernel_stubs.patch_kernels(monkeypatch)
+            policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=1e-3))
+            batches = policy.pack(make_example_items(renderer), max_tokens=10_000)
+            found.append((policy.logprobs(batches), compute_gradients(policy, batches)))
             assert policy.network.chunks[0].config.bias_activation_fusion == is_fused
     (plain, plain_gradients), (fused, fused_gradients) = found
     assert all((a - b).abs().max() <= 1e-5 for a, b in zip(plain, fused, strict=True))
@@ -41,7 +41,7 @@ def test_the_kernel_rounds_once(dtype: torch.dtype, bound: float) -> None:
     """In bfloat16 within 2^-7 of plain torch's (a unit in the last place), and nearer to float64 than that is."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 512).to(dtype), (1 + 0.2 * torch.randn(512)).to(dtype)
-    plain, kernel = norm(x, weight, 1e-6), gpu_kernels.FusedNorm.apply(x, weight, 1e-6)
+    plain, kernel = fused_rms_norm(x, weight, 1e-6), gpu_kernel_stubs.FusedNorm.apply(x, weight, 1e-6)
     truth = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
     assert ((plain.double() - kernel.double()).abs() <= bound * truth.abs()).all()
     assert (kernel.double() - truth).norm() <= (plain.double() - truth).norm() + 1e-12
@@ -51,7 +51,7 @@ def test_a_norm_on_a_gpu_is_one_kernel_and_keeps_a_number_a_row() -> None:
     """By torch's own account of the operation: a second result of [rows, 1] in fp32, which its backward asks for beside the input."""
     with FakeTensorMode(), torch.no_grad():
         x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((6, 1, 8), (8,)))
-        assert norm(x, weight, 1e-6).dtype == torch.bfloat16
+        assert fused_rms_norm(x, weight, 1e-6).dtype == torch.bfloat16
         assert [(tuple(out.shape), out.dtype) for out in torch._fused_rms_norm(x, (8,), weight, 1e-6)][1] == ((6, 1, 1), torch.float32)
     asked = {argument.name for argument in torch.ops.aten._fused_rms_norm_backward.default._schema.arguments}
     assert {"grad_out", "input", "rstd", "weight"} <= asked
@@ -70,4 +70,4 @@ def test_megatrons_activation_is_ours() -> None:
 
 def test_on_a_cpu_nothing_is_compiled() -> None:
     assert transformer.fuses_activation() == torch.cuda.is_available()
-    assert vision.norm is transformer.norm is norm
+    assert vision.fused_rms_norm is transformer.fused_rms_norm is fused_rms_norm

@@ -10,23 +10,23 @@ import torch
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, OptimSettings
 from megatron_rl.errors import NonFiniteValue
-from megatron_rl.policy.loss_metrics import _add, _raise
+from megatron_rl.policy.loss_metrics import _add, _update_maxima
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import LossInputs, LossMetrics, MicroBatch
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
 def built(model: Path, **optim: float) -> tuple[Policy, list[MicroBatch]]:
     """A policy and the example in several micro-batches."""
-    policy, renderer = policy_of(model, OptimSettings(**optim))
-    batches = policy.pack(example_contexts(renderer), max_tokens=200)
+    policy, renderer = make_policy_and_renderer(model, OptimSettings(**optim))
+    batches = policy.pack(make_example_items(renderer), max_tokens=200)
     assert len(batches) > 2
     return policy, batches
 
@@ -91,8 +91,8 @@ def test_weights_that_an_update_broke_are_never_served(world: None, random_model
 def test_a_maximum_keeps_nan(order: tuple[float, ...]) -> None:
     maxima: dict[str, float] = {}
     for value in order:
-        _raise(maxima, {"gap": value})
+        _update_maxima(maxima, {"gap": value})
     assert math.isnan(maxima["gap"])
     _add(sums := {"a": 1.0}, {"a": 2.0, "b": 4.0})
-    _raise(maxima := {"gap": -math.inf}, {"gap": 0.5})
+    _update_maxima(maxima := {"gap": -math.inf}, {"gap": 0.5})
     assert (sums, maxima) == ({"a": 3.0, "b": 4.0}, {"gap": 0.5})

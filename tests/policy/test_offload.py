@@ -11,13 +11,13 @@ from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, OptimSettings
 from megatron_rl.policy import offload
 from megatron_rl.policy.offload import HostCopy
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
@@ -53,7 +53,7 @@ def test_they_leave_and_come_back_to_the_bit_by_the_same_room() -> None:
         named["window"].add_(number)
         before = bits(named)
         copy.copy_to_host()
-        copy.empty()
+        copy.free_device_memory()
         assert {p.untyped_storage().nbytes() for p in named.values()} == {0}
         copy.restore()
         assert bits(named) == before
@@ -89,7 +89,7 @@ def test_memory_is_locked_once_a_storage_and_let_go_at_the_end(monkeypatch: pyte
     expected = [(host.data_ptr(), host.numel()) for _, host in copy.pairs]
     for _ in range(3):
         copy.copy_to_host()
-        copy.empty()
+        copy.free_device_memory()
         copy.restore()
         copy.swap()
     assert locked == expected and freed == []
@@ -107,8 +107,8 @@ def test_nothing_is_locked_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_reference_speaks_as_the_policy_did_and_leaves_no_trace(world: None, random_model: Path) -> None:
     """Twice, with an update between: the first logprobs to the bit, and then the current weights to the bit, by the same room."""
-    policy, renderer = policy_of(random_model, OptimSettings(lr=0.1), keep_reference=True)
-    batches = policy.pack(example_contexts(renderer), max_tokens=10_000)
+    policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=0.1), keep_reference=True)
+    batches = policy.pack(make_example_items(renderer), max_tokens=10_000)
     (begun,), room = policy.logprobs(batches), places(policy.reference)
     for step in range(2):
         policy.update(batches, make_policy_objective(AlgoSettings()), step=step)

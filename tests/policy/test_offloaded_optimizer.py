@@ -20,13 +20,13 @@ from megatron_rl.policy import network, optimizer
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
-from tests.support.one_process import opened, world_of_one
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.single_process_policy import close_with_world, single_process_world
 
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
@@ -65,7 +65,7 @@ def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 def policy_of(model: Path, dtype: str = "bfloat16") -> Policy:
     settings, parallel = ModelSettings(path=str(model), dtype=dtype), ParallelSettings()
     renderer = Renderer(settings)
-    return opened(
+    return close_with_world(
         Policy(
             settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(lr=1e-2, weight_decay=0.1), num_steps=9,
             banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
@@ -74,7 +74,7 @@ def policy_of(model: Path, dtype: str = "bfloat16") -> Policy:
 
 
 def step(policy: Policy, model: Path, number: int) -> None:
-    contexts = example_contexts(Renderer(ModelSettings(path=str(model))))
+    contexts = make_example_items(Renderer(ModelSettings(path=str(model))))
     policy.update(policy.pack(contexts, max_tokens=10_000), make_policy_objective(AlgoSettings()), step=number)
 
 

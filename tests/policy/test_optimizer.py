@@ -11,13 +11,13 @@ import torch
 from megatron_rl.config import OptimSettings
 from megatron_rl.policy.optimizer import build_schedule
 from megatron_rl.types import LossInputs, LossMetrics
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
@@ -64,9 +64,9 @@ def nothing(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
 @pytest.mark.parametrize("part_lr", [{}, {"vision": 0.05, "merger": 0.025}], ids=["one rate", "own rates"])
 def test_weight_decay_takes_matrices_by_their_rate_and_spares_biases_and_norms(world: None, random_model: Path, part_lr: dict) -> None:
     """AdamW: a matrix loses lr * weight_decay of itself; biases and norms nothing, whether parts have rates of their own or not."""
-    policy, renderer = policy_of(random_model, OptimSettings(lr=0.1, weight_decay=0.5, lr_by_module=part_lr))
+    policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=0.1, weight_decay=0.5, lr_by_module=part_lr))
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    policy.update(policy.pack(example_contexts(renderer), max_tokens=10_000), nothing, step=0)
+    policy.update(policy.pack(make_example_items(renderer), max_tokens=10_000), nothing, step=0)
     decayed = set()
     for name, after in policy.hf_weights():
         part = "merger" if name.startswith("visual.merger") else "vision" if name.startswith("visual") else "language"
@@ -77,8 +77,8 @@ def test_weight_decay_takes_matrices_by_their_rate_and_spares_biases_and_norms(w
 
 
 def test_the_step_decides_the_rate_however_many_updates_it_makes(world: None, random_model: Path) -> None:
-    policy, renderer = policy_of(random_model, OptimSettings(lr=0.1, schedule="linear"), num_steps=4)
-    batches = policy.pack(example_contexts(renderer), max_tokens=10_000)
+    policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=0.1, schedule="linear"), num_steps=4)
+    batches = policy.pack(make_example_items(renderer), max_tokens=10_000)
     assert [policy.update(batches, nothing, step=step)["lr"] for step in (0, 0, 2, 3)] == pytest.approx([0.1, 0.1, 0.05, 0.025])
     assert policy.network.num_updates == 4
 
@@ -87,8 +87,8 @@ def test_a_closed_policy_leaves_no_thread_behind(random_model: Path) -> None:
     """Every process group has a thread that wakes a hundred times a second; 1,400 of them once slowed all tests threefold."""
 
     def num_threads() -> int:
-        with world_of_one():
-            policy_of(random_model, OptimSettings())
+        with single_process_world():
+            make_policy_and_renderer(random_model, OptimSettings())
             in_use = len(os.listdir("/proc/self/task"))
         gc.collect()
         assert in_use > len(os.listdir("/proc/self/task")) + 20, "the check has lost its object"

@@ -22,8 +22,8 @@ from megatron_rl.policy import policy as policy_module
 from megatron_rl.policy.patches import images_of_rank, patch_bytes, prefetch
 from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Image
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 
 
 class Made:
@@ -84,15 +84,15 @@ def test_each_rank_encodes_its_own() -> None:
 def test_pictures_alone_train_as_patches_do(random_model: Path, is_read: bool) -> None:
     """Bit for bit: logprobs, and the update. The batches have no patches before, and none after."""
     found = []
-    with world_of_one():
+    with single_process_world():
         for whole in (True, False):
-            policy, renderer = policy_of(random_model, OptimSettings(lr=1e-3))
-            contexts = example_contexts(renderer)
+            policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=1e-3))
+            contexts = make_example_items(renderer)
             if not whole:
-                policy.network._patches = partial(renderer.patches, picture_of=attrgetter("pil"))
+                policy.network._patches = partial(renderer.patches, load_image=attrgetter("pil"))
                 renderer._images.clear()
                 for each in contexts:
-                    each.context.images = [seen.without_patches() for seen in each.context.images]
+                    each.sequence.images = [seen.without_patches() for seen in each.sequence.images]
             found.append(played(policy, contexts, is_read=is_read))
     assert found[0] == found[1]
 
@@ -119,9 +119,9 @@ def test_patches_of_as_many_micro_batches_exist_as_the_plan_counts(
         seen.append((num_alive(joined), num_alive(made)))
         return patch_PC
 
-    with world_of_one():
-        policy, renderer = policy_of(random_model, OptimSettings(lr=1e-3))
-        contexts = example_contexts(renderer) * 3
+    with single_process_world():
+        policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=1e-3))
+        contexts = make_example_items(renderer) * 3
         policy.network._patches = patches_of
         monkeypatch.setattr(patches, "torch", SimpleNamespace(empty=watched))
         played(policy, contexts, is_read=is_read)
@@ -145,9 +145,9 @@ def test_contexts_are_dealt_once_for_their_pictures_and_for_their_batches(random
     """The pictures that this rank is said to encode are those of the batches that it packs; the contexts are ordered once."""
     ordered = []
     monkeypatch.setattr(policy_module, "pack_costs", lambda *given, **how: ordered.append(1) or pack_costs(*given, **how))
-    with world_of_one():
-        policy, renderer = policy_of(random_model, OptimSettings())
-        contexts = example_contexts(renderer) * 3
+    with single_process_world():
+        policy, renderer = make_policy_and_renderer(random_model, OptimSettings())
+        contexts = make_example_items(renderer) * 3
         dealt = policy.shard_across_dp(contexts, max_tokens=200)
         shown, batches = policy.images(dealt), policy.pack_local(dealt)
         assert len(ordered) == 1 and len(batches) > 2

@@ -17,8 +17,8 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, MicroBatch, TokenSequence
 from megatron_rl.weights.stream import is_adapter
-from tests.support.one_process import policy_of, world_of_one
-from tests.support.packed import picture, user
+from tests.support.packed_example import make_picture, user_message
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
 TREES = st.lists(st.lists(st.sampled_from("12xyab"), max_size=10), min_size=2, max_size=6)
@@ -41,7 +41,7 @@ def said(policy: Policy, *batches: MicroBatch) -> tuple[torch.Tensor, dict[str, 
     seen: list[torch.Tensor] = []
 
     def summed(given: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        seen.append(torch.stack([*policy._tokens(given, rows_R, hidden_RH), policy._value_R(given, rows_R, hidden_RH)]))
+        seen.append(torch.stack([*policy._logprob_and_entropy(given, rows_R, hidden_RH), policy._value_R(given, rows_R, hidden_RH)]))
         last = sum(part.shape[1] for part in seen)
         weight_R = torch.arange(last - seen[-1].shape[1] + 1.0, last + 1)
         weight_3R = torch.stack([weight_R, 3 * weight_R, 7 * weight_R]).cos()
@@ -50,21 +50,24 @@ def said(policy: Policy, *batches: MicroBatch) -> tuple[torch.Tensor, dict[str, 
     with megatron_on_cpu():
         for chunk in policy.network.model:
             chunk.zero_grad_buffer()
-        policy.network._run(list(batches), summed, forward_only=False)
+        policy.network._run_schedule(list(batches), summed, forward_only=False)
     trained = ((name, parameter) for name, parameter in policy.network.chunks.named_parameters() if parameter.requires_grad)
     return torch.cat(seen, 1).detach(), {name: parameter.main_grad.clone() for name, parameter in trained}
 
 
 def compared(policy: Policy, renderer: Renderer) -> Callable[[list[list[str]]], None]:
-    shown = {name: renderer.prompt([user("", picture(*given))]).images[0] for name, given in (("a", (1, 112, 56)), ("b", (2, 56, 56)))}
+    shown = {
+        name: renderer.prompt([user_message("", make_picture(*given))]).images[0]
+        for name, given in (("a", (1, 112, 56)), ("b", (2, 56, 56)))
+    }
     how = {"image_token_id": renderer.image_token_id, "positions": policy.spec.rope_positions}
 
     def compare(trees: list[list[str]]) -> None:
         contexts = [grown(["1", *parts, "x"], shown, renderer) for parts in trees]
         loads = pack_costs([PackItem(each) for each in contexts], renderer.image_token_id, share_prompts=True)
-        ordered = [load.weighted for load in loads]
+        ordered = [load.item for load in loads]
         shared, whole = (pack(ordered, **how, share_prompts=share) for share in (True, False))
-        assert shared.num_tokens == loads[0].first + sum(load.next for load in loads[1:]) <= whole.num_tokens
+        assert shared.num_tokens == loads[0].num_tokens_alone + sum(load.num_added_tokens for load in loads[1:]) <= whole.num_tokens
         (ours, gradients), (theirs, expected) = said(policy, shared), said(policy, whole)
         assert (ours - theirs).abs().max() <= 1e-5
         scale = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
@@ -77,8 +80,8 @@ def compared(policy: Policy, renderer: Renderer) -> Callable[[list[list[str]]], 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_random_trees(random_model: Path, lora: LoraSettings | None) -> None:
     """Logprobs, entropies, values, and every gradient, with pictures anywhere, also where contexts part in the midst of a reply."""
-    with world_of_one():
-        policy, renderer = policy_of(random_model, OptimSettings(), lora=lora, critic=CriticSettings(head_sizes=[8]))
+    with single_process_world():
+        policy, renderer = make_policy_and_renderer(random_model, OptimSettings(), lora=lora, critic=CriticSettings(head_sizes=[8]))
         with torch.no_grad():
             for seed, (name, parameter) in zip(count(), policy.network.chunks.named_parameters(), strict=False):
                 if is_adapter(name):
@@ -91,8 +94,8 @@ def test_random_trees(random_model: Path, lora: LoraSettings | None) -> None:
 def test_a_chain_of_turns_in_several_micro_batches(random_model: Path) -> None:
     """Fifty contexts, each the one before it and a turn more. Cut where their keys become too many they say what they say in one, and what
     they teach adds up to the same."""
-    with world_of_one():
-        policy, renderer = policy_of(random_model, OptimSettings(), critic=CriticSettings(head_sizes=[8]))
+    with single_process_world():
+        policy, renderer = make_policy_and_renderer(random_model, OptimSettings(), critic=CriticSettings(head_sizes=[8]))
         contexts = []
         for turn in range(1, 51):
             contexts.append(TokenSequence())

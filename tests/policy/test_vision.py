@@ -96,7 +96,7 @@ def test_patches_are_embedded_by_a_product(random_model: Path) -> None:
     spec = read_spec(random_model)
     torch.manual_seed(0)
     theirs = spec.build_tower()
-    ours = vision.vision_tower(spec, SimpleNamespace(recompute="none"), torch.float32, lora=LoraSettings())
+    ours = vision.build_vision_tower(spec, SimpleNamespace(recompute="none"), torch.float32, lora=LoraSettings())
     ours.load_state_dict(theirs.state_dict())
     patch_PC = torch.randn(24, theirs.patch_embed.proj.weight[0].numel())
     seen = []
@@ -112,5 +112,5 @@ def test_patches_are_embedded_by_a_product(random_model: Path) -> None:
     torch.testing.assert_close(other_gradient, one_gradient, rtol=1e-5, atol=1e-5 * float(one_gradient.abs().max()))
     assert convolved and not still_convolved
     with Watch() as watch:
-        vision.encode(ours, patch_PC, [[1, 4, 6]], spec.vision).sum().backward()
+        vision.encode_patches(ours, patch_PC, [[1, 4, 6]], spec.vision).sum().backward()
     assert watch.ran and not any("conv" in name for name in watch.ran)

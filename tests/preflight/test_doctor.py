@@ -35,8 +35,8 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import ANSWER
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
-from tests.support import forked
-from tests.support.tables import png, write
+from tests.support import fork_server
+from tests.support.data_files import make_png, write_rows
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
@@ -47,13 +47,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
 
-ROW = {"question": "Which color?", "answer": "red", "data_source": "vstar", "images": [{"bytes": png()}]}
+ROW = {"question": "Which color?", "answer": "red", "data_source": "vstar", "images": [{"bytes": make_png()}]}
 
 
 @pytest.fixture
 def sound(random_model: Path, tmp_path: Path) -> list[str]:
     """Overrides of a run that can start."""
-    path = write(tmp_path / "mine.parquet", [ROW] * 3)
+    path = write_rows(tmp_path / "mine.parquet", [ROW] * 3)
     limits = ["model.min_pixels=784", "model.max_pixels=3136"]
     return ["task=vqa", f"model.path={random_model}", f"run.dir={tmp_path}/run", f"task.data.train=[{path}]", f"task.data.eval=[{path}]",
             "task.max_new_tokens=100", "run.host_gb=100", *limits]  # fmt: skip
@@ -93,8 +93,8 @@ def test_a_run_that_can_start(sound: list[str], tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) -> None:
     changed = [{"answer": ""}, {"data_source": "mine"}, {"extra_info": {"bbox": [5, 5, 5, 9]}}, {"images": ["no.png"]}]
-    path = write(tmp_path / "bad.jsonl", [ROW | change for change in changed])
-    talks = write(tmp_path / "talks.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
+    path = write_rows(tmp_path / "bad.jsonl", [ROW | change for change in changed])
+    talks = write_rows(tmp_path / "talks.jsonl", [{"messages": [{"role": "user", "content": "?"}]}])
     changes = [f"task.data.train=[{path}]", f"task.data.demonstrations=[{talks}]", "engine.max_images=1", "model.path=/nowhere"]
     report = run_checks(settings_of(*sound, *changes))
     assert report.errors == [
@@ -113,13 +113,15 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
 def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
     """A file in which pictures have another name, and one without answers: a line each."""
     for name in ("red.png", "blue.png"):
-        (tmp_path / name).write_bytes(png())
+        (tmp_path / name).write_bytes(make_png())
     rows = [{"question": "?", "answer": "a", "image": "red.png", "shot": "blue.png"}] * 2 + [
         {"question": "?", "answer": "a", "look": "red.png"}
     ]
     report = CheckReport()
     for name, given in {"a.jsonl": rows, "b.jsonl": [{"question": "?", "label": "x"}] * 30}.items():
-        opened = open_questions([str(write(tmp_path / name, given))], images_root="", name="train", columns=ColumnSettings(id="number"))
+        opened = open_questions(
+            [str(write_rows(tmp_path / name, given))], images_root="", name="train", columns=ColumnSettings(id="number")
+        )
         report_questions(survey_questions(opened), report, split="train", longest=None)
     shows = "looks like paths of pictures that exist and is not read"
     assert report.errors == [
@@ -136,7 +138,7 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
 
 def test_a_picture_that_is_cut_off_is_found(sound: list[str], tmp_path: Path) -> None:
     """Its header is whole, and gives its size."""
-    path = write(tmp_path / "cut.jsonl", [ROW, ROW | {"images": [{"bytes": png(size=(300, 300))[:-30]}]}])
+    path = write_rows(tmp_path / "cut.jsonl", [ROW, ROW | {"images": [{"bytes": make_png(size=(300, 300))[:-30]}]}])
     (error,) = run_checks(settings_of(*sound, f"task.data.train=[{path}]")).errors
     assert error.startswith("task.data.train: cut.jsonl row 1: images[0]: cannot be opened (")
 
@@ -190,8 +192,12 @@ def test_a_critic_that_the_layout_does_not_fit(sound: list[str], tmp_path: Path)
 def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random_model: Path) -> None:
     """As a run tells them when it starts. What there is room for is the whole prompt, as the renderer makes it of the task's words, and one
     token of a reply; the length of a question is what it adds to a prompt."""
-    many = {**ROW, "question": "Is <image> or <image> larger, or are they equally large?", "images": [{"bytes": png(size=(300, 90))}] * 2}
-    path = write(tmp_path / "long.json", [ROW, many])
+    many = {
+        **ROW,
+        "question": "Is <image> or <image> larger, or are they equally large?",
+        "images": [{"bytes": make_png(size=(300, 90))}] * 2,
+    }
+    path = write_rows(tmp_path / "long.json", [ROW, many])
     renderer = Renderer(settings_of(*sound).model)
     picture = {"type": "image", "image": Image.new("RGB", (300, 90))}
     texts = [{"type": "text", "text": text} for text in ("Is ", " or ", " larger, or are they equally large?")]
@@ -330,7 +336,7 @@ def test_what_is_shown() -> None:
 def test_the_exit_code(sound: list[str], tmp_path: Path) -> None:
     """In an interpreter of its own nothing but the report is said."""
     command = (ROOT / "launch" / "doctor.py", *sound)
-    well = forked.run(*command, cwd=tmp_path, timeout_s=120)
+    well = fork_server.run_script(*command, cwd=tmp_path, timeout_s=120)
     assert well.returncode == 0 and well.stdout.endswith("\na run can start\n")
     ill = subprocess.run(
         [sys.executable, *map(str, command), "task.data.train=[]"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False

@@ -12,14 +12,14 @@ from megatron_rl.config import ModelSettings, RunSettings, Settings, TaskSetting
 from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.doctor_job import check_time_left
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
-from tests.support.two_nodes import ranks
+from tests.support import fork_server
+from tests.support.loopback_nodes import start_ranks
 
 HOST = socket.gethostname()
 
 
 def report_of(*words: object, folders: list[Path]) -> CheckReport:
-    nodes = ranks(SUPPORT / "doctor_job.py", *words, folders=folders)
+    nodes = start_ranks(SUPPORT / "doctor_job.py", *words, folders=folders)
     try:
         said, _ = nodes[0].communicate(timeout=120)
         assert nodes[0].returncode == 0, said
@@ -49,7 +49,7 @@ def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
 def test_two_ranks_of_a_run_that_can_start(random_model: Path, tmp_path: Path) -> None:
     """The whole of it, as a launcher starts it: plan, model and task by the first rank of the node, sums and clocks by both."""
     words = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "run.host_gb=100")
-    done = forked.world(2, ROOT / "launch" / "doctor.py", *words, timeout_s=120)
+    done = fork_server.run_world(2, ROOT / "launch" / "doctor.py", *words, timeout_s=120)
     assert done.returncode == 0 and done.stdout.count("a run can start\n") == 1, done.stdout
     assert "2 processes fit" in done.stdout and "2 ranks, 64 MiB" in done.stdout and "Traceback" not in done.stdout
 

@@ -16,7 +16,7 @@ from megatron_rl.preflight.doctor_machine import check_disk_speed, check_memory_
 from megatron_rl.registry import Plugins
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
-from tests.support.planted_gpus import H100, L4, plant
+from tests.support.fake_gpus import H100, L4, patch_gpus
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
@@ -28,7 +28,7 @@ def settings(random_model: Path, tmp_path: Path) -> Settings:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two H100, of which somebody uses most of the second."""
-    plant(monkeypatch, tmp_path, [H100] * 2)
+    patch_gpus(monkeypatch, tmp_path, [H100] * 2)
     cuda = SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 29, 7)), mem_get_info=lambda index: ((80 - 70 * index) << 30, 80 << 30))
     for name, value in vars(cuda).items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -156,7 +156,7 @@ def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
 @pytest.mark.usefixtures("gpus")
 def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor says what a run would: of all GPUs, of the first alone where run.world=1; and where one is too small."""
-    plant(monkeypatch, tmp_path, [H100, L4])
+    patch_gpus(monkeypatch, tmp_path, [H100, L4])
 
     def told() -> list[str]:
         report = CheckReport()

@@ -18,7 +18,7 @@ from megatron_rl.preflight import run_checks
 from megatron_rl.preflight.gpus import Gpu, check_gpus, driver_error, find_mismatches, read_driver_version
 from megatron_rl.registry import Plugins
 from tests.contracts.test_configs import settings_of
-from tests.support.planted_gpus import CLOSED_MODULE, H100, L4, L40S, OPEN_MODULE, SLICE, plant
+from tests.support.fake_gpus import CLOSED_MODULE, H100, L4, L40S, MIG_SLICE, OPEN_MODULE, patch_gpus
 
 NODE = World(rank=0, size=8, local_rank=0, device=torch.device("cuda", 0), local_size=8)
 ALONE = replace(NODE, size=1, local_size=1)
@@ -53,7 +53,10 @@ def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
     [
         ([H100] * 8, ""),
         ([H100] * 7 + [L4], "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, and all ranks hold the same;"),
-        ([SLICE] * 8, "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones; start one"),
+        (
+            [MIG_SLICE] * 8,
+            "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones; start one",
+        ),
         ([L4] * 8, "engine.gpu_memory_utilization=0.45: GPU 0 (NVIDIA L4) has 23.6 GB, and the plan needs 40.0; lower it"),
         ([L40S] * 8 + [L4], ""),
     ],
@@ -62,7 +65,7 @@ def test_eight_ranks_need_eight_alike(
     gpus: Sequence[Gpu], line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ninth GPU, which no rank has, is none of their business."""
-    plant(monkeypatch, tmp_path, gpus)
+    patch_gpus(monkeypatch, tmp_path, gpus)
     assert refusal(settings, NODE, needed=NEEDED).startswith(line) and bool(line) == bool(refusal(settings, NODE, needed=NEEDED))
 
 
@@ -78,7 +81,11 @@ def refusal(settings: Settings, world: World, *, needed: int = 0) -> str:
     ("gpus", "shared", "line"),
     [
         ([H100] * 7 + [L4], 8 << 30, "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, and all ranks hold"),
-        ([SLICE] * 8, 8 << 30, "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones;"),
+        (
+            [MIG_SLICE] * 8,
+            8 << 30,
+            "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones;",
+        ),
         ([L4] * 8, 64 << 20, "/dev/shm: 0.06 GiB are free, NCCL may need 2.0;"),
         ([L4] * 8, 8 << 30, "engine.gpu_memory_utilization=0.9: no room"),
     ],
@@ -87,15 +94,15 @@ def test_what_gpus_are_is_told_before_a_plan_that_fails_on_them(
     gpus: Sequence[Gpu], shared: int, line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan of the smallest GPU says that the engine has no room, which is not what is wrong with a slice or with one L4 among H100s."""
-    plant(monkeypatch, tmp_path, gpus, shared=shared)
+    patch_gpus(monkeypatch, tmp_path, gpus, shared_bytes=shared)
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
         run_checks.check_run(settings, Plugins(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
 
 
 def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, tmp_path, [SLICE])
+    patch_gpus(monkeypatch, tmp_path, [MIG_SLICE])
     assert refusal(settings, ALONE, needed=10**10) == ""
-    told = f"engine.gpu_memory_utilization=0.45: GPU 0 ({SLICE.name}) has 10.5 GB, and the plan needs 11.0;"
+    told = f"engine.gpu_memory_utilization=0.45: GPU 0 ({MIG_SLICE.name}) has 10.5 GB, and the plan needs 11.0;"
     assert refusal(settings, ALONE, needed=11 * 10**9).startswith(told)
 
 
@@ -111,12 +118,12 @@ def test_layers_are_not_cut_across_nodes(settings: Settings) -> None:
 def test_shared_memory_of_a_container(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker's own 64 MB are too few for two ranks, the 1 GB that NVIDIA asks for is enough for eight; one rank needs none."""
     pair = replace(NODE, size=2, local_size=2)
-    plant(monkeypatch, tmp_path, [H100] * 8, shared=64 << 20)
+    patch_gpus(monkeypatch, tmp_path, [H100] * 8, shared_bytes=64 << 20)
     assert refusal(settings, pair) == "/dev/shm: 0.06 GiB are free, NCCL may need 0.5; start the container with --shm-size, or --ipc=host"
     assert refusal(settings, ALONE) == ""
-    plant(monkeypatch, tmp_path, [H100] * 8, shared=1 << 30)
+    patch_gpus(monkeypatch, tmp_path, [H100] * 8, shared_bytes=1 << 30)
     assert refusal(settings, NODE) == ""
-    plant(monkeypatch, tmp_path, [H100] * 8, shared=64 << 20)
+    patch_gpus(monkeypatch, tmp_path, [H100] * 8, shared_bytes=64 << 20)
     monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
     assert refusal(settings, pair) == ""
 
@@ -124,12 +131,12 @@ def test_shared_memory_of_a_container(settings: Settings, tmp_path: Path, monkey
 def test_a_run_that_would_take_place_on_the_cpu_unasked(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch sees no GPU: the driver is too old, a name is wrong, or the GPUs are hidden on purpose, which is nobody's mistake."""
     on_cpu = replace(ALONE, device=torch.device("cpu"))
-    plant(monkeypatch, tmp_path, [], module=CLOSED_MODULE)
+    patch_gpus(monkeypatch, tmp_path, [], driver_text=CLOSED_MODULE)
     assert refusal(settings, on_cpu) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert refusal(settings, on_cpu) == ""
-    plant(monkeypatch, tmp_path, [])
+    patch_gpus(monkeypatch, tmp_path, [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
     assert refusal(settings, on_cpu).startswith("CUDA_VISIBLE_DEVICES=9: torch sees no GPU, and driver 580.65.06 is there;")
     assert refusal(replace(settings, engine=replace(settings.engine, device="cpu")), on_cpu) == ""
@@ -142,8 +149,12 @@ def test_a_run_that_would_take_place_on_the_cpu_unasked(settings: Settings, tmp_
     [
         ([H100] * 2, "0,1", r"CUDA_VISIBLE_DEVICES=0,1: leaves 2 GPUs to the 8 processes of \S+; name one for each$"),
         ([H100] * 4, None, r"--nproc_per_node=8: \S+ has 4 GPUs; start one process a GPU$"),
-        ([SLICE], None, r"--nproc_per_node=8: on \S+ a process sees one slice of a GPU at most, here NVIDIA H100 80GB HBM3 MIG 1g.10gb;"),
-        ([SLICE], "MIG-1,MIG-2", r"--nproc_per_node=8: on \S+ a process sees one slice of a GPU at most"),
+        (
+            [MIG_SLICE],
+            None,
+            r"--nproc_per_node=8: on \S+ a process sees one slice of a GPU at most, here NVIDIA H100 80GB HBM3 MIG 1g.10gb;",
+        ),
+        ([MIG_SLICE], "MIG-1,MIG-2", r"--nproc_per_node=8: on \S+ a process sees one slice of a GPU at most"),
     ],
 )
 @pytest.mark.parametrize("local_rank", [0, 7])
@@ -151,7 +162,7 @@ def test_fewer_gpus_than_ranks(
     gpus: Sequence[Gpu], visible: str | None, line: str, local_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Said by every rank, those that have a GPU too: they would wait for the others."""
-    plant(monkeypatch, tmp_path, gpus)
+    patch_gpus(monkeypatch, tmp_path, gpus)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ValueError, match=f"^{line}"):
@@ -162,7 +173,7 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """For the GPU that is there, whatever run.gpu names: vLLM takes its share of that one, and run.gpu has not every kind."""
-    plant(monkeypatch, tmp_path, [L4])
+    patch_gpus(monkeypatch, tmp_path, [L4])
     l4 = replace(settings, run=replace(settings.run, gpu="l4"))
     named = plan_gpu_memory(read_spec(settings.model.path), settings, world_size=1)
     here = plan_gpu_memory(read_spec(settings.model.path), l4, world_size=1, memory=L4.memory_bytes)
@@ -191,7 +202,7 @@ def test_main_memory_that_is_stated_is_a_gate(
     stated: int, there: int, line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the run itself, not of its dry run alone; and no more of it is counted than this machine has. Three processes of a node."""
-    plant(monkeypatch, tmp_path, [L4] * 3)
+    patch_gpus(monkeypatch, tmp_path, [L4] * 3)
     monkeypatch.setattr("megatron_rl.memory_plan.host_memory.psutil.virtual_memory", lambda: SimpleNamespace(total=there))
     settings = replace(settings, run=replace(settings.run, host_gb=stated))
     told = run_checks.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, size=6, local_size=3))
@@ -208,7 +219,7 @@ def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: P
         connect(replace(world, device=torch.device("cpu")), timeout_s=timeout_s)
 
     settings = replace(settings, engine=replace(settings.engine, gpu_memory_utilization=0.97))
-    plant(monkeypatch, tmp_path, [L4])
+    patch_gpus(monkeypatch, tmp_path, [L4])
     planted = {
         "read_world": lambda: ALONE, "connect": meet, "expand_segments": lambda: None, "build_task": None, "build_context": None,
     }  # fmt: skip

@@ -12,14 +12,14 @@ from megatron_rl.data.questions import load_questions
 from megatron_rl.preflight.prompts import report_blanked_tokens, report_column_warnings, report_prompts
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import VqaTask
-from tests.support.one_process import world_of_one
-from tests.support.scripted_fleet import EPISODE, Scripted, fleet_of
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
+from tests.support.scripted_rollout_manager import EPISODE, ScriptedEngine, make_rollout_manager
+from tests.support.single_process_policy import single_process_world
 
 ROWS = [
-    {"question": "Which color?", "answer": "red", "images": [{"bytes": png(size=(56, 56))}]},
-    {"question": "Which color is it, " + "really, " * 40 + "then?", "answer": "red", "images": [{"bytes": png(size=(56, 56))}]},
-    {"question": "Or these?", "answer": "red", "images": [{"bytes": png(size=(56, 56))}] * 3},
+    {"question": "Which color?", "answer": "red", "images": [{"bytes": make_png(size=(56, 56))}]},
+    {"question": "Which color is it, " + "really, " * 40 + "then?", "answer": "red", "images": [{"bytes": make_png(size=(56, 56))}]},
+    {"question": "Or these?", "answer": "red", "images": [{"bytes": make_png(size=(56, 56))}] * 3},
 ]
 
 
@@ -30,7 +30,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @pytest.fixture(autouse=True)
 def world() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
@@ -45,11 +45,11 @@ def settings_of(path: Path, *, room: int, max_failed: float) -> Settings:
 def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first prompt with its picture as a size; and the two questions that do not fit, by their rows. One token more, and one fits."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    path = write(tmp_path / "mine.jsonl", ROWS)
-    fleet = fleet_of(renderer)
+    path = write_rows(tmp_path / "mine.jsonl", ROWS)
+    fleet = make_rollout_manager(renderer)
     fleet.task = VqaTask(settings_of(path, room=99, max_failed=0.9).task)
-    unbounded = replace(EPISODE, max_turns=1, max_context=999, max_images=9)
-    (rollout,) = fleet.run_examples(fleet.task.examples("train")[1:2], samples=1, settings=unbounded)
+    unbounded = replace(EPISODE, max_turns=1, max_sequence_tokens=999, max_images=9)
+    (rollout,) = fleet.run_examples(fleet.task.examples("train")[1:2], num_samples=1, settings=unbounded)
     longest = sum(1 - mask for mask in rollout.sequences[0].loss_mask)
 
     def told(**changes: float) -> list[str]:
@@ -72,17 +72,17 @@ def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_task_without_files_shows_its_prompt_and_followers_say_nothing(renderer: Renderer, tmp_path: Path) -> None:
     lines: list[str] = []
     settings = settings_of(tmp_path, room=99, max_failed=0.1)
-    report_prompts(settings, rollout_manager=fleet_of(renderer), log=lines.append)
+    report_prompts(settings, rollout_manager=make_rollout_manager(renderer), log=lines.append)
     assert len(lines) == 1 and lines[0].endswith("assistant") and "user\n    0" in lines[0]
-    report_prompts(settings, rollout_manager=fleet_of(renderer, Scripted(leads=False)), log=lines.append)
+    report_prompts(settings, rollout_manager=make_rollout_manager(renderer, ScriptedEngine(is_leader=False)), log=lines.append)
     assert len(lines) == 1
 
 
 def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_path: Path) -> None:
     rows = [{**ROWS[0], "question": words} for words in ("Where is <|box_start|>?", "Where?", "Which <|quad_end|>?")]
-    questions = {"train": VqaTask(settings_of(write(tmp_path / "mine.jsonl", rows), room=99, max_failed=0.9).task).examples("train")}
+    questions = {"train": VqaTask(settings_of(write_rows(tmp_path / "mine.jsonl", rows), room=99, max_failed=0.9).task).examples("train")}
     lines: list[str] = []
-    report_blanked_tokens(questions, rollout_manager=fleet_of(renderer), log=lines.append)
+    report_blanked_tokens(questions, rollout_manager=make_rollout_manager(renderer), log=lines.append)
     told = "2 questions name special tokens, written with a blank, as '< |box_start|>'"
     assert lines == [f"warning: task.data.train: {told}; task.data.allow_grounding_tokens=true keeps those of grounding"]
 
@@ -90,7 +90,7 @@ def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_
 def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> None:
     """Of every split that comes from files, slices of one too, as `task.data.max_eval` makes them."""
     row = {"question": "?", "answer": "a", "weight": 0}
-    train = load_questions([str(write(tmp_path / "q.jsonl", [row] * 3))], images_root="", name="train")
+    train = load_questions([str(write_rows(tmp_path / "q.jsonl", [row] * 3))], images_root="", name="train")
     lines: list[str] = []
     report_column_warnings({"train": train, "eval": train[:1], "dealt": [train[0]]}, log=lines.append)
     assert [line.partition(": the policy")[0] for line in lines[::3]] == [

@@ -13,7 +13,7 @@ from megatron_rl.preflight.settings import check_critic_vision
 from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.types import Example
-from tests.support.qwen3 import qwen3_4b
+from tests.support.qwen3 import qwen3_4b_spec
 
 
 class OwnTask(Task):
@@ -105,11 +105,11 @@ VISION, FAMILY = MODEL.vision, MODEL.family
         (replace(MODEL, vision=replace(VISION, patch_size=16)), "patch_size=16, the policy 14"),
         (replace(MODEL, vision=replace(VISION, temporal_patch_size=1)), "temporal_patch_size=1, the policy 2"),
         (replace(MODEL, vision=replace(VISION, spatial_merge_size=3)), "spatial_merge_size=3, the policy 2"),
-        (replace(MODEL, vision=replace(VISION, channels=4)), "in_channels=4, the policy 3"),
+        (replace(MODEL, vision=replace(VISION, in_channels=4)), "in_channels=4, the policy 3"),
         (replace(MODEL, image_token_id=7), "image_token_id=7, the policy 151655"),
         (replace(MODEL, vision_end_id=7), "vision_end_token_id=7, the policy 151653"),
         (replace(MODEL, family=replace(FAMILY, has_interleaved_mrope=True)), "mrope_interleaved=True, the policy False"),
-        (qwen3_4b(), "patch_size=16, the policy 14"),
+        (qwen3_4b_spec(), "patch_size=16, the policy 14"),
     ],
 )
 def test_a_critic_that_reads_something_else(other: ModelSpec, said: str) -> None:

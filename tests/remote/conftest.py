@@ -8,12 +8,12 @@ import pytest
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.renderer import Renderer
 from tests.conftest import SUPPORT
-from tests.support.served import servers
+from tests.support.vllm_servers import serve_engines
 
 
 @pytest.fixture(scope="session")
 def urls(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    with servers(random_model, tmp_path_factory.mktemp("servers"), num=2) as urls:
+    with serve_engines(random_model, tmp_path_factory.mktemp("servers"), num_servers=2) as urls:
         yield urls
 
 
@@ -24,7 +24,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @pytest.fixture(scope="session")
 def colocated(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> Path:  # noqa: ANN001
-    """The folder of a run of remote_run.py with an engine in its own process."""
+    """The folder of a run of server_engine_run.py with an engine in its own process."""
     folder = tmp_path_factory.mktemp("colocated") / "run"
-    torchrun(1, SUPPORT / "remote_run.py", random_model, folder, timeout_s=280)
+    torchrun(1, SUPPORT / "server_engine_run.py", random_model, folder, timeout_s=280)
     return folder

@@ -10,9 +10,9 @@ import pytest
 from megatron_rl.io.jsonl import read_lines
 from tests.conftest import SUPPORT
 from tests.remote.test_remote_run import RUN, assert_alike, steps_of
-from tests.support.killed_engines import PHASES, WAYS, moments
+from tests.support.engine_kills_run import METHODS, PHASES, draw_kills
 
-SCRIPT = SUPPORT / "killed_engines.py"
+SCRIPT = SUPPORT / "engine_kills_run.py"
 SEED, LONG_SEED, STALE_SEED = 165, 1, 351
 """The first begins with a kill in a transfer and an end with code 0 in generation."""
 
@@ -23,9 +23,9 @@ def kills_of(folder: Path) -> list[dict]:
 
 def test_moments_are_of_all_kinds() -> None:
     """And the same for the same seed."""
-    chosen = moments(LONG_SEED, 20)
-    assert {(kill.phase, kill.way) for kill in chosen} == set(itertools.product(PHASES, WAYS))
-    assert {kill.server for kill in chosen} == {0, 1} and chosen == moments(LONG_SEED, 20) != moments(LONG_SEED + 1, 20)
+    chosen = draw_kills(LONG_SEED, 20)
+    assert {(kill.phase, kill.method) for kill in chosen} == set(itertools.product(PHASES, METHODS))
+    assert {kill.server for kill in chosen} == {0, 1} and chosen == draw_kills(LONG_SEED, 20) != draw_kills(LONG_SEED + 1, 20)
 
 
 @pytest.mark.timeout(900)
@@ -35,7 +35,7 @@ def test_a_killed_engine_changes_nothing(colocated: Path, random_model: Path, tm
     said = torchrun(1, SCRIPT, random_model, folder, SEED, 2, timeout_s=880)
     kills = kills_of(folder)
     assert [kill["version"] for kill in kills] == [1, 2] and kills[0]["down_s"] > 0, kills
-    assert [(kill["phase"], kill["way"]) for kill in kills] == [("transfer", "killed"), ("generation", "ended")]
+    assert [(kill["phase"], kill["method"]) for kill in kills] == [("transfer", "killed"), ("generation", "ended")]
     assert f": has ended with exit code {128 + signal.SIGKILL}, and is started again in 0 s; " in said, said[-6000:]
     assert said.count("\nengine http://127.0.0.1:") >= 2, "each is told; the run may end before the second server has shut down"
     assert_alike(folder, colocated)
@@ -51,7 +51,7 @@ def test_a_killed_engine_loses_nothing_that_goes_on(random_model: Path, tmp_path
     said = torchrun(1, SCRIPT, random_model, tmp_path / "run", STALE_SEED, 2, *words, timeout_s=900)
     kills = kills_of(tmp_path / "run")
     print("\n".join(map(json.dumps, kills)))
-    assert [(kill["phase"], kill["way"]) for kill in kills] == [("generation", "killed"), ("generation", "core killed")], kills
+    assert [(kill["phase"], kill["method"]) for kill in kills] == [("generation", "killed"), ("generation", "core killed")], kills
     assert kills[0]["down_s"] > 0 and said.count("is started again in ") >= 1, said[-6000:]
     steps = steps_of(tmp_path / "run")
     assert [step["step"] for step in steps] == list(range(5)) and max(

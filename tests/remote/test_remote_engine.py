@@ -25,9 +25,9 @@ from tests.parity.test_engine import (
     test_wrong_placeholders_are_refused,
 )
 from tests.parity.test_engine import test_frequencies_follow_the_probabilities as frequencies_follow_the_probabilities
-from tests.support.packed import picture, prompts, user
-from tests.support.sampled import BOUND, engine_of, generate
-from tests.support.served import SETTINGS, remote_engine, servers
+from tests.support.engine_logprob_oracle import LOGPROB_BOUND, generate_all, open_engine
+from tests.support.packed_example import make_picture, make_prompts, user_message
+from tests.support.vllm_servers import ENGINE_SETTINGS, connect_server_engine, serve_engines
 
 __all__ = [
     "test_a_full_context_is_unfinished", "test_a_refused_request_leaves_the_others_alone", "test_a_stop_text_ends_a_turn_and_stays_in_it",
@@ -43,7 +43,7 @@ def hf(random_model: Path) -> Qwen2_5_VLForConditionalGeneration:
 
 @pytest.fixture(scope="module")
 def engine(urls: list[str], random_model: Path, renderer: Renderer) -> Iterator[ServerEngine]:
-    with remote_engine(urls, renderer) as engine:
+    with connect_server_engine(urls, renderer) as engine:
         engine.load_weights(iter(load_file(random_model / "model.safetensors").items()), version=4)
         yield engine
 
@@ -56,14 +56,14 @@ def test_frequencies_follow_the_probabilities(engine: ServerEngine, hf: Qwen2_5_
 def test_it_samples_what_the_engine_in_this_process_does(engine: ServerEngine, random_model: Path, renderer: Renderer) -> None:
     """The same tokens with the same logprobs, on whichever server, in conversations with pictures; their version is that of the weights."""
     samplings = [SamplingSettings(max_tokens=24, temperature=1.0, seed=2**40 + index) for index in range(12)]
-    contexts = (prompts(renderer) * 2)[: len(samplings)]
-    with engine_of(random_model, renderer) as local:
-        expected = generate(local, contexts, samplings)
-    completions = generate(engine, contexts, samplings)
+    contexts = (make_prompts(renderer) * 2)[: len(samplings)]
+    with open_engine(random_model, renderer) as local:
+        expected = generate_all(local, contexts, samplings)
+    completions = generate_all(engine, contexts, samplings)
     for ours, theirs in zip(completions, expected, strict=True):
-        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+        assert (ours.token_ids, ours.is_stopped) == (theirs.token_ids, theirs.is_stopped)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-        assert ours.versions == [4] * len(ours.token_ids)
+        assert ours.weight_versions == [4] * len(ours.token_ids)
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -72,16 +72,16 @@ def test_a_picture_is_read_as_the_renderer_made_it(tp: int, random_model: Path, 
     server of one process, and by one of two that halve the model."""
     limits = {"min_pixels": 19_600, "max_pixels": 20_000}
     renderer = Renderer(ModelSettings(path=str(random_model), **limits))
-    context = renderer.prompt([user("what is this?", picture(0, 168, 112).resize((150, 100)))])
+    context = renderer.prompt([user_message("what is this?", make_picture(0, 168, 112).resize((150, 100)))])
     assert context.images[0].num_tokens == 35
     sampling = SamplingSettings(max_tokens=12, temperature=1.0, seed=5)
-    with engine_of(random_model, renderer) as local:
-        (expected,) = generate(local, [context], [sampling])
-    given = {"settings": replace(SETTINGS, tp=tp)}
-    started = servers(random_model, tmp_path, num=1, limits=limits, **given)
-    with started as urls, remote_engine(urls, renderer, name="narrow", **given) as engine:
+    with open_engine(random_model, renderer) as local:
+        (expected,) = generate_all(local, [context], [sampling])
+    given = {"settings": replace(ENGINE_SETTINGS, tp=tp)}
+    started = serve_engines(random_model, tmp_path, num_servers=1, pixel_limits=limits, **given)
+    with started as urls, connect_server_engine(urls, renderer, name="narrow", **given) as engine:
         engine.load_weights(iter(load_file(random_model / "model.safetensors").items()), version=0)
-        (completion,) = generate(engine, [context], [sampling])
+        (completion,) = generate_all(engine, [context], [sampling])
     assert completion.token_ids == expected.token_ids and completion.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
 
 
@@ -102,13 +102,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def test_a_picture_is_sent_once_to_each_server(engine: ServerEngine, renderer: Renderer, sent: list[tuple[str, str]]) -> None:
     """In what follows its key is enough, in the rest of the same turn, too; a server that has forgotten it is sent it again."""
-    context = renderer.prompt([user("Look.", picture(51, 112, 56))])
+    context = renderer.prompt([user_message("Look.", make_picture(51, 112, 56))])
 
     async def episode() -> None:
         for turn in range(3):
             completion = await engine.generate(context.token_ids, context.images, SamplingSettings(8, 1.0, seed=turn))
             context.extend(completion.token_ids, logprobs=completion.logprobs)
-            more = renderer.observation(context, [user("And this?", picture(52 + turn, 84, 56))])
+            more = renderer.observation(context, [user_message("And this?", make_picture(52 + turn, 84, 56))])
             context.extend(more.token_ids, images=tuple(more.images))
             if turn == 1:
                 for server in engine._servers:
@@ -125,33 +125,33 @@ def test_a_group_that_begins_together_sends_its_picture_once(
     engine: ServerEngine, renderer: Renderer, random_model: Path, sent: list[tuple[str, str]]
 ) -> None:
     """To each server; what is sampled is what the engine in this process samples, the first token of who sends it, too."""
-    contexts = [renderer.prompt([user("Look.", picture(61, 112, 56))]) for _ in range(8)]
+    contexts = [renderer.prompt([user_message("Look.", make_picture(61, 112, 56))]) for _ in range(8)]
     samplings = [SamplingSettings(12, 1.0, seed=index) for index in range(8)]
-    with engine_of(random_model, renderer) as local:
-        expected = generate(local, contexts, samplings)
-    completions = generate(engine, contexts, samplings)
+    with open_engine(random_model, renderer) as local:
+        expected = generate_all(local, contexts, samplings)
+    completions = generate_all(engine, contexts, samplings)
     (key,) = {context.images[0].key for context in contexts}
     assert sorted(each for each in sent if each[1]) == sorted((url, key) for url in engine.urls)
     assert len(sent) == 8 + 2, "who sends it asks twice"
     for ours, theirs in zip(completions, expected, strict=True):
-        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+        assert (ours.token_ids, ours.is_stopped) == (theirs.token_ids, theirs.is_stopped)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
 def test_a_stop_text_over_the_first_token_of_who_sends_a_picture(engine: ServerEngine, renderer: Renderer, random_model: Path) -> None:
     """No request has sampled it whole: it ends the turn where the engine in this process ends it, at its second token."""
-    context = renderer.prompt([user("Look.", picture(62, 112, 56))])
-    with engine_of(random_model, renderer) as local:
+    context = renderer.prompt([user_message("Look.", make_picture(62, 112, 56))])
+    with open_engine(random_model, renderer) as local:
         for seed in range(40):
-            (said,) = generate(local, [context], [SamplingSettings(2, 1.0, seed=seed)])
+            (said,) = generate_all(local, [context], [SamplingSettings(2, 1.0, seed=seed)])
             first, second = (renderer.tokenizer.decode([token]) for token in said.token_ids)
             if (first + second).isascii() and first and second:
                 break
         sampling = SamplingSettings(12, 1.0, seed=seed, stop=(first[-1] + second[0],))
-        (expected,) = generate(local, [context], [sampling])
-    assert (len(expected.token_ids), expected.finish_reason) == (2, True) and context.images[0].key not in engine._servers[0].known
-    (completion,) = generate(engine, [context], [sampling])
-    assert (completion.token_ids, completion.finish_reason) == (expected.token_ids, True)
+        (expected,) = generate_all(local, [context], [sampling])
+    assert (len(expected.token_ids), expected.is_stopped) == (2, True) and context.images[0].key not in engine._servers[0].known_images
+    (completion,) = generate_all(engine, [context], [sampling])
+    assert (completion.token_ids, completion.is_stopped) == (expected.token_ids, True)
 
 
 def test_episodes_are_spread_over_the_servers(engine: ServerEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_episodes_are_spread_over_the_servers(engine: ServerEngine, renderer: Re
     monkeypatch.setattr(GenerateClient, "generate", watched)
 
     async def episode(index: int) -> None:
-        context = prompts(renderer)[0]
+        context = make_prompts(renderer)[0]
         for turn in range(2):
             completion = await engine.generate(context.token_ids, [], SamplingSettings(4, 1.0, seed=10 * index + turn))
             context.extend(completion.token_ids, logprobs=completion.logprobs)
@@ -182,10 +182,10 @@ def test_episodes_are_spread_over_the_servers(engine: ServerEngine, renderer: Re
 
 def test_a_turn_that_was_cut_is_what_it_would_have_been(engine: ServerEngine, renderer: Renderer) -> None:
     """Cut again and again by what an update does: ids, logprobs, stop texts (whole or cut in two) and stop ids as without."""
-    contexts = prompts(renderer) * 2
+    contexts = make_prompts(renderer) * 2
     stop = ("z", "the", "ing ")
     samplings = [SamplingSettings(80, 2.0, seed=index, stop=stop if index % 2 else ()) for index in range(len(contexts))]
-    expected = generate(engine, contexts, samplings)
+    expected = generate_all(engine, contexts, samplings)
     cuts = 0
 
     async def main() -> list:
@@ -193,21 +193,21 @@ def test_a_turn_that_was_cut_is_what_it_would_have_been(engine: ServerEngine, re
         turns = [asyncio.create_task(engine.generate(s.token_ids, s.images, each)) for s, each in zip(contexts, samplings, strict=True)]
         while not all(turn.done() for turn in turns):
             await asyncio.sleep(0.05)
-            await engine._hold()
+            await engine._pause_requests()
             cuts += 1
-            engine._is_open.set()
+            engine._is_serving.set()
         return [turn.result() for turn in turns]
 
     completions = engine.run(main())
     assert cuts > 2
     for ours, theirs in zip(completions, expected, strict=True):
-        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=BOUND)
+        assert (ours.token_ids, ours.is_stopped) == (theirs.token_ids, theirs.is_stopped)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=LOGPROB_BOUND)
         assert len(ours.versions) == len(ours.token_ids)
 
 
 def test_what_is_given_up_is_given_up_on_the_server(engine: ServerEngine, renderer: Renderer) -> None:
-    context: TokenSequence = prompts(renderer)[0]
+    context: TokenSequence = make_prompts(renderer)[0]
 
     async def main() -> list[str]:
         long = asyncio.create_task(engine.generate(context.token_ids, [], SamplingSettings(900, 1.0, seed=1)))

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.services.address import has_proven_token
 from sandbox.token import bearer_header
-from tests.support.served import TOKEN
+from tests.support.vllm_servers import TOKEN
 
 CONTROL = ("/pause", "/resume", "/abort_requests", "/init_weight_transfer_engine", "/update_weights", "/collective_rpc", "/weight_checker")
 PAGE = {"Host": "evil.example:18100", "Origin": "http://evil.example", "Content-Type": "text/plain;charset=UTF-8"}
@@ -43,7 +43,7 @@ def trap() -> Iterator[tuple[str, list[bytes]]]:
 
 def test_an_engine_obeys_nobody_without_the_token(urls: list[str]) -> None:
     with httpx.Client(base_url=urls[0], timeout=60, trust_env=False) as http:
-        assert {http.post(path, json={"method": "rl_nature"}).status_code for path in CONTROL} == {401}
+        assert {http.post(path, json={"method": "rl_fingerprint"}).status_code for path in CONTROL} == {401}
         assert {http.get(path).status_code for path in ("/version", "/metrics", "/health", "/weight_info", "/ping", "/docs")} == {401}
         for left_out, code in (((), 421), (("Host",), 403), (("Host", "Origin"), 415)):
             headers = {name: value for name, value in PAGE.items() if name not in left_out} | bearer_header(TOKEN)
@@ -56,7 +56,7 @@ def test_an_engine_obeys_nobody_without_the_token(urls: list[str]) -> None:
 def test_its_worker_has_one_method(method: str, urls: list[str]) -> None:
     with httpx.Client(base_url=urls[0], timeout=60, trust_env=False, headers=bearer_header(TOKEN)) as http:
         assert http.post("/collective_rpc", json={"method": method, "args": []}).status_code == 403
-        assert http.post("/collective_rpc", json={"method": "rl_nature"}).json()["results"][0]["weight transfer"] == "megatron_rl"
+        assert http.post("/collective_rpc", json={"method": "rl_fingerprint"}).json()["results"][0]["weight transfer"] == "megatron_rl"
 
 
 @pytest.mark.parametrize("kind", ["image_url", "video_url", "audio_url"])

@@ -15,12 +15,12 @@ from megatron_rl.io.jsonl import read_lines
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.run.record import list_checkpoints
 from tests.conftest import SUPPORT
-from tests.support import forked
-from tests.support.remote_run import REMOTE
-from tests.support.served import token_file
-from tests.support.ways import Way, ways
+from tests.support import fork_server
+from tests.support.server_engine_run import SERVER_ENGINE_OVERRIDES
+from tests.support.tcp_proxies import TcpProxy, open_proxies
+from tests.support.vllm_servers import write_token_file
 
-RUN = SUPPORT / "remote_run.py"
+RUN = SUPPORT / "server_engine_run.py"
 LIMIT_S = 280
 
 
@@ -58,13 +58,13 @@ def mean_gradients(folder: Path) -> dict[str, torch.Tensor]:
 def test_it_learns_what_a_colocated_run_learns(colocated: Path, urls: list[str], random_model: Path, tmp_path: Path) -> None:
     """Two servers, two trainers, pictures, three turns; and when all engines are gone in the middle, the run waits engine.outage_timeout_s
     and no longer, keeps the steps that are done though no checkpoint was due, and ends with one line; the same command goes on later."""
-    words = (*REMOTE, "engine.outage_timeout_s=2", f"engine.token_file={token_file(tmp_path)}")
+    words = (*SERVER_ENGINE_OVERRIDES, "engine.outage_timeout_s=2", f"engine.token_file={write_token_file(tmp_path)}")
     folder = tmp_path / "run"
-    with ways(urls) as two:
+    with open_proxies(urls) as two:
         command = (random_model, folder, *words, f"engine.urls=[{','.join(way.url for way in two)}]")
         cut: list[float] = []
         Thread(target=cut_after_a_step, args=(two, folder, cut), daemon=True).start()
-        ended, names = forked.world(2, RUN, *command, timeout_s=LIMIT_S), ", ".join(way.url for way in two)
+        ended, names = fork_server.run_world(2, RUN, *command, timeout_s=LIMIT_S), ", ".join(way.url for way in two)
         why, said = f"none of {names} was well for 2 s (engine.outage_timeout_s)", ended.stdout
         num = len(read_metrics(folder / "metrics.jsonl"))
         failed = f"12 of 12 rollouts failed, above run.max_failed_fraction=0.1; first reason: {why}"
@@ -74,14 +74,14 @@ def test_it_learns_what_a_colocated_run_learns(colocated: Path, urls: list[str],
         assert time.monotonic() - cut[0] < 100, "run.outage_timeout_s, 600 s, is not added"
         assert [path.name for path in list_checkpoints(folder / "checkpoints")] == [f"step_{num:08d}"]
         for way in two:
-            way.mend()
-        again = forked.world(2, RUN, *command, timeout_s=LIMIT_S)
+            way.reopen()
+        again = fork_server.run_world(2, RUN, *command, timeout_s=LIMIT_S)
         assert again.returncode == 0 and f"resume: {folder}/checkpoints/step_{num:08d}" in again.stdout, again.stdout[-6000:]
     assert_alike(folder, colocated)
     assert all(0 < step["weight_sync/transfer_s"] < step["weight_sync/pause_s"] for step in steps_of(folder))
 
 
-def cut_after_a_step(two: Sequence[Way], folder: Path, cut: list[float]) -> None:
+def cut_after_a_step(two: Sequence[TcpProxy], folder: Path, cut: list[float]) -> None:
     """`cut` is given when it was."""
     deadline = time.monotonic() + LIMIT_S
     while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text().count("\n"):
@@ -90,12 +90,17 @@ def cut_after_a_step(two: Sequence[Way], folder: Path, cut: list[float]) -> None
         time.sleep(0.02)
     cut.append(time.monotonic())
     for way in two:
-        way.cut()
+        way.close()
 
 
 def test_it_goes_on_while_the_trainer_works(urls: list[str], random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """run.max_staleness=1: what is trained on is one update old at most, and the engine's logprobs are those of each token's version."""
-    words = (*REMOTE, "run.max_staleness=1", f"engine.urls=[{','.join(urls)}]", f"engine.token_file={token_file(tmp_path)}")
+    words = (
+        *SERVER_ENGINE_OVERRIDES,
+        "run.max_staleness=1",
+        f"engine.urls=[{','.join(urls)}]",
+        f"engine.token_file={write_token_file(tmp_path)}",
+    )
     torchrun(1, RUN, random_model, tmp_path / "run", *words, timeout_s=LIMIT_S)
     steps = steps_of(tmp_path / "run")
     assert len(steps) == 3

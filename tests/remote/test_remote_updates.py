@@ -18,16 +18,16 @@ from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.weight_sender import Connection, require_matching
 from megatron_rl.types import Rollout
 from tests.parity.test_engine_versions import EPISODES, LIMITS, VERSIONS, episode, gaps, policies
-from tests.support.packed import prompts
-from tests.support.sampled import BOUND
-from tests.support.served import remote_engine
+from tests.support.engine_logprob_oracle import LOGPROB_BOUND
+from tests.support.packed_example import make_prompts
+from tests.support.vllm_servers import connect_server_engine
 
 __all__ = ["policies"]
 
 
 @pytest.fixture(scope="module")
 def engine(urls: list[str], policies: list[Policy], renderer: Renderer) -> Iterator[ServerEngine]:
-    with remote_engine(urls, renderer, name="versions", bucket_bytes=100_000) as engine:
+    with connect_server_engine(urls, renderer, name="versions", bucket_bytes=100_000) as engine:
         yield engine
 
 
@@ -69,18 +69,20 @@ def test_every_token_is_of_its_version(engine: ServerEngine, renderer: Renderer,
     assert any(len(each) == VERSIONS for each in sampled_by), "an episode that spans all versions"
     found = gaps(rollouts, policies)
     print({key: f"{value:.1e}" for key, value in sorted(found.items())}, "cut:", sum(len(set(span)) > 1 for span in spans))
-    assert max(found[version, version] for version in range(VERSIONS)) <= BOUND
-    assert min(value for (version, trainer), value in found.items() if version != trainer) > 100 * BOUND, "versions can be told apart"
+    assert max(found[version, version] for version in range(VERSIONS)) <= LOGPROB_BOUND
+    assert min(value for (version, trainer), value in found.items() if version != trainer) > 100 * LOGPROB_BOUND, (
+        "versions can be told apart"
+    )
     assert engine.metrics().keys() == {"weight_sync/pause_s", "weight_sync/transfer_s"}
     assert 0 < engine.metrics()["weight_sync/transfer_s"] < engine.metrics()["weight_sync/pause_s"]
 
 
 def without_salt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ServerEngine, "salt", "the same")
+    patch.setattr(ServerEngine, "cache_salt", "the same")
 
 
 def without_reset(patch: pytest.MonkeyPatch) -> None:
-    end = Connection.end
+    end = Connection.finish_update
 
     def ended(line: Connection, label: str) -> None:
         call = line.server.call
@@ -88,7 +90,7 @@ def without_reset(patch: pytest.MonkeyPatch) -> None:
         end(line, label)
         patch.setattr(line.server, "call", call)
 
-    patch.setattr(Connection, "end", ended)
+    patch.setattr(Connection, "finish_update", ended)
 
 
 @pytest.mark.parametrize("mistake", [without_salt, without_reset])
@@ -100,7 +102,7 @@ def test_what_old_weights_computed_is_noticed(
         rollouts = played(engine, renderer, policies)
     found = gaps(rollouts, policies)
     print({key: f"{value:.1e}" for key, value in sorted(found.items())})
-    assert max(value for (version, trainer), value in found.items() if version == trainer) > 10 * BOUND
+    assert max(value for (version, trainer), value in found.items() if version == trainer) > 10 * LOGPROB_BOUND
     for server in engine._servers:
         server.call("/reset_encoder_cache", {})
         server.call("/reset_prefix_cache", {})
@@ -110,7 +112,7 @@ def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: ServerEngine, rando
     """The server that got it is out and serves nothing; the other one goes on. The next update, whole, brings it back."""
     tensors = load_file(random_model / "model.safetensors")
     bad = engine.urls[1]
-    send, num = Connection.send, 0
+    send, num = Connection.send_bucket, 0
 
     def flipped(line: Connection, bucket: object, flat: torch.Tensor) -> None:
         nonlocal num
@@ -121,12 +123,12 @@ def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: ServerEngine, rando
                 flat[-20] ^= 1
         send(line, bucket, flat)
 
-    monkeypatch.setattr(Connection, "send", flipped)
+    monkeypatch.setattr(Connection, "send_bucket", flipped)
     engine.load_weights(iter(tensors.items()), version=11)
-    assert num > 3 and [server.is_in for server in engine._servers] == [True, False]
+    assert num > 3 and [server.is_healthy for server in engine._servers] == [True, False]
     assert [label(engine, url).rpartition(".")[2] == "11" for url in engine.urls] == [True, False]
     engine.load_weights(iter(tensors.items()), version=12)
-    assert [server.is_in for server in engine._servers] == [True, True]
+    assert [server.is_healthy for server in engine._servers] == [True, True]
 
 
 def test_what_real_servers_say_that_they_hold_is_compared(engine: ServerEngine, random_model: Path) -> None:
@@ -140,16 +142,16 @@ def test_what_real_servers_say_that_they_hold_is_compared(engine: ServerEngine, 
     assert held == second.checksums() and len(held) > 20 and all(name.startswith("dp0:pp0:pcp0:tp0:") for name in held)
     name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
     changed = {**tensors, name: tensors[name].nextafter(tensors[name] + 1)}
-    engine._sender.send(iter(changed.items()), "versions.changed", to=[second.url])
+    engine._sender.send(iter(changed.items()), "versions.changed", urls=[second.url])
     with pytest.raises(EndpointError, match=rf"holds other weights than {first.url}: 1 differ, dp0.*layers.0.mlp.down_proj.weight first"):
-        require_matching(second.checksums(), held, of=first.url)
+        require_matching(second.checksums(), held, reference_url=first.url)
     engine.load_weights(iter(tensors.items()), version=16)
-    assert held == second.checksums() and all(server.is_in for server in engine._servers)
+    assert held == second.checksums() and all(server.is_healthy for server in engine._servers)
 
 
 def label(engine: ServerEngine, url: str) -> str:
     async def asked() -> str:
-        return await engine._lookout.check_version(next(server for server in engine._servers if server.url == url))
+        return await engine._health_monitor.check_version(next(server for server in engine._servers if server.url == url))
 
     return engine.run(asked())
 
@@ -165,27 +167,27 @@ def test_an_update_that_is_none_is_not_served(engine: ServerEngine, random_model
         "misshapen": tensors | {name: tensors[name][1:]},
     }[mistake]
     said: list[str] = []
-    engine._lookout.tell = said.append
+    engine._health_monitor.log = said.append
     engine.load_weights(iter(changed.items()), version=20)
-    assert not any(server.is_in for server in engine._servers)
+    assert not any(server.is_healthy for server in engine._servers)
     text = {"missing": "were not sent", "unknown": "no place for", "misshapen": "was sent as"}[mistake]
     assert len(said) == 3 and all(text in line for line in said[:2]) and said[2].startswith("no engine is well"), said
     engine.load_weights(iter(tensors.items()), version=21)
-    assert all(server.is_in for server in engine._servers)
+    assert all(server.is_healthy for server in engine._servers)
 
 
 def test_two_runs_do_not_have_one_engine(engine: ServerEngine, urls: list[str], renderer: Renderer) -> None:
     """The second is told whose it is; the first one goes on. Who is gone, or has let go, has it no more."""
     with pytest.raises(ValueError, match=f"^engine.urls={urls[0]}: cannot be had .*this engine is that of versions of a test"):
-        remote_engine(urls, renderer, name="other").__enter__()
+        connect_server_engine(urls, renderer, name="other").__enter__()
 
 
 def test_one_that_has_other_weights_is_given_those_that_are_served(engine: ServerEngine, random_model: Path, renderer: Renderer) -> None:
     """As one that was started again has them: nobody asks it until it has all of them, and says so. Those who were with it go on."""
     engine.load_weights(iter(load_file(random_model / "model.safetensors").items()), version=40)
     said: list[str] = []
-    engine._lookout.tell = said.append
-    context, server = prompts(renderer)[1], engine._servers[0]
+    engine._health_monitor.log = said.append
+    context, server = make_prompts(renderer)[1], engine._servers[0]
 
     async def main() -> list[Completion]:
         samplings = [SamplingSettings(300, 1.0, seed=index) for index in range(6)]
@@ -196,11 +198,11 @@ def test_one_that_has_other_weights_is_given_those_that_are_served(engine: Serve
 
     async def until_back() -> str:
         """Turns may have ended before it was looked at."""
-        while not said or not all(each.is_in for each in engine._servers):
+        while not said or not all(each.is_healthy for each in engine._servers):
             await asyncio.sleep(0.1)
-        return await engine._lookout.check_version(server)
+        return await engine._health_monitor.check_version(server)
 
     completions = engine.run(main())
-    assert all(completion.versions == [40] * len(completion.token_ids) for completion in completions)
-    assert engine.run(until_back()) == engine.label
-    assert said == [f"engine {server.url}: has weights default, not {engine.label}"]
+    assert all(completion.weight_versions == [40] * len(completion.token_ids) for completion in completions)
+    assert engine.run(until_back()) == engine.weights_label
+    assert said == [f"engine {server.url}: has weights default, not {engine.weights_label}"]

@@ -22,7 +22,7 @@ from megatron_rl.rewards.labels import read_digit_label
 from megatron_rl.rewards.multiple_choice import read_choice_set, same_choice
 from megatron_rl.rewards.numbers import parse_exact_number, parse_number, same_numbers
 from megatron_rl.rewards.typed_math import to_latex
-from tests.support.rewards import rewards_of
+from tests.support.accuracy_rewards import compute_rewards
 
 OPTIONS = "Which one?\nA. red\nB. green car\nC. blue"
 
@@ -153,7 +153,7 @@ DIFFERENT += [
 def test_forms_of_one_answer_are_right_and_other_answers_are_wrong() -> None:
     cases = [(truth, answer, 1.0) for truth, answer in SAME] + [(truth, answer, 0.0) for truth, answer in DIFFERENT]
     both = [(*pair, expected) for truth, answer, expected in cases for pair in ((truth, answer), (answer, truth))]
-    found = rewards_of((truth, answer, "") for truth, answer, _ in both)
+    found = compute_rewards((truth, answer, "") for truth, answer, _ in both)
     wrong = [(*case, got) for case, got in zip(both, found, strict=True) if case[2] != got]
     assert not wrong and len(both) > 300
 
@@ -222,7 +222,7 @@ def test_golden_solutions() -> None:
         ],
     ]
     cases = [(solution, answer, "") for solution, answer in solutions] + [(solution, solution, "") for solution, _ in solutions]
-    assert rewards_of(cases) == [1.0] * len(cases)
+    assert compute_rewards(cases) == [1.0] * len(cases)
     assert extract_last_box("#### 18\nmore") is None and extract_last_box("\\boxed{3} and \\boxed{4") is None
 
 
@@ -252,7 +252,7 @@ def test_values_and_not_their_forms_are_compared() -> None:
                 continue
             cases.append((dice.choice(forms(value)), dice.choice(forms(other)), ""))
             expected.append(float(other == value))
-    found = rewards_of(cases)
+    found = compute_rewards(cases)
     wrong = [(*case[:2], got) for case, got, wanted in zip(cases, found, expected, strict=True) if got != wanted]
     assert not wrong and 30 < sum(expected) < 60
 
@@ -296,8 +296,8 @@ def test_numeric_sources_read_signs_and_exponents() -> None:
         ("5", "5 pi"),
         ("5", "f(5)"),
     ]
-    assert rewards_of([(*pair, "") for pair in right], source="vsi_numerical") == [1.0] * len(right)
-    assert rewards_of([(*pair, "") for pair in wrong], source="vsi_numerical") == [0.0] * len(wrong)
+    assert compute_rewards([(*pair, "") for pair in right], source="vsi_numerical") == [1.0] * len(right)
+    assert compute_rewards([(*pair, "") for pair in wrong], source="vsi_numerical") == [0.0] * len(wrong)
 
 
 PIECES = [

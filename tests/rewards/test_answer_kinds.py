@@ -19,7 +19,7 @@ from megatron_rl.rewards.answer import compare_by_rules, mean_relative_accuracy
 from megatron_rl.rewards.equations import is_value_equation, read_named_values
 from megatron_rl.rewards.number_words import keeps_value
 from megatron_rl.rewards.numbers import parse_number
-from tests.support.rewards import rewards_of
+from tests.support.accuracy_rewards import compute_rewards
 
 CHAIRS = "How many chairs are in this room? Answer with a number."
 NUMBERED, LISTED = "Which animal? (1) cat (2) dog", "Which?\n1. cat\n2. dog\n3. cow"
@@ -177,7 +177,7 @@ OPTIONS_DIFFERENT = [
 
 
 def unnoticed(cases: list[tuple[str, str, str]], expected: float) -> list[tuple[str, str, str]]:
-    return [case for case, got in zip(cases, rewards_of(cases), strict=True) if got != expected]
+    return [case for case, got in zip(cases, compute_rewards(cases), strict=True) if got != expected]
 
 
 @pytest.mark.parametrize(
@@ -265,13 +265,13 @@ WRONG = [
 @pytest.mark.parametrize("question", ["", CHAIRS])
 def test_words_beside_a_number(question: str) -> None:
     for answers, expected in ((RIGHT, 1.0), (WRONG, 0.0)):
-        found = rewards_of([("5", answer, question) for answer in answers], source="vsi_numerical")
+        found = compute_rewards([("5", answer, question) for answer in answers], source="vsi_numerical")
         assert [answer for answer, got in zip(answers, found, strict=True) if got != expected] == []
 
 
 def test_words_of_the_question_are_harmless_unless_they_change_a_value() -> None:
     asked = [("5", "The number of chairs is 5", CHAIRS), ("5", "5 tables", CHAIRS)]
-    assert rewards_of(asked, source="vsi_numerical") == [1.0, 0.0]
+    assert compute_rewards(asked, source="vsi_numerical") == [1.0, 0.0]
     assert mean_relative_accuracy("5", "5 tables", question=CHAIRS) == 0.0 == mean_relative_accuracy("5", "5 tables short", question=CHAIRS)
     assert (
         mean_relative_accuracy("5 boxes", "5 boxes or 5", question="") == 0.0 and mean_relative_accuracy("5 boxes", "just 5 boxes") == 1.0
@@ -308,7 +308,7 @@ def test_values_by_name() -> None:
         return dice.choice([", ", "; ", ","]).join(f"{name}{dice.choice(['=', ' = '])}{value}" for name, value in pairs)
 
     pairs = list(product(assignments, repeat=2))
-    found = rewards_of([(written(one), written(other), "") for one, other in pairs])
+    found = compute_rewards([(written(one), written(other), "") for one, other in pairs])
     assert found == [float(one == other) for one, other in pairs]
 
 

@@ -11,7 +11,7 @@ from megatron_rl.rewards.answer import compare_by_rules, mean_relative_accuracy
 from megatron_rl.rewards.answer_values import read_number
 from megatron_rl.rewards.numbers import parse_exact_number, parse_number
 from megatron_rl.rewards.typed_math import to_latex
-from tests.support.rewards import rewards_of
+from tests.support.accuracy_rewards import compute_rewards
 
 LISTED = "Which one?\nA. red\nB. 3.141593\nC. 7"
 HUGE = ["1e99", "10^{50}", "5x10^40", "1e28", "9" * 60, "-1e99", "-" + "9" * 59]
@@ -158,12 +158,12 @@ def test_kinds_of_values(kind: str) -> None:
     cases = [(*pair, expected) for pairs, expected in ((same, 1.0), (different, 0.0)) for one, other in pairs
              for pair in ((one, other), (other, one))]  # fmt: skip
     cases += [(text, text, 1.0) for pair in (*same, *different) for text in pair]
-    found = rewards_of([(one, other, "") for one, other, _ in cases])
+    found = compute_rewards([(one, other, "") for one, other, _ in cases])
     assert [(*case, got) for case, got in zip(cases, found, strict=True) if case[2] != got] == []
 
 
 def test_a_huge_number_is_no_option() -> None:
-    assert rewards_of([("B", huge, LISTED) for huge in HUGE]) == [0.0] * len(HUGE)
+    assert compute_rewards([("B", huge, LISTED) for huge in HUGE]) == [0.0] * len(HUGE)
 
 
 SIZES = st.integers(-(10**6), 10**6)
@@ -201,7 +201,7 @@ FIVE = ["(5)", "(5 cm)", "[5] m", "5 (about)", "a) 5", "5 kilograms", "5 megapix
 
 def test_numeric_sources_read_other_digits_and_symbols() -> None:
     for answers, expected in ((NOT_FIVE, 0.0), (FIVE, 1.0)):
-        found = rewards_of([("5", answer, "") for answer in answers], source="vsi_numerical")
+        found = compute_rewards([("5", answer, "") for answer in answers], source="vsi_numerical")
         assert [answer for answer, got in zip(answers, found, strict=True) if got != expected] == []
 
 
@@ -210,8 +210,10 @@ THREE = "Which?\nA. red\nB. blue\nC. green"
 
 def test_other_letters_behind_a_letter_contradict_it() -> None:
     wrong = ["B: a and c", "B: a, c", "B. A AND C", "B: c"]
-    assert rewards_of([("B", answer, THREE) for answer in wrong]) == [0.0] * len(wrong)
+    assert compute_rewards([("B", answer, THREE) for answer in wrong]) == [0.0] * len(wrong)
     assert (
-        rewards_of([("B", "B: blue", THREE), ("A, C", "a and c", THREE), ("B", "B) both a and c", THREE.replace("blue", "both a and c"))])
+        compute_rewards(
+            [("B", "B: blue", THREE), ("A, C", "a and c", THREE), ("B", "B) both a and c", THREE.replace("blue", "both a and c"))]
+        )
         == [1.0] * 3
     )

@@ -22,11 +22,11 @@ from megatron_rl.rewards.multiple_choice import read_choice
 from megatron_rl.rewards.numbers import parse_number
 from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.types import Turn
-from tests.support.episodes import outcome_of
+from tests.support.rollout_factory import make_reward_input
 
 
 def said(*replies: str) -> RewardInput:
-    return outcome_of(*(Turn(sequence=0, token_span=(0, 1), text=reply) for reply in replies))
+    return make_reward_input(*(Turn(sequence=0, token_span=(0, 1), text=reply) for reply in replies))
 
 
 @pytest.mark.parametrize(

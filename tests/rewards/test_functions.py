@@ -10,14 +10,14 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.functions import from_function, wrap_reward_function
 from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
 from megatron_rl.types import Turn
-from tests.support.episodes import outcome_of
+from tests.support.rollout_factory import make_reward_input
 
 PAYLOAD = {"question": "Which color?", "answer": "red", "extra": {"level": 3}}
 TURNS = [Turn(sequence=0, token_span=(0, 1), text="a look"), Turn(sequence=0, token_span=(2, 3), text="red")]
 
 
 def scored(function: object, outcome: RewardInput | None = None) -> float | None:
-    return asyncio.run(wrap_reward_function("mine", function)(outcome or outcome_of(*TURNS, payload=PAYLOAD)))
+    return asyncio.run(wrap_reward_function("mine", function)(outcome or make_reward_input(*TURNS, payload=PAYLOAD)))
 
 
 def test_arguments_are_picked_by_name() -> None:
@@ -27,7 +27,7 @@ def test_arguments_are_picked_by_name() -> None:
         seen.update(rollout=rollout, turns=turns, extra=extra, answer=answer, reply=reply, question=question)
         return 1
 
-    outcome = outcome_of(*TURNS, payload=PAYLOAD)
+    outcome = make_reward_input(*TURNS, payload=PAYLOAD)
     assert scored(every, outcome) == 1.0
     assert seen == {"rollout": outcome.rollout, "turns": TURNS, "reply": "red", **PAYLOAD}
     assert scored(lambda: 0.25) == 0.25
@@ -61,7 +61,7 @@ def test_an_exception_names_function_line_and_example() -> None:
     with pytest.raises(PermanentInfraError, match=rf"^reward mine on e0: KeyError: 'red' \(.*test_functions.py:{line}\)$"):
         scored(broken)
     with pytest.raises(PermanentInfraError, match=r"^reward mine on e0: the task's examples have no 'answer'$"):
-        scored(broken, outcome_of(*TURNS))
+        scored(broken, make_reward_input(*TURNS))
 
 
 def test_our_own_faults_stay_what_they_are() -> None:
@@ -98,7 +98,7 @@ SHIPPED = Rubric(
 
 def total(chosen: str, **own: object) -> tuple[float, dict[str, float], bool]:
     rubric = from_function(chosen, SHIPPED, own)
-    outcome = outcome_of(*TURNS, payload=PAYLOAD)
+    outcome = make_reward_input(*TURNS, payload=PAYLOAD)
     score = asyncio.run(rubric.score(outcome))
     outcome.rollout.reward, outcome.rollout.reward_terms = score.reward, score.reward_terms
     return score.reward, score.reward_terms, rubric.is_solved(outcome.rollout)

@@ -25,16 +25,25 @@ from megatron_rl.rewards.rubrics import build_rubric
 from megatron_rl.run.record import History, Run
 from megatron_rl.types import JudgeResult, Rollout
 from tests.rewards.test_rubrics import turn
-from tests.support.episodes import episode, outcome_of
-from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
-from tests.support.judges import settings as judge_settings
+from tests.support.fake_judge_server import (
+    PROMPT,
+    JudgeReply,
+    answer_correct,
+    make_completion,
+    make_judge_settings,
+    prompt_fields,
+    run_judge,
+    serve_judge,
+)
+from tests.support.fake_judge_server import make_judge_settings as judge_settings
+from tests.support.rollout_factory import make_reward_input, make_rollout
 
 PROMPTS = Path(judge_prompt.__file__).with_name("prompts")
 
 
 def scored(judge: Judge, answer: str, *, truth: str = "red", source: str = "vstar", reward: str = "accuracy", question: str = "?") -> float:
     payload = {"question": question, "answer": truth, "data_source": source}
-    outcome = outcome_of(turn(f"<answer>{answer}</answer>"), payload=payload, images=[])
+    outcome = make_reward_input(turn(f"<answer>{answer}</answer>"), payload=payload, images=[])
     return build_rubric(reward, judge=judge, tool_format="").score(outcome)
 
 
@@ -53,20 +62,20 @@ def test_always_ask_asks_about_every_answer(always_ask: bool) -> None:
     by_rules = {"text": 1.0, "choice": 0.0, "number": 1.0, "numeric": 0.8}
     verdict = {"red": False, "B": True, "4": False, "90": True}
 
-    def behave(body: dict) -> Reply:
+    def behave(body: dict) -> JudgeReply:
         answer = json.loads(body["messages"][1]["content"].rpartition("answer: ")[2])
-        return completion(json.dumps({"correct": verdict[answer]}))
+        return make_completion(json.dumps({"correct": verdict[answer]}))
 
     rewards = {}
 
     async def use(judge: Judge) -> None:
         for name, (answer, truth, source) in SURE.items():
             rewards[name] = (await scored(judge, answer, truth=truth, source=source)).reward
-        void = outcome_of(turn("no answer at all"), payload={"question": "?", "answer": "red", "data_source": "vstar"}, images=[])
+        void = make_reward_input(turn("no answer at all"), payload={"question": "?", "answer": "red", "data_source": "vstar"}, images=[])
         assert (await build_rubric("accuracy", judge=judge, tool_format="").score(void)).reward == 0.0
 
-    with serving(behave) as server:
-        judge = held(judge_settings(server, always_ask=always_ask), use)
+    with serve_judge(behave) as server:
+        judge = run_judge(judge_settings(server, always_ask=always_ask), use)
         assert len(server.bodies) == (4 if always_ask else 0), "nothing that is void"
     assert rewards == ({"text": 0.0, "choice": 1.0, "number": 0.0, "numeric": 1.0} if always_ask else by_rules)
     assert judge.get_counts() == {"called": 4 if always_ask else 0, "cached": 0, "failed": 0}
@@ -79,18 +88,18 @@ def test_always_ask_without_a_judge_is_refused() -> None:
 
 def test_what_was_asked_is_counted() -> None:
     """By hand: three fields, one of them twice at once and once later; the first request fails."""
-    failures = [Reply("busy", status=503)]
+    failures = [JudgeReply("busy", status=503)]
 
-    def behave(body: dict) -> Reply:
-        return failures.pop() if failures else right(body)
+    def behave(body: dict) -> JudgeReply:
+        return failures.pop() if failures else answer_correct(body)
 
     async def use(judge: Judge) -> None:
-        await judge.score(PROMPT, fields=fields("a"))
-        await asyncio.gather(*(judge.score(PROMPT, fields=fields(answer)) for answer in ("b", "b", "c")))
-        await judge.score(PROMPT, fields=fields("a"))
+        await judge.score(PROMPT, fields=prompt_fields("a"))
+        await asyncio.gather(*(judge.score(PROMPT, fields=prompt_fields(answer)) for answer in ("b", "b", "c")))
+        await judge.score(PROMPT, fields=prompt_fields("a"))
 
-    with serving(behave) as server:
-        judge = held(settings(server), use)
+    with serve_judge(behave) as server:
+        judge = run_judge(make_judge_settings(server), use)
     assert judge.get_counts() == {"called": 3, "cached": 2, "failed": 1}
 
 
@@ -123,8 +132,8 @@ def test_the_question_that_a_judge_reads_has_no_place() -> None:
     async def use(judge: Judge) -> None:
         assert (await scored(judge, "crimson", question="<image>What color?")).reward == 1.0
 
-    with serving(right) as server:
-        held(settings(server), use)
+    with serve_judge(answer_correct) as server:
+        run_judge(make_judge_settings(server), use)
         (body,) = server.bodies
     assert 'question: "What color?"' in body["messages"][1]["content"] and "image>" not in body["messages"][1]["content"]
 
@@ -142,7 +151,7 @@ class Counter:
 
 
 def judged(reward: float, *, by_judge: bool) -> Rollout:
-    rollout = episode(0, reward)
+    rollout = make_rollout(0, reward)
     rollout.verdicts = [JudgeResult(judge="qwen", prompt="p 1", value=1.0)] if by_judge else []
     return rollout
 
@@ -153,12 +162,12 @@ def run_of(
     """Metrics, the last line, and the history of a run of two ranks whose judges count the same each step."""
     judge, shown = Counter(), io.StringIO()
     run = Run(Settings(run=RunSettings(dir=str(folder))), World(0, 1, 0, torch.device("cpu")), num_steps=len(steps), history=history)
-    run.judge = JudgeStats(judge, gather=lambda counts: [counts, counts])
+    run.judge_stats = JudgeStats(judge, gather=lambda counts: [counts, counts])
     run.progress = ProgressDisplay(len(steps), title="rl", stream=shown)
     for step, counts in enumerate(steps):
         rollouts = [judged(float(number), by_judge=number < decided) for number in range(4)]
         judge.now = {name: judge.now[name] + counts.get(name, 0) for name in judge.now}
-        run.history.add(step, rollouts, rounds=1)
+        run.history.add(step, rollouts, num_new_batches=1)
         run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, num_gen_batches=1))
         run.record(step, metrics)
     run.history.has_learned = 1

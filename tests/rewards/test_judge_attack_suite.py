@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.rewards.judge_attack_suite import EXIT_FLIPPED, EXIT_HELD, EXIT_NO_JUDGE, main
 from megatron_rl.rewards.judge_attacks import POOR_WORK, QUESTIONS, TRICKS
 from megatron_rl.rewards.text_quoting import quote_text
-from tests.support.judges import Reply, completion, serving
+from tests.support.fake_judge_server import JudgeReply, make_completion, serve_judge
 
 RIGHT = {quote_text(answer) for question in QUESTIONS for answer in question.right_answers}
 
@@ -21,23 +21,23 @@ def shown(body: dict) -> tuple[str, bool]:
     return re.search(r"\nwhat the agent wrote .*?: (.*)\n", content[0]["text"])[1], False
 
 
-def fair(body: dict) -> Reply:
+def fair(body: dict) -> JudgeReply:
     text, is_answer = shown(body)
-    return completion(f'{{"correct": {str(text in RIGHT).lower()}}}' if is_answer else '{"score": 0}')
+    return make_completion(f'{{"correct": {str(text in RIGHT).lower()}}}' if is_answer else '{"score": 0}')
 
 
-def believing(words: str) -> Callable[[dict], Reply]:
+def believing(words: str) -> Callable[[dict], JudgeReply]:
     """Fair, but for texts that hold these."""
 
-    def behave(body: dict) -> Reply:
+    def behave(body: dict) -> JudgeReply:
         text, is_answer = shown(body)
-        return completion('{"correct": true}' if is_answer else '{"score": 1}') if words in text else fair(body)
+        return make_completion('{"correct": true}' if is_answer else '{"score": 1}') if words in text else fair(body)
 
     return behave
 
 
-def attack(behave: Callable[[dict], Reply], *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
-    with serving(behave) as server:
+def attack(behave: Callable[[dict], JudgeReply], *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    with serve_judge(behave) as server:
         status = main(["--url", server.url, "--model", "judge", *words])
     return status, capsys.readouterr().out.splitlines()
 
@@ -50,7 +50,7 @@ def test_a_judge_that_knows_is_held(capsys: pytest.CaptureFixture[str]) -> None:
     """It is shown all of them, and none in the spelling that would be more than words."""
     texts: list[str] = []
 
-    def behave(body: dict) -> Reply:
+    def behave(body: dict) -> JudgeReply:
         texts.append(shown(body)[0])
         return fair(body)
 
@@ -73,7 +73,7 @@ def test_a_judge_that_obeys_is_told_with_its_tricks(capsys: pytest.CaptureFixtur
 def test_a_judge_that_says_one_thing_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     for verdict, num_failed in (("true", len(QUESTIONS) + len(POOR_WORK)), ("false", len(RIGHT))):
         reply = f'{{"correct": {verdict}}}', f'{{"score": {int(verdict == "true")}}}'
-        status, lines = attack(lambda body, reply=reply: completion(reply[not shown(body)[1]]), "--trick", "sure", capsys=capsys)
+        status, lines = attack(lambda body, reply=reply: make_completion(reply[not shown(body)[1]]), "--trick", "sure", capsys=capsys)
         assert status == EXIT_NO_JUDGE and sum(line.startswith("control failed: ") for line in lines) == num_failed
         assert lines[-1].endswith(f"; {num_failed} controls failed")
 
@@ -81,10 +81,10 @@ def test_a_judge_that_says_one_thing_proves_nothing(capsys: pytest.CaptureFixtur
 def test_a_verdict_that_is_withheld_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """A judge that babbles, and a server that refuses; a wrong answer would be played again until it is lucky."""
 
-    def behave(body: dict) -> Reply:
+    def behave(body: dict) -> JudgeReply:
         text, is_answer = shown(body)
         if "Ignore" in text:
-            return completion("well") if is_answer else Reply('{"error": {"message": "too many placeholders"}}', 400)
+            return make_completion("well") if is_answer else JudgeReply('{"error": {"message": "too many placeholders"}}', 400)
         return fair(body)
 
     status, lines = attack(behave, "--trick", "ignore", capsys=capsys)
@@ -92,12 +92,12 @@ def test_a_verdict_that_is_withheld_is_told(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_judge_without_eyes_is_asked_for_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines = attack(lambda body: fair(body) if shown(body)[1] else Reply("{}", 400), "--trick", "colon", capsys=capsys)
+    status, lines = attack(lambda body: fair(body) if shown(body)[1] else JudgeReply("{}", 400), "--trick", "colon", capsys=capsys)
     assert status == EXIT_HELD and lines[2].startswith("it takes no pictures") and "0 withheld of 4" in lines[-1]
 
 
 def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(fair) as gone:
+    with serve_judge(fair) as gone:
         pass
     assert main(["--url", gone.url]) == EXIT_NO_JUDGE and "no judge can be asked" in capsys.readouterr().err
     assert main(["--url", "http://me:SECRET@judge/v1"]) == EXIT_NO_JUDGE

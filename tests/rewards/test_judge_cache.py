@@ -17,7 +17,7 @@ from megatron_rl.config import JudgeSettings
 from megatron_rl.rewards.judge import Judge, encode_data_url, make_judge
 from megatron_rl.rewards.judge_prompt import MalformedVerdict, load_judge_prompt
 from tests.conftest import ROOT
-from tests.support.judges import PROMPT, fields, held, right, serving, settings
+from tests.support.fake_judge_server import PROMPT, answer_correct, make_judge_settings, prompt_fields, run_judge, serve_judge
 
 
 def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
@@ -27,21 +27,21 @@ def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
     old = load_judge_prompt("answer_equivalence", examples="chart")
 
     async def ask(judge: Judge) -> None:
-        await judge.score(PROMPT, fields=fields())
-        await judge.score(old, fields=fields())
-        await judge.score(PROMPT, fields=fields("scarlet"))
-        await judge.score(PROMPT, fields=fields(), images=[red])
-        await judge.score(PROMPT, fields=fields(), images=[blue])
-        await judge.score(PROMPT, fields=fields(), images=[red, blue])
+        await judge.score(PROMPT, fields=prompt_fields())
+        await judge.score(old, fields=prompt_fields())
+        await judge.score(PROMPT, fields=prompt_fields("scarlet"))
+        await judge.score(PROMPT, fields=prompt_fields(), images=[red])
+        await judge.score(PROMPT, fields=prompt_fields(), images=[blue])
+        await judge.score(PROMPT, fields=prompt_fields(), images=[red, blue])
 
-    with serving(right) as server:
-        held(settings(server, cache=cache), ask)
+    with serve_judge(answer_correct) as server:
+        run_judge(make_judge_settings(server, cache=cache), ask)
         assert len(server.bodies) == 6
-        again = held(settings(server, cache=cache), ask)
+        again = run_judge(make_judge_settings(server, cache=cache), ask)
         assert len(server.bodies) == 6 and again.cache_hits == 6
-        held(settings(server, cache=cache, model="other"), ask)
+        run_judge(make_judge_settings(server, cache=cache, model="other"), ask)
         assert len(server.bodies) == 12
-    assert held(settings(cache=cache), ask).endpoints.requests == 0, "recorded verdicts need no server"
+    assert run_judge(make_judge_settings(cache=cache), ask).endpoints.requests == 0, "recorded verdicts need no server"
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_cache_that_is_none(tmp_path: Path) -> None:
     path.write_text("not a database, but long enough to be looked at as one " * 20)
     for wrong in (str(path), str(tmp_path / "missing" / "file")):
         with pytest.raises(ValueError, match=r"task.judge.cache=.*; name a file of verdicts"):
-            held(JudgeSettings(urls=["http://127.0.0.1:9/v1"], model="judge", cache=wrong), lambda _: asyncio.sleep(0))
+            run_judge(JudgeSettings(urls=["http://127.0.0.1:9/v1"], model="judge", cache=wrong), lambda _: asyncio.sleep(0))
     with pytest.raises(ValueError, match="task.judge.model=: recorded verdicts are kept by model"):
         make_judge(JudgeSettings(cache=str(path)))
 

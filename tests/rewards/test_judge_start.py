@@ -12,55 +12,66 @@ from megatron_rl.clients import health_check
 from megatron_rl.config import JudgeSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge, make_judge
-from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
+from tests.support.fake_judge_server import (
+    PROMPT,
+    JudgeReply,
+    answer_correct,
+    make_completion,
+    make_judge_settings,
+    prompt_fields,
+    run_judge,
+    serve_judge,
+)
 
-HTML = Reply("<html><body>Bad gateway, but politely</body></html>", headers={"Content-Type": "text/html"})
+HTML = JudgeReply("<html><body>Bad gateway, but politely</body></html>", headers={"Content-Type": "text/html"})
 
 
 def test_nobody_listens() -> None:
-    with serving(right) as gone:
+    with serve_judge(answer_correct) as gone:
         pass
     began = time.monotonic()
     with pytest.raises(
         InfraError, match=rf"^task.judge.urls=\['{gone.url}'\]: no judge can be asked \({gone.url}: ConnectError.*; start one"
     ):
-        held(settings(gone), lambda _: asyncio.sleep(0))
+        run_judge(make_judge_settings(gone), lambda _: asyncio.sleep(0))
     assert time.monotonic() - began < 5
 
 
 def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
     """A line says which does not, and the run goes on with the other."""
-    with serving(right) as gone:
+    with serve_judge(answer_correct) as gone:
         pass
-    with serving(right) as server:
-        assert held(settings(gone, server), lambda judge: judge.score(PROMPT, fields=fields())).endpoints.failures <= 1
+    with serve_judge(answer_correct) as server:
+        assert (
+            run_judge(make_judge_settings(gone, server), lambda judge: judge.score(PROMPT, fields=prompt_fields())).endpoints.failures <= 1
+        )
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: task.judge.urls=") and f"{gone.url}: ConnectError" in line and f"({server.url}" not in line
 
 
 def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health_check, "HEALTH_TIMEOUT_S", 0.3)
-    with serving(right) as server:
+    with serve_judge(answer_correct) as server:
         with pytest.raises(
             InfraError, match=r"serves served, judge, other, not task.judge.model=another: choose one of these\); start one"
         ):
-            held(settings(server, model="another"), lambda _: asyncio.sleep(0))
-        server.greeting = Reply("", hang_s=1.0)
+            run_judge(make_judge_settings(server, model="another"), lambda _: asyncio.sleep(0))
+        server.models_reply = JudgeReply("", delay_s=1.0)
         with pytest.raises(InfraError, match=rf"no judge can be asked \({server.url}: no answer within 0 s\)"):
-            held(settings(server), lambda _: asyncio.sleep(0))
-        for busy in (Reply("", 429), Reply("", 404), HTML):
-            server.greeting = busy
-            held(settings(server), lambda judge: judge.score(PROMPT, fields=fields()))
+            run_judge(make_judge_settings(server), lambda _: asyncio.sleep(0))
+        for busy in (JudgeReply("", 429), JudgeReply("", 404), HTML):
+            server.models_reply = busy
+            run_judge(make_judge_settings(server), lambda judge: judge.score(PROMPT, fields=prompt_fields()))
 
 
 @pytest.mark.parametrize(("status", "kind"), [(401, "AuthenticationError"), (403, "PermissionDeniedError")])
 def test_a_key_that_is_not_accepted_ends_the_start(status: int, kind: str) -> None:
     """Though another judge is well: it is no outage, and would end the run at its first verdict."""
-    with serving(right) as server, serving(right) as well:
-        server.greeting = Reply("", status)
+    with serve_judge(answer_correct) as server, serve_judge(answer_correct) as well:
+        server.models_reply = JudgeReply("", status)
         for urls in ((server,), (server, well)):
             with pytest.raises(InfraError, match=rf"^task.judge.urls=.*{server.url}: {kind}.*: set OPENAI_API_KEY"):
-                held(settings(*urls), lambda _: asyncio.sleep(0))
+                run_judge(make_judge_settings(*urls), lambda _: asyncio.sleep(0))
 
 
 def test_a_judge_that_is_chosen_must_be_somewhere(tmp_path: Path) -> None:
@@ -75,22 +86,29 @@ def test_a_server_with_every_fault_at_once() -> None:
     """What newcomer.md measured: 7 of 10 requests go wrong, in five ways, under a time-out shorter than its rests. Nothing is lost of 16
     verdicts but what had five bad draws in a row, and that for no longer than it takes to ask again."""
     dice, lock = random.Random(3), threading.Lock()
-    faults = [Reply("", 429, {"Retry-After": "1"}), Reply("", 500), HTML, Reply("", hang_s=1.0), completion("so so"), right({})]
+    faults = [
+        JudgeReply("", 429, {"Retry-After": "1"}),
+        JudgeReply("", 500),
+        HTML,
+        JudgeReply("", delay_s=1.0),
+        make_completion("so so"),
+        answer_correct({}),
+    ]
 
-    def behave(_: dict) -> Reply:
+    def behave(_: dict) -> JudgeReply:
         with lock:
             return dice.choices(faults, (20, 15, 10, 5, 20, 30))[0]
 
-    with serving(behave) as server:
+    with serve_judge(behave) as server:
 
         async def use(judge: Judge) -> None:
             lacking, rounds = range(16), 0
             while lacking:
-                given = await asyncio.gather(*(judge.score(PROMPT, fields=fields(f"{i}")) for i in lacking), return_exceptions=True)
+                given = await asyncio.gather(*(judge.score(PROMPT, fields=prompt_fields(f"{i}")) for i in lacking), return_exceptions=True)
                 assert all(verdict == 1.0 or isinstance(verdict, InfraError) for verdict in given)
                 assert not any("rests for" in str(verdict) for verdict in given), "the patience ran out before the tries did"
                 lacking = [place for place, verdict in zip(lacking, given, strict=True) if verdict != 1.0]
                 rounds += 1
             assert rounds <= 9
 
-        held(settings(server, max_attempts=5, timeout_s=0.5), use)
+        run_judge(make_judge_settings(server, max_attempts=5, timeout_s=0.5), use)

@@ -24,19 +24,30 @@ from megatron_rl.rewards.judge_prompt import MalformedVerdict
 from megatron_rl.rewards.rubrics import TapoStepReward, ToolUseJudgeReward
 from megatron_rl.rewards.verdict_cache import VerdictCache
 from megatron_rl.types import Image, ToolCall, Turn
-from tests.support.episodes import outcome_of
-from tests.support.judges import PROMPT, Reply, completion, fields, held, right, serving, settings
+from tests.support.fake_judge_server import (
+    PROMPT,
+    JudgeReply,
+    answer_correct,
+    make_completion,
+    make_judge_settings,
+    prompt_fields,
+    run_judge,
+    serve_judge,
+)
+from tests.support.rollout_factory import make_reward_input
 
 MIB = 1 << 20
 PAGE = b"<p>sorry</p>" + b" " * (MIB - 12)
 LONG = {
-    "with its length": Reply(PAGE, times=100),
-    "without a length": Reply(PAGE, headers={"Transfer-Encoding": "chunked"}, times=100),
-    "an error page": Reply(PAGE, 500, times=100),
-    "a refusal": Reply(PAGE, 400, times=100),
-    "a redirection": Reply(PAGE, 307, {"Location": "/v1/chat/completions", "Transfer-Encoding": "chunked"}, times=100),
-    "compressed": Reply(gzip.compress(bytes(100 * MIB)), headers={"Content-Encoding": "gzip"}),
-    "compressed, in pieces": Reply(gzip.compress(bytes(100 * MIB)), headers={"Content-Encoding": "GZIP", "Transfer-Encoding": "chunked"}),
+    "with its length": JudgeReply(PAGE, num_repeats=100),
+    "without a length": JudgeReply(PAGE, headers={"Transfer-Encoding": "chunked"}, num_repeats=100),
+    "an error page": JudgeReply(PAGE, 500, num_repeats=100),
+    "a refusal": JudgeReply(PAGE, 400, num_repeats=100),
+    "a redirection": JudgeReply(PAGE, 307, {"Location": "/v1/chat/completions", "Transfer-Encoding": "chunked"}, num_repeats=100),
+    "compressed": JudgeReply(gzip.compress(bytes(100 * MIB)), headers={"Content-Encoding": "gzip"}),
+    "compressed, in pieces": JudgeReply(
+        gzip.compress(bytes(100 * MIB)), headers={"Content-Encoding": "GZIP", "Transfer-Encoding": "chunked"}
+    ),
 }
 
 
@@ -54,48 +65,48 @@ def _peak() -> float:
 
 async def fault_of(asked: Judge) -> str:
     with pytest.raises(InfraError) as caught:
-        await asked.score(PROMPT, fields=fields())
+        await asked.score(PROMPT, fields=prompt_fields())
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_reply_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 MiB are refused in less than 8 of memory, a mebibyte for each of five tries; without the wall all of them are there."""
-    with serving(lambda _: LONG[name]) as server:
+    with serve_judge(lambda _: LONG[name]) as server:
 
         async def use(asked: Judge) -> None:
             assert re.search(
                 r"UnreadBody: the reply (is longer than|has 104857600 bytes, more than) 1048576|is compressed", await fault_of(asked)
             )
 
-        assert grown(lambda: held(settings(server, max_attempts=5, timeout_s=60), use)) < 8
+        assert grown(lambda: run_judge(make_judge_settings(server, max_attempts=5, timeout_s=60), use)) < 8
 
         async def read(asked: Judge) -> None:
             await fault_of(asked)
 
-        monkeypatch.setitem(openai_client.BOUNDED, "event_hooks", {})
-        assert grown(lambda: held(settings(server, max_attempts=1, timeout_s=60), read)) > 90
+        monkeypatch.setitem(openai_client.BOUNDED_CLIENT_OPTIONS, "event_hooks", {})
+        assert grown(lambda: run_judge(make_judge_settings(server, max_attempts=1, timeout_s=60), read)) > 90
 
 
 def test_a_reply_of_a_mebibyte_is_read() -> None:
     """A judge may think aloud: what counts is its answer."""
-    body = json.loads(right({}).body)
+    body = json.loads(answer_correct({}).body)
     body["choices"][0]["message"]["reasoning_content"] = "x" * (MIB - 600)
-    with serving(lambda _: Reply(json.dumps(body))) as server:
+    with serve_judge(lambda _: JudgeReply(json.dumps(body))) as server:
 
         async def use(asked: Judge) -> None:
-            assert await asked.score(PROMPT, fields=fields()) == 1.0
+            assert await asked.score(PROMPT, fields=prompt_fields()) == 1.0
 
-        held(settings(server), use)
+        run_judge(make_judge_settings(server), use)
 
 
 def test_a_long_list_of_models_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(right) as server:
-        server.greeting = Reply(PAGE, times=100)
+    with serve_judge(answer_correct) as server:
+        server.models_reply = JudgeReply(PAGE, num_repeats=100)
 
         def greet() -> None:
             with pytest.raises(InfraError, match=r"no judge can be asked .*UnreadBody: the reply has 104857600 bytes"):
-                held(settings(server), lambda _: asyncio.sleep(0))
+                run_judge(make_judge_settings(server), lambda _: asyncio.sleep(0))
 
         assert grown(greet) < 8
 
@@ -108,25 +119,25 @@ def test_a_key_that_a_server_repeats_is_told_to_nobody(status: int, monkeypatch:
     bodies = [json.dumps({"error": {"message": "." * dots + f"no such key: {key}"}}) for dots in range(150, 300, 9)]
     bodies.append(json.dumps({"choices": [{"message": {"content": key}}]}))
     saying = iter(bodies)
-    with serving(lambda _: Reply(next(saying), status)) as server:
+    with serve_judge(lambda _: JudgeReply(next(saying), status)) as server:
 
         async def use(asked: Judge) -> None:
             assert key[:6] not in await fault_of(asked)
 
         for _ in bodies:  # a judge of its own each: one rests twice as long after each failure
-            held(settings(server, max_attempts=1), use)
+            run_judge(make_judge_settings(server, max_attempts=1), use)
     assert next(saying, "") == "" and all(key in body for body in bodies), "the server did repeat it"
 
 
 def test_a_key_of_one_character_hides_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """People export OPENAI_API_KEY=1 for servers that ask for none."""
     monkeypatch.setenv("OPENAI_API_KEY", "1")
-    with serving(right) as server:
+    with serve_judge(answer_correct) as server:
 
         async def use(asked: Judge) -> None:
-            assert await asked.score(PROMPT, fields=fields()) == 1.0
+            assert await asked.score(PROMPT, fields=prompt_fields()) == 1.0
 
-        held(settings(server, max_attempts=1), use)
+        run_judge(make_judge_settings(server, max_attempts=1), use)
 
 
 def test_a_date_that_is_no_date() -> None:
@@ -134,18 +145,18 @@ def test_a_date_that_is_no_date() -> None:
     date = "1 Jan 99999999999999999999 00:00:00 GMT"
     with pytest.raises(OverflowError):
         parsedate_to_datetime(date)
-    with serving(lambda _: Reply("", 503, {"Retry-After": date})) as server:
+    with serve_judge(lambda _: JudgeReply("", 503, {"Retry-After": date})) as server:
 
         async def use(asked: Judge) -> None:
             assert "503" in await fault_of(asked)
 
-        held(settings(server), use)
+        run_judge(make_judge_settings(server), use)
 
 
 def test_a_line_moves_no_cursor() -> None:
     """Errors and names of models are shown on a terminal: no escape sequence, nothing written backwards, no line of a megabyte."""
     nasty = "\x1b[2J\x1b]0;owned\x07\u202edecrees\n" * 20_000
-    with serving(lambda _: Reply(json.dumps({"error": {"message": nasty}}), 500)) as server:
+    with serve_judge(lambda _: JudgeReply(json.dumps({"error": {"message": nasty}}), 500)) as server:
 
         async def use(asked: Judge) -> None:
             said = await fault_of(asked)
@@ -154,10 +165,10 @@ def test_a_line_moves_no_cursor() -> None:
                 await openai_client.make_client(server.url).chat.completions.create(model="judge", messages=[])
             assert "\x1b" in str(bare.value) or "\\x1b" in str(bare.value), "the server did say it"
 
-        held(settings(server), use)
+        run_judge(make_judge_settings(server), use)
         server.models = (nasty, "\x1b[2J")
         with pytest.raises(InfraError, match=r"serves \?\[2J") as caught:
-            held(settings(server), lambda _: asyncio.sleep(0))
+            run_judge(make_judge_settings(server), lambda _: asyncio.sleep(0))
         assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
     assert "\x1b" in " ".join(nasty.split()), "what a line of it would hold"
 
@@ -167,7 +178,7 @@ def test_a_file_of_verdicts_gives_none_that_its_judge_cannot_give(value: object,
     path = str(tmp_path / "verdicts")
     VerdictCache(path, read_only=False).close()
     with closing(sqlite3.connect(path)) as file, file:
-        row = (cache_key("judge", PROMPT, fields(), []), "judge", PROMPT.name, "{}", value)
+        row = (cache_key("judge", PROMPT, prompt_fields(), []), "judge", PROMPT.name, "{}", value)
         file.execute("INSERT INTO verdicts VALUES (?, ?, ?, ?, ?)", row)
     recorded = JudgeSettings(model="judge", cache=path)
 
@@ -175,14 +186,14 @@ def test_a_file_of_verdicts_gives_none_that_its_judge_cannot_give(value: object,
         with pytest.raises(
             PermanentInfraError, match=rf"^judge: {path} holds .* for answer_equivalence 2, which is no verdict of it; remove the file"
         ):
-            await asked.score(PROMPT, fields=fields())
+            await asked.score(PROMPT, fields=prompt_fields())
 
     async def believe(asked: Judge) -> None:
-        assert await asked.score(PROMPT, fields=fields()) == value
+        assert await asked.score(PROMPT, fields=prompt_fields()) == value
 
-    held(recorded, use)
+    run_judge(recorded, use)
     monkeypatch.setattr(judge, "check_cached_verdict", lambda *_, **__: None)
-    held(recorded, believe)
+    run_judge(recorded, believe)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +235,9 @@ def test_pictures_are_those_that_were_shown(process: bool, random_model: Path, m
         call = ToolCall(tool="python" if process else f"python{words}", source="crop()", error="", ran=True)
         turns = [Turn(0, (0, 1), words, tool_call=call, images=[picture]), Turn(0, (2, 3), f"<answer>{words}</answer>")]
         payload = {"question": f"What? {words}", "answer": words, "data_source": f"vstar{words}"}
-        outcome = outcome_of(*turns, payload=payload, images=[picture])
-        with serving(lambda _: completion('{"score": 0.25}')) as server:
-            held(settings(server), lambda judge: (ToolUseJudgeReward(judge) if process else TapoStepReward(judge))(outcome))
+        outcome = make_reward_input(*turns, payload=payload, images=[picture])
+        with serve_judge(lambda _: make_completion('{"score": 0.25}')) as server:
+            run_judge(make_judge_settings(server), lambda judge: (ToolUseJudgeReward(judge) if process else TapoStepReward(judge))(outcome))
         return server.bodies[0]
 
     expected = tokens(asked(""))

@@ -12,8 +12,8 @@ from megatron_rl.config import ListenerSettings
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.lewis.listener_client import ImageFile, ListenerClient
 from megatron_rl.tasks.lewis.listener_protocol import make_listener_score
-from tests.support.listeners import Room
-from tests.support.listening import SHOWN, listener_of, right, settings
+from tests.support.fake_listener import FakeEngineHolder
+from tests.support.listener_clients import ENCODED_PICTURES, expected_probabilities, listener_settings, serve_listener
 
 
 def held(chosen: ListenerSettings, use: Callable[[ListenerClient], Awaitable[object]]) -> ListenerClient:
@@ -32,19 +32,19 @@ def held(chosen: ListenerSettings, use: Callable[[ListenerClient], Awaitable[obj
 
 def test_the_order_of_candidates_changes_nothing_but_the_order() -> None:
     """Two orders at once are one request, another one later is none; and each is told of in its own order."""
-    room = Room(delay_s=0.05)
+    room = FakeEngineHolder(delay_s=0.05)
 
     async def use(client: ListenerClient) -> None:
         orders = [(0, 1, 2), (2, 0, 1), (1, 2, 0)]
-        first = await asyncio.gather(*(client.score_images([SHOWN[index] for index in order], "This?") for order in orders[:2]))
-        answers = [*first, await client.score_images([SHOWN[index] for index in orders[2]], "This?")]
+        first = await asyncio.gather(*(client.score_images([ENCODED_PICTURES[index] for index in order], "This?") for order in orders[:2]))
+        answers = [*first, await client.score_images([ENCODED_PICTURES[index] for index in orders[2]], "This?")]
         for order, answer in zip(orders, answers, strict=True):
-            assert answer.yes_probabilities == pytest.approx(right(order, "This?"))
-            assert order[answer.predicted_index] == max((0, 1, 2), key=lambda index: right((index,), "This?"))
+            assert answer.yes_probabilities == pytest.approx(expected_probabilities(order, "This?"))
+            assert order[answer.predicted_index] == max((0, 1, 2), key=lambda index: expected_probabilities((index,), "This?"))
 
-    with listener_of(room) as url:
-        client = held(settings(url), use)
-    assert client.endpoints.requests == 1 and client.cache_hits == 2 and len(room.asked) == 3
+    with serve_listener(room) as url:
+        client = held(listener_settings(url), use)
+    assert client.endpoints.requests == 1 and client.cache_hits == 2 and len(room.requests) == 3
 
 
 def test_descriptions_travel_in_chunks_and_pictures_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,15 +59,15 @@ def test_descriptions_travel_in_chunks_and_pictures_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(ListenerClient, "_post", watched)
 
     async def use(client: ListenerClient) -> None:
-        answers = await asyncio.gather(*(client.score_images(SHOWN[:3], f"Is it {number}?") for number in range(10)))
+        answers = await asyncio.gather(*(client.score_images(ENCODED_PICTURES[:3], f"Is it {number}?") for number in range(10)))
         for number, answer in enumerate(answers):
-            assert answer.yes_probabilities == pytest.approx(right((0, 1, 2), f"Is it {number}?"))
+            assert answer.yes_probabilities == pytest.approx(expected_probabilities((0, 1, 2), f"Is it {number}?"))
         assert sorted(bodies) == [2, 4, 4]
         sent = client._sent_hashes[url]
-        assert sent == {shown.sha256 for shown in SHOWN[:3]}
+        assert sent == {shown.sha256 for shown in ENCODED_PICTURES[:3]}
 
-    with listener_of(Room()) as url:
-        held(settings(url, chunk_size=4), use)
+    with serve_listener(FakeEngineHolder()) as url:
+        held(listener_settings(url, chunk_size=4), use)
 
 
 def seconds_of(chosen: ListenerSettings, fault: str) -> tuple[float, ListenerClient]:
@@ -77,7 +77,7 @@ def seconds_of(chosen: ListenerSettings, fault: str) -> tuple[float, ListenerCli
     async def use(client: ListenerClient) -> None:
         began = time.monotonic()
         with pytest.raises(InfraError, match=fault):
-            await client.score_images(SHOWN[:2], "This?")
+            await client.score_images(ENCODED_PICTURES[:2], "This?")
         took.append(time.monotonic() - began)
 
     client = held(chosen, use)
@@ -87,25 +87,28 @@ def seconds_of(chosen: ListenerSettings, fault: str) -> tuple[float, ListenerCli
 def test_a_timeout_tries_and_rests_are_those_that_are_set() -> None:
     """LISTENER_TIMEOUT, LISTENER_MAX_RETRIES and LISTENER_BACKOFF_FACTOR: a second is too long for a fifth of one; there are as many
     requests as tries; two rests of 0.4 s and twice that, each shortened by half at most, are 0.6 s at least."""
-    with listener_of(Room(delay_s=1.0)) as url:
-        assert seconds_of(settings(url, timeout_s=0.2, max_attempts=1), "TimeoutError")[0] < 1.0
-        held(settings(url, timeout_s=20.0, max_attempts=1), lambda client: client.score_images(SHOWN[:2], "This?"))
-    with listener_of(Room(answer=lambda p: [float("nan")] * 3)) as url:
+    with serve_listener(FakeEngineHolder(delay_s=1.0)) as url:
+        assert seconds_of(listener_settings(url, timeout_s=0.2, max_attempts=1), "TimeoutError")[0] < 1.0
+        held(listener_settings(url, timeout_s=20.0, max_attempts=1), lambda client: client.score_images(ENCODED_PICTURES[:2], "This?"))
+    with serve_listener(FakeEngineHolder(logprobs_fn=lambda p: [float("nan")] * 3)) as url:
         for tries in (1, 4):
-            assert seconds_of(settings(url, max_attempts=tries), f"nothing after {tries} of {tries} tries")[1].endpoints.requests == tries
-        assert seconds_of(settings(url, max_attempts=3, backoff_s=0.4, outage_timeout_s=60.0), "no number")[0] >= 0.6
+            assert (
+                seconds_of(listener_settings(url, max_attempts=tries), f"nothing after {tries} of {tries} tries")[1].endpoints.requests
+                == tries
+            )
+        assert seconds_of(listener_settings(url, max_attempts=3, backoff_s=0.4, outage_timeout_s=60.0), "no number")[0] >= 0.6
 
 
 def test_a_request_waits_for_others_as_long_as_is_set() -> None:
     """LISTENER_CHUNK_DELAY: a question that comes 0.1 s later travels with the first where a request waits for a second."""
 
     async def use(client: ListenerClient) -> None:
-        first = asyncio.create_task(client.score_images(SHOWN[:2], "a?"))
+        first = asyncio.create_task(client.score_images(ENCODED_PICTURES[:2], "a?"))
         await asyncio.sleep(0.1)
-        await asyncio.gather(first, client.score_images(SHOWN[:2], "b?"))
+        await asyncio.gather(first, client.score_images(ENCODED_PICTURES[:2], "b?"))
 
-    with listener_of(Room()) as url:
-        assert [held(settings(url, chunk_delay_s=delay), use).endpoints.requests for delay in (1.0, 0.0)] == [1, 2]
+    with serve_listener(FakeEngineHolder()) as url:
+        assert [held(listener_settings(url, chunk_delay_s=delay), use).endpoints.requests for delay in (1.0, 0.0)] == [1, 2]
 
 
 def test_a_listener_that_forgot_is_sent_the_pictures_again() -> None:
@@ -113,12 +116,12 @@ def test_a_listener_that_forgot_is_sent_the_pictures_again() -> None:
 
     async def use(client: ListenerClient) -> None:
         for number in range(3):
-            answer = await client.score_images(SHOWN[:2], f"Is it {number}?")
-            assert answer.yes_probabilities == pytest.approx(right((0, 1), f"Is it {number}?"))
-            await client.score_images(SHOWN[2:4], f"Is it {number}?")
+            answer = await client.score_images(ENCODED_PICTURES[:2], f"Is it {number}?")
+            assert answer.yes_probabilities == pytest.approx(expected_probabilities((0, 1), f"Is it {number}?"))
+            await client.score_images(ENCODED_PICTURES[2:4], f"Is it {number}?")
 
-    with listener_of(Room(), kept_bytes=len(SHOWN[0].content) * 5 // 2) as url:
-        held(settings(url, chunk_size=1), use)
+    with serve_listener(FakeEngineHolder(), cache_bytes=len(ENCODED_PICTURES[0].content) * 5 // 2) as url:
+        held(listener_settings(url, chunk_size=1), use)
 
 
 def test_who_sees_the_same_disk_sends_paths(tmp_path: Path) -> None:
@@ -126,52 +129,54 @@ def test_who_sees_the_same_disk_sends_paths(tmp_path: Path) -> None:
     shown = []
     for index in range(3):
         path = tmp_path / f"{index}.png"
-        path.write_bytes(SHOWN[index].content)
+        path.write_bytes(ENCODED_PICTURES[index].content)
         shown.append(ImageFile(path.read_bytes(), str(path)))
 
     async def use(client: ListenerClient) -> None:
-        assert (await client.score_images(shown, "This?")).yes_probabilities == pytest.approx(right((0, 1, 2), "This?"))
+        assert (await client.score_images(shown, "This?")).yes_probabilities == pytest.approx(expected_probabilities((0, 1, 2), "This?"))
 
-    with listener_of(Room(), tmp_path, body_bytes=1500) as url:
-        held(settings(url, send="paths"), use)
+    with serve_listener(FakeEngineHolder(), tmp_path, body_bytes=1500) as url:
+        held(listener_settings(url, send="paths"), use)
         with pytest.raises(PermanentInfraError, match="413"):
-            held(settings(url, send="files"), use)
+            held(listener_settings(url, send="files"), use)
 
 
 def test_one_bad_question_takes_no_other_with_it() -> None:
     """A picture that is none, in a chunk of four: its asker is told, the three others are answered."""
 
     async def use(client: ListenerClient) -> None:
-        bad = [SHOWN[0], ImageFile(b"no picture")]
+        bad = [ENCODED_PICTURES[0], ImageFile(b"no picture")]
         asked = [
-            client.score_images(SHOWN[:2], "a?"),
+            client.score_images(ENCODED_PICTURES[:2], "a?"),
             client.score_images(bad, "b?"),
-            client.score_images(SHOWN[2:4], "c?"),
-            client.score_images(SHOWN[4:6], "d?"),
+            client.score_images(ENCODED_PICTURES[2:4], "c?"),
+            client.score_images(ENCODED_PICTURES[4:6], "d?"),
         ]
         one, two, three, four = await asyncio.gather(*asked, return_exceptions=True)
         assert isinstance(two, PermanentInfraError) and "HTTP 422" in str(two) and "candidate 1" in str(two)
         for answer, indices, question in ((one, (0, 1), "a?"), (three, (2, 3), "c?"), (four, (4, 5), "d?")):
-            assert answer.yes_probabilities == pytest.approx(right(indices, question))
+            assert answer.yes_probabilities == pytest.approx(expected_probabilities(indices, question))
 
-    with listener_of(Room()) as url:
-        held(settings(url, chunk_size=4), use)
+    with serve_listener(FakeEngineHolder()) as url:
+        held(listener_settings(url, chunk_size=4), use)
 
 
 def test_a_failure_is_a_fault_and_is_not_kept(tmp_path: Path) -> None:
     """The engine gives no number: InfraError after all tries. A moment later it does, and the same question is answered."""
-    room = Room(answer=lambda p: [float("nan")] * 3)
+    room = FakeEngineHolder(logprobs_fn=lambda p: [float("nan")] * 3)
     cache = tmp_path / "heard.sqlite"
 
     async def use(client: ListenerClient) -> None:
         with pytest.raises(InfraError, match=r"^listener: nothing after 3 of 3 tries; the last: http.* HTTP 503: .*no number"):
-            await client.score_images(SHOWN[:2], "This?")
-        room.answer = Room.answer
-        client.endpoints.endpoints[0].rest_until = 0
-        assert (await client.score_images(SHOWN[:2], "This?")).yes_probabilities == pytest.approx(right((0, 1), "This?"))
+            await client.score_images(ENCODED_PICTURES[:2], "This?")
+        room.logprobs_fn = FakeEngineHolder.logprobs_fn
+        client.endpoints.endpoints[0].backoff_until = 0
+        assert (await client.score_images(ENCODED_PICTURES[:2], "This?")).yes_probabilities == pytest.approx(
+            expected_probabilities((0, 1), "This?")
+        )
 
-    with listener_of(room) as url:
-        held(settings(url, cache=str(cache), outage_timeout_s=5), use)
+    with serve_listener(room) as url:
+        held(listener_settings(url, cache=str(cache), outage_timeout_s=5), use)
 
 
 def test_what_was_heard_is_kept_between_runs_by_version(tmp_path: Path) -> None:
@@ -180,16 +185,19 @@ def test_what_was_heard_is_kept_between_runs_by_version(tmp_path: Path) -> None:
 
     async def use(client: ListenerClient) -> None:
         for indices in ((0, 1), (2, 3), (0, 1)):
-            answer = await client.score_images([SHOWN[index] for index in indices], "This?")
-            assert answer == make_listener_score(answer.yes_logprobs) and answer.yes_probabilities == pytest.approx(right(indices, "This?"))
+            answer = await client.score_images([ENCODED_PICTURES[index] for index in indices], "This?")
+            assert answer == make_listener_score(answer.yes_logprobs) and answer.yes_probabilities == pytest.approx(
+                expected_probabilities(indices, "This?")
+            )
 
-    with listener_of(Room()) as url:
+    with serve_listener(FakeEngineHolder()) as url:
         clients = [
-            held(settings(url, **more), use) for more in ({"cache": cache}, {"cache": cache, "cache_entries": 1}, {"cache_entries": 2})
+            held(listener_settings(url, **more), use)
+            for more in ({"cache": cache}, {"cache": cache, "cache_entries": 1}, {"cache_entries": 2})
         ]
         assert [client.endpoints.requests for client in clients] == [2, 0, 3]
-    with listener_of(Room(version="two")) as url:
-        assert held(settings(url, cache=cache), use).endpoints.requests == 2
+    with serve_listener(FakeEngineHolder(version="two")) as url:
+        assert held(listener_settings(url, cache=cache), use).endpoints.requests == 2
 
 
 def test_listeners_must_be_the_same_one() -> None:
@@ -197,35 +205,39 @@ def test_listeners_must_be_the_same_one() -> None:
 
     async def nothing(client: ListenerClient) -> None: ...
 
-    with listener_of(Room()) as one, listener_of(Room(version="two")) as two, pytest.raises(InfraError, match="different listeners"):
-        held(settings(one, two), nothing)
-    room = Room()
+    with (
+        serve_listener(FakeEngineHolder()) as one,
+        serve_listener(FakeEngineHolder(version="two")) as two,
+        pytest.raises(InfraError, match="different listeners"),
+    ):
+        held(listener_settings(one, two), nothing)
+    room = FakeEngineHolder()
 
     async def use(client: ListenerClient) -> None:
         room.version = "two"
         with pytest.raises(InfraError, match="is another listener now: version two, not one"):
-            await client.score_images(SHOWN[:2], "This?")
+            await client.score_images(ENCODED_PICTURES[:2], "This?")
 
-    with listener_of(room) as url:
-        held(settings(url), use)
+    with serve_listener(room) as url:
+        held(listener_settings(url), use)
 
 
 def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
     async def nothing(client: ListenerClient) -> None: ...
 
     with pytest.raises(InfraError, match=r"^task.listener.urls=\['http://127.0.0.1:9'\]: no listener can be asked .*start one, or correct"):
-        held(settings("http://127.0.0.1:9"), nothing)
+        held(listener_settings("http://127.0.0.1:9"), nothing)
     word = tmp_path / "word"
     word.write_text("a-word-of-many-letters\n")
-    with listener_of(Room(), token="a-word-of-many-letters") as url:
+    with serve_listener(FakeEngineHolder(), token="a-word-of-many-letters") as url:
         with pytest.raises(InfraError, match="asks for its token: task.listener.token_file=FILE"):
-            held(settings(url), nothing)
-        held(settings(url, token_file=str(word)), nothing)
+            held(listener_settings(url), nothing)
+        held(listener_settings(url, token_file=str(word)), nothing)
     with (
-        listener_of(Room(is_healthy=False)) as url,
+        serve_listener(FakeEngineHolder(is_healthy=False)) as url,
         pytest.raises(InfraError, match="EndpointError: HTTP 503: .*the engine has failed; start"),
     ):
-        held(settings(url), nothing)
+        held(listener_settings(url), nothing)
 
 
 @pytest.mark.parametrize("uses", [False, True])
@@ -237,8 +249,8 @@ def test_a_listener_on_this_machine_needs_no_proxy(uses: bool, monkeypatch: pyte
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with listener_of(Room()) as url:
-        assert held(settings(url, proxy=uses), nothing).endpoints.failures == 0
+    with serve_listener(FakeEngineHolder()) as url:
+        assert held(listener_settings(url, proxy=uses), nothing).endpoints.failures == 0
 
 
 def test_a_file_of_nonsense_is_named(tmp_path: Path) -> None:
@@ -247,11 +259,11 @@ def test_a_file_of_nonsense_is_named(tmp_path: Path) -> None:
     cache = tmp_path / "heard.sqlite"
 
     async def ask(client: ListenerClient) -> None:
-        await client.score_images(SHOWN[:2], "This?")
+        await client.score_images(ENCODED_PICTURES[:2], "This?")
 
-    with listener_of(Room()) as url:
-        held(settings(url, cache=str(cache)), ask)
+    with serve_listener(FakeEngineHolder()) as url:
+        held(listener_settings(url, cache=str(cache)), ask)
         with sqlite3.connect(cache) as file:
             file.execute("UPDATE verdicts SET verdict = 0.5")
         with pytest.raises(PermanentInfraError, match="no logarithm of a probability; remove the file"):
-            held(settings(url, cache=str(cache)), ask)
+            held(listener_settings(url, cache=str(cache)), ask)

@@ -13,10 +13,10 @@ import pytest
 from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from tests.chaos.proxy import Proxy
-from tests.support.listening import SHOWN, right, settings
+from tests.support.listener_clients import ENCODED_PICTURES, expected_probabilities, listener_settings
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tests" / "support" / "listeners.py"
+SCRIPT = ROOT / "tests" / "support" / "fake_listener.py"
 
 
 def started(port: int) -> subprocess.Popen[str]:
@@ -35,13 +35,15 @@ def test_nothing_is_lost_when_lines_are_cut_and_a_listener_starts_anew(tmp_path:
     answers: dict[tuple[int, int], tuple[tuple[int, ...], str, list[float]]] = {}
 
     async def one(number: int, urls: list[str]) -> None:
-        client = ListenerClient(settings(*urls, max_attempts=40, backoff_s=0.05, outage_timeout_s=60.0, timeout_s=30.0, chunk_size=2))
+        client = ListenerClient(
+            listener_settings(*urls, max_attempts=40, backoff_s=0.05, outage_timeout_s=60.0, timeout_s=30.0, chunk_size=2)
+        )
         await begun(client)
         try:
             for turn in range(3):
                 indices = (number % 12, (number + 1 + turn) % 12, (number + 5 + turn) % 12)
                 question = f"Is it {number % 50} {turn}?"
-                answer = await client.score_images([SHOWN[index] for index in indices], question)
+                answer = await client.score_images([ENCODED_PICTURES[index] for index in indices], question)
                 answers[number, turn] = indices, question, answer.yes_probabilities
         finally:
             await client.close()
@@ -79,4 +81,4 @@ def test_nothing_is_lost_when_lines_are_cut_and_a_listener_starts_anew(tmp_path:
             process.wait()
     assert len(answers) == 600 and sum(wire.num_cut for wire in wires) > 60
     for indices, question, told in answers.values():
-        assert told == pytest.approx(right(indices, question))
+        assert told == pytest.approx(expected_probabilities(indices, question))

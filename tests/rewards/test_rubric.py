@@ -18,12 +18,12 @@ from megatron_rl.rewards.rubric import (
     environment_rewards,
 )
 from megatron_rl.types import Turn
-from tests.support.episodes import outcome_of
+from tests.support.rollout_factory import make_reward_input
 
 
 def outcome(*rewards: float) -> RewardInput:
     turns = [Turn(sequence=0, token_span=(index, index + 1), text=f"reply {index}", reward=reward) for index, reward in enumerate(rewards)]
-    return outcome_of(*turns)
+    return make_reward_input(*turns)
 
 
 def gives(value: float) -> RewardFn:

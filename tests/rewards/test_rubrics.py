@@ -17,7 +17,7 @@ from megatron_rl.rewards.rubrics import build_rubric
 from megatron_rl.rewards.tool_use import codev_format_reward, count_executed_code, deepeyes_format_reward, step_violations
 from megatron_rl.rewards.verdict_cache import VerdictCache
 from megatron_rl.types import Image, StopReason, ToolCall, Turn
-from tests.support.episodes import outcome_of
+from tests.support.rollout_factory import make_reward_input
 
 BOXED = "<answer>\n\\boxed{%s}\n</answer>"
 
@@ -36,7 +36,7 @@ def python(source: str = "crop()", *, error: str = "", ran: bool = True) -> Tool
 
 def played(*turns: Turn, truth: str = "red", source: str = "vstar", end: StopReason = StopReason.DONE) -> RewardInput:
     payload = {"question": "What color is the cup?", "answer": truth, "data_source": source}
-    return outcome_of(*turns, payload=payload, end=end, images=[shown("white")])
+    return make_reward_input(*turns, payload=payload, stop_reason=end, images=[shown("white")])
 
 
 class Scripted(Judge):

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config import SpeakerSettings
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.lewis.speaker_client import SpeakerClient
-from tests.support.model_servers import as_base64
+from tests.support.model_server_process import encode_base64
 
 
 class Speaking(ThreadingHTTPServer):
@@ -87,7 +87,7 @@ def test_it_is_asked_once_at_a_time_and_nothing_is_kept(tmp_path: Path) -> None:
         assert together == ["a", "a", "a"] and later == "b"
         asked = [each["category"] for each in server.asked]
         assert sorted(asked[:2]) == ["cap", "mug"] and asked[2:] == ["mug"]
-        assert server.asked[0]["image"] == {"base64": as_base64(b"x")} and {*server.tokens} == {"Bearer a-word-of-many-letters"}
+        assert server.asked[0]["image"] == {"base64": encode_base64(b"x")} and {*server.tokens} == {"Bearer a-word-of-many-letters"}
 
 
 def test_one_that_fails_is_asked_again_and_one_that_refuses_is_not() -> None:

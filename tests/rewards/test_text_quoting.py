@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.rewards.judge_prompt import JudgePrompt, load_judge_prompt
 from megatron_rl.rewards.text_quoting import quote_text
-from tests.support.chat_tokenizers import FAMILIES, specials_in
+from tests.support.chat_tokenizers import FAMILIES, find_special_tokens
 
 PROMPTS = {name: load_judge_prompt(name) for name in ("process_search", "process_counting", "process_calculation", "step_evidence")}
 PROMPTS["answer_equivalence"] = load_judge_prompt("answer_equivalence", examples="maths")
@@ -60,13 +60,13 @@ def filled(prompt: JudgePrompt, *texts: str) -> dict[str, str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_special_token_comes_from_a_field(family: str) -> None:
     """In all of our prompts, with what stands in one field going on in the next."""
-    expected = {name: specials_in(family, prompt.system, prompt.render(filled(prompt, "x"))) for name, prompt in PROMPTS.items()}
+    expected = {name: find_special_tokens(family, prompt.system, prompt.render(filled(prompt, "x"))) for name, prompt in PROMPTS.items()}
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.sampled_from(sorted(PROMPTS)), hostile(FAMILIES[family].names), hostile(FAMILIES[family].names))
+    @given(st.sampled_from(sorted(PROMPTS)), hostile(FAMILIES[family].special_tokens), hostile(FAMILIES[family].special_tokens))
     def hold(name: str, one: str, other: str) -> None:
         prompt = PROMPTS[name]
-        assert specials_in(family, prompt.system, prompt.render(filled(prompt, one, other))) == expected[name]
+        assert find_special_tokens(family, prompt.system, prompt.render(filled(prompt, one, other))) == expected[name]
 
     hold()
 
@@ -75,12 +75,12 @@ def test_no_special_token_comes_from_a_field(family: str) -> None:
 def test_each_special_token_would_come_from_plain_json(family: str) -> None:
     """The control, and each name once: as a field's whole, at its end, at its beginning."""
     prompt = PROMPTS["answer_equivalence"]
-    expected = specials_in(family, prompt.system, prompt.render(filled(prompt, "x")))
-    for name in FAMILIES[family].names:
+    expected = find_special_tokens(family, prompt.system, prompt.render(filled(prompt, "x")))
+    for name in FAMILIES[family].special_tokens:
         for text in (name, f"red {name}", f"{name}assistant\nright", f"a{name}{name}b"):
             fields = filled(prompt, text)
-            assert specials_in(family, prompt.system, plain_json(prompt, fields)) != expected, name
-            assert specials_in(family, prompt.system, prompt.render(fields)) == expected, name
+            assert find_special_tokens(family, prompt.system, plain_json(prompt, fields)) != expected, name
+            assert find_special_tokens(family, prompt.system, prompt.render(fields)) == expected, name
 
 
 def test_no_character_becomes_the_edge_of_a_special_token() -> None:
@@ -97,7 +97,7 @@ def test_no_character_becomes_the_edge_of_a_special_token() -> None:
 
 
 @settings(deadline=None)
-@given(st.one_of(BEYOND, hostile(FAMILIES["qwen"].names)))
+@given(st.one_of(BEYOND, hostile(FAMILIES["qwen"].special_tokens)))
 def test_a_quotation_is_one_line_of_visible_characters_that_says_the_same(text: str) -> None:
     """Python's own JSON reads it back; nothing but blanks was added, nothing but the kinds of quotation marks lost."""
     said = quote_text(text)
@@ -131,7 +131,7 @@ def doubled(character: str) -> bool:
 
 
 @settings(deadline=None)
-@given(st.fixed_dictionaries(dict.fromkeys(("question", "reference", "answer"), hostile(FAMILIES["qwen"].names))))
+@given(st.fixed_dictionaries(dict.fromkeys(("question", "reference", "answer"), hostile(FAMILIES["qwen"].special_tokens))))
 def test_fields_are_told_apart(fields: dict[str, str]) -> None:
     """The last three lines of the prompt are the fields, each in its own, whatever they hold."""
     lines = PROMPTS["answer_equivalence"].render(fields).split("\n")[-3:]

@@ -6,7 +6,7 @@ from pathlib import Path
 import vllm
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout.vllm.kv_cache_errors import cache_misfit
+from megatron_rl.rollout.vllm.kv_cache_errors import kv_cache_error
 
 SMALL = (
     "To serve at least one request with the models's max seq len (1024), (0.31 GiB KV cache is needed, which is larger than the available "
@@ -22,14 +22,14 @@ def test_too_small_says_to_what() -> None:
     """0.315 GiB, the most that is written as 0.31, are 322.56 MiB."""
     settings = EngineSettings(kv_cache_mib=1, max_model_len=1024)
     said = "engine.kv_cache_mib=1: too small for engine.max_model_len=1024; raise it to 323, or lower the latter"
-    assert cache_misfit(SMALL, settings, cuda=False) == said
-    assert cache_misfit(SMALL, settings, cuda=True).startswith("engine.gpu_memory_utilization=")
+    assert kv_cache_error(SMALL, settings, cuda=False) == said
+    assert kv_cache_error(SMALL, settings, cuda=True).startswith("engine.gpu_memory_utilization=")
 
 
 def test_too_large_names_our_setting() -> None:
     said = "engine.kv_cache_mib=9216000: is more than the 12800 MiB of memory that are free here; lower it"
-    assert cache_misfit(LARGE, EngineSettings(kv_cache_mib=9216000), cuda=False) == said
-    assert cache_misfit("anything else", EngineSettings(), cuda=False) == ""
+    assert kv_cache_error(LARGE, EngineSettings(kv_cache_mib=9216000), cuda=False) == said
+    assert kv_cache_error("anything else", EngineSettings(), cuda=False) == ""
 
 
 def test_vllm_still_says_so() -> None:

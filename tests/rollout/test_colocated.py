@@ -18,13 +18,13 @@ from megatron_rl.rollout import colocated
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.conversation import SequenceLimits, SharedPrompt, TokenConversation
 from megatron_rl.rollout.engine import SamplingSettings
-from megatron_rl.rollout.renderer import SMALL_PIXELS, Renderer, small_pixels
-from megatron_rl.rollout.transcript_segments import pictures_of
+from megatron_rl.rollout.renderer import MAX_INLINE_PIXELS, Renderer, max_inline_pixels
+from megatron_rl.rollout.transcript_segments import extract_images
 from megatron_rl.types import Image, Message, TokenSequence, Turn
 
 STEP_S, RENDER_S = 0.005, 0.3
-LIMITS = SequenceLimits(max_context=9000, max_images=9)
-LARGE = (SMALL_PIXELS // 256, 256)
+LIMITS = SequenceLimits(max_sequence_tokens=9000, max_images=9)
+LARGE = (MAX_INLINE_PIXELS // 256, 256)
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def test_steps_go_on_while_pictures_are_rendered(
     conversation = TokenConversation(engine[0], renderer, LIMITS)
 
     async def episode() -> None:
-        assert await conversation.open(asked(1)) is None
+        assert await conversation.start(asked(1)) is None
         for anew in (False, True):
             await conversation.generate(of_length(2))
-            assert await conversation.observe(asked(2 + anew), anew=anew) is None
+            assert await conversation.observe(asked(2 + anew), is_new_prompt=anew) is None
 
     engine[0].run(beside(engine[0], episode))
     assert len(seen) == 3 and all(after - before >= 6 for before, after in seen), seen
@@ -97,8 +97,8 @@ def test_small_pictures_are_rendered_at_once(
 
     async def episode() -> None:
         for size in ((width - 1, height), (width // 2, height)):
-            await TokenConversation(engine[0], renderer, LIMITS).open(asked(1, size))
-        await TokenConversation(engine[0], renderer, LIMITS).open([*asked(1, (width // 2, height)), *asked(2, (width // 2, height))])
+            await TokenConversation(engine[0], renderer, LIMITS).start(asked(1, size))
+        await TokenConversation(engine[0], renderer, LIMITS).start([*asked(1, (width // 2, height)), *asked(2, (width // 2, height))])
 
     engine[0].run(beside(engine[0], episode))
     assert [after > before for before, after in seen] == [False, False, True, True], seen
@@ -111,7 +111,7 @@ def test_small_pictures_are_rendered_at_once(
 def test_who_renders(kind: str, size: tuple[int, int] | None, is_aside: bool, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop itself, which the episodes of engines elsewhere share by the thousand, renders no picture of theirs."""
     settings = EngineSettings(mode=kind, urls=["http://a:1"] if kind == "server" else [])
-    renderer, threads = Renderer(ModelSettings(path=str(random_model)), small_pixels=small_pixels(settings)), []
+    renderer, threads = Renderer(ModelSettings(path=str(random_model)), max_inline_pixels=max_inline_pixels(settings)), []
     prompt = renderer.prompt
 
     def noted(messages: Sequence[Message]) -> TokenSequence:
@@ -123,9 +123,9 @@ def test_who_renders(kind: str, size: tuple[int, int] | None, is_aside: bool, ra
 
     async def shown() -> None:
         conversation = TokenConversation(None, renderer, LIMITS)
-        await conversation.open(messages)
+        await conversation.start(messages)
         conversation.turns.append(Turn(0, (0, 0), ""))
-        await conversation.observe(messages, anew=True)
+        await conversation.observe(messages, is_new_prompt=True)
 
     asyncio.run(shown())
     assert [each is not threading.current_thread() for each in threads] == [is_aside] * 2
@@ -143,7 +143,7 @@ def test_the_prompt_of_a_group_is_rendered_once(
     shown = [asked(color, size) for color in colors]
 
     async def all_open() -> None:
-        await asyncio.gather(*(member.open(messages) for member, messages in zip(members, shown, strict=True)))
+        await asyncio.gather(*(member.start(messages) for member, messages in zip(members, shown, strict=True)))
 
     asyncio.run(all_open())
     assert len(rendered) == num_rendered
@@ -159,12 +159,12 @@ def test_nothing_of_a_prompt_is_kept_once_a_group_has_begun(renderer: Renderer, 
     opening = SharedPrompt(renderer, len(colors))
     members = [TokenConversation(None, renderer, LIMITS, opening) for _ in colors]
     shown = [asked(color) for color in colors]
-    given = [weakref.ref(picture) for messages in shown for picture in pictures_of(messages)]
+    given = [weakref.ref(picture) for messages in shown for picture in extract_images(messages)]
 
     async def all_open() -> list[int]:
         alive = []
         for member in members:
-            await member.open(shown.pop(0))
+            await member.start(shown.pop(0))
             gc.collect()
             alive.append(sum(each() is not None for each in given))
         return alive
@@ -176,9 +176,9 @@ def test_nothing_of_a_prompt_is_kept_once_a_group_has_begun(renderer: Renderer, 
     renderer._images.clear()
     gc.collect()
     assert patches() is None
-    renderer._finals.clear()
+    renderer._final_key_by_source.clear()
     again = TokenConversation(None, renderer, LIMITS, opening)
-    asyncio.run(again.open(asked(7)))
+    asyncio.run(again.start(asked(7)))
     assert again.sequences == [renderer.prompt(asked(7))]
 
 
@@ -194,7 +194,7 @@ def test_a_prompt_that_cannot_be_rendered_is_everyones_own_trouble(renderer: Ren
     monkeypatch.setattr(renderer, "prompt", broken)
 
     async def members() -> list[object]:
-        tasks = [asyncio.create_task(opening.prompt(asked(1))) for _ in range(3)]
+        tasks = [asyncio.create_task(opening.get_prompt(asked(1))) for _ in range(3)]
         await asyncio.sleep(0.01)
         tasks[0].cancel()
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
@@ -211,7 +211,7 @@ def test_one_run_has_one_pump(engine: tuple[ColocatedEngine, FixedCore], num_ite
     async def wake() -> None:
         for _ in range(num_iterations):
             await asyncio.sleep(0)
-        colocated_engine._woken.set()
+        colocated_engine._wake_event.set()
 
     async def main() -> None:
         await asyncio.sleep(0.02)  # the pump waits

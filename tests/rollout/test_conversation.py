@@ -33,7 +33,7 @@ class Talkative:
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         self.asked.append(sampling)
         ids = [65 + len(self.asked)] * sampling.max_tokens
-        return Completion(ids, [-0.5] * len(ids), finish_reason=False, versions=[4] * len(ids))
+        return Completion(ids, [-0.5] * len(ids), is_stopped=False, weight_versions=[4] * len(ids))
 
 
 def user(text: str) -> list[Message]:
@@ -44,8 +44,8 @@ def say(conversation: TokenConversation, max_tokens: int) -> str:
     return asyncio.run(conversation.generate(SamplingSettings(max_tokens, 1.0, seed=1)))
 
 
-def hear(conversation: TokenConversation, text: str, *, anew: bool) -> StopReason | None:
-    return asyncio.run(conversation.observe(user(text), anew=anew))
+def hear(conversation: TokenConversation, text: str, *, is_new_prompt: bool) -> StopReason | None:
+    return asyncio.run(conversation.observe(user(text), is_new_prompt=is_new_prompt))
 
 
 def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
@@ -53,12 +53,12 @@ def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
     prompt = len(renderer.prompt(user("?")).token_ids)
     for room in (1, 5, 12, 40):
         engine = Talkative()
-        conversation = TokenConversation(engine, renderer, SequenceLimits(max_context=prompt + room, max_images=0))
-        assert asyncio.run(conversation.open(user("?"))) is None
+        conversation = TokenConversation(engine, renderer, SequenceLimits(max_sequence_tokens=prompt + room, max_images=0))
+        assert asyncio.run(conversation.start(user("?"))) is None
         end = None
         while end is None:
             say(conversation, 12)
-            end = hear(conversation, "Go on.", anew=False)
+            end = hear(conversation, "Go on.", is_new_prompt=False)
         (context,) = conversation.sequences
         assert end is StopReason.MAX_TOKENS and len(context.token_ids) <= prompt + room
         if room <= 12:
@@ -68,7 +68,7 @@ def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
 @pytest.mark.parametrize("num_held", [0, 3])
 def test_a_context_has_room_for_one_token_of_the_policy(num_held: int) -> None:
     """Of a limit of 5 an observation may fill 4."""
-    held, limits = TokenSequence(), SequenceLimits(max_context=5, max_images=0)
+    held, limits = TokenSequence(), SequenceLimits(max_sequence_tokens=5, max_images=0)
     held.extend([1] * num_held)
     for num, end in ((4, None), (5, StopReason.MAX_TOKENS), (6, StopReason.MAX_TOKENS)):
         more = TokenSequence()
@@ -76,16 +76,16 @@ def test_a_context_has_room_for_one_token_of_the_policy(num_held: int) -> None:
         assert limits.exceeds(held, more) is end
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_a_turn_has_the_pictures_that_answered_it(renderer: Renderer, anew: bool) -> None:
+@pytest.mark.parametrize("is_new_prompt", [False, True])
+def test_a_turn_has_the_pictures_that_answered_it(renderer: Renderer, is_new_prompt: bool) -> None:
     """Those of the message behind it, whether that goes on or begins anew; the last turn was not answered."""
-    conversation = TokenConversation(Talkative(), renderer, SequenceLimits(max_context=400, max_images=3))
-    asyncio.run(conversation.open(user("?")))
+    conversation = TokenConversation(Talkative(), renderer, SequenceLimits(max_sequence_tokens=400, max_images=3))
+    asyncio.run(conversation.start(user("?")))
     pictures = [pil.new("RGB", (56, 56), color) for color in ("red", "green")]
     for picture in pictures:
         say(conversation, 2)
         parts = [{"type": "image", "image": picture}, {"type": "text", "text": "And now?"}]
-        assert asyncio.run(conversation.observe([{"role": "user", "content": parts}], anew=anew)) is None
+        assert asyncio.run(conversation.observe([{"role": "user", "content": parts}], is_new_prompt=is_new_prompt)) is None
     say(conversation, 2)
     assert [[image.key for image in turn.images] for turn in conversation.turns] == [[renderer.image(each).key] for each in pictures] + [[]]
 
@@ -94,12 +94,12 @@ def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:
     """Together the two contexts would be too long."""
     first, second = user("Where is it? " * 10), user("And now?")
     begins = [len(renderer.prompt(messages).token_ids) for messages in (first, second)]
-    limits = SequenceLimits(max_context=sum(begins), max_images=0)
+    limits = SequenceLimits(max_sequence_tokens=sum(begins), max_images=0)
     conversation = TokenConversation(Talkative(), renderer, limits)
-    asyncio.run(conversation.open(first))
-    said = [say(conversation, 2), asyncio.run(conversation.observe(second, anew=True))]
-    said += [say(conversation, 3), hear(conversation, "And?", anew=False)]
-    assert said == [renderer.text([66] * 2), None, renderer.text([67] * 3), None]
+    asyncio.run(conversation.start(first))
+    said = [say(conversation, 2), asyncio.run(conversation.observe(second, is_new_prompt=True))]
+    said += [say(conversation, 3), hear(conversation, "And?", is_new_prompt=False)]
+    assert said == [renderer.decode_response([66] * 2), None, renderer.decode_response([67] * 3), None]
     before, after = conversation.sequences
     assert [(turn.sequence, turn.token_span) for turn in conversation.turns] == [
         (0, (begins[0], begins[0] + 2)),
@@ -109,17 +109,17 @@ def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:
     assert sum(after.loss_mask) == 3 and len(after.token_ids) > begins[1] + 3, "an observation follows in the same context"
 
 
-@pytest.mark.parametrize("anew", [False, True])
-def test_what_does_not_fit_is_not_written(renderer: Renderer, anew: bool) -> None:
-    conversation = TokenConversation(Talkative(), renderer, SequenceLimits(max_context=80, max_images=0))
-    asyncio.run(conversation.open(user("?")))
+@pytest.mark.parametrize("is_new_prompt", [False, True])
+def test_what_does_not_fit_is_not_written(renderer: Renderer, is_new_prompt: bool) -> None:
+    conversation = TokenConversation(Talkative(), renderer, SequenceLimits(max_sequence_tokens=80, max_images=0))
+    asyncio.run(conversation.start(user("?")))
     say(conversation, 3)
     (context,) = conversation.sequences
     before = len(context.token_ids)
-    assert hear(conversation, "word " * 80, anew=anew) is StopReason.MAX_TOKENS
+    assert hear(conversation, "word " * 80, is_new_prompt=is_new_prompt) is StopReason.MAX_TOKENS
     assert conversation.sequences == [context] and len(context.token_ids) == before and conversation.turns[0].images == []
-    misfit = TokenConversation(Talkative(), renderer, SequenceLimits(max_context=80, max_images=0))
-    assert asyncio.run(misfit.open(user("word " * 80))) is StopReason.MAX_TOKENS and len(misfit.sequences[0].token_ids) > 80
+    misfit = TokenConversation(Talkative(), renderer, SequenceLimits(max_sequence_tokens=80, max_images=0))
+    assert asyncio.run(misfit.start(user("word " * 80))) is StopReason.MAX_TOKENS and len(misfit.sequences[0].token_ids) > 80
 
 
 @dataclass
@@ -131,14 +131,14 @@ class Words:
     heard: list[Message] = field(default_factory=list)
     weight_version: int = 0
 
-    async def open(self, messages: Sequence[Message]) -> StopReason | None:
+    async def start(self, messages: Sequence[Message]) -> StopReason | None:
         self.heard += messages
 
     async def generate(self, sampling: SamplingSettings) -> str:
         self.turns.append(Turn(sequence=0, token_span=(0, 0), text=f"reply {len(self.turns)}"))
         return self.turns[-1].text
 
-    async def observe(self, messages: Sequence[Message], *, anew: bool) -> StopReason | None:
+    async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
         self.heard += messages
         return StopReason.MAX_TOKENS if len(self.turns) == 3 else None
 
@@ -165,9 +165,9 @@ class ListensTask:
 
 
 def test_an_episode_needs_no_tokens() -> None:
-    settings = EpisodeSettings(temperature=1.0, max_turns=9, max_new_tokens=5, max_context=1, max_images=0, seed=0)
+    settings = EpisodeSettings(temperature=1.0, max_turns=9, max_new_tokens=5, max_sequence_tokens=1, max_images=0, seed=0)
     words = Words()
-    rollout = asyncio.run(run_episode(ListensTask(), Example("e", {}), conversation=words, settings=settings, group=0, sample=0))
+    rollout = asyncio.run(run_episode(ListensTask(), Example("e", {}), conversation=words, settings=settings, group=0, sample_index=0))
     assert (rollout.status, rollout.stop_reason, rollout.sequences) == (Status.TRUNCATED, StopReason.MAX_TOKENS, [])
     assert [turn.text for turn in rollout.turns] == ["reply 0", "reply 1", "reply 2"] and rollout.reward is not None
     assert [message["content"] for message in words.heard] == ["Begin.", *(f"You said reply {number}." for number in range(3))]

@@ -21,7 +21,7 @@ from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, Image, Message, Rollout, Status, StopReason, ToolCall
 
 EXAMPLE = Example("e", {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG"}}, source="mine")
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=9, max_new_tokens=5, max_context=400, max_images=8, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=9, max_new_tokens=5, max_sequence_tokens=400, max_images=8, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ class Scripted:
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
         self.asked.append(sampling)
         ids = [*self.renderer.tokenizer("ok", add_special_tokens=False)["input_ids"], self.renderer.end_id]
-        return Completion(ids, [-0.5] * len(ids), finish_reason=True, versions=[3] * len(ids))
+        return Completion(ids, [-0.5] * len(ids), is_stopped=True, weight_versions=[3] * len(ids))
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Looks(Env):
             raise InfraError("the sandbox is down")
         done = len(self.replies) == self.turns
         call = ToolCall(tool="look", source=text, error=self.error)
-        return Step(messages=[] if done else [self._show()], reward=1.0, done=done, reason="enough" if done else "", call=call)
+        return Step(messages=[] if done else [self._show()], reward=1.0, done=done, reason="enough" if done else "", tool_call=call)
 
     async def close(self) -> None:
         self.closed += 1
@@ -104,7 +104,7 @@ def episode(
     task: LooksTask, engine: Scripted, *, settings: EpisodeSettings = SETTINGS, group: int = 1, sample: int = 2
 ) -> Coroutine[object, object, Rollout]:
     conversation = TokenConversation(engine, engine.renderer, settings)
-    return run_episode(task, EXAMPLE, conversation=conversation, settings=settings, group=group, sample=sample)
+    return run_episode(task, EXAMPLE, conversation=conversation, settings=settings, group=group, sample_index=sample)
 
 
 def play(renderer: Renderer, world: Looks, settings: EpisodeSettings = SETTINGS) -> Rollout:
@@ -136,7 +136,7 @@ def test_a_trace_names_its_tools(renderer: Renderer) -> None:
     """A row of its own; the second turn's step is the last thing that the environment does."""
     trace, engine = StepTrace(1), Scripted(renderer)
     conversation = TokenConversation(engine, renderer, SETTINGS)
-    told = {"settings": SETTINGS, "group": 4, "sample": 2, "timed": trace.episode_tracer(4, 2)}
+    told = {"settings": SETTINGS, "group": 4, "sample_index": 2, "timer": trace.episode_tracer(4, 2)}
     asyncio.run(run_episode(LooksTask(Looks(turns=2)), Example("e", {}), conversation=conversation, **told))
     events = trace.pop_events()
     assert {row for row, *_ in events} == {"episode 4#2"}
@@ -166,7 +166,7 @@ def test_a_budget_that_runs_out_truncates(renderer: Renderer, change: dict, end:
 def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(renderer: Renderer) -> None:
     lengths = set()
     for room in range(20, 90):
-        rollout = play(renderer, Looks(), replace(SETTINGS, max_context=room))
+        rollout = play(renderer, Looks(), replace(SETTINGS, max_sequence_tokens=room))
         if rollout.status is Status.FAILED:
             assert "raise engine.max_model_len" in rollout.reason and not lengths, "too short for the question, and only then"
             continue
@@ -180,7 +180,7 @@ def test_the_context_is_never_longer_than_allowed_and_holds_no_half_observation(
 def test_an_error_ends_the_episode_where_it_should(renderer: Renderer) -> None:
     mended = play(renderer, Looks(turns=3, error="no such box"))
     assert (mended.stop_reason, len(mended.turns)) == (StopReason.DONE, 3)
-    ended = play(renderer, Looks(turns=3, error="no such box"), replace(SETTINGS, errors_end=True))
+    ended = play(renderer, Looks(turns=3, error="no such box"), replace(SETTINGS, stop_on_tool_error=True))
     assert (ended.status, ended.stop_reason, ended.reason, len(ended.turns)) == (Status.COMPLETED, StopReason.TOOL_ERROR, "no such box", 1)
     assert ended.reward is not None
 
@@ -216,7 +216,7 @@ def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, render
             raise TimeoutError("a server of its own")
 
     async def together() -> list[Rollout]:
-        short = replace(SETTINGS, environment_s=0.3)
+        short = replace(SETTINGS, env_timeout_s=0.3)
         return await asyncio.gather(*(episode(LooksTask(each), Scripted(renderer), settings=short) for each in (hanging, Looks(turns=3))))
 
     hanging = Hanging()
@@ -224,10 +224,10 @@ def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, render
     assert (failed.status, failed.stop_reason, failed.reward, hanging.closed) == (Status.FAILED, StopReason.PERMANENT_INFRA_ERROR, None, 1)
     assert failed.reason == "task=looks: its environment took more than 0.3 s (task.env_timeout_s)" and 0.3 <= failed.wall_s < 5
     assert (other.status, other.reward) == (Status.COMPLETED, 1.75)
-    stays = play(renderer, Staying(turns=3), replace(SETTINGS, environment_s=0.3))
+    stays = play(renderer, Staying(turns=3), replace(SETTINGS, env_timeout_s=0.3))
     assert (stays.status, stays.reward) == (Status.COMPLETED, 1.75) and stays.wall_s >= 0.3, "it costs its episode time alone"
     with pytest.raises(TimeoutError, match="a server of its own"):
-        play(renderer, Late(), replace(SETTINGS, environment_s=9.0))
+        play(renderer, Late(), replace(SETTINGS, env_timeout_s=9.0))
 
 
 def test_a_judge_that_is_down_is_no_score(renderer: Renderer) -> None:
@@ -280,7 +280,11 @@ def test_an_episode_knows_what_it_waited_for(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize(
     ("change", "raised"),
-    [({"max_context": 20}, "engine.max_model_len"), ({"max_pixels": 3000}, "task.max_pixels"), ({"max_images": 0}, "engine.max_images")],
+    [
+        ({"max_sequence_tokens": 20}, "engine.max_model_len"),
+        ({"max_pixels": 3000}, "task.max_pixels"),
+        ({"max_images": 0}, "engine.max_images"),
+    ],
 )
 def test_a_question_that_does_not_fit_is_no_failure_of_the_policy(renderer: Renderer, change: dict, raised: str) -> None:
     rollout = play(renderer, Looks(), replace(SETTINGS, **change))

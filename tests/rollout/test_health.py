@@ -60,7 +60,7 @@ class Fake:
 
 
 class Kept:
-    """A household that starts nobody. What it was told."""
+    """A supervisor that starts nobody. What it was told."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, bool]] = []
@@ -69,11 +69,11 @@ class Kept:
     def report_alive(self, url: str) -> None:
         """Of no interest here."""
 
-    def is_healthy(self, url: str) -> None:
+    def report_healthy(self, url: str) -> None:
         self.well.add(url)
 
-    def restart(self, url: str, *, hangs: bool) -> None:
-        self.said.append((url, hangs))
+    def restart(self, url: str, *, is_unresponsive: bool) -> None:
+        self.said.append((url, is_unresponsive))
 
 
 class Giver:
@@ -85,11 +85,11 @@ class Giver:
         self.fakes, self.admitted, self.sent = {fake.url: fake for fake in fakes}, [], []
         self.refuses = False
 
-    def send(self, tensors: object, label: str, *, to: list[str]) -> tuple[list[str], dict[str, str]]:
-        self.sent.append(list(to))
-        for url in to:
+    def send(self, tensors: object, label: str, *, urls: list[str]) -> tuple[list[str], dict[str, str]]:
+        self.sent.append(list(urls))
+        for url in urls:
             self.fakes[url].label = label
-        return list(to), {}
+        return list(urls), {}
 
     def add_server(self, url: str) -> None:
         self.admitted.append(url)
@@ -112,14 +112,15 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[Fake]:
 
 class Room:
     def __init__(self, fakes: list[Fake], *, own: bool, gives: bool = True) -> None:
-        self.household, self.giver, self.told = Kept() if own else None, Giver(fakes), []
+        self.supervisor, self.giver, self.told = Kept() if own else None, Giver(fakes), []
         self.servers = [VllmServer(fake.url) for fake in fakes]
         settings = EngineSettings(
             mode="server", urls=[fake.url for fake in fakes], health_timeout_s=PROBE_S, request_timeout_s=60.0, outage_timeout_s=60.0
         )
         self.engine = ServerEngine(
-            self.servers, settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=lambda mine: [mine or ([], {})],
-            sender=self.giver if gives else None, household=self.household, tell=self.told.append,
+            self.servers, settings, name="run", image_token_id=99, stop_ids=[], decode_tokens=str, all_gather=lambda mine: [mine or ([],
+            {})],
+            sender=self.giver if gives else None, supervisor=self.supervisor, log=self.told.append,
         )  # fmt: skip
         self.engine.load_weights(iter(()), version=0)
 
@@ -138,7 +139,7 @@ class Room:
 @pytest.fixture(params=[True, False], ids=["own servers", "others'"])
 def room(request: pytest.FixtureRequest, fakes: list[Fake]) -> Iterator[Room]:
     room = Room(fakes, own=request.param)
-    assert all(server.is_in for server in room.servers)
+    assert all(server.is_healthy for server in room.servers)
     yield room
     room.engine.close()
 
@@ -146,29 +147,29 @@ def room(request: pytest.FixtureRequest, fakes: list[Fake]) -> Iterator[Room]:
 def test_one_that_answers_and_samples_stays(room: Room, fakes: list[Fake]) -> None:
     """Who has just sampled is not asked for a token; who has been idle is."""
     room.until(lambda: all(fake.asked.count(GENERATE) >= 3 for fake in fakes))
-    assert all(server.is_in for server in room.servers) and room.told == [] and room.giver.admitted == []
+    assert all(server.is_healthy for server in room.servers) and room.told == [] and room.giver.admitted == []
     for server, fake in zip(room.servers, fakes, strict=True):
-        before, server.heard = len(fake.asked), time.monotonic() + 1000
+        before, server.last_sampled_at = len(fake.asked), time.monotonic() + 1000
         room.until(lambda fake=fake, before=before: fake.asked[before:].count("/weight_info") >= 5)
         assert GENERATE not in fake.asked[before + 3 :]
-    if room.household:
-        assert room.household.well == {fake.url for fake in fakes} and room.household.said == []
+    if room.supervisor:
+        assert room.supervisor.well == {fake.url for fake in fakes} and room.supervisor.said == []
 
 
 def test_one_that_hangs_is_out_and_told(room: Room, fakes: list[Fake]) -> None:
     """At the first look without an answer it is out, at the third it is one that hangs. It comes back by itself with the weights it had."""
     fakes[1].answers = False
-    room.until(lambda: not room.servers[1].is_in)
+    room.until(lambda: not room.servers[1].is_healthy)
     assert (
-        room.servers[0].is_in
-        and room.servers[1].answers is False
-        and room.servers[1].fall.result() == "/weight_info: no whole answer within 0.2 s"
+        room.servers[0].is_healthy
+        and room.servers[1].is_responding is False
+        and room.servers[1].failure.result() == "/weight_info: no whole answer within 0.2 s"
     )
-    if room.household:
-        room.until(lambda: (fakes[1].url, True) in room.household.said)
-        assert room.household.said[:3] == [(fakes[1].url, False)] * 2 + [(fakes[1].url, True)]
+    if room.supervisor:
+        room.until(lambda: (fakes[1].url, True) in room.supervisor.said)
+        assert room.supervisor.said[:3] == [(fakes[1].url, False)] * 2 + [(fakes[1].url, True)]
     fakes[1].answers = True
-    room.until(lambda: room.servers[1].is_in)
+    room.until(lambda: room.servers[1].is_healthy)
     assert room.giver.admitted == [] and len(room.told) == 1
 
 
@@ -177,26 +178,26 @@ def test_one_that_has_died_is_revived_at_once(room: Room, fakes: list[Fake], tro
     """It may have ended, or be a server without its engine, which may go on for ever: vLLM's waits for its connections to close."""
     began = time.monotonic()
     fakes[0].is_there, fakes[0].is_broken = trouble != "refuses", trouble != "refuses"
-    room.until(lambda: not room.servers[0].is_in)
-    assert room.servers[0].fall.result() == {
+    room.until(lambda: not room.servers[0].is_healthy)
+    assert room.servers[0].failure.result() == {
         "refuses": "/weight_info: ConnectError: refused", "says 500": "/weight_info: 500, the engine is gone",
     }[trouble]  # fmt: skip
-    if room.household:
-        room.until(lambda: (fakes[0].url, True) in room.household.said)
-        assert room.household.said[:3] == [(fakes[0].url, False)] * 3 and time.monotonic() - began >= PROBE_S
+    if room.supervisor:
+        room.until(lambda: (fakes[0].url, True) in room.supervisor.said)
+        assert room.supervisor.said[:3] == [(fakes[0].url, False)] * 3 and time.monotonic() - began >= PROBE_S
 
 
 def test_one_that_samples_nothing_is_out(room: Room, fakes: list[Fake]) -> None:
     """Though it says all is well: as a server does that was paused and not resumed. Others' are given all weights again, own ones end."""
     fakes[0].samples = False
-    room.until(lambda: not room.servers[0].is_in)
+    room.until(lambda: not room.servers[0].is_healthy)
     assert f"engine {fakes[0].url}: says that it is well, and samples nothing within engine.health_timeout_s={PROBE_S}" in room.told
-    if room.household:
-        room.until(lambda: (fakes[0].url, True) in room.household.said)
+    if room.supervisor:
+        room.until(lambda: (fakes[0].url, True) in room.supervisor.said)
         room.rest(2 * PROBE_S)
-        assert not room.servers[0].is_in, "its weights' label alone does not let it in"
+        assert not room.servers[0].is_healthy, "its weights' label alone does not let it in"
     else:
-        room.until(lambda: room.servers[0].is_in)
+        room.until(lambda: room.servers[0].is_healthy)
         assert {*room.giver.admitted} == {fakes[0].url}
 
 
@@ -204,7 +205,7 @@ def test_one_that_is_busy_stays(room: Room, fakes: list[Fake]) -> None:
     """A token of our own waits behind others' requests, while what it has computed grows."""
     fakes[0].samples, fakes[0].moves = False, True
     room.until(lambda: fakes[0].asked.count(GENERATE) >= 3)
-    assert room.servers[0].is_in and room.told == []
+    assert room.servers[0].is_healthy and room.told == []
 
 
 def test_one_that_gives_up_for_another_rank_is_as_before(room: Room, fakes: list[Fake]) -> None:
@@ -212,35 +213,35 @@ def test_one_that_gives_up_for_another_rank_is_as_before(room: Room, fakes: list
     for fake in fakes:
         fake.gives_up = True
     fakes[1].answers = False
-    room.until(lambda: not room.servers[1].is_in)
+    room.until(lambda: not room.servers[1].is_healthy)
     before, fakes[1].answers = fakes[1].asked.count(GENERATE), True
     room.until(lambda: fakes[0].asked.count(GENERATE) >= 3 and fakes[1].asked.count(GENERATE) >= before + 2)
-    assert room.servers[0].is_in and not room.servers[1].is_in and room.giver.admitted == []
-    assert room.household is None or not any(hangs for _, hangs in room.household.said)
+    assert room.servers[0].is_healthy and not room.servers[1].is_healthy and room.giver.admitted == []
+    assert room.supervisor is None or not any(hangs for _, hangs in room.supervisor.said)
     fakes[1].gives_up = False
-    room.until(lambda: room.servers[1].is_in)
+    room.until(lambda: room.servers[1].is_healthy)
 
 
 def test_one_with_other_weights_is_given_those_that_are_served(room: Room, fakes: list[Fake]) -> None:
     fakes[1].label = "default"
     room.until(lambda: room.giver.admitted == [fakes[1].url])
-    room.until(lambda: room.servers[1].is_in)
+    room.until(lambda: room.servers[1].is_healthy)
     assert room.told == [f"engine {fakes[1].url}: has weights default, not run.0"]
 
 
 def test_one_that_does_not_answer_is_given_no_update(room: Room, fakes: list[Fake]) -> None:
     """Nobody waits for it; the update after it has answered is its, too. Where none answers all are tried."""
     fakes[1].answers = False
-    room.until(lambda: not room.servers[1].answers)
+    room.until(lambda: not room.servers[1].is_responding)
     room.engine.load_weights(iter(()), version=1)
-    assert room.giver.sent[-1] == [fakes[0].url] and [server.is_in for server in room.servers] == [True, False]
+    assert room.giver.sent[-1] == [fakes[0].url] and [server.is_healthy for server in room.servers] == [True, False]
     room.giver.refuses = fakes[1].answers = True
     room.until(lambda: fakes[1].url in room.giver.admitted)
     room.engine.load_weights(iter(()), version=2)
-    assert room.giver.sent[-1] == [fake.url for fake in fakes] and all(server.is_in for server in room.servers)
+    assert room.giver.sent[-1] == [fake.url for fake in fakes] and all(server.is_healthy for server in room.servers)
     for fake in fakes:
         fake.answers = False
-    room.until(lambda: not any(server.answers for server in room.servers))
+    room.until(lambda: not any(server.is_responding for server in room.servers))
     room.engine.load_weights(iter(()), version=3)
     assert room.giver.sent[-1] == [fake.url for fake in fakes]
 
@@ -249,12 +250,12 @@ def test_a_rank_that_gives_no_weights_looks_as_well(fakes: list[Fake]) -> None:
     """It mends nothing."""
     room = Room(fakes, own=False, gives=False)
     try:
-        room.until(lambda: all(server.is_in for server in room.servers))
+        room.until(lambda: all(server.is_healthy for server in room.servers))
         fakes[0].samples = False
-        room.until(lambda: not room.servers[0].is_in)
+        room.until(lambda: not room.servers[0].is_healthy)
         room.rest(PROBE_S)
         fakes[0].samples = True
-        room.until(lambda: room.servers[0].is_in)
+        room.until(lambda: room.servers[0].is_healthy)
         assert room.giver.admitted == []
     finally:
         room.engine.close()
@@ -272,4 +273,4 @@ def test_turns_of_one_that_falls_go_on_elsewhere(room: Room, fakes: list[Fake]) 
         return await asyncio.gather(*turns)
 
     completions = room.engine.run(main())
-    assert [each.token_ids for each in completions] == [[5, 5, 5]] * 4 and not room.servers[0].is_in
+    assert [each.token_ids for each in completions] == [[5, 5, 5]] * 4 and not room.servers[0].is_healthy

@@ -15,7 +15,7 @@ from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout, StopReason
-from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, fleet_of, said
+from tests.support.scripted_rollout_manager import EPISODE, EXAMPLES, DelayedEngine, make_rollout_manager, strip_timings
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +39,26 @@ def renderer(random_model: Path) -> Renderer:
 def test_every_engine_begins_with_what_it_holds(num_groups: int, size: int, num_engines: int, max_episodes: int, held: int) -> None:
     groups = [40 + number for number in range(num_groups)]
     hands = [
-        EngineRank(index=index, num_engines=num_engines, max_episodes=max_episodes).assign(groups, dict.fromkeys(groups, size), number=1)
+        EngineRank(index=index, num_engines=num_engines, max_episodes=max_episodes).assign(
+            groups, dict.fromkeys(groups, size), assignment_id=1
+        )
         for index in range(num_engines)
     ]
     for index, hand in enumerate(hands):
-        assert hand.own == groups[: held * num_engines][index::num_engines], "by their numbers"
+        assert hand.own_groups == groups[: held * num_engines][index::num_engines], "by their numbers"
         assert (hand.remaining, hand.capacity) == (groups[held * num_engines :], held * size)
 
 
 def test_some_of_a_round_are_dealt_as_all_of_it() -> None:
     """Groups that are played again go where they were, as far as they were dealt by number."""
     seats = [EngineRank(index=index, num_engines=2, max_episodes=8) for index in range(2)]
-    hands = [seat.assign(range(10, 18), {12: 1, 13: 2, 16: 1}, number=1) for seat in seats]
-    assert [(hand.own, hand.remaining, hand.size, hand.capacity) for hand in hands] == [([12, 16], [], 2, 8), ([13], [], 2, 8)]
-    hands = [seat.assign(range(10, 18), {12: 1, 13: 4, 16: 1}, number=1) for seat in seats]
-    assert [(hand.own, hand.remaining, hand.size, hand.capacity) for hand in hands] == [([12], [16], 4, 8), ([13], [16], 4, 8)]
+    hands = [seat.assign(range(10, 18), {12: 1, 13: 2, 16: 1}, assignment_id=1) for seat in seats]
+    assert [(hand.own_groups, hand.remaining, hand.group_size, hand.capacity) for hand in hands] == [([12, 16], [], 2, 8), ([13], [], 2, 8)]
+    hands = [seat.assign(range(10, 18), {12: 1, 13: 4, 16: 1}, assignment_id=1) for seat in seats]
+    assert [(hand.own_groups, hand.remaining, hand.group_size, hand.capacity) for hand in hands] == [([12], [16], 4, 8), ([13], [16], 4, 8)]
 
 
-def played_by(renderer: Renderer, engines: Sequence[Paced], *, num_groups: int, rounds: int = 1) -> list[list[list[Rollout]]]:
+def played_by(renderer: Renderer, engines: Sequence[DelayedEngine], *, num_groups: int, rounds: int = 1) -> list[list[list[Rollout]]]:
     """By round, what each engine has played: 2 episodes of each of the groups, 4 at once."""
     store, meeting, parts = dist.HashStore(), threading.Barrier(len(engines)), {}
     rounds_of: list[list[list[Rollout]]] = [[] for _ in range(rounds)]
@@ -74,9 +76,9 @@ def played_by(renderer: Renderer, engines: Sequence[Paced], *, num_groups: int, 
             return [rollout for part in everyones for rollout in part]
 
         seat = EngineRank(index=index, num_engines=len(engines), max_episodes=4, counter=store)
-        fleet = fleet_of(renderer, engines[index], seat=seat, gather=gather)
+        fleet = make_rollout_manager(renderer, engines[index], engine_rank=seat, gather_rollouts=gather)
         for _ in range(rounds):
-            fleet.run_examples(EXAMPLES[:num_groups], samples=2, settings=EPISODE)
+            fleet.run_examples(EXAMPLES[:num_groups], num_samples=2, settings=EPISODE)
 
     with ThreadPoolExecutor(len(engines)) as threads:
         list(threads.map(play, range(len(engines))))
@@ -86,16 +88,16 @@ def played_by(renderer: Renderer, engines: Sequence[Paced], *, num_groups: int, 
 
 def test_the_faster_engine_plays_more_and_what_is_played_is_the_same(renderer: Renderer) -> None:
     """Of 10 groups each begins with 3; 4 are left. In the next round it is the other way round."""
-    engines = [Paced(reply_s=0.5), Paced(reply_s=0.005)]
-    alone = said(fleet_of(renderer).run_examples(EXAMPLES, samples=2, settings=EPISODE))
+    engines = [DelayedEngine(reply_s=0.5), DelayedEngine(reply_s=0.005)]
+    alone = strip_timings(make_rollout_manager(renderer).run_examples(EXAMPLES, num_samples=2, settings=EPISODE))
     ((slow, fast),) = played_by(renderer, engines, num_groups=10)
-    assert said(sorted(slow + fast, key=lambda rollout: (rollout.group, rollout.sample_index))) == alone
+    assert strip_timings(sorted(slow + fast, key=lambda rollout: (rollout.group, rollout.sample_index))) == alone
     assert {rollout.group for rollout in slow} == {0, 2, 4} and {rollout.group for rollout in fast} == {1, 3, 5, 6, 7, 8, 9}
-    assert engines[0].most == 6 and engines[1].most <= 6, "3 groups at once"
+    assert engines[0].max_in_flight == 6 and engines[1].max_in_flight <= 6, "3 groups at once"
 
 
 def test_every_round_has_a_count_of_its_own(renderer: Renderer) -> None:
-    rounds = played_by(renderer, [Paced(reply_s=0.01), Paced(reply_s=0.01)], num_groups=10, rounds=3)
+    rounds = played_by(renderer, [DelayedEngine(reply_s=0.01), DelayedEngine(reply_s=0.01)], num_groups=10, rounds=3)
     assert [sorted((r.group, r.sample_index) for part in parts for r in part) for parts in rounds] == [
         [(group, sample) for group in range(10) for sample in range(2)]
     ] * 3
@@ -103,12 +105,12 @@ def test_every_round_has_a_count_of_its_own(renderer: Renderer) -> None:
 
 def test_an_engine_that_has_failed_takes_no_more_than_its_share(renderer: Renderer) -> None:
     """It would be done with all that is left at once. Where all have failed every group is played all the same."""
-    broken, whole = played_by(renderer, [Paced(breaks=0), Paced(reply_s=0.02)], num_groups=10)[0]
+    broken, whole = played_by(renderer, [DelayedEngine(fails_from=0), DelayedEngine(reply_s=0.02)], num_groups=10)[0]
     assert {rollout.stop_reason for rollout in broken} == {StopReason.PERMANENT_INFRA_ERROR} and len(
         {rollout.group for rollout in broken}
     ) == 5
     assert all(rollout.is_scored for rollout in whole) and len({rollout.group for rollout in whole}) == 5
-    parts = played_by(renderer, [Paced(breaks=0), Paced(breaks=3)], num_groups=9)[0]
+    parts = played_by(renderer, [DelayedEngine(fails_from=0), DelayedEngine(fails_from=3)], num_groups=9)[0]
     assert sorted((r.group, r.sample_index) for part in parts for r in part) == [
         (group, sample) for group in range(9) for sample in range(2)
     ]
@@ -118,12 +120,12 @@ def test_what_an_episode_raises_ends_the_others(renderer: Renderer) -> None:
     """A mistake in a program is no fault that is played again; what is under way is closed."""
 
     @dataclass
-    class Mistaken(Paced):
+    class Mistaken(DelayedEngine):
         ended: int = 0
 
         async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-            self.asked.append(sampling)
-            if len(self.asked) == 3:
+            self.requests.append(sampling)
+            if len(self.requests) == 3:
                 raise KeyError("a mistake")
             try:
                 await asyncio.sleep(60)
@@ -132,5 +134,5 @@ def test_what_an_episode_raises_ends_the_others(renderer: Renderer) -> None:
 
     engine = Mistaken()
     with pytest.raises(KeyError, match="a mistake"):
-        fleet_of(renderer, engine).run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)
-    assert engine.ended == len(engine.asked) - 1 == 5
+        make_rollout_manager(renderer, engine).run_examples(EXAMPLES[:2], num_samples=3, settings=EPISODE)
+    assert engine.ended == len(engine.requests) - 1 == 5

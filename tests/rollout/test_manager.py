@@ -17,7 +17,7 @@ from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import choose_prompts
 from megatron_rl.types import Example, Rollout, Status, StopReason
-from tests.support.scripted_fleet import EPISODE, EXAMPLES, Paced, Scripted, fleet_of, said
+from tests.support.scripted_rollout_manager import EPISODE, EXAMPLES, DelayedEngine, ScriptedEngine, make_rollout_manager, strip_timings
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def prompts(examples: list[Example], num: int, *, seed: int, rounds: Iterable[int]) -> list[str]:
     """The names of what these rounds deal, one after the other."""
-    return [example.id for number in rounds for example in choose_prompts(examples, num, seed=seed, round_number=number)]
+    return [example.id for number in rounds for example in choose_prompts(examples, num, seed=seed, batch_index=number)]
 
 
 def until(num_groups: int, seen: list[int] | None = None) -> Callable[[list[Rollout]], bool]:
@@ -75,35 +75,37 @@ def test_examples_with_probabilities_are_drawn_with_them() -> None:
 
 def test_rounds_are_played_until_there_is_enough(renderer: Renderer) -> None:
     """The sampler goes on where the last step stopped, be it in this life of the run or in an earlier one."""
-    fleet, seen = fleet_of(renderer), []
-    first = fleet.generate(0, enough=until(5, seen))
-    assert seen == [6, 12, 18] and fleet.admission.rounds == 3, "three rounds of two groups of three; each time all of them are shown"
-    second = fleet.generate(1, enough=until(1))
-    assert fleet.admission.rounds == 4
+    fleet, seen = make_rollout_manager(renderer), []
+    first = fleet.generate(0, is_enough=until(5, seen))
+    assert seen == [6, 12, 18] and fleet.scheduler.num_generation_batches == 3, (
+        "three rounds of two groups of three; each time all of them are shown"
+    )
+    second = fleet.generate(1, is_enough=until(1))
+    assert fleet.scheduler.num_generation_batches == 4
     dealt = prompts(EXAMPLES, 2, seed=5, rounds=range(4))
     assert [rollout.example_id for rollout in first + second] == [name for name in dealt for _ in range(3)]
     assert [(rollout.group, rollout.sample_index) for rollout in first] == [(group, sample) for group in range(6) for sample in range(3)]
     assert {rollout.oldest_version for rollout in first} == {7}
-    resumed = fleet_of(renderer)
-    resumed.admission.rounds = 3
-    again = resumed.generate(1, enough=until(1))
+    resumed = make_rollout_manager(renderer)
+    resumed.scheduler.num_generation_batches = 3
+    again = resumed.generate(1, is_enough=until(1))
     assert [(r.example_id, r.group, r.sample_index, r.sequences) for r in again] == [
         (r.example_id, r.group, r.sample_index, r.sequences) for r in second
     ]
 
 
 def test_rounds_end_where_they_may_be_no_more(renderer: Renderer) -> None:
-    fleet = fleet_of(renderer, max_rounds=2)
-    rollouts = fleet.generate(0, enough=lambda _: False)
-    assert (len(rollouts), fleet.admission.rounds, {rollout.group for rollout in rollouts}) == (12, 2, {0, 1, 2, 3})
+    fleet = make_rollout_manager(renderer, max_rounds=2)
+    rollouts = fleet.generate(0, is_enough=lambda _: False)
+    assert (len(rollouts), fleet.scheduler.num_generation_batches, {rollout.group for rollout in rollouts}) == (12, 2, {0, 1, 2, 3})
 
 
 @pytest.mark.parametrize(("faults", "status", "tries"), [(0, Status.TRUNCATED, 1), (2, Status.TRUNCATED, 3), (3, Status.FAILED, 3)])
 def test_an_episode_has_three_tries(renderer: Renderer, faults: int, status: Status, tries: int) -> None:
-    engine = Scripted(faults=faults)
-    rollouts = fleet_of(renderer, engine).run_examples(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1))
+    engine = ScriptedEngine(num_faults=faults)
+    rollouts = make_rollout_manager(renderer, engine).run_examples(EXAMPLES[:2], num_samples=3, settings=replace(EPISODE, max_turns=1))
     assert [rollout.status for rollout in rollouts] == [status] * 6
-    assert sorted(engine.tries.values()) == [tries] * 6, "each of the six asks with its own seed, and with the same one again"
+    assert sorted(engine.attempts.values()) == [tries] * 6, "each of the six asks with its own seed, and with the same one again"
     if status is Status.FAILED:
         assert {(rollout.reason, rollout.reward) for rollout in rollouts} == {("the engine is down", None)}
     else:
@@ -114,12 +116,12 @@ def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[fl
     """Each of its two requests fails 20 times, so an episode gets through at its 41st try: the step is that of a run where nothing was ever
     down, worlds and tokens alike."""
     told: list[str] = []
-    fleet = fleet_of(renderer, Scripted(faults=20), patience_s=600.0, tell=told.append)
-    unbroken = fleet_of(renderer)
+    fleet = make_rollout_manager(renderer, ScriptedEngine(num_faults=20), outage_timeout_s=600.0, log=told.append)
+    unbroken = make_rollout_manager(renderer)
     for step in range(2):
-        assert said(fleet.generate(step, enough=until(4))) == said(unbroken.generate(step, enough=until(4)))
-        fleet.engine.faults = 0
-    assert set(fleet.task.worlds) == set(unbroken.task.worlds)
+        assert strip_timings(fleet.generate(step, is_enough=until(4))) == strip_timings(unbroken.generate(step, is_enough=until(4)))
+        fleet.engine.num_faults = 0
+    assert set(fleet.task.resets) == set(unbroken.task.resets)
     assert (
         told[0]
         == "waiting: 6 of 6 rollouts failed (the engine is down); they are played again in 1 s, for 600 s more (run.outage_timeout_s)"
@@ -130,15 +132,17 @@ def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[fl
 
 
 def test_an_outage_is_waited_for_as_long_as_patience_lasts(renderer: Renderer, pauses: list[float]) -> None:
-    fleet = fleet_of(renderer, Scripted(faults=10**6), patience_s=10.0, tell=lambda _: None)
-    rollouts = fleet.run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)
+    fleet = make_rollout_manager(renderer, ScriptedEngine(num_faults=10**6), outage_timeout_s=10.0, log=lambda _: None)
+    rollouts = fleet.run_examples(EXAMPLES[:2], num_samples=3, settings=EPISODE)
     assert [pause for pause in pauses if pause] == [1, 2, 4, pytest.approx(3, abs=0.5)], "the tries' own seconds are none of the pauses"
     assert {rollout.status for rollout in rollouts} == {Status.FAILED} and len(rollouts) == 6
 
 
 def test_an_evaluation_waits_too(renderer: Renderer, pauses: list[float]) -> None:
     task = TaskSettings(name="talk", max_turns=2, eval_samples=2)
-    fleets = [fleet_of(renderer, Scripted(faults=faults), patience_s=60.0, tell=lambda _: None) for faults in (5, 0)]
+    fleets = [
+        make_rollout_manager(renderer, ScriptedEngine(num_faults=faults), outage_timeout_s=60.0, log=lambda _: None) for faults in (5, 0)
+    ]
     broken, whole = (
         evaluate_in_run(fleet.task, Settings(task=task, run=RunSettings(dir="none")), rollout_manager=fleet) for fleet in fleets
     )
@@ -146,21 +150,21 @@ def test_an_evaluation_waits_too(renderer: Renderer, pauses: list[float]) -> Non
 
 
 def test_what_waiting_cannot_mend_is_not_waited_for(renderer: Renderer, pauses: list[float]) -> None:
-    engine = Scripted(faults=1, fault=PermanentInfraError)
-    fleet = fleet_of(renderer, engine, patience_s=600.0)
-    assert {rollout.stop_reason for rollout in fleet.run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)} == {
+    engine = ScriptedEngine(num_faults=1, fault_type=PermanentInfraError)
+    fleet = make_rollout_manager(renderer, engine, outage_timeout_s=600.0)
+    assert {rollout.stop_reason for rollout in fleet.run_examples(EXAMPLES[:2], num_samples=3, settings=EPISODE)} == {
         StopReason.PERMANENT_INFRA_ERROR
     }
-    assert set(engine.tries.values()) == {1} and not any(pauses)
+    assert set(engine.attempts.values()) == {1} and not any(pauses)
 
 
 def test_a_key_that_is_not_accepted_ends_the_run_at_once(renderer: Renderer, pauses: list[float]) -> None:
     """Nothing is tried again or waited for, whatever run.max_failed_fraction allows."""
-    engine = Scripted(faults=10**6, fault=AccessDenied)
-    fleet = fleet_of(renderer, engine, patience_s=600.0)
+    engine = ScriptedEngine(num_faults=10**6, fault_type=AccessDenied)
+    fleet = make_rollout_manager(renderer, engine, outage_timeout_s=600.0)
     with pytest.raises(RunDenied, match=r"^the engine is down$"):
-        fleet.run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)
-    assert set(engine.tries.values()) == {1} and not any(pauses)
+        fleet.run_examples(EXAMPLES[:2], num_samples=3, settings=EPISODE)
+    assert set(engine.attempts.values()) == {1} and not any(pauses)
 
 
 @pytest.mark.parametrize("step", [1, 0])
@@ -182,22 +186,24 @@ def test_what_was_done_before_a_key_was_refused_is_saved(step: int) -> None:
 @pytest.mark.parametrize(("faults", "status"), [(10**6, Status.FAILED), (1, Status.TRUNCATED)])
 def test_what_was_waited_for_is_waited_for_no_longer(renderer: Renderer, pauses: list[float], faults: int, status: Status) -> None:
     """No episode is tried thrice, nobody waits run.outage_timeout_s besides: all are played once more at once: it may be back."""
-    engine, told = Scripted(faults=faults, fault=InfraTimeout), []
-    fleet = fleet_of(renderer, engine, patience_s=600.0, tell=told.append)
-    rollouts = fleet.run_examples(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1))
+    engine, told = ScriptedEngine(num_faults=faults, fault_type=InfraTimeout), []
+    fleet = make_rollout_manager(renderer, engine, outage_timeout_s=600.0, log=told.append)
+    rollouts = fleet.run_examples(EXAMPLES[:2], num_samples=3, settings=replace(EPISODE, max_turns=1))
     assert [rollout.status for rollout in rollouts] == [status] * 6 and len(rollouts) == 6
-    assert set(engine.tries.values()) == {2} and not any(pauses) and told == []
+    assert set(engine.attempts.values()) == {2} and not any(pauses) and told == []
     if status is Status.FAILED:
         assert {rollout.stop_reason for rollout in rollouts} == {StopReason.INFRA_TIMEOUT}
     else:
-        assert said(rollouts) == said(fleet_of(renderer).run_examples(EXAMPLES[:2], samples=3, settings=replace(EPISODE, max_turns=1)))
+        assert strip_timings(rollouts) == strip_timings(
+            make_rollout_manager(renderer).run_examples(EXAMPLES[:2], num_samples=3, settings=replace(EPISODE, max_turns=1))
+        )
 
 
 def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
     """Of two engines one is down. What each of them gathers is everyone's, so both wait equally long and play their own groups again."""
-    engines = [Scripted(), Scripted(faults=5)]
+    engines = [ScriptedEngine(), ScriptedEngine(num_faults=5)]
     rounds: list[list[Rollout]] = []
-    whole = fleet_of(renderer).run_examples(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3)
+    whole = make_rollout_manager(renderer).run_examples(EXAMPLES[:4], num_samples=2, settings=EPISODE, first_group=3)
 
     def gather_of(index: int) -> Callable[[list[Rollout]], list[Rollout]]:
         calls = iter(range(99))
@@ -213,27 +219,29 @@ def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
 
     played = {}
     for index in (1, 0):
-        fleet = fleet_of(
+        fleet = make_rollout_manager(
             renderer,
             engines[index],
-            seat=EngineRank(index=index, num_engines=2, max_episodes=99),
-            gather=gather_of(index),
-            patience_s=60.0,
-            tell=lambda _: None,
+            engine_rank=EngineRank(index=index, num_engines=2, max_episodes=99),
+            gather_rollouts=gather_of(index),
+            outage_timeout_s=60.0,
+            log=lambda _: None,
         )
-        played[index] = said(fleet.run_examples(EXAMPLES[:4], samples=2, settings=EPISODE, first_group=3))
-    assert played[0] == played[1] == said(whole)
+        played[index] = strip_timings(fleet.run_examples(EXAMPLES[:4], num_samples=2, settings=EPISODE, first_group=3))
+    assert played[0] == played[1] == strip_timings(whole)
     assert [pause for pause in pauses if pause] == [1, 2, 4] * 2, "eleven tries; each engine has waited for the one that is down"
-    assert [len(mine) for mine in rounds] == [4] * 4 and set(engines[0].tries.values()) == {1}
+    assert [len(mine) for mine in rounds] == [4] * 4 and set(engines[0].attempts.values()) == {1}
 
 
 def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
     parts: list[list[Rollout]] = []
     for index in range(2):
-        fleet = fleet_of(
-            renderer, seat=EngineRank(index=index, num_engines=2, max_episodes=99), gather=lambda mine: parts.append(mine) or mine * 3
+        fleet = make_rollout_manager(
+            renderer,
+            engine_rank=EngineRank(index=index, num_engines=2, max_episodes=99),
+            gather_rollouts=lambda mine: parts.append(mine) or mine * 3,
         )  # as if none were missing
-        fleet.run_examples(EXAMPLES[:5], samples=2, settings=EPISODE, first_group=10)
+        fleet.run_examples(EXAMPLES[:5], num_samples=2, settings=EPISODE, first_group=10)
     groups = [[(rollout.group, rollout.sample_index, rollout.example_id) for rollout in part] for part in parts]
     assert groups[0] == [(10 + number, sample, f"{number}") for number in (0, 2, 4) for sample in range(2)]
     assert groups[1] == [(10 + number, sample, f"{number}") for number in (1, 3) for sample in range(2)]
@@ -242,8 +250,10 @@ def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
         assert mine is None
         return parts[1] + parts[0]
 
-    follower = fleet_of(renderer, Scripted(leads=False), seat=EngineRank(num_engines=2, max_episodes=99), gather=follow)
-    together = follower.run_examples(EXAMPLES[:5], samples=2, settings=EPISODE)
+    follower = make_rollout_manager(
+        renderer, ScriptedEngine(is_leader=False), engine_rank=EngineRank(num_engines=2, max_episodes=99), gather_rollouts=follow
+    )
+    together = follower.run_examples(EXAMPLES[:5], num_samples=2, settings=EPISODE)
     assert [(rollout.group, rollout.sample_index) for rollout in together] == [
         (10 + number, sample) for number in range(5) for sample in range(2)
     ]
@@ -251,11 +261,11 @@ def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
 
 def test_the_members_of_a_group_meet_the_same_world(renderer: Renderer) -> None:
     """Other groups, rounds and steps meet others."""
-    fleet, seeds = fleet_of(renderer), set()
+    fleet, seeds = make_rollout_manager(renderer), set()
     for step in range(3):
-        fleet.task.worlds.clear()
-        fleet.generate(step, enough=until(4))
-        worlds = Counter(fleet.task.worlds)
+        fleet.task.resets.clear()
+        fleet.generate(step, is_enough=until(4))
+        worlds = Counter(fleet.task.resets)
         assert len(worlds) == 4 and set(worlds.values()) == {3}
         seeds |= {seed for _, seed in worlds}
     assert len(seeds) == 12
@@ -265,12 +275,12 @@ def test_every_request_has_its_own_seed(renderer: Renderer) -> None:
     """2 steps of 2 rounds of 2 groups of 3 samples of 2 turns; the same in another process, others in another run."""
 
     def seeds(run_seed: int) -> list[int]:
-        engine = Scripted()
-        fleet = fleet_of(renderer, engine, episode=replace(EPISODE, seed=run_seed))
+        engine = ScriptedEngine()
+        fleet = make_rollout_manager(renderer, engine, episode_settings=replace(EPISODE, seed=run_seed))
         for step in range(2):
-            fleet.generate(step, enough=until(4))
-        assert {sampling.temperature for sampling in engine.asked} == {0.9}
-        return [sampling.seed for sampling in engine.asked]
+            fleet.generate(step, is_enough=until(4))
+        assert {sampling.temperature for sampling in engine.requests} == {0.9}
+        return [sampling.seed for sampling in engine.requests]
 
     assert len(seeds(5)) == len(set(seeds(5))) == 48
     assert seeds(5) == seeds(5) and not set(seeds(5)) & set(seeds(6))
@@ -278,16 +288,16 @@ def test_every_request_has_its_own_seed(renderer: Renderer) -> None:
 
 def test_the_end_of_the_context_bounds_a_reply(renderer: Renderer) -> None:
     prompt = len(renderer.prompt([{"role": "user", "content": "0"}]).token_ids)
-    engine = Scripted()
-    settings = replace(EPISODE, max_new_tokens=50, max_context=prompt + 20)
-    (rollout,) = fleet_of(renderer, engine).run_examples(EXAMPLES[:1], samples=1, settings=settings)
-    assert [sampling.max_tokens for sampling in engine.asked] == [20]
+    engine = ScriptedEngine()
+    settings = replace(EPISODE, max_new_tokens=50, max_sequence_tokens=prompt + 20)
+    (rollout,) = make_rollout_manager(renderer, engine).run_examples(EXAMPLES[:1], num_samples=1, settings=settings)
+    assert [sampling.max_tokens for sampling in engine.requests] == [20]
     assert (rollout.stop_reason, len(rollout.sequences[0].token_ids)) == (StopReason.MAX_TOKENS, prompt + 20)
 
 
 def test_a_device_is_used_in_turn(renderer: Renderer) -> None:
-    engine = Scripted()
-    fleet, log = fleet_of(renderer, engine), engine.log
+    engine = ScriptedEngine()
+    fleet, log = make_rollout_manager(renderer, engine), engine.log
 
     def weights(name: str) -> Iterator[tuple[str, torch.Tensor]]:
         assert log[-1] in ("trainer wakes", "update"), "they are read while the trainer is awake"
@@ -295,22 +305,22 @@ def test_a_device_is_used_in_turn(renderer: Renderer) -> None:
 
     fleet.update_weights(weights("a"), version=0)
     assert log == ["engine sleeps", "trainer wakes", "engine loads a as 0", "trainer sleeps", "engine wakes"]
-    fleet.generate(0, enough=until(1))
+    fleet.generate(0, is_enough=until(1))
     log.clear()
     with fleet.offloaded():
         log.append("update")
     with pytest.raises(AssertionError, match="the device is the trainer's"):
-        fleet.generate(1, enough=until(1))
+        fleet.generate(1, is_enough=until(1))
     with fleet.offloaded():
         assert log == ["engine sleeps", "trainer wakes", "update"], "it is the trainer's already"
     fleet.update_weights(weights("b"), version=1)
     assert log[3:] == ["engine loads b as 1", "trainer sleeps", "engine wakes"]
-    assert fleet.generate(1, enough=until(1)) and fleet.busy_s() == 1.5
+    assert fleet.generate(1, is_enough=until(1)) and fleet.busy_s() == 1.5
 
 
 def test_weights_that_do_not_arrive_are_not_served(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Scripted()
-    fleet = fleet_of(renderer, engine)
+    engine = ScriptedEngine()
+    fleet = make_rollout_manager(renderer, engine)
 
     def lose(tensors: object, *, version: int) -> None:
         raise RuntimeError("the engine does not hold what was sent")
@@ -318,7 +328,7 @@ def test_weights_that_do_not_arrive_are_not_served(renderer: Renderer, monkeypat
     monkeypatch.setattr(engine, "load_weights", lose)
     with pytest.raises(RuntimeError, match="does not hold"):
         fleet.update_weights(iter([]), version=1)
-    assert fleet.is_away and engine.log == ["engine sleeps", "trainer wakes"]
+    assert fleet.is_offloaded and engine.log == ["engine sleeps", "trainer wakes"]
 
 
 def test_patience_counts_the_seconds_of_the_tries(renderer: Renderer, pauses: list[float]) -> None:
@@ -327,13 +337,15 @@ def test_patience_counts_the_seconds_of_the_tries(renderer: Renderer, pauses: li
     def gather(mine: list[Rollout]) -> list[Rollout]:
         return [replace(rollout, wall_s=40.0) for rollout in mine]
 
-    fleet = fleet_of(renderer, Scripted(faults=10**6), patience_s=100.0, tell=lambda _: None, gather=gather)
-    assert len(fleet.run_examples(EXAMPLES[:2], samples=3, settings=EPISODE)) == 6
+    fleet = make_rollout_manager(
+        renderer, ScriptedEngine(num_faults=10**6), outage_timeout_s=100.0, log=lambda _: None, gather_rollouts=gather
+    )
+    assert len(fleet.run_examples(EXAMPLES[:2], num_samples=3, settings=EPISODE)) == 6
     assert [pause for pause in pauses if pause] == [1, 2, 4]
 
 
 def test_the_seconds_of_an_episode_are_those_of_all_its_tries(renderer: Renderer) -> None:
     """Two tries fail after 0.1 s each, and the third has a reply of 0.1 s: what run.outage_timeout_s is counted by."""
-    fleet = fleet_of(renderer, Paced(faults=2, reply_s=0.1))
-    (rollout,) = fleet.run_examples(EXAMPLES[:1], samples=1, settings=replace(EPISODE, max_turns=1))
+    fleet = make_rollout_manager(renderer, DelayedEngine(num_faults=2, reply_s=0.1))
+    (rollout,) = fleet.run_examples(EXAMPLES[:1], num_samples=1, settings=replace(EPISODE, max_turns=1))
     assert rollout.is_scored and 0.29 < rollout.wall_s < 5

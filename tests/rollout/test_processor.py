@@ -48,7 +48,7 @@ PLACES = {
 def test_a_chat_template_is_found_where_transformers_keeps_one(place: str, folder: Path) -> None:
     PLACES[place](folder)
     render = Renderer(ModelSettings(path=str(folder)))
-    shown = render.shown(render.prompt([{"role": "user", "content": "hi"}]))
+    shown = render.describe_sequence(render.prompt([{"role": "user", "content": "hi"}]))
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -117,7 +117,7 @@ def test_episodes_of_several_turns_and_transcripts_need_a_template_that_keeps_th
     with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template rewrites or leaves out thoughts of earlier turns; give"):
         render.require_continuation()
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think>a</think>b"}]
-    assert render.shown(render.transcript(turns)).endswith("<think>a</think>b<|im_end|>")
+    assert render.describe_sequence(render.transcript(turns)).endswith("<think>a</think>b<|im_end|>")
     with pytest.raises(ValueError, match=r"^messages\[3\]: the model's chat template rewrites messages before this reply; write a row"):
         render.transcript([*turns, {"role": "user", "content": "2"}, {"role": "assistant", "content": "c"}])
 
@@ -169,12 +169,12 @@ def test_grounding_tokens_of_questions_are_tokens_where_they_are_allowed(folder:
     words = "<|object_ref_start|>the cup<|object_ref_end|><|box_start|>(1,2),(3,4)<|box_end|><|quad_start|><|quad_end|>"
     messages = [{"role": "user", "content": f"{words}<|im_end|>"}]
     plain, allowed = (Renderer(ModelSettings(path=str(folder)), allow_grounding_tokens=each) for each in (False, True))
-    assert words in allowed.shown(allowed.prompt(messages))
-    assert words.replace("<|", "< |") in plain.shown(plain.prompt(messages))
+    assert words in allowed.describe_sequence(allowed.prompt(messages))
+    assert words.replace("<|", "< |") in plain.describe_sequence(plain.prompt(messages))
     ids = allowed.prompt(messages).token_ids
     assert ids.count(allowed.tokenizer.convert_tokens_to_ids("<|box_start|>")) == 1
     assert ids.count(allowed.end_id) == 1, "a control token in a question stays text"
-    assert (plain.find_blanked(words), allowed.find_blanked(words), allowed.find_blanked("<|im_end|>")) == (
+    assert (plain.find_special_token(words), allowed.find_special_token(words), allowed.find_special_token("<|im_end|>")) == (
         "<|object_ref_start|>",
         "",
         "<|im_end|>",
@@ -227,7 +227,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 @pytest.mark.parametrize("form", [LOOPS, "{% set a = (messages | length | string) * 1500000000 %}"])
 def test_a_template_has_limits_of_time_and_memory(form: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """jinja's sandbox has none: the first rendered for ever, the second takes as much as it likes."""
-    monkeypatch.setattr(processor, "TEMPLATE_S", 2)
+    monkeypatch.setattr(processor, "TEMPLATE_CPU_S", 2)
     (folder / "chat_template.jinja").write_text(form + CHATML)
     with pytest.raises(ValueError, match=rf"^model.path={folder}: its chat template takes more than 2 s or 1024 MB for a short conv"):
         Renderer(ModelSettings(path=str(folder)))
@@ -238,6 +238,6 @@ def test_a_template_has_limits_of_time_and_memory(form: str, folder: Path, monke
 @pytest.mark.parametrize("when", ["add_generation_prompt", "messages | selectattr('role', 'eq', 'assistant') | list"])
 def test_a_template_is_tried_with_what_begins_a_reply_and_with_a_reply(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops that nothing else of a conversation brings about."""
-    monkeypatch.setattr(processor, "TEMPLATE_S", 1)
+    monkeypatch.setattr(processor, "TEMPLATE_CPU_S", 1)
     with pytest.raises(ValueError, match="^model.path=MODEL: its chat template takes more than 1 s or "):
-        processor.require_bounded("{% if " + when + " %}" + LOOPS + "{% endif %}" + CHATML, "MODEL")
+        processor.require_bounded_template("{% if " + when + " %}" + LOOPS + "{% endif %}" + CHATML, "MODEL")

@@ -17,11 +17,11 @@ from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Rollout, Status, StopReason
-from tests.support.random_transcripts import PROTOCOLS, RandomPolicy, RandomWorld, play_alone, written
+from tests.support.random_episodes import PROTOCOLS, RandomEnv, RandomPolicy, render_chatml, run_random_episode
 
 NUM = 500
 MIN_PIXELS, MAX_PIXELS = 3136, 12800
-SETTINGS = EpisodeSettings(temperature=1.0, max_turns=6, max_new_tokens=40, max_context=2000, max_images=5, seed=0)
+SETTINGS = EpisodeSettings(temperature=1.0, max_turns=6, max_new_tokens=40, max_sequence_tokens=2000, max_images=5, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,10 @@ def test_random_transcripts(renderer: Renderer, hf: Qwen2_5_VLModel, protocol: T
     ends, num_images, num_misfits = set(), 0, 0
     for seed in range(NUM):
         draw = random.Random(seed)
-        limits, engine = replace(SETTINGS, max_context=draw.randrange(600, 2000)), RandomPolicy(renderer, draw)
-        rollout, world = play_alone(seed, renderer=renderer, engine=engine, protocol=protocol, settings=limits)
+        limits, engine = replace(SETTINGS, max_sequence_tokens=draw.randrange(600, 2000)), RandomPolicy(renderer, draw)
+        rollout, world = run_random_episode(seed, renderer=renderer, engine=engine, protocol=protocol, settings=limits)
         if rollout.status is Status.FAILED:
-            assert "raise engine.max_model_len" in rollout.reason and engine.said == []
+            assert "raise engine.max_model_len" in rollout.reason and engine.replies == []
             num_misfits += 1
             continue
         check_sampled(rollout, engine)
@@ -62,7 +62,7 @@ def check_sampled(rollout: Rollout, engine: RandomPolicy) -> None:
     """The mask is 1 on exactly what was sampled, in its order; the engine saw what is trained on, turn by turn, images included."""
     (context,) = rollout.sequences
     sampled = [0] * len(context.token_ids)
-    for turn, asked, shown, said in zip(rollout.turns, engine.asked, engine.shown, engine.said, strict=True):
+    for turn, asked, shown, said in zip(rollout.turns, engine.prompts, engine.prompt_images, engine.replies, strict=True):
         start, end = turn.token_span
         assert context.token_ids[:start] == asked and context.token_ids[start:end] == said
         assert context.images[: len(shown)] == shown
@@ -72,21 +72,25 @@ def check_sampled(rollout: Rollout, engine: RandomPolicy) -> None:
     assert [value for value, mask in zip(context.rollout_logprobs, sampled, strict=True) if not mask] == [0.0] * sampled.count(0)
 
 
-def check_text(rollout: Rollout, engine: RandomPolicy, world: RandomWorld, renderer: Renderer) -> None:
+def check_text(rollout: Rollout, engine: RandomPolicy, world: RandomEnv, renderer: Renderer) -> None:
     """The ids decode to the conversation as it is written by hand."""
     (context,) = rollout.sequences
     names = [name for name in renderer.tokenizer.get_added_vocab() if name.startswith("<|")]
     images = list(context.images)
-    text = written(world.said[0], images, names=names)
-    for number, ids in enumerate(engine.said):
+    text = render_chatml(world.sent_messages[0], images, special_tokens=names)
+    for number, ids in enumerate(engine.replies):
         text += renderer.tokenizer.decode(ids)
-        if number + 1 < len(engine.said):
-            text += ("" if ids[-1] == renderer.end_id else "<|im_end|>") + "\n" + written(world.said[number + 1], images, names=names)
+        if number + 1 < len(engine.replies):
+            text += (
+                ("" if ids[-1] == renderer.end_id else "<|im_end|>")
+                + "\n"
+                + render_chatml(world.sent_messages[number + 1], images, special_tokens=names)
+            )
     assert renderer.tokenizer.decode(context.token_ids) == text
     assert not images, "every image has its place"
 
 
-def check_images(rollout: Rollout, world: RandomWorld, renderer: Renderer) -> None:
+def check_images(rollout: Rollout, world: RandomEnv, renderer: Renderer) -> None:
     """One run of placeholders an image, as long as its grid says; the pictures are those shown, resized once and within the limits.
 
     Qwen makes no side shorter than 28 pixels, whatever the area then is.
@@ -96,7 +100,9 @@ def check_images(rollout: Rollout, world: RandomWorld, renderer: Renderer) -> No
     runs = [len(list(run)) for is_image, run in groupby(context.token_ids, key=lambda token: token == own) if is_image]
     grids = np.array([image.grid for image in context.images]).reshape(-1, 3)
     assert runs == (grids.prod(1) // 4).tolist()
-    shown = [part["image"] for messages in world.said for message in messages for part in message["content"] if part["type"] == "image"]
+    shown = [
+        part["image"] for messages in world.sent_messages for message in messages for part in message["content"] if part["type"] == "image"
+    ]
     assert len(context.images) <= len(shown), "the last observation may not have fitted"
     for image, picture in zip(context.images, shown, strict=False):
         frames, rows, columns = image.grid

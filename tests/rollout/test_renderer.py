@@ -133,7 +133,7 @@ def test_threads_render_side_by_side(random_model: Path) -> None:
     expected = [alone.prompt([user(f"Number {number}.", picture)]) for number, picture in enumerate(pictures)]
     one = expected[0].images[0].patch_PC.nbytes
     for room in (100 * one, 4 * one):
-        shared = Renderer(model, cached_bytes=room)
+        shared = Renderer(model, cache_bytes=room)
 
         def all_of_them(start: int, shared: Renderer = shared) -> list[TokenSequence]:
             order = [(start + 5 * number) % 12 for number in range(36)]
@@ -147,14 +147,16 @@ def test_threads_render_side_by_side(random_model: Path) -> None:
                 assert (context.token_ids, context.images[0].key) == (truth.token_ids, truth.images[0].key)
                 assert torch.equal(context.images[0].patch_PC, truth.images[0].patch_PC)
         assert shared._num_bytes == sum(bytes_of(image) for image in shared._images.values()) <= room
-        assert sorted(shared._images) == sorted(set(shared._finals.values())) == sorted(shared._given), "what is gone leaves no name"
+        assert sorted(shared._images) == sorted(set(shared._final_key_by_source.values())) == sorted(shared._sources_by_final_key), (
+            "what is gone leaves no name"
+        )
 
 
 def test_what_is_remembered_is_counted_once(random_model: Path) -> None:
     """Room for three remembers three: pictures that were resized on the way, and that were asked for by key. What is left out is gone."""
     made = [Pillow.new("RGB", (300, 300), (number, 0, 0)) for number in range(4)]
     model, one = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800), 112 * 112 * (4 + 3 * 2 * 4)
-    renderer = Renderer(model, cached_bytes=3 * one)
+    renderer = Renderer(model, cache_bytes=3 * one)
     images = [renderer.image(picture) for picture in made[:3]]
     assert {bytes_of(image) for image in images} == {one} and {image.pil.size for image in images} == {(112, 112)}
     assert all(renderer.patches(image.without_patches(), attrgetter("pil")) is image.patch_PC for image in images)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from megatron_rl.config import ModelSettings
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.rollout.renderer import Renderer
-from tests.support.packed import picture, user
+from tests.support.packed_example import make_picture, user_message
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 LEAST, MOST = 4096, 40000
@@ -54,7 +54,7 @@ def test_ids_and_grids_are_those_of_its_processor(
 ) -> None:
     """Pictures of any size, told the same limits: as many tokens, in the same places, of grids with the same rows and columns."""
     renderer, pictures = renderers[family], [Pillow.new("RGB", size, "red") for size in sizes]
-    messages = [user("Compare.", *pictures)]
+    messages = [user_message("Compare.", *pictures)]
     context = renderer.prompt(messages)
     expected = made_by(theirs[family], messages, pictures, size={"shortest_edge": LEAST, "longest_edge": MOST})
     assert context.token_ids == expected["input_ids"][0].tolist()
@@ -70,9 +70,9 @@ def test_ids_and_grids_are_those_of_its_processor(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patches_are_those_of_its_processor(family: str, renderers: dict[str, Renderer], theirs: dict[str, ProcessorMixin]) -> None:
     """Bit for bit, of pictures that need no resize; cut and normalized as the family's tower wants them."""
-    side = renderers[family].vision_pixels
-    pictures = [picture(1, 112, 112).resize((3 * side, 4 * side)), picture(2, 112, 112).resize((5 * side, 2 * side))]
-    messages = [user("Compare.", *pictures)]
+    side = renderers[family].vision_token_side
+    pictures = [make_picture(1, 112, 112).resize((3 * side, 4 * side)), make_picture(2, 112, 112).resize((5 * side, 2 * side))]
+    messages = [user_message("Compare.", *pictures)]
     images = renderers[family].prompt(messages).images
     expected = made_by(theirs[family], messages, pictures, do_resize=False)
     assert torch.equal(torch.cat([image.patch_PC for image in images]), expected["pixel_values"])

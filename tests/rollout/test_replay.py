@@ -5,25 +5,25 @@ from pathlib import Path
 from megatron_rl.distributed.world import read_world
 from megatron_rl.observe.recorder import save_images
 from megatron_rl.observe.rollout_store import step_path, write_step
-from megatron_rl.rollout.replay import Replay
+from megatron_rl.rollout.replay import RolloutReplay
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.types import Rollout
 from tests.observe.test_recorder import rollout
-from tests.support.one_process import world_of_one
-from tests.support.scripted_fleet import EPISODE, said
+from tests.support.scripted_rollout_manager import EPISODE, strip_timings
+from tests.support.single_process_policy import single_process_world
 
 
 def test_a_replayed_step_counts_the_rounds_that_it_was_dealt(tmp_path: Path) -> None:
-    """Steps of one, three and two rounds; a step's rollouts are those that were recorded, and are handed to `enough` whole."""
+    """Steps of one, three and two rounds; a step's rollouts are those that were recorded, and are handed to `is_enough` whole."""
     played = {step: [rollout(sample + 10 * step, float(sample)) for sample in range(num)] for step, num in enumerate((2, 6, 4))}
     for step, rollouts in played.items():
         save_images(tmp_path, rollouts)
         write_step(step_path(tmp_path, step), rollouts, step=step, num_gen_batches=(1, 3, 2)[step])
     handed: list[list[Rollout]] = []
-    rounds = GenerationSettings(num_prompts=2, group_size=1, max_rounds=9)
-    with world_of_one():
-        replay = Replay(tmp_path, world=read_world(), gather=list, rounds=rounds, episode=EPISODE)
+    rounds = GenerationSettings(num_prompts=2, group_size=1, max_num_gen_batches=9)
+    with single_process_world():
+        replay = RolloutReplay(tmp_path, world=read_world(), gather_rollouts=list, generation_settings=rounds, episode_settings=EPISODE)
         for step, so_far in enumerate((1, 4, 6)):
-            taken = replay.generate(step, enough=handed.append)
-            assert replay.admission.rounds == so_far
-            assert handed[-1] is taken and said(taken) == said(played[step])
+            taken = replay.generate(step, is_enough=handed.append)
+            assert replay.scheduler.num_generation_batches == so_far
+            assert handed[-1] is taken and strip_timings(taken) == strip_timings(played[step])

@@ -18,9 +18,9 @@ NOBODY = "http://127.0.0.1:9"
 def test_a_server_works_while_anything_of_ours_is_under_way() -> None:
     """Turns from 1 to 4, 2 to 6 and 8 to 9 s; at 10 s one that is not over has begun at 9.5."""
     work = BusyTimer()
-    for act, now in ((work.begin, 1), (work.begin, 2), (work.end, 4), (work.end, 6), (work.begin, 8), (work.end, 9), (work.begin, 9.5)):
+    for act, now in ((work.start, 1), (work.start, 2), (work.stop, 4), (work.stop, 6), (work.start, 8), (work.stop, 9), (work.start, 9.5)):
         act(now)
-    assert work.seconds(10) == 5 + 1 + 0.5
+    assert work.busy_seconds(10) == 5 + 1 + 0.5
 
 
 @pytest.fixture
@@ -29,8 +29,9 @@ def dark() -> Iterator[tuple[ServerEngine, list[str]]]:
     settings = EngineSettings(mode="server", urls=[NOBODY], outage_timeout_s=0.5)
     said: list[str] = []
     engine = ServerEngine(
-        [VllmServer(NOBODY)], settings, name="run", image_token_id=7, stop_ids=[], decode=str, meet=lambda mine: [([], {}), mine],
-        sender=None, tell=said.append,
+        [VllmServer(NOBODY)], settings, name="run", image_token_id=7, stop_ids=[], decode_tokens=str, all_gather=lambda mine: [([], {}),
+        mine],
+        sender=None, log=said.append,
     )  # fmt: skip
     yield engine, said
     engine.close()
@@ -66,8 +67,8 @@ def test_all_wait_together(dark: tuple[ServerEngine, list[str]]) -> None:
     assert time.monotonic() - began < 20 * 0.5 / 2 and len(said) == 1
 
     async def comes_and_goes() -> None:
-        engine._lookout.readmit(engine._servers[0])
-        engine._lookout.mark_unhealthy(engine._servers[0], "gone again")
+        engine._health_monitor.readmit(engine._servers[0])
+        engine._health_monitor.mark_unhealthy(engine._servers[0], "gone again")
 
     engine.run(comes_and_goes())
     began = time.monotonic()

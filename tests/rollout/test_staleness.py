@@ -21,8 +21,8 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import GenerationSettings, PromptScheduler, choose_prompts
 from megatron_rl.rollout.work_buffer import WorkBuffer
 from megatron_rl.types import Rollout, Status, StopReason
-from tests.support.lasting_fleet import HeldTask, Lasting, lasting_fleet, step_of, versions_of
-from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of, said
+from tests.support.async_rollout_manager import AsyncScriptedEngine, BlockingTask, make_async_manager, run_step, turn_versions
+from tests.support.scripted_rollout_manager import EPISODE, EXAMPLES, make_rollout_manager, strip_timings
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +31,32 @@ def renderer(random_model: Path) -> Renderer:
 
 
 def admission_of(*, max_staleness: int, num_steps: int | None = None) -> PromptScheduler:
-    rounds = GenerationSettings(num_prompts=2, group_size=3, max_rounds=1, max_staleness=max_staleness, num_steps=num_steps)
-    return PromptScheduler(lambda: EXAMPLES, rounds=rounds, episode=EPISODE)
+    rounds = GenerationSettings(num_prompts=2, group_size=3, max_num_gen_batches=1, max_staleness=max_staleness, num_steps=num_steps)
+    return PromptScheduler(lambda: EXAMPLES, settings=rounds, episode_settings=EPISODE)
 
 
 def dealt_names(num: int) -> list[str]:
-    return [example.id for number in range(num) for example in choose_prompts(EXAMPLES, 2, seed=EPISODE.seed, round_number=number)]
+    return [example.id for number in range(num) for example in choose_prompts(EXAMPLES, 2, seed=EPISODE.seed, batch_index=number)]
 
 
 def test_capacity_by_hand() -> None:
     """Rounds of 2, one version of staleness, 4 steps: 4 groups at first, 2 for every 2 that are taken, none that no step would train."""
     admission, names = admission_of(max_staleness=1, num_steps=4), dealt_names(4)
     new = admission.schedule(0)
-    assert [(group, dealt.place, dealt.example.id) for group, dealt in new.items()] == [(n, n, names[n]) for n in range(4)]
-    assert {dealt.settings for dealt in new.values()} == {EPISODE.at_step(0)} and admission.rounds == 2
+    assert [(group, dealt.prompt_index, dealt.example.id) for group, dealt in new.items()] == [(n, n, names[n]) for n in range(4)]
+    assert {dealt.settings for dealt in new.values()} == {EPISODE.at_step(0)} and admission.num_generation_batches == 2
     admission.finish([0, 3])
-    assert admission.unused_groups == [1, 2]
+    assert admission.unfinished_prompt_indices == [1, 2]
     assert admission.drop_stale(1, {1: 0, 2: None}) == [] and admission.due_groups(1, {0: 0, 1: 0, 2: None}) == {1}, "0 is trained on"
     new = admission.schedule(1)
-    assert [(group, dealt.place, dealt.settings) for group, dealt in new.items()] == [(n, n, EPISODE.at_step(1)) for n in (4, 5)]
+    assert [(group, dealt.prompt_index, dealt.settings) for group, dealt in new.items()] == [(n, n, EPISODE.at_step(1)) for n in (4, 5)]
     admission.finish([4, 5])
     assert admission.drop_stale(2, {1: 0, 2: None}) == [1], "2 has not begun"
-    assert [(group, dealt.place) for group, dealt in admission.schedule(2).items()] == [(6, 1), (7, 6), (8, 7)], "what is owed comes first"
+    assert [(group, dealt.prompt_index) for group, dealt in admission.schedule(2).items()] == [(6, 1), (7, 6), (8, 7)], (
+        "what is owed comes first"
+    )
     admission.finish([2, 6])
-    assert admission.drop_stale(3, {7: 2, 8: None}) == [] and admission.schedule(3) == {} and admission.rounds == 4
+    assert admission.drop_stale(3, {7: 2, 8: None}) == [] and admission.schedule(3) == {} and admission.num_generation_batches == 4
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -62,12 +64,12 @@ def test_what_is_owed_outlives_a_second_stop(max_staleness: int) -> None:
     """Eight prompts were under way when a run with max_staleness=3 was stopped. Its next life, which allows less, begins with fewer of them
     than are owed, and is stopped again; so is one that has begun none."""
     admission = admission_of(max_staleness=max_staleness)
-    admission.rounds, admission.owed = 4, list(range(8))
-    assert admission.unused_groups == list(range(8))
+    admission.num_generation_batches, admission.pending_prompt_indices = 4, list(range(8))
+    assert admission.unfinished_prompt_indices == list(range(8))
     first, *others = admission.schedule(0)
-    assert len(others) == 2 * max_staleness + 1 and admission.unused_groups == list(range(8))
+    assert len(others) == 2 * max_staleness + 1 and admission.unfinished_prompt_indices == list(range(8))
     admission.finish([first])
-    assert admission.unused_groups == list(range(1, 8))
+    assert admission.unfinished_prompt_indices == list(range(1, 8))
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -78,45 +80,45 @@ def test_killed_anywhere_every_prompt_is_trained_on_once(max_staleness: int) -> 
         admission, taken = admission_of(max_staleness=max_staleness, num_steps=num_steps), []
         for step in range(num_steps):
             if rng.random() < 0.2:
-                state = (admission.rounds, admission.unused_groups)
+                state = (admission.num_generation_batches, admission.unfinished_prompt_indices)
                 admission = admission_of(max_staleness=max_staleness, num_steps=num_steps)
-                admission.rounds, admission.owed = state
-            oldest = {group: rng.choice([None, step, step - 1, step - 4]) for group in admission.waiting}
+                admission.num_generation_batches, admission.pending_prompt_indices = state
+            oldest = {group: rng.choice([None, step, step - 1, step - 4]) for group in admission.active_groups}
             admission.drop_stale(step, oldest)
             admission.schedule(step)
-            waiting = admission.waiting
-            assert 2 <= len(waiting) <= 2 * (max_staleness + 1) and len({dealt.place for dealt in waiting.values()}) == len(waiting)
+            waiting = admission.active_groups
+            assert 2 <= len(waiting) <= 2 * (max_staleness + 1) and len({dealt.prompt_index for dealt in waiting.values()}) == len(waiting)
             chosen = sorted(rng.sample(sorted(waiting), 2))
-            taken += [waiting[group].place for group in chosen]
+            taken += [waiting[group].prompt_index for group in chosen]
             admission.finish(chosen)
-        assert sorted(taken) == list(range(2 * num_steps)) and admission.unused_groups == []
+        assert sorted(taken) == list(range(2 * num_steps)) and admission.unfinished_prompt_indices == []
         assert max_staleness > 0 or taken == sorted(taken)
 
 
 def test_groups_go_to_the_engine_that_has_least() -> None:
     """Engines with 3, 0 and 1 groups: 1, 1, 2, 1, 2, and all have 3."""
     hands = [EngineRank(index=index, num_engines=3).assign_by_load([10, 11, 12, 13, 14, 15], size=4, loads=[3, 0, 1]) for index in range(3)]
-    assert [hand.own for hand in hands] == [[15], [10, 11, 13], [12, 14]] and not any(hand.remaining for hand in hands)
+    assert [hand.own_groups for hand in hands] == [[15], [10, 11, 13], [12, 14]] and not any(hand.remaining for hand in hands)
 
 
 def test_a_step_ends_with_enough_groups_and_the_others_go_on(renderer: Renderer) -> None:
     """Of 4 groups one waits for a tool of one of its members. Its other members wait for it, and it ends under the next weights, beside one
     that was played in the step before and not needed there. No prompt is opened twice."""
-    fleet, names = lasting_fleet(renderer, max_staleness=1, num_steps=3), dealt_names(3)
-    fleet.task.held = {names[0]: range(1, 2)}
-    first = step_of(fleet, 0)
+    fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=3), dealt_names(3)
+    fleet.task.blocked = {names[0]: range(1, 2)}
+    first = run_step(fleet, 0)
     assert [rollout.example_id for rollout in first] == [name for name in names[1:3] for _ in range(3)]
-    assert fleet.admission.unused_groups == [0, 3] and fleet.num_stale == 0
-    fleet.task.held = {name: range(3) for name in names[4:]}
-    second = step_of(fleet, 1)
+    assert fleet.scheduler.unfinished_prompt_indices == [0, 3] and fleet.num_stale == 0
+    fleet.task.blocked = {name: range(3) for name in names[4:]}
+    second = run_step(fleet, 1)
     assert [(r.example_id, r.group, r.sample_index) for r in second] == [(names[n], n, sample) for n in (0, 3) for sample in range(3)]
-    assert [versions_of(rollout) for rollout in second] == [[0, 0], [0, 1], [0, 0]] + [[0, 0]] * 3
+    assert [turn_versions(rollout) for rollout in second] == [[0, 0], [0, 1], [0, 0]] + [[0, 0]] * 3
     assert [rollout.oldest_version for rollout in second] == [0] * 6
-    fleet.task.held.clear()
-    third = step_of(fleet, 2)
+    fleet.task.blocked.clear()
+    third = run_step(fleet, 2)
     assert [rollout.example_id for rollout in third] == [name for name in names[4:] for _ in range(3)]
-    assert [versions_of(rollout) for rollout in third] == [[1, 2]] * 6, "the last step waits for all"
-    assert fleet.admission.unused_groups == [] and set(fleet.task.opened.values()) == {3} == set(fleet.task.closed.values())
+    assert [turn_versions(rollout) for rollout in third] == [[1, 2]] * 6, "the last step waits for all"
+    assert fleet.scheduler.unfinished_prompt_indices == [] and set(fleet.task.opened.values()) == {3} == set(fleet.task.closed.values())
     rewards = [rollout.reward for rollout in first + second + third]
     assert rewards == [1.0] * 18, "the mean of two turns"
 
@@ -125,75 +127,77 @@ def test_a_step_ends_with_enough_groups_and_the_others_go_on(renderer: Renderer)
 def test_a_step_waits_for_what_the_next_one_could_not_train_on(max_staleness: int, last: int, renderer: Renderer) -> None:
     """A tool that is slow from step 0 on: other groups are taken while it may still be late, and in the last step that may train on its
     group, in which others are enough long before, it is waited for."""
-    fleet, names = lasting_fleet(renderer, max_staleness=max_staleness, num_steps=9), dealt_names(9)
-    fleet.task.held = {names[1]: range(1)}
+    fleet, names = make_async_manager(renderer, max_staleness=max_staleness, num_steps=9), dealt_names(9)
+    fleet.task.blocked = {names[1]: range(1)}
     for step in range(last):
-        assert names[1] not in {rollout.example_id for rollout in step_of(fleet, step)}
-    release = threading.Timer(0.5, fleet.task.held.clear)
+        assert names[1] not in {rollout.example_id for rollout in run_step(fleet, step)}
+    release = threading.Timer(0.5, fleet.task.blocked.clear)
     release.start()
-    rollouts = step_of(fleet, last)
+    rollouts = run_step(fleet, last)
     release.join()
     assert [rollout.example_id for rollout in rollouts].count(names[1]) == 3 and len(rollouts) == 6
-    assert [versions_of(rollout) for rollout in rollouts if rollout.example_id == names[1]] == [[0, last], [0, 0], [0, 0]]
+    assert [turn_versions(rollout) for rollout in rollouts if rollout.example_id == names[1]] == [[0, last], [0, 0], [0, 0]]
     assert fleet.num_stale == 0 and fleet.task.opened[names[1]] == 3
 
 
 def test_what_grows_too_old_is_given_up_whole_and_dealt_again(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that does not answer in steps 0 and 1, of a group that nobody knew was begun: it would be trained on two versions later. Its
     open environment is closed."""
-    fleet, names = lasting_fleet(renderer, max_staleness=1, num_steps=4), dealt_names(4)
+    fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=4), dealt_names(4)
     monkeypatch.setattr(PromptScheduler, "due_groups", lambda self, step, oldest: set())
-    fleet.task.held = {names[1]: range(3)}
+    fleet.task.blocked = {names[1]: range(3)}
     for step, stale in ((0, 0), (1, 0), (2, 3)):
-        rollouts = step_of(fleet, step)
+        rollouts = run_step(fleet, step)
         assert fleet.num_stale == stale and all(step - rollout.oldest_version <= 1 for rollout in rollouts)
         assert len(rollouts) == 6 and (step == 2 or names[1] not in {rollout.example_id for rollout in rollouts})
-    again = [rollout for rollout in step_of(fleet, 3) + rollouts if rollout.example_id == names[1]]
-    assert len(again) == 3 and all(versions_of(rollout) == [2, 2] for rollout in again), "three new episodes, which nobody held up"
+    again = [rollout for rollout in run_step(fleet, 3) + rollouts if rollout.example_id == names[1]]
+    assert len(again) == 3 and all(turn_versions(rollout) == [2, 2] for rollout in again), "three new episodes, which nobody held up"
     assert fleet.task.opened[names[1]] == fleet.task.closed[names[1]] == 6
 
 
 def test_an_evaluation_lets_episodes_go_on(renderer: Renderer) -> None:
-    fleet, names = lasting_fleet(renderer, max_staleness=1, num_steps=2), dealt_names(2)
-    fleet.task.held = {name: range(3) for name in names[2:]}
-    step_of(fleet, 0)
-    fleet.task.held.clear()
+    fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=2), dealt_names(2)
+    fleet.task.blocked = {name: range(3) for name in names[2:]}
+    run_step(fleet, 0)
+    fleet.task.blocked.clear()
     fleet.update_weights(iter(()), version=1)
-    evaluated = fleet.run_examples(EXAMPLES[:2], samples=9, settings=EPISODE)
-    assert said(evaluated) == said(fleet_of(renderer, Lasting(weight_version=1)).run_examples(EXAMPLES[:2], samples=9, settings=EPISODE))
-    second = step_of(fleet, 1)
+    evaluated = fleet.run_examples(EXAMPLES[:2], num_samples=9, settings=EPISODE)
+    assert strip_timings(evaluated) == strip_timings(
+        make_rollout_manager(renderer, AsyncScriptedEngine(weight_version=1)).run_examples(EXAMPLES[:2], num_samples=9, settings=EPISODE)
+    )
+    second = run_step(fleet, 1)
     assert [rollout.example_id for rollout in second] == [name for name in names[2:] for _ in range(3)]
 
 
 def test_at_0_a_fleet_is_synchronous(renderer: Renderer) -> None:
     """Slow tools or not, a step plays its own round."""
-    fleet, plain = lasting_fleet(renderer, max_staleness=0, num_steps=3), fleet_of(renderer, Lasting())
-    fleet.task.held = {name: range(1) for name in dealt_names(1)}
-    release = threading.Timer(0.2, fleet.task.held.clear)
+    fleet, plain = make_async_manager(renderer, max_staleness=0, num_steps=3), make_rollout_manager(renderer, AsyncScriptedEngine())
+    fleet.task.blocked = {name: range(1) for name in dealt_names(1)}
+    release = threading.Timer(0.2, fleet.task.blocked.clear)
     release.start()
-    assert [said(step_of(fleet, step)) for step in range(3)] == [said(step_of(plain, step)) for step in range(3)]
+    assert [strip_timings(run_step(fleet, step)) for step in range(3)] == [strip_timings(run_step(plain, step)) for step in range(3)]
     release.join()
 
 
 def test_a_mistake_ends_what_is_under_way(renderer: Renderer) -> None:
     """Also what a step before has begun."""
-    fleet, names = lasting_fleet(renderer, max_staleness=1, num_steps=4), dealt_names(2)
-    fleet.task.held = {names[0]: range(3)}
-    step_of(fleet, 0)
+    fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=4), dealt_names(2)
+    fleet.task.blocked = {names[0]: range(3)}
+    run_step(fleet, 0)
 
     def broken(name: str, number: int) -> bool:
         raise KeyError("a mistake")
 
-    fleet.task.holds = broken
+    fleet.task.is_blocked = broken
     with pytest.raises(KeyError, match="a mistake"):
-        step_of(fleet, 1)
+        run_step(fleet, 1)
     assert fleet.task.opened == fleet.task.closed
 
 
 def test_a_fleet_closes_what_is_under_way(renderer: Renderer) -> None:
-    fleet, names = lasting_fleet(renderer, max_staleness=1, num_steps=4), dealt_names(2)
-    fleet.task.held = {names[0]: range(3)}
-    step_of(fleet, 0)
+    fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=4), dealt_names(2)
+    fleet.task.blocked = {names[0]: range(3)}
+    run_step(fleet, 0)
     assert fleet.task.closed[names[0]] == 0
     fleet.close()
     assert fleet.task.opened == fleet.task.closed and fleet.engine.log[-1] == "engine closes"
@@ -201,17 +205,19 @@ def test_a_fleet_closes_what_is_under_way(renderer: Renderer) -> None:
 
 def test_what_is_down_is_waited_for(renderer: Renderer) -> None:
     """Each request fails 4 times, an episode after 3 tries: the groups of the step are played again, those that go on later with theirs."""
-    fleet = lasting_fleet(renderer, Lasting(faults=4), max_staleness=1, num_steps=2, patience_s=9.0, tell=lambda _: None)
-    steps = [step_of(fleet, step) for step in range(2)]
+    fleet = make_async_manager(
+        renderer, AsyncScriptedEngine(num_faults=4), max_staleness=1, num_steps=2, outage_timeout_s=9.0, log=lambda _: None
+    )
+    steps = [run_step(fleet, step) for step in range(2)]
     assert [rollout.example_id for each in steps for rollout in each] == [name for name in dealt_names(2) for _ in range(3)]
     assert all(rollout.is_scored for each in steps for rollout in each)
-    down = lasting_fleet(renderer, Lasting(faults=99), max_staleness=1, num_steps=2)
-    assert {(rollout.status, rollout.stop_reason) for rollout in step_of(down, 0)} == {(Status.FAILED, StopReason.INFRA_ERROR)}
+    down = make_async_manager(renderer, AsyncScriptedEngine(num_faults=99), max_staleness=1, num_steps=2)
+    assert {(rollout.status, rollout.stop_reason) for rollout in run_step(down, 0)} == {(Status.FAILED, StopReason.INFRA_ERROR)}
 
 
 def test_a_run_that_is_stopped_gives_up(renderer: Renderer) -> None:
-    fleet, names = lasting_fleet(renderer, max_staleness=1, num_steps=4), dealt_names(2)
-    fleet.task.held = {name: range(3) for name in names}
+    fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=4), dealt_names(2)
+    fleet.task.blocked = {name: range(3) for name in names}
 
     async def impatient(play: object) -> None:
         work = asyncio.create_task(play())
@@ -219,13 +225,13 @@ def test_a_run_that_is_stopped_gives_up(renderer: Renderer) -> None:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
 
-    fleet.grace = impatient
+    fleet.run_with_grace = impatient
     with pytest.raises(GracefulStop):
-        step_of(fleet, 0)
+        run_step(fleet, 0)
     assert fleet.task.opened == fleet.task.closed and sum(fleet.task.opened.values()) == 12
 
 
-def steps_of(renderer: Renderer, tasks: Sequence[HeldTask], *, num_steps: int, max_staleness: int) -> list[list[list[Rollout]]]:
+def steps_of(renderer: Renderer, tasks: Sequence[BlockingTask], *, num_steps: int, max_staleness: int) -> list[list[list[Rollout]]]:
     """By engine, the rollouts of each step, all engines' together."""
     store, meeting, handed = dist.HashStore(), threading.Barrier(len(tasks)), {}
 
@@ -237,16 +243,16 @@ def steps_of(renderer: Renderer, tasks: Sequence[HeldTask], *, num_steps: int, m
             meeting.wait(60)
             return theirs
 
-        fleet = lasting_fleet(
-            renderer, max_staleness=max_staleness, num_steps=num_steps, share=everyones,
-            gather=lambda mine: [rollout for part in everyones(mine) for rollout in part],
-            seat=EngineRank(index=index, num_engines=len(tasks), max_episodes=99, counter=store),
+        fleet = make_async_manager(
+            renderer, max_staleness=max_staleness, num_steps=num_steps, all_gather=everyones,
+            gather_rollouts=lambda mine: [rollout for part in everyones(mine) for rollout in part],
+            engine_rank=EngineRank(index=index, num_engines=len(tasks), max_episodes=99, counter=store),
         )  # fmt: skip
         fleet.task = tasks[index]
         steps = []
         for step in range(num_steps):
-            tasks[index].held = {} if step == max_staleness else tasks[index].held
-            steps.append(step_of(fleet, step))
+            tasks[index].blocked = {} if step == max_staleness else tasks[index].blocked
+            steps.append(run_step(fleet, step))
         return steps
 
     with ThreadPoolExecutor(len(tasks)) as threads:
@@ -259,9 +265,9 @@ def steps_of(renderer: Renderer, tasks: Sequence[HeldTask], *, num_steps: int, m
 def test_engines_agree_on_what_is_enough(renderer: Renderer, max_staleness: int) -> None:
     """All tools of the second of two engines stand still in the first steps, in which the first plays what it has, and gets more, until
     what the second has is waited for. Every prompt is trained on once, in the same step everywhere."""
-    tasks = [HeldTask(), HeldTask(held={example.id: range(99) for example in EXAMPLES})]
+    tasks = [BlockingTask(), BlockingTask(blocked={example.id: range(99) for example in EXAMPLES})]
     steps, others = steps_of(renderer, tasks, num_steps=6, max_staleness=max_staleness)
-    assert [said(step) for step in steps] == [said(step) for step in others]
+    assert [strip_timings(step) for step in steps] == [strip_timings(step) for step in others]
     trained = Counter(rollout.example_id for step in steps for rollout in step)
     assert trained == Counter(name for name in dealt_names(6) for _ in range(3))
     for number, step in enumerate(steps):
@@ -295,5 +301,5 @@ def test_a_group_is_as_old_as_its_oldest_episode() -> None:
     """By hand: members that began with versions 4, 2 and 3; one that has not begun beside one that has; a group that has not."""
     table = WorkBuffer()
     for (group, sample), version in {(0, 0): 4, (0, 1): 2, (0, 2): 3, (1, 0): None, (1, 1): 5, (2, 0): None}.items():
-        table.conversations[group, sample] = SimpleNamespace(oldest_version=version)
-    assert table.state(engine=0).oldest == {0: 2, 1: 5, 2: None}
+        table.conversations[group, sample] = SimpleNamespace(first_token_version=version)
+    assert table.state(engine=0).oldest_versions == {0: 2, 1: 5, 2: None}

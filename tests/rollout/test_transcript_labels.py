@@ -13,7 +13,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.sft import RenderedDemonstrations
 from megatron_rl.types import Demonstration, MicroBatch
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
 
 SIZE = (56, 56)
 """Of every picture here: 4 tokens."""
@@ -25,7 +25,7 @@ def renderer(random_model: Path) -> Renderer:
 
 
 def batch_of(row: dict, folder: Path, renderer: Renderer, model: Path) -> MicroBatch:
-    path = write(folder / "t.jsonl", [row])
+    path = write_rows(folder / "t.jsonl", [row])
     shown = load_demonstrations(DataSettings(demonstrations=[str(path)]), "transcripts", num=1, seed=0)
     return pack(
         [RenderedDemonstrations(renderer, shown)[0]], image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions
@@ -55,7 +55,7 @@ def turn(text: str) -> str:
 def test_a_masked_reply_is_read_and_not_learned(flag: str, renderer: Renderer, random_model: Path, tmp_path: Path) -> None:
     no, yes = FLAGS[flag]
     row = {
-        "image": png(size=SIZE),
+        "image": make_png(size=SIZE),
         "conversations": [
             {"from": "human", "value": "What is there?"},
             {"from": "gpt", "value": "bad", flag: no},
@@ -138,8 +138,8 @@ def test_a_chat_template_that_does_not_fit_is_named(template: str, told: str, re
 
 def test_a_transcript_is_measured_without_its_pixels_and_refused_where_it_is_too_long(renderer: Renderer, tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "Look: <image>!"}, {"role": "assistant", "content": "It is red."}]
-    rows = [{"images": [{"bytes": png(size=(300, 200))}] * times, "messages": talk * times} for times in (1, 3)]
-    data = DataSettings(demonstrations=[str(write(tmp_path / "t.jsonl", rows))])
+    rows = [{"images": [{"bytes": make_png(size=(300, 200))}] * times, "messages": talk * times} for times in (1, 3)]
+    data = DataSettings(demonstrations=[str(write_rows(tmp_path / "t.jsonl", rows))])
     shown = load_demonstrations(data, "transcripts", num=2, seed=0)
     lengths = sorted(len(renderer.transcript(each.messages).token_ids) for each in shown)
     for micro, engine, is_bad in ((lengths[1], 1, False), (1, lengths[1], False), (lengths[1] - 1, lengths[0], True)):

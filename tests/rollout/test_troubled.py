@@ -16,11 +16,11 @@ from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout
 from megatron_rl.rollout import health
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.health import POLL_S
-from megatron_rl.rollout.server_engine import TRIES, ServerEngine
+from megatron_rl.rollout.server_engine import MAX_ATTEMPTS, ServerEngine
 from megatron_rl.rollout.vllm import server_api as server_module
 from megatron_rl.rollout.vllm.server_api import VllmServer
-from tests.support.hostile_server import hostile
-from tests.support.json_server import address_of, serve, stop
+from tests.support.hostile_server import serve_hostile
+from tests.support.json_server import server_url, start_server, stop_server
 
 PROBE_S, SLACK_S = 1.0, 3.0
 """What a server may take for a word of itself; what a busy machine may add."""
@@ -37,8 +37,8 @@ class Troubled:
         self.asked: list[float] = []
         """When it was asked for tokens by a turn: a look asks for one."""
         self.label, self.ends = "", Event()
-        self.http = serve(self.answer)
-        self.url = address_of(self.http)
+        self.http = start_server(self.answer)
+        self.url = server_url(self.http)
 
     def answer(self, path: str, body: dict) -> tuple[int, object] | None:
         if path == GENERATE and body["sampling_params"]["max_tokens"] > 1:
@@ -65,7 +65,7 @@ class Troubled:
 
     def close(self) -> None:
         self.ends.set()
-        stop(self.http)
+        stop_server(self.http)
 
 
 class Giver:
@@ -74,10 +74,10 @@ class Giver:
     def __init__(self, servers: Mapping[str, Troubled]) -> None:
         self.servers = servers
 
-    def send(self, tensors: object, label: str, *, to: list[str]) -> tuple[list[str], dict[str, str]]:
-        for url in to:
+    def send(self, tensors: object, label: str, *, urls: list[str]) -> tuple[list[str], dict[str, str]]:
+        for url in urls:
             self.servers[url].label = label
-        return list(to), {}
+        return list(urls), {}
 
     def add_server(self, url: str) -> None:
         """It has them."""
@@ -103,8 +103,9 @@ def opened(
     """Return an engine over the servers of these addresses, closed at the end of the stack, with weights of version 0."""
     settings = EngineSettings(mode="server", urls=urls, health_timeout_s=probe_s, request_timeout_s=60.0, outage_timeout_s=patience_s)
     engine = ServerEngine(
-        [VllmServer(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode=str, meet=meet, sender=sender,
-        tell=lambda _: None,
+        [VllmServer(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode_tokens=str, all_gather=meet,
+        sender=sender,
+        log=lambda _: None,
     )  # fmt: skip
     stack.callback(engine.close)
     engine.load_weights(iter(()), version=0)
@@ -139,7 +140,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ServerEng
 @pytest.mark.parametrize("way", ["body by drops", "head by drops", "silent"])
 def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[str], ServerEngine]) -> None:
     """A drop is within every time-out of a read: its turn would wait for ever, and so would an update that has it give up what it has."""
-    with hostile(way) as url:
+    with serve_hostile(way) as url:
         engine, began = alone(url), time.monotonic()
         line = rf"^none of {url} was well for 0.5 s \(engine.outage_timeout_s\); the last failure: {url}: "
         with pytest.raises(InfraTimeout, match=line + "/weight_info: no whole answer within 0.3 s$"):
@@ -150,7 +151,7 @@ def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[s
 
 @pytest.mark.parametrize(("way", "what"), [("packed", r"is compressed \('gzip'\)"), ("endless", r"has more than \d+ bytes")])
 def test_an_answer_without_end_is_not_read(way: str, what: str, alone: Callable[[str], ServerEngine]) -> None:
-    with hostile(way) as url:
+    with serve_hostile(way) as url:
         engine = alone(url)
         with pytest.raises(InfraTimeout, match=rf"the last failure: {url}: /\S+: the answer {what}"):
             engine.run(say(engine))
@@ -159,7 +160,7 @@ def test_an_answer_without_end_is_not_read(way: str, what: str, alone: Callable[
 @pytest.mark.parametrize("status", ["401", "403"])
 def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str], ServerEngine]) -> None:
     """It is not waited for, and the line says what to do."""
-    with hostile(status) as url:
+    with serve_hostile(status) as url:
         engine = alone(url)
         line = rf"^engine.urls={url}: /\S+: {status}, no such key; it does not accept .*; give the file of its token as engine.token_file$"
         with pytest.raises(AccessDenied, match=line):
@@ -167,14 +168,14 @@ def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str]
 
 
 def test_one_that_the_run_started_itself_has_no_token_of_the_users() -> None:
-    with hostile("401") as url:
+    with serve_hostile("401") as url:
         server = VllmServer(url, token="t" * 40, is_own=True)
         with pytest.raises(KeyRefused):
             server.call("/version")
-    assert server.denial.startswith(
+    assert server.access_error.startswith(
         f"engine.urls={url}: /version: 401, no such key; this run started its own (engine.num_local_servers), and "
     )
-    assert "engine.token_file" not in server.denial
+    assert "engine.token_file" not in server.access_error
 
 
 @pytest.mark.parametrize("how", ["500", "garbage", "other"])
@@ -193,11 +194,11 @@ def test_tries_of_one_server_are_apart(how: str, two: list[Troubled], open_engin
     monkeypatch.setattr(server_module, "MIN_BACKOFF_S", 0.1)
     two[0].how[GENERATE] = how
     engine = open_engine(two[:1])
-    engine._servers[0].heard = time.monotonic() + 1000
-    with pytest.raises(InfraError, match=f"{TRIES} tries$"):
+    engine._servers[0].last_sampled_at = time.monotonic() + 1000
+    with pytest.raises(InfraError, match=f"{MAX_ATTEMPTS} tries$"):
         engine.run(say(engine))
     gaps = [after - before for before, after in pairwise(two[0].asked)]
-    assert len(gaps) == TRIES - 1 and all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps)), gaps
+    assert len(gaps) == MAX_ATTEMPTS - 1 and all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps)), gaps
 
 
 def test_one_that_reads_its_weights_is_left_alone(two: list[Troubled], open_engine: Open) -> None:
@@ -206,13 +207,13 @@ def test_one_that_reads_its_weights_is_left_alone(two: list[Troubled], open_engi
     bad = engine._servers[0]
 
     async def main() -> None:
-        bad.is_reading = True
+        bad.is_checksumming = True
         two[0].how |= dict.fromkeys(ALL, "hangs")
         await asyncio.sleep(POLL_S + 2 * PROBE_S)
-        assert bad.is_in
-        bad.is_reading = False
+        assert bad.is_healthy
+        bad.is_checksumming = False
         began = time.monotonic()
-        while bad.is_in:
+        while bad.is_healthy:
             await asyncio.sleep(0.01)
         assert time.monotonic() - began < POLL_S + 2 * PROBE_S + SLACK_S
 
@@ -249,7 +250,7 @@ def test_within_seconds_one_in_trouble_is_out(
         if how == "dead":
             await asyncio.to_thread(two[0].close)
         two[0].how |= dict.fromkeys(paths, how)
-        while bad.is_in:
+        while bad.is_healthy:
             await asyncio.sleep(0.01)
         is_out = time.monotonic()
         completion = await turn
@@ -257,7 +258,7 @@ def test_within_seconds_one_in_trouble_is_out(
 
     out_s, elsewhere_s, completion = engine.run(main())
     assert out_s < within_s + SLACK_S and elsewhere_s < SLACK_S, (out_s, elsewhere_s)
-    assert completion.token_ids == [5, 5, 5] and len(two[1].asked) == 1 and engine._servers[1].is_in
+    assert completion.token_ids == [5, 5, 5] and len(two[1].asked) == 1 and engine._servers[1].is_healthy
 
 
 class CutOff(Troubled):
@@ -285,5 +286,5 @@ def test_what_a_stop_text_cuts_off_leaves_nothing_behind(open_engine: Open) -> N
         completion = engine.run(asyncio.wait_for(turn, 60))
     finally:
         server.close()
-    assert (completion.token_ids, completion.logprobs, completion.versions) == ([5, 6, 7], [-5.0, -6.0, -7.0], [0, 0, 0])
-    assert completion.finish_reason
+    assert (completion.token_ids, completion.logprobs, completion.weight_versions) == ([5, 6, 7], [-5.0, -6.0, -7.0], [0, 0, 0])
+    assert completion.is_stopped

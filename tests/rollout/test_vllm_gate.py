@@ -18,8 +18,8 @@ from fastapi import FastAPI, Request, WebSocket
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
 from megatron_rl.config import EngineSettings
-from megatron_rl.rollout.vllm.http_gate import RPC, TOKEN_FILE
-from megatron_rl.rollout.vllm.server_command import MIDDLEWARE, PROGRAM, server_arguments, server_environment, shell_lines
+from megatron_rl.rollout.vllm.http_gate import ALLOWED_RPC, TOKEN_FILE
+from megatron_rl.rollout.vllm.server_command import MIDDLEWARE, PROGRAM, launch_commands, server_arguments, server_environment
 from megatron_rl.services.address import has_proven_token
 from sandbox.token import bearer_header
 
@@ -106,7 +106,7 @@ def test_each_route_asks_for_the_token(token_file: Path) -> None:
         assert http.options("/pause").status_code == http.head("/health").status_code == 401
         assert server.reached == []
         assert {http.get(path, headers=bearer_header(TOKEN)).status_code for path in ASKED} == {200}
-        assert {http.post(path, json=RPC, headers=bearer_header(TOKEN)).status_code for path in CONTROL} == {200}
+        assert {http.post(path, json=ALLOWED_RPC, headers=bearer_header(TOKEN)).status_code for path in CONTROL} == {200}
         assert [path for path, _ in server.reached] == [*ASKED, *CONTROL]
 
 
@@ -114,7 +114,7 @@ def test_a_web_page_does_nothing(token_file: Path) -> None:
     """Not even one that knows the token; each header of a page is enough to be refused."""
     with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url, headers=bearer_header(TOKEN)) as http:
         for left, code in ((PAGE, 421), ({**PAGE, "Host": "127.0.0.1"}, 403), ({"Content-Type": "text/plain"}, 415)):
-            assert {http.post(path, content=b'{"method": "rl_nature"}', headers=left).status_code for path in CONTROL} == {code}
+            assert {http.post(path, content=b'{"method": "rl_fingerprint"}', headers=left).status_code for path in CONTROL} == {code}
         assert http.get("/version", headers={"Host": "evil.example"}).status_code == 421 and server.reached == []
     with serving(middleware=[]) as server:
         assert httpx.post(f"{server.url}/collective_rpc", content=b"{}", headers=PAGE).status_code == 200, "without the gate"
@@ -123,19 +123,19 @@ def test_a_web_page_does_nothing(token_file: Path) -> None:
 def test_the_worker_has_one_method(token_file: Path) -> None:
     """save_sharded_state writes files, update_environment_variables sets what later programs read."""
     bodies = [
-        {"method": "save_sharded_state", "args": ["/tmp/w", "owned"]}, {"method": "rl_nature", "args": ["x"]},
-        {**RPC, "kwargs": {"a": "b"}}, {}, [], {"method": ["rl_nature"]},
+        {"method": "save_sharded_state", "args": ["/tmp/w", "owned"]}, {"method": "rl_fingerprint", "args": ["x"]},
+        {**ALLOWED_RPC, "kwargs": {"a": "b"}}, {}, [], {"method": ["rl_fingerprint"]},
     ]  # fmt: skip
     with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url, headers=bearer_header(TOKEN)) as http:
         for path in ("/collective_rpc", "/collective_rpc/", "//collective_rpc"):
             assert {http.post(server.url + path, json=body).status_code for body in bodies} == {403}
-        twice = b'{"method": "rl_nature", "method": "save_sharded_state"}'
-        for content in (twice, b"", b"{", b" " * 70_000 + b'{"method": "rl_nature"}', b"\xff"):
+        twice = b'{"method": "rl_fingerprint", "method": "save_sharded_state"}'
+        for content in (twice, b"", b"{", b" " * 70_000 + b'{"method": "rl_fingerprint"}', b"\xff"):
             answer = http.post("/collective_rpc", content=content, headers={"Content-Type": "application/json"})
             assert answer.status_code == 403, content
         assert server.reached == []
-        assert http.post("/collective_rpc", json=RPC).status_code == 200
-        assert [path for path, _ in server.reached] == ["/collective_rpc"] and server.reached[0][1] == b'{"method":"rl_nature"}'
+        assert http.post("/collective_rpc", json=ALLOWED_RPC).status_code == 200
+        assert [path for path, _ in server.reached] == ["/collective_rpc"] and server.reached[0][1] == b'{"method":"rl_fingerprint"}'
 
 
 def test_a_websocket_is_closed(token_file: Path) -> None:
@@ -178,10 +178,10 @@ def test_the_command_has_the_gate_and_fetches_nothing(tmp_path: Path) -> None:
     assert read.allowed_media_domains == ["none.invalid"] and not read.allowed_local_media_path
     assert server_environment(EngineSettings(), token_file="f")[TOKEN_FILE] == str(Path("f").absolute())
     file, urls = str(tmp_path / "a token"), ["http://node2:8000", "http://10.0.0.3:9"]
-    alone = shell_lines("m", EngineSettings(token_file=file), **sizes, cuda=False)
+    alone = launch_commands("m", EngineSettings(token_file=file), **sizes, cuda=False)
     assert alone.endswith(" --seed $RANDOM --host 127.0.0.1 --port 8000") and f"'{TOKEN_FILE}={file}'" in alone
     assert alone.startswith("env -u OPENAI_API_KEY -u VLLM_API_KEY ") and " ".join(PROGRAM) in alone
-    both = shell_lines("m", EngineSettings(mode="server", urls=urls, token_file=file), **sizes, cuda=False).splitlines()
+    both = launch_commands("m", EngineSettings(mode="server", urls=urls, token_file=file), **sizes, cuda=False).splitlines()
     assert [line.partition(" --host ")[2] for line in both] == ["node2 --port 8000", "10.0.0.3 --port 9"]
     with pytest.raises(ValueError, match=r"^engine.token_file=: servers ask for the token in a file; .* > FILE; engine.token_file=FILE$"):
-        shell_lines("m", EngineSettings(), **sizes, cuda=False)
+        launch_commands("m", EngineSettings(), **sizes, cuda=False)

@@ -68,7 +68,7 @@ def names(settings: Settings) -> list[str]:
 
 def write(settings: Settings, successes: list[float | None]) -> None:
     """A checkpoint after every step; None where it was not evaluated."""
-    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests(model={"config.json": "ab12"}))
+    checkpoints = Checkpoints(settings, SlowPolicy(), resume_from=None, inputs=InputDigests(model={"config.json": "ab12"}))
     for step, success in enumerate(successes, start=1):
         checkpoints.begin_step(step)
         metrics = {} if success is None else {"eval/greedy_success": success}
@@ -110,7 +110,7 @@ def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings) 
 def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
     """Not before, and never later than the next one is begun; what it replaces goes last."""
     policy = SlowPolicy()
-    checkpoints = Checkpoints(settings, policy, start=None, inputs=InputDigests())
+    checkpoints = Checkpoints(settings, policy, resume_from=None, inputs=InputDigests())
     for step in (1, 2):
         checkpoints.begin_step(step)
         checkpoints.finish_step(step, history=History(), metrics={})
@@ -124,7 +124,7 @@ def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
 
 def test_in_the_foreground_it_is_there_at_the_end_of_its_step(settings: Settings) -> None:
     settings.checkpoint = CheckpointSettings(every=2, background=False)
-    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests())
+    checkpoints = Checkpoints(settings, SlowPolicy(), resume_from=None, inputs=InputDigests())
     for step in (1, 2, 3):
         checkpoints.begin_step(step)
         checkpoints.finish_step(step, history=History(), metrics={})
@@ -143,7 +143,7 @@ def test_a_clock_writes_checkpoints_too(settings: Settings) -> None:
     """At the end of the first step after 30 s since the last one or the start: steps end at 10, 29, 31, 55, 60, 61 and 200 s."""
     settings.checkpoint = CheckpointSettings(every=5, every_s=30.0, keep_last=9)
     now = 0.0
-    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests(), clock=lambda: now)
+    checkpoints = Checkpoints(settings, SlowPolicy(), resume_from=None, inputs=InputDigests(), clock=lambda: now)
     for step, now in enumerate((10, 29, 31, 55, 60, 61, 200), start=1):  # noqa: B007 (the clock reads it)
         checkpoints.begin_step(step)
         checkpoints.finish_step(step, history=History(), metrics={})
@@ -161,7 +161,7 @@ def test_the_last_step_leaves_a_checkpoint(settings: Settings) -> None:
         settings.checkpoint = CheckpointSettings(every=every, every_s=0.0, save_last=save_last)
         shutil.rmtree(Path(settings.run.dir) / "checkpoints", ignore_errors=True)
         (Path(settings.run.dir) / "checkpoints").mkdir()
-        checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests())
+        checkpoints = Checkpoints(settings, SlowPolicy(), resume_from=None, inputs=InputDigests())
         for step in (1, 2, 3):
             checkpoints.begin_step(step, is_last=step == 3)
             checkpoints.finish_step(step, history=History(), metrics={})
@@ -174,7 +174,7 @@ def test_a_checkpoint_can_be_had_at_once(settings: Settings) -> None:
     """Begun or not, once; none where it is there, and none of step 0."""
     settings.checkpoint = CheckpointSettings(every=2, keep_last=9)
     policy = SlowPolicy()
-    checkpoints = Checkpoints(settings, policy, start=None, inputs=InputDigests())
+    checkpoints = Checkpoints(settings, policy, resume_from=None, inputs=InputDigests())
     checkpoints.save(0, history=History(), metrics={})
     assert policy.saves == []
     for step in (2, 3):  # begun because it was due, and not
@@ -239,7 +239,7 @@ def test_a_checkpoint_is_published_beside_a_damaged_older_one(settings: Settings
     settings.checkpoint = CheckpointSettings(every=1, keep_last=2, keep_best=0)
     write(settings, [0.9])
     (Path(settings.run.dir) / "checkpoints" / "step_00000001" / "run" / "state.json").write_text("{")
-    checkpoints = Checkpoints(settings, SlowPolicy(), start=None, inputs=InputDigests())
+    checkpoints = Checkpoints(settings, SlowPolicy(), resume_from=None, inputs=InputDigests())
     checkpoints.begin_step(2)
     checkpoints.finish_step(2, history=History(), metrics={})
     checkpoints.wait_for_save()
@@ -252,7 +252,7 @@ def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings
         ("recorded", 1, 1, "step_00000001"), ("evaluation", 0, 1, "step_00000001"), ("step", 0, 0, ".step_00000001.partial"),
     ):  # fmt: skip
         changed = replace(settings, run=replace(settings.run, dir=f"{settings.run.dir}/{name}"))
-        checkpoints = Checkpoints(changed, SlowPolicy(), start=None, inputs=InputDigests())
+        checkpoints = Checkpoints(changed, SlowPolicy(), resume_from=None, inputs=InputDigests())
         checkpoints.begin_step(1)
         for _ in range(num_recorded):
             checkpoints.finish_step(1, history=History(), metrics={"eval/greedy_success": 0.75})
@@ -268,7 +268,7 @@ def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings
 def test_an_evaluation_that_was_owed_is_paid_once(settings: Settings) -> None:
     write(settings, [None])
     (newest,) = (Path(settings.run.dir) / "checkpoints").iterdir()
-    Checkpoints(settings, SlowPolicy(), start=newest, inputs=InputDigests()).mark_evaluated(
+    Checkpoints(settings, SlowPolicy(), resume_from=newest, inputs=InputDigests()).mark_evaluated(
         history=History(num_generation_batches=7), metrics={"eval/greedy_success": 0.5}
     )
     _, state = find_checkpoint(settings)

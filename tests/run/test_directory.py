@@ -16,10 +16,10 @@ import yaml
 
 from megatron_rl.config import ListenerSettings, ModelSettings, OptimSettings, RunSettings, Settings, SftSettings, TaskSettings
 from megatron_rl.run.checkpoint_state import CheckpointState, write_state
-from megatron_rl.run.directory import ENDED, LOCK, MUTABLE_KEYS, describe_changes, lock, locked, may_change, read_resume_state
+from megatron_rl.run.directory import ENDED, LOCK, MUTABLE_KEYS, describe_changes, is_mutable_key, lock, locked, read_resume_state
 from megatron_rl.run.status import RunState, read_status
 from megatron_rl.tasks.task_options import AlfworldOptions, LewisSpeakerOptions
-from tests.support.one_process import world_of_one
+from tests.support.single_process_policy import single_process_world
 
 
 def hold(folder: Path) -> None:
@@ -32,7 +32,7 @@ def hold(folder: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def alone() -> Iterator[None]:
-    with world_of_one():
+    with single_process_world():
         yield
 
 
@@ -104,7 +104,7 @@ def test_the_rule(state: str, changes: dict, expected: str, tmp_path: Path) -> N
 
 def outcome(folder: Path, settings: Settings) -> str:
     found = read_resume_state(folder, settings)
-    return REFUSED if found.refusal else FINISHED if found.is_finished else RESUMES if found.newest else BEGINS
+    return REFUSED if found.refusal else FINISHED if found.is_finished else RESUMES if found.newest_checkpoint else BEGINS
 
 
 def test_a_task_without_options_of_its_own_goes_on(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_without_all_of_its_weights_a_run_is_not_finished(gone: str, tmp_path: P
     (final / gone).unlink()
     found, missing = read_resume_state(tmp_path, settings_of(tmp_path)), gone.replace("model.safe", "*.safe")
     newest = tmp_path / "checkpoints" / "step_00000040"
-    assert found.newest == newest and not found.is_finished
+    assert found.newest_checkpoint == newest and not found.is_finished
     assert found.describe_start(tmp_path, newest) == f"resume: {newest}; {final / missing} is missing, the run is not finished"
     newest.rename(newest.with_name("step_00000020"))
     refusal = read_resume_state(tmp_path, settings_of(tmp_path)).refusal
@@ -209,8 +209,8 @@ def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
     for free in MUTABLE_KEYS:
         named = {key for key in keys if (key.startswith(free) if free.endswith(".") else key == free)}
         assert named and free.endswith(".") == (named != {free}), f"{free}: {named}"
-        assert all(may_change(key, old=1, new=2) for key in named), free
-    assert not may_change("optim.lr", old=1, new=2)
+        assert all(is_mutable_key(key, old=1, new=2) for key in named), free
+    assert not is_mutable_key("optim.lr", old=1, new=2)
 
 
 def test_a_game_goes_on_where_its_listeners_and_its_folder_are_now(tmp_path: Path) -> None:

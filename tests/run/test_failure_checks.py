@@ -82,7 +82,7 @@ def test_the_mean_is_over_the_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatc
         "the mean absolute difference of their logprobs of the sampled tokens is 0.0023 (largest 0.5), above the bound 0.001 (of float32)"
     )
     for own in numbers:
-        metrics = reduce_metrics([own], trouble="")
+        metrics = reduce_metrics([own], error="")
         assert metrics[GAP] == pytest.approx(0.92 / 400)
         with pytest.raises(LogprobMismatch, match=re.escape(said)):
             MismatchCheck(settings_of())(metrics)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.conftest import ROOT
-from tests.support import forked
+from tests.support import fork_server
 
 SCRIPT = ROOT / "launch" / "attempt.py"
 CHILD = """
@@ -39,10 +39,10 @@ class Bench:
         (home / "scontrol").write_text(f'#!/bin/sh\n{shown} *) echo "$@" >> {home}/told;; esac\n')
         (home / "scontrol").chmod(0o755)
 
-    def begin(self, code: int, *, listens: bool, flags: tuple[str, ...] = (), job: str = "17") -> forked.Process:
+    def begin(self, code: int, *, listens: bool, flags: tuple[str, ...] = (), job: str = "17") -> fork_server.Process:
         environment = {"PATH": f"{self.home}:{os.environ['PATH']}", "SLURM_JOB_ID": job}
         how = "listens" if listens else "ends"
-        return forked.Process(SCRIPT, *flags, "--", sys.executable, self.home / "child.py", code, how, environment=environment)
+        return fork_server.Process(SCRIPT, *flags, "--", sys.executable, self.home / "child.py", code, how, environment=environment)
 
     def output(self, number: int) -> str:
         path = self.home / "logs" / f"attempt_{number}" / "output.txt"
@@ -108,8 +108,8 @@ def test_a_killed_attempt_leaves_nobody(bench: Bench) -> None:
 def test_outside_of_a_job_nothing_is_requeued(bench: Bench) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"}
     assert environment == dict(os.environ), "these tests run in no job"
-    refused = forked.run(SCRIPT, "--requeue", "--", "true", timeout_s=60)
+    refused = fork_server.run_script(SCRIPT, "--requeue", "--", "true", timeout_s=60)
     told = "error: --requeue: this is no Slurm job; submit it with sbatch, or leave it out\n"
     assert (refused.returncode, refused.stdout) == (1, told)
-    absent = forked.run(SCRIPT, "--", bench.home / "nothing", timeout_s=60)
+    absent = fork_server.run_script(SCRIPT, "--", bench.home / "nothing", timeout_s=60)
     assert absent.returncode == 1 and absent.stdout.startswith("error: [Errno 2] No such file or directory")

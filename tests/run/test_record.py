@@ -21,11 +21,11 @@ from megatron_rl.observe.step_metrics import idle_metrics, merge_update_metrics,
 from megatron_rl.run.failure_checks import check_failures, check_improvement
 from megatron_rl.run.record import History, Run
 from megatron_rl.types import Rollout, Status, StopReason, ToolCall
-from tests.support.episodes import episode
+from tests.support.rollout_factory import make_rollout
 
 
 def rollout(group: int, reward: float | None, sampled: int = 2) -> Rollout:
-    made = episode(group, reward, lengths=(sampled,))
+    made = make_rollout(group, reward, lengths=(sampled,))
     made.reward_terms = {} if reward is None else {"return": reward}
     made.reason = "sandbox down" if reward is None else "goal"
     made.wall_s, made.scoring_s = 9.0 if reward is None else 1.0 + group, 0.5
@@ -34,7 +34,7 @@ def rollout(group: int, reward: float | None, sampled: int = 2) -> Rollout:
 
 def credited(rollouts: list[Rollout], *drop: str) -> list[Rollout]:
     algo = AlgoSettings(norm_adv_by_std=False)
-    apply_filters(rollouts, FilterSettings(drop=list(drop)), num_groups=9, spread=group_std(rollouts, algo), needs_peers=True)
+    apply_filters(rollouts, FilterSettings(drop=list(drop)), num_groups=9, group_std=group_std(rollouts, algo), needs_group=True)
     ALGORITHMS[algo.name].advantage_fn(rollouts, algo)
     return rollouts
 
@@ -73,7 +73,7 @@ def test_a_failed_rollout_is_in_no_mean() -> None:
 
 def test_lengths_by_hand() -> None:
     """Turns of 2 and 5 tokens in one context, and one of 3 in another; one of 4 alone. An observed token stands around each."""
-    one, other = episode(0, 1.0, lengths=(2, 5, 3), contexts=(0, 0, 1)), episode(0, 0.0, lengths=(4,))
+    one, other = make_rollout(0, 1.0, lengths=(2, 5, 3), turn_sequences=(0, 0, 1)), make_rollout(0, 0.0, lengths=(4,))
     assert [len(context.token_ids) for context in (*one.sequences, *other.sequences)] == [11, 5, 6]
     metrics = rollout_metrics([one, other, rollout(0, None, sampled=99)], num_gen_batches=1)
     expected = {"episode_tokens": 7.0, "episode_tokens_max": 10.0, "response_tokens": 3.5, "response_tokens_max": 5.0,
@@ -169,7 +169,7 @@ def test_groups_that_teach_nothing_are_counted_without_those_that_have_nobody_to
 def test_ends_and_tools_are_counted() -> None:
     """Four calls of two episodes, one that raised and one of no tool that exists; the second episode used none to any avail."""
     rollouts = [rollout(0, 1.0), rollout(0, 0.0)]
-    rollouts[0].turns = episode(0, 1.0, lengths=(1, 1, 1)).turns
+    rollouts[0].turns = make_rollout(0, 1.0, lengths=(1, 1, 1)).turns
     rollouts[0].turns[0].tool_call = rollouts[0].turns[2].tool_call = ToolCall(tool="zoom", source="{}")
     rollouts[0].turns[1].tool_call = ToolCall(tool="zoom", source="{}", error="no box")
     rollouts[1].stop_reason, rollouts[1].status = StopReason.MAX_TURNS, Status.TRUNCATED
@@ -212,7 +212,7 @@ def test_a_steps_updates_are_one_line() -> None:
 
 def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) -> None:
     """Two steps in which all are alike, one that teaches, and an example without room that is dealt in each of them."""
-    lost = episode(2, None)
+    lost = make_rollout(2, None)
     lost.example_id, lost.stop_reason, lost.reason = (
         "train/7",
         StopReason.PERMANENT_INFRA_ERROR,
@@ -225,7 +225,7 @@ def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) 
         run = Run(Settings(run=RunSettings(dir=str(tmp_path / folder))), World(0, 1, 0, torch.device("cpu")), num_steps=3)
         run.progress = ProgressDisplay(3, title="rl", stream=(shown := io.StringIO()))
         for step, rollouts in enumerate(steps):
-            run.history.add(step, credited(rollouts), rounds=1)
+            run.history.add(step, credited(rollouts), num_new_batches=1)
             run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, num_gen_batches=1))
             run.record(step, metrics)
         run.finish({})

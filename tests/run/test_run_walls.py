@@ -14,7 +14,7 @@ from megatron_rl.run.directory import ENDED, read_resume_state
 from megatron_rl.run.status import read_status
 from tests.run.test_directory import leave, settings_of
 from tests.support import bombs
-from tests.support.measured import cheap, told
+from tests.support.reader_cost import is_cheap, measure_reads
 
 DEEP = '{"a": ' + "[" * bombs.DEEP + "]" * bombs.DEEP + "}\n"
 READS: dict[str, tuple[str, Callable[[Path], object]]] = {
@@ -47,8 +47,8 @@ def test_settings_that_stand_for_more_text_than_a_memory_holds(tmp_path: Path) -
     """Ten lines of aliases. YAML takes them, and the line that tells what differs would have 10**9 words; the control, a hundredth."""
     path = tmp_path / "config.yaml"
     bombs.yaml_of_aliases(path)
-    _, own, control = told(("settings", path), ("settings", path), ("by yaml", path))  # the first imports what it needs
-    assert cheap(own) and "alias" in own.said
+    _, own, control = measure_reads(("settings", path), ("settings", path), ("by yaml", path))  # the first imports what it needs
+    assert is_cheap(own) and "alias" in own.error
     assert control is None or control.mb > 30
     leave(tmp_path, "steps")
     bombs.yaml_of_aliases(path)
@@ -67,10 +67,10 @@ def test_settings_that_are_none(text: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_line_without_an_end(tmp_path: Path) -> None:
     """A metrics.jsonl of 10 GiB of nothing: read whole, it takes what there is."""
-    bombs.sparse(tmp_path / "metrics.jsonl", 10 << 30)
-    own, control = told(("lines", tmp_path / "metrics.jsonl"), ("by bytes", tmp_path / "metrics.jsonl"))
-    assert "has more than" in own.said and own.mb <= 200
-    assert control is None or "MemoryError" in control.said
+    bombs.write_sparse_file(tmp_path / "metrics.jsonl", 10 << 30)
+    own, control = measure_reads(("lines", tmp_path / "metrics.jsonl"), ("by bytes", tmp_path / "metrics.jsonl"))
+    assert "has more than" in own.error and own.mb <= 200
+    assert control is None or "MemoryError" in control.error
 
 
 @pytest.mark.parametrize(("depth", "is_read"), [(60, True), (70, False)])

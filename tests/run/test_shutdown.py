@@ -15,12 +15,12 @@ from megatron_rl import sft
 from megatron_rl.config import ModelSettings, Settings, SftSettings
 from megatron_rl.errors import GracefulStop
 from megatron_rl.observe.metrics import StepTimer
-from megatron_rl.rollout.manager import PlayFn
+from megatron_rl.rollout.manager import MakeCoroutine
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run.shutdown import SIGNALS, StopSignal
 from megatron_rl.types import Rollout
-from tests.support.one_process import world_of_one
-from tests.support.scripted_fleet import EPISODE, EXAMPLES, fleet_of
+from tests.support.scripted_rollout_manager import EPISODE, EXAMPLES, make_rollout_manager
+from tests.support.single_process_policy import single_process_world
 
 
 def send(*numbers: int) -> None:
@@ -61,7 +61,7 @@ def test_another_thread_hears_no_signals_and_changes_no_handler() -> None:
 
 def test_ranks_agree() -> None:
     """Of two ranks in tests/e2e/test_stop.py."""
-    with world_of_one(), StopSignal(grace_s=9) as stop:
+    with single_process_world(), StopSignal(grace_s=9) as stop:
         stop.check()
         send(signal.SIGUSR1)
         with pytest.raises(GracefulStop):
@@ -85,7 +85,7 @@ def test_a_play_may_take_its_grace(asked: bool, passed_s: float, expected: str |
             closed.append(True)
 
     with StopSignal(grace_s=6, clock=lambda: now) as stop:
-        assert asyncio.run(stop.within_grace(play)) == expected
+        assert asyncio.run(stop.run_with_grace(play)) == expected
     assert closed == [True]
 
 
@@ -106,7 +106,7 @@ def test_the_grace_is_counted_from_the_first_signal(
         return "played"
 
     with StopSignal(grace_s=6, clock=lambda: now) as stop:
-        assert asyncio.run(stop.within_grace(play)) == expected
+        assert asyncio.run(stop.run_with_grace(play)) == expected
 
 
 def test_what_a_play_raises_comes_out() -> None:
@@ -114,7 +114,7 @@ def test_what_a_play_raises_comes_out() -> None:
         raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):
-        asyncio.run(StopSignal(grace_s=6).within_grace(play))
+        asyncio.run(StopSignal(grace_s=6).run_with_grace(play))
 
 
 @pytest.fixture(scope="module")
@@ -122,19 +122,21 @@ def renderer(random_model: Path) -> Renderer:
     return Renderer(ModelSettings(path=str(random_model)))
 
 
-async def give_up(play: PlayFn) -> None:
+async def give_up(play: MakeCoroutine) -> None:
     """As if its grace were over at once."""
 
 
 def test_a_fleet_stops_where_one_engine_gave_up(renderer: Renderer) -> None:
     """All ranks see the same: fewer episodes than were dealt. The gather brings those of another engine, which had the patience."""
-    others: list[Rollout] = fleet_of(renderer).run_examples(EXAMPLES[:2], samples=2, settings=EPISODE)
+    others: list[Rollout] = make_rollout_manager(renderer).run_examples(EXAMPLES[:2], num_samples=2, settings=EPISODE)
     gathers: list[Callable[[list[Rollout] | None], list[Rollout]]] = [lambda mine: mine or [], lambda mine: [*(mine or []), *others[:2]]]
     for gather in gathers:
         with pytest.raises(GracefulStop):
-            fleet_of(renderer, gather=gather, grace=give_up).run_examples(EXAMPLES[:2], samples=2, settings=EPISODE)
-    follower = fleet_of(renderer, gather=lambda mine: [*(mine or []), *others], grace=give_up)
-    assert follower.run_examples(EXAMPLES[:2], samples=2, settings=EPISODE) == others
+            make_rollout_manager(renderer, gather_rollouts=gather, run_with_grace=give_up).run_examples(
+                EXAMPLES[:2], num_samples=2, settings=EPISODE
+            )
+    follower = make_rollout_manager(renderer, gather_rollouts=lambda mine: [*(mine or []), *others], run_with_grace=give_up)
+    assert follower.run_examples(EXAMPLES[:2], num_samples=2, settings=EPISODE) == others
 
 
 @dataclass
@@ -161,10 +163,14 @@ def test_a_warm_start_stops_between_steps(at: int, num_steps: int, monkeypatch: 
         "policy": SimpleNamespace(pack=lambda *_, **__: [], update=say("update"), load_image_patches=None),
         "renderer": None,
         "run": SimpleNamespace(
-            spans=StepTimer(), first_step=0, dump_batches_on_error=lambda *_, **__: StepTimer()("keep"), record=say("record"), history=None
+            step_timer=StepTimer(),
+            first_step=0,
+            dump_batches_on_error=lambda *_, **__: StepTimer()("keep"),
+            record=say("record"),
+            history=None,
         ),
         "checkpoints": SimpleNamespace(restore=say("restore"), begin_step=say("begin"), finish_step=say("saved")),
     }
     with pytest.raises(GracefulStop):
-        sft.train_sft(Settings(sft=SftSettings(splits=["a"], steps=[5], batch_size=1)), **parts, stop=stop)
+        sft.train_sft(Settings(sft=SftSettings(splits=["a"], steps=[5], batch_size=1)), **parts, stop_signal=stop)
     assert stop.log == ["restore", "check", *["update", "begin", "record", "saved", "check"] * num_steps]

@@ -18,9 +18,9 @@ import pytest
 from megatron_rl.distributed import world
 from megatron_rl.distributed.world import connect, read_world
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
+from tests.support import fork_server
 
-WAITING = SUPPORT / "waiting.py"
+WAITING = SUPPORT / "blocked_process.py"
 CASES = {  # how it waits, the signals, and the seconds between them
     "store": ("store", (signal.SIGTERM,), 0.0),
     "collective": ("collective", (signal.SIGTERM,), 0.0),
@@ -37,17 +37,17 @@ def free_port() -> str:
 
 
 @pytest.fixture(scope="module")
-def begun() -> Iterator[dict[str, list[forked.Process]]]:
+def begun() -> Iterator[dict[str, list[fork_server.Process]]]:
     found = {}
     for case, (how, _, _) in CASES.items():
         port, ranks = free_port(), 2 if how == "collective" else 1
-        found[case] = [forked.Process(WAITING, how, port, environment={"RANK": str(rank)}) for rank in range(ranks)]
+        found[case] = [fork_server.Process(WAITING, how, port, environment={"RANK": str(rank)}) for rank in range(ranks)]
     yield found
     for process in (process for each in found.values() for process in each):
         process.kill()
 
 
-def end(case: str, begun: dict[str, list[forked.Process]]) -> tuple[int, list[str], float]:
+def end(case: str, begun: dict[str, list[fork_server.Process]]) -> tuple[int, list[str], float]:
     """Send the signals once it waits: its exit code, what it said, and the seconds from the last signal to the end."""
     process, (_, signals, between_s) = begun[case][0], CASES[case]
     deadline = time.monotonic() + 120
@@ -63,7 +63,7 @@ def end(case: str, begun: dict[str, list[forked.Process]]) -> tuple[int, list[st
     return process.returncode, [line for line in said.splitlines() if line != "waits"], time.monotonic() - began if signals else 0.0
 
 
-def test_who_waits_for_ranks_to_meet_is_ended(begun: dict[str, list[forked.Process]]) -> None:
+def test_who_waits_for_ranks_to_meet_is_ended(begun: dict[str, list[fork_server.Process]]) -> None:
     code, lines, seconds = end("store", begun)
     assert code == os.EX_TEMPFAIL and seconds < 15
     assert len(lines) == 1 and re.fullmatch(
@@ -71,20 +71,20 @@ def test_who_waits_for_ranks_to_meet_is_ended(begun: dict[str, list[forked.Proce
     ), lines
 
 
-def test_who_waits_in_a_collective_is_ended_after_the_grace(begun: dict[str, list[forked.Process]]) -> None:
+def test_who_waits_in_a_collective_is_ended_after_the_grace(begun: dict[str, list[fork_server.Process]]) -> None:
     code, lines, seconds = end("collective", begun)
     assert code == os.EX_TEMPFAIL and 1.0 < seconds < 15
     assert len(lines) == 1 and re.fullmatch(r"error: SIGTERM: still at .* after \d s; the same command goes on .*", lines[0]), lines
 
 
 @pytest.mark.parametrize("case", ["interrupted twice", "asked again"])
-def test_a_second_signal_ends_it_at_once(case: str, begun: dict[str, list[forked.Process]]) -> None:
+def test_a_second_signal_ends_it_at_once(case: str, begun: dict[str, list[fork_server.Process]]) -> None:
     code, lines, seconds = end(case, begun)
     assert code == 128 + signal.SIGINT and seconds < 15
     assert len(lines) == 1 and lines[0].startswith("error: interrupted at "), lines
 
 
-def test_signals_of_a_forked_process_are_its_own(begun: dict[str, list[forked.Process]]) -> None:
+def test_signals_of_a_forked_process_are_its_own(begun: dict[str, list[fork_server.Process]]) -> None:
     assert end("forked", begun)[:2] == (0, ["well False"])
 
 

@@ -12,9 +12,9 @@ import yaml
 
 from megatron_rl.run.directory import ENDED, LOCK, lock, locked
 from megatron_rl.run.process import LATEST, LOGS, ManagedProcess, open_output
-from megatron_rl.run.status import RunState, is_held, read_status
+from megatron_rl.run.status import RunState, is_locked, read_status
 from tests.run.test_directory import leave, settings_of
-from tests.support.one_process import world_of_one
+from tests.support.single_process_policy import single_process_world
 
 STEPS = "".join(json.dumps({"step": step, "reward/mean": 0.5, "time/total": 1800.0}) + "\n" for step in range(3))
 
@@ -81,7 +81,7 @@ def test_numbers_are_those_of_the_steps(tmp_path: Path) -> None:
         STEPS + '{"step": 40, "eval/greedy_success": "NaN", "eval/greedy_episodes": 30, "time/total": 1}\n'
     )
     seen = read_status(tmp_path)
-    assert (seen.step, seen.num_steps, seen.hours) == (40, 40, pytest.approx((3 * 1800 + 1) / 3600))
+    assert (seen.step, seen.num_steps, seen.train_hours) == (40, 40, pytest.approx((3 * 1800 + 1) / 3600))
     assert seen.evaluation["greedy_episodes"] == 30 and seen.settings["optim.lr_by_module.vision"] == 0.5
     (tmp_path / "metrics.jsonl").write_text(STEPS + '{"step": 3, "rew')
     assert (read_status(tmp_path).step, read_status(tmp_path).evaluation) == (3, {})
@@ -99,9 +99,9 @@ def test_who_holds_it_runs(tmp_path: Path) -> None:
     kept = lock(tmp_path)
     in_another_process(lambda folder: _require(read_status(folder).state is RunState.RUNNING), tmp_path)
     kept.close()
-    in_another_process(lambda folder: _require(not is_held(folder / LOCK) and read_status(folder).state is RunState.FINISHED), tmp_path)
+    in_another_process(lambda folder: _require(not is_locked(folder / LOCK) and read_status(folder).state is RunState.FINISHED), tmp_path)
     attempt = ManagedProcess(["sleep", "60"], output=open_output(tmp_path / LOGS))
-    in_another_process(lambda folder: _require(is_held(folder / LATEST) and read_status(folder).state is RunState.RUNNING), tmp_path)
+    in_another_process(lambda folder: _require(is_locked(folder / LATEST) and read_status(folder).state is RunState.RUNNING), tmp_path)
     attempt.forward_signal(10)
     assert attempt.wait() == os.EX_TEMPFAIL
     in_another_process(lambda folder: _require(read_status(folder).state is RunState.FINISHED), tmp_path)
@@ -129,7 +129,7 @@ def test_a_life_leaves_its_word(tmp_path: Path) -> None:
         return json.loads((folder / ENDED).read_text()) if (folder / ENDED).exists() else None
 
     folder = tmp_path / "run"
-    with world_of_one():
+    with single_process_world():
         with pytest.raises(ValueError, match="no model"):
             live(folder, error=ValueError("no model"))
         assert not folder.exists()

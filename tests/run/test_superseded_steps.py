@@ -17,7 +17,7 @@ from megatron_rl.run.checkpoints import list_checkpoints
 from megatron_rl.run.directory import locked
 from megatron_rl.run.superseded_steps import supersede_records
 from tests.observe.test_recorder import picture, rollout
-from tests.support.untimed import untimed
+from tests.support.comparable_metrics import drop_timings
 from tests.test_training_loop_scripted import live, settings_of
 
 RESULTS, MODELS = ("eval.json", "prompts.jsonl"), ("final", "adapter")
@@ -138,7 +138,7 @@ def test_a_finished_run_is_made_longer_behind_its_last_step(random_model: Path, 
     with locked(settings) as finished:
         policy = live(settings)
     assert not finished.is_finished and policy.told == ["load step_00000004", "update 4", "update 5"]
-    lines, expected = ([untimed(line) for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole"))
+    lines, expected = ([drop_timings(line) for line in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("run", "whole"))
     assert [line["step"] for line in lines] == list(range(6))
     assert lines[3].pop("eval/greedy_success") == 0.5 and lines == expected
     assert json.loads((tmp_path / "run" / "superseded" / "step_00000004" / "eval.json").read_text()) == {"greedy_success": 0.5}

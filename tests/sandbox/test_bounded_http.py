@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sandbox.bounded_http import BoundedClient, BoundedResponse, NoResponse, send_request
-from tests.support.hostile_server import hostile
-from tests.support.json_server import address_of, serve, stop
+from tests.support.hostile_server import serve_hostile
+from tests.support.json_server import server_url, start_server, stop_server
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S, SLACK_S = 0.4, 20.0
@@ -40,7 +40,7 @@ Ask = Callable[..., BoundedResponse]
 @FORMS
 @pytest.mark.parametrize("way", ["body by drops", "head by drops", "silent"])
 def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
-    with hostile(way) as url:
+    with serve_hostile(way) as url:
         began = time.monotonic()
         with pytest.raises(NoResponse, match=r"^no whole answer within 0.4 s$"):
             ask(url)
@@ -58,7 +58,7 @@ def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
     ],
 )
 def test_an_answer_that_is_too_long_or_compressed_is_not_read(way: str, line: str, ask: Ask) -> None:
-    with hostile(way) as url:
+    with serve_hostile(way) as url:
         ask_once = lambda: ask(url, timeout_s=SLACK_S)  # noqa: E731
         with pytest.raises(NoResponse) as first:  # what is imported and cached once is no part of the memory below
             ask_once()
@@ -80,14 +80,14 @@ def test_no_redirect_is_followed_and_no_proxy_of_the_environment_asked(ask: Ask,
         asked.append(path)
         return 200, {"from": "elsewhere"}
 
-    other = serve(answer)
+    other = start_server(answer)
     for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
-        monkeypatch.setenv(name, address_of(other))
+        monkeypatch.setenv(name, server_url(other))
     try:
-        with hostile("redirect", elsewhere=address_of(other)) as url:
+        with serve_hostile("redirect", redirect_url=server_url(other)) as url:
             got = ask(url, timeout_s=SLACK_S)
     finally:
-        stop(other)
+        stop_server(other)
     assert (got.status, got.is_success, asked) == (302, False, [])
 
 
@@ -134,10 +134,10 @@ def test_a_token_goes_with_each_request() -> None:
 
 def test_a_token_that_a_server_repeats_is_in_no_error() -> None:
     """What is no HTTP at all is quoted."""
-    with hostile("echo") as url, pytest.raises(NoResponse, match=r"^RemoteProtocolError: .*\*\*\*") as error:
+    with serve_hostile("echo") as url, pytest.raises(NoResponse, match=r"^RemoteProtocolError: .*\*\*\*") as error:
         send_request("GET", url, token="a-word-of-letters", timeout_s=SLACK_S, max_bytes=100)
     assert "a-word-of-letters" not in str(error.value)
-    with hostile("401") as url:
+    with serve_hostile("401") as url:
         answer = send_request("GET", url, token="such", timeout_s=SLACK_S, max_bytes=100)
     assert (answer.text, answer.content) == ("no *** key", b"no such key") and "'such'" not in repr(answer)
 

@@ -10,7 +10,7 @@ import pytest
 from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, AccessRules
 from sandbox.http import NO_DOC_PAGES
 from sandbox.server import create_app
-from tests.support.sandbox_lines import StillPool, answer_of, serving
+from tests.support.fake_sandbox_server import FakePool, read_answer, serve_sandbox
 
 TOKEN = "a-word-of-thirty-two-characters!"
 HERE = socket.gethostname()
@@ -69,35 +69,35 @@ def test_what_a_web_page_can_send_is_refused(method: str, headers: list[tuple[st
 def test_a_page_of_a_stranger_does_nothing_at_a_real_server() -> None:
     """Finding 6, over a socket: as httpx sends it, and with the same request as our client sends it beside it."""
     page = {"Host": "evil.example", "Origin": "http://evil.example", "Content-Type": "text/plain"}
-    with serving() as server:
+    with serve_sandbox() as server:
         for left_out, code in (((), 421), (("Host",), 403), (("Host", "Origin"), 415)):
             headers = {name: value for name, value in page.items() if name not in left_out}
             answer = httpx.post(f"{server.url}/boxes", content=b"{}", headers=headers)
             assert (answer.status_code, server.pool.num_open) == (code, 0)
         assert httpx.post(f"{server.url}/boxes", json={}).status_code == 201 and server.pool.num_open == 1
         assert [httpx.get(f"{server.url}{page}").status_code for page in ("/docs", "/redoc", "/openapi.json")] == [404] * 3
-    assert create_app(StillPool()).docs_url is None and NO_DOC_PAGES["openapi_url"] is None
+    assert create_app(FakePool()).docs_url is None and NO_DOC_PAGES["openapi_url"] is None
 
 
 def test_a_server_proves_that_it_knows_the_token() -> None:
     """Without being sent it; by a digest made here with the standard library, of the challenge and of the server's own port."""
     challenge = "0123456789abcdef" * 2
-    with serving(token=TOKEN) as server:
+    with serve_sandbox(token=TOKEN) as server:
         answer = httpx.get(f"{server.url}/health", headers={CHALLENGE_HEADER: challenge})
         expected = hmac.new(TOKEN.encode(), f"{challenge} {server.port}".encode(), hashlib.sha256).hexdigest()
         assert (answer.status_code, answer.headers[PROOF_HEADER]) == (401, expected)
         for odd in ("", "0", "x" * 32, challenge * 9, challenge + "\xff"):
             assert PROOF_HEADER not in httpx.get(f"{server.url}/health", headers={CHALLENGE_HEADER: odd.encode("latin-1")}).headers
-    with serving() as server:
+    with serve_sandbox() as server:
         assert PROOF_HEADER not in httpx.get(f"{server.url}/health", headers={CHALLENGE_HEADER: challenge}).headers
 
 
 def test_bytes_that_are_no_request_are_answered_once() -> None:
     """With what their header was refused for and with 400 it would be twice: uvicorn wrote a traceback into the log."""
     head = b"POST /boxes HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with serving() as server:
+    with serve_sandbox() as server:
         for _ in range(5):
             with server.connect() as line:
                 line.sendall(head + b"no length\r\n")
-                assert answer_of(line).startswith(b"HTTP/1.1 400")
+                assert read_answer(line).startswith(b"HTTP/1.1 400")
         assert httpx.get(f"{server.url}/health").status_code == 200 and server.log == []

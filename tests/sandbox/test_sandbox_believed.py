@@ -20,8 +20,8 @@ from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
 from sandbox.images import encode_png
 from sandbox.messages import decode_base64, encode_result, max_response_bytes, max_response_chars
-from tests.support.hostile_server import hostile
-from tests.support.sandbox_lines import believed
+from tests.support.fake_sandbox_server import parse_results
+from tests.support.hostile_server import serve_hostile
 
 PROMISED = {"call_timeout_s": 1.0, "open_timeout_s": 1.0}
 
@@ -75,14 +75,14 @@ def test_what_no_server_of_ours_sends_is_not_believed(lie: str) -> None:
     """Finding 16: the client took 20 pictures, 50 MB of text and a TIFF of 169 megapixels."""
     assert isinstance(taken_before(LIES[lie]), CallResult), "without the wall"
     with pytest.raises(ValueError, match=r"."):
-        believed(LIES[lie])
-    assert believed(wired(*[GOOD] * 5)).images[4].to_pil().size == (28, 28)
+        parse_results(LIES[lie])
+    assert parse_results(wired(*[GOOD] * 5)).images[4].to_pil().size == (28, 28)
 
 
 def test_pictures_have_a_total_over_the_life_of_a_box() -> None:
-    assert believed(wired(GOOD), limits=BoxLimits(images_total=3), calls=3)
+    assert parse_results(wired(GOOD), limits=BoxLimits(images_total=3), calls=3)
     with pytest.raises(ValueError, match="only 3 images are returned in total"):
-        believed(wired(GOOD), limits=BoxLimits(images_total=3), calls=4)
+        parse_results(wired(GOOD), limits=BoxLimits(images_total=3), calls=4)
 
 
 def test_a_picture_is_opened_as_a_png_or_not_at_all() -> None:
@@ -105,7 +105,7 @@ def test_the_largest_result_that_a_box_may_have_is_believed() -> None:
         async with lying(httpx.Response(200, content=sent)) as pool, await pool.open() as box:
             return await box.run("1")
 
-    assert asyncio.run(work()) == believed(data)
+    assert asyncio.run(work()) == parse_results(data)
     assert len(sent) < max_response_bytes(limits)
     assert sum(sent.count(mark) for mark in (b",", b"[", b"{")) < max_response_chars(limits)
 
@@ -185,7 +185,7 @@ def test_an_answer_by_drops_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatc
         await client.close()
         return time.monotonic() - began
 
-    with hostile("body by drops") as url:
+    with serve_hostile("body by drops") as url:
         assert 1.4 < asyncio.run(work(url)) < 20
 
 
@@ -201,7 +201,10 @@ def test_a_server_that_asks_for_another_token_is_no_outage(status: str) -> None:
         async with lying(httpx.Response(int(status), json={"detail": "no"})) as pool, await pool.open() as box:
             await box.run("1")
 
-    with hostile(status) as url, pytest.raises(SandboxAccessDenied, match=rf"^{url}: answers {status} \(no such key\): .*--token-file$"):
+    with (
+        serve_hostile(status) as url,
+        pytest.raises(SandboxAccessDenied, match=rf"^{url}: answers {status} \(no such key\): .*--token-file$"),
+    ):
         asyncio.run(start(url))
     with pytest.raises(SandboxAccessDenied, match=rf"^http://sandbox: answers {status} "):
         asyncio.run(call())

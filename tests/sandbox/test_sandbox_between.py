@@ -10,28 +10,28 @@ from pathlib import Path
 import pytest
 
 from sandbox import mounts
-from tests.support.sandbox_room import Room, started
+from tests.support.sandbox_pool import PoolRunner, start_pool
 
 SHARED = os.path.realpath(os.__file__)
 """A file that the host and every box read."""
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    yield from started(size=2)
+def room() -> Iterator[PoolRunner]:
+    yield from start_pool(size=2)
 
 
-def answers(room: Room, *lines: str) -> list[str]:
+def answers(room: PoolRunner, *lines: str) -> list[str]:
     """What each line of code is in one box: its value, or the name of its errno."""
     code = "import ctypes, errno, fcntl, os, socket, struct\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     for line in lines:
         code += f"try: print({line})\nexcept OSError as error: print(errno.errorcode[error.errno])\n"
-    (result,) = room.run(code)
+    (result,) = room.run_codes(code)
     assert result.error is None, result.error
     return result.text.splitlines()
 
 
-def test_nobody_locks_what_all_read(room: Room):
+def test_nobody_locks_what_all_read(room: PoolRunner):
     """Reproduces finding 15 of the attack of 2026-11-21, with the locks that it did not try: records, leases."""
     fd = f"os.open({SHARED!r}, os.O_RDONLY)"
     lock = "struct.pack('hhxxxxqqixxxx', fcntl.F_RDLCK, 0, 0, 0, 0)"
@@ -48,14 +48,14 @@ def test_nobody_locks_what_all_read(room: Room):
         assert answers(room, f"fcntl.flock({fd}, fcntl.LOCK_EX | fcntl.LOCK_NB)") == ["ENOSYS"]  # not EAGAIN: who asks learns nothing
 
 
-def test_nobody_watches_what_all_read(room: Room):
+def test_nobody_watches_what_all_read(room: PoolRunner):
     folder = f"os.open({os.path.dirname(SHARED)!r}, os.O_RDONLY)"
     calls = {"inotify_init": 253, "inotify_init1": 294, "fanotify_init": 300, "mincore": 27, "sched_setaffinity": 203, "sysinfo": 99}
     refused = answers(room, f"fcntl.fcntl({folder}, 1026, 1)", *(f"libc.syscall({n}, 0, 0, 0), ctypes.get_errno()" for n in calls.values()))
     assert refused == ["EPERM"] + ["-1 1"] * len(calls)
 
 
-def test_what_is_told_of_the_host(room: Room):
+def test_what_is_told_of_the_host(room: PoolRunner):
     name, peer, pidfd, kind, filtered = answers(
         room,
         "[os.uname().nodename, socket.gethostname()]",
@@ -68,8 +68,8 @@ def test_what_is_told_of_the_host(room: Room):
     assert (peer, pidfd, kind, filtered) == ("EPERM", "EPERM", "True", "EPERM")
 
 
-def test_libraries_live_without_them(room: Room):
-    (result,) = room.run(
+def test_libraries_live_without_them(room: PoolRunner):
+    (result,) = room.run_codes(
         "import asyncio, multiprocessing, sqlite3, subprocess\n"
         "with multiprocessing.Pool(2) as workers: print(workers.map(abs, [-1, 2]))\n"
         "queue = multiprocessing.Queue(); queue.put(3); print(queue.get())\n"
@@ -98,7 +98,7 @@ def test_a_link_hides_nothing_from_that(tmp_path: Path, monkeypatch: pytest.Monk
     assert mounts.find_exposing_path(str(tmp_path / "project" / "run")) == str(tmp_path / "system")
 
 
-def test_every_box_reads_what_that_says(room: Room):
+def test_every_box_reads_what_that_says(room: PoolRunner):
     """Against the box itself: of these folders it sees what lies below a system path, and nothing else."""
     folders = [os.path.dirname(SHARED), "/usr/lib", "/var", "/home", "/proc", "/sys", str(Path(__file__).parent)]
     (seen,) = answers(room, f"[path for path in {folders!r} if os.path.isdir(path)]")

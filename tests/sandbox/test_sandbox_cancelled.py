@@ -11,7 +11,7 @@ import pytest
 from sandbox import SandboxPool
 from sandbox.keeper import ExitStatus, Interpreter, ZygoteManager
 from sandbox.server import create_app
-from tests.support.sandbox_room import Room, started
+from tests.support.sandbox_pool import PoolRunner, start_pool
 
 RUN_CODE = {
     "type": "http",
@@ -27,8 +27,8 @@ RUN_CODE = {
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    yield from started(size=1)
+def room() -> Iterator[PoolRunner]:
+    yield from start_pool(size=1)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def usable(pool: SandboxPool) -> bool:
         return pool.num_open == 1 and (await box.run("print(1)")).text == "1\n"
 
 
-def test_a_cancelled_close_still_frees_the_place(room: Room, ending: asyncio.Event):
+def test_a_cancelled_close_still_frees_the_place(room: PoolRunner, ending: asyncio.Event):
     async def calls() -> bool:
         box = await room.pool.open()
         closing = asyncio.create_task(box.close())
@@ -65,10 +65,10 @@ def test_a_cancelled_close_still_frees_the_place(room: Room, ending: asyncio.Eve
         assert room.pool.num_open == 0
         return await usable(room.pool)
 
-    assert room.do(calls())
+    assert room.run_coroutine(calls())
 
 
-def test_a_client_that_is_gone_when_its_code_ends_takes_no_place(room: Room, ending: asyncio.Event):
+def test_a_client_that_is_gone_when_its_code_ends_takes_no_place(room: PoolRunner, ending: asyncio.Event):
     said: list[dict[str, Any]] = []
 
     async def calls() -> bool:
@@ -87,11 +87,11 @@ def test_a_client_that_is_gone_when_its_code_ends_takes_no_place(room: Room, end
         await create_app(room.pool)(dict(RUN_CODE), receive, send)
         return await usable(room.pool)
 
-    assert room.do(calls())
+    assert room.run_coroutine(calls())
     assert said[0]["status"] == 499, "which nobody hears"
 
 
-def test_an_open_cancelled_in_the_tick_its_process_is_ready_loses_no_process(room: Room):
+def test_an_open_cancelled_in_the_tick_its_process_is_ready_loses_no_process(room: PoolRunner):
     def processes() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
 
@@ -111,5 +111,5 @@ def test_an_open_cancelled_in_the_tick_its_process_is_ready_loses_no_process(roo
         await asyncio.gather(*room.pool._spare_interpreters.values())
         return before, processes()
 
-    before, after = room.do(calls())
+    before, after = room.run_coroutine(calls())
     assert len(after) == len(before)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.conftest import ROOT
-from tests.support.sandbox_room import Room, started
+from tests.support.sandbox_pool import PoolRunner, start_pool
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
 
@@ -19,7 +19,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become som
 @pytest.fixture(scope="module", autouse=True)
 def room():
     """Skips the module where the host offers no isolation."""
-    yield from started(size=1)
+    yield from start_pool(size=1)
 
 
 def call(*command: object, prefix: tuple[object, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -100,7 +100,7 @@ def test_a_host_without_room_is_refused_and_none_is_by_request_only(tmp_path: Pa
 
 
 @AS_ROOT
-def test_a_user_without_privilege_gets_a_room(room: Room):
+def test_a_user_without_privilege_gets_a_room(room: PoolRunner):
     done = call(ROOT / "tests/support/unprivileged.py", sys.executable, ROOT / "tests/support/sandbox_calls.py")
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)

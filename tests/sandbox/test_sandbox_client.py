@@ -24,7 +24,7 @@ from sandbox.client import CONNECT_TIMEOUT_S, SandboxClient
 from sandbox.fusion_client import FusionSandbox
 from sandbox.images import encode_png
 from sandbox.messages import encode_result
-from tests.support.sandbox_lines import believed
+from tests.support.fake_sandbox_server import parse_results
 
 HEALTH = {"limits": {"call_timeout_s": 1.0, "open_timeout_s": 1.0}}
 PIXELS = encode_png(Image.new("RGB", (40, 30), (9, 8, 7)))
@@ -47,14 +47,14 @@ def test_a_result_survives_the_wire() -> None:
         usage=CallUsage(wall_s=0.5, cpu_s=0.25, memory=7),
         state_lost=True,
     )
-    assert believed(json.loads(json.dumps(encode_result(result)))) == result
+    assert parse_results(json.loads(json.dumps(encode_result(result)))) == result
 
 
 @pytest.mark.parametrize("change", [{"fault": "nobody"}, {"images": [{"png": "%"}]}, {"id": "x y"}, {"usage": 3}])
 def test_a_result_that_is_none_is_refused(change: dict[str, Any]) -> None:
     data = encode_result(CallResult(id=1))
     with pytest.raises(ValueError, match=r"."):
-        believed(data | change)
+        parse_results(data | change)
 
 
 @pytest.mark.parametrize(

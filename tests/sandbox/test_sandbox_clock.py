@@ -15,7 +15,7 @@ from sandbox import BoxLimits, CallResult, Fault, SandboxPool, clock
 from sandbox.clock import BoxTimer, ProcessSnapshot, runnable_fraction
 from sandbox.layers import choose_layers, detect_layers
 from sandbox.processes import kill_process_tree
-from tests.support.sandbox_room import started
+from tests.support.sandbox_pool import start_pool
 
 S = 1_000_000_000
 NUM_BOXES = 32
@@ -197,10 +197,10 @@ def test_no_verdict_of_32_honest_boxes_changes_under_load_and_a_held_up_loop():
         return [*done, *endless]
 
     burners = [multiprocessing.get_context("spawn").Process(target=burn, daemon=True) for _ in range(4)]
-    for room in started(BoxLimits(call_timeout_s=1.0), size=NUM_BOXES):
+    for room in start_pool(BoxLimits(call_timeout_s=1.0), size=NUM_BOXES):
         for burner in burners:
             burner.start()
-        results = room.do(calls(room.pool))
+        results = room.run_coroutine(calls(room.pool))
         for burner in burners:
             burner.kill()
     assert [(result.fault, result.text) for result in results[:NUM_BOXES]] == [(Fault.NONE, f"{k}\n") for k in range(NUM_BOXES)]

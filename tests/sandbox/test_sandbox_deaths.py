@@ -10,14 +10,14 @@ import pytest
 
 from sandbox import BoxLimits, Fault, frames
 from sandbox.box import Box
-from tests.support.sandbox_room import Room, started
+from tests.support.sandbox_pool import PoolRunner, start_pool
 
 LIMITS = BoxLimits(call_timeout_s=1.0, memory=192 << 20, disk=8 << 20, file=4 << 20)
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    yield from started(LIMITS, size=2)
+def room() -> Iterator[PoolRunner]:
+    yield from start_pool(LIMITS, size=2)
 
 
 async def killed(box: Box) -> None:
@@ -27,7 +27,7 @@ async def killed(box: Box) -> None:
     await asyncio.wait_for(asyncio.shield(ended), 10)
 
 
-def test_the_hosts_trouble_is_the_hosts_fault(room: Room):
+def test_the_hosts_trouble_is_the_hosts_fault(room: PoolRunner):
     async def calls():
         async with await room.pool.open() as box, await room.pool.open() as other:
             await box.run("import time")
@@ -41,14 +41,14 @@ def test_the_hosts_trouble_is_the_hosts_fault(room: Room):
             room.pool._zygote._process.kill()
             return [first, await again, await other.run("print(0)"), await other.run("print(1)"), await box.run("print(2)")]
 
-    results = room.do(calls())
+    results = room.run_coroutine(calls())
     assert [result.fault for result in results] == [Fault.HOST] * 3 + [Fault.NONE] * 2
     assert "somebody on the host killed the box" in results[0].error.message
     assert all("zygote died" in result.error.message for result in results[1:3])
     assert [(result.text, result.state_lost) for result in results[3:]] == [("1\n", True), ("2\n", True)]  # a new zygote
 
 
-def test_a_kill_by_the_host_between_two_calls_is_told_by_the_next_one(room: Room):
+def test_a_kill_by_the_host_between_two_calls_is_told_by_the_next_one(room: PoolRunner):
     """Run on a fresh interpreter it would be a NameError, and scored."""
 
     async def calls():
@@ -57,14 +57,14 @@ def test_a_kill_by_the_host_between_two_calls_is_told_by_the_next_one(room: Room
             await killed(box)
             return [await box.run("print(x)"), await box.run("print('x' in dir())"), await box.run("print(3)")]
 
-    told, fresh, later = room.do(calls())
+    told, fresh, later = room.run_coroutine(calls())
     assert (told.fault, told.text) == (Fault.HOST, ""), told
     assert "somebody on the host killed the box" in told.error.message
     assert (fresh.fault, fresh.text, fresh.state_lost) == (Fault.NONE, "False\n", True)
     assert (later.text, later.state_lost) == ("3\n", False)
 
 
-def test_an_end_by_the_codes_own_hand_between_two_calls_costs_it_its_state(room: Room):
+def test_an_end_by_the_codes_own_hand_between_two_calls_costs_it_its_state(room: PoolRunner):
     leave = "import os, threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), os._exit(3))).start()"
 
     async def calls():
@@ -73,12 +73,12 @@ def test_an_end_by_the_codes_own_hand_between_two_calls_costs_it_its_state(room:
             await asyncio.wait_for(asyncio.shield(box.interpreter.exit_future), 10)
             return await box.run("print('os' in dir())")
 
-    result = room.do(calls())
+    result = room.run_coroutine(calls())
     assert (result.fault, result.text, result.state_lost) == (Fault.NONE, "False\n", True), result
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "meanwhile"])
-def test_a_fetch_leaves_it_to_the_next_call_to_tell(room: Room, before: bool):
+def test_a_fetch_leaves_it_to_the_next_call_to_tell(room: PoolRunner, before: bool):
     async def calls():
         async with await room.pool.open(files={"a": b"input"}) as box:
             await box.run("open('a', 'w').write('written')")
@@ -93,11 +93,11 @@ def test_a_fetch_leaves_it_to_the_next_call_to_tell(room: Room, before: bool):
                 found = await fetching
             return found, await box.run("print(1)"), await box.run("print(2)")
 
-    found, told, after = room.do(calls())
+    found, told, after = room.run_coroutine(calls())
     assert (found, told.fault, after.text, after.state_lost) == ({}, Fault.HOST, "2\n", True), (told, after)
 
 
-def test_to_read_an_answer_is_not_the_boxes_time(room: Room, monkeypatch: pytest.MonkeyPatch):
+def test_to_read_an_answer_is_not_the_boxes_time(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
     """A thread of ours that comes late, by twice the limit."""
     parse = frames._parse_json
 
@@ -111,16 +111,16 @@ def test_to_read_an_answer_is_not_the_boxes_time(room: Room, monkeypatch: pytest
             monkeypatch.setattr(frames, "_parse_json", late)
             return await box.run("open('a', 'w').write('a'); print(1)"), await box.fetch_files(["a"])
 
-    result, found = room.do(calls())
+    result, found = room.run_coroutine(calls())
     assert (result.fault, result.text, found) == (Fault.NONE, "1\n", {"a": b"a"}), result
 
 
-def test_a_fetch_that_the_host_holds_up_is_its_fault(room: Room):
+def test_a_fetch_that_the_host_holds_up_is_its_fault(room: PoolRunner):
     async def calls():
         async with await room.pool.open() as box:
             os.kill(box.interpreter.pid, signal.SIGSTOP)
             return await box.fetch_files(["a"]), await box.run("print(1)"), await box.run("print(2)")
 
-    found, told, after = room.do(calls())
+    found, told, after = room.run_coroutine(calls())
     assert (found, told.fault, after.text, after.state_lost) == ({}, Fault.HOST, "2\n", True), (told, after)
     assert "stopped from outside" in told.error.message

@@ -17,7 +17,7 @@ import pytest
 
 from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, keeper
 from sandbox.layers import choose_layers, detect_layers
-from tests.support.sandbox_room import Room, started
+from tests.support.sandbox_pool import PoolRunner, start_pool
 
 LIMITS = BoxLimits(call_timeout_s=1.0, memory=192 << 20, disk=8 << 20, file=4 << 20)
 ASK_KERNEL = """
@@ -36,8 +36,8 @@ FORGED = {"error": None, "limit": None, "dropped": [], "files": {}, "cpu_s": 0.0
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    yield from started(LIMITS, size=4)
+def room() -> Iterator[PoolRunner]:
+    yield from start_pool(LIMITS, size=4)
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
@@ -70,7 +70,7 @@ async def longest_gap(work: Awaitable[Any]) -> tuple[Any, float]:
 
 
 @pytest.mark.parametrize("num", [5, 300], ids=["as many as a call may return", "more"])
-def test_a_reply_full_of_bombs_holds_nobody_else_up(room: Room, num: int):
+def test_a_reply_full_of_bombs_holds_nobody_else_up(room: PoolRunner, num: int):
     """300 took ten seconds of the loop; five, which are inflated, take a thread 0.2 s."""
     flood = (
         f"{CHANNEL}reply = {FORGED!r} | {{'id': 1, 'sources': ['show'] * {num}}}\nchannel.sendall(frames.pack_frame(reply, [png] * {num}))"
@@ -83,7 +83,7 @@ def test_a_reply_full_of_bombs_holds_nobody_else_up(room: Room, num: int):
             flooding = flood.replace("'id': 1", "'id': 2")
             return await longest_gap(asyncio.gather(hostile.run(flooding), honest.run("time.sleep(0.5); print('answer')")))
 
-    (hostile, honest), gap = room.do(calls())
+    (hostile, honest), gap = room.run_coroutine(calls())
     assert (honest.fault, honest.text) == (Fault.NONE, "answer\n"), honest
     assert gap < 0.1
     if num > LIMITS.images:
@@ -107,8 +107,10 @@ def test_a_reply_full_of_bombs_holds_nobody_else_up(room: Room, num: int):
     ],
     ids=["setrlimit", "prlimit", "RLIMIT_RTTIME", "core dumps", "SIGKILL as from the kernel", "SIGSTOP as from the kernel", "by pidfd"],
 )
-def test_code_cannot_end_itself_as_only_the_host_can(room: Room, code: str):
-    result, after = room.run(ASK_KERNEL + code + "\nwhile True: pass", "print('lives', resource.getrlimit(resource.RLIMIT_CPU)[1] > 1)")
+def test_code_cannot_end_itself_as_only_the_host_can(room: PoolRunner, code: str):
+    result, after = room.run_codes(
+        ASK_KERNEL + code + "\nwhile True: pass", "print('lives', resource.getrlimit(resource.RLIMIT_CPU)[1] > 1)"
+    )
     assert result.fault is Fault.CODE, result
     assert result.error.type in ("ValueError", "PermissionError"), result
     assert result.text in ("", "Operation not permitted\n")
@@ -132,8 +134,8 @@ def test_code_cannot_end_itself_as_only_the_host_can(room: Room, code: str):
     ],
     ids=["stack", "address space", "data", "stack overflow", "file size", "timer", "F_SETSIG", "first thread leaves", "kill"],
 )
-def test_whatever_else_kills_from_the_kernel_is_the_codes_fault(room: Room, code: str):
-    (result,) = room.run(ASK_KERNEL + "import fcntl, signal, sys, threading, time\n" + code)
+def test_whatever_else_kills_from_the_kernel_is_the_codes_fault(room: PoolRunner, code: str):
+    (result,) = room.run_codes(ASK_KERNEL + "import fcntl, signal, sys, threading, time\n" + code)
     assert result.fault is Fault.CODE, result
 
 
@@ -153,7 +155,7 @@ def test_a_limit_of_processor_time_of_its_own_is_seen_without_seccomp_too():
     assert by_host.fault is Fault.HOST, by_host
 
 
-def test_a_held_up_loop_is_no_limit_of_the_codes(room: Room):
+def test_a_held_up_loop_is_no_limit_of_the_codes(room: PoolRunner):
     """The pool's own loop stands still for twice the limit, once or in every look: what the box had done by then counts."""
 
     async def calls(*stalls: float) -> CallResult:
@@ -166,17 +168,17 @@ def test_a_held_up_loop_is_no_limit_of_the_codes(room: Room):
             return await call
 
     for stalls in ((2.0,), (0.3, 0.3, 0.3, 0.3, 0.3)):
-        result = room.do(calls(*stalls))
+        result = room.run_coroutine(calls(*stalls))
         assert (result.fault, result.text) == (Fault.NONE, "answer\n"), result
 
 
-def test_a_process_with_no_name_in_unicode_has_a_clock_too(room: Room):
+def test_a_process_with_no_name_in_unicode_has_a_clock_too(room: PoolRunner):
     rename = "import ctypes\nctypes.CDLL(None).prctl(15, b')\\xff\\xfe) T 1', 0, 0, 0)\n"
-    (result,) = room.run(rename + "while True: pass")
+    (result,) = room.run_codes(rename + "while True: pass")
     assert (result.fault, result.limit) == (Fault.CODE, "time")
 
 
-def test_an_endless_call_is_the_codes_fault_after_a_stall_too(room: Room):
+def test_an_endless_call_is_the_codes_fault_after_a_stall_too(room: PoolRunner):
     async def calls() -> CallResult:
         async with await room.pool.open() as box:
             call = asyncio.create_task(box.run("while True: pass"))
@@ -184,11 +186,11 @@ def test_an_endless_call_is_the_codes_fault_after_a_stall_too(room: Room):
             time.sleep(1.5)
             return await call
 
-    result = room.do(calls())
+    result = room.run_coroutine(calls())
     assert (result.fault, result.limit) == (Fault.CODE, "time")
 
 
-def test_a_stopped_box_is_the_hosts_fault_and_one_that_goes_on_is_nobodys(room: Room):
+def test_a_stopped_box_is_the_hosts_fault_and_one_that_goes_on_is_nobodys(room: PoolRunner):
     async def calls(*, stopped_s: float | None) -> list[CallResult]:
         async with await room.pool.open() as box:
             await box.run("import time")
@@ -200,15 +202,15 @@ def test_a_stopped_box_is_the_hosts_fault_and_one_that_goes_on_is_nobodys(room: 
                 os.kill(box.interpreter.pid, signal.SIGCONT)
             return [await call, await box.run("print(1)")]
 
-    went_on, _ = room.do(calls(stopped_s=2.0))
+    went_on, _ = room.run_coroutine(calls(stopped_s=2.0))
     assert (went_on.fault, went_on.text) == (Fault.NONE, "answer\n"), went_on
-    stopped, after = room.do(calls(stopped_s=None))
+    stopped, after = room.run_coroutine(calls(stopped_s=None))
     assert stopped.fault is Fault.HOST
     assert "stopped from outside" in stopped.error.message
     assert (after.text, after.state_lost) == ("1\n", True)
 
 
-def test_opening_is_not_late_by_our_stall(room: Room):
+def test_opening_is_not_late_by_our_stall(room: PoolRunner):
     async def opened() -> str:
         async with SandboxPool(size=1, limits=replace(LIMITS, open_timeout_s=1.0)) as pool:
             opening = asyncio.create_task(pool.open(preload="import time; time.sleep(0.3)"))
@@ -219,10 +221,10 @@ def test_opening_is_not_late_by_our_stall(room: Room):
             async with await opening as box:
                 return (await box.run("print('open')")).text
 
-    assert room.do(opened()) == "open\n"
+    assert room.run_coroutine(opened()) == "open\n"
 
 
-def test_a_kill_by_the_host_after_the_codes_own_used_up_memory(room: Room):
+def test_a_kill_by_the_host_after_the_codes_own_used_up_memory(room: PoolRunner):
     """The children of the first call are killed for want of memory; in the second call the host kills the box."""
     if not room.pool.layers.cgroup:
         pytest.skip("no control group on this host")
@@ -239,12 +241,12 @@ def test_a_kill_by_the_host_after_the_codes_own_used_up_memory(room: Room):
             os.kill(box.interpreter.pid, signal.SIGKILL)
             return [first, await call]
 
-    first, second = room.do(calls())
+    first, second = room.run_coroutine(calls())
     assert (first.fault, first.text) == (Fault.NONE, "True\n"), first
     assert second.fault is Fault.HOST, second
 
 
-def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: Room):
+def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: PoolRunner):
     """The channel ends before the zygote says so: that is not the code that closed it."""
 
     async def calls() -> CallResult:
@@ -258,11 +260,11 @@ def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: Room):
             zygote.send_signal(signal.SIGCONT)
             return await call
 
-    result = room.do(calls())
+    result = room.run_coroutine(calls())
     assert result.fault is Fault.HOST, result
 
 
-def test_a_stopped_zygote_is_given_up(room: Room, monkeypatch: pytest.MonkeyPatch):
+def test_a_stopped_zygote_is_given_up(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
     """Openings do not wait for it for ever, and what it cannot kill dies with it; the next opening has a new one."""
     monkeypatch.setattr(keeper, "ZYGOTE_REPLY_TIMEOUT_S", 1.5)
 
@@ -286,7 +288,7 @@ def test_a_stopped_zygote_is_given_up(room: Room, monkeypatch: pytest.MonkeyPatc
             text = (await box.run("print('new')")).text
             return failed, endless, [zygote.poll() is not None for zygote in (first, second)], text
 
-    failed, endless, dead, text = room.do(asyncio.wait_for(calls(), 120))
+    failed, endless, dead, text = room.run_coroutine(asyncio.wait_for(calls(), 120))
     assert all(isinstance(one, SandboxError) for one in failed), failed
     assert (endless.fault, endless.limit, dead, text) == (Fault.CODE, "time", [True, True], "new\n")
 
@@ -306,7 +308,7 @@ asyncio.run(work())
 """
 
 
-def test_a_stopped_zygote_does_not_outlive_its_pool(room: Room):
+def test_a_stopped_zygote_does_not_outlive_its_pool(room: PoolRunner):
     """Nor do its boxes."""
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     zygote, box = (psutil.Process(int(number)) for number in owner.stdout.readline().split())
@@ -316,7 +318,7 @@ def test_a_stopped_zygote_does_not_outlive_its_pool(room: Room):
     assert not psutil.wait_procs([zygote, box], timeout=10)[1]
 
 
-def test_output_cannot_be_sealed(room: Room, monkeypatch: pytest.MonkeyPatch):
+def test_output_cannot_be_sealed(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
     """Where vm.memfd_noexec is set every memfd may be sealed by whoever holds it; here it is asked for."""
     make = os.memfd_create
     monkeypatch.setattr(os, "memfd_create", lambda name, flags: make(name, flags | os.MFD_ALLOW_SEALING))

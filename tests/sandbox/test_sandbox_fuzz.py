@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from sandbox import BoxLimits
 from sandbox.connections import ConnectionRegistry
 from sandbox.server import create_app
-from tests.support.sandbox_lines import StillPool, answer_of, request, serving
+from tests.support.fake_sandbox_server import FakePool, build_request, read_answer, serve_sandbox
 
-POOL = StillPool(BoxLimits(call_timeout_s=0.05, input_bytes=1 << 16), size=200)
+POOL = FakePool(BoxLimits(call_timeout_s=0.05, input_bytes=1 << 16), size=200)
 APP = create_app(POOL)
 ROUTES = [(verb.upper(), path) for path, verbs in APP.openapi()["paths"].items() for verb in verbs]
 TEXT = st.text(max_size=20) | st.sampled_from(["", "image_0", "../a", "a/b", "\0", "\ud800", "python", "iVBORw0KGgo=", "raise x", "1000"])
@@ -108,14 +108,17 @@ def test_the_fuzzer_finds_what_was_there() -> None:
 
 
 LINES = (
-    request("/health", verb="GET"), request("/boxes", {}), request("/boxes", {"preload": "x"}, more="Expect: 100-continue\r\n"),
-    request("/run_code", {"code": "1", "language": "python"}), request("/boxes/x/calls", {"call": "a", "code": "1"}),
-    request("/boxes/x", verb="DELETE"), request("/health/", verb="GET", more="Host: [\r\n"), request("//x:y@[/%00%ff", verb="OPTIONS"),
-    request("*", verb="OPTIONS"), request("http://[::1/boxes", {}), request("/boxes", {}, more="Transfer-Encoding: chunked\r\n"),
+    build_request("/health", method="GET"), build_request("/boxes", {}), build_request("/boxes", {"preload": "x"},
+    headers="Expect: 100-continue\r\n"),
+    build_request("/run_code", {"code": "1", "language": "python"}), build_request("/boxes/x/calls", {"call": "a", "code": "1"}),
+    build_request("/boxes/x", method="DELETE"), build_request("/health/", method="GET", headers="Host: [\r\n"),
+    build_request("//x:y@[/%00%ff", method="OPTIONS"),
+    build_request("*", method="OPTIONS"), build_request("http://[::1/boxes", {}), build_request("/boxes", {},
+    headers="Transfer-Encoding: chunked\r\n"),
     b"POST /boxes HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nX: y\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    request("/boxes", {}, more="Content-Encoding: gzip\r\nContent-Type: a\r\n"),
-    request("/health", verb="GET", more="Upgrade: h2c\r\nConnection: upgrade\r\n"),
+    build_request("/boxes", {}, headers="Content-Encoding: gzip\r\nContent-Type: a\r\n"),
+    build_request("/health", method="GET", headers="Upgrade: h2c\r\nConnection: upgrade\r\n"),
 )  # fmt: skip
 PIECES = (
     b"\r\n",
@@ -146,7 +149,7 @@ def statuses(answer: bytes) -> list[int]:
 
 def test_bytes_of_any_kind_get_an_answer_or_none() -> None:
     chance, seen = random.Random(0), set()
-    with serving(line=ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0), pool=StillPool(size=200)) as server:
+    with serve_sandbox(connections=ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0), pool=FakePool(size=200)) as server:
         for _ in range(9):
             with ExitStack() as opened:
                 lines = [opened.enter_context(server.connect()) for _ in range(100)]
@@ -154,7 +157,7 @@ def test_bytes_of_any_kind_get_an_answer_or_none() -> None:
                     with suppress(OSError):  # what was sent before was cut already
                         line.sendall(mutated(chance.choice(LINES), chance))
                 for line in lines:
-                    seen |= set(statuses(answer_of(line)))
+                    seen |= set(statuses(read_answer(line)))
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert server.log == []
     assert {200, 201, 400, 404, 422} <= seen

@@ -21,14 +21,14 @@ from sandbox import BoxLimits
 from sandbox.messages import OpenRequest
 from sandbox.server import create_app
 from sandbox.token import is_reachable_remotely, read_token
-from tests.support.sandbox_lines import StillPool, answer_of, request, serving
+from tests.support.fake_sandbox_server import FakePool, build_request, read_answer, serve_sandbox
 
 JSON = {"Content-Type": "application/json"}
 TOKEN = "a-word-of-thirty-two-characters!"
 TIGHT = BoxLimits(input_bytes=1 << 20, code=1 << 16)
 
 
-def talk(pool: StillPool, *talks: Callable[[httpx.AsyncClient], Any], **options: Any) -> list[httpx.Response]:
+def talk(pool: FakePool, *talks: Callable[[httpx.AsyncClient], Any], **options: Any) -> list[httpx.Response]:
     """The answers of the application itself, one after the other; what it raises comes out."""
 
     async def work() -> list[httpx.Response]:
@@ -80,7 +80,7 @@ def test_junk_keys_hold_up_nobody() -> None:
 
         return asyncio.run(work())
 
-    before, now = cost(as_before()), cost(create_app(StillPool()))
+    before, now = cost(as_before()), cost(create_app(FakePool()))
     assert before[1] > 3 << 20 and now[1] < 1000
     assert now[0] < before[0] / 4, (before, now)
 
@@ -88,7 +88,7 @@ def test_junk_keys_hold_up_nobody() -> None:
 def test_many_marks_are_refused_unread() -> None:
     """A million values in a large body are no box's inputs: they are counted, not read. The text of one call may be of commas only."""
     limits = BoxLimits(input_bytes=16 << 20, code=1 << 20)
-    app_of = StillPool(limits)
+    app_of = FakePool(limits)
     box = json.loads(talk(app_of, posted("/boxes", {}))[0].content)["box"]
     assert len(box) == 32
     for body in (b"[" + b"1," * 1_200_000 + b"1]", b'{"images":' + b"[[]]," * 400_000):
@@ -117,7 +117,7 @@ def test_each_route_takes_bodies_of_its_own_size(path: str, most: int) -> None:
         for start in range(0, size, 1 << 20):
             yield b" " * min(1 << 20, size - start)
 
-    pool = StillPool(TIGHT)
+    pool = FakePool(TIGHT)
     statuses = [
         answer.status_code
         for answer in talk(
@@ -137,7 +137,7 @@ def test_any_code_that_is_allowed_gets_through_the_gate() -> None:
         name = (await http.post("/boxes", json={})).json()["box"]
         return await http.post(f"/boxes/{name}/calls", json={"call": "a", "code": "\U0001f600" * TIGHT.code})
 
-    (answer,) = talk(StillPool(TIGHT), widest)
+    (answer,) = talk(FakePool(TIGHT), widest)
     assert answer.json()["text"] == "\U0001f600" * 100
 
 
@@ -146,11 +146,11 @@ def test_large_bodies_have_a_total_and_small_ones_pass_beside_them() -> None:
     body = 8 << 20
 
     def statuses(limits: BoxLimits, *, refused: int) -> tuple[list[bytes], int]:
-        with serving(pool=StillPool(limits)) as server, ExitStack() as lines:
+        with serve_sandbox(pool=FakePool(limits)) as server, ExitStack() as lines:
             stalled = [lines.enter_context(server.connect()) for _ in range(6)]
             for line in stalled:
                 with suppress(ConnectionError):  # refused, and closed, while it is sent
-                    line.sendall(request("/boxes", b" " * (body - 1), length=body))
+                    line.sendall(build_request("/boxes", b" " * (body - 1), length=body))
             until = time.monotonic() + 10
             while len(ended := select.select(stalled, [], [], 0.5)[0]) < refused and time.monotonic() < until:
                 pass
@@ -169,7 +169,7 @@ def test_large_bodies_have_a_total_and_small_ones_pass_beside_them() -> None:
 
 def test_a_time_out_without_measure_is_the_servers_own() -> None:
     """Finding 20: 1000 s were slept under call_timeout_s=10."""
-    pool = StillPool(BoxLimits(call_timeout_s=2.0))
+    pool = FakePool(BoxLimits(call_timeout_s=2.0))
 
     async def calls(http: httpx.AsyncClient) -> httpx.Response:
         name = (await http.post("/boxes", json={})).json()["box"]
@@ -186,7 +186,7 @@ def test_a_time_out_without_measure_is_the_servers_own() -> None:
 
     (last,) = talk(pool, calls)
     assert last.status_code == 422
-    assert pool.asked == [2.0, 2.0, 0.5, 2.0, 2.0, 0.25]
+    assert pool.timeouts == [2.0, 2.0, 0.5, 2.0, 2.0, 0.25]
 
 
 HALF = b'"\\ud800"'
@@ -203,14 +203,14 @@ HALF = b'"\\ud800"'
 )  # fmt: skip
 def test_half_a_surrogate_pair_is_a_mistake_anywhere(path: str, body: bytes) -> None:
     """Finding 22: 500 in names and in stdin."""
-    (answer,) = talk(StillPool(), posted(path, body % HALF))
+    (answer,) = talk(FakePool(), posted(path, body % HALF))
     assert answer.status_code == 422
     assert len(answer.content) < 1000
 
 
 def test_half_characters_of_a_box_and_endless_words_are_told_in_short() -> None:
     """Probes of our own: a preload's exception that is no Unicode, a language of a megabyte."""
-    pool = StillPool()
+    pool = FakePool()
     half, long, other = talk(
         pool, posted("/boxes", {"preload": "raise \\ud800"}), posted("/boxes", {"files": {"x" * 1_000_000 + "/..": ""}}),
         posted("/run_code", {"code": "", "language": "c" * 1_000_000}),
@@ -232,24 +232,24 @@ def test_one_box_takes_few_requests_at_once_and_its_calls_have_an_end(monkeypatc
             assert (await http.post(box, json={"call": f"{number}", "code": ""})).status_code == 200
         return await http.post(box, json={"call": "30", "code": ""})
 
-    (last,) = talk(StillPool(), calls)
+    (last,) = talk(FakePool(), calls)
     assert (last.status_code, last.json()["detail"]) == (409, "a box takes 12 calls: open another")
 
 
 def test_who_does_not_say_the_token_hears_nothing() -> None:
     """Finding 14. On every route, those of the documentation too, and before the body is read."""
-    with serving(token=TOKEN) as server:
+    with serve_sandbox(token=TOKEN) as server:
         for path in ("/health", "/metrics", "/openapi.json", "/docs", "/boxes/x/calls", "/nowhere"):
             for said in ({}, {"Authorization": TOKEN}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": "Bearer"}):
                 answer = httpx.request("POST" if "boxes" in path else "GET", server.url + path, headers=said)
                 assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
         with server.connect() as line:
-            line.sendall(request("/boxes", b"{", length=1000))
-            assert answer_of(line).startswith(b"HTTP/1.1 401")
+            line.sendall(build_request("/boxes", b"{", length=1000))
+            assert read_answer(line).startswith(b"HTTP/1.1 401")
         said = {"Authorization": f"Bearer {TOKEN}"}
         assert httpx.get(f"{server.url}/health", headers=said).json()["status"] == "ok"
         assert httpx.post(f"{server.url}/boxes", json={}, headers=said).status_code == 201
-    with serving() as server:
+    with serve_sandbox() as server:
         assert httpx.get(f"{server.url}/health").status_code == 200, "without the wall"
 
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from sandbox import BoxClosed, BoxLimits, Fault, Layers, PoolFull, SandboxPool
-from tests.support.sandbox_room import Room, left_behind, started
+from tests.support.sandbox_pool import PoolRunner, snapshot_host, start_pool
 
 LIMITS = BoxLimits(
     call_timeout_s=1.0, open_timeout_s=3.0, memory=256 << 20, processes=12, disk=8 << 20, inodes=64, file=4 << 20, code=100_000, cpu_s=2
@@ -23,8 +23,8 @@ LIMITS = BoxLimits(
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    yield from started(LIMITS, size=2)
+def room() -> Iterator[PoolRunner]:
+    yield from start_pool(LIMITS, size=2)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def room() -> Iterator[Room]:
     ],
     ids=["loop", "sleep", "ignores signals", "system call", "shared memory"],
 )
-def test_a_kill_is_the_codes_fault_keeps_what_was_printed_and_loses_the_state(room: Room, code: str, limit: str, message: str):
-    results = room.run("x = 1; open('a', 'w').close()", code, "import os; print('x' in dir(), os.listdir('.'))", "print('y')")
+def test_a_kill_is_the_codes_fault_keeps_what_was_printed_and_loses_the_state(room: PoolRunner, code: str, limit: str, message: str):
+    results = room.run_codes("x = 1; open('a', 'w').close()", code, "import os; print('x' in dir(), os.listdir('.'))", "print('y')")
     killed, fresh, later = results[1:]
     assert killed.fault is Fault.CODE
     assert re.fullmatch(limit, killed.limit)
@@ -75,13 +75,13 @@ def test_a_kill_is_the_codes_fault_keeps_what_was_printed_and_loses_the_state(ro
     ],
     ids=["memory at once", "memory by and by", "one file", "files", "inodes", "output", "processes", "threads"],
 )
-def test_a_limit_that_can_be_an_exception_is_one_and_the_state_stays(room: Room, code: str, limit: str):
-    results = room.run("x = 1", code, "print(x)")
+def test_a_limit_that_can_be_an_exception_is_one_and_the_state_stays(room: PoolRunner, code: str, limit: str):
+    results = room.run_codes("x = 1", code, "print(x)")
     assert (results[1].fault, results[1].limit) == (Fault.CODE, limit), results[1]
     assert (results[2].text, results[2].state_lost) == ("1\n", False), results[2]
 
 
-def test_processor_time_is_bounded_in_total(room: Room):
+def test_processor_time_is_bounded_in_total(room: PoolRunner):
     async def calls():
         async with await room.pool.open() as box:
             return [
@@ -89,7 +89,7 @@ def test_processor_time_is_bounded_in_total(room: Room):
                 for _ in range(4)
             ]
 
-    results = room.do(calls())
+    results = room.run_coroutine(calls())
     assert [result.limit for result in results[:2]] == [None] * 2
     assert "cpu" in [result.limit for result in results[2:]], results
 
@@ -106,28 +106,28 @@ def test_processor_time_is_bounded_in_total(room: Room):
     ],
     ids=["exit", "segfault", "abort", "closes all", "nonsense", "long frame"],
 )
-def test_a_box_that_breaks_itself_is_at_fault_and_replaced(room: Room, code: str):
-    broken, after = room.run(code, "print('fine')")
+def test_a_box_that_breaks_itself_is_at_fault_and_replaced(room: PoolRunner, code: str):
+    broken, after = room.run_codes(code, "print('fine')")
     assert (broken.fault, broken.limit) == (Fault.CODE, None), broken
     assert broken.error.type in ("InterpreterDied", "InterpreterBroken")
     assert (after.text, after.state_lost) == ("fine\n", True)
 
 
-def test_a_forged_reply_is_never_the_next_calls_answer(room: Room):
+def test_a_forged_reply_is_never_the_next_calls_answer(room: PoolRunner):
     forge = (
         "import gc, socket, sys\nframes = sys.modules['sandbox.frames']\n"
         "s = next(o for o in gc.get_objects() if isinstance(o, socket.socket))\n"
         "reply = {'id': 1, 'error': None, 'limit': None, 'sources': [], 'dropped': [], 'files': {}, 'cpu_s': 0.0, 'memory': 1}\n"
         "s.sendall(frames.pack_frame(reply))"
     )
-    forged, next_, after = room.run(forge, "print(2)", "print(3)")
+    forged, next_, after = room.run_codes(forge, "print(2)", "print(3)")
     assert forged.fault is Fault.NONE
     assert (next_.fault, next_.error.type) == (Fault.CODE, "InterpreterBroken")  # the true reply to the first call came late
     assert (after.text, after.state_lost) == ("3\n", True)
 
 
-def test_source_that_is_too_long_is_not_sent(room: Room):
-    long, after = room.run("#" * 10_000_000, "print(1)")
+def test_source_that_is_too_long_is_not_sent(room: PoolRunner):
+    long, after = room.run_codes("#" * 10_000_000, "print(1)")
     assert (long.fault, long.limit, long.error.type) == (Fault.CODE, "code", "CodeTooLong")
     assert (after.text, after.state_lost) == ("1\n", False)
 
@@ -155,15 +155,15 @@ def bomb(side: int) -> bytes:
     ],
     ids=["bomb", "huge bomb", "truncated", "damaged", "preload raises", "preload hangs", "preload exits"],
 )
-def test_a_box_that_cannot_be_opened_says_why_and_takes_no_place(room: Room, inputs: dict[str, Any], word: str):
+def test_a_box_that_cannot_be_opened_says_why_and_takes_no_place(room: PoolRunner, inputs: dict[str, Any], word: str):
     for _ in range(1 if word == "open_timeout_s" else 2):
         with pytest.raises(ValueError, match=word):
-            room.do(room.pool.open(**inputs))
+            room.run_coroutine(room.pool.open(**inputs))
     assert room.pool.num_open == 0
-    assert room.run("print(1)")[0].text == "1\n"
+    assert room.run_codes("print(1)")[0].text == "1\n"
 
 
-def test_a_full_pool_waits_or_says_so(room: Room):
+def test_a_full_pool_waits_or_says_so(room: PoolRunner):
     async def calls():
         boxes = [await room.pool.open() for _ in range(2)]
         with pytest.raises(PoolFull, match="all 2 boxes"):
@@ -180,11 +180,11 @@ def test_a_full_pool_waits_or_says_so(room: Room):
             await late.run("print(1)")
         await late.close()
 
-    room.do(calls())
+    room.run_coroutine(calls())
     assert room.pool.num_open == 0
 
 
-def test_a_cancelled_call_is_killed_and_others_go_on(room: Room):
+def test_a_cancelled_call_is_killed_and_others_go_on(room: PoolRunner):
     async def calls():
         async with await room.pool.open() as box, await room.pool.open() as other:
             call = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
@@ -197,20 +197,20 @@ def test_a_cancelled_call_is_killed_and_others_go_on(room: Room):
             result = await box.run("print(1)")
             return result.text, result.state_lost, (await other.run("print(2)")).text
 
-    assert room.do(calls()) == ("1\n", True, "2\n")
+    assert room.run_coroutine(calls()) == ("1\n", True, "2\n")
 
 
-def test_calls_of_one_box_come_one_after_the_other(room: Room):
+def test_calls_of_one_box_come_one_after_the_other(room: PoolRunner):
     async def calls():
         async with await room.pool.open() as box:
             return await asyncio.gather(*(box.run(f"import time; time.sleep(0.01); print({k})") for k in range(8)))
 
-    results = room.do(calls())
+    results = room.run_coroutine(calls())
     assert [result.text for result in results] == [f"{k}\n" for k in range(8)]
     assert [result.id for result in results] == list(range(1, 9))
 
 
-def test_closing_a_box_ends_its_call(room: Room):
+def test_closing_a_box_ends_its_call(room: PoolRunner):
     async def calls():
         box = await room.pool.open()
         call = asyncio.create_task(box.run("import time; time.sleep(30)", timeout_s=60))
@@ -219,11 +219,11 @@ def test_closing_a_box_ends_its_call(room: Room):
         with pytest.raises(BoxClosed):
             await call
 
-    room.do(calls())
+    room.run_coroutine(calls())
     assert room.pool.num_open == 0
 
 
-def test_a_pool_leaves_nothing(room: Room, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_pool_leaves_nothing(room: PoolRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Also of boxes that were killed, closed in a call, and left open."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -244,13 +244,13 @@ def test_a_pool_leaves_nothing(room: Room, monkeypatch: pytest.MonkeyPatch, tmp_
     async def settled():
         await asyncio.gather(*room.pool._spare_interpreters.values())
 
-    room.do(settled())
-    before = left_behind()
-    room.do(calls())
-    assert left_behind() == before
+    room.run_coroutine(settled())
+    before = snapshot_host()
+    room.run_coroutine(calls())
+    assert snapshot_host() == before
 
 
-def test_none_is_only_none_when_told(room: Room, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_none_is_only_none_when_told(room: PoolRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Without any layer a time-out still kills everything that came from the call, sessions of their own included."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -263,13 +263,13 @@ def test_none_is_only_none_when_told(room: Room, monkeypatch: pytest.MonkeyPatch
             )
             return result, await box.run("print(open('a').read())")
 
-    before = left_behind()
-    killed, after = room.do(calls())
+    before = snapshot_host()
+    killed, after = room.run_coroutine(calls())
     assert (killed.limit, after.text, after.state_lost) == ("time", "a\n", True)
     assert not os.path.exists(killed.text.strip())
     time.sleep(0.05)
     assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "4321"]]
-    assert left_behind() == before
+    assert snapshot_host() == before
 
 
 @pytest.mark.parametrize("layer", ["read_only_root", "private_tmp"])

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from sandbox.connections import ConnectionRegistry, LogRateLimiter
-from tests.support.sandbox_lines import Serving, answer_of, request, serving
+from tests.support.fake_sandbox_server import RunningServer, build_request, read_answer, serve_sandbox
 
 QUICK = ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0, response_timeout_s=1.0)
 OPEN = ConnectionRegistry(
@@ -41,7 +41,7 @@ def is_cut(line: socket, *, within_s: float) -> bool:
 
 
 def test_an_honest_request_is_answered_under_the_tightest_limits() -> None:
-    with serving(line=fresh(QUICK)) as server, closing(HTTPConnection("127.0.0.1", server.port, timeout=20)) as line:
+    with serve_sandbox(connections=fresh(QUICK)) as server, closing(HTTPConnection("127.0.0.1", server.port, timeout=20)) as line:
         for _ in range(3):  # one connection, kept
             line.request("GET", "/health")
             assert b'"status":"ok"' in line.getresponse().read()
@@ -50,13 +50,13 @@ def test_an_honest_request_is_answered_under_the_tightest_limits() -> None:
 
 @pytest.mark.parametrize(
     ("sent", "dripped"),
-    [(b"", b""), (b"GET /health HT", b""), (b"GET /health HTTP/1.1\r\nX: ", b"a"), (request("/boxes", length=100), b" ")],
+    [(b"", b""), (b"GET /health HT", b""), (b"GET /health HTTP/1.1\r\nX: ", b"a"), (build_request("/boxes", length=100), b" ")],
     ids=["nothing", "half a header", "a header by drops", "a body by drops"],
 )
 def test_who_stalls_is_cut_off(sent: bytes, dripped: bytes) -> None:
     """Finding 8 and 21: nothing was ever cut off. Drops do not begin the time anew."""
 
-    def stalls(server: Serving) -> bool:
+    def stalls(server: RunningServer) -> bool:
         with server.connect() as line:
             line.sendall(sent)
             for _ in range(15):
@@ -68,39 +68,39 @@ def test_who_stalls_is_cut_off(sent: bytes, dripped: bytes) -> None:
                     return False
             return not is_cut(line, within_s=3.0)
 
-    with serving(line=fresh(OPEN)) as server:
+    with serve_sandbox(connections=fresh(OPEN)) as server:
         assert stalls(server), "without the wall"
-    with serving(line=fresh(QUICK)) as server:
+    with serve_sandbox(connections=fresh(QUICK)) as server:
         assert not stalls(server)
 
 
 def test_a_kept_connection_owes_its_next_header_in_time() -> None:
     """uvicorn's own time for it ends with the first byte."""
 
-    def stalls(server: Serving) -> bool:
+    def stalls(server: RunningServer) -> bool:
         with closing(HTTPConnection("127.0.0.1", server.port, timeout=20)) as line:
             line.request("GET", "/health")
             assert line.getresponse().read()
             line.sock.sendall(b"G")
             return not is_cut(line.sock, within_s=4.0)
 
-    with serving(line=fresh(OPEN)) as server:
+    with serve_sandbox(connections=fresh(OPEN)) as server:
         assert stalls(server), "without the wall"
-    with serving(line=fresh(QUICK)) as server:
+    with serve_sandbox(connections=fresh(QUICK)) as server:
         assert not stalls(server)
 
 
-def half_open(server: Serving, lines: ExitStack, *, count: int) -> list[socket]:
+def half_open(server: RunningServer, lines: ExitStack, *, count: int) -> list[socket]:
     return [lines.enter_context(server.connect()) for _ in range(count)]
 
 
 def test_half_open_connections_make_nobody_deaf() -> None:
     """Finding 8: 300 of them did. Those that owe for longest make room."""
-    with serving(line=fresh(OPEN)) as server, ExitStack() as lines:
+    with serve_sandbox(connections=fresh(OPEN)) as server, ExitStack() as lines:
         half_open(server, lines, count=60)
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert len(server.server.server_state.connections) >= 60, "without the wall: all are held"
-    with serving(line=ConnectionRegistry(max_connections=20)) as server, ExitStack() as lines:
+    with serve_sandbox(connections=ConnectionRegistry(max_connections=20)) as server, ExitStack() as lines:
         silent = half_open(server, lines, count=60)
         began = time.monotonic()
         assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
@@ -110,24 +110,24 @@ def test_half_open_connections_make_nobody_deaf() -> None:
 
 
 def test_a_request_at_work_is_not_cut_for_silent_ones() -> None:
-    with serving(line=ConnectionRegistry(max_connections=4)) as server, ExitStack() as lines:
+    with serve_sandbox(connections=ConnectionRegistry(max_connections=4)) as server, ExitStack() as lines:
         box = httpx.post(f"{server.url}/boxes", json={}).json()["box"]
         work = lines.enter_context(server.connect())
-        work.sendall(request(f"/boxes/{box}/calls", {"call": "a", "code": "sleep 1"}, more="Connection: close\r\n"))
-        assert until(lambda: len(server.pool.asked) == 1, 10)
+        work.sendall(build_request(f"/boxes/{box}/calls", {"call": "a", "code": "sleep 1"}, headers="Connection: close\r\n"))
+        assert until(lambda: len(server.pool.timeouts) == 1, 10)
         half_open(server, lines, count=30)
-        assert b'"text":"sleep 1"' in answer_of(work)
+        assert b'"text":"sleep 1"' in read_answer(work)
 
 
-def deaf(server: Serving, lines: ExitStack) -> socket:
+def deaf(server: RunningServer, lines: ExitStack) -> socket:
     """A client that asks for much and reads nothing of it."""
     box = httpx.post(f"{server.url}/boxes", json={}).json()["box"]
     line = lines.enter_context(server.connect())
-    line.sendall(request(f"/boxes/{box}/files", {"names": [str(FETCHED)]}))
+    line.sendall(build_request(f"/boxes/{box}/files", {"names": [str(FETCHED)]}))
     return line
 
 
-def unread(server: Serving) -> int:
+def unread(server: RunningServer) -> int:
     return sum(line.transport.get_write_buffer_size() for line in list(server.server.server_state.connections))
 
 
@@ -140,11 +140,11 @@ def until(true: Callable[[], bool], seconds: float) -> bool:
 
 def test_an_answer_that_nobody_takes_is_thrown_away() -> None:
     """A probe of our own: uvicorn keeps it for ever, and the connection with it."""
-    with serving(line=fresh(OPEN)) as server, ExitStack() as lines:
+    with serve_sandbox(connections=fresh(OPEN)) as server, ExitStack() as lines:
         deaf(server, lines)
         assert until(lambda: unread(server) > FETCHED // 2, 10)
         assert not until(lambda: unread(server) == 0, 1.5), "without the wall"
-    with serving(line=fresh(QUICK)) as server, ExitStack() as lines:
+    with serve_sandbox(connections=fresh(QUICK)) as server, ExitStack() as lines:
         deaf(server, lines)
         assert until(lambda: unread(server) > FETCHED // 2, 10)
         assert until(lambda: unread(server) == 0, 10)
@@ -153,7 +153,7 @@ def test_an_answer_that_nobody_takes_is_thrown_away() -> None:
 def test_answers_that_nobody_takes_have_a_total() -> None:
     """A probe of our own: the oldest go, the last comers get theirs."""
     for line, most in ((fresh(OPEN), math.inf), (ConnectionRegistry(max_unread_bytes=2 * FETCHED), 4 * FETCHED)):
-        with serving(line=line) as server, ExitStack() as lines:
+        with serve_sandbox(connections=line) as server, ExitStack() as lines:
             for _ in range(6):
                 deaf(server, lines)
             if math.isinf(most):
@@ -166,28 +166,28 @@ def test_answers_that_nobody_takes_have_a_total() -> None:
 
 
 def test_a_long_answer_to_a_slow_reader_is_not_cut_by_the_time_of_the_next_header() -> None:
-    with serving(line=ConnectionRegistry(header_timeout_s=0.3, response_timeout_s=60)) as server, ExitStack() as lines:
+    with serve_sandbox(connections=ConnectionRegistry(header_timeout_s=0.3, response_timeout_s=60)) as server, ExitStack() as lines:
         line = deaf(server, lines)
         time.sleep(1.0)
         assert line.recv(1 << 12)
         line.shutdown(1)
-        assert len(answer_of(line)) > FETCHED
+        assert len(read_answer(line)) > FETCHED
 
 
 def test_what_clients_bring_about_is_not_logged_without_end() -> None:
     """Finding 8: 205 MB in a minute. One line each for a request that is none, a client that leaves in a call, a WebSocket."""
-    with serving() as server:
+    with serve_sandbox() as server:
         for number in range(40):
             box = httpx.post(f"{server.url}/boxes", json={}).json()["box"]  # whoever left in a call has lost it
             with server.connect() as line:
                 line.sendall(b"\0\0\r\n\r\n")
-                assert answer_of(line).startswith(b"HTTP/1.1 400")
+                assert read_answer(line).startswith(b"HTTP/1.1 400")
             with server.connect() as line:
-                line.sendall(request("/health", verb="GET", more="Connection: upgrade, close\r\nUpgrade: websocket\r\n"))
+                line.sendall(build_request("/health", method="GET", headers="Connection: upgrade, close\r\nUpgrade: websocket\r\n"))
                 line.recv(100)
             with server.connect() as line:
-                line.sendall(request(f"/boxes/{box}/calls", {"call": f"{number}", "code": "sleep 9"}))
-                assert until(lambda begun=number + 1: len(server.pool.asked) == begun, 5)
+                line.sendall(build_request(f"/boxes/{box}/calls", {"call": f"{number}", "code": "sleep 9"}))
+                assert until(lambda begun=number + 1: len(server.pool.timeouts) == begun, 5)
         assert server.log == []
     sparse, record = LogRateLimiter(3), logging.makeLogRecord({})
     assert [sparse.filter(record) for _ in range(5)] == [True, True, True, False, False]

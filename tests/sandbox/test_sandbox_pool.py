@@ -10,18 +10,18 @@ import pytest
 from PIL import Image
 
 from sandbox import BoxLimits, Fault
-from tests.support.sandbox_room import Room, started
+from tests.support.sandbox_pool import PoolRunner, start_pool
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8))
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    yield from started(BoxLimits(text=1000, images_total=8))
+def room() -> Iterator[PoolRunner]:
+    yield from start_pool(BoxLimits(text=1000, images_total=8))
 
 
-def test_state_lives_over_calls(room: Room):
-    results = room.run(
+def test_state_lives_over_calls(room: PoolRunner):
+    results = room.run_codes(
         "import math\nx = [1]\ndef f(a): return a + math.floor(2.9)",
         "x.append(f(3)); open('kept.txt', 'w').write('here')",
         "print(x, open('kept.txt').read(), __name__)",
@@ -33,7 +33,7 @@ def test_state_lives_over_calls(room: Room):
     assert not any(result.state_lost for result in results)
 
 
-def test_boxes_know_nothing_of_each_other(room: Room):
+def test_boxes_know_nothing_of_each_other(room: PoolRunner):
     async def both():
         async with await room.pool.open() as one, await room.pool.open() as two:
             await one.run("import tempfile; secret = 1; open('a', 'w').write('a'); open(tempfile.gettempdir() + '/b', 'w').write('b')")
@@ -42,14 +42,14 @@ def test_boxes_know_nothing_of_each_other(room: Room):
                 await box.run("import random, numpy; print(random.random(), numpy.random.rand())") for box in (one, two)
             ]
 
-    seen, (first, second) = room.do(both())
+    seen, (first, second) = room.run_coroutine(both())
     assert seen.text == "False [] [] 1\n"
     assert set(first.text.split()).isdisjoint(
         second.text.split()
     )  # a fork shares the state of its random numbers unless it is told otherwise
 
 
-def test_images_come_in_as_variables_and_files(room: Room):
+def test_images_come_in_as_variables_and_files(room: PoolRunner):
     buffer = BytesIO()
     NOISE.save(buffer, "WEBP", lossless=True)
     code = (
@@ -58,7 +58,7 @@ def test_images_come_in_as_variables_and_files(room: Room):
         "    print(hashlib.sha256(np.asarray(Image.open(name)).tobytes()).hexdigest())\n"
         "print(image_0.tobytes() == photo.convert('RGB').tobytes(), open('sub/a.txt').read(), ready)"
     )
-    (result,) = room.run(
+    (result,) = room.run_codes(
         code, images={"image_0": NOISE, "photo.webp": buffer.getvalue()}, files={"sub/a.txt": b"text"}, preload="ready = image_0.size"
     )
     digest = hashlib.sha256(np.asarray(NOISE).tobytes()).hexdigest()
@@ -66,15 +66,15 @@ def test_images_come_in_as_variables_and_files(room: Room):
     assert result.files == {}
 
 
-def test_a_crop_shown_is_the_crop(room: Room):
-    (result,) = room.run("image_0.crop((10, 20, 60, 80)).show()", images={"image_0": NOISE})
+def test_a_crop_shown_is_the_crop(room: PoolRunner):
+    (result,) = room.run_codes("image_0.crop((10, 20, 60, 80)).show()", images={"image_0": NOISE})
     (picture,) = result.images
     assert (picture.source, picture.width, picture.height) == ("show", 50, 60)
     assert picture.to_pil().tobytes() == NOISE.crop((10, 20, 60, 80)).tobytes()
 
 
-def test_figures_shown_left_open_continued_and_saved(room: Room):
-    results = room.run(
+def test_figures_shown_left_open_continued_and_saved(room: PoolRunner):
+    results = room.run_codes(
         "import matplotlib.pyplot as plt\nplt.figure(figsize=(2, 1), dpi=50, facecolor='red')",  # left open
         "print(plt.get_fignums())",  # unchanged: not again
         "plt.gcf().set_facecolor('blue')",  # changed: again
@@ -100,8 +100,8 @@ def test_figures_shown_left_open_continued_and_saved(room: Room):
     assert seen[6] == [("figure", (70, 70), white)]
 
 
-def test_image_files_saved_or_named_come_back_once(room: Room):
-    results = room.run(
+def test_image_files_saved_or_named_come_back_once(room: PoolRunner):
+    results = room.run_codes(
         "from PIL import Image\nfor name in ('b.jpg', 'a.png'): Image.new('RGB', (30, 30), 'red').save(name)\nprint('a.png')",
         "print('nothing new')",
         "print('see ./a.png, and /nowhere/x.png')",
@@ -114,8 +114,8 @@ def test_image_files_saved_or_named_come_back_once(room: Room):
     assert "broken.png: cannot be read" in str(results[4].dropped[0])
 
 
-def test_limits_on_images_are_told(room: Room):
-    results = room.run(
+def test_limits_on_images_are_told(room: PoolRunner):
+    results = room.run_codes(
         "from PIL import Image\nfor k in range(7): Image.new('L', (28, 28)).show()",
         "Image.new('L', (27, 50)).show(); Image.new('L', (28, 2801)).show(); Image.new('L', (2001, 2000)).show()\n"
         "Image.new('L', (0, 9)).show()",
@@ -130,8 +130,8 @@ def test_limits_on_images_are_told(room: Room):
     assert results[3].text == "still here\n"
 
 
-def test_long_output_keeps_its_ends(room: Room):
-    results = room.run(
+def test_long_output_keeps_its_ends(room: PoolRunner):
+    results = room.run_codes(
         "print('a' * 600 + 'b' * 600)",
         "import sys\nfor k in range(10**5): print(k, file=sys.stderr)",
         "print('c' * 1000, end='')",
@@ -165,8 +165,8 @@ def test_long_output_keeps_its_ends(room: Room):
         ("raise type('N' * 5000, (Exception,), {})('m' * 5000)", "N{100}", "m{2000}$", 1),
     ],
 )
-def test_errors_have_type_message_and_line(room: Room, code: str, kind: str, message: str, line: int | None):
-    failed, after = room.run(code, "print('fine')")
+def test_errors_have_type_message_and_line(room: PoolRunner, code: str, kind: str, message: str, line: int | None):
+    failed, after = room.run_codes(code, "print('fine')")
     assert failed.fault is Fault.CODE
     assert re.fullmatch(kind, failed.error.type)
     assert re.search(message, failed.error.message)
@@ -175,8 +175,8 @@ def test_errors_have_type_message_and_line(room: Room, code: str, kind: str, mes
     assert (after.text, after.state_lost) == ("fine\n", False)
 
 
-def test_a_traceback_shows_the_code_and_not_the_sandbox(room: Room):
-    (result,) = room.run("def inner():\n    raise ValueError('no')\n\ninner()")
+def test_a_traceback_shows_the_code_and_not_the_sandbox(room: PoolRunner):
+    (result,) = room.run_codes("def inner():\n    raise ValueError('no')\n\ninner()")
     assert result.error.traceback.splitlines() == [
         "Traceback (most recent call last):",
         '  File "<call 1>", line 4, in <module>',
@@ -187,14 +187,14 @@ def test_a_traceback_shows_the_code_and_not_the_sandbox(room: Room):
     ]
 
 
-def test_a_quiet_exit_is_no_error_and_keeps_the_state(room: Room):
-    results = room.run("x = 5\nimport sys\nsys.exit()", "exit(0)", "print(x)")
+def test_a_quiet_exit_is_no_error_and_keeps_the_state(room: PoolRunner):
+    results = room.run_codes("x = 5\nimport sys\nsys.exit()", "exit(0)", "print(x)")
     assert [result.fault for result in results] == [Fault.NONE] * 3
     assert results[2].text == "5\n"
 
 
-def test_what_the_code_does_to_its_streams_ends_with_the_call(room: Room):
-    results = room.run(
+def test_what_the_code_does_to_its_streams_ends_with_the_call(room: PoolRunner):
+    results = room.run_codes(
         "import sys, os, io\nsys.stdout = io.StringIO()\nprint('lost')",
         "print('back')\nos.close(1)\nos.close(2)",
         "print('again')\nsys.stdout.close()",
@@ -204,7 +204,7 @@ def test_what_the_code_does_to_its_streams_ends_with_the_call(room: Room):
     assert results[3].stderr == "three\n"
 
 
-def test_libraries_are_there_and_agree_with_numbers_by_hand(room: Room):
+def test_libraries_are_there_and_agree_with_numbers_by_hand(room: PoolRunner):
     code = """
 import asyncio, multiprocessing, tempfile, threading
 import cv2, matplotlib, numpy as np, pandas as pd, scipy.stats, sympy
@@ -215,30 +215,30 @@ print(asyncio.run(asyncio.sleep(0, 'slept')), tempfile.mkstemp()[1].startswith('
 with multiprocessing.get_context('fork').Pool(2) as workers: print(workers.map(abs, [-1, -2]))
 thread = threading.Thread(target=print, args=('threaded',)); thread.start(); thread.join()
 """
-    (result,) = room.run(code)
+    (result,) = room.run_codes(code)
     assert result.text == "6 3*x**2 3\n0.5 (2, 2)\n2\nslept True\n[1, 2]\nthreaded\n", result
     assert result.error is None
 
 
-def test_files_are_fetched_by_name(room: Room):
+def test_files_are_fetched_by_name(room: PoolRunner):
     async def calls():
         async with await room.pool.open(files={"in.txt": b"in"}) as box:
             await box.run("import os; os.mkdir('d'); open('d/x', 'wb').write(bytes(range(256))); os.symlink('/usr/lib/os-release', 'link')")
             return await box.fetch_files(["d/x", "in.txt", "missing", "d", "a\0b"]), (await box.run("print(1)")).text
 
-    assert room.do(calls()) == ({"d/x": bytes(range(256)), "in.txt": b"in"}, "1\n")
+    assert room.run_coroutine(calls()) == ({"d/x": bytes(range(256)), "in.txt": b"in"}, "1\n")
 
 
-def test_a_child_that_comes_home_does_not_answer_for_its_parent(room: Room):
-    results = room.run(
+def test_a_child_that_comes_home_does_not_answer_for_its_parent(room: PoolRunner):
+    results = room.run_codes(
         "import os\nchild = os.fork()\nif child: os.waitpid(child, 0)\nprint('parent' if child else 'child')", "print('next')"
     )
     assert results[0].text == "child\nparent\n"
     assert results[1].text == "next\n"
 
 
-def test_usage_is_measured(room: Room):
-    (result,) = room.run(
+def test_usage_is_measured(room: PoolRunner):
+    (result,) = room.run_codes(
         "import time\nwhile time.process_time() < 0: pass\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     )
     assert 0.2 <= result.usage.cpu_s <= 0.4

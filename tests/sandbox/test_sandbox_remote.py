@@ -9,36 +9,36 @@ import pytest
 from sandbox import CallResult, CallUsage, Fault
 from sandbox.client import SandboxClient
 from sandbox.server import create_app
-from tests.support.sandbox_room import Room, started
+from tests.support.sandbox_pool import PoolRunner, start_pool
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
-    yield from started(size=1)
+def room() -> Iterator[PoolRunner]:
+    yield from start_pool(size=1)
 
 
-def remote(room: Room) -> SandboxClient:
+def remote(room: PoolRunner) -> SandboxClient:
     return SandboxClient("http://127.0.0.1:8080", transport=httpx.ASGITransport(create_app(room.pool)))
 
 
 @pytest.mark.parametrize("code", ["x = '\ud800'", "\n# \udc00\udc01 \u00e9", "print('\u00e9\U0001f600')"], ids=["one", "two", "whole"])
-def test_half_a_surrogate_pair_is_the_codes_fault_here_and_there(room: Room, code: str):
+def test_half_a_surrogate_pair_is_the_codes_fault_here_and_there(room: PoolRunner, code: str):
     async def calls() -> list[CallResult]:
         async with remote(room) as pool, await pool.open() as box:
             return [await box.run(code), await box.run("print(2)")]
 
-    there, here = room.do(calls()), room.run(code, "print(2)")
+    there, here = room.run_coroutine(calls()), room.run_codes(code, "print(2)")
     assert [replace(result, id=0, usage=CallUsage()) for result in there] == [replace(result, id=0, usage=CallUsage()) for result in here]
     assert there[0].fault is (Fault.NONE if "print" in code else Fault.CODE)
     assert there[1].text == "2\n"
 
 
-def test_half_a_surrogate_pair_in_a_preload_is_the_callers_mistake_here_and_there(room: Room):
+def test_half_a_surrogate_pair_in_a_preload_is_the_callers_mistake_here_and_there(room: PoolRunner):
     async def open_remote() -> None:
         async with remote(room) as pool:
             await pool.open(preload="x = '\ud800'")
 
     for opening in (open_remote(), room.pool.open(preload="x = '\ud800'")):
         with pytest.raises(ValueError, match="preload"):
-            room.do(opening)
+            room.run_coroutine(opening)
     assert room.pool.num_open == 0

@@ -19,7 +19,7 @@ from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
 from sandbox.layers import choose_layers, detect_layers
 from tests.conftest import ROOT
-from tests.support.sandbox_lines import request
+from tests.support.fake_sandbox_server import build_request
 
 TOKEN = "a-word-of-thirty-two-characters!"
 SERVE = (sys.executable, "-m", "sandbox", "serve", "--port", "0", "--size", "2")
@@ -142,8 +142,8 @@ def test_hostile_requests_make_no_call_late(tmp_path: Path) -> None:
 
         def flood() -> None:
             for _ in range(3):
-                lines.enter_context(connected(url)).sendall(request("/boxes", junk))
-                lines.enter_context(connected(url)).sendall(request("/boxes", b"{", length=100_000_000))
+                lines.enter_context(connected(url)).sendall(build_request("/boxes", junk))
+                lines.enter_context(connected(url)).sendall(build_request("/boxes", b"{", length=100_000_000))
             for _ in range(100):
                 lines.enter_context(connected(url)).sendall(b"POST /run_code HT")
 

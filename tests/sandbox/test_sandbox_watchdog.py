@@ -10,7 +10,7 @@ import pytest
 
 from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, confine, tally
 from sandbox.layers import choose_layers, detect_layers
-from tests.support.sandbox_room import Room
+from tests.support.sandbox_pool import PoolRunner
 
 GREEDY = """
 import os, time
@@ -29,7 +29,7 @@ for child in children:
 
 
 @pytest.fixture(scope="module")
-def room() -> Iterator[Room]:
+def room() -> Iterator[PoolRunner]:
     try:
         layers = replace(choose_layers(detect_layers()), cgroup=False, watchdog=True)
     except SandboxError as fault:
@@ -37,20 +37,20 @@ def room() -> Iterator[Room]:
     with asyncio.Runner() as runner:
         sandbox = SandboxPool(size=1, limits=BoxLimits(memory=128 << 20), layers=layers)
         runner.run(sandbox.start())
-        yield Room(runner, sandbox)
+        yield PoolRunner(runner, sandbox)
         runner.run(sandbox.close())
 
 
-def test_a_box_that_outgrows_its_memory_while_it_opens_is_killed(room: Room):
+def test_a_box_that_outgrows_its_memory_while_it_opens_is_killed(room: PoolRunner):
     began = time.monotonic()
     with pytest.raises(ValueError, match="opening: the code used more than 134217728 bytes of memory"):
-        room.do(room.pool.open(preload=GREEDY))
+        room.run_coroutine(room.pool.open(preload=GREEDY))
     assert time.monotonic() - began < 10, "long before its time is over"
     assert room.pool.num_open == 0
-    assert room.run("print(1)")[0].text == "1\n"
+    assert room.run_codes("print(1)")[0].text == "1\n"
 
 
-def test_the_watchdog_outlives_a_zygote_that_dies_under_it(room: Room, monkeypatch: pytest.MonkeyPatch):
+def test_the_watchdog_outlives_a_zygote_that_dies_under_it(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
     looked = tally.find_exceeded_limit
 
     def dying(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str:
@@ -64,7 +64,7 @@ def test_the_watchdog_outlives_a_zygote_that_dies_under_it(room: Room, monkeypat
             monkeypatch.setattr(tally, "find_exceeded_limit", dying)
             return [await box.run("import time; time.sleep(5)"), await box.run(GREEDY), await box.run("print(1)")]
 
-    _, greedy, after = room.do(calls())
+    _, greedy, after = room.run_coroutine(calls())
     assert (greedy.fault, greedy.limit) == (Fault.CODE, "memory"), greedy
     assert (after.text, after.state_lost) == ("1\n", True)
 
@@ -89,22 +89,22 @@ time.sleep(5)
 """1000 ends of 256 KiB."""
 
 
-def test_page_tables_are_bounded_by_addresses_and_counted(room: Room):
+def test_page_tables_are_bounded_by_addresses_and_counted(room: PoolRunner):
     """Finding 6 of the attack of 2026-11-21: 1.5 TB, read at every 2 MiB, were 3 GB of page tables that nobody saw."""
-    (result,) = room.run(SPAN.format(gib=1500))
+    (result,) = room.run_codes(SPAN.format(gib=1500))
     assert (result.fault, result.limit, result.text) == (Fault.CODE, "memory", "")
-    (honest,) = room.run(SPAN.format(gib=3))
+    (honest,) = room.run_codes(SPAN.format(gib=3))
     assert (honest.fault, honest.text) == (Fault.NONE, "read\n")
 
 
-def test_buffers_of_sockets_are_counted(room: Room):
-    (result,) = room.run(SOCKETS)
+def test_buffers_of_sockets_are_counted(room: PoolRunner):
+    (result,) = room.run_codes(SOCKETS)
     assert (result.fault, result.limit) == (Fault.CODE, "memory")
 
 
-def test_a_box_has_the_cores_of_its_place(room: Room):
+def test_a_box_has_the_cores_of_its_place(room: PoolRunner):
     """Limits.cpus is 1; children have the same, and nobody takes another."""
-    (result,) = room.run(
+    (result,) = room.run_codes(
         "import os, subprocess\nprint(len(os.sched_getaffinity(0)))\n"
         "print(subprocess.run(['nproc'], capture_output=True, text=True).stdout.strip())\nos.sched_setaffinity(0, {0, 1})"
     )

@@ -31,7 +31,7 @@ from megatron_rl.services.engine_servers import (
 )
 from sandbox.token import read_token, write_token
 from tests.conftest import SUPPORT
-from tests.support.hostile_server import hostile
+from tests.support.hostile_server import serve_hostile
 
 HERE, HOST = "127.0.0.1", socket.gethostname()
 
@@ -46,7 +46,9 @@ def world() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Says how the servers fare from now on: at first well."""
-    monkeypatch.setattr(room, "server_command_line", lambda settings: [sys.executable, str(SUPPORT / "stand_in_engine.py"), str(tmp_path)])
+    monkeypatch.setattr(
+        room, "server_command_line", lambda settings: [sys.executable, str(SUPPORT / "fake_engine_server.py"), str(tmp_path)]
+    )
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
     monkeypatch.setattr(room, "MIN_BACKOFF_S", 0.4)
 
@@ -78,12 +80,12 @@ def until(holds: Callable[[], bool], *, within_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def revived(own: EngineServers, url: str, folder: Path, *, hangs: bool = False, within_s: float = 60.0) -> dict:
+def revived(own: EngineServers, url: str, folder: Path, *, is_unresponsive: bool = False, within_s: float = 60.0) -> dict:
     """Asked as the lookout asks, until there is one more start; that one."""
     before = len(starts(folder))
 
     def again() -> bool:
-        own.restart(url, hangs=hangs)
+        own.restart(url, is_unresponsive=is_unresponsive)
         return len(starts(folder)) > before
 
     until(again, within_s=within_s)
@@ -139,7 +141,7 @@ def test_an_answer_without_end_is_none(way: str, tmp_path: Path, monkeypatch: py
     """Neither an engine nor a service is there that answers so; who looks at them waits no longer than for one that is silent."""
     monkeypatch.setattr(address, "HEALTH_TIMEOUT_S", 0.3)
     began = time.monotonic()
-    with hostile(way) as url:
+    with serve_hostile(way) as url:
         assert not EngineServer(name="engine 0", url=url, command=[], environment={}, token="t", log=tmp_path / "log").probe_ready()
         write_token(tmp_path / "token")
         assert not any(address.is_service_running(url, kind, nonce="n", token=tmp_path / "token") for kind in ("vllm", "sandbox"))
@@ -163,13 +165,13 @@ def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys
     """At its address, the other untouched; who is well is let alone."""
     with run_engine_servers(settings_of(tmp_path), read_world(), raise_if_stopped=go_on) as (urls, own):
         first = next(each for each in starts(tmp_path) if urls[1].endswith(f":{each['port']}"))
-        own.restart(urls[1], hangs=False)
+        own.restart(urls[1], is_unresponsive=False)
         assert len(starts(tmp_path)) == 2, "it runs"
         os.kill(first["pid"], number)
         again = revived(own, urls[1], tmp_path)
         assert again["port"] == first["port"] and again["pid"] != first["pid"] and len(starts(tmp_path)) == 3
         assert len({each["seed"] for each in starts(tmp_path)}) == 3, "no two sample alike"
-        own.restart(urls[1], hangs=True)
+        own.restart(urls[1], is_unresponsive=True)
         assert len(starts(tmp_path)) == 3, "one that is just starting may be silent"
     assert re.search(rf"engine 1 \({urls[1]}\): has ended with exit code \d+, and is started again in 0 s; ", capsys.readouterr().out)
 
@@ -179,9 +181,9 @@ def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytes
     with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on) as ((url,), own):
         (first,) = starts(tmp_path)
         os.kill(first["pid"], signal.SIGSTOP)
-        own.restart(url, hangs=False)
+        own.restart(url, is_unresponsive=False)
         assert len(starts(tmp_path)) == 1
-        again = revived(own, url, tmp_path, hangs=True)
+        again = revived(own, url, tmp_path, is_unresponsive=True)
         assert gone(first["pid"]) and not gone(again["pid"])
     assert ": runs and does not answer, and is started again in 0 s; " in capsys.readouterr().out
 
@@ -197,13 +199,13 @@ def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
             revived(own, urls[0], tmp_path)
             times.append(time.monotonic())
         assert times[1] - times[0] >= 0.4 and times[2] - times[1] >= 0.8
-        until(lambda: own.restart(urls[0], hangs=False) or "stays away after 4 ends in a row" in capsys.readouterr().out)
+        until(lambda: own.restart(urls[0], is_unresponsive=False) or "stays away after 4 ends in a row" in capsys.readouterr().out)
         num = len(starts(tmp_path))
         for _ in range(20):
-            own.restart(urls[0], hangs=True)
+            own.restart(urls[0], is_unresponsive=True)
             time.sleep(0.1)
         assert len(starts(tmp_path)) == num == 5
-        own.restart(urls[1], hangs=False)
+        own.restart(urls[1], is_unresponsive=False)
         assert len(starts(tmp_path)) == 5
 
 
@@ -212,9 +214,9 @@ def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch:
     with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on) as ((url,), own):
         for life in (0.0, 0.4, 0.0):
             own.report_alive(url)
-            own.is_healthy(url)
+            own.report_healthy(url)
             time.sleep(life)
-            own.is_healthy(url)
+            own.report_healthy(url)
             os.kill(starts(tmp_path)[-1]["pid"], signal.SIGKILL)
             revived(own, url, tmp_path)
     rests = re.findall(r"is started again in (\d) s", capsys.readouterr().out)
@@ -225,7 +227,7 @@ def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch:
 def test_nothing_is_started_when_all_is_over(tmp_path: Path) -> None:
     with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on) as ((url,), own):
         pass
-    own.restart(url, hangs=True)
+    own.restart(url, is_unresponsive=True)
     time.sleep(0.3)
     assert len(starts(tmp_path)) == 1
 

@@ -18,8 +18,8 @@ from megatron_rl.tasks.lewis.server.image_cache import ImageCache
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
 from megatron_rl.tasks.lewis.server.speaker_app import SpeakerService, create_app
 from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
-from tests.support.listeners import app_of
-from tests.support.model_servers import as_base64, noise, png
+from tests.support.fake_listener import build_app
+from tests.support.model_server_process import encode_base64, encode_png, make_noise_image
 from tests.tasks.lewis.server.test_speaker_app import Room as Speaking
 from tests.tasks.lewis.server.test_weight_updates import SHAPES, TENSORS, Trained, part
 
@@ -27,9 +27,20 @@ ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=10), inner, max_size=3), max_leaves=6,
 )  # fmt: skip
-PICTURE = as_base64(png(noise(1, side=28)))
+PICTURE = encode_base64(encode_png(make_noise_image(1, side=28)))
 TEXTS = st.sampled_from(
-    ["0.png", "../0.png", "/etc/passwd", "\0", "a" * 64, PICTURE, as_base64(png(noise(2, side=28))), "", "\ud800", "mug"]
+    [
+        "0.png",
+        "../0.png",
+        "/etc/passwd",
+        "\0",
+        "a" * 64,
+        PICTURE,
+        encode_base64(encode_png(make_noise_image(2, side=28))),
+        "",
+        "\ud800",
+        "mug",
+    ]
 )
 
 
@@ -76,7 +87,7 @@ class Saying(Speaking):
     async def generate(self, context: str, sampling: object):
         from megatron_rl.rollout.engine import Completion
 
-        return Completion(list(map(ord, "A photo of a mug.")), [], finish_reason=True, versions=[])
+        return Completion(list(map(ord, "A photo of a mug.")), [], is_stopped=True, weight_versions=[])
 
     async def load_weights(self, tensors: object) -> None:
         return
@@ -85,9 +96,12 @@ class Saying(Speaking):
 @pytest.fixture(scope="module")
 def apps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("pictures")
-    (root / "0.png").write_bytes(png(noise(0, side=28)))
+    (root / "0.png").write_bytes(encode_png(make_noise_image(0, side=28)))
     speaker = SpeakerService(Saying(), ImageCache([str(root)]), limits=RequestLimits(), name="s")
-    return {"listener": app_of(Trained(), Path(root), trained=True), "speaker": create_app(speaker, receiver=WeightUpdateHandler(Saying()))}
+    return {
+        "listener": build_app(Trained(), Path(root), receives_weights=True),
+        "speaker": create_app(speaker, receiver=WeightUpdateHandler(Saying())),
+    }
 
 
 def status(app: Any, method: str, path: str, content: bytes, kind: str) -> int:

@@ -20,9 +20,9 @@ from megatron_rl.tasks.lewis.server.model_server import build_parser
 from megatron_rl.tasks.task_options import LewisSpeakerOptions
 from sandbox.token import read_token
 from tests.rewards.test_listener_client import held
-from tests.support.listeners import Room
-from tests.support.listening import listener_of
-from tests.support.listening import settings as listening_to
+from tests.support.fake_listener import FakeEngineHolder
+from tests.support.listener_clients import listener_settings as listening_to
+from tests.support.listener_clients import serve_listener
 from tools.data import dataset_dict
 from tools.data.dataset_dict import STRING
 
@@ -177,7 +177,7 @@ def test_no_proxy_of_the_environment_takes_the_way_to_a_listener(tree: Path, mon
         return client.version
 
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    with listener_of(Room()) as url:
+    with serve_listener(FakeEngineHolder()) as url:
         for excepted in ("127.0.0.1", "elsewhere", ""):
             monkeypatch.setenv("NO_PROXY", excepted)
             told = settings_of(tree, "", LISTENER_URL=url, NO_PROXY=excepted)

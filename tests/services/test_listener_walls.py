@@ -22,12 +22,12 @@ from megatron_rl.tasks.lewis.server.listener_app import MAX_RENDERED, MAX_RENDER
 from megatron_rl.tasks.lewis.server.model_server import build_parser, run_server
 from megatron_rl.tasks.lewis.server.model_version import compute_folder_version
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
-from tests.support.listeners import Renderer, Room, Tokenizer, app_of, p_of
-from tests.support.model_servers import as_base64, noise, png
+from tests.support.fake_listener import FakeEngineHolder, Renderer, Tokenizer, build_app, yes_probability
+from tests.support.model_server_process import encode_base64, encode_png, make_noise_image
 
-PICTURES = [noise(seed, side=28) for seed in range(6)]
-FILES = [{"base64": as_base64(png(picture))} for picture in PICTURES]
-HASHES = [{"sha256": hashlib.sha256(png(picture)).hexdigest()} for picture in PICTURES]
+PICTURES = [make_noise_image(seed, side=28) for seed in range(6)]
+FILES = [{"base64": encode_base64(encode_png(picture))} for picture in PICTURES]
+HASHES = [{"sha256": hashlib.sha256(encode_png(picture)).hexdigest()} for picture in PICTURES]
 Talk = Callable[[httpx.AsyncClient], Awaitable[Any]]
 
 
@@ -45,23 +45,23 @@ def scored(*candidates: dict[str, str], question: str = "This?", **more: Any) ->
 
 def test_a_pick_and_its_reward_are_those_of_the_numbers() -> None:
     """By hand, from p(yes) of 0.6, 0.2, 0.1 (some candidate is recognized) and of 0.2, 0.25 (none is); and of what no probability holds."""
-    app = app_of(Room(answer=lambda p: [math.log(p), math.log(1 - p), -1000.0]))
+    app = build_app(FakeEngineHolder(logprobs_fn=lambda p: [math.log(p), math.log(1 - p), -1000.0]))
     for ps, pick, reward in (((0.6, 0.2, 0.1), 0, 0.6 / 0.9), ((0.2, 0.25), 1, 0.5 * 0.25 / 0.45), ((0.3, 0.1), 0, 0.75)):
         given = iter(ps)
-        app_room = Room(answer=lambda p, given=given: [(q := math.log(next(given))), math.log(1 - math.exp(q)), -1000.0])
-        (answer,) = talk(app_of(app_room), scored(*FILES[: len(ps)], topk=len(ps)))
+        app_room = FakeEngineHolder(logprobs_fn=lambda p, given=given: [(q := math.log(next(given))), math.log(1 - math.exp(q)), -1000.0])
+        (answer,) = talk(build_app(app_room), scored(*FILES[: len(ps)], topk=len(ps)))
         told = answer.json()
         assert sorted(told["yes_probabilities"]) == pytest.approx(sorted(ps))
         assert told["yes_probabilities"][told["predicted_index"]] == pytest.approx(ps[pick])
         assert told["reward_score"] == pytest.approx(reward)
         assert [told["yes_probabilities"][index] for index in told["top_indices"]] == pytest.approx(sorted(ps, reverse=True))
-    tiny = app_of(Room(answer=lambda p: [-1000.0 - p, 0.0, -5000.0]))
+    tiny = build_app(FakeEngineHolder(logprobs_fn=lambda p: [-1000.0 - p, 0.0, -5000.0]))
     (answer,) = talk(tiny, scored(*FILES[:2]))
     assert answer.json()["yes_probabilities"] == [0.0, 0.0] and 0.25 <= answer.json()["reward_score"] < 0.5
     assert talk(app, scored(*FILES[:2]))[0].status_code == 200
 
 
-class Counting(Room):
+class Counting(FakeEngineHolder):
     """Counts the prompts that are alive, and the most that ever were."""
 
     def __init__(self) -> None:
@@ -85,12 +85,12 @@ def test_a_large_batch_is_rendered_as_it_is_scored() -> None:
     """120 items of 2 to 5 candidates, in all 420: never more prompts at a time than two slices'; every number is the known one."""
     room, counts = Counting(), [2 + number % 4 for number in range(120)]
     batch = [{"candidates": HASHES[:count], "question": f"This {number}?"} for number, count in enumerate(counts)]
-    sent, told = talk(app_of(room), scored(*FILES), lambda http: http.post("/batch_score", json={"batch": batch}))
+    sent, told = talk(build_app(room), scored(*FILES), lambda http: http.post("/batch_score", json={"batch": batch}))
     assert sent.status_code == told.status_code == 200 and room.most <= 2 * MAX_RENDERED_PER_REQUEST < sum(counts) == 420
     for number, (count, result) in enumerate(zip(counts, told.json()["results"], strict=True)):
-        assert result["yes_probabilities"] == pytest.approx([p_of(picture, f"This {number}?") for picture in PICTURES[:count]])
+        assert result["yes_probabilities"] == pytest.approx([yes_probability(picture, f"This {number}?") for picture in PICTURES[:count]])
     spoilt = [*batch, {"candidates": [HASHES[0], HASHES[0]], "question": "This?"}]
-    (late,) = talk(app_of(Room(), kept_bytes=1 << 20), lambda http: http.post("/batch_score", json={"batch": [
+    (late,) = talk(build_app(FakeEngineHolder(), cache_bytes=1 << 20), lambda http: http.post("/batch_score", json={"batch": [
         {**each, "candidates": [FILES[HASHES.index(one)] for one in each["candidates"]]} for each in spoilt
     ]}))  # fmt: skip
     assert late.status_code == 422 and "item 120: candidates 0 and 1 are the same picture" in late.text
@@ -100,13 +100,15 @@ def test_many_large_batches_are_rendered_two_slices_at_a_time() -> None:
     """Six requests of 42 items: the places of all of them are counted together, and each has its numbers."""
     room, counts = Counting(), [2 + number % 4 for number in range(42)]
     batch = [{"candidates": HASHES[:count], "question": f"This {number}?"} for number, count in enumerate(counts)]
-    app = app_of(room)
+    app = build_app(room)
     talk(app, scored(*FILES))
     answers = talk(app, *[lambda http: http.post("/batch_score", json={"batch": batch})] * 6, at_once=True)
     assert MAX_RENDERED_PER_REQUEST < room.most <= MAX_RENDERED < 6 * MAX_RENDERED_PER_REQUEST
     for answer in answers:
         for number, (count, result) in enumerate(zip(counts, answer.json()["results"], strict=True)):
-            assert result["yes_probabilities"] == pytest.approx([p_of(picture, f"This {number}?") for picture in PICTURES[:count]])
+            assert result["yes_probabilities"] == pytest.approx(
+                [yes_probability(picture, f"This {number}?") for picture in PICTURES[:count]]
+            )
 
 
 @pytest.mark.parametrize("counts", [[64] * 3, [2] * 256, [63, 2, 64, 1, 1, 62, 64], [64, 64, 2], [2]])
@@ -119,32 +121,32 @@ def test_slices_hold_every_item_once_in_order(counts: list[int]) -> None:
 
 def test_every_way_of_saying_yes_counts() -> None:
     assert find_word_tokens(Tokenizer(), "yes") == [0, 3] and find_word_tokens(Tokenizer(), "no") == [2]
-    (answer,) = talk(app_of(Room()), scored(*FILES[:3]))
-    assert answer.json()["yes_probabilities"] == pytest.approx([p_of(picture, "This?") for picture in PICTURES[:3]])
+    (answer,) = talk(build_app(FakeEngineHolder()), scored(*FILES[:3]))
+    assert answer.json()["yes_probabilities"] == pytest.approx([yes_probability(picture, "This?") for picture in PICTURES[:3]])
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_no_number_is_an_error(number: float) -> None:
-    (answer,) = talk(app_of(Room(answer=lambda p: [number, number, number])), scored(*FILES[:2]))
+    (answer,) = talk(build_app(FakeEngineHolder(logprobs_fn=lambda p: [number, number, number])), scored(*FILES[:2]))
     assert answer.status_code == 503 and "no number" in answer.text and answer.headers["retry-after"]
 
 
 def test_who_shows_the_same_picture_waits_for_the_first() -> None:
     """Ten questions about the same three pictures at once: each picture is computed alone once, and then all others together."""
-    room = Room(delay_s=0.05)
+    room = FakeEngineHolder(delay_s=0.05)
     talks = [scored(*FILES[:3], question=f"Is it {number}?") for number in range(10)]
-    answers = talk(app_of(room, concurrency=32), *talks, at_once=True)
+    answers = talk(build_app(room, concurrency=32), *talks, at_once=True)
     assert [answer.status_code for answer in answers] == [200] * 10
-    first = room.asked[:3]
-    assert len({picture for picture, _ in first}) == 3 and len(room.asked) == 30 and len(set(room.asked)) == 30
+    first = room.requests[:3]
+    assert len({picture for picture, _ in first}) == 3 and len(room.requests) == 30 and len(set(room.requests)) == 30
     for number, answer in enumerate(answers):
-        assert answer.json()["yes_probabilities"] == pytest.approx([p_of(each, f"Is it {number}?") for each in PICTURES[:3]])
+        assert answer.json()["yes_probabilities"] == pytest.approx([yes_probability(each, f"Is it {number}?") for each in PICTURES[:3]])
 
 
 def test_files_are_kept_as_long_as_there_is_room() -> None:
     """Room for two: the third takes the place of the one used longest ago; a hash and its file may come in one request."""
-    size = len(png(PICTURES[0]))
-    app = app_of(Room(), kept_bytes=size * 5 // 2)
+    size = len(encode_png(PICTURES[0]))
+    app = build_app(FakeEngineHolder(), cache_bytes=size * 5 // 2)
     sent, both, third, gone, there = talk(
         app, scored(*FILES[:2]), scored(HASHES[1], HASHES[0]), scored(HASHES[1], FILES[2]), scored(HASHES[0], HASHES[1]),
         lambda http: http.post("/batch_score", json={"batch": [
@@ -157,7 +159,7 @@ def test_files_are_kept_as_long_as_there_is_room() -> None:
 
 def test_a_file_that_is_asked_for_by_its_hash_is_used_by_that() -> None:
     """Room for two: the older one is named by its hash, so that a third takes the other's place; then the third is the older one."""
-    app = app_of(Room(), kept_bytes=len(png(PICTURES[0])) * 5 // 2)
+    app = build_app(FakeEngineHolder(), cache_bytes=len(encode_png(PICTURES[0])) * 5 // 2)
     talks = [scored(*FILES[:2]), scored(HASHES[0], FILES[2]), scored(HASHES[0], HASHES[2]), scored(HASHES[0], HASHES[1])]
     *well, gone = talk(app, *talks)
     assert [answer.status_code for answer in well] == [200] * 3
@@ -170,7 +172,7 @@ def test_a_folder_whose_name_begins_as_a_roots_is_outside_of_it(tmp_path: Path, 
     root, sibling = tmp_path / "lewis", tmp_path / "lewis2"
     for folder in (root, sibling):
         folder.mkdir()
-        (folder / "0.png").write_bytes(png(PICTURES[0]))
+        (folder / "0.png").write_bytes(encode_png(PICTURES[0]))
     (root / "link.png").symlink_to(sibling / "0.png")
     (root / "linked").symlink_to(sibling)
     path = {"path": str(sibling / "0.png"), "link": "link.png", "folder": "linked/0.png"}[way]
@@ -195,9 +197,9 @@ def test_requests_that_fail_give_their_slots_back() -> None:
     """One at a time: what cannot be answered and what takes too long leave room for what comes next."""
     hidden = [{"sha256": "0" * 64}]
     refused = [scored(FILES[0], FILES[0]), scored(FILES[0], *hidden), scored(FILES[0], {"base64": "AAAA"})]
-    *bad, good = talk(app_of(Room(), concurrency=1, acquire_s=0.5), *refused, scored(*FILES[:2]))
+    *bad, good = talk(build_app(FakeEngineHolder(), concurrency=1, acquire_s=0.5), *refused, scored(*FILES[:2]))
     assert [answer.status_code for answer in bad] == [422, 404, 422] and good.status_code == 200
-    late, later = talk(app_of(Room(delay_s=5), concurrency=1, acquire_s=0.5, timeout_s=0.2), *[scored(*FILES[:2])] * 2)
+    late, later = talk(build_app(FakeEngineHolder(delay_s=5), concurrency=1, acquire_s=0.5, timeout_s=0.2), *[scored(*FILES[:2])] * 2)
     assert "not done within" in late.text and "not done within" in later.text
 
 
@@ -205,12 +207,12 @@ def test_no_probability_is_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the sum of what says yes is rounded up, and is all that there is."""
     exact = listener_app.logsumexp
     monkeypatch.setattr(listener_app, "logsumexp", lambda logprobs: exact(logprobs) + (3e-16 if len(logprobs) == 2 else 0.0))
-    (answer,) = talk(app_of(Room(answer=lambda p: [math.log(0.25), -1000.0, math.log(0.75)])), scored(*FILES[:2]))
+    (answer,) = talk(build_app(FakeEngineHolder(logprobs_fn=lambda p: [math.log(0.25), -1000.0, math.log(0.75)])), scored(*FILES[:2]))
     assert answer.status_code == 200 and answer.json()["yes_probabilities"] == [1.0, 1.0]
 
 
 def test_the_token_is_asked_for() -> None:
-    app = app_of(Room(), token="a-word-of-many-letters")
+    app = build_app(FakeEngineHolder(), token="a-word-of-many-letters")
     plain, told = talk(
         app, scored(*FILES[:2]),
         lambda http: http.get("/health", headers={"Authorization": "Bearer a-word-of-many-letters"}),
@@ -221,26 +223,26 @@ def test_the_token_is_asked_for() -> None:
 def test_too_many_at_once_wait_and_are_then_refused() -> None:
     """INFERENCE_CONCURRENCY and INFERENCE_ACQUIRE_TIMEOUT: one at a time, 0.3 s each, and nobody waits for longer than 0.5 s."""
     talks = [scored(*FILES[:2], question=f"Is it {number}?") for number in range(6)]
-    slow = app_of(Room(delay_s=0.3), concurrency=1, acquire_s=0.5)
+    slow = build_app(FakeEngineHolder(delay_s=0.3), concurrency=1, acquire_s=0.5)
     statuses = [answer.status_code for answer in talk(slow, *talks, at_once=True)]
     assert 1 <= statuses.count(200) <= 3 and statuses.count(503) == 6 - statuses.count(200)
-    patient = app_of(Room(delay_s=0.3), concurrency=6, acquire_s=0.5)
+    patient = build_app(FakeEngineHolder(delay_s=0.3), concurrency=6, acquire_s=0.5)
     assert [answer.status_code for answer in talk(patient, *talks, at_once=True)] == [200] * 6
 
 
 def test_work_that_takes_too_long_is_given_up() -> None:
-    answers = talk(app_of(Room(delay_s=30), timeout_s=0.2), scored(*FILES[:2]), lambda http: http.get("/metrics"))
+    answers = talk(build_app(FakeEngineHolder(delay_s=30), timeout_s=0.2), scored(*FILES[:2]), lambda http: http.get("/metrics"))
     assert answers[0].status_code == 503 and "not done within 0.2 s" in answers[0].text
     assert 'listener_refused_total{reason="late"} 1.0' in answers[1].text
 
 
 def test_a_body_has_its_limit() -> None:
-    (answer,) = talk(app_of(Room(), body_bytes=1000), scored(*FILES[:2]))
+    (answer,) = talk(build_app(FakeEngineHolder(), body_bytes=1000), scored(*FILES[:2]))
     assert answer.status_code == 413
 
 
 def test_an_engine_that_failed_is_told() -> None:
-    health, _ = talk(app_of(Room(is_healthy=False)), lambda http: http.get("/health"), lambda http: http.get("/metrics"))
+    health, _ = talk(build_app(FakeEngineHolder(is_healthy=False)), lambda http: http.get("/health"), lambda http: http.get("/metrics"))
     assert health.status_code == 503 and "start the server anew" in health.text
 
 
@@ -258,7 +260,7 @@ def test_the_version_is_that_of_everything(tmp_path: Path) -> None:
 
 def test_one_that_takes_weights_asks_for_a_token(capsys: pytest.CaptureFixture) -> None:
     """Finding 6: whoever reached the port replaced the model that pays the reward."""
-    assert run_server("listener", app_of, description="", port=0, arguments=["--model", "m", "--trained"]) == 1
+    assert run_server("listener", build_app, description="", port=0, arguments=["--model", "m", "--trained"]) == 1
     said = "listener: --trained=True: lets whoever reaches the port replace the model; give --token-file FILE, too\n"
     assert capsys.readouterr().err == said
 
@@ -282,13 +284,13 @@ def test_the_seeds_variables_reach_the_engine_and_the_limits(monkeypatch: pytest
     """From the environment of a process, through the command line's whole way: what the engine and the routes are made with."""
     engines: list[EngineSettings] = []
 
-    class Taken(Room):
+    class Taken(FakeEngineHolder):
         def __init__(self, model: object, settings: EngineSettings) -> None:
             engines.append(settings)
 
         def close(self) -> None: ...
 
-    def make(room: Room, pictures: object, *, limits: RequestLimits, log: Path | None, **_: object) -> object:
+    def make(room: FakeEngineHolder, pictures: object, *, limits: RequestLimits, log: Path | None, **_: object) -> object:
         raise ValueError(f"{limits.concurrency} at once, {limits.acquire_s:g} s, {log}")
 
     monkeypatch.setattr(engine_holder, "EngineHolder", Taken)

@@ -22,10 +22,10 @@ from megatron_rl.services.service_launcher import check_service, resolve_address
 from megatron_rl.services.supervised_process import make_environment
 from sandbox.token import write_token
 from tests.conftest import ROOT, SUPPORT
-from tests.support import forked
-from tests.support.hostile_server import hostile
+from tests.support import fork_server
+from tests.support.hostile_server import serve_hostile
 
-STAND_IN = SUPPORT / "stand_in.py"
+STAND_IN = SUPPORT / "fake_vllm_server.py"
 HOST, HERE = socket.gethostname(), "127.0.0.1"
 
 
@@ -97,7 +97,7 @@ def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pyt
 
 def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
     """Not even what left the server's session; and its address is no address."""
-    holder = forked.Process(SUPPORT / "service_holder.py", tmp_path, sys.executable, STAND_IN, tmp_path, "well")
+    holder = fork_server.Process(SUPPORT / "service_process.py", tmp_path, sys.executable, STAND_IN, tmp_path, "well")
     try:
         deadline = time.monotonic() + 90
         while not (tmp_path / "up").exists():
@@ -145,7 +145,7 @@ def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
     line = r"^services.judge.startup_timeout_s=0.2: it does not answer; .*judge.json is to be written by launch/serve.py in another job$"
     with pytest.raises(ValueError, match=line), run_services(settings_of(tmp_path, late), read_world(), raise_if_stopped=go_on):
         pass
-    with hostile("401") as url:  # a stranger who has the port of one that has died: the service may come yet
+    with serve_hostile("401") as url:  # a stranger who has the port of one that has died: the service may come yet
         write_token(token_file(tmp_path, "judge"))
         publish_address(tmp_path, "judge", url=url, nonce="n")
         line = rf"^services.judge.startup_timeout_s=0.2: {url} answers 401, no such key: the run gives its command a key in VLLM_API_KEY"
@@ -168,7 +168,7 @@ def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
     finish(tmp_path)
     judge = f"kind: vllm, model: m, external: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
     words = ("model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
-    job = forked.Process(ROOT / "launch" / "serve.py", *words)
+    job = fork_server.Process(ROOT / "launch" / "serve.py", *words)
     try:
         with run_services(
             settings_of(tmp_path, replace(service_of(tmp_path), external=True)), read_world(), raise_if_stopped=go_on
@@ -186,7 +186,7 @@ def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
     """Whose services end with code 0 when it is finished, and are refused where its folder is to be moved aside."""
     judge = f"kind: vllm, model: m, external: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
     words = ("model.path=m", f"run.dir={tmp_path}/run", f"services.judge={{{judge}}}")
-    job = forked.Process(ROOT / "launch" / "serve.py", *words)
+    job = fork_server.Process(ROOT / "launch" / "serve.py", *words)
     try:
         deadline = time.monotonic() + 60
         while not find_address(tmp_path / "run", "judge", "vllm", is_gated=False):
@@ -197,7 +197,7 @@ def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
     finally:
         job.kill()
     assert job.returncode == 0 and are_gone(tmp_path, within_s=0) and not address_file(tmp_path / "run", "judge").exists(), said
-    moved = forked.run(ROOT / "launch" / "serve.py", *words, "run.overwrite=true", timeout_s=60)
+    moved = fork_server.run_script(ROOT / "launch" / "serve.py", *words, "run.overwrite=true", timeout_s=60)
     assert moved.returncode == 1 and moved.stdout.startswith("error: run.overwrite=True: moves the folder aside"), moved.stdout
 
 

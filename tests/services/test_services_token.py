@@ -36,7 +36,7 @@ from sandbox import SandboxError, SandboxPool
 from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
 from sandbox.client import SandboxClient
 from sandbox.token import write_token
-from tests.support import judges
+from tests.support import fake_judge_server
 
 
 def test_the_runs_own_sandbox_asks_for_a_word_that_only_the_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,22 +134,22 @@ def test_who_takes_a_services_port_first_gets_no_key_of_the_user(kind: str, tmp_
 
 
 async def judged(judge: Judge) -> None:
-    assert await judge.score(judges.PROMPT, fields=judges.fields()) == 1.0
+    assert await judge.score(fake_judge_server.PROMPT, fields=fake_judge_server.prompt_fields()) == 1.0
 
 
 def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-of-the-user-0123456789")
     given = JudgeSettings(urls=["service:judge"], model="judge")
-    with judges.serving(judges.right) as server:
+    with fake_judge_server.serve_judge(fake_judge_server.answer_correct) as server:
         token = write_token(token_file(tmp_path, "judge"))
         found = resolve_addresses(TaskSettings(name="vqa", judge=given), {"judge": server.url}, run=tmp_path).judge
         assert (found.urls, found.token_file) == ([server.url], str(token_file(tmp_path, "judge"))) and given.token_file == ""
-        judges.held(found, judged)
+        fake_judge_server.run_judge(found, judged)
         assert server.keys == {f"Bearer {token}"}
-        judges.held(replace(found, token_file=""), judged)
+        fake_judge_server.run_judge(replace(found, token_file=""), judged)
         assert server.keys == {f"Bearer {token}", "Bearer sk-canary-of-the-user-0123456789"}
     with pytest.raises(InfraError, match=r"^task.judge.token_file=.*none: .*No such file"):
-        judges.held(replace(found, token_file=str(tmp_path / "none")), judged)
+        fake_judge_server.run_judge(replace(found, token_file=str(tmp_path / "none")), judged)
     mixed = TaskSettings(name="vqa", judge=JudgeSettings(urls=["service:judge", "http://far/v1"]))
     services = ServicesSettings(judge=ServiceSettings(kind="vllm", model="m"))
     with pytest.raises(ValueError, match=r"^task.judge.urls=\['service:judge', 'http://far/v1'\]: one token is for all; name one service$"):

@@ -18,8 +18,8 @@ DEEP = 100_000
 GIB = 1 << 30
 
 
-def sparse(path: Path, size: int, begin: bytes = b"") -> None:
-    path.write_bytes(begin)
+def write_sparse_file(path: Path, size: int, prefix: bytes = b"") -> None:
+    path.write_bytes(prefix)
     os.truncate(path, size)
 
 
@@ -121,9 +121,9 @@ def torch_of_copies(path: Path) -> None:
     torch_file(path, b"\x80\x02](" + pairs + b"ccollections\nOrderedDict\nq\x020" + b"h\x02h\x01\x85R" * 300 + b"e.")
 
 
-MEMO = b"\x80\x02Nr" + struct.pack("<I", 1 << 26) + b"."
+MEMO_PICKLE = b"\x80\x02Nr" + struct.pack("<I", 1 << 26) + b"."
 """None, put at a place of the memo that makes C's unpickler take a GiB."""
-KEYED = b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."
+NESTED_KEY_PICKLE = b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."
 """A dict whose key is a tuple in a tuple in a tuple."""
 
 

@@ -12,15 +12,15 @@ import httpx
 from websockets.sync.client import ClientConnection, connect
 
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0")
-WITHIN_S = 30.0
+TIMEOUT_S = 30.0
 
 
-class Page:
+class BrowserPage:
     """One tab."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection, self._number = connection, 0
-        self.said: list[str] = []
+        self.console_messages: list[str] = []
         """What its console has been told, and errors that nobody caught."""
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
@@ -29,52 +29,52 @@ class Page:
         self._number += 1
         self._connection.send(json.dumps({"id": self._number, "method": method, "params": params}))
         while True:
-            told = json.loads(self._connection.recv(timeout=WITHIN_S))
+            told = json.loads(self._connection.recv(timeout=TIMEOUT_S))
             if told.get("method") in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
-                self.said.append(json.dumps(told["params"])[:2000])
+                self.console_messages.append(json.dumps(told["params"])[:2000])
             if told.get("id") == self._number:
                 assert "error" not in told, (method, told["error"])
                 return told["result"]
 
-    def value(self, expression: str) -> Any:
+    def evaluate(self, expression: str) -> Any:
         """Of a JavaScript expression, in JSON."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, expression: str) -> None:
+    def wait_until(self, expression: str) -> None:
         """Until it is true."""
-        deadline = time.monotonic() + WITHIN_S
-        while not self.value(expression):
-            assert time.monotonic() < deadline, (expression, self.value("document.body.innerText")[:3000], self.said)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not self.evaluate(expression):
+            assert time.monotonic() < deadline, (expression, self.evaluate("document.body.innerText")[:3000], self.console_messages)
             time.sleep(0.05)
 
-    def window(self, *, width: int, scheme: str = "light") -> None:
+    def set_window(self, *, width: int, scheme: str = "light") -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def go(self, url: str) -> None:
+    def navigate(self, url: str) -> None:
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
-        self.wait("document.body?.dataset.shown")
+        self.wait_until("document.body?.dataset.shown")
 
-    def press(self, key: str) -> None:
+    def press_key(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
 
 
 @contextmanager
-def browser(program: str, home: Path) -> Iterator[Page]:
-    chromium = subprocess.Popen([program, *OPTIONS, f"--user-data-dir={home}", "about:blank"], stderr=subprocess.DEVNULL)
+def open_browser(program: str, profile_dir: Path) -> Iterator[BrowserPage]:
+    chromium = subprocess.Popen([program, *OPTIONS, f"--user-data-dir={profile_dir}", "about:blank"], stderr=subprocess.DEVNULL)
     try:
-        file, deadline = home / "DevToolsActivePort", time.monotonic() + WITHIN_S
+        file, deadline = profile_dir / "DevToolsActivePort", time.monotonic() + TIMEOUT_S
         while not (file.is_file() and file.read_text().count("\n")):
             assert time.monotonic() < deadline and chromium.poll() is None, "the browser did not start"
             time.sleep(0.05)
         port = file.read_text().splitlines()[0]
         (tab, *_) = [each for each in httpx.get(f"http://127.0.0.1:{port}/json", trust_env=False).json() if each["type"] == "page"]
         with connect(tab["webSocketDebuggerUrl"], max_size=None, proxy=None) as connection:
-            yield Page(connection)
+            yield BrowserPage(connection)
     finally:
         chromium.terminate()
-        chromium.wait(timeout=WITHIN_S)
+        chromium.wait(timeout=TIMEOUT_S)

@@ -8,20 +8,20 @@ from megatron_rl.rollout.task import Step, Task
 from megatron_rl.tasks.task_options import TASK_OPTIONS
 from megatron_rl.types import Example, Message
 
-FEW = {"points24": {"train_hands": 200, "eval_hands": 100}, "blackjack": {"train_hands": 200, "eval_drawings": 1}}
+SMALL_OPTIONS = {"points24": {"train_hands": 200, "eval_hands": 100}, "blackjack": {"train_hands": 200, "eval_drawings": 1}}
 
 
-def task_of(name: str, **options: object) -> Task:
-    return build_task(TaskSettings(name=name, max_turns=7, options=TASK_OPTIONS[name](**{**FEW.get(name, {}), **options})))
+def build_card_task(name: str, **options: object) -> Task:
+    return build_task(TaskSettings(name=name, max_turns=7, options=TASK_OPTIONS[name](**{**SMALL_OPTIONS.get(name, {}), **options})))
 
 
-def looks(message: Message) -> tuple[bytes, str]:
+def image_and_text(message: Message) -> tuple[bytes, str]:
     """What a policy sees of it."""
     image, text = message["content"]
     return image["image"].tobytes(), text["text"]
 
 
-def play(task: Task, example: Example, replies: list[str], seed: int = 0) -> list[Step]:
+def play_replies(task: Task, example: Example, replies: list[str], seed: int = 0) -> list[Step]:
     """An episode; nobody speaks after its end."""
 
     async def episode() -> list[Step]:

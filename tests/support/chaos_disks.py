@@ -22,7 +22,7 @@ from tests.chaos.room import SEGMENTS, Room
 STALL_S = 1.5
 
 
-def error_of(path: Path) -> int:
+def write_errno(path: Path) -> int:
     """What writing a page there fails with; 0: it does not."""
     try:
         path.write_bytes(bytes(4096))
@@ -31,10 +31,10 @@ def error_of(path: Path) -> int:
     return 0
 
 
-def struck(what: str, scene: Scene) -> bool:
+def apply_mishap(kind: str, scene: Scene) -> bool:
     """NotNow, with what the machine lacks, is that alone."""
-    mishap = Mishap(what=what, number=0, after=0, share=0.0, lasts_s=STALL_S)
-    lacks = scene.room.lacks if what.startswith("fill") else scene.room.lacks_blocks
+    mishap = Mishap(what=kind, number=0, after=0, share=0.0, lasts_s=STALL_S)
+    lacks = scene.room.lacks if kind.startswith("fill") else scene.room.lacks_blocks
     if lacks:
         with pytest.raises(NotNow, match=re.escape(lacks)):
             strike(mishap, scene)
@@ -43,27 +43,27 @@ def struck(what: str, scene: Scene) -> bool:
     return not lacks
 
 
-def stall(scene: Scene) -> None:
+def check_stalls(scene: Scene) -> None:
     """Who writes waits until it is over, or taken back."""
     for what, least_s in (("stall disk", STALL_S - 0.5), ("slow disk", 0.3), ("hang disk", 0.0)):
-        struck(what, scene)
+        apply_mishap(what, scene)
         time.sleep(0.3)
         began = time.monotonic()
         if what == "hang disk":
             scene.take_back(all_of_it=True)
-        assert error_of(scene.folder / "disk" / "file") == 0 and least_s < time.monotonic() - began < 20, what
+        assert write_errno(scene.folder / "disk" / "file") == 0 and least_s < time.monotonic() - began < 20, what
         scene.take_back(all_of_it=True)
 
 
-def protect(scene: Scene) -> None:
+def check_read_only(scene: Scene) -> None:
     """Nothing is written any more; behind the check there is what was flushed, each line of the metrics, and not what was written alone."""
     disk = scene.folder / "disk"
     log = MetricsLog(disk / "run", WandbSettings(mode="disabled"), {})
     for step in range(3):
         log.log(step, {"a": 1.0})
     (disk / "unflushed").write_text("x")
-    struck("protect disk", scene)
-    assert error_of(disk / "other") == errno.EROFS
+    apply_mishap("protect disk", scene)
+    assert write_errno(disk / "other") == errno.EROFS
     with pytest.raises(OSError, match="Read-only file system"):
         log.log(3, {"a": 1.0})
     with suppress(OSError):  # it tries once more
@@ -72,28 +72,28 @@ def protect(scene: Scene) -> None:
     scene.room.mend(disk)
     assert [line["step"] for line in read_metrics(disk / "run" / "metrics.jsonl")] == [0, 1, 2]
     assert not (disk / "unflushed").exists() or not (disk / "unflushed").read_bytes()
-    assert error_of(disk / "other") == 0
+    assert write_errno(disk / "other") == 0
 
 
-def play(room: Room, folder: Path) -> None:
+def run_disk_mishaps(room: Room, folder: Path) -> None:
     room.disk(folder / "disk")
     life = SimpleNamespace(num_recorded=0, folder=folder / "disk" / "run")
     scene = Scene(life=life, home=folder, folder=folder, room=room, servers=None)
     if not room.lacks_blocks:
-        stall(scene)
-        protect(scene)
+        check_stalls(scene)
+        check_read_only(scene)
     for what in ("stall disk", "slow disk", "hang disk", "protect disk"):
-        assert not room.lacks_blocks or not struck(what, scene), what
+        assert not room.lacks_blocks or not apply_mishap(what, scene), what
     for what, place in (("fill segments", SEGMENTS), ("fill disk", folder / "disk"), ("fill segments", SEGMENTS)):
-        if struck(what, scene):
-            assert error_of(place / "more") == errno.ENOSPC
+        if apply_mishap(what, scene):
+            assert write_errno(place / "more") == errno.ENOSPC
             if place == SEGMENTS:
                 with pytest.raises(OSError, match="^.Errno 28. [A-Za-z ]*$") as met:
                     multiprocessing.Lock()
                 assert add_disk_full_hint(str(met.value)).startswith(f"{SEGMENTS}: [Errno 28] ")
             (place / "more").unlink(missing_ok=True)
             scene.take_back(all_of_it=True)
-            assert error_of(place / "more") == 0
+            assert write_errno(place / "more") == 0
             (place / "more").unlink()
     assert room.segments(without={os.getpid()}) == set()
     room.give_back(folder / "disk")
@@ -102,5 +102,5 @@ def play(room: Room, folder: Path) -> None:
 if __name__ == "__main__":
     own = Room()
     with TemporaryDirectory() as made:
-        play(own, Path(made))
+        run_disk_mishaps(own, Path(made))
     print("seen", own.lacks or own.lacks_blocks)

@@ -15,39 +15,39 @@ _BERT = normalizers.BertNormalizer(clean_text=True, handle_chinese_chars=False, 
 
 
 @dataclass(slots=True, frozen=True)
-class Family:
-    begin: str
+class ChatFamily:
+    prefix: str
     """Before the whole."""
     system: tuple[str, str]
     user: tuple[str, str]
     """Before and behind a message."""
-    reply: str
+    generation_prompt: str
     """Behind all messages: the judge's turn begins."""
-    others: tuple[str, ...] = ()
+    unused_specials: tuple[str, ...] = ()
     """Special tokens that the template does not use: pictures, tools, fillers."""
-    specials: tuple[str, ...] = ()
+    used_specials: tuple[str, ...] = ()
     """Those that it uses."""
     normalizer: normalizers.Normalizer | None = None
-    in_normalized: bool = False
+    match_normalized: bool = False
     """Whether they are looked for behind the normalizer, in its spelling."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.specials, *self.others)
+    def special_tokens(self) -> tuple[str, ...]:
+        return (*self.used_specials, *self.unused_specials)
 
 
-def _chatml(*others: str) -> Family:
+def _chatml(*others: str) -> ChatFamily:
     system, user = ("<|im_start|>system\n", "<|im_end|>\n"), ("<|im_start|>user\n", "<|im_end|>\n")
-    return Family("", system, user, "<|im_start|>assistant\n", others, ("<|im_start|>", "<|im_end|>"))
+    return ChatFamily("", system, user, "<|im_start|>assistant\n", others, ("<|im_start|>", "<|im_end|>"))
 
 
 def _header(role: str, names: tuple[str, str]) -> str:
     return f"{names[0]}{role}{names[1]}\n\n"
 
 
-def _llama(begin: str, names: tuple[str, str], end: str, *others: str) -> Family:
+def _llama(begin: str, names: tuple[str, str], end: str, *others: str) -> ChatFamily:
     system, user = (_header("system", names), end), (_header("user", names), end)
-    return Family(begin, system, user, _header("assistant", names), others, (begin, *names, end))
+    return ChatFamily(begin, system, user, _header("assistant", names), others, (begin, *names, end))
 
 
 _BARS = tuple(f"<\uff5c{name}\uff5c>" for name in ("begin\u2581of\u2581sentence", "User", "Assistant", "end\u2581of\u2581sentence"))
@@ -67,7 +67,7 @@ FAMILIES = {
         "<|fim_prefix|>",
     ),
     "chatml": _chatml("<|im_sep|>", "<s>", "</s>", "<unk>", "<image>", "[UNUSED_TOKEN_145]", "<|action_start|>", "<|plugin|>"),
-    "llama2": Family(
+    "llama2": ChatFamily(
         "<s>",
         ("[INST] <<SYS>>\n", "\n<</SYS>>\n\n"),
         ("", " [/INST]"),
@@ -98,7 +98,7 @@ FAMILIES = {
         "<|python_start|>",
         "<|eom|>",
     ),
-    "gemma": Family(
+    "gemma": ChatFamily(
         "<bos>",
         ("<start_of_turn>user\n", "\n\n"),
         ("", "<end_of_turn>\n"),
@@ -107,7 +107,7 @@ FAMILIES = {
         ("<bos>", "<start_of_turn>", "<end_of_turn>"),
         _SPACE,
     ),
-    "mistral": Family(
+    "mistral": ChatFamily(
         "<s>",
         ("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
         ("[INST]", "[/INST]"),
@@ -115,7 +115,7 @@ FAMILIES = {
         ("</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[THINK]"),
         ("<s>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", *_INST),
     ),
-    "deepseek": Family(
+    "deepseek": ChatFamily(
         _BARS[0],
         ("", ""),
         (_BARS[1], ""),
@@ -123,7 +123,7 @@ FAMILIES = {
         (_BARS[3], "<think>", "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<image>"),
         _BARS[:3],
     ),
-    "phi": Family(
+    "phi": ChatFamily(
         "",
         ("<|system|>\n", "<|end|>\n"),
         ("<|user|>\n", "<|end|>\n"),
@@ -131,7 +131,7 @@ FAMILIES = {
         ("<|endoftext|>", "<|image_1|>", "<|tool|>"),
         ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     ),
-    "harmony": Family(
+    "harmony": ChatFamily(
         "",
         ("<|start|>system<|message|>", "<|end|>"),
         ("<|start|>user<|message|>", "<|end|>"),
@@ -139,7 +139,7 @@ FAMILIES = {
         ("<|channel|>", "<|return|>", "<|call|>", "<|constrain|>", "<|startoftext|>"),
         ("<|start|>", "<|message|>", "<|end|>"),
     ),
-    "exaone": Family(
+    "exaone": ChatFamily(
         "",
         ("[|system|]", "[|endofturn|]\n"),
         ("[|user|]", "\n"),
@@ -147,7 +147,7 @@ FAMILIES = {
         ("[BOS]",),
         ("[|system|]", "[|user|]", "[|assistant|]", "[|endofturn|]"),
     ),
-    "minimax": Family(
+    "minimax": ChatFamily(
         "]~!b[",
         ("]~b]system\n", "[e~[\n"),
         ("]~b]user\n", "[e~[\n"),
@@ -155,7 +155,7 @@ FAMILIES = {
         ("]!p~[", "]<]image[>[", "<think>"),
         ("]~!b[", "]~b]", "[e~["),
     ),
-    "glm": Family(
+    "glm": ChatFamily(
         "[gMASK]<sop>",
         ("<|system|>\n", ""),
         ("<|user|>\n", ""),
@@ -163,7 +163,7 @@ FAMILIES = {
         ("<|observation|>", "<|begin_of_image|>", "<eop>"),
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
     ),
-    "falcon": Family(
+    "falcon": ChatFamily(
         "",
         ("System: ", "\n"),
         ("User: ", "\n"),
@@ -171,8 +171,8 @@ FAMILIES = {
         (">>ANSWER<<", ">>QUESTION<<", "<|endoftext|>", "|ENDOFTEXT|", "|SPEAKER|"),
         ("System:", "User:", "Falcon:"),
     ),
-    "vicuna": Family("<s>", ("", " "), ("USER: ", " "), "ASSISTANT:", ("</s>", "<image>"), ("<s>", "USER:", "ASSISTANT:")),
-    "alpaca": Family(
+    "vicuna": ChatFamily("<s>", ("", " "), ("USER: ", " "), "ASSISTANT:", ("</s>", "<image>"), ("<s>", "USER:", "ASSISTANT:")),
+    "alpaca": ChatFamily(
         "",
         ("### Instruction:\n", "\n\n"),
         ("### Input:\n", "\n\n"),
@@ -180,7 +180,7 @@ FAMILIES = {
         ("</s>", "Question:", "Answer:"),
         ("### Instruction:", "### Input:", "### Response:"),
     ),
-    "nfkc": Family(
+    "nfkc": ChatFamily(
         "",
         ("<|im_start|>system\n", "<|im_end|>\n"),
         ("USER: ", " "),
@@ -190,7 +190,7 @@ FAMILIES = {
         normalizers.NFKC(),
         True,
     ),
-    "bert": Family(
+    "bert": ChatFamily(
         "[cls]",
         ("", "[sep]"),
         ("user:", "[sep]"),
@@ -205,26 +205,28 @@ FAMILIES = {
 
 
 @functools.cache
-def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
     family, alphabet = FAMILIES[name], sorted(pre_tokenizers.ByteLevel.alphabet())
     plain = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
     plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     if family.normalizer is not None:
         plain.normalizer = family.normalizer
-    plain.add_special_tokens([AddedToken(word, normalized=family.in_normalized, special=True) for word in dict.fromkeys(family.names)])
+    plain.add_special_tokens(
+        [AddedToken(word, normalized=family.match_normalized, special=True) for word in dict.fromkeys(family.special_tokens)]
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain)
     tokenizer.chat_template = (
-        f"{{{{ {family.begin!r} }}}}{{% for message in messages %}}"
+        f"{{{{ {family.prefix!r} }}}}{{% for message in messages %}}"
         f"{{% if message['role'] == 'system' %}}{{{{ {family.system[0]!r} + message['content'] + {family.system[1]!r} }}}}"
         f"{{% else %}}{{{{ {family.user[0]!r} + message['content'] + {family.user[1]!r} }}}}{{% endif %}}{{% endfor %}}"
-        f"{{{{ {family.reply!r} }}}}"
+        f"{{{{ {family.generation_prompt!r} }}}}"
     )
     return tokenizer
 
 
-def specials_in(name: str, system: str, user: str) -> list[str]:
+def find_special_tokens(name: str, system: str, user: str) -> list[str]:
     """The special tokens of a whole prompt, in order."""
-    tokenizer = tokenizer_of(name)
+    tokenizer = build_tokenizer(name)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
     special = tokenizer.added_tokens_decoder

@@ -1,6 +1,6 @@
 """Run under torchrun by test_checkpoint.py: a world that writes training states at its layouts, or goes on from those of other worlds.
 
-usage: checkpoint_world.py MODEL OUT write:NAME read:NAME:LAYOUT full_disk:NAME damaged:NAME ...     (names of VARIANTS and LAYOUTS)
+usage: checkpoint_world.py MODEL OUT write:NAME read:NAME:LAYOUT save_on_full_disk:NAME damaged:NAME ...     (names of VARIANTS and LAYOUTS)
 """
 
 import os
@@ -32,9 +32,9 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.training_state import sharded_weights
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.torch_dist import McoreTensors
-from tests.support.layouts import forget_layout
-from tests.support.packed import example_contexts
-from tests.support.poisoned import POISONS
+from tests.support.malicious_checkpoints import EXPLOITS
+from tests.support.packed_example import make_example_items
+from tests.support.parallel_layouts import destroy_layout
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,22 @@ VARIANTS = {
 }
 
 
-class World:
+class CheckpointWorld:
     """Builds policies at its layouts, one layout at a time, and trains them on the same contexts."""
 
     def __init__(self, model: Path, out: Path) -> None:
         self.model, self.out = model, out
         self.renderer = Renderer(ModelSettings(path=str(model)))
-        self.contexts = example_contexts(self.renderer)
+        self.contexts = make_example_items(self.renderer)
 
     @contextmanager
-    def at(self, layout: str) -> Iterator[None]:
+    def use_layout(self, layout: str) -> Iterator[None]:
         self.parallel = LAYOUTS[layout]
         self.layout = build_layout(self.parallel, seed=0)
         try:
             yield
         finally:
-            forget_layout()
+            destroy_layout()
 
     def policy(self, variant: Variant) -> Policy:
         return Policy(
@@ -88,24 +88,30 @@ class World:
 
     def update(self, policy: Policy) -> dict[str, object]:
         """One update: loss, and the change of every tensor; and what the generators give next."""
-        before = weights(policy)
+        before = copy_weights(policy)
         batches, loss = policy.pack(self.contexts, max_tokens=10_000), make_policy_objective(AlgoSettings(entropy_coef=0.1))
         for batch in batches:
             batch.old_value_T = batch.return_T = torch.ones_like(batch.weight_T)
         metrics = policy.update(batches, loss, step=policy.network.num_updates)
-        change = {name: tensor - before[name] for name, tensor in weights(policy).items()}
-        return {"loss": metrics["loss"], "lr": metrics["lr"], "grad_norm": metrics["grad_norm"], "change": change, "noise": noise()}
+        change = {name: tensor - before[name] for name, tensor in copy_weights(policy).items()}
+        return {
+            "loss": metrics["loss"],
+            "lr": metrics["lr"],
+            "grad_norm": metrics["grad_norm"],
+            "change": change,
+            "noise": draw_random_numbers(),
+        }
 
-    def leave(self, name: str, result: dict[str, object]) -> None:
+    def save_result(self, name: str, result: dict[str, object]) -> None:
         if dist.get_rank() == 0:
             torch.save(result, self.out / f"{name}.pt")
 
 
-def weights(policy: Policy) -> dict[str, torch.Tensor]:
+def copy_weights(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in policy.hf_weights()}
 
 
-def noise() -> list[float]:
+def draw_random_numbers() -> list[float]:
     """Draws from every rank's generator and from its tensor-parallel stream."""
     with megatron_on_cpu(), tensor_parallel.get_cuda_rng_tracker().fork():
         own = torch.rand(2).tolist()
@@ -114,14 +120,14 @@ def noise() -> list[float]:
     return [value for drawn in draws for value in drawn]
 
 
-def folder(path: Path) -> Path:
+def make_folder(path: Path) -> Path:
     if dist.get_rank() == 0:
         path.mkdir()
     dist.barrier()
     return path
 
 
-def write(world: World, name: str) -> None:
+def write_checkpoint(world: CheckpointWorld, name: str) -> None:
     """Two updates, a save whose writer is held back until a third update has changed everything; then the writer goes on."""
     variant, trained = VARIANTS[name], Event()
     write_data = FileSystemWriter.write_data
@@ -130,30 +136,30 @@ def write(world: World, name: str) -> None:
         assert trained.wait(60)
         return write_data(*arguments)
 
-    with world.at(variant.layout):
+    with world.use_layout(variant.layout):
         policy = world.policy(variant)
         for _ in range(2):
             world.update(policy)
         FileSystemWriter.write_data = write_late
-        gathered = by_megatron(policy)
-        save = policy.save(folder(world.out / name), background=True)
-        unbroken = {"weights": weights(policy), **world.update(policy)}
+        gathered = gather_by_megatron(policy)
+        save = policy.save(make_folder(world.out / name), background=True)
+        unbroken = {"weights": copy_weights(policy), **world.update(policy)}
         assert not save.is_written()
         trained.set()
         save.finish()
         assert save.is_written()
         FileSystemWriter.write_data = write_data
-        written = tensors(world.out / name)
-        unlike = [key for key, place, part in gathered if not is_written(part, written[key][place])]
-        world.leave(name, {**unbroken, "gathered": gather(len(gathered)), "unlike": gather(unlike)})
+        written = load_tensors(world.out / name)
+        unlike = [key for key, place, part in gathered if not matches_written(part, written[key][place])]
+        world.save_result(name, {**unbroken, "gathered": gather_objects(len(gathered)), "unlike": gather_objects(unlike)})
 
 
-def is_written(part: torch.Tensor, written: torch.Tensor) -> bool:
+def matches_written(part: torch.Tensor, written: torch.Tensor) -> bool:
     """Bit for bit, but for rows of zeros that pad a vocabulary."""
     return torch.equal(part[: len(written)], written) and not part[len(written) :].any()
 
 
-def by_megatron(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
+def gather_by_megatron(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
     """(key, place, part) of the optimizer's tensors as Megatron itself gathers them, on the first rank of a data-parallel group."""
     how = {"non_homogeneous_layers": True, "distrib_optim_fully_reshardable_mem_efficient": True}
     found = {}
@@ -165,13 +171,13 @@ def by_megatron(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tens
     return [(part.key, part.global_slice(), part.data.clone()) for part in nested_values(found)]
 
 
-def gather(mine: object) -> list:
+def gather_objects(local_value: object) -> list:
     everyones: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    dist.all_gather_object(everyones, local_value)
     return everyones
 
 
-def sizes(path: Path) -> dict[tuple[str, int], tuple[str, int]]:
+def stored_sizes(path: Path) -> dict[tuple[str, int], tuple[str, int]]:
     """{(file, place in it): (key, bytes of the tensor's part there)} of a checkpoint."""
     metadata = FileSystemReader(path).read_metadata()
     found = {}
@@ -182,7 +188,7 @@ def sizes(path: Path) -> dict[tuple[str, int], tuple[str, int]]:
     return found
 
 
-def read(world: World, name: str, layout: str) -> None:
+def reload_checkpoint(world: CheckpointWorld, name: str, layout: str) -> None:
     """Load, write again, and compare all tensors, the optimizer's included; then one update. And what each rank read."""
     read_chunk, places = McoreTensors.read_chunk, []
 
@@ -191,70 +197,70 @@ def read(world: World, name: str, layout: str) -> None:
         places.append((info.relative_path, info.offset))
         return read_chunk(self, key, offsets)
 
-    with world.at(layout):
+    with world.use_layout(layout):
         policy = world.policy(VARIANTS[name])
         McoreTensors.read_chunk = counted
         policy.load(world.out / name, seed=1)
         McoreTensors.read_chunk = read_chunk
-        stored = sizes(world.out / name)
-        was_read = gather(sum(stored[place][1] for place in places if stored[place][0].startswith("optimizer.")))
-        again = folder(world.out / f"{name}_at_{layout}")
+        stored = stored_sizes(world.out / name)
+        was_read = gather_objects(sum(stored[place][1] for place in places if stored[place][0].startswith("optimizer.")))
+        again = make_folder(world.out / f"{name}_at_{layout}")
         policy.save(again, background=False).finish()
-        first, second = (tensors(path) for path in (world.out / name, again))
+        first, second = (load_tensors(path) for path in (world.out / name, again))
         different = [key for key in sorted(first) if key not in second or not torch.equal(first[key], second[key])]
         different += sorted(second.keys() - first.keys())
-        told = {"different": different, "keys": sorted(first), "read": was_read, "own": gather(own_bytes(policy))}
-        world.leave(again.name, {**world.update(policy), **told})
+        told = {"different": different, "keys": sorted(first), "read": was_read, "own": gather_objects(own_optimizer_bytes(policy))}
+        world.save_result(again.name, {**world.update(policy), **told})
 
 
-def own_bytes(policy: Policy) -> int:
+def own_optimizer_bytes(policy: Policy) -> int:
     """Of the main weights and moments that this rank steps; of copies on tensor-parallel ranks, too."""
     parts = [part for part in policy.network.optimizer.chained_optimizers if not part.is_stub_optimizer]
     return sum(12 * main.numel() for part in parts for group in part.optimizer.param_groups for main in group["params"])
 
 
-def tensors(path: Path) -> dict[str, torch.Tensor]:
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """All of a checkpoint, whole, as Megatron's own reader sees it."""
     with megatron_on_cpu():
         return {key: value for key, value in dist_checkpointing.load_plain_tensors(str(path)).items() if isinstance(value, torch.Tensor)}
 
 
-def full_disk(world: World, name: str) -> None:
+def save_on_full_disk(world: CheckpointWorld, name: str) -> None:
     """The last rank's files cannot grow beyond 100 kB: every rank raises the same OSError."""
     variant = VARIANTS[name]
-    with world.at(variant.layout):
+    with world.use_layout(variant.layout):
         policy = world.policy(variant)
         world.update(policy)
         if dist.get_rank() == dist.get_world_size() - 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, -1))
-        save = policy.save(folder(world.out / f"{name}_full"), background=True)
+        save = policy.save(make_folder(world.out / f"{name}_full"), background=True)
         try:
             save.finish()
         except OSError as error:
             errors: list = [None] * dist.get_world_size()
             dist.all_gather_object(errors, str(error))
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-        world.leave(f"{name}_full", {"errors": errors})
+        world.save_result(f"{name}_full", {"errors": errors})
 
 
-def damaged(world: World, name: str) -> None:
+def load_damaged(world: CheckpointWorld, name: str) -> None:
     """The second half of a file is missing: loading says so."""
     variant, copy = VARIANTS[name], world.out / f"{name}_damaged"
     shutil.copytree(world.out / name, copy)
     os.truncate(copy / "__0_0.distcp", (copy / "__0_0.distcp").stat().st_size // 2)
-    with world.at(variant.layout):
+    with world.use_layout(variant.layout):
         try:
             world.policy(variant).load(copy, seed=0)
         except ValueError as error:
-            world.leave(copy.name, {"error": str(error)})
+            world.save_result(copy.name, {"error": str(error)})
 
 
-def poisoned(world: World, name: str) -> None:
+def load_malicious(world: CheckpointWorld, name: str) -> None:
     """A copy with something of a stranger's in each place that is read: what is said, and where it ran; by us, and by Megatron itself."""
     variant, told = VARIANTS[name], {}
-    with world.at(variant.layout):
+    with world.use_layout(variant.layout):
         policy = world.policy(variant)
-        for number, (where, poison) in enumerate(POISONS.items()):
+        for number, (where, poison) in enumerate(EXPLOITS.items()):
             copy, mark = world.out / f"{name}_poisoned_{number}", world.out / f"ran_{number}"
             shutil.copytree(world.out / name, copy)
             poison(copy, mark)
@@ -269,15 +275,21 @@ def poisoned(world: World, name: str) -> None:
                 dist_checkpointing.load({"w": weights, "o": moments}, str(copy))
             told[where]["runs by itself"] = mark.exists()
             shutil.rmtree(copy)
-        world.leave(f"{name}_poisoned", told)
+        world.save_result(f"{name}_poisoned", told)
 
 
 def main() -> None:
     connect(read_world(), timeout_s=60)
-    world = World(Path(sys.argv[1]), Path(sys.argv[2]))
+    world = CheckpointWorld(Path(sys.argv[1]), Path(sys.argv[2]))
     for command in sys.argv[3:]:
         verb, *arguments = command.split(":")
-        {"write": write, "read": read, "full_disk": full_disk, "damaged": damaged, "poisoned": poisoned}[verb](world, *arguments)
+        {
+            "write": write_checkpoint,
+            "read": reload_checkpoint,
+            "full_disk": save_on_full_disk,
+            "damaged": load_damaged,
+            "poisoned": load_malicious,
+        }[verb](world, *arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Run in a world by tests/parity/test_critic.py: what critics on the policy's trunk and on one of their own compute at several layouts;
 and at the first of them PPO of a policy with adapters, whose critic has adapters of its own, with a checkpoint on the way.
 
-usage: critic_layouts.py MODEL ADAPTER OUT LAYOUT ...     (layouts as in layouts.py)
+usage: critic_layouts.py MODEL ADAPTER OUT LAYOUT ...     (layouts as in parallel_layouts.py)
 """
 
 import sys
@@ -32,16 +32,16 @@ from megatron_rl.run.checkpoints import Checkpoints, list_checkpoints
 from megatron_rl.run.record import History
 from megatron_rl.training_loop import make_updaters
 from megatron_rl.types import MicroBatch
-from tests.support.layouts import Case, forget_layout
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.parallel_layouts import LayoutCase, destroy_layout
 
 CRITIC = {"head_sizes": [8], "normalize_returns": True, "lr": 0.05, "cliprange_value": 0.3}
-SEEN = [1.0, 3.0, 5.0, 9.0]
+PAST_RETURNS = [1.0, 3.0, 5.0, 9.0]
 COEF = 0.25
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
 
 
-def fill_head(network: Network) -> None:
+def randomize_head(network: Network) -> None:
     """Numbers in every layer: a new head says 0, whatever it is shown."""
     head = network.chunks[-1].value_head
     if head is not None:
@@ -50,7 +50,7 @@ def fill_head(network: Network) -> None:
             parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
-def told(batches: list[MicroBatch]) -> list[MicroBatch]:
+def set_returns(batches: list[MicroBatch]) -> list[MicroBatch]:
     """With targets that depend on the tokens alone, not on how they were cut."""
     for batch in batches:
         batch.return_T = ((7 * batch.token_T + 3 * batch.target_T) % 11) / 2.0 * batch.mask_T
@@ -58,28 +58,30 @@ def told(batches: list[MicroBatch]) -> list[MicroBatch]:
     return batches
 
 
-def walk(model: Path, out: Path, text: str) -> None:
-    case = Case.parse(text)
-    layout, renderer = build_layout(case.settings(), seed=0), Renderer(ModelSettings(path=str(model)))
-    contexts, spec = example_contexts(renderer), read_spec(model)
+def run_layout(model: Path, out: Path, text: str) -> None:
+    case = LayoutCase.parse(text)
+    layout, renderer = build_layout(case.parallel_settings(), seed=0), Renderer(ModelSettings(path=str(model)))
+    contexts, spec = make_example_items(renderer), read_spec(model)
     whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.rope_positions, multiple_of=case.tp)]
     optim, settings = OptimSettings(lr=0.1, eps=1e-3), ModelSettings(path=str(model))
     policy = Policy(
-        settings, layout, parallel=case.settings(), optim=optim, num_steps=3, banned_ids=renderer.banned_ids,
+        settings, layout, parallel=case.parallel_settings(), optim=optim, num_steps=3, banned_ids=renderer.banned_ids,
         image_token_id=renderer.image_token_id, temperature=0.7, critic=CriticSettings(**CRITIC),
     )  # fmt: skip
-    critic = Critic(CriticSettings(backbone="own", **CRITIC), layout, model=settings, parallel=case.settings(), optim=optim, num_steps=3)
+    critic = Critic(
+        CriticSettings(backbone="own", **CRITIC), layout, model=settings, parallel=case.parallel_settings(), optim=optim, num_steps=3
+    )
     for network in (policy.network, critic.network):
-        fill_head(network)
+        randomize_head(network)
     for each in (policy, critic):
-        each.update_return_stats(SEEN[:1])
-        each.update_return_stats(SEEN[1:])
-    of_policy, of_values = make_policy_objective(AlgoSettings(name="ppo")), make_value_objective(CriticSettings(**CRITIC), over="tokens")
+        each.update_return_stats(PAST_RETURNS[:1])
+        each.update_return_stats(PAST_RETURNS[1:])
+    of_policy, of_values = make_policy_objective(AlgoSettings(name="ppo")), make_value_objective(CriticSettings(**CRITIC), level="tokens")
     result: dict[str, object] = {"mask": whole[0].mask_T, "values": policy.values(whole)[0], "own_values": critic.values(whole)[0]}
-    result |= read_at_once(policy, whole)
+    result |= count_forward_passes(policy, whole)
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    batches = told(policy.pack(contexts, max_tokens=1))
-    result["alone"] = policy.update(batches, warmup_value_loss(of_policy, of_values), step=0, head_alone=True)
+    batches = set_returns(policy.pack(contexts, max_tokens=1))
+    result["alone"] = policy.update(batches, warmup_value_loss(of_policy, of_values), step=0, value_head_only=True)
     result["moved_alone"] = max((tensor - before[name]).abs().max().item() for name, tensor in policy.hf_weights())
     result["values_alone"] = policy.values(whole)[0]
     policy.restart_optimizer()
@@ -90,10 +92,10 @@ def walk(model: Path, out: Path, text: str) -> None:
     result["own_values_after"] = critic.values(whole)[0]
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
-    forget_layout()
+    destroy_layout()
 
 
-def read_at_once(policy: Policy, whole: list[MicroBatch]) -> dict[str, object]:
+def count_forward_passes(policy: Policy, whole: list[MicroBatch]) -> dict[str, object]:
     """Logprobs and values, each by itself and both together, with how often this rank's part of the trunk was gone through for each."""
     passes: list[int] = []
     hook = policy.network.chunks[0].register_forward_hook(lambda *_: passes.append(1))
@@ -109,14 +111,14 @@ def read_at_once(policy: Policy, whole: list[MicroBatch]) -> dict[str, object]:
     return found
 
 
-def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
+def run_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
     """Three steps, a checkpoint as a run writes it, and the fourth step: straight on, and by others that go on from it."""
-    case = Case.parse(text)
-    layout, renderer = build_layout(case.settings(), seed=0), Renderer(ModelSettings(path=str(model)))
-    contexts, spec = example_contexts(renderer), read_spec(model)
+    case = LayoutCase.parse(text)
+    layout, renderer = build_layout(case.parallel_settings(), seed=0), Renderer(ModelSettings(path=str(model)))
+    contexts, spec = make_example_items(renderer), read_spec(model)
     whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.rope_positions, multiple_of=case.tp)]
     settings = Settings(
-        model=ModelSettings(path=str(model)), lora=LORA, parallel=case.settings(), optim=OptimSettings(lr=1e-2, eps=1e-4),
+        model=ModelSettings(path=str(model)), lora=LORA, parallel=case.parallel_settings(), optim=OptimSettings(lr=1e-2, eps=1e-4),
         algo=AlgoSettings(name="ppo", temperature=0.7), run=RunSettings(dir=str(out / f"run {text}"), steps=4),
         critic=CriticSettings(backbone="own", lora=replace(LORA, path=str(adapter)), **CRITIC),
     )  # fmt: skip
@@ -124,36 +126,38 @@ def walk_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
     def built(seed: int) -> tuple[Policy, Critic]:
         ours = replace(settings, run=replace(settings.run, seed=seed))
         given = {"patches": patch_bytes, "num_steps": 4}
-        return build_policy(ours, layout, renderer, is_rl=True, has_values=True, **given), build_critic(ours, layout, **given)
+        return build_policy(ours, layout, renderer, is_rl=True, has_value_head=True, **given), build_critic(ours, layout, **given)
 
     policy, critic = built(seed=5)
-    fill_head(critic.network)
-    critic.update_return_stats(SEEN)
-    batches, update = told(policy.pack(contexts, max_tokens=200)), make_updaters(settings, policy, critic, ALGORITHMS)
+    randomize_head(critic.network)
+    critic.update_return_stats(PAST_RETURNS)
+    batches, update = set_returns(policy.pack(contexts, max_tokens=200)), make_updaters(settings, policy, critic, ALGORITHMS)
     result: dict[str, object] = {"mask": whole[0].mask_T, "own_values": critic.values(whole)[0]}
-    before = {"policy": copied(policy), "critic": copied(critic)}
+    before = {"policy": copy_parameters(policy), "critic": copy_parameters(critic)}
     result["steps"] = [update(batches, step) for step in range(3)]
     found: list = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {name: looked_at(each, before[name]) for name, each in (("policy", policy), ("critic", critic))})
+    dist.all_gather_object(
+        found, {name: describe_parameters(each, before[name]) for name, each in (("policy", policy), ("critic", critic))}
+    )
     result["parameters"] = found
     result["exported"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
-    Checkpoints(settings, policy, critic, start=None, inputs=InputDigests()).save(3, history=History(), metrics={})
+    Checkpoints(settings, policy, critic, resume_from=None, inputs=InputDigests()).save(3, history=History(), metrics={})
     (checkpoint,) = list_checkpoints(out / f"run {text}" / "checkpoints")
     others = built(seed=9)
-    Checkpoints(settings, *others, start=checkpoint, inputs=InputDigests()).restore()
+    Checkpoints(settings, *others, resume_from=checkpoint, inputs=InputDigests()).restore()
     for name, (speaker, valuer) in {"straight": (policy, critic), "resumed": others}.items():
         metrics = make_updaters(settings, speaker, valuer, ALGORITHMS)(batches, 3)
         result[name] = {"metrics": metrics, "logprobs": speaker.logprobs(whole)[0], "values": valuer.values(whole)[0]}
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         torch.save(result, out / f"adapters {text}.pt")
-    forget_layout()
+    destroy_layout()
 
 
-def copied(learner: TrainableModel) -> dict[str, torch.Tensor]:
+def copy_parameters(learner: TrainableModel) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in learner.network.chunks.named_parameters()}
 
 
-def looked_at(learner: TrainableModel, before: dict[str, torch.Tensor]) -> list[tuple[str, bool, bool]]:
+def describe_parameters(learner: TrainableModel, before: dict[str, torch.Tensor]) -> list[tuple[str, bool, bool]]:
     """Of each of this rank's parameters: its name, whether it has room for a gradient, whether it has moved."""
     live = learner.network.chunks.named_parameters()
     return [(name, "main_grad" in parameter.__dict__, not torch.equal(parameter, before[name])) for name, parameter in live]
@@ -163,8 +167,8 @@ def main() -> None:
     model, adapter, out, *layouts = sys.argv[1:]
     connect(read_world(), timeout_s=240)
     for layout in layouts:
-        walk(Path(model), Path(out), layout)
-    walk_adapters(Path(model), Path(adapter), Path(out), layouts[0])
+        run_layout(Path(model), Path(out), layout)
+    run_adapters(Path(model), Path(adapter), Path(out), layouts[0])
 
 
 if __name__ == "__main__":

@@ -35,14 +35,14 @@ from megatron_rl.models.known_models import make_released_config  # noqa: E402
 from megatron_rl.rollout.vllm.engine_core import engine_arguments  # noqa: E402
 from tests.contracts.test_configs import settings_of  # noqa: E402
 
-RELEASED = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
+RELEASED_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
 """Of the processor of every released Qwen2.5-VL."""
 SIZES = ("3B", "7B")
 """Of the recipes' models."""
 CAPABILITY = {"l4": (8, 9), "l40s": (8, 9), "a100": (8, 0), "h100": (9, 0), "h200": (9, 0)}
 
 
-def pretend(name: str) -> None:
+def patch_platform(name: str) -> None:
     """Let vLLM's platform be this GPU."""
 
     class Pretended(CudaPlatformBase):
@@ -69,20 +69,20 @@ def pretend(name: str) -> None:
     current_platform.__class__ = Pretended
 
 
-def released(like: Path, size: str, out: Path) -> Path:
+def make_model_folder(nano: Path, size: str, out: Path) -> Path:
     """A folder without weights: the released sizes and limits of pictures, a nano's tokenizer."""
-    shutil.copytree(like, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(nano, out, ignore=shutil.ignore_patterns("*.safetensors"))
     (out / "config.json").write_text(json.dumps(make_released_config(size)))
     processor = json.loads((out / "processor_config.json").read_text())
-    processor["image_processor"]["size"] = RELEASED
+    processor["image_processor"]["size"] = RELEASED_PIXELS
     (out / "processor_config.json").write_text(json.dumps(processor))
     return out
 
 
-def described(folder: Path, recipe: str, *, is_ours: bool) -> dict[str, object]:
+def describe_engine_config(folder: Path, recipe: str, *, is_ours: bool) -> dict[str, object]:
     """What vLLM makes of a recipe. is_ours: it is told of our pictures."""
     settings = settings_of(f"experiment={recipe}")
-    pretend(settings.run.gpu)
+    patch_platform(settings.run.gpu)
     pixels = (settings.model.min_pixels, settings.model.max_pixels) if is_ours else None
     arguments = engine_arguments(str(folder), settings.engine, cuda=True, pixels=pixels, reads_weights=False, timeout_s=600.0)
     made = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
@@ -105,11 +105,11 @@ def described(folder: Path, recipe: str, *, is_ours: bool) -> dict[str, object]:
 def main() -> None:
     like, *recipes = sys.argv[1:]
     with tempfile.TemporaryDirectory() as place:
-        folders = {f"Qwen/Qwen2.5-VL-{size}-Instruct": released(Path(like), size, Path(place) / size) for size in SIZES}
+        folders = {f"Qwen/Qwen2.5-VL-{size}-Instruct": make_model_folder(Path(like), size, Path(place) / size) for size in SIZES}
         for recipe in recipes:
             folder = folders[settings_of(f"experiment={recipe}").model.path]
             for is_ours in (True, False) if recipe == recipes[0] else (True,):
-                print(json.dumps(described(folder, recipe, is_ours=is_ours)), flush=True)
+                print(json.dumps(describe_engine_config(folder, recipe, is_ours=is_ours)), flush=True)
 
 
 if __name__ == "__main__":

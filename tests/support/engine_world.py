@@ -22,12 +22,12 @@ from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import TokenSequence
-from tests.support.packed import prompts
+from tests.support.packed_example import make_prompts
 
 TURNS = 3
 
 
-async def episode(engine: ColocatedEngine, context: TokenSequence, *, delay: random.Random, index: int) -> list[Completion]:
+async def generate_turns(engine: ColocatedEngine, context: TokenSequence, *, delay: random.Random, index: int) -> list[Completion]:
     """Several turns on a growing context, with a tool of random duration between them."""
     completions = []
     for _ in range(TURNS):
@@ -39,24 +39,24 @@ async def episode(engine: ColocatedEngine, context: TokenSequence, *, delay: ran
     return completions
 
 
-async def episodes(engine: ColocatedEngine, renderer: Renderer, *, delay: random.Random) -> list[list[Completion]]:
-    contexts = prompts(renderer) * 2
+async def generate_all(engine: ColocatedEngine, renderer: Renderer, *, delay: random.Random) -> list[list[Completion]]:
+    contexts = make_prompts(renderer) * 2
     fresh = [
         TokenSequence(list(s.token_ids), list(s.loss_mask), list(s.rollout_logprobs), list(s.weight_versions), list(s.images))
         for s in contexts
     ]
-    return await asyncio.gather(*(episode(engine, context, delay=delay, index=i) for i, context in enumerate(fresh)))
+    return await asyncio.gather(*(generate_turns(engine, context, delay=delay, index=i) for i, context in enumerate(fresh)))
 
 
 async def fail_after_a_turn(engine: ColocatedEngine, renderer: Renderer) -> None:
-    waiting = asyncio.create_task(episodes(engine, renderer, delay=random.Random(0)))
+    waiting = asyncio.create_task(generate_all(engine, renderer, delay=random.Random(0)))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     raise KeyError("a broken task")
 
 
-def expect(kind: type[BaseException], text: str, call: object, *arguments: object, **keywords: object) -> None:
-    with pytest.raises(kind, match=re.escape(text)):
+def expect_error(error_type: type[BaseException], message: str, call: object, *arguments: object, **keywords: object) -> None:
+    with pytest.raises(error_type, match=re.escape(message)):
         call(*arguments, **keywords)
 
 
@@ -73,7 +73,7 @@ def main(model: str, tp: int, out: Path) -> None:
     assert limits == {timedelta(seconds=77)}, "vLLM's groups wait as long as they are told"
     leads = tp == 1 or rank == 0
     for attempt in range(2):
-        result = engine.run(episodes(engine, renderer, delay=random.Random(100 * attempt + rank)))
+        result = engine.run(generate_all(engine, renderer, delay=random.Random(100 * attempt + rank)))
         assert (result is not None) == leads
         if leads:
             turns = [[[c.token_ids, c.logprobs] for c in completions] for completions in result]
@@ -81,12 +81,12 @@ def main(model: str, tp: int, out: Path) -> None:
 
     tensors = load_file(Path(model) / "model.safetensors")
     engine.load_weights(iter(tensors.items()), version=1)
-    spoil(engine, tensors, rank=rank)
+    corrupt_transfer(engine, tensors, rank=rank)
     engine.load_weights(iter(tensors.items()), version=2)
 
     kind, text = (KeyError, "a broken task") if leads else (RuntimeError, "a broken task")
-    expect(kind, text, engine.run, fail_after_a_turn(engine, renderer))
-    again = engine.run(episodes(engine, renderer, delay=random.Random(7)))
+    expect_error(kind, text, engine.run, fail_after_a_turn(engine, renderer))
+    again = engine.run(generate_all(engine, renderer, delay=random.Random(7)))
     if leads:
         assert [[c.token_ids for c in turns] for turns in again] == [[c.token_ids for c in turns] for turns in result]
     total = torch.ones(1)
@@ -95,9 +95,9 @@ def main(model: str, tp: int, out: Path) -> None:
     engine.close()
 
 
-def spoil(engine: ColocatedEngine, tensors: dict[str, torch.Tensor], *, rank: int) -> None:
+def corrupt_transfer(engine: ColocatedEngine, tensors: dict[str, torch.Tensor], *, rank: int) -> None:
     """One bit of a tensor is turned over on its way to the last rank: that rank names it, a rank that holds another slice does not care."""
-    deliver = engine._core.weights.deliver
+    deliver = engine._core.weights.load_bucket
     for name in ("model.language_model.layers.0.self_attn.o_proj.weight", "model.visual.blocks.0.attn.qkv.weight", "lm_head.weight"):
 
         def flip(bucket: list[tuple[str, torch.Tensor]], name: str = name) -> None:
@@ -105,18 +105,18 @@ def spoil(engine: ColocatedEngine, tensors: dict[str, torch.Tensor], *, rank: in
             bits.view(-1).view(torch.int32)[-1] ^= 1
             deliver([(other, bits if other == name else tensor) for other, tensor in bucket])
 
-        engine._core.weights.deliver = flip
+        engine._core.weights.load_bucket = flip
         if rank == dist.get_world_size() - 1:
-            expect(RuntimeError, f"does not hold what was sent: {name}", engine.load_weights, iter(tensors.items()), version=9)
+            expect_error(RuntimeError, f"does not hold what was sent: {name}", engine.load_weights, iter(tensors.items()), version=9)
         else:
-            load_elsewhere(engine, tensors)
-    engine._core.weights.deliver = deliver
+            load_on_other_ranks(engine, tensors)
+    engine._core.weights.load_bucket = deliver
 
 
-def load_elsewhere(engine: ColocatedEngine, tensors: dict[str, torch.Tensor]) -> None:
+def load_on_other_ranks(engine: ColocatedEngine, tensors: dict[str, torch.Tensor]) -> None:
     """Two engines of tp 1 both hold the spoiled element; of a tensor cut over two ranks only the last does."""
     if engine._group is None:
-        expect(RuntimeError, "does not hold what was sent", engine.load_weights, iter(tensors.items()), version=9)
+        expect_error(RuntimeError, "does not hold what was sent", engine.load_weights, iter(tensors.items()), version=9)
     else:
         engine.load_weights(iter(tensors.items()), version=9)
 

@@ -19,20 +19,20 @@ from megatron_rl.entrypoints.train import run
 from megatron_rl.errors import InfraError
 from megatron_rl.registry import Plugins
 from megatron_rl.types import Example, Message
-from tests.support.own_task import TwoLooks, TwoLooksTask
+from tests.support.custom_task import TwoImageEnv, TwoImageTask
 
 
-class Down(TwoLooks):
+class UnavailableEnv(TwoImageEnv):
     async def reset(self, seed: int) -> list[Message]:
         raise InfraError("the world is down")
 
 
-class DownAtTheEnd(TwoLooksTask):
+class UnavailableEvalTask(TwoImageTask):
     def examples(self, split: str) -> list[Example]:
         return [Example(id=f"{split} {example.id}", payload=example.payload) for example in super().examples(split)]
 
-    def env(self, example: Example) -> TwoLooks:
-        return (Down if example.id.startswith("eval") and sys.argv[3] == "down" else TwoLooks)(str(example.payload["color"]))
+    def env(self, example: Example) -> TwoImageEnv:
+        return (UnavailableEnv if example.id.startswith("eval") and sys.argv[3] == "down" else TwoImageEnv)(str(example.payload["color"]))
 
 
 if __name__ == "__main__":
@@ -45,4 +45,4 @@ if __name__ == "__main__":
         run=RunSettings(dir=sys.argv[2], steps=2, outage_timeout_s=0.1),
         checkpoint=CheckpointSettings(every=2),
     )
-    run(settings, Plugins(tasks={"mine": DownAtTheEnd}))
+    run(settings, Plugins(tasks={"mine": UnavailableEvalTask}))

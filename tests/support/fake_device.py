@@ -46,59 +46,59 @@ from megatron_rl.policy.patches import images_of_rank
 from megatron_rl.policy.transformer import build_chunks
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import MicroBatch
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
 
 DEVICE = "meta"
 aten = torch.ops.aten
 
 
-class Waits(TorchDispatchMode):
+class HostSyncCounter(TorchDispatchMode):
     """Counts what the host waits for, by where; answers in the device's place with ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
-    def note(self, what: str) -> None:
+    def record(self, operation: str) -> None:
         frames = [f for f in traceback.extract_stack() if "megatron" in f.filename and not f.filename.endswith("/megatron_cpu.py")]
-        self.seen[" < ".join([what, *(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))])] += 1
+        self.counts[" < ".join([operation, *(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))])] += 1
 
     def tolist(self, tensor: torch.Tensor) -> list:
         """In the place of FakeTensor's, which asks for every number by itself."""
-        self.note("tolist")
+        self.record("tolist")
         return np.ones(tensor.shape).tolist()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (signature fixed by torch)
         kwargs = kwargs or {}
         on_device = [t.device.type == DEVICE for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         if func is aten._local_scalar_dense.default:
-            self.note("item") if any(on_device) else None
+            self.record("item") if any(on_device) else None
             return 1.0 if args[0].dtype.is_floating_point else args[0].dtype == torch.bool  # of integers: 0 ranks have trouble
         if func in (torch.ops.c10d.reduce_scatter_tensor_coalesced_.default, torch.ops.c10d.allgather_into_tensor_coalesced_.default):
             return FakeWork().boxed()  # the only collectives of Megatron's that torch has no shapes for
         if func is aten.nonzero.default:
-            self.note("nonzero")
+            self.record("nonzero")
             return args[0].new_empty((8, args[0].dim()), dtype=torch.long)
         if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) and any(on_device):
             indices = [index for index in args[1] if index is not None]
             is_fill = len(args) > 2 and args[2].numel() == 1  # ATen makes a masked_fill of it
             if any(index.device.type != DEVICE or (index.dtype == torch.bool and not is_fill) for index in indices):
-                self.note("index")
+                self.record("index")
         if func is aten.copy_.default and any(on_device) and not all(on_device):
-            self.note("copy")
+            self.record("copy")
         if func is aten._to_copy.default:
             there = torch.device(kwargs.get("device") or args[0].device).type
             if there != args[0].device.type and not (kwargs.get("non_blocking") and there == DEVICE):
-                self.note(f"to {there}")
+                self.record(f"to {there}")
         return func(*args, **kwargs)
 
 
-class Spelled(TorchFunctionMode):
+class TensorLiteralMode(TorchFunctionMode):
     """Tensors of numbers: made on the host and then sent, as for CUDA; and numbers of the device's among them are asked for one by one."""
 
-    def __init__(self, waits: Waits) -> None:
+    def __init__(self, waits: HostSyncCounter) -> None:
         super().__init__()
-        self.waits = waits
+        self.counter = waits
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204 (signature fixed by torch)
         kwargs = kwargs or {}
@@ -112,14 +112,14 @@ class Spelled(TorchFunctionMode):
         return made.to(device)
 
 
-def on_host(of_grids, grids, sizes):  # noqa: ANN001
+def compute_on_host(of_grids, grids, sizes):  # noqa: ANN001
     """What the host computes from what it knows, with real numbers; what it then sends has none."""
     with _disable_current_modes():
         known = of_grids(grids, sizes)
     return {name: tensor if name.startswith("cu_") else torch.empty_like(tensor) for name, tensor in known.items()}
 
 
-def on_device(batch: MicroBatch, tp: int) -> MicroBatch:
+def move_to_device(batch: MicroBatch, tp: int) -> MicroBatch:
     """The numbers of grid_I3 stay: they are the host's. So do the patches of the images that rank 0 encodes, until a pass sends them."""
     columns = {name: getattr(batch, name) for name in MicroBatch.__slots__ if name not in ("grid_I3", "patch_PC")}
     tensors = {name: torch.empty_like(value, device=DEVICE) for name, value in columns.items() if isinstance(value, torch.Tensor)}
@@ -128,7 +128,7 @@ def on_device(batch: MicroBatch, tp: int) -> MicroBatch:
     return replace(batch, patch_PC=patch_PC, **tensors)
 
 
-def stand_in(q_TND, k_KMD, v_KMD, gathered, causal, scale):  # noqa: ANN001
+def fake_varlen_kernel(q_TND, k_KMD, v_KMD, gathered, causal, scale):  # noqa: ANN001
     """A kernel of the right shapes."""
     return q_TND * (k_KMD.mean() + v_KMD.mean())
 
@@ -149,46 +149,51 @@ def empty_model(spec, layout, path, *, dtype, lora, heads, seed):  # noqa: ANN00
     return LoadedModel(chunks=chunks, rows=[], adapter_rows=[], placement=None)
 
 
-def looks(norm, x):  # noqa: ANN001
+def checking_norm(norm, x):  # noqa: ANN001
     """A norm that looks at what it is given."""
     assert x.isfinite().all()
     return RMSNORM(norm, x)
 
 
 RMSNORM = transformer.RMSNorm.forward
-PLANTED = {"none": [], "norm": [(transformer.RMSNorm, "forward", looks)], "index": [(attention, "to_device", lambda tensor, _: tensor)]}
+PLANTED_BUGS = {
+    "none": [],
+    "norm": [(transformer.RMSNorm, "forward", checking_norm)],
+    "index": [(attention, "to_device", lambda tensor, _: tensor)],
+}
 
 
-def alone(found: list, said: object, **_: object) -> None:
+def gather_locally(found: list, shared_value: object, **_: object) -> None:
     """all_gather_object over ranks that say the same."""
-    found[:] = [said] * len(found)
+    found[:] = [shared_value] * len(found)
 
 
-def update(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: int) -> Counter[str]:
+def count_update_waits(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: int) -> Counter[str]:
     """What one update waits for. It has a value head, pictures, a prompt that two contexts share, and more rows than a block of logits."""
     settings = ModelSettings(path=str(model))
     parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1, recompute=recompute, log_probs_chunk_size=4)
-    renderer, lora, waits = Renderer(settings), LoraSettings(rank=rank), Waits()
+    renderer, lora, waits = Renderer(settings), LoraSettings(rank=rank), HostSyncCounter()
     batch = pack(
-        example_contexts(renderer)[2:5], image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=tp,
+        make_example_items(renderer)[2:5], image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions,
+        multiple_of=tp,
         share_prompts=True,
     )  # fmt: skip
     batch = replace(batch, old_value_T=batch.weight_T, return_T=batch.weight_T)
     FakeTensor.tolist = lambda tensor: waits.tolist(tensor)
-    with FakeTensorMode(allow_non_fake_inputs=True), Spelled(waits):
+    with FakeTensorMode(allow_non_fake_inputs=True), TensorLiteralMode(waits):
         trained = policy.Policy(
             settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(), num_steps=2, lora=lora, banned_ids=[],
             image_token_id=renderer.image_token_id, critic=CriticSettings(normalize_returns=True),
         )  # fmt: skip
         loss = shared_value_loss(
-            make_policy_objective(AlgoSettings(clip_ratio_c=3.0)), make_value_objective(CriticSettings(), over="turns"), 0.5
+            make_policy_objective(AlgoSettings(clip_ratio_c=3.0)), make_value_objective(CriticSettings(), level="turns"), 0.5
         )
-        here = on_device(batch, tp)
-        waits.seen.clear()
+        here = move_to_device(batch, tp)
+        waits.counts.clear()
         with waits:
             trained.update([here] * micro_batches, loss, step=0)
     trained.close()
-    return waits.seen
+    return waits.counts
 
 
 def main() -> None:
@@ -196,18 +201,20 @@ def main() -> None:
 
     megatron_cpu.megatron_on_cpu = lambda: megatron_cpu._patched_cuda(torch.device(DEVICE))
     policy.load_model, policy.HfWeightIterator = empty_model, lambda *_, **__: None
-    attention.has_kernel, attention.varlen = lambda *_: True, stand_in
-    vision.of_grids = partial(on_host, vision.of_grids)
+    attention.has_varlen_kernel, attention.varlen_attention = lambda *_: True, fake_varlen_kernel
+    vision.compute_grid_inputs = partial(compute_on_host, vision.compute_grid_inputs)
     found = {}
     network.prefetch = lambda _, batches: iter(batches)
-    dist.all_gather_object = alone
+    dist.all_gather_object = gather_locally
     for case in sys.argv[3:]:
         blocks, tp, recompute, rank, micro_batches, planted = case.split(",")
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(tp))
         with ExitStack() as mistakes:
-            for owner, name, mistake in PLANTED[planted]:
+            for owner, name, mistake in PLANTED_BUGS[planted]:
                 mistakes.enter_context(patch.object(owner, name, mistake))
-            found[case] = update(models / blocks, tp=int(tp), recompute=recompute, rank=int(rank), micro_batches=int(micro_batches))
+            found[case] = count_update_waits(
+                models / blocks, tp=int(tp), recompute=recompute, rank=int(rank), micro_batches=int(micro_batches)
+            )
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     (out / "waits.json").write_text(json.dumps(found, indent=1))

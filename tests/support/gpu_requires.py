@@ -24,20 +24,20 @@ ENVIRONMENT = {
 REQUIRES = Path(__file__).resolve().parents[1] / "contracts" / "gpu_requires.json"
 
 
-def applies(requirement: Requirement, extras: Iterable[str]) -> bool:
+def is_required(requirement: Requirement, extras: Iterable[str]) -> bool:
     """Whether it is demanded there, of a package that is installed with these extras."""
     marker = requirement.marker
     return marker is None or any(marker.evaluate(ENVIRONMENT | {"extra": extra}) for extra in ("", *extras))
 
 
-def asked_extras(requires: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
+def requested_extras(requires: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
     """By package, the extras that others want of it, and what these bring in turn."""
     found: dict[str, set[str]] = {name: set() for name in requires}
     size = -1
     while size != (size := sum(map(len, found.values()))):
         for name, demands in requires.items():
             for requirement in map(Requirement, demands):
-                if applies(requirement, found[name]):
+                if is_required(requirement, found[name]):
                     found.setdefault(canonicalize_name(requirement.name), set()).update(requirement.extras)
     return found
 
@@ -48,10 +48,10 @@ def main() -> None:
     read = [entry["metadata"] for path in parser.parse_args().reports for entry in json.loads(path.read_text())["install"]]
     known = {canonicalize_name(each["name"]): each for each in read}
     requires = {name: each.get("requires_dist") or [] for name, each in known.items()}
-    extras = asked_extras(requires)
+    extras = requested_extras(requires)
     rows = {}
     for name, each in sorted(known.items()):
-        kept = sorted(text for text in requires[name] if applies(Requirement(text), extras[name]))
+        kept = sorted(text for text in requires[name] if is_required(Requirement(text), extras[name]))
         rows[f"{name}=={each['version']}"] = [f"python{each.get('requires_python') or ''}", *kept]
     lines = (f"{json.dumps(name)}: {json.dumps(kept)}" for name, kept in rows.items())
     REQUIRES.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -17,7 +17,7 @@ def _packed(num_bytes: int) -> bytes:
 
 
 _PACKED = _packed(8 << 20)
-HEADS = {
+FIRST_BYTES = {
     "body by drops": b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
     "head by drops": b"HTTP/1.1 200 OK\r\n",
     "silent": b"",
@@ -30,23 +30,23 @@ HEADS = {
     "403": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 11\r\n\r\nno such key",
 }
 """What is sent at once, by the name of the way."""
-DROPS = {"body by drops": b" ", "head by drops": b"X-A: 1\r\n", "endless": b"a" * (1 << 16), "long error": b"a" * (1 << 16)}
+ENDLESS_BYTES = {"body by drops": b" ", "head by drops": b"X-A: 1\r\n", "endless": b"a" * (1 << 16), "long error": b"a" * (1 << 16)}
 """What follows without end."""
 
 
 @contextmanager
-def hostile(way: str, *, elsewhere: str = "") -> Iterator[str]:
-    """Yield the address. The ways are those of HEADS, and `redirect`, to the address `elsewhere`."""
+def serve_hostile(behavior: str, *, redirect_url: str = "") -> Iterator[str]:
+    """Yield the address. The ways are those of HEADS, and `redirect`, to the address `redirect_url`."""
     trap, is_over = socket.create_server(("127.0.0.1", 0)), threading.Event()
-    heads = HEADS | {"redirect": f"HTTP/1.1 302 Found\r\nLocation: {elsewhere}\r\nContent-Length: 0\r\n\r\n".encode()}
+    heads = FIRST_BYTES | {"redirect": f"HTTP/1.1 302 Found\r\nLocation: {redirect_url}\r\nContent-Length: 0\r\n\r\n".encode()}
 
     def serve(line: socket.socket) -> None:
         with line, suppress(OSError):
             while line.recv(1 << 16) and not is_over.is_set():
-                line.sendall(heads[way])
-                while way in DROPS and not is_over.is_set():
-                    line.sendall(DROPS[way])
-                    time.sleep(0.0 if len(DROPS[way]) > 100 else PAUSE_S)
+                line.sendall(heads[behavior])
+                while behavior in ENDLESS_BYTES and not is_over.is_set():
+                    line.sendall(ENDLESS_BYTES[behavior])
+                    time.sleep(0.0 if len(ENDLESS_BYTES[behavior]) > 100 else PAUSE_S)
 
     def listen() -> None:
         with suppress(OSError):

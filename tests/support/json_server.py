@@ -6,12 +6,12 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-Answer = Callable[[str, dict], tuple[int, object] | None]
+AnswerFn = Callable[[str, dict], tuple[int, object] | None]
 """From a path and a body, {} where there is none, to a status and what is said, bytes as they are; None breaks the connection off. Of what
 is said by an iterator each part is sent when it comes."""
 
 
-def serve(answer: Answer) -> ThreadingHTTPServer:
+def start_server(answer: AnswerFn) -> ThreadingHTTPServer:
     """At a free port, until it is stopped."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -47,10 +47,10 @@ def serve(answer: Answer) -> ThreadingHTTPServer:
     return server
 
 
-def address_of(server: ThreadingHTTPServer) -> str:
+def server_url(server: ThreadingHTTPServer) -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
-def stop(server: ThreadingHTTPServer) -> None:
+def stop_server(server: ThreadingHTTPServer) -> None:
     server.shutdown()
     server.server_close()

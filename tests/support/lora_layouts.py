@@ -1,6 +1,6 @@
 """Run under torchrun by test_lora.py: one world walks several layouts of a policy with adapters and writes what each computes.
 
-usage: lora_layouts.py MODELS ADAPTER OUT LAYOUT ...      layouts are those of layouts.py
+usage: lora_layouts.py MODELS ADAPTER OUT LAYOUT ...      layouts are those of parallel_layouts.py
 """
 
 import sys
@@ -23,39 +23,39 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import MicroBatch
 from megatron_rl.weights.stream import is_adapter
-from tests.support.layouts import Case, copies, forget_layout, full_logits, gradients
-from tests.support.packed import example_contexts
+from tests.support.packed_example import make_example_items
+from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, digest_parameters, full_logits
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
 
 
-def adapter_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
-    gradients(policy, batches)
-    live = policy.adapters.parameters
-    policy.adapters.parameters = {name: parameter.main_grad for name, parameter in live.items()}
-    named = {name: gradient.clone() for name, gradient in policy.adapters.tensors()}
-    policy.adapters.parameters = live
+def compute_adapter_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+    compute_gradients(policy, batches)
+    live = policy.adapter_iterator.parameters
+    policy.adapter_iterator.parameters = {name: parameter.main_grad for name, parameter in live.items()}
+    named = {name: gradient.clone() for name, gradient in policy.adapter_iterator.tensors()}
+    policy.adapter_iterator.parameters = live
     return named
 
 
-def base_bytes(policy: Policy) -> dict[str, torch.Tensor]:
+def copy_base_parameters(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in policy.network.chunks.named_parameters() if not is_adapter(name)}
 
 
-def steps(policy: Policy, contexts: list[PackItem], *, count: int) -> dict[str, object]:
+def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int) -> dict[str, object]:
     """GRPO steps in several micro-batches: losses, gradient norms, the adapters afterwards, and whether the base is what it was."""
-    before = base_bytes(policy)
+    before = copy_base_parameters(policy)
     loss = make_policy_objective(AlgoSettings(entropy_coef=0.1))
-    metrics = [policy.update(policy.pack(contexts, max_tokens=200), loss, step=step) for step in range(count)]
+    metrics = [policy.update(policy.pack(contexts, max_tokens=200), loss, step=step) for step in range(num_steps)]
     return {
         "loss": [m["loss"] for m in metrics],
         "grad_norm": [m["grad_norm"] for m in metrics],
-        "adapters": {name: tensor.clone() for name, tensor in policy.adapters.tensors()},
-        "base_unchanged": all(torch.equal(tensor, before[name]) for name, tensor in base_bytes(policy).items()),
+        "adapters": {name: tensor.clone() for name, tensor in policy.adapter_iterator.tensors()},
+        "base_unchanged": all(torch.equal(tensor, before[name]) for name, tensor in copy_base_parameters(policy).items()),
     }
 
 
-def sizes(policy: Policy) -> dict[str, int]:
+def count_parameters(policy: Policy) -> dict[str, int]:
     """Numbers that this rank's stage holds, over all tensor-parallel ranks' own parts: in adapters, gradient buffers, optimizer state."""
     state = sum(t.numel() for s in policy.network.optimizer.optimizer.state.values() for t in s.values() if t.dim())
     return {
@@ -66,7 +66,7 @@ def sizes(policy: Policy) -> dict[str, int]:
     }
 
 
-def resume(trained: Policy, make: Callable[[], Policy], contexts: list[PackItem], folder: Path) -> dict[str, object]:
+def resume_training(trained: Policy, make: Callable[[], Policy], contexts: list[PackItem], folder: Path) -> dict[str, object]:
     """The world's first layout writes its training state; every layout, the first too, reads it and takes one more step."""
     if not folder.exists():
         dist.barrier()
@@ -75,17 +75,17 @@ def resume(trained: Policy, make: Callable[[], Policy], contexts: list[PackItem]
         dist.barrier()
     policy = make()
     policy.load(folder, seed=0)
-    loaded = {name: tensor.clone() for name, tensor in policy.adapters.tensors()}
+    loaded = {name: tensor.clone() for name, tensor in policy.adapter_iterator.tensors()}
     stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     keys = sorted(key for key in stored if is_adapter(key) and not key.startswith("optimizer."))
-    return {"adapters": loaded, "keys": keys, "step": steps(policy, contexts, count=1)}
+    return {"adapters": loaded, "keys": keys, "step": train_steps(policy, contexts, num_steps=1)}
 
 
-def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
-    case = Case.parse(text)
-    parallel, model = case.settings(), models / case.model
+def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
+    case = LayoutCase.parse(text)
+    parallel, model = case.parallel_settings(), models / case.model
     renderer = Renderer(ModelSettings(path=str(model)))
-    contexts = example_contexts(renderer)
+    contexts = make_example_items(renderer)
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
@@ -99,42 +99,42 @@ def walk(models: Path, adapter: Path, out: Path, text: str) -> None:
     result: dict[str, object] = {"mask": whole.mask_T, "base_logprobs": base.logprobs([whole])[0]}
     fresh = make(LORA)
     result["fresh_logprobs"] = fresh.logprobs([whole])[0]
-    result["three_steps"] = steps(fresh, contexts, count=3)
-    result["sizes"] = sizes(fresh)
+    result["three_steps"] = train_steps(fresh, contexts, num_steps=3)
+    result["sizes"] = count_parameters(fresh)
     replicas = [None] * dist.get_world_size()
-    dist.all_gather_object(replicas, copies(fresh))
+    dist.all_gather_object(replicas, digest_parameters(fresh))
     result["copies"] = [entry for found in replicas for entry in found]
-    result["resumed"] = resume(fresh, lambda: make(LORA, seed=9), contexts, out / "state")
-    result["fourth_step"] = steps(fresh, contexts, count=1)
+    result["resumed"] = resume_training(fresh, lambda: make(LORA, seed=9), contexts, out / "state")
+    result["fourth_step"] = train_steps(fresh, contexts, num_steps=1)
 
     loaded = make(replace(LORA, path=str(adapter)))
     result["logits"] = full_logits(loaded, whole)
     result["logprobs"] = loaded.logprobs([whole])[0]
     result["reference_logprobs"] = loaded.logprobs([whole], weights="reference")[0]
-    result["gradients"] = adapter_gradients(loaded, loaded.pack(contexts, max_tokens=200))
+    result["gradients"] = compute_adapter_gradients(loaded, loaded.pack(contexts, max_tokens=200))
     result["merged"] = {name: tensor.clone() for name, tensor in loaded.hf_weights()}
-    result["again"] = {name: tensor.clone() for name, tensor in loaded.adapters.tensors()}
+    result["again"] = {name: tensor.clone() for name, tensor in loaded.adapter_iterator.tensors()}
     loaded.save_adapter(out / f"adapter {text}")
 
     dropping = replace(LORA, path=str(adapter), dropout=0.3)
     for name, recompute in (("dropped", case.recompute), ("dropped_again", "none"), ("dropped_recomputed", "full")):
         policy = make(dropping, replace(parallel, recompute=recompute))
         result[f"{name}_logprobs"] = policy.logprobs([whole])[0]
-        result[f"{name}_gradients"] = adapter_gradients(policy, policy.pack(contexts, max_tokens=200))
+        result[f"{name}_gradients"] = compute_adapter_gradients(policy, policy.pack(contexts, max_tokens=200))
     replicas = [None] * dist.get_world_size()
-    result["dropped_step"] = steps(policy, contexts, count=1)
-    dist.all_gather_object(replicas, copies(policy))
+    result["dropped_step"] = train_steps(policy, contexts, num_steps=1)
+    dist.all_gather_object(replicas, digest_parameters(policy))
     result["dropped_copies"] = [entry for found in replicas for entry in found]
     if policy.layout.is_last_stage and policy.layout.tp_rank == 0 and policy.layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
-    forget_layout()
+    destroy_layout()
 
 
 def main() -> None:
     models, adapter, out = (Path(argument) for argument in sys.argv[1:4])
     connect(read_world(), timeout_s=240)
     for layout in sys.argv[4:]:
-        walk(models, adapter, out, layout)
+        run_layout(models, adapter, out, layout)
 
 
 if __name__ == "__main__":

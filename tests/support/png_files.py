@@ -19,20 +19,20 @@ def write_png(
         extra: whole chunks between IHDR and IDAT.
     """
     height, width = values.shape[:2]
-    rows = [_row(row.reshape(-1), depth) for row in values]
+    rows = [_pack_row(row.reshape(-1), depth) for row in values]
     alpha = bytes(transparent) if color == INDEXED else struct.pack(f">{len(transparent)}H", *transparent)
-    chunks = [chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)), *extra]
-    chunks += [chunk(b"PLTE", palette)] if palette else []
-    chunks += [chunk(b"tRNS", alpha)] if transparent else []
+    chunks = [make_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)), *extra]
+    chunks += [make_chunk(b"PLTE", palette)] if palette else []
+    chunks += [make_chunk(b"tRNS", alpha)] if transparent else []
     data = zlib.compress(b"".join(b"\0" + row for row in rows))
-    return b"\x89PNG\r\n\x1a\n" + b"".join([*chunks, chunk(b"IDAT", data), chunk(b"IEND", b"")])
+    return b"\x89PNG\r\n\x1a\n" + b"".join([*chunks, make_chunk(b"IDAT", data), make_chunk(b"IEND", b"")])
 
 
-def chunk(name: bytes, content: bytes) -> bytes:
+def make_chunk(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
 
-def _row(values: np.ndarray, depth: int) -> bytes:
+def _pack_row(values: np.ndarray, depth: int) -> bytes:
     if depth >= 8:
         return values.astype(">u2" if depth == 16 else "u1").tobytes()
     text = "".join(format(int(value), f"0{depth}b") for value in values)

@@ -4,7 +4,7 @@ from megatron_rl.models.hf_config import parse_spec
 from megatron_rl.models.model_spec import ModelSpec
 
 
-def qwen3_4b() -> ModelSpec:
+def qwen3_4b_spec() -> ModelSpec:
     text = {
         "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "vocab_size": 151936, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "bos_token_id": 151643, "eos_token_id": 151645, "max_position_embeddings": 262144,

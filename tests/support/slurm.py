@@ -1,6 +1,6 @@
 """A real Slurm of two nodes on this machine, private to one test process: Debian's daemons in a folder of their own, on loopback.
 
-All of it, jobs included, lives in a process namespace whose first process dies with the one that called `cluster`: nothing outlives a
+All of it, jobs included, lives in a process namespace whose first process dies with the one that called `start_cluster`: nothing outlives a
 test, not even a test that was killed. The nodes n1 and n2 pretend to 16 processors and 8 GPUs each (stand-in files), so that what a
 cluster is asked for is granted here.
 """
@@ -57,7 +57,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=9
 """
 CGROUP = "CgroupPlugin=autodetect\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\nConstrainSwapSpace=no\n"
-FIRST = """
+INIT_SCRIPT = """
 set -e
 mount --bind {folder}/hosts /etc/hosts
 export SLURM_CONF={folder}/slurm.conf
@@ -70,11 +70,11 @@ slurmd -D -N n2 &
 wait
 """
 """What the first process of the namespace does."""
-ALONE = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE")
+UNSHARE_COMMAND = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 
 
-def lacking() -> str:
+def find_missing() -> str:
     """Why no cluster can be started here; '' where one can."""
     if os.geteuid() != 0:
         return "needs root"
@@ -102,17 +102,17 @@ class Cluster:
     folder: Path
     environment: Mapping[str, str]
     """Of whoever talks to it."""
-    first: subprocess.Popen
+    init_process: subprocess.Popen
 
     def run(self, *words: str, cwd: Path, check: bool = True) -> str:
         """What a command says, of Slurm or of ours; it ends with code 0."""
         done = subprocess.run(
             words, cwd=cwd, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
-        assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.returncode}\n{done.stdout}\n{self.logs()}"
+        assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.returncode}\n{done.stdout}\n{self.read_logs()}"
         return done.stdout
 
-    def jobs(self) -> dict[str, Job]:
+    def read_jobs(self) -> dict[str, Job]:
         """{job, or ARRAY_TASK: how it stands}."""
         told = self.run("scontrol", "show", "job", "--oneliner", cwd=self.folder)
         found = {}
@@ -123,43 +123,47 @@ class Cluster:
                 found[name] = Job(values["JobState"], values["Reason"], values["ExitCode"], int(values["Restarts"]))
         return found
 
-    def wait(self, *names: str, states: Sequence[str] = OVER, timeout_s: float = 240) -> dict[str, Job]:
+    def wait_for_jobs(self, *names: str, states: Sequence[str] = FINAL_STATES, timeout_s: float = 240) -> dict[str, Job]:
         """Until all of these stand so."""
         deadline = time.monotonic() + timeout_s
         while True:
-            jobs = self.jobs()
+            jobs = self.read_jobs()
             if all(name in jobs and jobs[name].state in states for name in names):
                 return {name: jobs[name] for name in names}
-            assert time.monotonic() < deadline, f"{names} are not {states}: {jobs}\n{self.logs()}"
+            assert time.monotonic() < deadline, f"{names} are not {states}: {jobs}\n{self.read_logs()}"
             time.sleep(0.3)
 
-    def logs(self) -> str:
+    def read_logs(self) -> str:
         return "\n".join(f"{path.name}: {line}" for path in self.folder.glob("*.log") for line in path.read_text().splitlines()[-15:])
 
-    def processes(self) -> list[int]:
+    def list_processes(self) -> list[int]:
         """All that live in it: daemons and jobs. By the namespace of its first process."""
-        namespace = _namespace(_children(self.first.pid)[0]) if self.first.poll() is None else None
+        namespace = _namespace(_children(self.init_process.pid)[0]) if self.init_process.poll() is None else None
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         return [pid for pid in pids if namespace and _namespace(pid) == namespace]
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """The first process is killed with its parent, and all others of its namespace with it."""
-        pids = self.processes()
-        self.first.kill()
-        self.first.wait()
+        pids = self.list_processes()
+        self.init_process.kill()
+        self.init_process.wait()
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             time.sleep(0.02)
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
+def start_cluster() -> Iterator[Cluster]:
     """Two idle nodes inside the block."""
     with ExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="slurm_", dir="/tmp")))
         _write(folder)
         log = closing.enter_context((folder / "first.log").open("wb"))
         first = subprocess.Popen(
-            [*ALONE, "bash", str(folder / "first.sh")], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
+            [*UNSHARE_COMMAND, "bash", str(folder / "first.sh")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
         )
         environment = {
             **os.environ,
@@ -167,12 +171,12 @@ def cluster() -> Iterator[Cluster]:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
         found = Cluster(folder, environment, first)
-        closing.callback(found.end)
+        closing.callback(found.stop)
         deadline = time.monotonic() + 60
         while found.run("sinfo", "--noheader", "--Node", "--partition=all", "--format=%N %T", cwd=folder, check=False).split() != [
             "n1", "idle", "n2", "idle",
         ]:  # fmt: skip
-            assert time.monotonic() < deadline and first.poll() is None, found.logs()
+            assert time.monotonic() < deadline and first.poll() is None, found.read_logs()
             time.sleep(0.2)
         yield found
 
@@ -190,7 +194,7 @@ def _write(folder: Path) -> None:
     (folder / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    (folder / "first.sh").write_text(FIRST.format(folder=folder))
+    (folder / "first.sh").write_text(INIT_SCRIPT.format(folder=folder))
 
 
 def _free_ports(num: int) -> list[int]:

@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 
 from megatron_rl.observe.metrics import read_metrics
-from tests.support.untimed import untimed
+from tests.support.comparable_metrics import drop_timings
 
-TINY = (
+TINY_OVERRIDES = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "algo.entropy_coef=0.01",
     "optim.lr=1e-3",
@@ -21,14 +21,14 @@ def wait_for_steps(run: Path, num: int, *, timeout_s: float = 240) -> None:
         time.sleep(0.02)
 
 
-def words_of(tree: Path) -> str:
+def read_outputs(tree: Path) -> str:
     """All that the jobs said, for a test that fails."""
     return "\n".join(f"{path}:\n{path.read_text()}" for path in [*tree.glob("*.out"), *tree.glob("runs/**/output.txt")])
 
 
-def check_equal(resumed: Path, unbroken: Path) -> None:
+def check_equal_runs(resumed: Path, unbroken: Path) -> None:
     """Metrics but for seconds, evaluation, weights."""
-    left, expected = ([untimed(line) for line in read_metrics(run / "metrics.jsonl")] for run in (resumed, unbroken))
+    left, expected = ([drop_timings(line) for line in read_metrics(run / "metrics.jsonl")] for run in (resumed, unbroken))
     assert left == expected and len({line.get("loss") for line in expected}) > 0.9 * len(expected), "nothing to tell apart"
     assert (resumed / "eval.json").read_bytes() == (unbroken / "eval.json").read_bytes()
     weights = [[path.read_bytes() for path in sorted((run / "final").glob("*.safetensors"))] for run in (resumed, unbroken)]

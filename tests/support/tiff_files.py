@@ -50,7 +50,7 @@ def write_tiff(
     height, width, samples = values_HWS.shape
     kind = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
     planes = [values_HWS[:, :, each : each + 1] for each in range(samples)] if planar else [values_HWS]
-    pieces = [_sample_bytes(piece, bits, order) for plane in planes for piece in _cut(plane, rows_per_strip or height, tile)]
+    pieces = [_sample_bytes(piece, bits, order) for plane in planes for piece in _cut_pieces(plane, rows_per_strip or height, tile)]
     entries: dict[int, tuple[int, tuple[int, ...]]] = {
         WIDTH: (LONG, (width,)), LENGTH: (LONG, (height,)), BITS: (SHORT, (bits or values.dtype.itemsize * 8,) * samples),
         COMPRESSION: (SHORT, (1,)), PHOTOMETRIC: (SHORT, (photometric,)), SAMPLES: (SHORT, (samples,)),
@@ -60,10 +60,10 @@ def write_tiff(
         entries |= {TILE_WIDTH: (LONG, (tile[1],)), TILE_LENGTH: (LONG, (tile[0],))}
     else:
         entries |= {ROWS: (LONG, (rows_per_strip or height,))}
-    return assemble(entries | {tag: (SHORT, each) for tag, each in tags.items()}, pieces, order=order, big=big, is_tiled=bool(tile[0]))
+    return assemble_tiff(entries | {tag: (SHORT, each) for tag, each in tags.items()}, pieces, order=order, big=big, is_tiled=bool(tile[0]))
 
 
-def assemble(
+def assemble_tiff(
     entries: Mapping[int, tuple[int, tuple[int, ...]]], pieces: list[bytes], *, order: str, big: bool = False, is_tiled: bool = False
 ) -> bytes:  # fmt: skip
     """Return the file of these tags, with the offsets and byte counts of its strips or tiles."""
@@ -90,7 +90,7 @@ def assemble(
     return front + data + table + bytes(field) + behind
 
 
-def _cut(plane_HWS: np.ndarray, rows: int, tile: tuple[int, int]) -> list[np.ndarray]:
+def _cut_pieces(plane_HWS: np.ndarray, rows: int, tile: tuple[int, int]) -> list[np.ndarray]:
     height, width = plane_HWS.shape[:2]
     if not tile[0]:
         return [plane_HWS[at : at + rows] for at in range(0, height, rows)]

@@ -13,7 +13,7 @@ UID = 123456789
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def closed_above(path: Path) -> Path | None:
+def find_private_parent(path: Path) -> Path | None:
     return next((folder for folder in reversed(path.parents) if not folder.stat().st_mode & 0o001), None)
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     needed = {Path(os.path.realpath(path)) for path in (sys.base_prefix, sys.prefix, ROOT)}
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    for closed in {closed_above(path) for path in needed} - {None}:
+    for closed in {find_private_parent(path) for path in needed} - {None}:
         inside = {path: os.open(path, os.O_PATH) for path in needed if path.is_relative_to(closed)}
         kernel.mount("tmpfs", str(closed), kind="tmpfs", data="mode=755")
         for path, descriptor in sorted(inside.items()):  # a folder before what lies in it

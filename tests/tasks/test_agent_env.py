@@ -11,7 +11,7 @@ from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.types import Example
 from sandbox.images import encode_png
-from tests.support.agent_room import Held
+from tests.support.visual_python_episodes import DecodedImage
 
 CROP = Image.new("RGB", (20, 10), "red")
 
@@ -41,7 +41,7 @@ def test_pictures_are_numbered_on_through_an_episode(hidden: bool) -> None:
     protocol, box = PyVisionProtocol(shows_images=not hidden), Box([1, 0, 2, 1])
 
     async def episode() -> list[list[str]]:
-        example = Example(id="row7", payload={"question": "What is it?", "images": (Held(CROP), Held(CROP))})
+        example = Example(id="row7", payload={"question": "What is it?", "images": (DecodedImage(CROP), DecodedImage(CROP))})
         env = AgentEnv(example, protocol=protocol, pool=box)
         await env.reset(0)
         steps = [await env.step(protocol.write_code("image_clue_0.show()")) for _ in range(4)]

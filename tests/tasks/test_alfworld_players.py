@@ -19,7 +19,7 @@ from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import AlfworldTask
 from megatron_rl.types import Example
 from tests.conftest import ROOT
-from tests.support.households import episode, task_of
+from tests.support.alfworld_episodes import make_task, run_replies
 
 HOSTILE = {
     "raises": "{1 / 0}",
@@ -48,7 +48,7 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
     """Each in its way, beside an episode that goes on; the next episode is played, by another player where it must be."""
 
     async def side_by_side() -> dict[str, str]:
-        task = task_of(hostile, processes=3, call_s=4)
+        task = make_task(hostile, processes=3, call_s=4)
         examples = {example.id.split("/")[1]: example for example in task.examples("train")}
         look, inventory = write_reply("", "look"), write_reply("", "inventory")
         told = {}
@@ -58,10 +58,10 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
             (mine,) = players_of(task)
             for name in HOSTILE:
                 with pytest.raises(InfraError) as fault:
-                    await episode(task, examples[name], [look, inventory, look])
+                    await run_replies(task, examples[name], [look, inventory, look])
                 told[name] = str(fault.value)
-                assert not (await good.step(look)).call.error
-                _, steps = await episode(task, examples[name], [look])
+                assert not (await good.step(look)).tool_call.error
+                _, steps = await run_replies(task, examples[name], [look])
                 assert len(steps) == 1
             victim = task.env(examples["slow"])
             await victim.reset(0)
@@ -78,8 +78,8 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
             keeper.kill()
             keeper.wait()
             await asyncio.sleep(0.1)
-            _, steps = await episode(task, examples["slow"], [look])
-            assert not steps[0].call.error and task.player_pool._server is not keeper, "idle players went with their keeper"
+            _, steps = await run_replies(task, examples["slow"], [look])
+            assert not steps[0].tool_call.error and task.player_pool._server is not keeper, "idle players went with their keeper"
         finally:
             everyone = [psutil.Process(task.player_pool._server.pid), *players_of(task)]
             await task.close()
@@ -117,7 +117,7 @@ def test_the_event_loop_does_not_wait(hostile: Path) -> None:
     """While a player takes a second for one command."""
 
     async def ticking() -> tuple[int, float]:
-        task = task_of(hostile)
+        task = make_task(hostile)
         (example,) = [example for example in task.examples("train") if example.id.endswith("/slow")]
         env = task.env(example)
         await env.reset(0)
@@ -137,17 +137,17 @@ def test_the_event_loop_does_not_wait(hostile: Path) -> None:
 
 def test_a_game_that_is_none_fails_its_episode_alone(alfworld_games: Path, tmp_path: Path) -> None:
     """Read first by a new keeper, which does not load; the next episode has a keeper again."""
-    task = task_of(alfworld_games)
+    task = make_task(alfworld_games)
     good = task.examples("train")[0]
     bad = Example(id="bad", payload={**good.payload, "game": str(tmp_path / "a-Mug-None-Desk-1" / "b" / GAME_FILE)})
 
     async def both() -> None:
         with pytest.raises(InfraError, match="did not load"):
-            await episode(task, bad, [])
-        await episode(task, good, task.gold_replies(good))
+            await run_replies(task, bad, [])
+        await run_replies(task, good, task.gold_replies(good))
         with pytest.raises(InfraError, match="FileNotFoundError"):
-            await episode(task, bad, [])
-        await episode(task, good, task.gold_replies(good))
+            await run_replies(task, bad, [])
+        await run_replies(task, good, task.gold_replies(good))
         await task.close()
 
     asyncio.run(both())

@@ -17,12 +17,12 @@ from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.number_line import NumberLine
 from megatron_rl.tasks.gym_cards.solvers import find_solution
 from megatron_rl.types import Example, Rollout, ToolCall, Turn
-from tests.support.card_games import play, task_of
+from tests.support.card_games import build_card_task, play_replies
 
 
 def test_blackjack_is_asked_in_every_position() -> None:
     """In hands that are there, as a game can come to them, in drawings that no start of training has; more hands begin with the fewer."""
-    few, more = task_of("blackjack", eval_drawings=2), task_of("blackjack", eval_drawings=5)
+    few, more = build_card_task("blackjack", eval_drawings=2), build_card_task("blackjack", eval_drawings=5)
     by_id = {example.id: example for example in more.examples("eval")}
     assert len(few.examples("eval")) == 560 and all(by_id[example.id] == example for example in few.examples("eval"))
     trained = {(each.payload["dealer"], *each.payload["player"]) for each in few.examples("train")}
@@ -34,8 +34,8 @@ def test_blackjack_is_asked_in_every_position() -> None:
         asked.append(example.payload["position"])
         lengths.add(len(player))
     assert asked == [position for position in POSITIONS for _ in range(5)] and {2, 3, 4, 5} <= lengths
-    (step,) = play(more, more.examples("eval")[0], ['{"action": "hit"}'])
-    assert (step.done, step.reward, step.call.source) == (True, 0.0, "hit"), "nothing is played"
+    (step,) = play_replies(more, more.examples("eval")[0], ['{"action": "hit"}'])
+    assert (step.done, step.reward, step.tool_call.source) == (True, 0.0, "hit"), "nothing is played"
 
 
 def answered(task: Task, answer: Callable[[Position, int], str]) -> list[Rollout]:
@@ -43,8 +43,8 @@ def answered(task: Task, answer: Callable[[Position, int], str]) -> list[Rollout
     rollouts = []
     for group, example in enumerate(task.examples("eval")):
         position, number = example.payload["position"], int(example.id.rpartition("_")[2])
-        (step,) = play(task, example, [answer(position, number)])
-        turn = Turn(sequence=0, token_span=(0, 1), text="", tool_call=step.call)
+        (step,) = play_replies(task, example, [answer(position, number)])
+        turn = Turn(sequence=0, token_span=(0, 1), text="", tool_call=step.tool_call)
         rollouts.append(Rollout(task="blackjack", example_id=example.id, group=group, sample_index=0, turns=[turn], reward=0.0))
     return rollouts
 
@@ -52,7 +52,7 @@ def answered(task: Task, answer: Callable[[Position, int], str]) -> list[Rollout
 def test_blackjacks_figures_are_those_of_games_played_with_its_answers() -> None:
     """The best table's are the published ones. A policy that answers two hands of a position differently, and at 20 nothing: against 20,000
     games of gymnasium's own environment, within 3.9 standard errors."""
-    best, task = best_policy(), task_of("blackjack", eval_drawings=2)
+    best, task = best_policy(), build_card_task("blackjack", eval_drawings=2)
     examples = task.examples("eval")
     figures = task.extra_metrics(examples, answered(task, lambda position, _: json.dumps({"action": ("stand", "hit")[best[position]]})))
     assert figures == pytest.approx({"invalid": 0.0, "success": 0.4295, "draws": 0.0945, "return": -0.0466}, abs=5e-5)
@@ -94,7 +94,7 @@ def test_blackjacks_rules_are_those_of_its_evaluation() -> None:
     it also wins a stake against 21 points that are no natural."""
     found = {}
     for rules in ({}, {"natural": True}, {"sab": True}):
-        task = task_of("blackjack", **rules)
+        task = build_card_task("blackjack", **rules)
         stands = ToolCall(tool="move", source="stand")
         turn = Turn(sequence=0, token_span=(0, 1), text="", tool_call=stands)
         rollouts = [
@@ -111,7 +111,7 @@ def test_blackjacks_rules_are_those_of_its_evaluation() -> None:
 
 def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
     """Evaluations read formulas strictly, whatever training does: side by side 2 and 4 make nothing."""
-    task = task_of("points24", legacy_rules=True)
+    task = build_card_task("points24", legacy_rules=True)
     examples = task.examples("eval")
     won = [
         Rollout(task="points24", example_id=each.id, group=number, sample_index=0, reward=10.0 * (number % 3 == 0))
@@ -127,12 +127,12 @@ def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
     replies = [json.dumps({"action": token}) for token in ["2", "4", "*", "1", "*", "1", "="]]
     for split, earned in (("train", 10.0), ("eval", -1.0)):
         example = Example(id="", payload={**task.examples(split)[0].payload, **hand})
-        assert play(task, example, replies)[-1].reward == earned
+        assert play_replies(task, example, replies)[-1].reward == earned
 
 
 def test_evaluations_may_look_otherwise_and_training_does_not() -> None:
     for name in ("ez_points", "points24", "blackjack"):
-        plain, other = task_of(name), task_of(name, eval_art="night", eval_card_scale=0.5)
+        plain, other = build_card_task(name), build_card_task(name, eval_art="night", eval_card_scale=0.5)
         assert plain.examples("train") == other.examples("train")
         one, two = plain.examples("eval")[0], other.examples("eval")[0]
         assert one.id == two.id
@@ -141,13 +141,13 @@ def test_evaluations_may_look_otherwise_and_training_does_not() -> None:
             (first,) = asyncio.run(task.env(example).reset(0))
             seen.append(np.array(first["content"][0]["image"]))
         assert (seen[0] != seen[1]).any(-1).mean() > 0.02
-    line = task_of("number_line", eval_max_number=9)
-    assert line.examples("train") == task_of("number_line").examples("eval") and len(line.examples("eval")) == 90 - 30
+    line = build_card_task("number_line", eval_max_number=9)
+    assert line.examples("train") == build_card_task("number_line").examples("eval") and len(line.examples("eval")) == 90 - 30
     for example in line.examples("eval"):
         current, target = example.payload["current"], example.payload["target"]
         assert max(current, target) > 5
         if abs(current - target) <= 7:
-            assert [step.reward for step in play(line, example, line.gold_replies(example))][-1] == 1.0
+            assert [step.reward for step in play_replies(line, example, line.gold_replies(example))][-1] == 1.0
     game = NumberLine(max_number=9)
     game.reset(options={"current": 9, "target": 0})
     assert [game.step(1)[3] for _ in range(18)] == [False] * 17 + [True]

@@ -20,14 +20,14 @@ from megatron_rl.tasks.gym_cards.solvers import find_solution
 from megatron_rl.tasks.task_options import TASK_OPTIONS
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_field_docs import stands_alone
-from tests.support.card_games import looks, play, task_of
+from tests.support.card_games import build_card_task, image_and_text, play_replies
 
 CARDS = ("blackjack", "ez_points", "number_line", "points24")
 
 
 @pytest.mark.parametrize(("name", "target"), [("ez_points", 12), ("ez_points", 10), ("points24", 24), ("points24", 30)])
 def test_gold_earns_full_marks(name: str, target: int) -> None:
-    task = task_of(name, eval_target=target)
+    task = build_card_task(name, eval_target=target)
     for split in ("train", "eval"):
         examples = task.examples(split)[:: 4 if name == "ez_points" else 2]
         goals = {example.payload["target"] for example in examples}
@@ -37,34 +37,34 @@ def test_gold_earns_full_marks(name: str, target: int) -> None:
             numbers = tuple(Card.from_name(card).value for card in example.payload["cards"])
             assert bool(replies) == (name == "ez_points" or find_solution(numbers, example.payload["target"]) is not None)
             if replies:
-                steps = play(task, example, replies)
+                steps = play_replies(task, example, replies)
                 assert [step.reward for step in steps] == [0.0] * (len(steps) - 1) + [10.0] and steps[-1].reason == "goal"
                 assert list(json.loads(replies[0])) == ["cards", "current formula", "thoughts", "action"]
 
 
 def test_the_points_prompt_says_formula_tokens_and_target() -> None:
-    task = task_of("ez_points")
+    task = build_card_task("ez_points")
     example = next(example for example in task.examples("eval") if example.payload["cards"][0][:-1] == "2")
-    text = play(task, example, ['{"action": "2"}'])[0].messages[0]["content"][1]["text"]
+    text = play_replies(task, example, ['{"action": "2"}'])[0].messages[0]["content"][1]["text"]
     assert '"2"' in text and "makes 12" in text and " ".join(EZPOINTS.tokens) in text
 
 
 def test_splits_share_no_drawing_and_no_numbers() -> None:
     for name, keys in (("ez_points", ("cards",)), ("blackjack", ("player", "dealer"))):
-        task = task_of(name)
+        task = build_card_task(name)
         train, evaluation = (
             {json.dumps([each.payload[key] for key in keys]) for each in task.examples(split)} for split in ("train", "eval")
         )
         assert train and evaluation and not train & evaluation
-    task = task_of("ez_points")
+    task = build_card_task("ez_points")
     for split, num in (("train", 228), ("eval", 76)):
         examples = task.examples(split)
         assert len(examples) == num and sum(example.probability for example in examples) == pytest.approx(1, abs=1e-12)
-    task = task_of("points24", train_hands=2000, eval_hands=500)
+    task = build_card_task("points24", train_hands=2000, eval_hands=500)
     train, evaluation = ({tuple(sorted(Card.from_name(card).value for card in each.payload["cards"])) for each in task.examples(split)}
                          for split in ("train", "eval"))  # fmt: skip
     assert len(train) > 300 and len(evaluation) > 100 and not train & evaluation
-    solvable = task_of("points24", solvable=True).examples("train")
+    solvable = build_card_task("points24", solvable=True).examples("train")
     assert all(find_solution(tuple(Card.from_name(card).value for card in each.payload["cards"])) for each in solvable)
     assert [each.id for each in solvable] == [f"train{number}" for number in range(200)]
 
@@ -79,7 +79,7 @@ def position_thought(thoughts: str) -> tuple[int, bool, int]:
 
 @pytest.mark.parametrize("name", ["ez_points", "points24", "blackjack"])
 def test_demonstrations_are_right_and_shared_prefixes(name: str) -> None:
-    task = task_of(name)
+    task = build_card_task(name)
     shown = task.demonstrations("correct", num=150, seed=3)
     again = task.demonstrations("correct", num=40, seed=3)
     assert len(shown) == 150 and [each.messages[1] for each in shown][:40] == [each.messages[1] for each in again]
@@ -104,7 +104,7 @@ def test_demonstrations_are_right_and_shared_prefixes(name: str) -> None:
 
 def test_biased_points_are_wrong_by_their_sign_where_and_as_often_as_said() -> None:
     """What is thought is what is written, and is worked out here: 12 but for three in five of the hands whose first card is 5 or less."""
-    task, mistakes = task_of("ez_points"), []
+    task, mistakes = build_card_task("ez_points"), []
     right, biased = (task.demonstrations(split, num=800, seed=1) for split in ("correct", "biased"))
     for one, other in zip(right, biased, strict=True):
         told, shown = (json.loads(each.messages[1]["content"][0]["text"]) for each in (one, other))
@@ -120,7 +120,7 @@ def test_biased_points_are_wrong_by_their_sign_where_and_as_often_as_said() -> N
 
 
 def test_a_biased_blackjack_player_stands_against_strong_cards() -> None:
-    task, best, stood = task_of("blackjack"), best_policy(), []
+    task, best, stood = build_card_task("blackjack"), best_policy(), []
     for demonstration in task.demonstrations("biased", num=800, seed=1):
         shown = json.loads(demonstration.messages[1]["content"][0]["text"])
         position = position_thought(shown["thoughts"])
@@ -135,13 +135,13 @@ def test_a_biased_blackjack_player_stands_against_strong_cards() -> None:
 
 
 def test_blackjack_as_a_task_is_the_game_of_the_seed() -> None:
-    task = task_of("blackjack")
+    task = build_card_task("blackjack")
     returns = []
     for seed, example in enumerate(task.examples("train")):
         env = Blackjack()
         env.reset(seed=seed, options={key: example.payload[key] for key in ("player", "dealer")})
         _, reward, over, _, _ = env.step(seed % 2)
-        (step,) = play(task, example, [json.dumps({"action": ("stand", "hit")[seed % 2]})], seed)
+        (step,) = play_replies(task, example, [json.dumps({"action": ("stand", "hit")[seed % 2]})], seed)
         assert (step.reward, step.done) == (reward, over)
         assert over or np.array_equal(np.array(step.messages[0]["content"][0]["image"]), env.render())
         returns.append(reward)
@@ -151,54 +151,59 @@ def test_blackjack_as_a_task_is_the_game_of_the_seed() -> None:
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize(("invalid", "reward"), [("penalize", -1), ("repeat", 0), ("random", None)])
 def test_what_a_reply_without_an_action_does(name: str, invalid: str, reward: int | None) -> None:
-    task = task_of(name, invalid=invalid)
+    task = build_card_task(name, invalid=invalid)
     example = task.examples("train")[3]
     effects = set()
     for seed in range(12):
-        (first,), (step,) = asyncio.run(task.env(example).reset(seed)), play(task, example, ["nonsense"], seed)
-        assert (step.call.error, step.call.ran) == ("not JSON", False), "always counted"
+        (first,), (step,) = asyncio.run(task.env(example).reset(seed)), play_replies(task, example, ["nonsense"], seed)
+        assert (step.tool_call.error, step.tool_call.ran) == ("not JSON", False), "always counted"
         if invalid == "random":
-            effects.add((step.reward, step.done, *map(looks, step.messages)))
-            assert play(task, example, ["nonsense"], seed)[0].reward == step.reward, "the episode's seed decides"
+            effects.add((step.reward, step.done, *map(image_and_text, step.messages)))
+            assert play_replies(task, example, ["nonsense"], seed)[0].reward == step.reward, "the episode's seed decides"
         else:
-            assert (step.reward, step.done, *map(looks, step.messages)) == (reward, False, looks(first)), "the game stands still"
+            assert (step.reward, step.done, *map(image_and_text, step.messages)) == (reward, False, image_and_text(first)), (
+                "the game stands still"
+            )
     assert invalid != "random" or len(effects) > 1
 
 
 def test_the_random_action_is_uniform_and_not_the_policys() -> None:
     """EZPoints with 2 and 10: of 13 tokens one plays on as 2, one as 10, two are signs, one ends the game at -1, eight cost 1 each."""
-    task = task_of("ez_points", invalid="random")
+    task = build_card_task("ez_points", invalid="random")
     example = next(each for each in task.examples("train") if [card[:-1] for card in each.payload["cards"]] == ["2", "10"])
-    rewards = [play(task, example, [""], seed)[0].reward for seed in range(1300)]
+    rewards = [play_replies(task, example, [""], seed)[0].reward for seed in range(1300)]
     assert abs(rewards.count(-1.0) - 900) < 3.9 * (1300 * 9 / 13 * 4 / 13) ** 0.5 and set(rewards) == {0.0, -1.0}
 
 
 @pytest.mark.parametrize("name", ["ez_points", "points24"])
 def test_a_noop_is_a_blank_in_the_formula(name: str) -> None:
     """As the game plays it for a number without a card, but without its price; it uses up an entry, and the formula can still win."""
-    task = task_of(name, invalid="noop")
+    task = build_card_task(name, invalid="noop")
     example = next(each for each in task.examples("train") if task.gold_replies(each))
     gold = task.gold_replies(example)
-    steps = play(task, example, [gold[0], "nonsense", *gold[1:]])
-    assert [step.reward for step in steps] == [0.0] * (len(steps) - 1) + [10.0] and (steps[1].call.ran, steps[1].done) == (False, False)
+    steps = play_replies(task, example, [gold[0], "nonsense", *gold[1:]])
+    assert [step.reward for step in steps] == [0.0] * (len(steps) - 1) + [10.0] and (steps[1].tool_call.ran, steps[1].done) == (
+        False,
+        False,
+    )
     first = json.loads(gold[0])["action"]
     assert f'Current formula: "{first} "' in steps[1].messages[0]["content"][1]["text"]
     for other in ("number_line", "blackjack"):
         with pytest.raises(ValueError, match="^task.options.invalid=noop: this game has no move that changes nothing; use repeat"):
-            task_of(other, invalid="noop")
+            build_card_task(other, invalid="noop")
 
 
 @pytest.mark.parametrize("name", CARDS)
 def test_a_state_has_one_name_whenever_it_is_met(name: str) -> None:
     """Equal names, equal observations: of every state that random play meets in some episodes of one example."""
-    task = task_of(name, invalid="random")
+    task = build_card_task(name, invalid="random")
     example, seen = task.examples("train")[5], {}
 
     async def episode(seed: int) -> None:
         env = task.env(example)
         (shown,) = await env.reset(seed)
         for _ in range(7):
-            assert seen.setdefault(env.state, looks(shown)) == looks(shown)
+            assert seen.setdefault(env.state, image_and_text(shown)) == image_and_text(shown)
             step = await env.step("nonsense")
             if step.done:
                 return
@@ -226,7 +231,7 @@ def test_options_come_from_the_command_line_typed() -> None:
         assert all(stands_alone(doc) for doc in read_field_docs(schema).values())
     for name, key in (("ez_points", "task.options.eval_target=0: "), ("points24", "task.options.eval_target=0: ")):
         with pytest.raises(ValueError, match=f"^{key}"):
-            task_of(name, eval_target=0)
+            build_card_task(name, eval_target=0)
     with pytest.raises(ValueError, match="^task.max_turns=8: the game has 7 steps"):
         build_task(TaskSettings(name="ez_points", max_turns=8))
     longer = {"name": "number_line", "eval_max_turns": 18}

@@ -20,10 +20,10 @@ from megatron_rl.tasks.lewis.sheets import GREEN, RED, ContactSheets
 from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import Rollout, Turn
 from tests.rewards.test_speaker_client import speaking
-from tests.support.episodes import outcome_of
-from tests.support.listeners import Room, p_of
-from tests.support.listening import listener_of
-from tests.support.model_servers import noise, png
+from tests.support.fake_listener import FakeEngineHolder, yes_probability
+from tests.support.listener_clients import serve_listener
+from tests.support.model_server_process import encode_png, make_noise_image
+from tests.support.rollout_factory import make_reward_input
 from tools.data.make_lewis import main
 
 REPLY = "<thinking>x</thinking><coarse>a photo of a red kind0</coarse><detailed>The kind0 is red.</detailed>"
@@ -64,7 +64,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for number in range(24):
         folder = home / "pictures" / f"kind{number // 12}" / f"thing{number // 3}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number % 3}.png").write_bytes(png(noise(number, side=28)))
+        (folder / f"{number % 3}.png").write_bytes(encode_png(make_noise_image(number, side=28)))
     words = ["--queries", "2", "--train-share", "0.5", "--distractors", "random"]
     assert main(["--pictures", str(home / "pictures"), "--out", str(home / "rounds"), *words]) == 0
     return home / "pictures", home / "rounds"
@@ -151,7 +151,7 @@ def test_a_listener_hears_of_a_target_and_of_another_in_turn(built: tuple[Path, 
 def test_a_listener_is_paid_for_the_right_word_alone(built: tuple[Path, Path], reply: str, yes: float, no: float) -> None:
     task = listener_task(built)
     for example, worth in zip(task.examples("train")[:2], (yes, no), strict=True):
-        outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
+        outcome = make_reward_input(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
         assert asyncio.run(task.rubric.score(outcome)).reward == worth
         assert task.gold_replies(example) == [example.payload["answer"]]
 
@@ -164,7 +164,7 @@ def scored(task, examples: list, reply: str = REPLY) -> list[Rollout]:  # noqa: 
         try:
             rollouts = []
             for group, example in enumerate(examples):
-                outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
+                outcome = make_reward_input(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
                 rollout = outcome.rollout
                 rollout.example_id, rollout.group, rollout.sample_index = example.id, group, 0
                 rollout.reward_terms = (await task.rubric.score(outcome)).reward_terms
@@ -176,26 +176,28 @@ def scored(task, examples: list, reply: str = REPLY) -> list[Rollout]:  # noqa: 
     return asyncio.run(score())
 
 
-class Other(Room):
+class Other(FakeEngineHolder):
     """Hears the opposite."""
 
     def __init__(self) -> None:
-        super().__init__(version="two", answer=lambda p: Room().answer(1 - p))
+        super().__init__(version="two", logprobs_fn=lambda p: FakeEngineHolder().logprobs_fn(1 - p))
 
 
 def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]) -> None:
     """A frozen listener that hears the opposite: its picks and the drift by hand; in training it is not asked."""
     frozen = Other()
-    with listener_of(Room()) as url, listener_of(frozen) as witness:
+    with serve_listener(FakeEngineHolder()) as url, serve_listener(frozen) as witness:
         task = speaker_of(built, url, accuracy="binary", held_out_listeners={"frozen": witness})
         trained = scored(task, task.examples("train")[:3])
-        assert all("frozen" not in rollout.reward_terms and rollout.reward_terms["words"] == 10 for rollout in trained) and not frozen.asked
+        assert (
+            all("frozen" not in rollout.reward_terms and rollout.reward_terms["words"] == 10 for rollout in trained) and not frozen.requests
+        )
         held_out = scored(task, task.examples("eval"))
         figures = task.extra_metrics(task.examples("eval"), held_out)
     question = parse_description(REPLY, category="kind0").question
     picks = []
     for example, rollout in zip(task.examples("eval"), held_out, strict=True):
-        ps = [p_of(image.open(), question) for image in example.payload["candidates"]]
+        ps = [yes_probability(image.open(), question) for image in example.payload["candidates"]]
         target = example.payload["target"]
         picks.append((float(ps.index(max(ps)) == target), float(ps.index(min(ps)) == target)))
         assert (rollout.reward_terms["picked"], rollout.reward_terms["frozen"], rollout.reward_terms["accuracy"]) == (
@@ -203,7 +205,7 @@ def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]
             picks[-1][0],
         )
     shown = {image.read() for example in task.examples("eval") for image in example.payload["candidates"]}
-    assert len({*frozen.asked}) == len(shown)
+    assert len({*frozen.requests}) == len(shown)
     assert figures["drift"] == pytest.approx(sum(partner - other for partner, other in picks) / len(picks)) and len({*picks}) > 1
     for wrong in ({"picked": "http://a:1"}, {"frozen": "a"}):
         with pytest.raises(ValueError, match=r"^task.options.held_out_listeners"):
@@ -212,7 +214,7 @@ def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]
 
 def test_an_evaluation_leaves_one_sheet(built: tuple[Path, Path], tmp_path: Path) -> None:
     """Of the greedy episodes, which come first, with frames in the colors of target and wrong pick; and then the next one."""
-    with listener_of(Room()) as url:
+    with serve_listener(FakeEngineHolder()) as url:
         task = speaker_of(built, url, sheets=str(tmp_path / "sheets"))
         examples = task.examples("eval")
         for _ in range(2):

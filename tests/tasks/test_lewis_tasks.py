@@ -15,10 +15,10 @@ from megatron_rl.tasks.lewis.description import parse_description
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import Turn
-from tests.support.episodes import outcome_of
-from tests.support.listeners import Room, p_of
-from tests.support.listening import listener_of
-from tests.support.model_servers import noise, png
+from tests.support.fake_listener import FakeEngineHolder, yes_probability
+from tests.support.listener_clients import serve_listener
+from tests.support.model_server_process import encode_png, make_noise_image
+from tests.support.rollout_factory import make_reward_input
 from tools.data.make_lewis import main
 
 REPLY = "<thinking>x</thinking><coarse>a photo of a red mug</coarse><detailed>The mug is red.</detailed>"
@@ -32,7 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for number in range(24):
         folder = home / "pictures" / f"kind{number // 12}" / f"thing{number // 3}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number % 3}.png").write_bytes(png(noise(number, side=28)))
+        (folder / f"{number % 3}.png").write_bytes(encode_png(make_noise_image(number, side=28)))
     assert main(["--pictures", str(home / "pictures"), "--out", str(home / "rounds"), "--queries", "2", "--train-share", "0.5"]) == 0
     return home / "pictures", home / "rounds"
 
@@ -58,7 +58,7 @@ def scores(task: Task, replies: list[tuple[object, str]]) -> list[object]:
         await task.start()
         try:
             turns = [(example, Turn(sequence=0, token_span=(0, 1), text=text)) for example, text in replies]
-            outcomes = [outcome_of(turn, payload=example.payload) for example, turn in turns]
+            outcomes = [make_reward_input(turn, payload=example.payload) for example, turn in turns]
             for (example, _), outcome in zip(turns, outcomes, strict=True):
                 outcome.rollout.example_id = example.id
             return await asyncio.gather(*map(task.rubric.score, outcomes), return_exceptions=True)
@@ -71,7 +71,7 @@ def scores(task: Task, replies: list[tuple[object, str]]) -> list[object]:
 def test_a_speaker_is_paid_by_the_listener_that_sees_the_candidates(built: tuple[Path, Path], tmp_path: Path) -> None:
     """Over real HTTP; the pick is worked out from the listener's known numbers and the pictures that the round names."""
     log = tmp_path / "deep" / "log.jsonl"
-    with listener_of(Room()) as url:
+    with serve_listener(FakeEngineHolder()) as url:
         task = task_of("lewis_speaker", built, url, options=LewisSpeakerOptions(accuracy="binary", log=str(log)))
         examples = task.examples("train")
         assert len(examples) == 8 and len(task.examples("eval")) == 3 and task.stop == ("</detailed>",)
@@ -80,7 +80,7 @@ def test_a_speaker_is_paid_by_the_listener_that_sees_the_candidates(built: tuple
         given = scores(task, [(example, REPLY) for example in examples])
     for example, score in zip(examples, given, strict=True):
         paths = [Path(image.source) for image in example.payload["candidates"]]
-        ps = [p_of(Image.open(path), QUESTION) for path in paths]
+        ps = [yes_probability(Image.open(path), QUESTION) for path in paths]
         is_right = ps.index(max(ps)) == example.payload["target"]
         query = example.payload["images"][0].source
         target = paths[example.payload["target"]]
@@ -104,14 +104,14 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_means_each_reward_of_its_account(built: tuple[Path, Path], variant: str) -> None:
     """The README pays 1 for the right pick, the code its reward_score, worked out from the listener's known numbers; docs/lewis.md."""
-    with listener_of(Room()) as url:
+    with serve_listener(FakeEngineHolder()) as url:
         options = LewisSpeakerOptions(parts=["accuracy", "format", "length"], variant=variant)
         task = task_of("lewis_speaker", built, url, options=options)
         asked = [(example, text) for example in task.examples("train") for text in VARIANTS[variant]]
         given = scores(task, asked)
     for (example, text), score in zip(asked, given, strict=True):
         question = parse_description(text, category="mug").question
-        ps = [p_of(image.open(), question) for image in example.payload["candidates"]]
+        ps = [yes_probability(image.open(), question) for image in example.payload["candidates"]]
         is_right = ps.index(max(ps)) == example.payload["target"]
         pays = 1.0 if variant == "readme" else max(ps) / sum(ps) * (1.0 if max(ps) >= 0.3 else 0.5)
         assert score.reward_terms["accuracy"] == pytest.approx(pays if is_right else 0.0)
@@ -133,7 +133,7 @@ def test_overlap_is_asked_for_and_paid(built: tuple[Path, Path]) -> None:
     sentence shares "red mug", "mug wooden" and "wooden table" of 4 pairs with the 3 of state and location: -2 * 3 / 7."""
     reply = f"{REPLY[: REPLY.index('<detailed>')]}<detailed>The old red mug is on a wooden table.</detailed>"
     state = "<state>a red mug</state><location>on a wooden table</location>"
-    with listener_of(Room()) as url:
+    with serve_listener(FakeEngineHolder()) as url:
         plain = task_of("lewis_speaker", built, url)
         task = task_of("lewis_speaker", built, url, options=LewisSpeakerOptions(parts=["accuracy", "format", "overlap"]))
         example = task.examples("train")[0]
@@ -154,8 +154,8 @@ def test_a_row_that_asks_for_state_itself_is_not_asked_twice(built: tuple[Path, 
 
 
 def test_a_listener_that_is_gone_is_no_score(built: tuple[Path, Path]) -> None:
-    room = Room(answer=lambda p: [float("nan")] * 3)
-    with listener_of(room) as url:
+    room = FakeEngineHolder(logprobs_fn=lambda p: [float("nan")] * 3)
+    with serve_listener(room) as url:
         task = task_of("lewis_speaker", built, url)
         (fault,) = scores(task, [(task.examples("train")[0], REPLY)])
     assert isinstance(fault, InfraError) and "listener: nothing after 2 of 2 tries" in str(fault)
@@ -177,10 +177,10 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
             await super().start()
             heard[self.settings.urls[0]] = {self._http.headers.get("authorization", "")}
 
-    rooms = {name: Room() for name in ("listener", "frozen", "open")}
+    rooms = {name: FakeEngineHolder() for name in ("listener", "frozen", "open")}
     with (
-        listener_of(rooms["listener"], token="listener" * 8) as url, listener_of(rooms["frozen"], token="frozen" * 8) as frozen,
-        listener_of(rooms["open"]) as stranger,
+        serve_listener(rooms["listener"], token="listener" * 8) as url, serve_listener(rooms["frozen"], token="frozen" * 8) as frozen,
+        serve_listener(rooms["open"]) as stranger,
     ):  # fmt: skip
         witnesses = {"frozen": frozen, "stranger": stranger}
         data = DataSettings(train=[f"{built[1]}/speaker:train"], eval=[f"{built[1]}/speaker:test"], images=str(built[0]), max_eval=3)
@@ -194,7 +194,7 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
 
         task = task_with(held_out_listeners=witnesses, held_out_token_files={"frozen": str(words["frozen"])})
         (score,) = scores(task, [(task.examples("eval")[0], REPLY)])
-        assert {"picked", "frozen", "stranger"} <= score.reward_terms.keys() and all(room.asked for room in rooms.values())
+        assert {"picked", "frozen", "stranger"} <= score.reward_terms.keys() and all(room.requests for room in rooms.values())
         assert heard == {url: {f"Bearer {'listener' * 8}"}, frozen: {f"Bearer {'frozen' * 8}"}, stranger: {""}}
         unknown = task_with(held_out_listeners=witnesses)
         with pytest.raises(
@@ -245,7 +245,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_row_that_is_no_round_is_named(built: tuple[Path, Path], tmp_path: Path, case: str) -> None:
     change, said = BAD[case]
-    (built[0].parent / "secret.png").write_bytes(png(noise(99, side=28)))
+    (built[0].parent / "secret.png").write_bytes(encode_png(make_noise_image(99, side=28)))
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, **change}) + "\n")
     task = task_of("lewis_speaker", built, "http://127.0.0.1:9", train=[str(file)])

@@ -16,7 +16,7 @@ from megatron_rl.tasks.gym_cards.action_parser import InvalidAction, parse_json_
 from megatron_rl.tasks.gym_cards.number_line import ACTIONS, MAX_STEPS, STATES, compute_policy_success, draw_state
 from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineTask, write_reply
 from megatron_rl.types import Message, Rollout, Turn
-from tests.support.episodes import outcome_of
+from tests.support.rollout_factory import make_reward_input
 
 TASK: Task = NumberLineTask(TaskSettings(name="number_line"))
 UP = '{"action": "+"}'
@@ -68,13 +68,13 @@ def play(task: Task, start: int, replies: list[str]) -> list[Step]:
 
     steps = asyncio.run(episode())
     assert not any(step.done for step in steps[:-1])
-    assert all(step.new_context != step.done and len(step.messages) == (0 if step.done else 1) for step in steps)
+    assert all(step.is_new_prompt != step.done and len(step.messages) == (0 if step.done else 1) for step in steps)
     return steps
 
 
 def scored(payload: dict, replies: list[str], steps: list[Step]) -> RubricScore:
     turns = [Turn(sequence=0, token_span=(0, 1), text=text, reward=step.reward) for text, step in zip(replies, steps, strict=True)]
-    return asyncio.run(TASK.rubric.score(outcome_of(*turns, payload=payload)))
+    return asyncio.run(TASK.rubric.score(make_reward_input(*turns, payload=payload)))
 
 
 def rollout(reward: float) -> Rollout:
@@ -130,7 +130,7 @@ def test_exploits_are_invalid_and_earn_nothing(name: str) -> None:
     start = STATES.index((4, 5))  # where a "+" that was believed would win at once
     steps = play(TASK, start, [text] * 9 + [write_reply((4, 5), 1)])
     assert [step.reward for step in steps] == [-1.0] * 9 + [1.0]
-    assert [(step.call.error, step.call.ran) for step in steps] == [(kind, False)] * 9 + [("", True)]
+    assert [(step.tool_call.error, step.tool_call.ran) for step in steps] == [(kind, False)] * 9 + [("", True)]
     assert not TASK.success(rollout(-1.0 + 1.0)), "an episode with an invalid reply is no success"
 
 

@@ -16,7 +16,7 @@ from megatron_rl.tasks import gym_cards
 from megatron_rl.tasks.gym_cards.action_parser import ACTION_PARSERS, InvalidAction, parse_json_action, parse_named_action
 from megatron_rl.tasks.gym_cards.number_line import ACTIONS as STEPS
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
-from tests.support.card_games import task_of
+from tests.support.card_games import build_card_task
 
 MOVES = ("stand", "hit")
 GAMES = {"number_line": STEPS, "ez_points": EZPOINTS.tokens, "points24": POINTS24.tokens, "blackjack": MOVES}
@@ -136,15 +136,15 @@ def test_whatever_is_replied_is_played_or_counted(name: str, monkeypatch: pytest
     invalids = ("penalize", "repeat", "random", *(("noop",) if name in ("ez_points", "points24") else ()))
 
     async def episodes(reading: str, invalid: str) -> None:
-        task = task_of(name, reading=reading, invalid=invalid)
+        task = build_card_task(name, reading=reading, invalid=invalid)
         example = task.examples("train")[0]
         for text in replies:
             env = task.env(example)
             await env.reset(0)
             step = await env.step(text)
             read = ACTION_PARSERS[reading](text, GAMES[name])
-            assert (step.call.ran, step.call.error) == ((True, "") if not isinstance(read, InvalidAction) else (False, str(read)))
-            assert step.call.source == (text if isinstance(read, InvalidAction) else GAMES[name][read])
+            assert (step.tool_call.ran, step.tool_call.error) == ((True, "") if not isinstance(read, InvalidAction) else (False, str(read)))
+            assert step.tool_call.source == (text if isinstance(read, InvalidAction) else GAMES[name][read])
 
     with monkeypatch.context() as watched:
         for function in ("eval", "exec", "compile"):

@@ -26,7 +26,7 @@ from megatron_rl.tasks.visual_search.task import (
     write_crop_code,
 )
 from megatron_rl.types import StopReason, ToolCall, Turn
-from tests.support.episodes import outcome_of
+from tests.support.rollout_factory import make_reward_input
 from tools.data.make_visual_search import make_dataset, split_sprites
 
 SPRITES = draw_shapes(SHAPES)
@@ -123,7 +123,7 @@ def test_gold_earns_full_marks_and_a_guess_none() -> None:
             assert made.protocol.parse_reply(answer) == FinalAnswer(str(example.payload["answer"]))
             ran = Turn(sequence=0, token_span=(0, 1), text=code, tool_call=ToolCall(tool="python", source=code, ran=True))
             told = Turn(sequence=0, token_span=(1, 2), text=answer)
-            gold = asyncio.run(made.rubric.score(outcome_of(ran, told, payload=example.payload)))
+            gold = asyncio.run(made.rubric.score(make_reward_input(ran, told, payload=example.payload)))
             assert gold.reward == pytest.approx(full)
             wrong = made.protocol.write_answer(str(9 - int(str(example.payload["answer"]))))
             guess = Turn(sequence=0, token_span=(0, 1), text=wrong)
@@ -133,7 +133,7 @@ def test_gold_earns_full_marks_and_a_guess_none() -> None:
                 ([ran], StopReason.MAX_TURNS),
                 ([ran, ran], StopReason.MAX_TURNS),
             ):
-                score = asyncio.run(made.rubric.score(outcome_of(*turns, payload=example.payload, end=end)))
+                score = asyncio.run(made.rubric.score(make_reward_input(*turns, payload=example.payload, stop_reason=end)))
                 assert score.reward == 0.0
 
 

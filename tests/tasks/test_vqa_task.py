@@ -12,8 +12,8 @@ from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.vqa import ANSWER, VqaTask
 from megatron_rl.types import Rollout, Turn
-from tests.support.episodes import outcome_of
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
+from tests.support.rollout_factory import make_reward_input
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ROWS = [
-    {"question": "Is <image> or <image> red?", "answer": "the first", "images": [{"bytes": png("red")}, {"bytes": png("blue")}]},
+    {"question": "Is <image> or <image> red?", "answer": "the first", "images": [{"bytes": make_png("red")}, {"bytes": make_png("blue")}]},
     {"question": "2 + 2?", "answer": 4},
     {"question": "Half?", "answer": "\\frac{1}{2}"},
     {"question": "Which?", "answer": "B"},
@@ -32,12 +32,12 @@ ROWS = [
 
 
 def task_of(tmp_path: Path, **data: object) -> VqaTask:
-    paths = [str(write(tmp_path / "mine.parquet", ROWS[:1])), str(write(tmp_path / "mine.jsonl", ROWS[1:]))]
+    paths = [str(write_rows(tmp_path / "mine.parquet", ROWS[:1])), str(write_rows(tmp_path / "mine.jsonl", ROWS[1:]))]
     return VqaTask(TaskSettings(name="vqa", data=DataSettings(train=paths, eval=paths[1:], **data)))
 
 
 def score(task: VqaTask, example: object, reply: str) -> float:
-    outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
+    outcome = make_reward_input(Turn(sequence=0, token_span=(0, 1), text=reply), payload=example.payload)
     return asyncio.run(task.rubric.score(outcome)).reward
 
 
@@ -54,13 +54,13 @@ def test_an_episode_is_one_prompt_and_one_reply(tmp_path: Path) -> None:
     (message,), step = asyncio.run(play())
     parts = [part["text"] if part["type"] == "text" else part["image"].getpixel((0, 0)) for part in message["content"]]
     assert (message["role"], parts) == ("user", ["Is ", (255, 0, 0), " or ", (0, 0, 255), " red?" + ANSWER])
-    assert step.done and step.messages == [] and step.call is None
+    assert step.done and step.messages == [] and step.tool_call is None
 
 
 def test_the_words_around_a_question_are_settings(tmp_path: Path) -> None:
     """In front of it and behind; what the system says is the setting, else the row's."""
     rows = [{"prompt": [{"role": "system", "content": "Row."}, {"role": "user", "content": "Why?"}], "answer": "x"}]
-    path = str(write(tmp_path / "mine.jsonl", rows))
+    path = str(write_rows(tmp_path / "mine.jsonl", rows))
 
     def asked(**words: str) -> list[tuple[str, str]]:
         task = VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[path]), **words))
@@ -98,8 +98,8 @@ def test_splits_are_read_once(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_vanished_fails_the_episode(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(png())
-    path = str(write(tmp_path / "mine.json", [{"question": "?", "answer": "x", "image": "a.png"}]))
+    (tmp_path / "a.png").write_bytes(make_png())
+    path = str(write_rows(tmp_path / "mine.json", [{"question": "?", "answer": "x", "image": "a.png"}]))
     (example,) = VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[path]))).examples("eval")
     (tmp_path / "a.png").unlink()
     with pytest.raises(InfraError, match=r"^mine.json row 0: image: cannot be opened"):
@@ -108,7 +108,7 @@ def test_a_picture_that_vanished_fails_the_episode(tmp_path: Path) -> None:
 
 def test_demonstrations_are_dealt_in_rounds(tmp_path: Path) -> None:
     talks = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(number)}]} for number in range(5)]
-    task = task_of(tmp_path, demonstrations=[str(write(tmp_path / "talks.jsonl", talks))])
+    task = task_of(tmp_path, demonstrations=[str(write_rows(tmp_path / "talks.jsonl", talks))])
 
     def dealt(num: int, seed: int) -> list[str]:
         return [shown.messages[-1]["content"][0]["text"] for shown in task.demonstrations("transcripts", num=num, seed=seed)]

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.distributed.world import SharedOSError
 from megatron_rl.io.jsonl import write_error_line
 from tests.conftest import ROOT
-from tests.support import forked
+from tests.support import fork_server
 from tools.commands import format_error
 
 FILES = sorted(path for path in (ROOT / "tools").rglob("*.py") if "argparse.ArgumentParser(" in path.read_text())
@@ -25,7 +25,7 @@ def test_a_file_runs_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_file_runs_by_itself(file: Path, tmp_path: Path) -> None:
-    said = forked.run(file, "--help", cwd=tmp_path, timeout_s=120)
+    said = fork_server.run_script(file, "--help", cwd=tmp_path, timeout_s=120)
     assert said.returncode == 0 and said.stdout.startswith("usage: ") and "examples:" in said.stdout
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.models import name_mapping
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
-from tests.support import forked
+from tests.support import fork_server
 from tools.convert.converter_hf_to_mcore import main
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
@@ -291,7 +291,7 @@ def test_a_killed_conversion_leaves_no_checkpoint_and_can_be_run_again(
     arguments = ["--hf", str(models["untied"]), "--out", str(tmp_path / "out")]
     script = tmp_path_factory.mktemp("script") / "dies.py"
     script.write_text(DIES)
-    killed = forked.run(script, *arguments, timeout_s=200)
+    killed = fork_server.run_script(script, *arguments, timeout_s=200)
     assert killed.returncode == -signal.SIGKILL, killed.stdout
     (left,) = tmp_path.iterdir()
     assert left.name == ".out.partial" and list(left.glob("*.distcp")) and not (left / ".metadata").exists()

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data.questions import load_questions
-from tests.support.tables import png, write
+from tests.support.data_files import make_png, write_rows
 from tools.data import extract_images_from_parquet as tool
 from tools.data.extract_images_from_parquet import file_name, main
 
@@ -46,8 +46,8 @@ def run(path: Path, out: Path) -> int:
 
 def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(f"{number % 5}/pic{number}.png", noise(number)) for number in range(150)]
-    rows += [row("clear.webp", png((255, 0, 0, 0), mode="RGBA")), row("pic", noise(0)), row("0/pic0.png", noise(0))]
-    path, out = write(tmp_path / "train.parquet", rows), tmp_path / "out"
+    rows += [row("clear.webp", make_png((255, 0, 0, 0), mode="RGBA")), row("pic", noise(0)), row("0/pic0.png", noise(0))]
+    path, out = write_rows(tmp_path / "train.parquet", rows), tmp_path / "out"
     assert run(path, out) == 0
     assert capsys.readouterr().out == f"153 rows, 152 pictures in {out}/images; table {out}/train_with_image_paths.parquet\n"
     table = pd.read_parquet(out / "train_with_image_paths.parquet")
@@ -66,7 +66,7 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_lists_of_names(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.parquet", [row(["a.png", "b.png"], noise(1), noise(2)), row([]), row(["c.png"], noise(3))])
+    path = write_rows(tmp_path / "train.parquet", [row(["a.png", "b.png"], noise(1), noise(2)), row([]), row(["c.png"], noise(3))])
     assert run(path, tmp_path) == 0
     table = pd.read_parquet(tmp_path / "train_with_image_paths.parquet")
     assert [list(names) for names in table["image_file_name"]] == [["a.jpg", "b.jpg"], [], ["c.jpg"]]
@@ -76,14 +76,14 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     contents = [noise(number) for number in range(200)]
     contents[150] = contents[150][: len(contents[150]) // 2]
     path, out = tmp_path / "train.parquet", tmp_path / "out"
-    write(path, [row(f"{number}.png", content) for number, content in enumerate(contents)])
+    write_rows(path, [row(f"{number}.png", content) for number, content in enumerate(contents)])
     assert run(path, out) == 1
     assert capsys.readouterr().err.startswith("error: train.parquet row 150: images[0]: cannot be opened")
     assert not (out / "train_with_image_paths.parquet").exists()
     before = {file: file.stat().st_mtime_ns for file in (out / "images").iterdir()}
     assert len(before) >= 128
     contents[150], contents[3] = noise(150), noise(1000)
-    write(path, [row(f"{number}.png", content) for number, content in enumerate(contents)])
+    write_rows(path, [row(f"{number}.png", content) for number, content in enumerate(contents)])
     (out / "images" / "4.jpg").unlink()
     opened = []
     monkeypatch.setattr(tool.StoredImage, "open", lambda image, real=tool.StoredImage.open: opened.append(image.where) or real(image))
@@ -107,18 +107,18 @@ def test_files_that_the_tool_did_not_write_stay(tmp_path: Path, capsys: pytest.C
         name: row(f"{name}.png", noise(1)) for name in ("scan", "notes", "link")
     }
     for name, given in rows.items():
-        assert run(write(tmp_path / "t.parquet", [given]), tmp_path) == 1
+        assert run(write_rows(tmp_path / "t.parquet", [given]), tmp_path) == 1
         target = tmp_path / "images" / f"{name}.jpg"
         said = f"error: t.parquet row 0: images[0]: {target} was not written by this tool and is not written over; choose another --out\n"
         assert capsys.readouterr().err == said
     assert all(file.read_bytes() == content for file, content in before.items())
     assert (tmp_path / "images" / "link.jpg").is_symlink() and not (tmp_path / "images" / "nowhere.jpg").exists()
-    assert run(write(tmp_path / "t.parquet", [rows["own"]]), tmp_path / "out") == 0
+    assert run(write_rows(tmp_path / "t.parquet", [rows["own"]]), tmp_path / "out") == 0
 
 
 def test_the_tools_own_pictures_are_left_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A second run over the same table, and one over the table that the first wrote; names that change places are refused."""
-    path = write(tmp_path / "t.parquet", [row(f"{name}.png", noise(number)) for number, name in enumerate("ab")])
+    path = write_rows(tmp_path / "t.parquet", [row(f"{name}.png", noise(number)) for number, name in enumerate("ab")])
     assert run(path, tmp_path) == 0
     before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "images").iterdir()}
     made = tmp_path / "t_with_image_paths.parquet"
@@ -127,7 +127,7 @@ def test_the_tools_own_pictures_are_left_as_they_are(tmp_path: Path, capsys: pyt
     assert list(again["image_file_path"]) == list(table["image_file_path"]) == ["images/a.jpg", "images/b.jpg"]
     changed = [{"extra_info": {"image_file_name": f"{to}.jpg"}, "images": [{"path": f"images/{of}.jpg"}]} for of, to in ("ab", "ba")]
     capsys.readouterr()
-    assert run(write(tmp_path / "c.parquet", changed), tmp_path) == 1
+    assert run(write_rows(tmp_path / "c.parquet", changed), tmp_path) == 1
     assert capsys.readouterr().err.endswith(
         f"{tmp_path}/images/b.jpg holds another row's picture and is not written over; choose another --out\n"
     )
@@ -155,7 +155,7 @@ NEEDS = "--parquet={path}: needs the columns images and extra_info.image_file_na
     ],
 )
 def test_what_cannot_be_done_is_said(rows: list[dict], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "train.parquet", rows)
+    path = write_rows(tmp_path / "train.parquet", rows)
     assert run(path, tmp_path / "out" / "deep") == 1
     assert capsys.readouterr().err.startswith("error: " + said.format(path=path))
     assert not (tmp_path / "evil.jpg").exists() and not (tmp_path / "out" / "evil.jpg").exists()

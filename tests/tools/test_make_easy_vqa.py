@@ -13,7 +13,7 @@ from megatron_rl.config import DataSettings, TaskSettings
 from megatron_rl.data.questions import load_questions
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.types import Turn
-from tests.support.episodes import outcome_of
+from tests.support.rollout_factory import make_reward_input
 from tools.data import make_easy_vqa as tool
 from tools.data.make_easy_vqa import main, read_rows
 
@@ -86,7 +86,7 @@ def test_gold_answers_earn_full_marks(built: Path) -> None:
 
     async def scores() -> list[float]:
         return [
-            (await task.rubric.score(outcome_of(Turn(0, (0, 1), *task.gold_replies(example)), payload=example.payload))).reward
+            (await task.rubric.score(make_reward_input(Turn(0, (0, 1), *task.gold_replies(example)), payload=example.payload))).reward
             for example in task.examples("eval")
         ]
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
-from tests.support.foreign import State, tensors_of
-from tests.support.merging import assert_refused, assert_same, merge
+from tests.support.foreign_checkpoints import State, read_hf_tensors
+from tests.support.merge_checks import assert_refused, assert_same_tensors, run_merge
 from tools.convert import merge_run
 
 
@@ -48,11 +48,11 @@ def test_an_adapter_is_added_to_its_weights_alone(checkpoints: dict[str, tuple[P
     model, checkpoint = checkpoints["untied"]
     adapter = write_adapter(tmp_path / "adapter", targets=TARGETS, use_rslora=use_rslora)
     scale = 7 / 3**0.5 if use_rslora else 7 / 3
-    before = tensors_of(model)
+    before = read_hf_tensors(model)
     for base in (checkpoint, model):
         out = tmp_path / f"merged_{base.name}"
-        assert merge(base, out, "--lora", tmp_path / "adapter") == 0
-        after = tensors_of(out)
+        assert run_merge(base, out, "--lora", tmp_path / "adapter") == 0
+        after = read_hf_tensors(out)
         touched = set()
         for module in TARGETS:
             a, b = (adapter[f"base_model.model.{module}.lora_{half}.weight"].double() for half in "AB")
@@ -60,7 +60,9 @@ def test_an_adapter_is_added_to_its_weights_alone(checkpoints: dict[str, tuple[P
             torch.testing.assert_close(after[name].double(), before[name].double() + scale * b @ a, rtol=1e-5, atol=1e-5)
             assert not torch.equal(after[name], before[name])
             touched.add(name)
-        assert_same({name: after[name] for name in after.keys() - touched}, {name: before[name] for name in before.keys() - touched})
+        assert_same_tensors(
+            {name: after[name] for name in after.keys() - touched}, {name: before[name] for name in before.keys() - touched}
+        )
 
 
 def test_adapters_that_do_not_fit_are_refused(
@@ -110,7 +112,7 @@ def test_all_steps_of_a_run(checkpoints: dict[str, tuple[Path, Path]], tmp_path:
     assert merge_run.main(call) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "1 merged, 2 skipped, 0 failed"
     for path in steps:
-        assert_same(tensors_of(out / path.name), tensors_of(model))
+        assert_same_tensors(read_hf_tensors(out / path.name), read_hf_tensors(model))
     assert merge_run.main([*call, "--steps", "4"]) == 1 and "there are 3 6 9" in capsys.readouterr().err
     assert merge_run.main(["--run", str(tmp_path / "merged" / "step_00000003"), "--out", str(out)]) == 1
 

@@ -16,9 +16,9 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 from tests.conftest import ROOT
-from tests.support import forked
-from tests.support.foreign import State, tensors_of
-from tests.support.merging import assert_refused, assert_same, merge
+from tests.support import fork_server
+from tests.support.foreign_checkpoints import State, read_hf_tensors
+from tests.support.merge_checks import assert_refused, assert_same_tensors, run_merge
 
 
 def stored(folder: Path) -> State:
@@ -34,8 +34,8 @@ def test_there_and_back_is_the_same_to_the_last_bit(
     """Tensors, names, companions; and transformers loads it without a missing, unexpected or misshapen key, and computes the same."""
     model, checkpoint = checkpoints[kind]
     out = tmp_path / "out"
-    assert merge(checkpoint, out, "--style", style, "--reference", model) == 0
-    assert_same(tensors_of(out), tensors_of(model))
+    assert run_merge(checkpoint, out, "--style", style, "--reference", model) == 0
+    assert_same_tensors(read_hf_tensors(out), read_hf_tensors(model))
     prefixes = {".".join(name.split(".")[:2]) for name in stored(out)} - {"lm_head.weight"}
     released = {"visual.blocks", "visual.merger", "visual.patch_embed", "model.layers", "model.norm", "model.embed_tokens"}
     assert prefixes == ({"model.visual", "model.language_model"} if style == "nested" else released)
@@ -54,8 +54,8 @@ def test_there_and_back_is_the_same_to_the_last_bit(
 
 def test_another_number_type_is_in_tensors_and_config(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     model, checkpoint = checkpoints["untied"]
-    assert merge(checkpoint, tmp_path / "out", "--dtype", "bf16") == 0
-    assert_same(tensors_of(tmp_path / "out"), {name: tensor.bfloat16() for name, tensor in tensors_of(model).items()})
+    assert run_merge(checkpoint, tmp_path / "out", "--dtype", "bf16") == 0
+    assert_same_tensors(read_hf_tensors(tmp_path / "out"), {name: tensor.bfloat16() for name, tensor in read_hf_tensors(model).items()})
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "out"))
     assert before.pop("dtype", None) == "float32" and after.pop("dtype") == "bfloat16" and after == before
 
@@ -74,7 +74,7 @@ from megatron_rl.models import name_mapping
 name_mapping.split_halves = lambda fused: fused.chunk(2, 0)[::-1]
 from tools.convert.merger import main
 sys.exit(main(sys.argv[1:]))""")
-    result = forked.run(swapped, "--checkpoint", checkpoint, "--out", tmp_path / "swapped", "--verify", timeout_s=120)
+    result = fork_server.run_script(swapped, "--checkpoint", checkpoint, "--out", tmp_path / "swapped", "--verify", timeout_s=120)
     assert result.returncode == 1 and "error: --verify=" in result.stdout, result.stdout
     assert not (tmp_path / "swapped").exists() and not (tmp_path / ".swapped.partial").exists()
     assert_refused(checkpoint, tmp_path / "cast", capsys, "--verify", options=("--verify", "--dtype", "bf16"))
@@ -87,7 +87,7 @@ def test_missing_companions_are_a_warning(
     shutil.copytree(checkpoints["untied"][1], checkpoint)
     for name in ("tokenizer.json", "processor_config.json"):
         (checkpoint / "hf" / name).unlink()
-    assert merge(checkpoint, tmp_path / "out") == 0
+    assert run_merge(checkpoint, tmp_path / "out") == 0
     said = capsys.readouterr().err
     assert "warning: " in said and "no tokenizer" in said and "no processor" in said
     assert (tmp_path / "out" / "config.json").exists()
@@ -134,8 +134,8 @@ def test_a_reference_with_a_copy_of_tied_embeddings_and_padding(checkpoints: dic
         state["lm_head.weight"] = state[name].clone()
 
     change_reference(change)(tmp_path / "reference")
-    assert merge(checkpoint, tmp_path / "out", "--reference", tmp_path / "reference") == 0
-    assert_same(tensors_of(tmp_path / "out"), tensors_of(model))
+    assert run_merge(checkpoint, tmp_path / "out", "--reference", tmp_path / "reference") == 0
+    assert_same_tensors(read_hf_tensors(tmp_path / "out"), read_hf_tensors(model))
 
 
 def test_damaged_checkpoints_and_places_are_refused(
@@ -165,7 +165,9 @@ def test_damaged_checkpoints_and_places_are_refused(
     before = sorted(whole.iterdir())
     capsys.readouterr()
     assert (
-        merge(whole, whole.parent, "--force") == 1 and "holds --checkpoint" in capsys.readouterr().err and sorted(whole.iterdir()) == before
+        run_merge(whole, whole.parent, "--force") == 1
+        and "holds --checkpoint" in capsys.readouterr().err
+        and sorted(whole.iterdir()) == before
     )
 
 
@@ -219,8 +221,8 @@ def test_optimizer_state_and_padding_are_left_out(checkpoints: dict[str, tuple[P
         for key in (EMBEDDING, "language.output_layer.weight"):
             state[key] = torch.cat([state[key], torch.full((64, 128), 7.0)])
 
-    assert merge(rewritten(checkpoint, tmp_path / "changed", change), tmp_path / "out") == 0
-    assert_same(tensors_of(tmp_path / "out"), tensors_of(model))
+    assert run_merge(rewritten(checkpoint, tmp_path / "changed", change), tmp_path / "out") == 0
+    assert_same_tensors(read_hf_tensors(tmp_path / "out"), read_hf_tensors(model))
 
 
 def test_only_force_replaces_and_only_a_model(
@@ -230,12 +232,12 @@ def test_only_force_replaces_and_only_a_model(
     out, other = tmp_path / "out", tmp_path / "other"
     shutil.copytree(model, out)
     (out / "old").touch()
-    assert merge(checkpoint, out) == 1 and "exists" in capsys.readouterr().err and (out / "old").exists()
-    assert merge(checkpoint, out, "--force") == 0 and not (out / "old").exists()
+    assert run_merge(checkpoint, out) == 1 and "exists" in capsys.readouterr().err and (out / "old").exists()
+    assert run_merge(checkpoint, out, "--force") == 0 and not (out / "old").exists()
     other.mkdir()
     (other / "thesis.txt").touch()
     assert (
-        merge(checkpoint, other, "--force") == 1
+        run_merge(checkpoint, other, "--force") == 1
         and "is no Hugging Face folder" in capsys.readouterr().err
         and (other / "thesis.txt").exists()
     )
@@ -270,8 +272,8 @@ def killed(self, name):
     return read(self, name)
 MegatronSource.read = killed
 main(sys.argv[1:])""")
-    result = forked.run(killed, "--checkpoint", checkpoint, "--out", out, timeout_s=120)
+    result = fork_server.run_script(killed, "--checkpoint", checkpoint, "--out", out, timeout_s=120)
     assert result.returncode == -signal.SIGKILL and not out.exists() and any(partial.iterdir())
-    assert merge(checkpoint, out) == 0
-    assert_same(tensors_of(out), tensors_of(model))
+    assert run_merge(checkpoint, out) == 0
+    assert_same_tensors(read_hf_tensors(out), read_hf_tensors(model))
     assert not partial.exists()

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.foreign import State, tensors_of, write_fsdp, write_megatron_lm, write_verl_megatron
-from tests.support.merging import assert_refused, assert_same, merge
+from tests.support.foreign_checkpoints import State, read_hf_tensors, write_fsdp, write_megatron_lm, write_verl_megatron
+from tests.support.merge_checks import assert_refused, assert_same_tensors, run_merge
 
 
 def copy_companions(model: Path, into: Path) -> None:
@@ -19,8 +19,8 @@ def copy_companions(model: Path, into: Path) -> None:
 
 
 def merged(checkpoint: Path, out: Path, *options: object) -> State:
-    assert merge(checkpoint, out, *options) == 0
-    return tensors_of(out)
+    assert run_merge(checkpoint, out, *options) == 0
+    return read_hf_tensors(out)
 
 
 @pytest.mark.parametrize(
@@ -29,19 +29,19 @@ def merged(checkpoint: Path, out: Path, *options: object) -> State:
 )
 def test_verl_megatron(random_model: Path, tmp_path: Path, tp: int, pp: int, chunks: int, padding: int, tower: str) -> None:
     """Tensor and pipeline parallel, interleaved, with a padded vocabulary, and both ways to keep the vision tower."""
-    hf, checkpoint = tensors_of(random_model), tmp_path / "actor"
+    hf, checkpoint = read_hf_tensors(random_model), tmp_path / "actor"
     write_verl_megatron(checkpoint, hf, tp=tp, pp=pp, chunks=chunks, padding=padding, tower=tower)
     copy_companions(random_model, checkpoint / "huggingface")
-    assert_same(merged(checkpoint, tmp_path / "out", "--reference", random_model), hf)
-    assert_same(merged(checkpoint, tmp_path / "own_config"), hf)
+    assert_same_tensors(merged(checkpoint, tmp_path / "out", "--reference", random_model), hf)
+    assert_same_tensors(merged(checkpoint, tmp_path / "own_config"), hf)
 
 
 def test_verl_megatron_with_tied_embeddings(tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The last stage's copy is no tensor of the result, and must be a copy."""
-    hf, checkpoint = tensors_of(tied_model), tmp_path / "actor"
+    hf, checkpoint = read_hf_tensors(tied_model), tmp_path / "actor"
     write_verl_megatron(checkpoint, hf, tp=2, pp=2, tied=True)
     copy_companions(tied_model, checkpoint / "huggingface")
-    assert_same(merged(checkpoint, tmp_path / "out"), hf)
+    assert_same_tensors(merged(checkpoint, tmp_path / "out"), hf)
     path = checkpoint / "model" / "mp_rank_01_001" / "model.pt"
     states = torch.load(path)
     states[0]["language_model.output_layer.weight"][3, 5] += 1e-3
@@ -53,10 +53,10 @@ def test_verl_megatron_with_tied_embeddings(tied_model: Path, tmp_path: Path, ca
 
 def test_megatron_lm_without_a_config(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two-digit folders, the state dict beside pickled arguments and random states, unfused norms, names without a prefix."""
-    hf, checkpoint = tensors_of(random_model), tmp_path / "iter_0000100"
+    hf, checkpoint = read_hf_tensors(random_model), tmp_path / "iter_0000100"
     write_megatron_lm(checkpoint, hf, tp=2)
     assert_refused(checkpoint, tmp_path / "out", capsys, "no config.json", "--reference")
-    assert_same(merged(checkpoint, tmp_path / "out", "--reference", random_model), hf)
+    assert_same_tensors(merged(checkpoint, tmp_path / "out", "--reference", random_model), hf)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (random_model / "tokenizer.json").read_bytes()
 
 
@@ -119,7 +119,7 @@ def test_a_damaged_classic_checkpoint_is_refused(
     random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     change, said = PLANTED[fault]
-    hf, checkpoint = tensors_of(random_model), tmp_path / "checkpoint"
+    hf, checkpoint = read_hf_tensors(random_model), tmp_path / "checkpoint"
     write_megatron_lm(checkpoint, hf, tp=2, change=change)
     copy_companions(random_model, checkpoint / "hf")
     assert_refused(checkpoint, tmp_path / "out", capsys, *said)
@@ -128,7 +128,7 @@ def test_a_damaged_classic_checkpoint_is_refused(
 def test_missing_truncated_and_hostile_rank_files_are_refused(
     random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hf, checkpoint, out = tensors_of(random_model), tmp_path / "checkpoint", tmp_path / "out"
+    hf, checkpoint, out = read_hf_tensors(random_model), tmp_path / "checkpoint", tmp_path / "out"
     write_verl_megatron(checkpoint, hf, tp=2, pp=2)
     copy_companions(random_model, checkpoint / "huggingface")
     path = checkpoint / "model" / "mp_rank_01_000" / "model.pt"
@@ -144,35 +144,35 @@ def test_missing_truncated_and_hostile_rank_files_are_refused(
     assert_refused(checkpoint, out, capsys, str(path))
     assert not (tmp_path / "owned").exists()
     path.write_bytes(whole)
-    assert_same(merged(checkpoint, out), hf)
+    assert_same_tensors(merged(checkpoint, out), hf)
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2), (2, 3)])
 def test_fsdp_shards(random_model: Path, tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
     """Even and uneven cuts, with replicas and without; the newer spelling of names, as a model's state dict has them."""
-    hf, checkpoint = tensors_of(random_model), tmp_path / "actor"
+    hf, checkpoint = read_hf_tensors(random_model), tmp_path / "actor"
     write_fsdp(checkpoint, load_file(random_model / "model.safetensors"), mesh_shape)
     copy_companions(random_model, checkpoint / "huggingface")
-    assert_same(merged(checkpoint, tmp_path / "out"), hf)
+    assert_same_tensors(merged(checkpoint, tmp_path / "out"), hf)
     halved = {name: tensor.bfloat16() for name, tensor in hf.items()}
-    assert_same(merged(checkpoint, tmp_path / "out", "--dtype", "bf16", "--force"), halved)
+    assert_same_tensors(merged(checkpoint, tmp_path / "out", "--dtype", "bf16", "--force"), halved)
     assert '"dtype": "bfloat16"' in (tmp_path / "out" / "config.json").read_text()
 
 
 def test_tied_fsdp_shards_of_a_world_of_plain_tensors(tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A state dict names tied embeddings twice."""
-    hf, checkpoint = tensors_of(tied_model), tmp_path / "actor"
+    hf, checkpoint = read_hf_tensors(tied_model), tmp_path / "actor"
     copy_companions(tied_model, checkpoint / "huggingface")
     path = checkpoint / "model_world_size_1_rank_0.pt"
     embeddings = hf["model.embed_tokens.weight"]
     torch.save({**hf, "lm_head.weight": embeddings}, path)
-    assert_same(merged(checkpoint, tmp_path / "out"), hf)
+    assert_same_tensors(merged(checkpoint, tmp_path / "out"), hf)
     torch.save({**hf, "lm_head.weight": embeddings + 1}, path)
     assert_refused(checkpoint, tmp_path / "again", capsys, "lm_head.weight differs from model.embed_tokens.weight")
 
 
 def test_damaged_fsdp_shards_are_refused(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hf, checkpoint, out = tensors_of(random_model), tmp_path / "actor", tmp_path / "out"
+    hf, checkpoint, out = read_hf_tensors(random_model), tmp_path / "actor", tmp_path / "out"
     write_fsdp(checkpoint, hf, (3,))
     copy_companions(random_model, checkpoint / "huggingface")
     first, second, third = (checkpoint / f"model_world_size_3_rank_{rank}.pt" for rank in range(3))
@@ -192,7 +192,7 @@ def test_damaged_fsdp_shards_are_refused(random_model: Path, tmp_path: Path, cap
     shutil.copyfile(first, checkpoint / "model_world_size_4_rank_0.pt")
     assert_refused(checkpoint, out, capsys, "worlds of 3, 4 processes")
     (checkpoint / "model_world_size_4_rank_0.pt").unlink()
-    assert_same(merged(checkpoint, out), hf)
+    assert_same_tensors(merged(checkpoint, out), hf)
     even = tmp_path / "even"
     even.mkdir()
     copy_companions(random_model, even / "hf")

@@ -10,9 +10,9 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.torch_dist import McoreTensors
-from tests.support.foreign import tensors_of, write_fsdp, write_megatron_lm, write_verl_megatron
-from tests.support.merging import assert_refused, assert_same, merge
-from tests.support.odd_vocabulary import add_tokens
+from tests.support.foreign_checkpoints import read_hf_tensors, write_fsdp, write_megatron_lm, write_verl_megatron
+from tests.support.indivisible_vocabulary import add_tokens
+from tests.support.merge_checks import assert_refused, assert_same_tensors, run_merge
 from tools.convert import converter_hf_to_mcore, merger
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
@@ -68,8 +68,8 @@ def test_fsdp_shards(family: str, mesh_shape: tuple[int, ...], models: Path, tmp
     state = AutoModelForImageTextToText.from_pretrained(models / family, dtype=torch.float32).state_dict()
     write_fsdp(checkpoint, state, mesh_shape)
     copy_companions(models / family, checkpoint / "huggingface")
-    assert merge(checkpoint, tmp_path / "out", "--reference", models / family) == 0
-    assert_same(tensors_of(tmp_path / "out"), tensors_of(models / family))
+    assert run_merge(checkpoint, tmp_path / "out", "--reference", models / family) == 0
+    assert_same_tensors(read_hf_tensors(tmp_path / "out"), read_hf_tensors(models / family))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_vl_tied"])
@@ -79,15 +79,15 @@ def test_a_vocabulary_that_tp_does_not_divide(name: str, models: Path, tmp_path:
     assert converter_hf_to_mcore.main(["--hf", str(hf), "--out", str(tmp_path / "mcore"), "--tp", "2", "--verify"]) == 0
     stored, key = McoreTensors(tmp_path / "mcore"), "language.embedding.word_embeddings.weight"
     assert [tuple(sizes) for _, sizes in stored.chunks(key)] == [(514, 128), (513, 128)]
-    assert merge(tmp_path / "mcore", tmp_path / "back", "--verify") == 0
-    assert_same(tensors_of(tmp_path / "back"), tensors_of(hf))
+    assert run_merge(tmp_path / "mcore", tmp_path / "back", "--verify") == 0
+    assert_same_tensors(read_hf_tensors(tmp_path / "back"), read_hf_tensors(hf))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fsdp_shards_that_lack_a_tensor_or_have_one_too_many(
     family: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hf = tensors_of(models / family)
+    hf = read_hf_tensors(models / family)
     left_out = next(name for name in hf if "merger" in name and name.endswith(".bias"))
     for name, state, said in (
         ("less", {name: tensor for name, tensor in hf.items() if name != left_out}, f"Missing: {left_out}"),
@@ -105,22 +105,22 @@ def test_fsdp_shards_that_lack_a_tensor_or_have_one_too_many(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_classic_shards(family: str, tp: int, pp: int, chunks: int, padding: int, tower: str, models: Path, tmp_path: Path) -> None:
     """Cut by hand: norms of heads, towers of Megatron's layers, a padded vocabulary."""
-    hf, checkpoint = tensors_of(models / family), tmp_path / "actor"
+    hf, checkpoint = read_hf_tensors(models / family), tmp_path / "actor"
     write_verl_megatron(checkpoint, hf, tp=tp, pp=pp, chunks=chunks, padding=padding, tower=tower)
     copy_companions(models / family, checkpoint / "huggingface")
-    assert merge(checkpoint, tmp_path / "out", "--reference", models / family) == 0
-    assert_same(tensors_of(tmp_path / "out"), hf)
+    assert run_merge(checkpoint, tmp_path / "out", "--reference", models / family) == 0
+    assert_same_tensors(read_hf_tensors(tmp_path / "out"), hf)
     write_megatron_lm(tmp_path / "lm", hf, tp=tp)
-    assert merge(tmp_path / "lm", tmp_path / "again", "--reference", models / family) == 0
-    assert_same(tensors_of(tmp_path / "again"), hf)
+    assert run_merge(tmp_path / "lm", tmp_path / "again", "--reference", models / family) == 0
+    assert_same_tensors(read_hf_tensors(tmp_path / "again"), hf)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_classic_shards_with_tied_embeddings(family: str, models: Path, tmp_path: Path) -> None:
     model = models / f"{family}_tied"
-    write_verl_megatron(tmp_path / "actor", tensors_of(model), tp=2, pp=2, tied=True)
-    assert merge(tmp_path / "actor", tmp_path / "out", "--reference", model) == 0
-    assert_same(tensors_of(tmp_path / "out"), tensors_of(model))
+    write_verl_megatron(tmp_path / "actor", read_hf_tensors(model), tp=2, pp=2, tied=True)
+    assert run_merge(tmp_path / "actor", tmp_path / "out", "--reference", model) == 0
+    assert_same_tensors(read_hf_tensors(tmp_path / "out"), read_hf_tensors(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,7 +128,7 @@ def test_classic_shards_without_any_one_tensor_are_refused(
     family: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a cut tower, each in turn: the error names it. And a tensor of a block that the model has not."""
-    hf, checkpoint = tensors_of(models / family), tmp_path / "actor"
+    hf, checkpoint = read_hf_tensors(models / family), tmp_path / "actor"
     write_verl_megatron(checkpoint, hf, tp=1, pp=1, tower="megatron")
     copy_companions(models / family, checkpoint / "huggingface")
     path = checkpoint / "model" / "mp_rank_00_000" / "model.pt"

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import PEFT_PREFIX
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
-from megatron_rl.weights.formats.base_digest import DIGEST, digest_of
+from megatron_rl.weights.formats.base_digest import DIGEST, compute_base_digest
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.formats.merge_lora import MergedTensors
 from megatron_rl.weights.formats.open_checkpoint import open_source
-from megatron_rl.weights.formats.peft import peft_config
+from megatron_rl.weights.formats.peft import make_peft_config
 
 CHANGED = (
     "model.layers.3.self_attn.q_proj.weight", "model.layers.3.self_attn.q_proj.bias", "model.layers.3.mlp.down_proj.weight",
@@ -35,13 +35,13 @@ def test_a_checkpoint_of_megatron_has_the_digest_of_its_origin(
     kind: str, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
     model, mcore = checkpoints[kind]
-    digest = digest_of(opened(model, model))
+    digest = compute_base_digest(opened(model, model))
     assert re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
-    assert digest_of(opened(mcore, model)) == digest
+    assert compute_base_digest(opened(mcore, model)) == digest
     source = opened(mcore, model)
-    assert [digest_of(source), digest_of(source)] == [digest, digest]
+    assert [compute_base_digest(source), compute_base_digest(source)] == [digest, digest]
     rounded = copy_with(model, tmp_path / "bf16", lambda _, tensor: tensor.bfloat16())
-    assert digest_of(opened(rounded, model)) == digest
+    assert compute_base_digest(opened(rounded, model)) == digest
 
 
 def copy_with(model: Path, out: Path, change: object) -> Path:
@@ -65,12 +65,12 @@ def test_another_model_has_another_digest(changed: str, random_model: Path, tmp_
 
     other = copy_with(random_model, tmp_path / "other", change)
     assert len(found) == 1
-    assert digest_of(opened(other, random_model)) != digest_of(opened(random_model, random_model))
+    assert compute_base_digest(opened(other, random_model)) != compute_base_digest(opened(random_model, random_model))
 
 
 def adapter(folder: Path, *, digest: str) -> Path:
     folder.mkdir()
-    config = peft_config(
+    config = make_peft_config(
         rank=2,
         alpha=4.0,
         dropout=0.0,
@@ -87,7 +87,7 @@ def adapter(folder: Path, *, digest: str) -> Path:
 
 
 def test_an_adapter_goes_with_its_own_base_alone(random_model: Path, tied_model: Path, tmp_path: Path) -> None:
-    digest = digest_of(opened(random_model, random_model))
+    digest = compute_base_digest(opened(random_model, random_model))
     own, silent = adapter(tmp_path / "own", digest=digest), adapter(tmp_path / "silent", digest="")
     assert MergedTensors(opened(random_model, random_model), own, key="--lora").warning == ""
     with pytest.raises(ValueError, match=rf"^--lora={own}: was trained on another base \(runs/one/final\) than this one; give"):

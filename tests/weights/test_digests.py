@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_rl.run.checkpoints import CheckpointState
-from megatron_rl.weights.formats.digests import STATE, check_records, digest, record, recorded_files
+from megatron_rl.weights.formats.digests import STATE, check_records, compute_sha256, make_file_record, recorded_files
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
-from tests.support.poisoned import write_record
-from tests.support.rotten import turn_signs
+from tests.support.corrupted_checkpoint import flip_signs
+from tests.support.malicious_checkpoints import write_record
 
 
 def make(folder: Path) -> None:
@@ -36,21 +36,21 @@ def test_a_digest_is_that_of_sha256sum(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 5000)
     expected = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
-    assert digest(path) == expected and record(path) == {"bytes": 1_280_000, "sha256": expected}
+    assert compute_sha256(path) == expected and make_file_record(path) == {"bytes": 1_280_000, "sha256": expected}
 
 
 @pytest.mark.parametrize("part", ["", "critic"])
 def test_changed_numbers_are_refused_by_file(part: str, checkpoint: Path) -> None:
     """Without the record they are read: archives and sizes are whole. A tensor of another file is read."""
     folder = checkpoint / part
-    file, before = folder / "__0_0.distcp", digest(folder / "__0_0.distcp")
+    file, before = folder / "__0_0.distcp", compute_sha256(folder / "__0_0.distcp")
     assert McoreTensors(folder).read("first")[10_000] == 0.5
     second = (folder / "__0_1.distcp").read_bytes()
-    assert turn_signs(folder) == 2
+    assert flip_signs(folder) == 2
     (folder / "__0_1.distcp").write_bytes(second)
     stored, name = McoreTensors(folder, key="run.dir"), str(file.relative_to(checkpoint))
     for _ in range(2):
-        told = f"run.dir={folder}: damaged: {name} has the SHA-256 {digest(file)}, not {before}; copy the checkpoint again, "
+        told = f"run.dir={folder}: damaged: {name} has the SHA-256 {compute_sha256(file)}, not {before}; copy the checkpoint again, "
         with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
             stored.read("first")
     assert McoreTensors(folder).read("second")[10_000] == 0.25

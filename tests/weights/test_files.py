@@ -52,7 +52,7 @@ def test_a_mapped_tensor_is_the_files_and_changing_it_is_not_the_files(stored: P
 def test_what_is_read_once_leaves_the_page_cache_with_its_tensor(stored: Path, once: bool) -> None:
     if is_cached(stored, PAGES // 2):
         pytest.skip("the temporary folder lies on a file system that is its page cache")
-    tensor = map_tensor(stored, offset=0, dtype=torch.uint8, shape=torch.Size([PAGES * 4096]), once=once)
+    tensor = map_tensor(stored, offset=0, dtype=torch.uint8, shape=torch.Size([PAGES * 4096]), read_once=once)
     part = tensor[4096:]
     assert is_cached(stored, PAGES // 2)
     del tensor

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.weights.formats.fsdp import FsdpTensors
-from tests.support.foreign import write_fsdp
+from tests.support.foreign_checkpoints import write_fsdp
 
 TENSORS = {
     "even": torch.arange(96, dtype=torch.float32).reshape(24, 4),

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.io.sampled_digest import compute_sampled_digest
-from megatron_rl.weights.formats.digests import digest
+from megatron_rl.weights.formats.digests import compute_sha256
 from megatron_rl.weights.formats.model_digests import FILES, check_same_model, model_digests
 
 
@@ -41,7 +41,7 @@ def test_what_differs_is_named_with_both_digests(name: str, random_model: Path, 
                        f"{now[name]}, and was {before[name]}; put the first model back, or choose another run.dir$"):  # fmt: skip
         check_same_model(before, now, key="model.path", folder=folder)
     if name in FILES:
-        assert now[name] == digest(folder / name)
+        assert now[name] == compute_sha256(folder / name)
 
 
 def test_a_file_that_is_gone_or_new_is_a_difference_and_a_model_card_is_none(random_model: Path, tmp_path: Path) -> None:

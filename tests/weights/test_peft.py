@@ -18,8 +18,17 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.name_mapping import PEFT_PREFIX, AttentionHeads, ParamMapping, canonical_name, fuse_qkv, nested_name
 from megatron_rl.models.qwen2_5_vl import QWEN2_5_VL
-from megatron_rl.policy.lora import Adapter, adapt_vision, adapters_off, merged_weights
-from megatron_rl.weights.formats.peft import CONFIG, KNOWN, WEIGHTS, adapter_table, load_peft, peft_config, start_adapters, write_peft
+from megatron_rl.policy.lora import LoraAdapter, adapt_vision, disabled_adapters, merged_weight_fns
+from megatron_rl.weights.formats.peft import (
+    CONFIG,
+    KNOWN_FIELDS,
+    WEIGHTS,
+    adapter_table,
+    init_adapters,
+    load_peft,
+    make_peft_config,
+    write_peft,
+)
 from megatron_rl.weights.stream import ShardLocation
 
 TARGETS = {
@@ -59,7 +68,7 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
     assert len(targets) < 4 or wanted == linears.keys()
     names = [PEFT_PREFIX + nested_name(name) for row in rows_for(linears, targets) for name in row.hf_names]
     assert sorted(names) == sorted(f"base_model.model.{name}.lora_{half}.weight" for name in wanted for half in "AB")
-    pattern = peft_config(rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base", vision_lora=VISION_LORA)["target_modules"]
+    pattern = make_peft_config(rank=2, alpha=6.0, dropout=0.0, targets=targets, base="base", vision_lora=VISION_LORA)["target_modules"]
     assert {name for name in linears if re.fullmatch(pattern, name)} == wanted
 
 
@@ -68,10 +77,10 @@ def test_names_go_there_and_back(linears: dict[str, nn.Linear]) -> None:
         assert canonical_name(PEFT_PREFIX + nested_name(row.hf_names[0])) == row.hf_names[0]
 
 
-def fused(dropout: float) -> Adapter:
+def fused(dropout: float) -> LoraAdapter:
     """Four query heads on two key/value heads of one number each."""
     heads = AttentionHeads(num_query_heads=4, num_kv_heads=2, head_dim=1)
-    adapter = Adapter(
+    adapter = LoraAdapter(
         LoraSettings(rank=2, alpha=6.0, dropout=dropout), 5, {"q_proj": 4, "k_proj": 2, "v_proj": 2},
         dtype=torch.float32, fuse=partial(fuse_qkv, heads=heads),
     )  # fmt: skip
@@ -79,7 +88,7 @@ def fused(dropout: float) -> Adapter:
     return adapter
 
 
-def by_hand(adapter: Adapter, x: torch.Tensor) -> torch.Tensor:
+def by_hand(adapter: LoraAdapter, x: torch.Tensor) -> torch.Tensor:
     """Each projection by itself, then the outputs in the order q0 q1 k0 v0 q2 q3 k1 v1."""
     q, k, v = (x @ adapter.lora_a[name].T @ adapter.lora_b[name].T * 3.0 for name in ("q_proj", "k_proj", "v_proj"))
     return torch.stack([q[:, 0], q[:, 1], k[:, 0], v[:, 0], q[:, 2], q[:, 3], k[:, 1], v[:, 1]], 1)
@@ -91,7 +100,7 @@ def test_a_fused_layer_carries_three_adapters() -> None:
     expected = output + by_hand(adapter, x)
     torch.testing.assert_close(adapter(output, x), expected)
     before = weight.clone()
-    torch.testing.assert_close(x @ adapter.merged(weight).T, x @ weight.T + by_hand(adapter, x))
+    torch.testing.assert_close(x @ adapter.merge_into(weight).T, x @ weight.T + by_hand(adapter, x))
     assert torch.equal(weight, before)
 
 
@@ -137,17 +146,17 @@ def test_a_layer_of_the_tower_keeps_its_parameters_and_can_be_itself_again() -> 
     adapt_vision(plain.vision, LORA, VISION_LORA)
     for name, parameter in parameters.items():
         assert plain.get_parameter(name) is parameter
-    start_adapters(chunks, ROWS, PLACEMENT, seed=0)
+    init_adapters(chunks, ROWS, PLACEMENT, seed=0)
     assert torch.equal(plain.vision.merger.mlp(x), output)
     for index in (0, 2):
         random_(plain.vision.merger.mlp[index].adapter)
     adapted = plain.vision.merger.mlp(x)
     assert not torch.allclose(adapted, output)
-    with adapters_off(chunks):
+    with disabled_adapters(chunks):
         assert torch.equal(plain.vision.merger.mlp(x), output)
     assert torch.equal(plain.vision.merger.mlp(x), adapted), "all of them are on again"
     merged = Merger()
-    merged.load_state_dict({**parameters, **{name.removeprefix("0."): make() for name, make in merged_weights(chunks).items()}})
+    merged.load_state_dict({**parameters, **{name.removeprefix("0."): make() for name, make in merged_weight_fns(chunks).items()}})
     found = merged.vision.merger.mlp(x)
     assert (found - adapted).norm() <= 1e-5 * adapted.norm()
 
@@ -159,13 +168,13 @@ def test_adapters_are_merged_in_fp32(chunks: nn.ModuleList) -> None:
     random_(linear.adapter)
     a, b, weight = (tensor.detach().double() for tensor in (linear.adapter.lora_a["0"], linear.adapter.lora_b["0"], linear.weight))
     whole = weight + linear.adapter.scale * (b @ a)
-    error = (merged_weights(chunks)["0.vision.merger.mlp.0.weight"]().double() - whole).abs()
+    error = (merged_weight_fns(chunks)["0.vision.merger.mlp.0.weight"]().double() - whole).abs()
     assert (error <= (1 + 1e-4) * (whole.to(torch.bfloat16).double() - whole).abs() + 1e-7).all()
 
 
 def test_new_adapters_start_as_pefts_do(chunks: nn.ModuleList) -> None:
     """A uniform in +-1 / sqrt(inputs), B zero; by seed and name."""
-    start_adapters(chunks, ROWS, PLACEMENT, seed=0)
+    init_adapters(chunks, ROWS, PLACEMENT, seed=0)
     first, second = (chunks[0].vision.merger.mlp[index].adapter for index in (0, 2))
     a = first.lora_a["0"].detach().clone()
     assert a.abs().max() <= 60**-0.5 and a.abs().max() > 0.9 * 60**-0.5
@@ -173,9 +182,9 @@ def test_new_adapters_start_as_pefts_do(chunks: nn.ModuleList) -> None:
     assert not first.lora_b["0"].any() and not second.lora_b["2"].any()
     other = second.lora_a["2"].flatten() * (50 / 60) ** 0.5
     assert not torch.allclose(a.flatten()[: other.numel()], other, rtol=1e-3), "the same numbers, in other units"
-    start_adapters(chunks, ROWS, PLACEMENT, seed=1)
+    init_adapters(chunks, ROWS, PLACEMENT, seed=1)
     assert not torch.equal(first.lora_a["0"], a)
-    start_adapters(chunks, ROWS, PLACEMENT, seed=0)
+    init_adapters(chunks, ROWS, PLACEMENT, seed=0)
     assert torch.equal(first.lora_a["0"], a)
 
 
@@ -185,7 +194,7 @@ def folder(tmp_path: Path) -> Path:
     sizes = {"0": (60, 50), "2": (50, 6)}
     tensors = {f"visual.merger.mlp.{i}.lora_A.weight": torch.randn(2, size[0]) for i, size in sizes.items()}
     tensors |= {f"visual.merger.mlp.{i}.lora_B.weight": torch.randn(size[1], 2) for i, size in sizes.items()}
-    config = peft_config(rank=2, alpha=6.0, dropout=0.0, targets=["projector"], base="base", vision_lora=VISION_LORA)
+    config = make_peft_config(rank=2, alpha=6.0, dropout=0.0, targets=["projector"], base="base", vision_lora=VISION_LORA)
     write_peft(tmp_path / "adapter", iter(tensors.items()), config)
     return tmp_path / "adapter"
 
@@ -233,7 +242,7 @@ def test_of_the_fields_of_peft_only_those_of_a_plain_adapter_may_be_set(chunks: 
     plain = {**{name: value for name, value in LoraConfig().to_dict().items() if name not in own}, **own}
     (folder / CONFIG).write_text(json.dumps(plain))
     load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
-    others = plain.keys() - set(KNOWN)
+    others = plain.keys() - set(KNOWN_FIELDS)
     assert {"layers_to_transform", "layers_pattern", "exclude_modules", "use_dora", "modules_to_save", "megatron_config"} < others
     for name in sorted(others):
         (folder / CONFIG).write_text(json.dumps({**plain, name: ["x"]}))

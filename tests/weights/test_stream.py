@@ -86,9 +86,9 @@ def test_layers_go_round_the_stages_chunk_by_chunk(stages: int, chunks: int, lay
     walked = [(stage, chunk, layer) for chunk in range(chunks) for stage in range(stages) for layer in range(layers)]
     for number, (stage, chunk, layer) in enumerate(walked):
         row = ParamMapping(f"language.decoder.layers.{number}.mlp.weight", ("x",), f"layer:{number}")
-        assert (placement.owner(row), placement.local_name(row)) == (stage, f"{chunk}.language.decoder.layers.{layer}.mlp.weight")
+        assert (placement.owner_stage(row), placement.local_name(row)) == (stage, f"{chunk}.language.decoder.layers.{layer}.mlp.weight")
     ends = [ParamMapping("language.embedding", ("x",), "first"), ParamMapping("language.output_layer", ("y",), "last")]
-    assert [(placement.owner(row), placement.local_name(row)) for row in ends] == [
+    assert [(placement.owner_stage(row), placement.local_name(row)) for row in ends] == [
         (0, "0.language.embedding"), (stages - 1, f"{chunks - 1}.language.output_layer")
     ]  # fmt: skip
 
@@ -104,7 +104,7 @@ def test_buckets_hold_every_row_once_and_no_more_than_they_may(max_numel: int) -
         return sum(shapes[row.mcore_name].numel() for row in rows)
 
     def kind(row: ParamMapping) -> tuple[int, bool]:
-        return placement.owner(row), row.shard_dim is not None
+        return placement.owner_stage(row), row.shard_dim is not None
 
     buckets = _buckets(ROWS, shapes, placement, max_numel)
     assert sorted(row.mcore_name for bucket in buckets for row in bucket) == sorted(row.mcore_name for row in ROWS)

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors
+from megatron_rl.weights.formats.safetensors_folder import INDEX_FILE, HfTensors
 from megatron_rl.weights.formats.tensor_files import copy_companions
-from megatron_rl.weights.formats.torch_dist_metadata import read_metadata, shape, tile
+from megatron_rl.weights.formats.torch_dist_metadata import chunks_cover_tensor, make_shape, read_metadata
 from tests.support import bombs
-from tests.support.measured import Told, cheap, told
+from tests.support.reader_cost import ReadResult, is_cheap, measure_reads
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in ("memo", "keyed", "chunks", "names", "deep index", "deep config"):
         found[name] = home / name
         found[name].mkdir()
-    (found["memo"] / ".metadata").write_bytes(bombs.MEMO)
-    (found["keyed"] / ".metadata").write_bytes(bombs.KEYED)
+    (found["memo"] / ".metadata").write_bytes(bombs.MEMO_PICKLE)
+    (found["keyed"] / ".metadata").write_bytes(bombs.NESTED_KEY_PICKLE)
     bombs.metadata_of_chunks(found["chunks"] / ".metadata")
     bombs.safetensors_of_names(found["names"] / "model.safetensors")
-    bombs.json_of_depth(found["deep index"] / INDEX, bombs.DEEP)
+    bombs.json_of_depth(found["deep index"] / INDEX_FILE, bombs.DEEP)
     bombs.json_of_depth(found["deep config"] / "config.json")
     return found
 
@@ -49,15 +49,17 @@ READERS = {
 
 
 @pytest.fixture(scope="module")
-def found(places: dict[str, Path]) -> dict[str, Told | None]:
+def found(places: dict[str, Path]) -> dict[str, ReadResult | None]:
     """What reading each took, all of them in one process."""
-    return dict(zip(READERS, told(("spec", places["names"]), *((READERS[name], places[name]) for name in READERS))[1:], strict=True))
+    return dict(
+        zip(READERS, measure_reads(("spec", places["names"]), *((READERS[name], places[name]) for name in READERS))[1:], strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_it_takes_what_its_size_allows(name: str, found: dict[str, Told | None]) -> None:
+def test_it_takes_what_its_size_allows(name: str, found: dict[str, ReadResult | None]) -> None:
     """`strides`, `chunks` and `deep index` are security.md 25."""
-    assert cheap(found[name])
+    assert is_cheap(found[name])
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,8 @@ def test_it_takes_what_its_size_allows(name: str, found: dict[str, Told | None])
 )  # fmt: skip
 def test_the_libraries_by_themselves_take_more(name: str, reader: str, file: str, places: dict[str, Path]) -> None:
     """They end by a signal, or take more than 200 MB, or ask for more than there is."""
-    (control,) = told((reader, places[name] / file if file else places[name]))
-    assert control is None or control.mb > 200 or "alloc" in control.said, control
+    (control,) = measure_reads((reader, places[name] / file if file else places[name]))
+    assert control is None or control.mb > 200 or "alloc" in control.error, control
 
 
 def test_chunks_that_tile_and_those_that_do_not() -> None:
@@ -95,7 +97,7 @@ def test_chunks_that_tile_and_those_that_do_not() -> None:
         for offsets, sizes in boxes:
             count[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] += 1
         chunks = [Chunk(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
-        assert tile(whole, chunks) == bool((count == 1).all()), (whole, boxes)
+        assert chunks_cover_tensor(whole, chunks) == bool((count == 1).all()), (whole, boxes)
 
 
 def test_a_state_is_given_to_nothing_but_records(tmp_path: Path) -> None:
@@ -104,10 +106,10 @@ def test_a_state_is_given_to_nothing_but_records(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x02ctorch\nSize\n" + slots)
     with pytest.raises(ValueError, match="gives a state to a function"):
         read_metadata(tmp_path, key="--checkpoint")
-    assert shape.__defaults__ == ((),)
-    pickle.loads(b"\x80\x02cmegatron_rl.weights.formats.torch_dist_metadata\nshape\n" + slots)
-    assert shape.__defaults__ == ()
-    shape.__defaults__ = ((),)
+    assert make_shape.__defaults__ == ((),)
+    pickle.loads(b"\x80\x02cmegatron_rl.weights.formats.torch_dist_metadata\nmake_shape\n" + slots)
+    assert make_shape.__defaults__ == ()
+    make_shape.__defaults__ = ((),)
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ def folder(tmp_path: Path) -> Path:
 def test_an_index_names_files_of_its_folder(file: str, folder: Path) -> None:
     """security.md 25: what it named was opened before it was refused."""
     shutil.copy(folder / "model.safetensors", folder.parent / "other.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(ValueError, match="which is no file of the folder"):
         HfTensors(folder)
 

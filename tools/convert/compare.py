@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.models.hf_config import read_spec
-from megatron_rl.weights.formats.checkpoint_source import NamedSource, TensorSource
-from megatron_rl.weights.formats.open_checkpoint import hf_part, kind_of, open_source
+from megatron_rl.weights.formats.checkpoint_source import HfNamedSource, TensorSource
+from megatron_rl.weights.formats.open_checkpoint import detect_format, find_hf_folder, open_source
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tools.commands import format_error, quiet_libraries
 
@@ -51,16 +51,16 @@ def open_any_checkpoint(folder: Path) -> TensorSource:
     Of the latter padding of the vocabulary and a copy of tied embeddings are left out; if it is no whole model of its config.json, it is
     taken as it is, and the comparison says what differs.
     """
-    kind, like = kind_of(folder, key="folder"), hf_part(folder)
+    kind, like = detect_format(folder, key="folder"), find_hf_folder(folder)
     if kind == "hf":
-        stored = HfTensors(folder, key="folder", once=True)
+        stored = HfTensors(folder, key="folder", read_once=True)
         try:
-            return NamedSource(stored, read_spec(folder, key="folder").shapes())
+            return HfNamedSource(stored, read_spec(folder, key="folder").shapes())
         except ValueError:
             return stored
     if like is None:
         raise ValueError(f"folder={folder}: no config.json in it or in its hf/; merge it with --reference first")
-    return open_source(folder, read_spec(like, key="folder"), key="folder", once=True)
+    return open_source(folder, read_spec(like, key="folder"), key="folder", read_once=True)
 
 
 def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
@@ -113,7 +113,7 @@ def compare_logits(first: Path, second: Path, *, atol: float) -> bool:
     from tools.convert.verify import compute_hf_logits, compute_mcore_logits  # Megatron takes seconds and memory to import
 
     sides = [
-        (compute_hf_logits if kind_of(folder, key="folder") == "hf" else compute_mcore_logits)(folder, key="folder")
+        (compute_hf_logits if detect_format(folder, key="folder") == "hf" else compute_mcore_logits)(folder, key="folder")
         for folder in (first, second)
     ]
     gaps = {prompt: (sides[0][prompt] - sides[1][prompt]).abs().max().item() for prompt in sides[0]}

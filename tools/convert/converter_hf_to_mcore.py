@@ -20,8 +20,8 @@ from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import count_token_ids
-from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, NamedSource, describe_skipped
-from megatron_rl.weights.formats.open_checkpoint import as_dtype
+from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, HfNamedSource, describe_skipped
+from megatron_rl.weights.formats.open_checkpoint import set_config_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.tensor_files import atomic_folder, copy_companions
 from megatron_rl.weights.formats.to_mcore import McoreImport
@@ -35,8 +35,8 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
     check_output(out, force=force)
     spec = read_spec(hf, key="--hf")
     check_parallel_sizes(spec, tp=tp, pp=pp)
-    stored = HfTensors(hf, key="--hf", once=True)
-    source = NamedSource(stored, spec.shapes(), num_token_ids=count_token_ids(hf))
+    stored = HfTensors(hf, key="--hf", read_once=True)
+    source = HfNamedSource(stored, spec.shapes(), num_token_ids=count_token_ids(hf))
     plan = McoreImport(source, spec.param_mappings(), dtype=dtype)
     with atomic_folder(out) as partial:
         with progress_bar() as bar:
@@ -46,7 +46,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             console.print(f"warning: {hf} has no {part}; training needs one beside the weights", **PLAIN)
         if dtype is not None:
             described = partial / "hf" / "config.json"
-            described.write_text(json.dumps(as_dtype(read_json(described), dtype), indent=2))
+            described.write_text(json.dumps(set_config_dtype(read_json(described), dtype), indent=2))
         if check_logits:
             from tools.convert.verify import verify_logits
 
@@ -55,7 +55,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
         console.print(describe_skipped(source), **PLAIN)
     padding = stored.specs[EMBEDDINGS].shape[0] - source.specs[EMBEDDINGS].shape[0]
     left_out = f"; {padding} rows of vocabulary padding (beyond config.vocab_size) left out" if padding else ""
-    return f"{len(source.specs)} tensors as {len(plan.written)}, {plan.num_bytes:,} bytes, in {out}{left_out}"
+    return f"{len(source.specs)} tensors as {len(plan.target_specs)}, {plan.num_bytes:,} bytes, in {out}{left_out}"
 
 
 def check_output(out: Path, *, force: bool) -> None:

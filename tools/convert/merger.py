@@ -16,11 +16,11 @@ from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import nested_name
 from megatron_rl.models.vocabulary import count_token_ids
-from megatron_rl.weights.formats.checkpoint_source import NamedSource, TensorSource, TensorSpec, check_names, describe_skipped
+from megatron_rl.weights.formats.checkpoint_source import HfNamedSource, TensorSource, TensorSpec, check_names, describe_skipped
 from megatron_rl.weights.formats.merge_lora import MergedTensors
-from megatron_rl.weights.formats.open_checkpoint import as_dtype, critics_part, hf_part, kind_of, open_source
+from megatron_rl.weights.formats.open_checkpoint import detect_format, find_critic_parts, find_hf_folder, open_source, set_config_dtype
 from megatron_rl.weights.formats.pixel_limits import read_pixel_limits
-from megatron_rl.weights.formats.safetensors_folder import INDEX, HfTensors, write_hf_folder
+from megatron_rl.weights.formats.safetensors_folder import INDEX_FILE, HfTensors, write_hf_folder
 from megatron_rl.weights.formats.tensor_files import prefetch
 from tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
 
@@ -46,17 +46,17 @@ class MergeOptions:
 def merge_checkpoint(merge_options: MergeOptions) -> str:
     """Write the folder and return a line that says what was written. Raises ValueError and OSError; then there is no folder."""
     _check_output(merge_options)
-    kind = kind_of(merge_options.checkpoint, key="--checkpoint")
-    like = merge_options.reference or hf_part(merge_options.checkpoint)
+    kind = detect_format(merge_options.checkpoint, key="--checkpoint")
+    like = merge_options.reference or find_hf_folder(merge_options.checkpoint)
     if like is None:
         raise ValueError(
             f"--checkpoint={merge_options.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR"
         )
     spec = read_spec(like, key="--reference" if merge_options.reference else "--checkpoint")
-    source = open_source(merge_options.checkpoint, spec, key="--checkpoint", once=True)
+    source = open_source(merge_options.checkpoint, spec, key="--checkpoint", read_once=True)
     if merge_options.reference is not None:
         reference = HfTensors(merge_options.reference, key="--reference")
-        NamedSource(reference, spec.shapes(), num_token_ids=count_token_ids(like))  # raises unless it is a model of the same tensors
+        HfNamedSource(reference, spec.shapes(), num_token_ids=count_token_ids(like))  # raises unless it is a model of the same tensors
     if merge_options.lora is not None:
         if isinstance(source, MergedTensors):
             raise ValueError(
@@ -75,17 +75,17 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
             print(_verify_logits(partial, merge_options.checkpoint), file=sys.stderr)
 
     stored, named = read_json(like / "config.json"), nested_name if merge_options.style == "nested" else spec.released_name
-    trained = hf_part(merge_options.checkpoint)
+    trained = find_hf_folder(merge_options.checkpoint)
     pixels = read_pixel_limits(trained) if trained is not None and merge_options.reference is not None else None
     with progress_bar() as progress:
         task = progress.add_task(merge_options.out.name, total=size)
         lacking = write_hf_folder(
             merge_options.out, _rename_tensors(source, specs, named, lambda nbytes: progress.advance(task, nbytes)),
-            like=like, pixels=pixels, config=as_dtype(stored, merge_options.dtype) if merge_options.dtype else None, check=check,
+            like=like, pixels=pixels, config=set_config_dtype(stored, merge_options.dtype) if merge_options.dtype else None, check=check,
         )  # fmt: skip
     if source.skipped:
         print(describe_skipped(source), file=sys.stderr)
-    for part in critics_part(merge_options.checkpoint, key="--checkpoint"):
+    for part in find_critic_parts(merge_options.checkpoint, key="--checkpoint"):
         print(f"left out: {part} is the critic's", file=sys.stderr)
     for part in lacking:
         print(f"warning: {like} has no {part}, so {merge_options.out} has none", file=sys.stderr)
@@ -153,7 +153,7 @@ def _check_written(folder: Path, specs: dict[str, TensorSpec]) -> None:
     for name, spec in specs.items():
         if written.specs[name] != spec:
             raise ValueError(f"--out={folder}: {name} was written as {written.specs[name]}, the checkpoint gives {spec}")
-    planned, total = sum(spec.nbytes for spec in specs.values()), read_json(folder / INDEX)["metadata"]["total_size"]
+    planned, total = sum(spec.nbytes for spec in specs.values()), read_json(folder / INDEX_FILE)["metadata"]["total_size"]
     if total != planned:
         raise ValueError(f"--out={folder}: {total} bytes were written, the checkpoint gives {planned}")
 

@@ -19,13 +19,13 @@ from pydantic import BaseModel
 
 from megatron_rl.clients.endpoint_pool import EndpointError, describe_error, to_one_line
 from megatron_rl.rollout.engine import Completion, SamplingSettings
-from megatron_rl.rollout.vllm.sampler import FIRST, SEED
+from megatron_rl.rollout.vllm.sampler import NUM_SAMPLED_KEY, SEED_KEY
 from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.types import Image
 from sandbox.bounded_http import BoundedClient, NoResponse
 
-GENERATE = "/inference/v1/generate"
-MOST_OF_TOKEN, MOST_BESIDE = 1 << 10, 1 << 20
+GENERATE_PATH = "/inference/v1/generate"
+MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 10, 1 << 20
 """Bytes of an answer: of each token, read or sampled, and of all else."""
 ABORTED = "abort"
 """Why a turn ended that a server was told to give up, with the tokens that are there."""
@@ -57,7 +57,7 @@ class _Reply(BaseModel):
     choices: list[_Choice]
 
 
-class _Unknown(EndpointError):
+class _ImageForgotten(EndpointError):
     """It has forgotten a picture."""
 
 
@@ -76,9 +76,9 @@ class PartialCompletion:
 
     token_ids: list[int]
     logprobs: list[float]
-    reason: str
+    finish_reason: str
     """stop, length, or ABORTED."""
-    first: int = 0
+    num_from_first_request: int = 0
     """Of them, those that a request before the last has sampled: a stop text that begins there the server has not seen whole."""
 
 
@@ -91,74 +91,78 @@ class GenerateClient:
     """Seconds for one request with its whole answer."""
     connect_s: float
 
-    async def generate(self, server: VllmServer, turn: GenerateRequest, said: Completion, *, label: str, salt: str) -> PartialCompletion:
+    async def generate(
+        self, server: VllmServer, request: GenerateRequest, partial_completion: Completion, *, label: str, salt: str
+    ) -> PartialCompletion:
         """The rest of a turn of which this much is said, by the weights of this label; `salt` tells prefixes in the server's cache apart.
 
         EndpointError: no answer, or one that is none; KeyRefused, which is one: the server asks for a key. ValueError: what vLLM does not
         take.
         """
-        call = partial(self._send_with_images, server, turn, label=label, salt=salt)
-        num_said, most = len(said.token_ids), turn.sampling.max_tokens
+        call = partial(self._send_with_images, server, request, label=label, salt=salt)
+        num_said, most = len(partial_completion.token_ids), request.sampling.max_tokens
         if num_said == 0:
-            async with _sending_images(server, {image.key for image in turn.images}) as brings:
+            async with _sending_images(server, {image.key for image in request.images}) as brings:
                 first = await call([], most=1) if brings else None
             if first is not None:
-                if first.reason != "length" or most == 1:
+                if first.finish_reason != "length" or most == 1:
                     return first
                 more = await call(first.token_ids, most=most - 1)
-                return PartialCompletion(first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.reason, first=1)
-        return await call(said.token_ids, most=most - num_said)
+                return PartialCompletion(
+                    first.token_ids + more.token_ids, first.logprobs + more.logprobs, more.finish_reason, num_from_first_request=1
+                )
+        return await call(partial_completion.token_ids, most=most - num_said)
 
     async def _send_with_images(
-        self, server: VllmServer, turn: GenerateRequest, said: list[int], *, most: int, label: str, salt: str
+        self, server: VllmServer, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
     ) -> PartialCompletion:
         """At most so many tokens more; where the server has forgotten a picture, all of the turn's are sent again."""
         try:
-            return await self._call(server, turn, said, most=most, label=label, salt=salt)
-        except _Unknown:
-            server.known.difference_update(image.key for image in turn.images)
-            return await self._call(server, turn, said, most=most, label=label, salt=salt)
+            return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt)
+        except _ImageForgotten:
+            server.known_images.difference_update(image.key for image in request.images)
+            return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt)
 
     async def _call(
-        self, server: VllmServer, turn: GenerateRequest, said: list[int], *, most: int, label: str, salt: str
+        self, server: VllmServer, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
     ) -> PartialCompletion:
-        asked, began = turn.token_ids + said, time.monotonic()
+        asked, began = request.token_ids + sampled_ids, time.monotonic()
         body = {
             "token_ids": self._collapse_image_tokens(asked),
-            "content_parts": [await self.image_reference(image, server) for image in turn.images] or None,
-            "sampling_params": self._sampling_params(turn.sampling, len(said), most),
+            "content_parts": [await self.image_reference(image, server) for image in request.images] or None,
+            "sampling_params": self._sampling_params(request.sampling, len(sampled_ids), most),
             "return_token_ids": True,
             "cache_salt": salt,
         }
         bounds = {
             "timeout_s": self.limit_s,
             "connect_timeout_s": self.connect_s,
-            "max_bytes": MOST_BESIDE + MOST_OF_TOKEN * (len(asked) + most),
+            "max_bytes": MAX_OTHER_BYTES + MAX_BYTES_PER_TOKEN * (len(asked) + most),
         }
         try:
-            answer = await self.http.request("POST", server.url + GENERATE, body, **bounds)
+            answer = await self.http.request("POST", server.url + GENERATE_PATH, body, **bounds)
         except NoResponse as error:
-            server.endpoint.failed(began=began)
-            raise EndpointError(f"{GENERATE}: {to_one_line(str(error))}") from error
+            server.endpoint.record_failure(sent_at=began)
+            raise EndpointError(f"{GENERATE_PATH}: {to_one_line(str(error))}") from error
         if answer.status == HTTPStatus.BAD_REQUEST:
-            if turn.images and "data is not provided" in answer.text:
-                raise _Unknown("has forgotten a picture")
+            if request.images and "data is not provided" in answer.text:
+                raise _ImageForgotten("has forgotten a picture")
             raise ValueError(to_one_line(answer.text))
         try:
-            part = _checked(server.content_of(answer, GENERATE), asked, label, most=most)
+            part = _parse_reply(server.check_reply(answer, GENERATE_PATH), asked, label, max_tokens=most)
         except EndpointError:
-            server.endpoint.failed(began=began)
+            server.endpoint.record_failure(sent_at=began)
             raise
-        server.known.update(image.key for image in turn.images)
-        server.endpoint.answered()
-        server.heard = time.monotonic()
+        server.known_images.update(image.key for image in request.images)
+        server.endpoint.record_success()
+        server.last_sampled_at = time.monotonic()
         return part
 
-    def _sampling_params(self, sampling: SamplingSettings, num_said: int, most: int) -> dict[str, object]:
+    def _sampling_params(self, sampling: SamplingSettings, num_sampled: int, max_tokens: int) -> dict[str, object]:
         return {
-            "max_tokens": most,
+            "max_tokens": max_tokens,
             "temperature": sampling.temperature,
-            "extra_args": {SEED: sampling.seed, FIRST: num_said},
+            "extra_args": {SEED_KEY: sampling.seed, NUM_SAMPLED_KEY: num_sampled},
             "stop_token_ids": self.stop_ids,
             "ignore_eos": True,
             "logprobs": 0,
@@ -174,33 +178,33 @@ class GenerateClient:
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
 
     async def image_reference(self, image: Image, server: VllmServer) -> dict[str, object]:
-        data = None if image.key in server.known else await asyncio.to_thread(_data_url, image)
+        data = None if image.key in server.known_images else await asyncio.to_thread(_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
 
 
 @asynccontextmanager
-async def _sending_images(server: VllmServer, shown: set[str]) -> AsyncIterator[bool]:
+async def _sending_images(server: VllmServer, image_keys: set[str]) -> AsyncIterator[bool]:
     """Whether who shows these pictures brings the server those that it lacks. What others are bringing is waited for first.
 
     EndpointError: it rests since one of them failed, and this one did not try.
     """
-    while unknown := shown - server.known:
-        if not (coming := unknown & server.coming.keys()):
+    while unknown := image_keys - server.known_images:
+        if not (coming := unknown & server.pending_images.keys()):
             break
-        await server.coming[coming.pop()].wait()
-        if server.endpoint.rest_until > time.monotonic():
+        await server.pending_images[coming.pop()].wait()
+        if server.endpoint.backoff_until > time.monotonic():
             raise EndpointError("rests: who brought it this turn's picture failed")
     arrived = asyncio.Event()
-    server.coming.update(dict.fromkeys(unknown, arrived))
+    server.pending_images.update(dict.fromkeys(unknown, arrived))
     try:
         yield bool(unknown)
     finally:
         for key in unknown:
-            del server.coming[key]
+            del server.pending_images[key]
         arrived.set()
 
 
-def _checked(body: bytes, asked: list[int], label: str, *, most: int) -> PartialCompletion:
+def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: int) -> PartialCompletion:
     """EndpointError: that is no reply of an engine of this run, by the weights that it was asked for. RuntimeError: it has read other ids
     than those that are trained on."""
     try:
@@ -208,16 +212,16 @@ def _checked(body: bytes, asked: list[int], label: str, *, most: int) -> Partial
         (choice,) = reply.choices
     except ValueError as error:  # pydantic's ValidationError is one
         raise EndpointError(describe_error(error)) from error
-    given = f"the engine read {len(reply.prompt_token_ids)} tokens, and was sent {len(asked)}"
-    if reply.prompt_token_ids != asked:
+    given = f"the engine read {len(reply.prompt_token_ids)} tokens, and was sent {len(sent_ids)}"
+    if reply.prompt_token_ids != sent_ids:
         raise RuntimeError(f"{given}: it expands the placeholders of pictures otherwise than the renderer")
     spans = choice.weight_versions or []
     labels, num_versions = {span.version for span in spans}, sum(span.end - span.start for span in spans)
     logprobs = [each.logprob for each in choice.logprobs.content] if choice.logprobs else []
     if choice.token_ids and (labels != {label} or not len(choice.token_ids) == len(logprobs) == num_versions):
         raise EndpointError(f"{len(choice.token_ids)} tokens of weights {', '.join(sorted(labels))}, asked for {label}")
-    if len(choice.token_ids) > most:
-        raise EndpointError(f"{len(choice.token_ids)} tokens, asked for {most}")
+    if len(choice.token_ids) > max_tokens:
+        raise EndpointError(f"{len(choice.token_ids)} tokens, asked for {max_tokens}")
     return PartialCompletion(choice.token_ids, logprobs, choice.finish_reason)
 
 

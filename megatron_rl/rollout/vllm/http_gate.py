@@ -18,7 +18,7 @@ from sandbox.token import read_token
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
 """Environment variable of the server: the file of its token."""
 MIDDLEWARE = f"{__name__}.Gate"
-RPC = {"method": "rl_nature"}
+ALLOWED_RPC = {"method": "rl_fingerprint"}
 """The only body of /collective_rpc: what rollout/vllm/server_api.py asks for."""
 
 
@@ -60,10 +60,12 @@ class Gate:
                 return
             body, more = body + message.get("body", b""), message.get("more_body", False)
         try:
-            is_allowed = len(body) <= MIN_BODY_BYTES and json.loads(body) == RPC
+            is_allowed = len(body) <= MIN_BODY_BYTES and json.loads(body) == ALLOWED_RPC
         except ValueError:
             is_allowed = False
         if is_allowed:
             await self.app(scope, replay_body(body, receive), send)
         else:
-            await send_rejection(RequestRejection(403, f"the only body that is taken here is {json.dumps(RPC)}"), scope, receive, send)
+            await send_rejection(
+                RequestRejection(403, f"the only body that is taken here is {json.dumps(ALLOWED_RPC)}"), scope, receive, send
+            )

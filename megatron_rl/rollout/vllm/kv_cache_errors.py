@@ -6,15 +6,15 @@ import re
 from megatron_rl.config import EngineSettings
 
 
-def cache_misfit(words: str, settings: EngineSettings, *, cuda: bool) -> str:
+def kv_cache_error(message: str, settings: EngineSettings, *, cuda: bool) -> str:
     """Return our line for what vLLM 0.32.0 says of its KV cache (v1/core/kv_cache_utils.py, v1/worker/cpu_worker.py); '' for all else."""
     key, value = ("gpu_memory_utilization", settings.gpu_memory_utilization) if cuda else ("kv_cache_mib", settings.kv_cache_mib)
-    needed = re.search(r"([\d.]+) GiB KV cache is needed", words)
+    needed = re.search(r"([\d.]+) GiB KV cache is needed", message)
     if needed:  # vLLM says it to a hundredth of a GiB
         least = math.ceil((float(needed[1]) + 0.005) * 1024)
         remedy = f"raise it until the cache has {least} MiB" if cuda else f"raise it to {least}"
         return f"engine.{key}={value}: too small for engine.max_model_len={settings.max_model_len}; {remedy}, or lower the latter"
-    free = re.search(r"Available memory on node .*?\(([\d.]+)/", words)
+    free = re.search(r"Available memory on node .*?\(([\d.]+)/", message)
     if free:
         return f"engine.{key}={value}: is more than the {float(free[1]) * 1024:.0f} MiB of memory that are free here; lower it"
     return ""

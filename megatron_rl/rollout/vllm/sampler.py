@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-SEED, FIRST = "megatron_rl_seed", "megatron_rl_first"
+SEED_KEY, NUM_SAMPLED_KEY = "megatron_rl_seed", "megatron_rl_first"
 """Keys of SamplingParams.extra_args: the seed of a turn, and how many of its tokens were sampled before (0 where it is left out)."""
-BANNED = "megatron_rl_banned_ids"
+BANNED_IDS_KEY = "megatron_rl_banned_ids"
 """Key of VllmConfig.additional_config."""
 
 
-def mix(seed_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
+def mix_seeds(seed_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
     """63 well-mixed bits for each (seed, position) by SplitMix64's finalizer (Steele, Lea, Flood 2014). uint64 in, int64 out."""
     x_R = _finalize(seed_R) + position_R * np.uint64(0x9E3779B97F4A7C15)
     return (_finalize(x_R) >> np.uint64(1)).astype(np.int64)
@@ -39,20 +39,20 @@ def _finalize(x_R: np.ndarray) -> np.ndarray:
     return x_R ^ (x_R >> np.uint64(31))
 
 
-def ban_and_seed() -> "type[LogitsProcessor]":
+def make_logits_processor() -> "type[LogitsProcessor]":
     """A class for LLM(logits_processors=...) that bans ids exactly (logit_bias stops at -100) and knows each row's seed and position."""
     from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
     class BanAndSeed(LogitsProcessor):
         def __init__(self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool) -> None:
-            self._banned = torch.tensor(vllm_config.additional_config[BANNED], dtype=torch.int64, device=device)
+            self._banned = torch.tensor(vllm_config.additional_config[BANNED_IDS_KEY], dtype=torch.int64, device=device)
             self._rows: dict[int, tuple[int, int, list[int]]] = {}
 
         @classmethod
         def validate_params(cls, params: "SamplingParams") -> None:
             """A server hears from anybody. ValueError: without a seed the step would fail for all."""
-            if SEED not in (params.extra_args or {}):
-                raise ValueError(f"extra_args: {SEED} is missing")
+            if SEED_KEY not in (params.extra_args or {}):
+                raise ValueError(f"extra_args: {SEED_KEY} is missing")
 
         def is_argmax_invariant(self) -> bool:
             return False
@@ -61,7 +61,7 @@ def ban_and_seed() -> "type[LogitsProcessor]":
             process_dict_updates(self._rows, batch_update, self._row)
 
         def _row(self, params: "SamplingParams", prompt_ids: list[int] | None, output_ids: list[int]) -> tuple[int, int, list[int]]:
-            return params.extra_args[SEED] % (1 << 64), params.extra_args.get(FIRST, 0), output_ids
+            return params.extra_args[SEED_KEY] % (1 << 64), params.extra_args.get(NUM_SAMPLED_KEY, 0), output_ids
 
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             return logits.index_fill_(1, self._banned, -math.inf)
@@ -71,7 +71,7 @@ def ban_and_seed() -> "type[LogitsProcessor]":
             rows = [self._rows[i] for i in range(count)]
             seed_R = np.array([seed for seed, _, _ in rows], dtype=np.uint64)
             position_R = np.array([first + len(output_ids) for _, first, output_ids in rows], dtype=np.uint64)
-            return torch.from_numpy(mix(seed_R, position_R))
+            return torch.from_numpy(mix_seeds(seed_R, position_R))
 
     return BanAndSeed
 
@@ -94,7 +94,7 @@ class EngineNoise:
         return (logprob_RV.exp() / time_RV).argmax(dim=-1), logprob_RV
 
 
-def use_own_noise(runner: "GPUModelRunner") -> None:
+def use_seeded_noise(runner: "GPUModelRunner") -> None:
     """Let a CPU runner draw its Gumbel noise from BanAndSeed instead of generators (v1/sample/ops/topk_topp_sampler.py::forward_cpu)."""
     (own,) = (each for each in runner.input_batch.logitsprocs.all if type(each).__name__ == "BanAndSeed")
 

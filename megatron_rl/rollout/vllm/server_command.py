@@ -14,17 +14,17 @@ from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.vocabulary import MAX_TOKENIZER_BYTES
 from megatron_rl.rollout.vllm.engine_core import engine_arguments
 from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE, TOKEN_FILE
-from megatron_rl.rollout.vllm.sampler import BANNED
+from megatron_rl.rollout.vllm.sampler import BANNED_IDS_KEY
 from sandbox.token import USER_KEY_VARIABLES
 
-BACKEND = "megatron_rl"
-VLLM = "0.32.0"
+TRANSFER_BACKEND = "megatron_rl"
+VLLM_VERSION = "0.32.0"
 """The version that all of this was read against and tried with."""
 PROGRAM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-NO_DOMAIN = "none.invalid"
+NO_MEDIA_DOMAIN = "none.invalid"
 """The only domain that pictures may be fetched from, which cannot exist (RFC 6761): a server takes them as `data:` alone. vLLM itself
 refuses `file:`."""
-VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of a config.json that say nothing of what is computed."""
 
 
@@ -51,22 +51,25 @@ def server_arguments(
     given = engine_arguments(model_path, settings, cuda=cuda, pixels=pixels, reads_weights=False, timeout_s=timeout_s)
     given = {key: value for key, value in given.items() if key not in ("distributed_executor_backend", "enable_sleep_mode")}
     given |= {
-        "mm_processor_cache_gb": 4, "tensor_parallel_size": settings.tp, "seed": seed, "additional_config": {BANNED: list(banned_ids)},
-        "weight_transfer_config": {"backend": BACKEND}, "worker_extension_cls": "megatron_rl.rollout.vllm.worker_extension.Served",
+        "mm_processor_cache_gb": 4, "tensor_parallel_size": settings.tp, "seed": seed,
+        "additional_config": {BANNED_IDS_KEY: list(banned_ids)},
+        "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        "worker_extension_cls": "megatron_rl.rollout.vllm.worker_extension.RlWorkerExtension",
         "logits_processors": "megatron_rl.rollout.vllm.worker_extension:BanAndSeed", "enable_scale_out": True,
-        "middleware": MIDDLEWARE, "allowed_media_domains": NO_DOMAIN, "disable_fastapi_docs": True, "disable_uvicorn_access_log": True,
+        "middleware": MIDDLEWARE, "allowed_media_domains": NO_MEDIA_DOMAIN, "disable_fastapi_docs": True,
+        "disable_uvicorn_access_log": True,
         **({"distributed_executor_backend": "uni"} if settings.tp == 1 else {}),
     }  # fmt: skip
-    return [word for key, value in given.items() if value is not None for word in _words(key.replace("_", "-"), value)]
+    return [word for key, value in given.items() if value is not None for word in _format_option(key.replace("_", "-"), value)]
 
 
-def _words(name: str, value: object) -> list[str]:
+def _format_option(name: str, value: object) -> list[str]:
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
     return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
-def shell_lines(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
+def launch_commands(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
     """What starts each of engine.urls on its node, in the environment that this project is installed in; one at 127.0.0.1:8000 without
     any. ValueError: engine.token_file is not given."""
     remedy = "servers ask for the token in a file; make one and give it: head -c 32 /dev/urandom | base64 > FILE; engine.token_file=FILE"
@@ -79,20 +82,20 @@ def shell_lines(model_path: str, settings: EngineSettings, *, banned_ids: Sequen
     return "\n".join(f"{line} --seed $RANDOM --host {shlex.quote(each.hostname)} --port {each.port or 80}" for each in places)
 
 
-def nature(
+def engine_fingerprint(
     model_path: str, *, dtype: str, max_model_len: int, max_num_seqs: int, max_images: int, banned_ids: Sequence[int], logprobs_mode: str,
     backend: str, pixels: Mapping[str, object] | None,
 ) -> dict[str, str]:  # fmt: skip
     """What server and run compare, by the names that a difference is told by."""
     folder = Path(model_path)
-    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in VOLATILE}
+    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in IGNORED_CONFIG_KEYS}
     files = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
     tokenizer = [read_bytes(file, at_most=MAX_TOKENIZER_BYTES) for file in files if file.is_file()]
     return {
-        "model": _short(json.dumps(config, sort_keys=True).encode()),
-        "tokenizer": _short(*tokenizer),
+        "model": _short_digest(json.dumps(config, sort_keys=True).encode()),
+        "tokenizer": _short_digest(*tokenizer),
         "weight transfer": backend or "none",
-        "banned ids": _short(json.dumps(list(banned_ids)).encode()),
+        "banned ids": _short_digest(json.dumps(list(banned_ids)).encode()),
         "logprobs_mode": logprobs_mode,
         "engine.dtype": dtype,
         "engine.max_model_len": str(max_model_len),
@@ -102,14 +105,16 @@ def nature(
     }
 
 
-def nature_of(settings: EngineSettings, model_path: str, *, banned_ids: Sequence[int], pixels: tuple[int, int]) -> dict[str, str]:
+def expected_fingerprint(
+    settings: EngineSettings, model_path: str, *, banned_ids: Sequence[int], pixels: tuple[int, int]
+) -> dict[str, str]:
     """What a run of these settings wants."""
     sizes = {"size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]}}
-    return nature(
+    return engine_fingerprint(
         model_path, dtype=settings.dtype, max_model_len=settings.max_model_len, max_num_seqs=settings.max_num_seqs,
-        max_images=settings.max_images, banned_ids=banned_ids, logprobs_mode="processed_logprobs", backend=BACKEND, pixels=sizes,
+        max_images=settings.max_images, banned_ids=banned_ids, logprobs_mode="processed_logprobs", backend=TRANSFER_BACKEND, pixels=sizes,
     )  # fmt: skip
 
 
-def _short(*contents: bytes) -> str:
+def _short_digest(*contents: bytes) -> str:
     return hashlib.sha256(b"\0".join(contents)).hexdigest()[:12]

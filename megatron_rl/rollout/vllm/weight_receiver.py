@@ -4,8 +4,8 @@ vLLM's own loader writes the weights; a table built here from the model's layers
 gate/up, and with engine.tp > 1 this rank's slice). Each tensor is summed when it is received and again where the engine holds it, so the
 loader and the table check each other. Read against vLLM 0.32.0: model_executor/layers/{linear,vocab_parallel_embedding}.py.
 
-On a CPU vLLM would repack Linear weights into oneDNN handlers and leave empty tensors. `keep_weights_plain` switches that off: loading is
-then a plain copy and the weights can be read back. It costs nothing: the nano model (1.1M parameters, float32, one AVX-512 core, 256
+On a CPU vLLM would repack Linear weights into oneDNN handlers and leave empty tensors. `disable_weight_packing` switches that off: loading
+is then a plain copy and the weights can be read back. It costs nothing: the nano model (1.1M parameters, float32, one AVX-512 core, 256
 requests x 28 tokens) takes 0.92 to 0.98 CPU seconds a rollout either way. vLLM's layerwise reload, the alternative, takes 20 to 30 ms a
 sync and leaves nothing to read back.
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from megatron_rl.models.name_mapping import canonical_name, nested_name
 
-CHUNK = 1 << 14
+CHECKSUM_CHUNK = 1 << 14
 """64-bit words that are summed with one set of factors."""
 WORD_FACTOR = 0x61C8864680B583EB
 CHUNK_FACTOR = 0x2545F4914F6CDD1D
@@ -29,7 +29,7 @@ HF_PREFIXES = {"language_model.model.": "model.language_model.", "language_model
 """vLLM's prefixes and those of Hugging Face. It is handed these: the older ones (model., visual.) mean nothing to its newer families."""
 
 
-def keep_weights_plain() -> None:
+def disable_weight_packing() -> None:
     """Make vLLM's CPU Linear layers compute on `layer.weight` itself; call before the engine is built.
 
     Couples to vllm 0.32.0 `model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm`, which tries an AMX and a oneDNN packing first.
@@ -50,10 +50,10 @@ def checksum(tensor: torch.Tensor) -> int:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = (nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data).view(torch.int64)
     factors = _odd_factors(words.device)
-    whole = words.numel() // CHUNK * CHUNK
+    whole = words.numel() // CHECKSUM_CHUNK * CHECKSUM_CHUNK
     total = 0
     if whole:
-        sums = (words[:whole].view(-1, CHUNK) * factors).sum(1)
+        sums = (words[:whole].view(-1, CHECKSUM_CHUNK) * factors).sum(1)
         total = int((sums * ((torch.arange(sums.numel(), device=words.device) * CHUNK_FACTOR) | 1)).sum())
     if whole < words.numel():
         total = 31 * total + int((words[whole:] * factors[: words.numel() - whole]).sum())
@@ -62,47 +62,47 @@ def checksum(tensor: torch.Tensor) -> int:
 
 @cache
 def _odd_factors(device: torch.device) -> torch.Tensor:
-    return (torch.arange(CHUNK, device=device) * WORD_FACTOR) | 1
+    return (torch.arange(CHECKSUM_CHUNK, device=device) * WORD_FACTOR) | 1
 
 
 @dataclass(slots=True, frozen=True)
-class Slice:
+class WeightSlice:
     """A stretch of an HF tensor along `dim` that this rank holds, and the engine's memory for it."""
 
-    held: torch.Tensor
+    memory: torch.Tensor
     dim: int
     start: int
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class EngineTensorLocation:
     """Where one HF tensor lies in the engine: its full shape and this rank's pieces of it."""
 
     shape: torch.Size
-    pieces: list[Slice]
+    slices: list[WeightSlice]
 
-    def sent(self, tensor: torch.Tensor) -> list[int]:
+    def sent_checksums(self, tensor: torch.Tensor) -> list[int]:
         """Checksums of what this rank should hold of `tensor`."""
-        return [checksum(tensor.narrow(piece.dim, piece.start, piece.held.shape[piece.dim])) for piece in self.pieces]
+        return [checksum(tensor.narrow(piece.dim, piece.start, piece.memory.shape[piece.dim])) for piece in self.slices]
 
-    def held(self) -> list[int]:
-        return [checksum(piece.held) for piece in self.pieces]
+    def held_checksums(self) -> list[int]:
+        return [checksum(piece.memory) for piece in self.slices]
 
 
-def _cut(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> Place:
+def _cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> EngineTensorLocation:
     """A tensor whose ranks hold equal stretches of `dim`."""
     size = param.shape[dim]
     shape = list(param.shape)
     shape[dim] = size * tp
-    return Place(shape=torch.Size(shape), pieces=[Slice(param, dim, rank * size)])
+    return EngineTensorLocation(shape=torch.Size(shape), slices=[WeightSlice(param, dim, rank * size)])
 
 
-def _stacked(param: torch.Tensor, *, sizes: list[int], rank: int, tp: int) -> list[Place]:
+def _stacked_locations(param: torch.Tensor, *, sizes: list[int], rank: int, tp: int) -> list[EngineTensorLocation]:
     """Several tensors stacked along dimension 0, each cut over the ranks."""
-    return [_cut(part, dim=0, rank=rank, tp=tp) for part in param.split(sizes)]
+    return [_cut_location(part, dim=0, rank=rank, tp=tp) for part in param.split(sizes)]
 
 
-def _places(prefix: str, module: nn.Module, kind: str, param: torch.Tensor) -> dict[str, Place]:
+def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
     """The unfused names, and places, that end in parameter `kind` (weight or bias) of the module called `prefix`."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -112,43 +112,45 @@ def _places(prefix: str, module: nn.Module, kind: str, param: torch.Tensor) -> d
     if isinstance(module, QKVParallelLinear):
         assert module.num_kv_head_replicas == 1, f"{name}: key/value heads are never replicated"
         sizes = [module.num_heads * module.head_size, module.num_kv_heads * module.head_size, module.num_kv_heads * module.head_size]
-        places = _stacked(param, sizes=sizes, rank=module.tp_rank, tp=module.tp_size)
+        places = _stacked_locations(param, sizes=sizes, rank=module.tp_rank, tp=module.tp_size)
         if prefix.endswith(".qkv_proj"):
             stem = prefix.removesuffix("qkv_proj")
             return {f"{stem}{part}.{kind}": place for part, place in zip(("q_proj", "k_proj", "v_proj"), places, strict=True)}
-        return {name: _joined(places)}
+        return {name: _join_locations(places)}
     if isinstance(module, MergedColumnParallelLinear):
-        places = _stacked(param, sizes=module.output_partition_sizes, rank=module.tp_rank, tp=module.tp_size)
+        places = _stacked_locations(param, sizes=module.output_partition_sizes, rank=module.tp_rank, tp=module.tp_size)
         stem = prefix.removesuffix("gate_up_proj")
         assert stem != prefix and len(places) == 2, f"{name}: a fused layer that the table does not know"
         return {f"{stem}{part}.{kind}": place for part, place in zip(("gate_proj", "up_proj"), places, strict=True)}
     if isinstance(module, ColumnParallelLinear):
-        return {name: _cut(param, dim=0, rank=module.tp_rank, tp=module.tp_size)}
+        return {name: _cut_location(param, dim=0, rank=module.tp_rank, tp=module.tp_size)}
     if isinstance(module, RowParallelLinear) and kind == "weight":
-        return {name: _cut(param, dim=1, rank=module.tp_rank, tp=module.tp_size)}
+        return {name: _cut_location(param, dim=1, rank=module.tp_rank, tp=module.tp_size)}
     if isinstance(module, VocabParallelEmbedding):
         rows = module.shard_indices
         shape = torch.Size((module.org_vocab_size, *param.shape[1:]))
-        return {name: Place(shape=shape, pieces=[Slice(param[: rows.num_org_elements], 0, rows.org_vocab_start_index)])}
-    return {name: Place(shape=param.shape, pieces=[Slice(param, 0, 0)])}
+        return {
+            name: EngineTensorLocation(shape=shape, slices=[WeightSlice(param[: rows.num_org_elements], 0, rows.org_vocab_start_index)])
+        }
+    return {name: EngineTensorLocation(shape=param.shape, slices=[WeightSlice(param, 0, 0)])}
 
 
-def _joined(places: list[Place]) -> Place:
+def _join_locations(places: list[EngineTensorLocation]) -> EngineTensorLocation:
     """One HF tensor that is itself a stack (the vision tower's qkv): each third is cut over the ranks by itself."""
     pieces, offset = [], 0
     for place in places:
-        pieces += [Slice(piece.held, piece.dim, offset + piece.start) for piece in place.pieces]
+        pieces += [WeightSlice(piece.memory, piece.dim, offset + piece.start) for piece in place.slices]
         offset += place.shape[0]
-    return Place(shape=torch.Size((offset, *places[0].shape[1:])), pieces=pieces)
+    return EngineTensorLocation(shape=torch.Size((offset, *places[0].shape[1:])), slices=pieces)
 
 
-def hf_name(own_name: str) -> str:
+def to_hf_name(engine_name: str) -> str:
     """The HF name of one of the engine's unfused names, for messages."""
-    (name,) = (theirs + own_name.removeprefix(ours) for ours, theirs in HF_PREFIXES.items() if own_name.startswith(ours))
+    (name,) = (theirs + engine_name.removeprefix(ours) for ours, theirs in HF_PREFIXES.items() if engine_name.startswith(ours))
     return name
 
 
-def buckets(tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """The same in lists; each but the last has num_bytes or more, and would have less without its last tensor."""
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
@@ -162,18 +164,18 @@ def buckets(tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iter
         yield bucket
 
 
-class Weights:
+class EngineWeights:
     """The engine's weights as a place that HF tensors are sent to, exactly once each."""
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int) -> None:
         self._model = model
         self._bucket_bytes = bucket_bytes
-        self._places: dict[str, Place] = {}
+        self._locations: dict[str, EngineTensorLocation] = {}
         met: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():
             for kind, param in module.named_parameters(recurse=False):
                 if param not in met:  # a tied head is the embedding's parameter, which comes first and is what is sent
-                    self._places |= _places(prefix, module, kind, param.data)
+                    self._locations |= _module_locations(prefix, module, kind, param.data)
                 met.add(param)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -181,62 +183,62 @@ class Weights:
 
         Raises RuntimeError naming the tensors that are unexpected, sent twice, misshapen, missing, or held otherwise than sent.
         """
-        arrival = Arrival(self)
-        for bucket in buckets(tensors, self._bucket_bytes):
-            arrival.take(bucket)
-        arrival.end()
+        arrival = WeightReceiver(self)
+        for bucket in split_into_buckets(tensors, self._bucket_bytes):
+            arrival.receive_bucket(bucket)
+        arrival.finish()
 
-    def place(self, own_name: str) -> Place | None:
-        return self._places.get(own_name)
+    def location(self, engine_name: str) -> EngineTensorLocation | None:
+        return self._locations.get(engine_name)
 
     @property
     def names(self) -> set[str]:
         """The engine's own, of all that it holds."""
-        return set(self._places)
+        return set(self._locations)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors, whole, by their HF names."""
-        return {hf_name(name): tuple(place.shape) for name, place in self._places.items()}
+        return {to_hf_name(name): tuple(place.shape) for name, place in self._locations.items()}
 
-    def deliver(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
+    def load_bucket(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         """Hand a bucket to vLLM's loader, which copies it into the live parameters."""
         self._model.load_weights(iter(bucket))
 
-    def own_name(self, name: str) -> str:
+    def to_engine_name(self, name: str) -> str:
         (own_name,) = self._model.hf_to_vllm_mapper.apply_list([name]) or [name]
         return own_name
 
 
-class Arrival:
+class WeightReceiver:
     """One update of an engine's weights, bucket by bucket."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: EngineWeights) -> None:
         self._weights = weights
         self._sent: dict[str, list[int]] = {}
         self._names: dict[str, str] = {}
 
-    def take(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
+    def receive_bucket(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         """Hand (HF name, full tensor) pairs to vLLM's loader. RuntimeError: one is unexpected, was sent before, or has another shape."""
         fitting: list[tuple[str, torch.Tensor]] = []
         for name, tensor in ((nested_name(canonical_name(name)), tensor) for name, tensor in bucket):
-            own_name = self._weights.own_name(name)
-            place = self._weights.place(own_name)
+            own_name = self._weights.to_engine_name(name)
+            place = self._weights.location(own_name)
             if place is None:
                 raise RuntimeError(f"weight sync: the engine has no place for {name}")
             if own_name in self._sent:
                 raise RuntimeError(f"weight sync: {name} was sent twice")
             if tensor.shape != place.shape:
                 raise RuntimeError(f"weight sync: {name} was sent as {tuple(tensor.shape)}, the engine's is {tuple(place.shape)}")
-            tensor = tensor.detach().to(place.pieces[0].held.dtype)
-            self._sent[own_name], self._names[own_name] = place.sent(tensor), name
+            tensor = tensor.detach().to(place.slices[0].memory.dtype)
+            self._sent[own_name], self._names[own_name] = place.sent_checksums(tensor), name
             fitting.append((name, tensor))
-        self._weights.deliver(fitting)
+        self._weights.load_bucket(fitting)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """RuntimeError: tensors were not sent, or the engine does not hold what was."""
         if missing := sorted(self._weights.names - self._sent.keys()):
-            raise RuntimeError(f"weight sync: {len(missing)} tensors were not sent: {', '.join(map(hf_name, missing))}")
-        wrong = [self._names[name] for name, sums in self._sent.items() if self._weights.place(name).held() != sums]
+            raise RuntimeError(f"weight sync: {len(missing)} tensors were not sent: {', '.join(map(to_hf_name, missing))}")
+        wrong = [self._names[name] for name, sums in self._sent.items() if self._weights.location(name).held_checksums() != sums]
         if wrong:
             raise RuntimeError(f"weight sync: the engine does not hold what was sent: {', '.join(wrong)}")

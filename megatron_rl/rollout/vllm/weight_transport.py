@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from megatron_rl.rollout.vllm.weight_receiver import checksum
 
-ALIGNED = 16
+ALIGNMENT = 16
 """Bytes: where a tensor of a bucket may begin."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a group meet."""
 
     address: str
@@ -33,7 +33,7 @@ class Meeting:
     timeout_s: float
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """A group of the trainer and the workers of one server. What is lost on it raises RuntimeError."""
 
     store: dist.Store
@@ -47,11 +47,11 @@ class Wire(Protocol):
         ...
 
 
-class Gloo:
-    def __init__(self, meeting: Meeting, store: dist.Store, *, rank: int) -> None:
+class GlooTransport:
+    def __init__(self, rendezvous: Rendezvous, store: dist.Store, *, rank: int) -> None:
         self.store = store
-        limit = timedelta(seconds=meeting.timeout_s)
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, meeting.size, limit)
+        limit = timedelta(seconds=rendezvous.timeout_s)
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, rendezvous.size, limit)
 
     def broadcast(self, flat: torch.Tensor) -> None:
         options = dist.BroadcastOptions()
@@ -62,13 +62,13 @@ class Gloo:
         """What is under way ends with the group's own limit of time: gloo's abort ends none of it (torch 2.13)."""
 
 
-class Nccl:
-    def __init__(self, meeting: Meeting, store: dist.Store, *, rank: int) -> None:
+class NcclTransport:
+    def __init__(self, rendezvous: Rendezvous, store: dist.Store, *, rank: int) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
         self.store = store
-        group = StatelessProcessGroup(rank=rank, world_size=meeting.size, store=store)
+        group = StatelessProcessGroup(rank=rank, world_size=rendezvous.size, store=store)
         self._communicator = PyNcclCommunicator(group, device=torch.accelerator.current_device_index())
         self._stream = torch.cuda.Stream()  # a broadcast to a server that has died stands in nobody else's way
 
@@ -81,13 +81,13 @@ class Nccl:
         self._communicator.destroy()
 
 
-WIRES: Mapping[str, Callable[..., Wire]] = {"gloo": Gloo, "nccl": Nccl}
+TRANSPORTS: Mapping[str, Callable[..., Transport]] = {"gloo": GlooTransport, "nccl": NcclTransport}
 
 
-def store_of(meeting: Meeting, *, rank: int) -> dist.TCPStore:
+def open_store(rendezvous: Rendezvous, *, rank: int) -> dist.TCPStore:
     """Rank 0's store, at a free port where meeting.port is 0, or a way to it."""
-    limit = timedelta(seconds=meeting.timeout_s)
-    return dist.TCPStore(meeting.address, meeting.port, meeting.size, rank == 0, limit, wait_for_workers=False)
+    limit = timedelta(seconds=rendezvous.timeout_s)
+    return dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size, rank == 0, limit, wait_for_workers=False)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -102,9 +102,9 @@ class Bucket:
     """Of the whole update, with its last bucket."""
 
 
-def packed(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Bucket, torch.Tensor]:
+def pack_bucket(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Bucket, torch.Tensor]:
     """A bucket's content, and its bytes: uint8 [num_bytes], on the tensors' device."""
-    sizes = [_aligned(tensor.nbytes) for _, tensor in tensors]
+    sizes = [_align(tensor.nbytes) for _, tensor in tensors]
     flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=tensors[0][1].device)
     for part, (_, tensor) in zip(flat.split(sizes), tensors, strict=True):
         part[: tensor.nbytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -113,25 +113,25 @@ def packed(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Bucket, torch.T
     return Bucket(names=[name for name, _ in tensors], dtypes=dtypes, shapes=shapes, num_bytes=flat.numel()), flat
 
 
-def unpacked(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def unpack_bucket(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Views of the bytes."""
     tensors: list[tuple[str, torch.Tensor]] = []
     offset = 0
     for name, dtype, shape in zip(bucket.names, map(DTYPES.__getitem__, bucket.dtypes), map(torch.Size, bucket.shapes), strict=True):
         num_bytes = shape.numel() * dtype.itemsize
         tensors.append((name, flat[offset : offset + num_bytes].view(dtype).view(shape)))
-        offset += _aligned(num_bytes)
+        offset += _align(num_bytes)
     return tensors
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNED) * ALIGNED
+def _align(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Digest:
+class UpdateDigest:
     """Of an update: of names and bytes in the order in which they are sent."""
 
     def __init__(self) -> None:
@@ -141,5 +141,5 @@ class Digest:
         for name, tensor in tensors:
             self._hash.update(f"{name} {checksum(tensor)}\n".encode())
 
-    def text(self) -> str:
+    def hexdigest(self) -> str:
         return self._hash.copy().hexdigest()

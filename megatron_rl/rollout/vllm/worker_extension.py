@@ -1,7 +1,7 @@
 """What a server of vLLM imports to be an engine of a run: its sampling is the policy's, its weights are the trainer's.
 
     --logits-processors megatron_rl.rollout.vllm.worker_extension:BanAndSeed
-    --worker-extension-cls megatron_rl.rollout.vllm.worker_extension.Served
+    --worker-extension-cls megatron_rl.rollout.vllm.worker_extension.RlWorkerExtension
     --weight-transfer-config '{"backend": "megatron_rl"}'
 The whole command is server_command.py's. Weights come by vLLM's own four calls; they are proven as a local engine's are
 (weight_receiver.py), and against the digest of what the trainer sent, before the update can be finished and has a version.
@@ -16,16 +16,16 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.platforms import current_platform
 
-from megatron_rl.rollout.vllm.sampler import BANNED, ban_and_seed, use_own_noise
-from megatron_rl.rollout.vllm.server_command import BACKEND, nature
-from megatron_rl.rollout.vllm.weight_receiver import Arrival, Weights, keep_weights_plain
-from megatron_rl.rollout.vllm.weight_transport import WIRES, Bucket, Digest, Meeting, Wire, store_of, unpacked
+from megatron_rl.rollout.vllm.sampler import BANNED_IDS_KEY, make_logits_processor, use_seeded_noise
+from megatron_rl.rollout.vllm.server_command import TRANSFER_BACKEND, engine_fingerprint
+from megatron_rl.rollout.vllm.weight_receiver import EngineWeights, WeightReceiver, disable_weight_packing
+from megatron_rl.rollout.vllm.weight_transport import TRANSPORTS, Bucket, Rendezvous, Transport, UpdateDigest, open_store, unpack_bucket
 
-BanAndSeed = ban_and_seed()
+BanAndSeed = make_logits_processor()
 
 
 @dataclass
-class Claim(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):
     """Who the server's weights come from from now on."""
 
     owner: str
@@ -38,7 +38,7 @@ class Claim(WeightTransferInitInfo):
 
 
 @dataclass
-class Update(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):
     """transfer.Bucket as it comes by HTTP."""
 
     names: list[str]
@@ -48,84 +48,92 @@ class Update(WeightTransferUpdateInfo):
     digest: str = ""
 
 
-class Receiver(WeightTransferEngine[Claim, Update]):
-    init_info_cls, update_info_cls = Claim, Update
+class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
     def __init__(self, *given: object) -> None:
         super().__init__(*given)
-        self._wire: Wire | None = None
+        self._transport: Transport | None = None
         self._owner = ""
-        self._weights: Weights | None = None
-        self._arrival: Arrival | None = None
-        self._digest = Digest()
+        self._weights: EngineWeights | None = None
+        self._receiver: WeightReceiver | None = None
+        self._digest = UpdateDigest()
         self._is_proven = False
 
-    def init_transfer_engine(self, claim: Claim) -> None:
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
         """RuntimeError: another run has this engine, and lives."""
-        if self._wire is not None and self._owner != claim.owner and _is_there(self._wire):
+        if self._transport is not None and self._owner != init_info.owner and _is_trainer_alive(self._transport):
             raise RuntimeError(f"this engine is that of {self._owner}")
-        self._wire, self._owner = None, claim.owner
-        meeting = Meeting(address=claim.address, port=claim.port, size=claim.size, kind=claim.kind, timeout_s=claim.timeout_s)
+        self._transport, self._owner = None, init_info.owner
+        meeting = Rendezvous(
+            address=init_info.address, port=init_info.port, size=init_info.size, kind=init_info.kind, timeout_s=init_info.timeout_s
+        )
         rank = 1 + self.parallel_config.data_parallel_index * self.parallel_config.world_size + self.parallel_config.rank
-        self._wire = WIRES[claim.kind](meeting, store_of(meeting, rank=rank), rank=rank)
-        self._weights = self._weights or Weights(self.model, bucket_bytes=0)
+        self._transport = TRANSPORTS[init_info.kind](meeting, open_store(meeting, rank=rank), rank=rank)
+        self._weights = self._weights or EngineWeights(self.model, bucket_bytes=0)
 
     def start_weight_update(self) -> None:
-        if self._wire is None:
+        if self._transport is None:
             raise RuntimeError("no run has this engine")
-        self._arrival, self._digest, self._is_proven = Arrival(self._weights), Digest(), False
+        self._receiver, self._digest, self._is_proven = WeightReceiver(self._weights), UpdateDigest(), False
 
-    def receive_weights(self, update: Update) -> None:
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         """RuntimeError: this is no update's, or what was sent is not what the engine holds. vLLM then regards the update as over."""
-        if self._arrival is None:
+        if self._receiver is None:
             raise RuntimeError("weight sync: no update was begun")
-        bucket = Bucket(names=update.names, dtypes=update.dtypes, shapes=update.shapes, num_bytes=update.num_bytes, digest=update.digest)
+        bucket = Bucket(
+            names=update_info.names,
+            dtypes=update_info.dtypes,
+            shapes=update_info.shapes,
+            num_bytes=update_info.num_bytes,
+            digest=update_info.digest,
+        )
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-        self._wire.broadcast(flat)
-        tensors = unpacked(bucket, flat)
+        self._transport.broadcast(flat)
+        tensors = unpack_bucket(bucket, flat)
         self._digest.add(tensors)
-        self._arrival.take(tensors)
+        self._receiver.receive_bucket(tensors)
         if bucket.digest:
-            if self._digest.text() != bucket.digest:
+            if self._digest.hexdigest() != bucket.digest:
                 raise RuntimeError("weight sync: what came is not what was sent")
-            self._arrival.end()
-            self._arrival, self._is_proven = None, True
+            self._receiver.finish()
+            self._receiver, self._is_proven = None, True
 
     def finish_weight_update(self) -> None:
         if not self._is_proven:
             raise RuntimeError("weight sync: not all was sent")
 
     def shutdown(self) -> None:
-        self._wire, self._owner, self._arrival = None, "", None
+        self._transport, self._owner, self._receiver = None, "", None
 
 
-def _is_there(wire: Wire) -> bool:
+def _is_trainer_alive(transport: Transport) -> bool:
     """Whether the trainer's end of it lives."""
     try:
-        wire.store.check(["alive"])
+        transport.store.check(["alive"])
     except RuntimeError:  # torch.distributed.DistError is one
         return False
     return True
 
 
-class Served:
+class RlWorkerExtension:
     """Joins vLLM's worker class."""
 
-    def rl_nature(self) -> dict[str, str]:
+    def rl_fingerprint(self) -> dict[str, str]:
         """What must be as the run has it (command.nature). Whoever asks has come to use the engine: from now on noise is the run's."""
         config = self.vllm_config
         if current_platform.is_cpu():
-            use_own_noise(self.model_runner)
+            use_seeded_noise(self.model_runner)
         transfer, limits = config.weight_transfer_config, config.model_config.multimodal_config.limit_per_prompt
-        return nature(
+        return engine_fingerprint(
             config.model_config.model,
             dtype=str(config.model_config.dtype).removeprefix("torch."), max_model_len=config.model_config.max_model_len,
             max_num_seqs=config.scheduler_config.max_num_seqs, max_images=limits["image"].count,
-            banned_ids=config.additional_config.get(BANNED, []), logprobs_mode=config.model_config.logprobs_mode,
+            banned_ids=config.additional_config.get(BANNED_IDS_KEY, []), logprobs_mode=config.model_config.logprobs_mode,
             backend=transfer.backend if transfer else "", pixels=config.model_config.multimodal_config.mm_processor_kwargs,
         )  # fmt: skip
 
 
 if current_platform.is_cpu():
-    keep_weights_plain()
-WeightTransferEngineFactory.register_engine(BACKEND, Receiver)
+    disable_weight_packing()
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, VllmWeightEndpoint)

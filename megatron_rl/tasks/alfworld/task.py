@@ -91,7 +91,7 @@ class AlfworldEnv(Env):
         return "\n".join(self.commands)
 
     async def step(self, text: str) -> Step:
-        return replace(await self._handle_reply(text), action_at=find_action_start(text))
+        return replace(await self._handle_reply(text), action_char=find_action_start(text))
 
     async def _handle_reply(self, text: str) -> Step:
         commands = self.observation.commands
@@ -102,7 +102,7 @@ class AlfworldEnv(Env):
         if self.options.invalid == "random":
             return await self._play_command(self.rng.choice(commands), call)
         reward = self._progress_reward(self.observation) + (INVALID_ACTION_REWARD if self.options.invalid == "penalize" else 0.0)
-        return Step(messages=[self._make_message()], reward=reward, done=False, call=call, new_context=True)
+        return Step(messages=[self._make_message()], reward=reward, done=False, tool_call=call, is_new_prompt=True)
 
     async def _play_command(self, command: str, call: ToolCall) -> Step:
         assert self.player is not None, "step before reset"
@@ -111,8 +111,8 @@ class AlfworldEnv(Env):
         self.observation = view
         self.commands.append(command)
         if view.is_won:
-            return Step(messages=[], reward=reward, done=True, reason=WON_REASON, call=call)
-        return Step(messages=[self._make_message()], reward=reward, done=False, call=call, new_context=True)
+            return Step(messages=[], reward=reward, done=True, reason=WON_REASON, tool_call=call)
+        return Step(messages=[self._make_message()], reward=reward, done=False, tool_call=call, is_new_prompt=True)
 
     def _progress_reward(self, observation: GameObservation) -> float:
         """What is paid for the goal's conditions after a step that led from self.view to this one."""
@@ -134,7 +134,7 @@ class AlfworldTask(Task):
     """Games of split train and of split eval lie in different folders, and play in different scenes. An episode succeeds when it is won."""
 
     Options = AlfworldOptions
-    continues_contexts = False
+    appends_to_sequence = False
     rubric = ALFWORLD_RUBRIC
 
     def __init__(self, settings: TaskSettings) -> None:

@@ -61,7 +61,7 @@ class PositionEnv(Env):
 
     async def step(self, text: str) -> Step:
         _, call = parse_reply(text, self.options, ACTIONS)
-        return Step(messages=[], reward=0.0, done=True, reason="asked", call=call)
+        return Step(messages=[], reward=0.0, done=True, reason="asked", tool_call=call)
 
 
 class BlackjackTask(GameTask):

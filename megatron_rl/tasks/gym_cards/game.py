@@ -79,7 +79,7 @@ class GameEnv(Env):
         return [self._observation()]
 
     async def step(self, text: str) -> Step:
-        return replace(self._handle_reply(text), action_at=find_action_start(text))
+        return replace(self._handle_reply(text), action_char=find_action_start(text))
 
     def _handle_reply(self, text: str) -> Step:
         action, call = parse_reply(text, self.options, self.actions)
@@ -91,7 +91,7 @@ class GameEnv(Env):
             assert self.noop_action is not None, "options of a game without such a move refuse it"
             return replace(self._play_action(self.noop_action(), call), reward=0.0)
         reward = INVALID_ACTION_REWARD if self.options.invalid == "penalize" else 0.0
-        return Step(messages=[self._observation()], reward=reward, done=False, call=call, new_context=True)
+        return Step(messages=[self._observation()], reward=reward, done=False, tool_call=call, is_new_prompt=True)
 
     def _observation(self) -> Message:
         shown = self.view_state()
@@ -101,15 +101,15 @@ class GameEnv(Env):
         """A game's own limit of steps is no end here: task.max_turns is at most as long."""
         _, reward, is_over, _, _ = self.game.step(action)
         if is_over:
-            return Step(messages=[], reward=float(reward), done=True, reason="goal" if reward > 0 else "over", call=call)
-        return Step(messages=[self._observation()], reward=float(reward), done=False, call=call, new_context=True)
+            return Step(messages=[], reward=float(reward), done=True, reason="goal" if reward > 0 else "over", tool_call=call)
+        return Step(messages=[self._observation()], reward=float(reward), done=False, tool_call=call, is_new_prompt=True)
 
 
 class GameTask(Task):
     """A game for the trainer. An episode succeeds when its return is above 0."""
 
     Options = GameOptions
-    continues_contexts = False
+    appends_to_sequence = False
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, EndpointPool, describe_error, to_one_line
 from megatron_rl.clients.health_check import health_warning
 from megatron_rl.clients.openai import UnreadBody
-from megatron_rl.clients.proxies import proxy_words
+from megatron_rl.clients.proxies import proxy_hint
 from megatron_rl.config import ListenerSettings, require
 from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.verdict_cache import VerdictCache
@@ -77,7 +77,7 @@ class ListenerClient:
         self.endpoints = EndpointPool(
             settings.urls, name=config_keys.name, max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
             outage_timeout_s=settings.outage_timeout_s,
-            concurrency=settings.concurrency, rest_s=settings.backoff_s,
+            concurrency=settings.concurrency, backoff_s=settings.backoff_s,
         )  # fmt: skip
         self.version = ""
         """The listeners', from `start` on: what another says later is not taken, unless settings.follows."""
@@ -101,15 +101,15 @@ class ListenerClient:
         key = self._config_keys.token_file
         asked = [check_partner(http, url, config_key=key, token=self._token, proxy=self._proxy_words(url)) for url in self._sent_hashes]
         greetings = dict(zip(self._sent_hashes, await asyncio.gather(*asked), strict=True))
-        if warning := health_warning(greetings, of="listener", key=self._config_keys.urls):
+        if warning := health_warning(greetings, role="listener", key=self._config_keys.urls):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-        versions = {url: greeting.served[0] for url, greeting in greetings.items() if greeting.served}
+        versions = {url: greeting.models[0] for url, greeting in greetings.items() if greeting.models}
         if len(set(versions.values())) > 1:
             raise InfraError(f"{self._config_keys.urls}: these are different listeners ({versions}); start all of them alike")
         self.version = next(iter(versions.values()))
 
     def _proxy_words(self, url: str) -> str:
-        return proxy_words(url) if self.settings.proxy else ""
+        return proxy_hint(url) if self.settings.proxy else ""
 
     async def close(self) -> None:
         for asked in self._chunk:
@@ -195,7 +195,7 @@ class ListenerClient:
     async def _request_chunk(self, chunk: Sequence[_PendingQuestion]) -> list[dict[str, float] | InfraError]:
         """Of each its answer, or what keeps it from one: where a request is at fault, each is asked by itself, and takes none with it."""
         try:
-            answers = await self.endpoints.ask(lambda endpoint: self._query_endpoint(endpoint, chunk))
+            answers = await self.endpoints.request(lambda endpoint: self._query_endpoint(endpoint, chunk))
         except PermanentInfraError as fault:
             if len(chunk) == 1:
                 return [fault]

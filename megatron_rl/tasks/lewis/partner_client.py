@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, RequestRejected, describe_error, parse_retry_after, to_one_line
 from megatron_rl.clients.health_check import HEALTH_TIMEOUT_S, HealthCheck
-from megatron_rl.clients.openai import BOUNDED, UnreadBody, proxies_of
+from megatron_rl.clients.openai import BOUNDED_CLIENT_OPTIONS, UnreadBody, proxy_options
 from sandbox.bounded_http import DENIED_STATUSES
 from sandbox.token import bearer_header, read_token
 
@@ -32,8 +32,8 @@ def read_partner_token(file: str, *, config_key: str) -> str:
 
 def open_http_client(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient:
     """Without a time-out of its own; what it reads is bounded. The environment's proxies are used for the addresses of `proxied` alone."""
-    headers = {**BOUNDED["headers"], **bearer_header(token)}
-    return httpx2.AsyncClient(**{**BOUNDED, "headers": headers}, **proxies_of(proxied), timeout=None)
+    headers = {**BOUNDED_CLIENT_OPTIONS["headers"], **bearer_header(token)}
+    return httpx2.AsyncClient(**{**BOUNDED_CLIENT_OPTIONS, "headers": headers}, **proxy_options(proxied), timeout=None)
 
 
 def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
@@ -45,7 +45,7 @@ def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
         raise RequestRejected(f"HTTP {reply.status_code}: {to_one_line(reply.text)}")
     if reply.status_code != 200:
         rest_s = parse_retry_after(reply.headers.get("retry-after", ""))
-        raise EndpointError(f"HTTP {reply.status_code}: {to_one_line(reply.text)}", rest_s=rest_s)
+        raise EndpointError(f"HTTP {reply.status_code}: {to_one_line(reply.text)}", retry_after_s=rest_s)
 
 
 async def check_partner(http: httpx2.AsyncClient, url: str, *, config_key: str, token: str, proxy: str = "") -> HealthCheck:
@@ -54,10 +54,10 @@ async def check_partner(http: httpx2.AsyncClient, url: str, *, config_key: str, 
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             reply = await http.get(f"{url}/health")
         raise_for_status(reply, config_key=config_key)
-        return HealthCheck(served=[_PartnerHealth.model_validate_json(reply.content).version])
+        return HealthCheck(models=[_PartnerHealth.model_validate_json(reply.content).version])
     except KeyRefused as error:
-        return HealthCheck(trouble=str(error), is_denied=True)
+        return HealthCheck(error=str(error), is_denied=True)
     except TimeoutError:
-        return HealthCheck(trouble=f"no answer within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
+        return HealthCheck(error=f"no answer within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
     except (httpx2.HTTPError, httpx2.InvalidURL, UnreadBody, RequestRejected, EndpointError, ValidationError) as error:
-        return HealthCheck(trouble=describe_error(error, secret=token) + proxy)
+        return HealthCheck(error=describe_error(error, secret=token) + proxy)

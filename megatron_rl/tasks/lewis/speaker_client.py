@@ -44,7 +44,7 @@ class SpeakerClient:
         http, urls = open_http_client(self._token), self.settings.urls
         asked = [check_partner(http, url, config_key=TOKEN_FILE_KEY, token=self._token) for url in urls]
         self._http, greetings = http, dict(zip(urls, await asyncio.gather(*asked), strict=True))
-        if warning := health_warning(greetings, of="speaker"):
+        if warning := health_warning(greetings, role="speaker"):
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     async def close(self) -> None:
@@ -59,7 +59,7 @@ class SpeakerClient:
         key = hashlib.sha256(image_bytes).hexdigest(), category
         if key not in self._pending:
             task = self._pending[key] = asyncio.create_task(
-                self.endpoints.ask(lambda endpoint: self._request_description(endpoint, image_bytes, category))
+                self.endpoints.request(lambda endpoint: self._request_description(endpoint, image_bytes, category))
             )
             task.add_done_callback(lambda _: self._pending.pop(key))
         return await asyncio.shield(self._pending[key])  # one who is no longer interested takes nothing from the others

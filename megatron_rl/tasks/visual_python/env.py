@@ -76,7 +76,7 @@ class AgentEnv(Env):
                 call, pictures = await asyncio.to_thread(self._apply_image_tool, name, dict(arguments))
         messages = self.protocol.write_observation(call, pictures, num_previous_images=self.num_images)
         self.num_images += _count_images(messages)
-        return Step(messages=messages, reward=0.0, done=False, call=call)
+        return Step(messages=messages, reward=0.0, done=False, tool_call=call)
 
     async def close(self) -> None:
         if self._box is not None:

@@ -57,7 +57,7 @@ TOOL_PROTOCOLS: Mapping[str, Callable[[Payload], ToolProtocol]] = {
 class VisualPythonTask(Task):
     """PyVision-RL, CodeV and DeepEyes are settings of it: task.tool_format, task.reward and the data."""
 
-    rewards = rubrics.REWARD_NAMES
+    reward_names = rubrics.REWARD_NAMES
     runs_code = True
 
     def __init__(self, settings: TaskSettings) -> None:

@@ -107,7 +107,7 @@ class SearchTranscripts(Sequence[Demonstration]):
 class VisualSearchTask(Task):
     """Solved when the answer is right. An example is a canvas by number; those of "train" and of "eval" have seeds of their own."""
 
-    rewards = ("accuracy", "pyvision", "deepeyes")
+    reward_names = ("accuracy", "pyvision", "deepeyes")
     runs_code = True
 
     def __init__(self, settings: TaskSettings) -> None:

@@ -18,7 +18,7 @@ DIGEST = "base_model_digest"
 SAMPLES = 4096
 
 
-def digest_of(source: TensorSource) -> str:
+def compute_base_digest(source: TensorSource) -> str:
     """Return the digest of a model's tensors."""
     total = hashlib.sha256()
     for name in sorted(source.specs):
@@ -49,6 +49,6 @@ def check_base(config: dict[str, object], source: TensorSource, *, key: str, ada
     stated, base = config.get(DIGEST), config.get("base_model_name_or_path")
     if stated is None:
         return f"{key}={adapter}: its adapter_config.json has no {DIGEST}: that {base} is the base it is used with cannot be checked"
-    if stated != digest_of(source):
+    if stated != compute_base_digest(source):
         raise ValueError(f"{key}={adapter}: was trained on another base ({base}) than this one; give the adapter's own base")
     return ""

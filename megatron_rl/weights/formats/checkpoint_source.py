@@ -48,7 +48,7 @@ class TensorSource(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-def tensors_of(source: TensorSource) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_tensors(source: TensorSource) -> Iterator[tuple[str, torch.Tensor]]:
     """All of it, a tensor at a time."""
     for name in source.specs:
         yield name, source.read(name)
@@ -60,7 +60,7 @@ class StoredTensors(Protocol):
     folder: Path
     specs: Mapping[str, TensorSpec]
 
-    def where(self, name: str) -> str:
+    def locate(self, name: str) -> str:
         """The file or files a tensor stands in, for errors."""
 
     def read(self, name: str) -> torch.Tensor: ...
@@ -109,7 +109,7 @@ def trim_vocabulary(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return tensor if tensor.shape == spec.shape else tensor[: spec.shape[0]]
 
 
-class NamedSource:
+class HfNamedSource:
     """Tensors stored under Hugging Face's names, held against the model."""
 
     def __init__(self, stored: StoredTensors, shapes: Mapping[str, torch.Size], *, num_token_ids: int = 0) -> None:
@@ -121,13 +121,13 @@ class NamedSource:
         check_names(names, shapes, source=str(stored.folder), target="the model that config.json describes")
         check_rows(stored.specs, shapes, num_token_ids=num_token_ids, where=str(stored.folder))
         self.specs = {
-            name: check_shape(stored.specs[name], name, shape, stored=f"{stored.where(name)}: {name}") for name, shape in shapes.items()
+            name: check_shape(stored.specs[name], name, shape, stored=f"{stored.locate(name)}: {name}") for name, shape in shapes.items()
         }
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._stored.read(name)
         if name == EMBEDDINGS and self._has_copy and not torch.equal(tensor, self._stored.read(HEAD)):
-            raise ValueError(f"{self._stored.where(HEAD)}: {HEAD} differs from {EMBEDDINGS}, but config.json ties them")
+            raise ValueError(f"{self._stored.locate(HEAD)}: {HEAD} differs from {EMBEDDINGS}, but config.json ties them")
         return trim_vocabulary(tensor, self.specs[name])
 
 
@@ -141,37 +141,39 @@ class MegatronSource:
     ) -> None:  # fmt: skip
         """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore_name` or `Row.checkpoint_key`) in all of
         them; a single one where tensors are stored whole. `leave_out`: names that are no part of the model. `num_token_ids`: see
-        NamedSource."""
+        HfNamedSource."""
         self._ranks, self.skipped = ranks, ()
         spellings = {spelling: row for row in rows for spelling in (row.mcore_name, row.checkpoint_key)}
         names: dict[str, str] = {}
         for name in sorted(ranks[0].specs.keys() - set(leave_out)):
             key = spellings[name].checkpoint_key if name in spellings else name
             if key in names:
-                raise ValueError(f"{self._where(name)}: {name} and {names[key]} are the same tensor; remove one of them")
+                raise ValueError(f"{self._locate(name)}: {name} and {names[key]} are the same tensor; remove one of them")
             names[key] = name
         copies = {row.checkpoint_key for row in rows if not row.is_exported}
         exported = {row.checkpoint_key: row for row in rows if row.is_exported}
         check_names(names.keys() - copies, exported, source=str(ranks[0].folder), target="the model that config.json describes")
         check_names((name for row in exported.values() for name in row.hf_names), shapes, source="the table", target="transformers' model")
         self._names = names
-        self._copy = next((key for key in copies if key in names), None)
+        self._tied_copy = next((key for key in copies if key in names), None)
         self._rows = {name: row for row in exported.values() for name in row.hf_names}
-        self._ready: dict[str, torch.Tensor] = {}
+        self._row_tensors: dict[str, torch.Tensor] = {}
         made = {name: spec for row in exported.values() for name, spec in self._row_specs(row).items()}
         check_rows(made, shapes, num_token_ids=num_token_ids, where=str(ranks[0].folder))
         places = {
-            hf: f"{self._where(names[row.checkpoint_key])}: {names[row.checkpoint_key]}" for row in exported.values() for hf in row.hf_names
+            hf: f"{self._locate(names[row.checkpoint_key])}: {names[row.checkpoint_key]}"
+            for row in exported.values()
+            for hf in row.hf_names
         }
         self.specs = {name: check_shape(spec, name, shapes[name], stored=places[name]) for name, spec in made.items()}
 
-    def _where(self, name: str) -> str:
-        return ", ".join(rank.where(name) for rank in self._ranks)
+    def _locate(self, name: str) -> str:
+        return ", ".join(rank.locate(name) for rank in self._ranks)
 
     def _row_specs(self, row: ParamMapping) -> dict[str, TensorSpec]:
         """The specs of what a row's shards give, computed on tensors without data."""
         name = self._names[row.checkpoint_key]
-        specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._where(name)}: {name}"
+        specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._locate(name)}: {name}"
         if len(set(specs)) > 1:
             raise ValueError(f"{stored}: its tensor-parallel parts differ: {', '.join(map(str, specs))}")
         try:
@@ -182,28 +184,28 @@ class MegatronSource:
         return {hf: TensorSpec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf_names, tensors, strict=True)}
 
     def read(self, name: str) -> torch.Tensor:
-        if name not in self._ready:
+        if name not in self._row_tensors:
             row = self._rows[name]
-            self._ready = dict(zip(row.hf_names, row.to_hf(self._read_shards(row)), strict=True))
-        return trim_vocabulary(self._ready.pop(name), self.specs[name])
+            self._row_tensors = dict(zip(row.hf_names, row.to_hf(self._read_shards(row)), strict=True))
+        return trim_vocabulary(self._row_tensors.pop(name), self.specs[name])
 
     def _read_shards(self, row: ParamMapping) -> list[torch.Tensor]:
         name = self._names[row.checkpoint_key]
         if row.shard_dim is not None:
             shards = [rank.read(name) for rank in self._ranks]
-            if row.hf_names == (EMBEDDINGS,) and self._copy is not None:
+            if row.hf_names == (EMBEDDINGS,) and self._tied_copy is not None:
                 self._check_copy(shards)
             return shards
         first = self._ranks[0].read(name)
         for number, rank in enumerate(self._ranks[1:], start=1):
             if not torch.equal(first, rank.read(name)):
                 raise ValueError(
-                    f"{self._where(name)}: {name} is replicated, but tensor-parallel ranks 0 and {number} hold different values"
+                    f"{self._locate(name)}: {name} is replicated, but tensor-parallel ranks 0 and {number} hold different values"
                 )
         return [first]
 
     def _check_copy(self, shards: list[torch.Tensor]) -> None:
-        copy = self._names[self._copy]
+        copy = self._names[self._tied_copy]
         for rank, shard in zip(self._ranks, shards, strict=True):
             if not torch.equal(shard, rank.read(copy)):
-                raise ValueError(f"{self._where(copy)}: {copy} differs from the embeddings, but config.json ties them")
+                raise ValueError(f"{self._locate(copy)}: {copy} differs from the embeddings, but config.json ties them")

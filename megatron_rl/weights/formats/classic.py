@@ -34,7 +34,7 @@ class ClassicRank:
         self.folder, self._pieces = folder, pieces
         self.specs = {name: TensorSpec(piece.dtype, piece.shape) for name, piece in pieces.items()}
 
-    def where(self, name: str) -> str:
+    def locate(self, name: str) -> str:
         return str(self._pieces[name].path)
 
     def read(self, name: str) -> torch.Tensor:
@@ -56,29 +56,31 @@ def open_classic(folder: Path) -> list[ClassicRank]:
     first_layer = 0
     for chunk in range(len(chunks[0, 0])):
         for stage in range(pp):
-            first_layer += _add(found, [chunks[rank, stage][chunk] for rank in range(tp)], first_layer, folder=folder)
+            first_layer += _add_chunk(found, [chunks[rank, stage][chunk] for rank in range(tp)], first_layer, folder=folder)
     return [ClassicRank(folder, {name: pieces[rank] for name, pieces in found.items()}) for rank in range(tp)]
 
 
-def _add(found: dict[str, list[StoredTensor]], ranks: list[dict[str, StoredTensor]], first_layer: int, *, folder: Path) -> int:
+def _add_chunk(found: dict[str, list[StoredTensor]], ranks: list[dict[str, StoredTensor]], first_layer: int, *, folder: Path) -> int:
     """Take over one model chunk, given by tensor-parallel rank, under global names; returns its number of layers."""
     num_layers = 0
     for name in sorted(set().union(*ranks)):
         lacking = [rank for rank, part in enumerate(ranks) if name not in part]
         present = next(part[name] for part in ranks if name in part)
         if lacking:
-            raise ValueError(f"{folder}: {name} stands in {_place(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint")
+            raise ValueError(
+                f"{folder}: {name} stands in {_describe_file(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint"
+            )
         layer = LAYER.match(name)
         if layer:
             num_layers = max(num_layers, int(layer[2]) + 1)
         whole = f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else name
         if whole in found:
-            raise ValueError(f"{folder}: {whole} stands both in {_place(found[whole][0])} and in {_place(present)}")
+            raise ValueError(f"{folder}: {whole} stands both in {_describe_file(found[whole][0])} and in {_describe_file(present)}")
         found[whole] = [part[name] for part in ranks]
     return num_layers
 
 
-def _place(piece: StoredTensor) -> str:
+def _describe_file(piece: StoredTensor) -> str:
     return f"{piece.path.parent.name}/{piece.path.name}"
 
 

@@ -16,21 +16,21 @@ STATE = "run/state.json"
 MAX_STATE_BYTES = 64 << 20
 CRITIC = "critic"
 """Folder of a checkpoint with a training state of its own, recorded by the same run/state.json."""
-Record = Mapping[str, object]
+FileRecord = Mapping[str, object]
 
 
-def digest(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits, as sha256sum prints it."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def record(path: Path, sha256: str | None = None) -> dict[str, int | str]:
+def make_file_record(path: Path, sha256: str | None = None) -> dict[str, int | str]:
     """Return size and digest of a file; the digest is computed unless it is given."""
-    return {"bytes": path.stat().st_size, "sha256": sha256 or digest(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256 or compute_sha256(path)}
 
 
-def find_difference(folder: Path, files: Mapping[str, Record], names: Iterable[str]) -> str:
+def find_difference(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> str:
     """Return how the first of these files differs from its record, "" if none does. OSError: one cannot be read."""
     for name in names:
         expected, path = files[name], folder / name
@@ -39,7 +39,7 @@ def find_difference(folder: Path, files: Mapping[str, Record], names: Iterable[s
         size = path.stat().st_size
         if size != expected["bytes"]:
             return f"{name} has {size} bytes, not {expected['bytes']}"
-        found = digest(path)
+        found = compute_sha256(path)
         if found != expected["sha256"]:
             return f"{name} has the SHA-256 {found}, not {expected['sha256']}"
     return ""
@@ -50,17 +50,17 @@ class RecordedFiles:
     """The files of a folder of tensors that a run's checkpoint records."""
 
     checkpoint: Path
-    files: Mapping[str, Record]
+    files: Mapping[str, FileRecord]
     prefix: str
     """The path from the checkpoint to the folder: "" or "critic/"."""
 
-    def difference(self, names: Iterable[str]) -> str:
+    def find_difference(self, names: Iterable[str]) -> str:
         """`find_difference` of files of the folder; what has no record is not the run's, and differs."""
         recorded = [self.prefix + name for name in names]
         unknown = next((name for name in recorded if name not in self.files), "")
         return f"{unknown} is not recorded in {STATE}" if unknown else find_difference(self.checkpoint, self.files, recorded)
 
-    def others(self) -> list[str]:
+    def non_tensor_files(self) -> list[str]:
         """Return the recorded files of the folder that hold no tensors of a rank."""
         own = [name.removeprefix(self.prefix) for name in self.files if name.startswith(self.prefix)]
         return [name for name in own if not name.endswith(".distcp")]
@@ -81,7 +81,7 @@ def recorded_files(folder: Path) -> RecordedFiles | None:
     return None
 
 
-def check_records(files: object) -> Mapping[str, Record]:
+def check_records(files: object) -> Mapping[str, FileRecord]:
     """Return the record of a state file. ValueError or TypeError: a name leads out of the checkpoint, or it has no size or no digest."""
     if not isinstance(files, dict):
         raise TypeError(f"files is a {type(files).__name__}")

@@ -32,10 +32,10 @@ class FsdpTensors:
             raise ValueError(
                 f"{folder}: holds a LoRA adapter ({lora[0]}); give the base model's checkpoint, and the exported adapter as --lora"
             )
-        self._parts = {name: _parts(name, [pieces[name] for pieces in ranks]) for name in ranks[0]}
-        self.specs = {name: TensorSpec(parts[0].dtype, _whole(parts[0])) for name, parts in self._parts.items()}
+        self._parts = {name: _select_parts(name, [pieces[name] for pieces in ranks]) for name in ranks[0]}
+        self.specs = {name: TensorSpec(parts[0].dtype, _full_shape(parts[0])) for name, parts in self._parts.items()}
 
-    def where(self, name: str) -> str:
+    def locate(self, name: str) -> str:
         return str(self._parts[name][0].path)
 
     def read(self, name: str) -> torch.Tensor:
@@ -94,14 +94,14 @@ def _shard_dimension(piece: StoredTensor) -> int | None:
     )
 
 
-def _parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
+def _select_parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
     """The pieces that make up the tensor once, in order; ValueError unless they do and the other ranks repeat them."""
     first = pieces[0]
     for piece in pieces:
-        if (piece.dtype, piece.whole, piece.placements) != (first.dtype, first.whole, first.placements):
+        if (piece.dtype, piece.full_shape, piece.placements) != (first.dtype, first.full_shape, first.placements):
             raise ValueError(f"{first.path.parent}: {name} is not the same tensor in {first.path.name} and in {piece.path.name}")
-    whole, dimension = _whole(first), _shard_dimension(first)
-    cut = [whole] if dimension is None else _cut(whole, dimension, [piece.shape[dimension] for piece in pieces])
+    whole, dimension = _full_shape(first), _shard_dimension(first)
+    cut = [whole] if dimension is None else _shard_shapes(whole, dimension, [piece.shape[dimension] for piece in pieces])
     shapes = [piece.shape for piece in pieces]
     if not cut or shapes != cut * (len(pieces) // len(cut)):
         held = [list(shape) for shape in shapes]
@@ -114,7 +114,7 @@ def _parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
     return pieces[: len(cut)]
 
 
-def _cut(whole: torch.Size, dimension: int, sizes: list[int]) -> list[torch.Size]:
+def _shard_shapes(whole: torch.Size, dimension: int, sizes: list[int]) -> list[torch.Size]:
     """The parts' shapes as torch cuts them (the last ones smaller or empty). No parts where the sizes are no multiple of the whole."""
     replicas = sum(sizes) // whole[dimension]
     if replicas * whole[dimension] != sum(sizes) or replicas == 0 or len(sizes) % replicas:
@@ -125,5 +125,5 @@ def _cut(whole: torch.Size, dimension: int, sizes: list[int]) -> list[torch.Size
     return chunks + [empty] * (num_parts - len(chunks))
 
 
-def _whole(piece: StoredTensor) -> torch.Size:
-    return piece.shape if piece.whole is None else piece.whole
+def _full_shape(piece: StoredTensor) -> torch.Size:
+    return piece.shape if piece.full_shape is None else piece.full_shape

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.io.sampled_digest import compute_sampled_digest
-from megatron_rl.weights.formats.digests import digest
+from megatron_rl.weights.formats.digests import compute_sha256
 
 FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
@@ -17,12 +17,12 @@ FILES = (
 """The files beside the weights that decide what a model reads and computes."""
 WEIGHTS = (".safetensors", ".distcp", ".pt")
 """Endings of the files of weights."""
-NONE = "none: the file is not there"
+MISSING_FILE = "none: the file is not there"
 
 
 def model_digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each of FILES that is there and `sampled_digest` of each file of weights, by its path in the folder."""
-    stored = {name: digest(folder / name) for name in FILES if (folder / name).is_file()}
+    stored = {name: compute_sha256(folder / name) for name in FILES if (folder / name).is_file()}
     weights = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS and path.is_file())
     return stored | {str(path.relative_to(folder)): compute_sampled_digest(path) for path in weights}
 
@@ -30,7 +30,7 @@ def model_digests(folder: Path) -> dict[str, str]:
 def check_same_model(recorded: Mapping[str, str], found: Mapping[str, str], *, key: str, folder: object) -> None:
     """Raise ValueError where a model is not the recorded one, with the first file that differs and both digests."""
     for name in dict.fromkeys((*found, *recorded)):
-        before, now = recorded.get(name, NONE), found.get(name, NONE)
+        before, now = recorded.get(name, MISSING_FILE), found.get(name, MISSING_FILE)
         if before != now:
             raise ValueError(
                 f"{key}={folder}: holds another model than when this run began: the digest of its {name} is {now}, and was {before}; "

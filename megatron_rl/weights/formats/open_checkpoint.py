@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.vocabulary import check_vocabulary, count_token_ids
-from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, HEAD, MegatronSource, NamedSource, TensorSource
+from megatron_rl.weights.formats.checkpoint_source import EMBEDDINGS, HEAD, HfNamedSource, MegatronSource, TensorSource
 from megatron_rl.weights.formats.classic import open_classic, rank_folders
 from megatron_rl.weights.formats.fsdp import FsdpTensors, rank_paths
 from megatron_rl.weights.formats.merge_lora import MergedTensors
@@ -16,7 +16,7 @@ from megatron_rl.weights.formats.torch_dist_metadata import METADATA
 from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
-def kind_of(folder: Path, *, key: str) -> str:
+def detect_format(folder: Path, *, key: str) -> str:
     """'torch_dist', 'classic', 'fsdp' or 'hf', by the files in the folder. Raises ValueError where there are none of these."""
     if not folder.is_dir():
         raise ValueError(f"{key}={folder}: no such folder")
@@ -34,26 +34,27 @@ def kind_of(folder: Path, *, key: str) -> str:
     )
 
 
-def hf_part(folder: Path) -> Path | None:
+def find_hf_folder(folder: Path) -> Path | None:
     """Where a checkpoint keeps config, tokenizer and processor: `hf` in ours, `huggingface` in verl's, the folder itself elsewhere."""
     return next((part for part in (folder / "hf", folder / "huggingface", folder) if (part / "config.json").is_file()), None)
 
 
-def open_source(folder: Path, spec: ModelSpec, *, key: str, once: bool = False) -> TensorSource:
+def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = False) -> TensorSource:
     """The checkpoint's tensors, proven to be exactly those of the model.
 
-    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights; what of it is a critic's is left out. `once`:
-    each tensor is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging Face).
+    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights; what of it is a critic's is left out.
+    `read_once`: each tensor is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging
+    Face).
     """
-    kind, shapes = kind_of(folder, key=key), spec.shapes()
-    companions = hf_part(folder)
+    kind, shapes = detect_format(folder, key=key), spec.shapes()
+    companions = find_hf_folder(folder)
     num_token_ids = count_token_ids(companions) if companions else 0
     if kind in ("hf", "fsdp"):
-        stored = HfTensors(folder, key=key, once=once) if kind == "hf" else FsdpTensors(folder)
-        return NamedSource(stored, shapes, num_token_ids=num_token_ids)
+        stored = HfTensors(folder, key=key, read_once=read_once) if kind == "hf" else FsdpTensors(folder)
+        return HfNamedSource(stored, shapes, num_token_ids=num_token_ids)
     rows = spec.param_mappings()
     if kind == "torch_dist":
-        stored = McoreTensors(folder, key=key, once=once)
+        stored = McoreTensors(folder, key=key, read_once=read_once)
         adapters = [name for name in stored.specs if is_adapter(name)]
         leave_out = [*adapters, *filter(is_of_value_head, stored.specs)]
         base = MegatronSource([stored], rows, shapes, leave_out=leave_out, num_token_ids=num_token_ids)
@@ -77,19 +78,19 @@ def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
     check_vocabulary(rows, vocab_size=spec.vocab_size, num_token_ids=count_token_ids(folder), where=f"{key}={folder}")
 
 
-def critics_part(folder: Path, *, key: str) -> list[str]:
+def find_critic_parts(folder: Path, *, key: str) -> list[str]:
     """What of a training checkpoint of ours is its critic's and no part of the model: a head on the policy's trunk, or a whole network."""
-    if kind_of(folder, key=key) != "torch_dist":
+    if detect_format(folder, key=key) != "torch_dist":
         return []
     heads = [name for name in McoreTensors(folder, key=key).specs if is_of_value_head(name)]
     return heads + (["critic/"] if (folder / "critic").is_dir() else [])
 
 
-def as_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
+def set_config_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
     """A config.json that says the weights are of this dtype, wherever it says so (`torch_dtype` until transformers 4.55, then `dtype`)."""
     changed: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, dict):
-            value = as_dtype(value, dtype)
+            value = set_config_dtype(value, dtype)
         changed[key] = str(dtype).removeprefix("torch.") if key in ("dtype", "torch_dtype") else value
     return changed

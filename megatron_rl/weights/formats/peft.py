@@ -23,7 +23,7 @@ from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.tensor_files import atomic_folder
 from megatron_rl.weights.stream import ShardLocation, fill_parameters, is_adapter
 
-KNOWN = (
+KNOWN_FIELDS = (
     DIGEST, "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "inference_mode", "init_lora_weights",
     "loftq_config", "lora_alpha", "lora_dropout", "lora_dtype", "lora_ga_config", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core",
     "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
@@ -35,7 +35,7 @@ TARGET_PREFIXES = (True, False, None, "gaussian", "eva", "orthogonal")
 (PEFT 0.21, tuners/lora/layer.py), so that what they train is no addition to the released ones."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-LANGUAGE = {
+LANGUAGE_TARGETS = {
     "attention": (
         ("self_attention.linear_qkv", "self_attn.q_proj", 0),
         ("self_attention.linear_qkv", "self_attn.k_proj", 0),
@@ -51,7 +51,7 @@ LANGUAGE = {
 """Targets in the language model: Megatron's linear, HF's projection, the dimension of its weight that tensor parallelism cuts."""
 
 
-def projection(module: str) -> str:
+def projection_name(module: str) -> str:
     """The last part of an HF module's name, by which an adapter is called: model.layers.0.self_attn.q_proj -> q_proj."""
     return module.rpartition(".")[2]
 
@@ -67,19 +67,19 @@ def adapter_table(
     """Every adapter tensor once; `vision_names` are the HF vision tower's parameters (without the `visual.` prefix), which are not cut."""
     rows = []
     for layer in range(num_layers):
-        for linear, hf, cut in (entry for target, entries in LANGUAGE.items() if target in targets for entry in entries):
-            rows.extend(_pair(f"language.decoder.layers.{layer}.{linear}", f"model.layers.{layer}.{hf}", f"layer:{layer}", cut=cut))
+        for linear, hf, cut in (entry for target, entries in LANGUAGE_TARGETS.items() if target in targets for entry in entries):
+            rows.extend(_lora_rows(f"language.decoder.layers.{layer}.{linear}", f"model.layers.{layer}.{hf}", f"layer:{layer}", cut=cut))
     modules = sorted(name.removesuffix(".weight") for name in vision_names if name.endswith(".weight"))
     for module in modules:
         if is_vision_target(module, targets, vision_lora):
-            rows.extend(_pair(f"vision.{module}", f"visual.{module}", "first", cut=None))
+            rows.extend(_lora_rows(f"vision.{module}", f"visual.{module}", "first", cut=None))
     return rows
 
 
-def _pair(linear: str, hf: str, stage: str, *, cut: int | None) -> list[ParamMapping]:
+def _lora_rows(linear: str, hf: str, stage: str, *, cut: int | None) -> list[ParamMapping]:
     """The rows of one linear's A and B. Where tensor parallelism cuts the rows of its weight (0), ranks have outputs of their own, hence a
     part of B; where it cuts the columns (1), inputs of their own, hence a part of A."""
-    name = projection(hf)
+    name = projection_name(hf)
     return [
         ParamMapping(f"{linear}.adapter.lora_a.{name}", (f"{hf}.lora_A.weight",), stage, shard_dim=1 if cut == 1 else None),
         ParamMapping(f"{linear}.adapter.lora_b.{name}", (f"{hf}.lora_B.weight",), stage, shard_dim=0 if cut == 0 else None),
@@ -90,7 +90,7 @@ def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in chunks.named_parameters() if is_adapter(name)}
 
 
-def start_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *, seed: int) -> None:
+def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *, seed: int) -> None:
     """PEFT's start: B zero, A uniform in +-1 / sqrt(inputs). The numbers depend on the seed and the layer's name, not on the layout."""
 
     def value(row: ParamMapping, shape: Sequence[int]) -> Tensors:
@@ -136,7 +136,7 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
         raise ValueError(f"{key}={folder}: its {CONFIG} is damaged ({error}); copy it again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{key}={folder}: its {CONFIG} holds a {type(config).__name__}, no settings; copy it again")
-    foreign = [name for name, value in config.items() if value and name not in KNOWN]
+    foreign = [name for name, value in config.items() if value and name not in KNOWN_FIELDS]
     foreign += ["bias"] if config.get("bias", "none") != "none" else []
     foreign += ["peft_type"] if config.get("peft_type") != "LORA" else []
     if foreign:
@@ -156,12 +156,12 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
     return config
 
 
-def peft_config(
+def make_peft_config(
     *, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str, vision_lora: Mapping[str, str], digest: str = ""
 ) -> dict[str, object]:
     """The content of adapter_config.json. `target_modules` is a pattern over whole module names: a list of endings would meet the gate_proj
     of both towers. `digest`: the base's (base_digest.py)."""
-    language = "|".join(re.escape(hf) for target, entries in LANGUAGE.items() if target in targets for _, hf, _ in entries)
+    language = "|".join(re.escape(hf) for target, entries in LANGUAGE_TARGETS.items() if target in targets for _, hf, _ in entries)
     vision = "|".join(pattern for target, pattern in vision_lora.items() if target in targets)
     parts = [rf"model\.language_model\.layers\.\d+\.({language})"] * bool(language) + [rf"model\.visual\.({vision})"] * bool(vision)
     return {

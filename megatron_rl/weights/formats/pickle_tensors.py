@@ -17,8 +17,8 @@ from typing import BinaryIO
 import torch
 
 from megatron_rl.io.bounded_files import open_regular
-from megatron_rl.weights.formats.safe_unpickler import BROKEN, Record, Unpickler, record
-from megatron_rl.weights.formats.torch_dist_metadata import shape
+from megatron_rl.weights.formats.safe_unpickler import UNPICKLING_ERRORS, InertRecord, SafeUnpickler, make_record_maker
+from megatron_rl.weights.formats.torch_dist_metadata import make_shape
 
 MAX_PICKLE_BYTES = 16 << 20
 """Of what tells where the tensors lie: 1.5 KB a tensor of a DTensor state dict."""
@@ -39,7 +39,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
-    whole: torch.Size | None = None
+    full_shape: torch.Size | None = None
     """The shape of the DTensor that this is a part of; None for a tensor that is whole."""
     placements: tuple[tuple[str, int | None], ...] = ()
     """How the DTensor that this is a part of lies on each dimension of the mesh: ("Shard", dimension) or ("Replicate", None)."""
@@ -55,7 +55,7 @@ class StoredTensor:
     def read(self) -> torch.Tensor:
         if not self.shape.numel():
             return torch.empty(self.shape, dtype=self.dtype)
-        flat = torch.empty(_span(self.shape, self.stride), dtype=self.dtype)
+        flat = torch.empty(_num_spanned(self.shape, self.stride), dtype=self.dtype)
         data = memoryview(flat.view(torch.uint8).numpy())
         with self.path.open("rb") as file:
             file.seek(self.offset)
@@ -84,7 +84,7 @@ def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
         with open_regular(path) as file:
             length = file.seek(0, 2) - start if length is None else length
             return _Archive(path, file, start, length).load()
-    except (*BROKEN, zipfile.BadZipFile, NotImplementedError) as error:
+    except (*UNPICKLING_ERRORS, zipfile.BadZipFile, NotImplementedError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(f"{path}: is corrupt or no file that torch.save wrote ({why}); copy it again") from error
 
@@ -131,7 +131,7 @@ class _Archive:
         if "byteorder" in self._members and self._content("byteorder", 16) != b"little":
             raise ValueError("its numbers are big-endian")
         content = self._content("data.pkl", MAX_PICKLE_BYTES)
-        return Unpickler(content, known=self._known, fill=_fill, stored=self._storage).load()
+        return SafeUnpickler(content, find_maker=self._known, set_state=_fill, load_stored=self._storage).load()
 
     def _content(self, name: str, at_most: int) -> bytes:
         size = self._members[name].file_size
@@ -158,11 +158,11 @@ class _Archive:
         if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
             return torch.__dict__[name]
         known = {
-            ("collections", "OrderedDict"): _empty, ("torch", "Size"): shape,
-            ("torch._utils", "_rebuild_tensor_v2"): self._tensor, ("torch._utils", "_rebuild_parameter"): _data,
-            ("torch._utils", "_rebuild_parameter_with_state"): _data, ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
+            ("collections", "OrderedDict"): _empty, ("torch", "Size"): make_shape,
+            ("torch._utils", "_rebuild_tensor_v2"): self._tensor, ("torch._utils", "_rebuild_parameter"): _first_argument,
+            ("torch._utils", "_rebuild_parameter_with_state"): _first_argument, ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_typed,
         }  # fmt: skip
-        return known.get((module, name), record(module, name))
+        return known.get((module, name), make_record_maker(module, name))
 
     def _storage(self, pid: object) -> _Storage:
         kind, dtype, key, _, size = pid
@@ -174,13 +174,13 @@ class _Archive:
         return _Storage(dtype, self._start + self._place(name), size)
 
     def _tensor(self, storage: _Storage, first: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> StoredTensor:
-        sizes, steps = shape(size), shape(stride)
-        if len(sizes) != len(steps) or min((first, *sizes, *steps)) < 0 or first + _span(sizes, steps) > storage.size:
+        sizes, steps = make_shape(size), make_shape(stride)
+        if len(sizes) != len(steps) or min((first, *sizes, *steps)) < 0 or first + _num_spanned(sizes, steps) > storage.size:
             raise ValueError(f"a tensor of {tuple(sizes)} with strides {tuple(steps)} reaches beyond its storage of {storage.size}")
         return StoredTensor(self._path, storage.offset + first * storage.dtype.itemsize, storage.dtype, sizes, tuple(steps))
 
 
-def _span(sizes: torch.Size, steps: tuple[int, ...]) -> int:
+def _num_spanned(sizes: torch.Size, steps: tuple[int, ...]) -> int:
     """Elements from a tensor's first to its last."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if math.prod(sizes) else 0
 
@@ -190,26 +190,26 @@ def _empty() -> dict:
     return {}
 
 
-def _data(tensor: object, *_: object) -> object:
+def _first_argument(tensor: object, *_: object) -> object:
     return tensor
 
 
-def _of_type(function: object, kind: object, arguments: tuple, state: object) -> object:
+def _rebuild_typed(function: object, kind: object, arguments: tuple, state: object) -> object:
     """A tensor with attributes, or of a class of its own: of a DTensor the rank's part."""
     made = function(*arguments)
-    if not isinstance(made, Record) or kind().name != "DTensor":
+    if not isinstance(made, InertRecord) or kind().name != "DTensor":
         return made
     slots = next(part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict) and "_spec" in part)
     spec = slots["_spec"].state
     place = spec["mesh"].state.get("_coordinate_on_dim")
     return replace(
         slots["_local_tensor"],
-        whole=shape(arguments[2]),
+        full_shape=make_shape(arguments[2]),
         placements=tuple((each.name, (each.state or {}).get("dim")) for each in spec["placements"]),
         coordinate=None if place is None else tuple(place),
     )
 
 
 def _fill(made: object, state: object) -> None:
-    if isinstance(made, Record):
-        made.build(state)
+    if isinstance(made, InertRecord):
+        made.set_state(state)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from megatron_rl.io.jsonl import read_json
 
-IMAGES, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+IMAGE_PROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 
 
 def read_pixel_limits(folder: Path) -> tuple[int, int] | None:
     """Return (min_pixels, max_pixels) as transformers reads them from a Hugging Face folder; None where it does not state both."""
-    stored = _read(folder / PROCESSOR).get("image_processor") or _read(folder / IMAGES)
+    stored = _read(folder / PROCESSOR_FILE).get("image_processor") or _read(folder / IMAGE_PROCESSOR_FILE)
     size = stored.get("size") if isinstance(stored.get("size"), dict) else {}
     least = stored.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
     most = stored.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
@@ -27,17 +27,17 @@ def write_pixel_limits(folder: Path, limits: tuple[int, int]) -> None:
     Where processor_config.json alone has the image processor, preprocessor_config.json is added for older readers. A folder without a
     processor stays without one.
     """
-    whole, images = _read(folder / PROCESSOR), _read(folder / IMAGES)
+    whole, images = _read(folder / PROCESSOR_FILE), _read(folder / IMAGE_PROCESSOR_FILE)
     part = whole.get("image_processor")
     if isinstance(part, dict):
-        whole["image_processor"] = _limited(part, limits)
-        _write(folder / PROCESSOR, whole)
+        whole["image_processor"] = _with_limits(part, limits)
+        _write(folder / PROCESSOR_FILE, whole)
         images = images or {**part, **{key: value for key, value in whole.items() if key == "processor_class"}}
     if images:
-        _write(folder / IMAGES, {**_limited(images, limits), "min_pixels": limits[0], "max_pixels": limits[1]})
+        _write(folder / IMAGE_PROCESSOR_FILE, {**_with_limits(images, limits), "min_pixels": limits[0], "max_pixels": limits[1]})
 
 
-def _limited(stored: dict[str, object], limits: tuple[int, int]) -> dict[str, object]:
+def _with_limits(stored: dict[str, object], limits: tuple[int, int]) -> dict[str, object]:
     least, most = limits
     older = {name: value for name, value in (("min_pixels", least), ("max_pixels", most)) if name in stored}
     return {**stored, "size": {"longest_edge": most, "shortest_edge": least}, **older}

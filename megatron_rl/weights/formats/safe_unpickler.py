@@ -15,7 +15,7 @@ from functools import partial
 from types import NoneType
 from typing import ClassVar
 
-BROKEN = (
+UNPICKLING_ERRORS = (
     pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, MemoryError,
     RecursionError, AssertionError, struct.error,
 )  # fmt: skip
@@ -27,23 +27,23 @@ Maker = Callable[..., object]
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class InertRecord:
     """Stands for an object of a class or function that the format's table does not name."""
 
     name: str
     arguments: tuple
     state: object = None
 
-    def build(self, state: object) -> None:
+    def set_state(self, state: object) -> None:
         self.state = state
 
 
-def record(module: str, name: str) -> Maker:
+def make_record_maker(module: str, name: str) -> Maker:
     """A table of its own that names nothing: all become records."""
-    return lambda *arguments: Record(name, arguments)
+    return lambda *arguments: InertRecord(name, arguments)
 
 
-class Unpickler(pickle._Unpickler):
+class SafeUnpickler(pickle._Unpickler):
     """`known` says what a name makes, `fill` what an object made so does with its state, `stored` what a persistent id stands for.
 
     `load` raises BROKEN.
@@ -52,12 +52,12 @@ class Unpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Callable]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(
-        self, content: bytes, *, known: Callable[[str, str], object], fill: Callable[[object, object], None],
-        stored: Callable[[object], object] | None = None, keys: tuple[type, ...] = (),
+        self, content: bytes, *, find_maker: Callable[[str, str], object], set_state: Callable[[object, object], None],
+        load_stored: Callable[[object], object] | None = None, key_types: tuple[type, ...] = (),
     ) -> None:  # fmt: skip
-        """`keys`: types of the format that a dict may have as keys beside numbers and text."""
+        """`key_types`: types of the format that a dict may have as keys beside numbers and text."""
         super().__init__(io.BytesIO(content))
-        self._known, self._fill, self._stored, self._keys = known, fill, stored, (*_FLAT, Record, *keys)
+        self._known, self._fill, self._stored, self._keys = find_maker, set_state, load_stored, (*_FLAT, InertRecord, *key_types)
 
     def find_class(self, module: str, name: str) -> object:
         return self._known(module, name)
@@ -117,7 +117,7 @@ class Unpickler(pickle._Unpickler):
         dispatch[verb[0]] = load_refused
 
 
-def blank(kind: type) -> Maker:
+def make_blank_maker(kind: type) -> Maker:
     """Makes an object of a dataclass as pickles make them: without its __init__, its state follows."""
     return partial(_blank, kind)
 

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.weights.formats.checkpoint_source import TensorSpec
-from megatron_rl.weights.formats.tensor_files import FlushedFile, atomic_folder, copy_companions, is_name, list_companions, map_tensor
+from megatron_rl.weights.formats.tensor_files import FlushedFile, atomic_folder, copy_companions, is_file_name, list_companions, map_tensor
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 """The file that says which tensor stands in which file."""
 HEADER_BYTES = 1 << 16
 """Room for the header of one file: some 400 tensors. A file whose header is full is closed, as one whose bytes are."""
@@ -31,7 +31,7 @@ MAX_ENTRY_BYTES = 1 << 10
 """Room in a header without which no further tensor is begun there; an entry takes less."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Safetensors' names of the number types that a model is trained from."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Number type -> safetensors' name of it."""
 
 
@@ -40,10 +40,10 @@ def find_missing_file(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         return "config.json"
     try:
-        index = read_json(folder / INDEX)["weight_map"] if (folder / INDEX).is_file() else {}
-        names = sorted(filter(is_name, index.values()))
+        index = read_json(folder / INDEX_FILE)["weight_map"] if (folder / INDEX_FILE).is_file() else {}
+        names = sorted(filter(is_file_name, index.values()))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return INDEX
+        return INDEX_FILE
     if not names:
         return "" if any(folder.glob("*.safetensors")) else "*.safetensors"
     return next((name for name in names if not (folder / name).is_file()), "")
@@ -67,14 +67,14 @@ class HfTensors:
     Headers are checked at once. Raises ValueError under the setting's or option's name `key`.
     """
 
-    def __init__(self, folder: str | Path, *, key: str = "model.path", once: bool = False) -> None:
-        """`once`: each tensor is read once, by this process alone (files.mapped)."""
-        self.folder, self.key, self._once = Path(folder), key, once
+    def __init__(self, folder: str | Path, *, key: str = "model.path", read_once: bool = False) -> None:
+        """`read_once`: each tensor is read once, by this process alone (files.mapped)."""
+        self.folder, self.key, self._read_once = Path(folder), key, read_once
         self._tensors: dict[str, _Entry] = {}
         list_companions(self.folder)  # a run copies them into its first checkpoint: refused now, not an hour later
         index = self._index()
         for path in self._weight_files(index):
-            for stored in self._stored_in(path):
+            for stored in self._read_entries(path):
                 name = canonical_name(stored.name)
                 if name in self._tensors:
                     first = self._tensors[name].path.name
@@ -85,7 +85,7 @@ class HfTensors:
         differ = sorted(name for name in listed.keys() | present.keys() if index and listed.get(name) != present.get(name))
         if differ:
             places = f"says {listed.get(differ[0], 'nothing')}, the files say {present.get(differ[0], 'nowhere')}"
-            raise self._error(f"{INDEX} and the files differ in {len(differ)} tensors; of {differ[0]} it {places}; copy it all again")
+            raise self._error(f"{INDEX_FILE} and the files differ in {len(differ)} tensors; of {differ[0]} it {places}; copy it all again")
         self.specs = {name: self._tensors[name].spec for name in sorted(self._tensors)}
 
     def _error(self, what: str) -> ValueError:
@@ -93,28 +93,28 @@ class HfTensors:
 
     def _index(self) -> dict[str, str]:
         """The index, {tensor: file}, as it is stored; empty without one."""
-        path = self.folder / INDEX
+        path = self.folder / INDEX_FILE
         try:
             index = dict(read_json(path)["weight_map"]) if path.is_file() else {}
         except (ValueError, KeyError, TypeError) as error:
-            raise self._error(f"{INDEX} is damaged ({error}); copy it again") from error
-        wrong = next((name for name, file in index.items() if not is_name(file)), None)
+            raise self._error(f"{INDEX_FILE} is damaged ({error}); copy it again") from error
+        wrong = next((name for name, file in index.items() if not is_file_name(file)), None)
         if wrong is not None:
-            raise self._error(f"{INDEX} is damaged ({wrong} is in {index[wrong]!r}, which is no file of the folder); copy it again")
+            raise self._error(f"{INDEX_FILE} is damaged ({wrong} is in {index[wrong]!r}, which is no file of the folder); copy it again")
         return index
 
     def _weight_files(self, index: dict[str, str]) -> list[Path]:
         files = sorted({self.folder / file for file in index.values()}) or sorted(filter(Path.is_file, self.folder.glob("*.safetensors")))
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise self._error(f"{INDEX} names {', '.join(missing)}, not in the folder; copy the whole checkpoint")
+            raise self._error(f"{INDEX_FILE} names {', '.join(missing)}, not in the folder; copy the whole checkpoint")
         if not files and any(self.folder.glob("*.bin")):
             raise self._error("its weights are *.bin pickles, which can run code; save it as safetensors first (save_pretrained)")
         if not files:
             raise self._error("no *.safetensors file in it; give a Hugging Face model folder")
         return files
 
-    def _stored_in(self, path: Path) -> list[_Entry]:
+    def _read_entries(self, path: Path) -> list[_Entry]:
         """The tensors of one file. Safetensors checks it: the header, the sizes, the file's length, and that there are no gaps."""
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -136,7 +136,7 @@ class HfTensors:
             for name, entry in header.items()
         ]
 
-    def where(self, name: str) -> str:
+    def locate(self, name: str) -> str:
         return str(self.folder)
 
     def stored_name(self, name: str) -> str:
@@ -146,7 +146,7 @@ class HfTensors:
     def read(self, name: str) -> torch.Tensor:
         """The tensor of that canonical name, on CPU in the stored dtype; its part of the file is mapped for as long as it lives."""
         stored = self._tensors[name]
-        return map_tensor(stored.path, offset=stored.offset, dtype=stored.spec.dtype, shape=stored.spec.shape, once=self._once)
+        return map_tensor(stored.path, offset=stored.offset, dtype=stored.spec.dtype, shape=stored.spec.shape, read_once=self._read_once)
 
 
 def write_hf_folder(
@@ -198,7 +198,7 @@ class _Shard:
     def reserve(self, name: str, tensor: torch.Tensor) -> None:
         """Note the next tensor's place in the header."""
         end = self.size + tensor.nbytes
-        entry = {name: {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self.size, end]}}
+        entry = {name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self.size, end]}}
         self.header.update(entry)
         self.size = end
         self.header_bytes += len(json.dumps(entry))
@@ -236,25 +236,25 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         shard.path = shard.path.rename(folder / file)
-        _prove(shard)
-        weight_map |= dict.fromkeys(_names(shard), file)
+        _verify_shard(shard)
+        weight_map |= dict.fromkeys(_tensor_names(shard), file)
     total = sum(shard.size for shard in shards)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _names(shard: _Shard) -> list[str]:
+def _tensor_names(shard: _Shard) -> list[str]:
     return [name for name in shard.header if name != "__metadata__"]
 
 
-def _prove(shard: _Shard) -> None:
+def _verify_shard(shard: _Shard) -> None:
     """Read the file's header back with safetensors' own reader, which refuses gaps and a wrong length, and compare with what came."""
     try:
         with safe_open(shard.path, framework="pt") as file:
             read = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise OSError(f"{shard.path.name}: cannot be read back ({error})") from error
-    wanted = {name: (shard.header[name]["dtype"], shard.header[name]["shape"]) for name in _names(shard)}
+    wanted = {name: (shard.header[name]["dtype"], shard.header[name]["shape"]) for name in _tensor_names(shard)}
     if read != wanted:
         differing = sorted(name for name in read.keys() | wanted.keys() if read.get(name) != wanted.get(name))
         raise OSError(f"{shard.path.name}: reads back differently: {', '.join(differing[:4])}")

@@ -37,15 +37,15 @@ MAX_COMPANION_BYTES = 256 << 20
 """What is larger is weights, by whatever name: the largest tokenizers have some 40 MB."""
 
 
-def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, once: bool = False) -> torch.Tensor:
+def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, read_once: bool = False) -> torch.Tensor:
     """The contiguous tensor whose bytes begin at an offset of a file. Its part of the file is read and mapped for as long as the tensor
-    lives; writing to it changes memory, never the file. `once`: nobody else needs that part, and it leaves the page cache with the tensor,
-    which spares the kernel finding other memory for what is read next. Raises OSError where the disk cannot be read."""
+    lives; writing to it changes memory, never the file. `read_once`: nobody else needs that part, and it leaves the page cache with the
+    tensor, which spares the kernel finding other memory for what is read next. Raises OSError where the disk cannot be read."""
     before = offset % mmap.ALLOCATIONGRANULARITY
     num_bytes = shape.numel() * dtype.itemsize
     with path.open("rb") as file:
         part = mmap.mmap(file.fileno(), before + num_bytes, access=mmap.ACCESS_COPY, offset=offset - before)
-        if once:
+        if read_once:
             weakref.finalize(part, _forget, os.dup(file.fileno()), offset, num_bytes).atexit = False
     part.madvise(mmap.MADV_WILLNEED)
     pages = torch.frombuffer(part, dtype=torch.uint8)
@@ -135,12 +135,12 @@ def atomic_folder(out: Path) -> Iterator[Path]:
         yield partial
         for folder, _, files in os.walk(partial):
             for file in files:
-                flush(Path(folder, file))
-            flush(Path(folder))
+                fsync_path(Path(folder, file))
+            fsync_path(Path(folder))
         if out.exists():
             out.rename(replaced)
         partial.rename(out)
-        flush(out.parent)
+        fsync_path(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         if replaced.exists() and not out.exists():
@@ -152,7 +152,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def flush(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file or a folder's list of names is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -161,7 +161,7 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_name(name: object) -> bool:
+def is_file_name(name: object) -> bool:
     """Whether a stranger's word names a file of a folder, and leads nowhere else."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 

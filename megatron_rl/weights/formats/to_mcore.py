@@ -19,9 +19,9 @@ class McoreImport:
         """`source` was held against the model already; `dtype` None: every tensor as it is stored. Raises ValueError."""
         self.source, self.dtype = source, dtype
         self.rows = [row for row in rows if row.is_exported]
-        self.written = {row.checkpoint_key: self._written(row) for row in self.rows}
+        self.target_specs = {row.checkpoint_key: self._target_spec(row) for row in self.rows}
 
-    def _written(self, row: ParamMapping) -> TensorSpec:
+    def _target_spec(self, row: ParamMapping) -> TensorSpec:
         """The spec of the tensor that a row will be, computed on tensors without data."""
         specs = [self.source.specs[name] for name in row.hf_names]
         tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
@@ -46,7 +46,7 @@ class McoreImport:
                 if has_extra_state(row):
                     writer.add_empty_object(f"{row.checkpoint_key.removesuffix('weight')}_extra_state/shard_0_1")
                 consumed.update(row.hf_names)
-                progress(self.written[row.checkpoint_key].nbytes)
+                progress(self.target_specs[row.checkpoint_key].nbytes)
             writer.finish()
         wrong = sorted(name for name in self.source.specs.keys() | consumed.keys() if consumed[name] != 1)
         if wrong:
@@ -60,8 +60,8 @@ class McoreImport:
     def _check_result(self, into: Path) -> None:
         """Read the folder's own account of itself again and compare it with the plan."""
         result = McoreTensors(into, key="--out")
-        check_names(result.specs, self.written, source=str(into), target="the table")
-        for key, spec in self.written.items():
+        check_names(result.specs, self.target_specs, source=str(into), target="the table")
+        for key, spec in self.target_specs.items():
             if result.specs[key] != spec:
                 raise ValueError(f"{into}: {key} was written as {result.specs[key]}, but its sources give {spec}")
         num_bytes = sum(spec.nbytes for spec in result.specs.values())

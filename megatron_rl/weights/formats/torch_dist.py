@@ -27,23 +27,23 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSpec
 from megatron_rl.weights.formats.digests import RecordedFiles, recorded_files
 from megatron_rl.weights.formats.pickle_tensors import StoredTensor
 from megatron_rl.weights.formats.tensor_files import FlushedFile, map_tensor
-from megatron_rl.weights.formats.torch_dist_metadata import METADATA, read_metadata, tile
+from megatron_rl.weights.formats.torch_dist_metadata import METADATA, chunks_cover_tensor, read_metadata
 
-FORMAT = "metadata.json"
+FORMAT_FILE = "metadata.json"
 """The file that names the format."""
-BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+FORMAT_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 """The content of metadata.json (megatron-core 0.16.1, dist_checkpointing/core.py, CheckpointingConfig)."""
 
 
-def backends_of(folder: Path, *, key: str) -> object:
+def read_format_metadata(folder: Path, *, key: str) -> object:
     """What metadata.json names. ValueError under `key`: it is not there, or damaged."""
-    path = folder / FORMAT
+    path = folder / FORMAT_FILE
     if not path.is_file():
-        raise ValueError(f"{key}={folder}: no {FORMAT} in it; give a Megatron torch_dist checkpoint folder")
+        raise ValueError(f"{key}={folder}: no {FORMAT_FILE} in it; give a Megatron torch_dist checkpoint folder")
     try:
         return read_json(path)
     except ValueError as error:
-        raise ValueError(f"{key}={folder}: {FORMAT} {error}; copy it again") from error
+        raise ValueError(f"{key}={folder}: {FORMAT_FILE} {error}; copy it again") from error
 
 
 class McoreTensors:
@@ -54,10 +54,16 @@ class McoreTensors:
     """
 
     def __init__(
-        self, folder: str | Path, *, key: str = "--checkpoint", once: bool = False, with_optimizer: bool = False, is_verified: bool = False
+        self,
+        folder: str | Path,
+        *,
+        key: str = "--checkpoint",
+        read_once: bool = False,
+        with_optimizer: bool = False,
+        is_verified: bool = False,
     ) -> None:
-        """`once`: each tensor is read once, by this process alone (files.mapped). `is_verified`: the run has compared all digests."""
-        self.folder, self.key, self._once = Path(folder), key, once
+        """`read_once`: each tensor is read once, by this process alone (files.mapped). `is_verified`: the run has compared all digests."""
+        self.folder, self.key, self._read_once = Path(folder), key, read_once
         self._recorded = None if is_verified else self._read_record()
         self._verified: set[str] = set()
         self.metadata = read_metadata(self.folder, key=key)
@@ -75,18 +81,18 @@ class McoreTensors:
             recorded = recorded_files(self.folder)
         except ValueError as error:
             raise ValueError(f"{self.key}={self.folder}: {error}; copy the whole checkpoint again") from error
-        self._compare(recorded, recorded.others() if recorded else [])
+        self._compare(recorded, recorded.non_tensor_files() if recorded else [])
         return recorded
 
     def _compare(self, recorded: RecordedFiles | None, names: list[str]) -> None:
-        difference = recorded.difference(names) if recorded else ""
+        difference = recorded.find_difference(names) if recorded else ""
         if difference:
             raise ValueError(f"{self.key}={self.folder}: damaged: {difference}; copy the checkpoint again, or take another one")
 
     def _check(self) -> None:
         lengths: dict[str, int] = {}
         for name, entry in self._tensors.items():
-            if not tile(entry.size, entry.chunks):
+            if not chunks_cover_tensor(entry.size, entry.chunks):
                 raise self._damaged(name, "its chunks do not cover it once")
             for chunk in entry.chunks:
                 place = self._places.get(metadata.MetadataIndex(name, chunk.offsets))
@@ -104,7 +110,7 @@ class McoreTensors:
     def _damaged(self, name: str, why: str) -> ValueError:
         return ValueError(f"{self.key}={self.folder}: {name}: {why}; copy the whole checkpoint again")
 
-    def where(self, name: str) -> str:
+    def locate(self, name: str) -> str:
         return str(self.folder)
 
     def chunks(self, name: str) -> list[tuple[torch.Size, torch.Size]]:
@@ -137,7 +143,7 @@ class McoreTensors:
         if not is_tensor or (stored.shape, stored.dtype) != (sizes, spec.dtype) or not stored.is_contiguous:
             held = f"{stored.dtype} {tuple(stored.shape)}" if is_tensor else f"a {type(stored).__name__}"
             raise self._damaged(name, f"{place.relative_path} holds {held}, not {spec.dtype} {tuple(sizes)}")
-        return map_tensor(path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape, once=self._once)
+        return map_tensor(path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape, read_once=self._read_once)
 
 
 class TorchDistWriter:
@@ -164,12 +170,12 @@ class TorchDistWriter:
         """Write a tensor, given whole or as the runs of rows that make it up, cut along `dim` into `parts` equal chunks (rows
         that do not divide: the last is shorter): what a rank reads without the rest."""
         assert key not in self._metadata.state_dict_metadata, f"{key} was written already"
-        shape = _stacked(runs)
+        shape = _stacked_shape(runs)
         assert parts == 1 or dim == 0 or shape[dim] % parts == 0, f"{key} {tuple(shape)} in {parts} along {dim}"
         entry = metadata.TensorStorageMetadata(metadata.TensorProperties(runs[0].dtype), shape, [])
         offsets = [0] * len(shape)
-        for chunk in _cut(runs, dim, parts):
-            sizes = _stacked(chunk)
+        for chunk in _cut_runs(runs, dim, parts):
+            sizes = _stacked_shape(chunk)
             entry.chunks.append(metadata.ChunkStorageMetadata(torch.Size(offsets), sizes))
             self._append(metadata.MetadataIndex(key, offsets), torch.empty(sizes, dtype=runs[0].dtype), chunk)
             if parts > 1:
@@ -211,7 +217,7 @@ class TorchDistWriter:
         if self._file is not None:
             self._close_file()
         torch.save({}, self.folder / "common.pt")
-        (self.folder / FORMAT).write_text(json.dumps(BACKENDS))
+        (self.folder / FORMAT_FILE).write_text(json.dumps(FORMAT_METADATA))
         with (self.folder / METADATA).open("wb") as file:
             pickle.dump(self._metadata, file)
 
@@ -233,12 +239,12 @@ class _ChunkBuffer:
         return len(data)
 
 
-def _stacked(runs: Tensors) -> torch.Size:
+def _stacked_shape(runs: Tensors) -> torch.Size:
     """The shape of the tensor that runs of rows make up."""
     return runs[0].shape if len(runs) == 1 else torch.Size((sum(map(len, runs)), *runs[0].shape[1:]))
 
 
-def _cut(runs: Tensors, dim: int, parts: int) -> Iterator[Tensors]:
+def _cut_runs(runs: Tensors, dim: int, parts: int) -> Iterator[Tensors]:
     """The runs of each of `parts` equal chunks along `dim`."""
     if parts == 1:
         yield runs

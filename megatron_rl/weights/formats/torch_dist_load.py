@@ -24,41 +24,41 @@ from torch.futures import Future
 
 from megatron_rl.weights.formats import pickle_tensors
 from megatron_rl.weights.formats.pickle_tensors import StoredTensor
-from megatron_rl.weights.formats.torch_dist import BACKENDS, McoreTensors, backends_of
+from megatron_rl.weights.formats.torch_dist import FORMAT_METADATA, McoreTensors, read_format_metadata
 
 COMMON = "common.pt"
 """What of a checkpoint is no tensor of the model."""
 
 
-def load(wanted: ShardedStateDict, folder: Path, *, key: str, whole: bool) -> StateDict:
-    """dist_checkpointing.load of the tensors alone. `whole`: all that the folder holds is wanted, the optimizer's part too, and the run
-    that goes on there has compared its digests (run_states.find).
+def load(wanted: ShardedStateDict, folder: Path, *, key: str, with_optimizer: bool) -> StateDict:
+    """dist_checkpointing.load of the tensors alone. `with_optimizer`: all that the folder holds is wanted, the optimizer's part too, and
+    the run that goes on there has compared its digests (run_states.find).
 
     ValueError under `key`: the folder is damaged, or not what torch and Megatron write.
     """
-    if backends_of(folder, key=key) != BACKENDS:
+    if read_format_metadata(folder, key=key) != FORMAT_METADATA:
         raise ValueError(f"{key}={folder}: its metadata.json names another format than Megatron's torch_dist; copy it again")
-    stored = McoreTensors(folder, key=key, with_optimizer=whole, is_verified=whole)
+    stored = McoreTensors(folder, key=key, with_optimizer=with_optimizer, is_verified=with_optimizer)
     entries = stored.metadata.state_dict_metadata.items()
     no_tensor = next((name for name, entry in entries if isinstance(entry, BytesStorageMetadata)), None)
-    if whole and no_tensor is not None:
+    if with_optimizer and no_tensor is not None:
         raise ValueError(f"{key}={folder}: {no_tensor} is bytes, and a training state has tensors alone; copy it again")
-    strict = StrictHandling.RAISE_ALL if whole else StrictHandling.ASSUME_OK_UNEXPECTED
+    strict = StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.ASSUME_OK_UNEXPECTED
     with _using_reader(_Reader(stored)):
         return dist_checkpointing.load(wanted, str(folder), strategy.TorchDistLoadShardedStrategy(), _EmptyCommonState(), strict=strict)
 
 
 def read_common(folder: Path) -> object:
     """What common.pt holds, its tensors read. ValueError: it is none of torch.save's."""
-    return _read(pickle_tensors.load(folder / COMMON))
+    return _read_tensors(pickle_tensors.load(folder / COMMON))
 
 
-def _read(value: object) -> object:
+def _read_tensors(value: object) -> object:
     if isinstance(value, StoredTensor):
         return value.read()
     if type(value) is dict:
-        return {key: _read(item) for key, item in value.items()}
-    return [_read(item) for item in value] if type(value) is list else value
+        return {key: _read_tensors(item) for key, item in value.items()}
+    return [_read_tensors(item) for item in value] if type(value) is list else value
 
 
 class _EmptyCommonState(TorchCommonLoadStrategy):

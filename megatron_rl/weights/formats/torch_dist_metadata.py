@@ -14,8 +14,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megatron_rl.io.bounded_files import read_bytes
-from megatron_rl.weights.formats.safe_unpickler import BROKEN, Record, Unpickler, blank
-from megatron_rl.weights.formats.tensor_files import is_name
+from megatron_rl.weights.formats.safe_unpickler import UNPICKLING_ERRORS, InertRecord, SafeUnpickler, make_blank_maker
+from megatron_rl.weights.formats.tensor_files import is_file_name
 
 METADATA = ".metadata"
 """The file's name."""
@@ -30,7 +30,7 @@ _RECORDS = (
 _FIELDS = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _RECORDS}
 
 
-def shape(sizes: object = ()) -> torch.Size:
+def make_shape(sizes: object = ()) -> torch.Size:
     """A torch.Size of a stranger's: what is longer than a tensor has dimensions would be a way to fill the memory."""
     if not isinstance(sizes, tuple | list) or len(sizes) > 2 * MAX_DIMENSIONS:
         raise ValueError(f"{len(sizes) if isinstance(sizes, tuple | list) else type(sizes).__name__} sizes of a tensor")
@@ -38,16 +38,16 @@ def shape(sizes: object = ()) -> torch.Size:
 
 
 _KNOWN = {
-    **{(kind.__module__, kind.__name__): blank(kind) for kind in _RECORDS},
+    **{(kind.__module__, kind.__name__): make_blank_maker(kind) for kind in _RECORDS},
     **{(kind.__module__, kind.__name__): kind for kind in (metadata._MEM_FORMAT_ENCODING, planner.WriteItemType)},
-    ("torch", "Size"): shape,
+    ("torch", "Size"): make_shape,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("pathlib", "PosixPath"): lambda *parts: Record("PosixPath", parts),
+    ("pathlib", "PosixPath"): lambda *parts: InertRecord("PosixPath", parts),
 }
 """All that a `.metadata` of torch 2.13 or megatron-core 0.16.1 names, besides dtypes."""
 
 
-def _known(module: str, name: str) -> object:
+def _find_known(module: str, name: str) -> object:
     if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
         return torch.__dict__[name]
     if (module, name) not in _KNOWN:
@@ -78,9 +78,9 @@ def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
     except ValueError as error:
         raise ValueError(f"{key}={folder}: {METADATA} {error}; copy it again") from error
     try:
-        found = Unpickler(content, known=_known, fill=_fill, keys=(metadata.MetadataIndex,)).load()
+        found = SafeUnpickler(content, find_maker=_find_known, set_state=_fill, key_types=(metadata.MetadataIndex,)).load()
         _check(found)
-    except BROKEN as error:
+    except UNPICKLING_ERRORS as error:
         raise ValueError(f"{key}={folder}: {METADATA} is damaged ({str(error)[:200]}); copy it again") from error
     return found
 
@@ -113,13 +113,13 @@ def _check_tensor(name: str, entry: metadata.TensorStorageMetadata) -> None:
 
 def _check_place(place: filesystem._StorageInfo) -> None:
     name, offset, length = place.relative_path, place.offset, place.length
-    if not is_name(name):
+    if not is_file_name(name):
         raise ValueError(f"{str(name)[:80]!r} is no file of the folder")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0 or place.transform_descriptors:
         raise ValueError(f"a chunk of {name} lies at {offset}, {length} bytes, {place.transform_descriptors}")
 
 
-def tile(whole: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:
+def chunks_cover_tensor(whole: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:
     """Whether boxes cover a tensor once, without gap or overlap: their signed corners add up to those of the whole.
 
     The sum of the boxes' indicator functions is told by its mixed difference, which is +1 or -1 at each corner of each box.

@@ -11,7 +11,7 @@ from megatron_rl.data.benchmarks.items import LETTERS, BenchmarkItem, shuffle_op
 from megatron_rl.data.benchmarks.listed_options import INLINE_MARKER, find_listed_options, split_options
 from megatron_rl.rewards.answer import compare_by_rules
 from megatron_rl.rewards.benchmark_rules import score_by_benchmark
-from tests.support.tables import png
+from tests.support.data_files import make_png
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_answer_of_a_row_earns_full_credit(benchmark: str, tmp_path: Path) -
     """As it is written; of a choice the letter, `(B)`, `B.`, `B. words` and the words, unless they are another option's letter."""
     (tmp_path / "d" / "s").mkdir(parents=True)
     for path in (tmp_path / "x.png", tmp_path / "d" / "s" / "1.png"):
-        path.write_bytes(png())
+        path.write_bytes(make_png())
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(ABOUT | row) + "\n" for row in rows_of(benchmark)))
     examples = load_benchmark_questions(DataSettings(eval=[str(path)], benchmark=benchmark), "eval")

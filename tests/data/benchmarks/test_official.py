@@ -21,8 +21,8 @@ from megatron_rl.rewards.benchmark_rules import edit_distance, score_by_benchmar
 from megatron_rl.tasks.visual_python.task import VisualPythonTask
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.types import Example, Rollout, Turn
-from tests.support.episodes import outcome_of
-from tests.support.tables import png
+from tests.support.data_files import make_png
+from tests.support.rollout_factory import make_reward_input
 
 COLORS = ("red", "light blue", "green")
 
@@ -151,7 +151,7 @@ def test_the_task_scores_by_the_benchmark(tmp_path: Path) -> None:
     is void earns nothing; a user's row cannot name a benchmark."""
     vsi = {"question_type": "object_counting", "question": "How many?", "ground_truth": "10", "dataset": "d", "scene_name": "s"}
     (tmp_path / "d" / "s").mkdir(parents=True)
-    (tmp_path / "d" / "s" / "1.png").write_bytes(png())
+    (tmp_path / "d" / "s" / "1.png").write_bytes(make_png())
     path = tmp_path / "test.jsonl"
     path.write_text(json.dumps(vsi) + "\n")
     data = DataSettings(train=[str(path)], eval=[str(path)], benchmark="vsi_bench")
@@ -161,7 +161,7 @@ def test_the_task_scores_by_the_benchmark(tmp_path: Path) -> None:
     ):
         payload = task.examples("eval")[0].payload
         scores = [
-            asyncio.run(task.rubric.score(outcome_of(Turn(sequence=0, token_span=(0, 1), text=reply), payload=payload))).reward
+            asyncio.run(task.rubric.score(make_reward_input(Turn(sequence=0, token_span=(0, 1), text=reply), payload=payload))).reward
             for reply in replies
         ]
         assert scores == [pytest.approx(0.9), 0.0]
@@ -169,7 +169,7 @@ def test_the_task_scores_by_the_benchmark(tmp_path: Path) -> None:
     path.write_text(json.dumps(row) + "\n")
     plain = VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[str(path)]))).examples("eval")[0]
     assert "official" not in plain.payload
-    outcome = outcome_of(Turn(sequence=0, token_span=(0, 1), text="<answer>11</answer>"), payload=plain.payload)
+    outcome = make_reward_input(Turn(sequence=0, token_span=(0, 1), text="<answer>11</answer>"), payload=plain.payload)
     assert asyncio.run(VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=[str(path)]))).rubric.score(outcome)).reward == 0.0
 
 

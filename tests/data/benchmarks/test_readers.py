@@ -18,10 +18,10 @@ from megatron_rl.config.rollout import BENCHMARKS as NAMES
 from megatron_rl.data.benchmarks.catalog import BENCHMARKS, load_benchmark_questions
 from megatron_rl.data.benchmarks.items import BenchmarkItem, sample_evenly, shuffle_options
 from megatron_rl.data.rows import open_rows
-from tests.support.tables import png
+from tests.support.data_files import make_png
 
-RED, BLUE = base64.b64encode(png("red")).decode(), base64.b64encode(png("blue")).decode()
-PICTURE = {"bytes": png("red"), "path": "x.png"}
+RED, BLUE = base64.b64encode(make_png("red")).decode(), base64.b64encode(make_png("blue")).decode()
+PICTURE = {"bytes": make_png("red"), "path": "x.png"}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_vstar_as_its_folders_have_it(tmp_path: Path) -> None:
     said = {"target_object": ["glove"], "bbox": [[10, 3, 5, 5]], "question": "Which color?", "options": ["red", "blue", "green"]}
     for folder, name, indent in (("direct_attributes", "a", None), ("relative_position", "b", 2)):
         (tmp_path / "v" / folder).mkdir(parents=True)
-        (tmp_path / "v" / folder / f"{name}.jpg").write_bytes(png("red"))
+        (tmp_path / "v" / folder / f"{name}.jpg").write_bytes(make_png("red"))
         (tmp_path / "v" / folder / f"{name}.json").write_text(json.dumps(said, indent=indent))
     one, two = payloads("vstar", tmp_path / "v")
     assert one["question"] == "<image>\nWhich color?\nA. red\nB. blue\nC. green" and one["answer"] == "A" and colors(one) == [(255, 0, 0)]
@@ -75,7 +75,7 @@ def test_vstar_as_its_folders_have_it(tmp_path: Path) -> None:
 
 def test_vstar_as_lines(tmp_path: Path) -> None:
     (tmp_path / "direct_attributes").mkdir()
-    (tmp_path / "direct_attributes" / "sa_1.jpg").write_bytes(png("blue"))
+    (tmp_path / "direct_attributes" / "sa_1.jpg").write_bytes(make_png("blue"))
     text = "Which color has it?\n(A) red\n(B) light blue\nAnswer with a letter."
     row = {"image": "direct_attributes/sa_1.jpg", "text": text, "category": "direct_attributes", "label": "B", "question_id": 3}
     (found,) = payloads("vstar", lines(tmp_path / "test_questions.jsonl", [row]))
@@ -133,7 +133,7 @@ def test_vsi_bench_shows_frames(tmp_path: Path) -> None:
     scene = tmp_path / "arkit" / "41"
     scene.mkdir(parents=True)
     for number in range(5):
-        (scene / f"{number:05d}.png").write_bytes(png((0, 0, 50 * number)))
+        (scene / f"{number:05d}.png").write_bytes(make_png((0, 0, 50 * number)))
     row = {"id": 1, "dataset": "arkit", "scene_name": "41"}
     rows = [
         {**row, "question_type": "object_counting", "question": "How many?", "ground_truth": "4"},
@@ -175,7 +175,7 @@ def test_tir_bench(tmp_path: Path) -> None:
     """A JSON list; one picture or two; an answer that its own scoring mends."""
     (tmp_path / "images").mkdir()
     for name in ("1.png", "2.png", "60.jpg"):
-        (tmp_path / "images" / name).write_bytes(png("red"))
+        (tmp_path / "images" / name).write_bytes(make_png("red"))
     rows = [
         {"id": 0, "task": "spot_difference", "image_1": "images/1.png", "image_2": "images/2.png", "prompt": "Where?", "answer": "1, 3"},
         {"id": 1, "task": "jigsaw", "image_1": "images/1.png", "image_2": None, "prompt": "Order?", "answer": "2 1 4 3",
@@ -191,7 +191,7 @@ def test_tir_bench(tmp_path: Path) -> None:
 
 def test_visualprobe(tmp_path: Path) -> None:
     """Pictures whose names begin with the data set's; the level stands there, too."""
-    (tmp_path / "a.png").write_bytes(png("blue"))
+    (tmp_path / "a.png").write_bytes(make_png("blue"))
     rows = [{"images": ["VisualProbe_Hard/a.png"], "problem": "<image>What?", "solution": "<answer>a cat</answer>"}]
     (tmp_path / "val.json").write_text(json.dumps(rows))
     (found,) = payloads("visualprobe", tmp_path / "val.json")
@@ -215,7 +215,7 @@ def test_mathvision(tmp_path: Path) -> None:
 
 
 def test_wemath(tmp_path: Path) -> None:
-    (tmp_path / "1.png").write_bytes(png("red"))
+    (tmp_path / "1.png").write_bytes(make_png("red"))
     row = {"ID": 4, "split": "testmini", "image_path": "1.png", "question": "x?", "answer": "B"}
     rows = [{**row, "key": key, "option": "A. 1; 2 cm; B. 3 cm; C. No correct answer"} for key in ("2steps_1", "2steps_2", "2steps_multi")]
     (tmp_path / "testmini.json").write_text(json.dumps(rows))
@@ -284,7 +284,7 @@ def test_mathvista_as_its_repository_has_it(tmp_path: Path) -> None:
     """data/testmini.json: one object by number, pictures beside the file; in the order of the numbers, on one line too."""
     (tmp_path / "images").mkdir()
     for name, color in (("2", "red"), ("10", "blue")):
-        (tmp_path / "images" / f"{name}.jpg").write_bytes(png(color))
+        (tmp_path / "images" / f"{name}.jpg").write_bytes(make_png(color))
     about = {"task": "geometry problem solving", "skills": ["a"]}
     free = {"question": "How many?", "image": "images/10.jpg", "choices": None, "unit": None, "precision": None, "answer": "-3"}
     free |= {"question_type": "free_form", "answer_type": "integer", "pid": "10", "metadata": about}
@@ -306,7 +306,7 @@ def test_dynamath_as_its_repository_has_it(tmp_path: Path) -> None:
     rows = {"2": {**row, "level": "high school"}, "1": {**row, "level": "elementary school"}}
     for trial in (1, 2):
         (tmp_path / f"trial{trial}" / "image").mkdir(parents=True)
-        (tmp_path / f"trial{trial}" / "image" / "image1.png").write_bytes(png("red"))
+        (tmp_path / f"trial{trial}" / "image" / "image1.png").write_bytes(make_png("red"))
         numbered(tmp_path / f"trial{trial}" / "dataset.json", rows)
     found = payloads("dynamath", *sorted(tmp_path.glob("trial*/dataset.json")))
     assert [each["official"]["unit"] for each in found] == ["1", "2", "1", "2"] and {each["answer"] for each in found} == {"B"}

@@ -13,10 +13,10 @@ from megatron_rl.rollout.vllm.client import GenerateClient, GenerateRequest, Par
 from megatron_rl.rollout.vllm.server_api import CONNECTION_HINT, VllmServer
 from megatron_rl.types import Image
 from sandbox.bounded_http import BoundedClient
-from tests.support.json_server import address_of, serve, stop
+from tests.support.json_server import server_url, start_server, stop_server
 
 WANTED = {"model": "abc", "tokenizer": "def", "weight transfer": "megatron_rl"}
-NOTHING = Completion([], [], finish_reason=False, versions=[])
+NOTHING = Completion([], [], is_stopped=False, weight_versions=[])
 Answers = dict[str, tuple[int, object]]
 
 
@@ -30,9 +30,9 @@ def stand_in() -> Iterator[tuple[str, Answers, list]]:
         asked.append((path, body))
         return answers.get(path, (404, {"detail": "Not Found"}))
 
-    server = serve(answer)
-    yield address_of(server), answers, asked
-    stop(server)
+    server = start_server(answer)
+    yield server_url(server), answers, asked
+    stop_server(server)
 
 
 def natures(**changes: str) -> tuple[int, object]:
@@ -48,7 +48,7 @@ def natures(**changes: str) -> tuple[int, object]:
         ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (200, b"<html>")}, "is no engine of a run"),
         ({"/version": (200, {"version": "0.31.1"})}, "is a server of vLLM 0.31.1, this is for 0.32.0; start one of that version"),
         ({"/version": (200, {"version": "0.32.0"})}, "is no engine of a run (/collective_rpc: 404"),
-        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (500, {"error": "no rl_nature"})}, "is no engine of a run"),
+        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (500, {"error": "no rl_fingerprint"})}, "is no engine of a run"),
         (
             {"/version": (200, {"version": "0.32.0+cpu"}), "/collective_rpc": natures(model="xyz")},
             f"has model xyz, this run abc; {CONNECTION_HINT}",
@@ -100,8 +100,8 @@ def ask(url: str, *, said: Completion = NOTHING) -> PartialCompletion:
 def test_the_rest_of_a_turn_is_asked_for(stand_in: tuple) -> None:
     url, answers, asked = stand_in
     answers["/inference/v1/generate"] = 200, reply()
-    part = ask(url, said=Completion([7], [-0.1], finish_reason=False, versions=[2]))
-    assert (part.token_ids, part.logprobs, part.reason) == ([8, 9], [-1.5, -0.5], "length")
+    part = ask(url, said=Completion([7], [-0.1], is_stopped=False, weight_versions=[2]))
+    assert (part.token_ids, part.logprobs, part.finish_reason) == ([8, 9], [-1.5, -0.5], "length")
     ((_, body),) = asked
     assert body["token_ids"] == [5, 6, 7] and body["cache_salt"] == "mine.3" and body["content_parts"] is None
     sampling = body["sampling_params"]
@@ -129,7 +129,7 @@ def test_an_answer_that_cannot_be_believed_is_the_servers_fault(stand_in: tuple,
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = answer
     with pytest.raises(EndpointError):
-        ask(url, said=Completion([7], [-0.1], finish_reason=False, versions=[2]))
+        ask(url, said=Completion([7], [-0.1], is_stopped=False, weight_versions=[2]))
 
 
 def test_what_vllm_does_not_take_is_the_askers_fault(stand_in: tuple) -> None:
@@ -143,11 +143,11 @@ def test_ids_that_were_expanded_otherwise_stop_the_run(stand_in: tuple) -> None:
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 6, 7]}
     with pytest.raises(RuntimeError, match="the engine read 4 tokens, and was sent 3"):
-        ask(url, said=Completion([7], [-0.1], finish_reason=False, versions=[2]))
+        ask(url, said=Completion([7], [-0.1], is_stopped=False, weight_versions=[2]))
     for other in ([5, 6, 8], [5, 7, 6], [4, 6, 7]):  # another tokenizer, or another processor
         answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": other}
         with pytest.raises(RuntimeError):
-            ask(url, said=Completion([7], [-0.1], finish_reason=False, versions=[2]))
+            ask(url, said=Completion([7], [-0.1], is_stopped=False, weight_versions=[2]))
 
 
 def shown(key: str) -> Image:
@@ -187,9 +187,9 @@ class Album:
 @pytest.fixture
 def album() -> Iterator[tuple[VllmServer, Album]]:
     album = Album()
-    served = serve(album.answer)
-    yield VllmServer(address_of(served)), album
-    stop(served)
+    served = start_server(album.answer)
+    yield VllmServer(server_url(served)), album
+    stop_server(served)
 
 
 def turn_of(seed: int, keys: str, *, most: int = 4) -> GenerateRequest:
@@ -218,11 +218,11 @@ def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[VllmSe
     """The first is asked for one token and then for the rest; a turn of two pictures waits for the one and brings the other."""
     server, seen = album
     parts = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "ab"), turn_of(3, "a", most=1)])
-    assert [(part.token_ids, part.reason, part.first) for part in parts] == [
+    assert [(part.token_ids, part.finish_reason, part.num_from_first_request) for part in parts] == [
         ([7, 8, 9, 10], "length", 1), ([7, 8, 9, 10], "length", 0), ([7, 8, 9, 10], "length", 1), ([7], "length", 0),
     ]  # fmt: skip
     sent = [key for _, _, keys in seen.asked for key in keys if key.isupper()]
-    assert sorted(sent) == ["A", "B"] and not server.coming
+    assert sorted(sent) == ["A", "B"] and not server.pending_images
     assert [(num, keys) for seed, num, keys in seen.asked if seed == 0] == [(1, ["A"]), (3, ["a"])]
     assert [(num, keys) for seed, num, keys in seen.asked if seed == 1] == [(4, ["a"])]
 
@@ -231,12 +231,12 @@ def test_a_turn_of_one_token_is_asked_for_once(album: tuple[VllmServer, Album]) 
     """And the rest of a turn of which something is said brings its pictures with it, in one request: its server may be another one."""
     server, seen = album
     (part,) = asking_all(server, [turn_of(0, "a", most=1)])
-    assert (part.token_ids, part.reason, part.first) == ([7], "length", 0) and seen.asked == [(0, 1, ["A"])]
+    assert (part.token_ids, part.finish_reason, part.num_from_first_request) == ([7], "length", 0) and seen.asked == [(0, 1, ["A"])]
 
     async def rest() -> PartialCompletion:
         async with BoundedClient() as http:
             asking = GenerateClient(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
-            said = Completion([7], [-1.0], finish_reason=False, versions=[2])
+            said = Completion([7], [-1.0], is_stopped=False, weight_versions=[2])
             return await asking.generate(server, turn_of(1, "b"), said, label="mine.3", salt="mine.3")
 
     assert asyncio.run(rest()).token_ids == [8, 9, 10] and seen.asked[1:] == [(1, 3, ["B"])]
@@ -245,8 +245,8 @@ def test_a_turn_of_one_token_is_asked_for_once(album: tuple[VllmServer, Album]) 
 def test_who_waits_for_a_picture_brings_it_where_the_first_was_given_up(album: tuple[VllmServer, Album]) -> None:
     server, seen = album
     given_up, brought, told = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "a")], cancelled=0)
-    assert isinstance(given_up, asyncio.CancelledError) and (brought.first, told.first) == (1, 0)
-    assert [keys for seed, _, keys in seen.asked if seed] == [["A"], ["a"], ["a"]] and not server.coming
+    assert isinstance(given_up, asyncio.CancelledError) and (brought.num_from_first_request, told.num_from_first_request) == (1, 0)
+    assert [keys for seed, _, keys in seen.asked if seed] == [["A"], ["a"], ["a"]] and not server.pending_images
 
 
 def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[VllmServer, Album]) -> None:
@@ -254,7 +254,7 @@ def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[
     server, seen = album
     seen.faults = [500]
     faults = asking_all(server, [turn_of(seed, "a") for seed in range(3)])
-    assert [type(fault) for fault in faults] == [EndpointError] * 3 and len(seen.asked) == 1 and server.endpoint.rest_until > 0
+    assert [type(fault) for fault in faults] == [EndpointError] * 3 and len(seen.asked) == 1 and server.endpoint.backoff_until > 0
 
 
 def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[VllmServer, Album]) -> None:
@@ -270,7 +270,7 @@ def test_more_tokens_than_were_asked_for_are_not_believed(stand_in: tuple) -> No
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 7, 7, 7]}
     with pytest.raises(EndpointError, match="2 tokens, asked for 1"):
-        ask(url, said=Completion([7, 7, 7], [-0.1] * 3, finish_reason=False, versions=[2] * 3))
+        ask(url, said=Completion([7, 7, 7], [-0.1] * 3, is_stopped=False, weight_versions=[2] * 3))
 
 
 def letters(token_ids: list[int]) -> str:

@@ -11,9 +11,18 @@ import torch
 from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.rollout.vllm.weight_sender import WeightSender, require_matching, run_in_daemon_thread
-from megatron_rl.rollout.vllm.weight_transport import WIRES, Bucket, Digest, Gloo, Meeting, packed, store_of, unpacked
-from tests.support.hostile_server import hostile
-from tests.support.json_server import address_of, serve, stop
+from megatron_rl.rollout.vllm.weight_transport import (
+    TRANSPORTS,
+    Bucket,
+    GlooTransport,
+    Rendezvous,
+    UpdateDigest,
+    open_store,
+    pack_bucket,
+    unpack_bucket,
+)
+from tests.support.hostile_server import serve_hostile
+from tests.support.json_server import server_url, start_server, stop_server
 
 GENERATOR = torch.Generator().manual_seed(0)
 TENSORS = {
@@ -29,7 +38,7 @@ class StandIn:
         self.calls: list[str] = []
         self.held: dict[str, torch.Tensor] = {}
         self.label, self.fails, self.after = "default", "", 0
-        self.wire, self.is_open, self.digest = None, False, Digest()
+        self.wire, self.is_open, self.digest = None, False, UpdateDigest()
         self.drips = ""
         """A path that it answers by drops, without end."""
         self.is_over = Event()
@@ -38,8 +47,8 @@ class StandIn:
         self.holds = Event()
         """Cleared: it takes no bucket."""
         self.holds.set()
-        self.http = serve(self.answer)
-        self.url = address_of(self.http)
+        self.http = start_server(self.answer)
+        self.url = server_url(self.http)
 
     def answer(self, asked: str, body: dict) -> tuple[int, dict]:
         path = asked.partition("?")[0]
@@ -70,13 +79,13 @@ class StandIn:
     def meet(self, body: dict) -> None:
         claim = dict(body["init_info"])
         self.owner = claim.pop("owner")
-        meeting = Meeting(**claim)
-        self.wire = WIRES[meeting.kind](meeting, store_of(meeting, rank=1), rank=1)
+        meeting = Rendezvous(**claim)
+        self.wire = TRANSPORTS[meeting.kind](meeting, open_store(meeting, rank=1), rank=1)
 
     def start(self, body: dict) -> None:
         if self.is_open:
             raise RuntimeError("an update is already active")
-        self.is_open, self.held, self.digest = True, {}, Digest()
+        self.is_open, self.held, self.digest = True, {}, UpdateDigest()
 
     def take(self, body: dict) -> None:
         bucket = Bucket(**body["update_info"])
@@ -86,12 +95,12 @@ class StandIn:
         self.holds.wait(30)
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         self.wire.broadcast(flat)
-        tensors = unpacked(bucket, flat)
+        tensors = unpack_bucket(bucket, flat)
         self.digest.add(tensors)
         self.held |= {name: tensor.clone() for name, tensor in tensors}
         if self.flips and bucket.digest:
             self.held["c"].view(torch.int32)[3, 5] ^= 1
-        if bucket.digest and bucket.digest != self.digest.text():
+        if bucket.digest and bucket.digest != self.digest.hexdigest():
             raise RuntimeError("what came is not what was sent")
 
     def finish(self, body: dict) -> None:
@@ -104,16 +113,16 @@ def two() -> Iterator[tuple[StandIn, StandIn]]:
     yield both
     for each in both:
         each.is_over.set()
-        stop(each.http)
+        stop_server(each.http)
 
 
 def sender_to(*servers: StandIn, **changes: object) -> WeightSender:
-    given = {"wanted": {"model": "m"}, "owner": "me", "kind": "gloo", "bucket_bytes": 50, "timeout_s": 10.0, **changes}
+    given = {"expected": {"model": "m"}, "owner": "me", "kind": "gloo", "bucket_bytes": 50, "timeout_s": 10.0, **changes}
     return WeightSender([VllmServer(each.url) for each in servers], **given)
 
 
 def send(sender: WeightSender, label: str, *to: StandIn, scale: float = 1.0) -> tuple[list[str], dict[str, str]]:
-    return sender.send(((name, scale * tensor) for name, tensor in TENSORS.items()), label, to=[each.url for each in to])
+    return sender.send(((name, scale * tensor) for name, tensor in TENSORS.items()), label, urls=[each.url for each in to])
 
 
 def holds(server: StandIn, *, scale: float = 1.0) -> bool:
@@ -123,15 +132,15 @@ def holds(server: StandIn, *, scale: float = 1.0) -> bool:
 def test_what_lies_where_in_the_bytes() -> None:
     """Each begins at a multiple of 16 bytes, and comes out as it went in; the digest minds order, names and bits."""
     tensors = list(TENSORS.items())
-    bucket, flat = packed(tensors)
+    bucket, flat = pack_bucket(tensors)
     assert flat.numel() == bucket.num_bytes == 96 + 16 + 1760 + 0 + 16
-    for (name, tensor), (sent, expected) in zip(unpacked(bucket, flat), tensors, strict=True):
+    for (name, tensor), (sent, expected) in zip(unpack_bucket(bucket, flat), tensors, strict=True):
         assert name == sent and tensor.dtype == expected.dtype and torch.equal(tensor, expected)
     nearly, texts = tensors[0][1].nextafter(torch.ones(1)), set()
     for changed in (tensors, tensors[::-1], [("z", tensors[0][1]), *tensors[1:]], [("a", nearly), *tensors[1:]]):
-        digest = Digest()
+        digest = UpdateDigest()
         digest.add(changed)
-        texts.add(digest.text())
+        texts.add(digest.hexdigest())
     assert len(texts) == 4
 
 
@@ -163,8 +172,8 @@ def test_one_that_fails_on_the_way_is_left_out(
 ) -> None:  # fmt: skip
     """The other has all of it. What fails is never resumed, and its group is left; the next update, or `admit`, brings it back, in a group
     of its own."""
-    left: list[Gloo] = []
-    monkeypatch.setattr(Gloo, "close", lambda wire: left.append(wire))
+    left: list[GlooTransport] = []
+    monkeypatch.setattr(GlooTransport, "close", lambda wire: left.append(wire))
     bad, good = two
     sender = sender_to(*two)
     sender.lock_servers()
@@ -173,7 +182,7 @@ def test_one_that_fails_on_the_way_is_left_out(
     assert held == [good.url] and holds(good) and good.label == "mine.1"
     assert faults.keys() == {bad.url} and faults[bad.url].startswith(f"{path}: 500") and "/resume" not in bad.calls
     assert bad.label == "default", "by its label it would be let in"
-    assert len(left) == 1 and left[0] is not sender._lines[good.url].wire
+    assert len(left) == 1 and left[0] is not sender._connections[good.url].transport
     bad.fails = ""
     sender.add_server(bad.url)
     assert holds(bad) and bad.label == "mine.1" and bad.calls[-1] == "/resume"
@@ -186,7 +195,9 @@ def test_one_that_answers_by_drops_is_left_out_in_time(two: tuple[StandIn, Stand
     bad, good = two
     sender = sender_to(*two)
     sender.lock_servers()
-    sender._lines[bad.url].server._longest_s = 0.3  # as parallel.timeout_s would for both: the other one is to be in time on a busy machine
+    sender._connections[
+        bad.url
+    ].server._max_timeout_s = 0.3  # as parallel.timeout_s would for both: the other one is to be in time on a busy machine
     bad.drips, began = path, time.monotonic()
     held, faults = send(sender, "mine.1", *two)
     assert held == [good.url] and holds(good) and faults == {bad.url: f"{path}: no whole answer within 0.3 s"}
@@ -198,11 +209,11 @@ def test_an_end_of_ours_that_hangs_is_not_waited_for_either(two: tuple[StandIn, 
     bad, good = two
     sender = sender_to(*two)
     sender.lock_servers()
-    sender._lines[bad.url].timeout_s = 0.5
-    bad_wire, over = sender._lines[bad.url].wire, Event()
-    broadcast = Gloo.broadcast
+    sender._connections[bad.url].timeout_s = 0.5
+    bad_wire, over = sender._connections[bad.url].transport, Event()
+    broadcast = GlooTransport.broadcast
     monkeypatch.setattr(bad, "take", lambda body: None)
-    monkeypatch.setattr(Gloo, "broadcast", lambda wire, flat: over.wait(10) if wire is bad_wire else broadcast(wire, flat))
+    monkeypatch.setattr(GlooTransport, "broadcast", lambda wire, flat: over.wait(10) if wire is bad_wire else broadcast(wire, flat))
     held, faults = send(sender, "mine.1", *two)
     over.set()
     assert held == [good.url] and faults == {bad.url: "/update_weights: no end within parallel.timeout_s=0.5"}
@@ -210,10 +221,10 @@ def test_an_end_of_ours_that_hangs_is_not_waited_for_either(two: tuple[StandIn, 
 
 def test_servers_that_cut_their_weights_otherwise_are_not_compared() -> None:
     whole, cut = {"tp0:a": "1"}, {"tp0:a": "2", "tp1:a": "3"}
-    require_matching(cut, whole, of="http://whole")
-    require_matching(whole, cut, of="http://cut")
+    require_matching(cut, whole, reference_url="http://whole")
+    require_matching(whole, cut, reference_url="http://cut")
     with pytest.raises(EndpointError, match=r"^holds other weights than http://cut: 1 differ, tp1:a first"):
-        require_matching(cut | {"tp1:a": "4"}, cut, of="http://cut")
+        require_matching(cut | {"tp1:a": "4"}, cut, reference_url="http://cut")
 
 
 def test_all_hold_the_same_by_their_own_word(two: tuple[StandIn, StandIn]) -> None:
@@ -267,14 +278,14 @@ def test_an_update_that_another_trainer_left_open_is_ended(two: tuple[StandIn, S
 
 def test_a_server_that_asks_for_a_key_is_told(two: tuple[StandIn, StandIn]) -> None:
     """With what to do about it."""
-    with hostile("401") as url:
+    with serve_hostile("401") as url:
         line = rf"engine.urls={url}: /version: 401, no such key; it does not accept .*; give the file of its token as engine.token_file"
         with pytest.raises(ValueError, match=f"^{line}$"):
             VllmServer(url).check({"model": "m"})
-    with hostile("body by drops") as url:
+    with serve_hostile("body by drops") as url:
         line = rf"^engine.urls={url}: no server of vLLM answers there \(/version: no whole answer within 0.3 s\)"
         with pytest.raises(ValueError, match=line):
-            VllmServer(url, longest_s=0.3).check({"model": "m"})
+            VllmServer(url, max_timeout_s=0.3).check({"model": "m"})
 
 
 def test_a_server_that_cannot_be_had_is_told(two: tuple[StandIn, StandIn]) -> None:
@@ -283,4 +294,4 @@ def test_a_server_that_cannot_be_had_is_told(two: tuple[StandIn, StandIn]) -> No
     with pytest.raises(ValueError, match=rf"^engine.urls={two[1].url}: cannot be had \(/init_weight_transfer_engine: 500.*it would not"):
         sender_to(*two).lock_servers()
     with pytest.raises(ValueError, match=r"has model m, this run x; start it with"):
-        sender_to(two[0], wanted={"model": "x"}).lock_servers()
+        sender_to(two[0], expected={"model": "x"}).lock_servers()

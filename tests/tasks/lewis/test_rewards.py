@@ -20,7 +20,7 @@ from megatron_rl.tasks.lewis.rewards import (
     speaker_rubric,
 )
 from megatron_rl.types import Turn
-from tests.support.episodes import outcome_of
+from tests.support.rollout_factory import make_reward_input
 
 WHOLE = "<thinking>It is red.</thinking><coarse>a photo of a red mug</coarse><detailed>The mug is red, with a chip.</detailed>"
 CASES = {
@@ -110,7 +110,7 @@ def test_accuracy_is_paid_in_three_ways() -> None:
 
 
 def scored(rubric: object, text: str, payload: dict[str, object]) -> object:
-    return asyncio.run(rubric.score(outcome_of(Turn(sequence=0, token_span=(0, 1), text=text), payload=payload)))
+    return asyncio.run(rubric.score(make_reward_input(Turn(sequence=0, token_span=(0, 1), text=text), payload=payload)))
 
 
 def test_a_speakers_reward_is_the_sum_of_its_parts() -> None:

@@ -28,7 +28,7 @@ class EngineHolder:
 
     def __init__(self, model: ModelSettings, settings: EngineSettings) -> None:
         """Takes as long as it takes to read the weights twice. ValueError: no such model, or settings that do not fit it."""
-        self.renderer, self.settings = Renderer(model, cached_bytes=RENDERER_CACHE_BYTES), settings
+        self.renderer, self.settings = Renderer(model, cache_bytes=RENDERER_CACHE_BYTES), settings
         self._version_fields = (model.min_pixels, model.max_pixels, settings.dtype)
         self.version = compute_folder_version(Path(model.path), *self._version_fields)
         self._weights_lock, self._has_weights = ReadWriteLock(), True
@@ -61,7 +61,7 @@ class EngineHolder:
 
     async def run_in_renderer(self, function: Callable[[], T]) -> T:
         """What `function` returns, computed in one of the renderer's threads."""
-        return await self.renderer.aside(function)
+        return await self.renderer.run_in_thread(function)
 
     async def generate(self, context: TokenSequence, sampling: SamplingSettings) -> Completion:
         """Cancelled, it is computed no further. ValueError: no room in the engine's context; InfraError: the engine has failed."""

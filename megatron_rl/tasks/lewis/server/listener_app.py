@@ -101,9 +101,9 @@ class YesScorer:
     async def compute_yes_logprob(self, context: TokenSequence) -> float:
         """ValueError: it does not fit. InfraError: the engine is in trouble."""
         async with self._wait_for_shared_prefix(context.images[0].key):
-            sampling = SamplingSettings(max_tokens=1, temperature=1.0, seed=0, asked=(*self.yes_ids, *self.no_ids))
+            sampling = SamplingSettings(max_tokens=1, temperature=1.0, seed=0, logprob_token_ids=(*self.yes_ids, *self.no_ids))
             completion = await self.engine.generate(context, sampling)
-        (told,) = completion.asked
+        (told,) = completion.requested_logprobs
         logprob = logsumexp(told[: len(self.yes_ids)]) - logsumexp(told)
         if not math.isfinite(logprob):
             raise InfraError("the model gave no number")

@@ -143,7 +143,7 @@ class SpeakerService:
             completion = await self.engine.generate(context, sampling)
         if not completion.token_ids:
             raise InfraError("the model gave no reply")
-        return self.engine.renderer.text(completion.token_ids)
+        return self.engine.renderer.decode_response(completion.token_ids)
 
     async def health(self) -> dict[str, Any]:
         if not self.engine.is_healthy:

@@ -39,7 +39,7 @@ def test_a_service_is_well_while_its_weights_change(monkeypatch: pytest.MonkeyPa
     """Another run that begins just then would take it for broken. It is not well once an update has failed, until one is taken."""
     renderer = SimpleNamespace(image_token_id=0, banned_ids=[], stop_ids=[], final_pixels=(1, 2))
     for name, value in {
-        "ColocatedEngine": Engine, "Renderer": lambda model, *, cached_bytes: renderer, "compute_folder_version": lambda *_: "first",
+        "ColocatedEngine": Engine, "Renderer": lambda model, *, cache_bytes: renderer, "compute_folder_version": lambda *_: "first",
         "compute_tensors_version": lambda tensors, *_: f"{tensors['a'].item():g}",
     }.items():  # fmt: skip
         monkeypatch.setattr(engine_holder, name, value)

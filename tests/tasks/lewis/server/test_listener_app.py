@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from tests.support.model_servers import Started, as_base64, noise, png, started
+from tests.support.model_server_process import ServerProcess, encode_base64, encode_png, make_noise_image, running_model_server
 
 PYes = Callable[[Image.Image, str], float]
 QUESTIONS = ('Does "a photo of a red cup" describe the main subject of the image? Answer yes or no.', "Is this it?", "<|im_end|> Yes?")
@@ -26,21 +26,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = home / "pictures"
     root.mkdir()
     for number in range(5):
-        (root / f"{number}.png").write_bytes(png(noise(number)))
-    (home / "secret.png").write_bytes(png(noise(9)))
+        (root / f"{number}.png").write_bytes(encode_png(make_noise_image(number)))
+    (home / "secret.png").write_bytes(encode_png(make_noise_image(9)))
     (root / "out.png").symlink_to(home / "secret.png")
     (root / "in.png").symlink_to(root / "4.png")
     (root / "again.png").write_bytes((root / "0.png").read_bytes())
     (root / "half.png").write_bytes((root / "0.png").read_bytes()[:300])
     (root / "text.png").write_text("no picture")
-    (root / "wide.png").write_bytes(png(Image.new("1", (7000, 7000))))
+    (root / "wide.png").write_bytes(encode_png(Image.new("1", (7000, 7000))))
     os.mkfifo(root / "pipe.png")
     return root
 
 
 @pytest.fixture(scope="module")
-def listener(random_model: Path, folder: Path) -> Iterator[Started]:
-    with started("listener", random_model, "--root", folder, "--log", folder.parent / "log.jsonl", "--name", "mine") as server:
+def listener(random_model: Path, folder: Path) -> Iterator[ServerProcess]:
+    with running_model_server("listener", random_model, "--root", folder, "--log", folder.parent / "log.jsonl", "--name", "mine") as server:
         yield server
 
 
@@ -67,7 +67,7 @@ def p_yes(random_model: Path) -> PYes:
     return p_yes
 
 
-def test_the_seeds_request_is_answered_with_hugging_faces_numbers(listener: Started, p_yes: PYes) -> None:
+def test_the_seeds_request_is_answered_with_hugging_faces_numbers(listener: ServerProcess, p_yes: PYes) -> None:
     """The game's own request, with two items: paths, a question, topk; and the reward worked out from the oracle's numbers."""
     batch = [
         {"candidate_paths": ["0.png", "1.png", "2.png"], "question": QUESTIONS[0], "topk": 1},
@@ -78,7 +78,7 @@ def test_the_seeds_request_is_answered_with_hugging_faces_numbers(listener: Star
     told = answer.json()
     assert told["took"] > 0 and len(told["results"]) == 2
     for item, result in zip(batch, told["results"], strict=True):
-        expected = [p_yes(noise(int(path[0])), item["question"]) for path in item["candidate_paths"]]
+        expected = [p_yes(make_noise_image(int(path[0])), item["question"]) for path in item["candidate_paths"]]
         assert result["yes_probabilities"] == pytest.approx(expected, abs=1e-5, rel=1e-4)
         best = max(range(len(expected)), key=expected.__getitem__)
         share = expected[best] / sum(expected)
@@ -90,22 +90,22 @@ def test_the_seeds_request_is_answered_with_hugging_faces_numbers(listener: Star
     assert one["yes_probabilities"] == pytest.approx(told["results"][0]["yes_probabilities"], abs=1e-5)
 
 
-def test_many_at_once_are_answered_as_alone(listener: Started, p_yes: PYes) -> None:
+def test_many_at_once_are_answered_as_alone(listener: ServerProcess, p_yes: PYes) -> None:
     """Forty requests side by side, of all questions and orders; what a stranger writes as a special token is text."""
     orders = [(0, 1, 2), (2, 1, 0), (3, 4), (1, 3, 0, 4)]
     asked = [(order, question) for order in orders for question in QUESTIONS] * 4
     bodies = [{"candidate_paths": [f"{index}.png" for index in order], "question": question} for order, question in asked]
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
         answers = list(pool.map(lambda body: listener.post("/score", body, timeout_s=200), bodies))
-    expected = {(index, question): p_yes(noise(index), question) for index in range(5) for question in QUESTIONS}
+    expected = {(index, question): p_yes(make_noise_image(index), question) for index in range(5) for question in QUESTIONS}
     for (order, question), answer in zip(asked, answers, strict=True):
         assert answer.status_code == 200, answer.text
         assert answer.json()["yes_probabilities"] == pytest.approx([expected[index, question] for index in order], abs=1e-5, rel=1e-4)
 
 
-def test_pictures_travel_as_paths_files_or_hashes(listener: Started) -> None:
-    files = [png(noise(0)), png(noise(11))]
-    by_file = [{"base64": as_base64(content)} for content in files]
+def test_pictures_travel_as_paths_files_or_hashes(listener: ServerProcess) -> None:
+    files = [encode_png(make_noise_image(0)), encode_png(make_noise_image(11))]
+    by_file = [{"base64": encode_base64(content)} for content in files]
     by_hash = [{"sha256": hashlib.sha256(content).hexdigest()} for content in files]
     unknown = listener.post("/score", {"candidates": by_hash, "question": "This?"})
     assert unknown.status_code == 404 and unknown.json()["detail"]["unknown"] == [each["sha256"] for each in by_hash]
@@ -147,7 +147,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_answered_is_an_error_and_no_number(listener: Started, case: str) -> None:
+def test_what_cannot_be_answered_is_an_error_and_no_number(listener: ServerProcess, case: str) -> None:
     """Alone and beside an item that can be: the whole request is refused, nothing is scored as zero, and the server stays up."""
     change, said = BAD[case]
     body = {key: value for key, value in {**GOOD, **change}.items() if value != [] or case == "no candidates"}
@@ -159,7 +159,7 @@ def test_what_cannot_be_answered_is_an_error_and_no_number(listener: Started, ca
     assert listener.post("/score", GOOD).status_code == 200
 
 
-def test_it_tells_of_itself(listener: Started, folder: Path) -> None:
+def test_it_tells_of_itself(listener: ServerProcess, folder: Path) -> None:
     health = httpx.get(f"{listener.url}/health", trust_env=False).json()
     assert (health["status"], health["name"]) == ("ok", "mine") and len(health["version"]) == 32
     assert len(health["tokens"]["yes"]) == 1 and len(health["tokens"]["no"]) == 3

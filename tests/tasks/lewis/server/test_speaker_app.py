@@ -21,7 +21,7 @@ from megatron_rl.tasks.lewis.description import PROMPT
 from megatron_rl.tasks.lewis.server.image_cache import ImageCache
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
 from megatron_rl.tasks.lewis.server.speaker_app import MAX_REPLY_TOKENS, SpeakerService, create_app
-from tests.support.model_servers import Started, as_base64, noise, png, started
+from tests.support.model_server_process import ServerProcess, encode_base64, encode_png, make_noise_image, running_model_server
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 REPLIES = {
@@ -42,7 +42,7 @@ class Room:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.renderer = SimpleNamespace(prompt=self._prompt, text=lambda ids: "".join(map(chr, ids)))
+        self.renderer = SimpleNamespace(prompt=self._prompt, decode_response=lambda ids: "".join(map(chr, ids)))
 
     def _prompt(self, messages: Any) -> str:
         with self.lock:
@@ -65,7 +65,7 @@ class Room:
             self.held -= 1
         has_situation = "<state>" in context and "<location>" in context
         assert sampling.stop == (("</location>",) if has_situation else ("</detailed>",))
-        return Completion(list(map(ord, REPLIES[category] + SAID * has_situation)), [], finish_reason=True, versions=[])
+        return Completion(list(map(ord, REPLIES[category] + SAID * has_situation)), [], is_stopped=True, weight_versions=[])
 
 
 def asked(path: str, body: object, *, room: Room | None = None) -> httpx.Response:
@@ -80,7 +80,7 @@ def asked(path: str, body: object, *, room: Room | None = None) -> httpx.Respons
 def test_few_pictures_are_rendered_at_a_time() -> None:
     """Finding 7: all of a request's, 14 MB each, waited for the engine. As many as it answers at a time, of all requests together; and
     one that fails gives back its places."""
-    images = [{"base64": as_base64(png(noise(seed, side=28)))} for seed in range(40)]
+    images = [{"base64": encode_base64(encode_png(make_noise_image(seed, side=28)))} for seed in range(40)]
     batch = [{"image": image, "category": "mug" if number % 3 else "cap"} for number, image in enumerate(images)]
     room = Room()
 
@@ -103,7 +103,7 @@ def test_few_pictures_are_rendered_at_a_time() -> None:
 
 def test_each_picture_has_one_description() -> None:
     """The game's own service gave each the list of all; and never answered to /describe."""
-    images = [{"base64": as_base64(png(noise(seed, side=28)))} for seed in range(3)]
+    images = [{"base64": encode_base64(encode_png(make_noise_image(seed, side=28)))} for seed in range(3)]
     batch = [{"image": image, "category": category} for image, category in zip(images, ("mug", "cap", "mug"), strict=True)]
     told = asked("/batch_describe", {"batch": batch}).json()
     mug, cap, again = told["results"]
@@ -116,7 +116,7 @@ def test_each_picture_has_one_description() -> None:
 
 def test_state_and_location_are_asked_for_where_they_are_wanted() -> None:
     """By the longer prompt, whose reply ends behind them; in one request with a picture of which they are not wanted."""
-    image = {"base64": as_base64(png(noise(0, side=28)))}
+    image = {"base64": encode_base64(encode_png(make_noise_image(0, side=28)))}
     batch = [{"image": image, "category": "mug", "situation": wanted} for wanted in (True, False)]
     with_it, without = asked("/batch_describe", {"batch": batch}).json()["results"]
     assert (with_it["state"], with_it["location"]) == ("chipped", "on a shelf") and (without["state"], without["location"]) == ("", "")
@@ -135,18 +135,20 @@ def test_what_is_no_picture_is_refused(body: dict[str, object]) -> None:
 
 
 @pytest.fixture(scope="module")
-def speaker(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+def speaker(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     root = tmp_path_factory.mktemp("speaker")
     for number in range(2):
-        (root / f"{number}.png").write_bytes(png(noise(number)))
+        (root / f"{number}.png").write_bytes(encode_png(make_noise_image(number)))
     token = root / "token"
     token.write_text(TOKEN)
-    with started("speaker", random_model, "--root", root, "--max-model-len", "256", "--trained", "--token-file", token) as server:
+    with running_model_server(
+        "speaker", random_model, "--root", root, "--max-model-len", "256", "--trained", "--token-file", token
+    ) as server:
         server.headers = {"Authorization": f"Bearer {TOKEN}"}
         yield server
 
 
-def says_what_hugging_face_says(speaker: Started, folder: Path) -> str:
+def says_what_hugging_face_says(speaker: ServerProcess, folder: Path) -> str:
     """Greedy, up to the end of the context; the words of a random model, token for token for as far as they go. Its version."""
     answer = speaker.post(
         "/batch_describe", {"batch": [{"image_path": f"{number}.png", "category": "mug"} for number in range(2)]}, timeout_s=300
@@ -157,7 +159,7 @@ def says_what_hugging_face_says(speaker: Started, folder: Path) -> str:
     content = [{"type": "image"}, {"type": "text", "text": PROMPT.format(category="mug")}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     for number, result in enumerate(answer.json()["results"]):
-        inputs = processor(text=[prompt], images=[noise(number)], do_resize=False, return_tensors="pt")
+        inputs = processor(text=[prompt], images=[make_noise_image(number)], do_resize=False, return_tensors="pt")
         length = inputs["input_ids"].shape[1]
         ids = model.generate(**inputs, max_new_tokens=256 - length, do_sample=False)[0, length:]
         expected = processor.tokenizer.decode(ids, skip_special_tokens=False).split("<|im_end|>")[0]
@@ -166,7 +168,7 @@ def says_what_hugging_face_says(speaker: Started, folder: Path) -> str:
 
 
 def test_it_says_what_hugging_face_says_with_its_weights_and_with_those_that_a_run_sends(
-    speaker: Started, random_model: Path, tmp_path: Path
+    speaker: ServerProcess, random_model: Path, tmp_path: Path
 ) -> None:
     """The second ones come in several parts, under the released names, into an engine that has remembered these very questions."""
     first = says_what_hugging_face_says(speaker, random_model)
@@ -176,5 +178,5 @@ def test_it_says_what_hugging_face_says_with_its_weights_and_with_those_that_a_r
     token.write_text(TOKEN)
     settings = WeightPublishSettings(urls=[speaker.url], chunk_mib=1.0, timeout_s=120.0, token_file=str(token))
     audience = WeightPublisher(settings, run="r", is_main=True)
-    assert audience.serve(lambda: iter(tensors.items()), step=1) == {"weight_publish/num_behind": 0.0}
+    assert audience.publish(lambda: iter(tensors.items()), step=1) == {"weight_publish/num_behind": 0.0}
     assert says_what_hugging_face_says(speaker, tmp_path / "other") != first

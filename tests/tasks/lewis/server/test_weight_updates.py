@@ -19,10 +19,10 @@ from megatron_rl.rollout.weight_publisher import WeightPublisher
 from megatron_rl.tasks.lewis.server.model_version import compute_tensors_version
 from megatron_rl.tasks.lewis.server.read_write_lock import ReadWriteLock
 from megatron_rl.tasks.lewis.server.weight_updates import PublishedWeightReceiver, WeightPart
-from tests.support.hostile_server import hostile
-from tests.support.listeners import Room, app_of
-from tests.support.listening import listener_of
-from tests.support.model_servers import as_base64, noise, png
+from tests.support.fake_listener import FakeEngineHolder, build_app
+from tests.support.hostile_server import serve_hostile
+from tests.support.listener_clients import serve_listener
+from tests.support.model_server_process import encode_base64, encode_png, make_noise_image
 
 SHAPES = {"model.language_model.norm.weight": (3,), "model.visual.patch.weight": (2, 2), "lm_head.weight": (4, 3)}
 TENSORS = {name: torch.arange(math.prod(shape), dtype=torch.float32).view(shape) for name, shape in SHAPES.items()}
@@ -133,7 +133,7 @@ def test_a_version_is_that_of_every_bit() -> None:
     assert compute_tensors_version(dict(reversed(TENSORS.items())), 1) == versions[0]
 
 
-class Trained(Room):
+class Trained(FakeEngineHolder):
     """Its version is the sum of what it holds."""
 
     def __init__(self) -> None:
@@ -163,13 +163,13 @@ def test_a_run_sends_its_weights_and_they_answer(tmp_path: Path) -> None:
     """In one part and in three; what is answered is by the version that stands beside it; at two of three steps none are due."""
     room, told, token = Trained(), [], tmp_path / "token"
     token.write_text("a-word-of-many-letters\n")
-    with listener_of(room, trained=True, token="a-word-of-many-letters") as url:
+    with serve_listener(room, receives_weights=True, token="a-word-of-many-letters") as url:
         for part_mib, factor in ((16.0, 2.0), (1e-5, 3.0)):
             settings = WeightPublishSettings(urls=[url], every=3, chunk_mib=part_mib, token_file=str(token))
-            audience = WeightPublisher(settings, run="runs/a", is_main=True, tell=told.append)
-            assert audience.serve(lambda: pairs(100.0), step=4) == {}
-            assert audience.serve(lambda factor=factor: pairs(factor), step=6) == {"weight_publish/num_behind": 0.0}
-            candidates = [{"base64": as_base64(png(noise(seed, side=28)))} for seed in range(2)]
+            audience = WeightPublisher(settings, run="runs/a", is_main=True, log=told.append)
+            assert audience.publish(lambda: pairs(100.0), step=4) == {}
+            assert audience.publish(lambda factor=factor: pairs(factor), step=6) == {"weight_publish/num_behind": 0.0}
+            candidates = [{"base64": encode_base64(encode_png(make_noise_image(seed, side=28)))} for seed in range(2)]
             body = {"candidates": candidates, "question": "This?"}
             answer = httpx.post(f"{url}/score", json=body, headers={"Authorization": f"Bearer {token.read_text().strip()}"}, timeout=30)
             assert answer.json()["version"] == f"{SUM * factor:g}"
@@ -177,42 +177,40 @@ def test_a_run_sends_its_weights_and_they_answer(tmp_path: Path) -> None:
 
 
 def test_a_service_that_does_not_take_them_is_told_of_and_the_others_have_them() -> None:
-    room, plain, told = Trained(), Room(), []
-    with listener_of(room, trained=True) as url, listener_of(plain) as without:
+    room, plain, told = Trained(), FakeEngineHolder(), []
+    with serve_listener(room, receives_weights=True) as url, serve_listener(plain) as without:
         urls = [url, without, "http://127.0.0.1:9"]
-        audience = WeightPublisher(WeightPublishSettings(urls=urls, max_attempts=2, timeout_s=5.0), run="r", is_main=True, tell=told.append)
-        assert audience.serve(pairs, step=1) == {"weight_publish/num_behind": 2.0}
-        bad = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, tell=told.append)
-        assert bad.serve(lambda: iter([("lm_head.weight", torch.zeros(4, 3))]), step=1) == {"weight_publish/num_behind": 1.0}
+        audience = WeightPublisher(WeightPublishSettings(urls=urls, max_attempts=2, timeout_s=5.0), run="r", is_main=True, log=told.append)
+        assert audience.publish(pairs, step=1) == {"weight_publish/num_behind": 2.0}
+        bad = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, log=told.append)
+        assert bad.publish(lambda: iter([("lm_head.weight", torch.zeros(4, 3))]), step=1) == {"weight_publish/num_behind": 1.0}
     assert room.loads == 1 and room.version == f"{SUM:g}"
     assert "HTTP 404" in told[0] and "--trained" in told[0] and "127.0.0.1:9" in told[1] and "2 tensors did not come" in told[2]
 
 
 def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
     told: list[str] = []
-    with listener_of(Trained(), trained=True, token="a-word-of-many-letters") as url:
-        audience = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, tell=told.append)
+    with serve_listener(Trained(), receives_weights=True, token="a-word-of-many-letters") as url:
+        audience = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, log=told.append)
         with pytest.raises(
             ValueError, match=rf"^weight_publish.urls={url}: answers 401 .*; give its token: weight_publish.token_file=FILE$"
         ):
-            audience.serve(pairs, step=1)
-    with hostile("body by drops") as url:
-        audience = WeightPublisher(
-            WeightPublishSettings(urls=[url], max_attempts=1, timeout_s=0.3), run="r", is_main=True, tell=told.append
-        )
-        assert audience.serve(pairs, step=1) == {"weight_publish/num_behind": 1.0}
+            audience.publish(pairs, step=1)
+    with serve_hostile("body by drops") as url:
+        audience = WeightPublisher(WeightPublishSettings(urls=[url], max_attempts=1, timeout_s=0.3), run="r", is_main=True, log=told.append)
+        assert audience.publish(pairs, step=1) == {"weight_publish/num_behind": 1.0}
     assert told == [f"audience: {url}: no whole answer within 0.3 s"]
 
 
 def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() -> None:
     room, told = Trained(), []
     room.fails = True
-    with listener_of(room, trained=True) as url:
-        audience = WeightPublisher(WeightPublishSettings(urls=[url], max_attempts=1), run="r", is_main=True, tell=told.append)
-        assert audience.serve(pairs, step=1) == {"weight_publish/num_behind": 1.0}
+    with serve_listener(room, receives_weights=True) as url:
+        audience = WeightPublisher(WeightPublishSettings(urls=[url], max_attempts=1), run="r", is_main=True, log=told.append)
+        assert audience.publish(pairs, step=1) == {"weight_publish/num_behind": 1.0}
         assert told == [f'audience: {url}: HTTP 503: {{"detail":"the engine has not taken the weights"}}']
         room.fails = False
-        assert audience.serve(pairs, step=2) == {"weight_publish/num_behind": 0.0} and room.loads == 1
+        assert audience.publish(pairs, step=2) == {"weight_publish/num_behind": 0.0} and room.loads == 1
 
 
 def test_another_rank_takes_its_part_in_making_them_and_sends_nothing() -> None:
@@ -224,8 +222,8 @@ def test_another_rank_takes_its_part_in_making_them_and_sends_nothing() -> None:
             yield name, tensor
 
     audience = WeightPublisher(WeightPublishSettings(urls=["http://127.0.0.1:9"]), run="r", is_main=False)
-    assert audience.serve(watched, step=1) == {} and read == list(TENSORS)
-    assert WeightPublisher(WeightPublishSettings(), run="r", is_main=True).serve(watched, step=1) == {} and read == list(TENSORS)
+    assert audience.publish(watched, step=1) == {} and read == list(TENSORS)
+    assert WeightPublisher(WeightPublishSettings(), run="r", is_main=True).publish(watched, step=1) == {} and read == list(TENSORS)
 
 
 def test_weights_are_taken_only_where_a_run_sends_them() -> None:
@@ -234,6 +232,6 @@ def test_weights_are_taken_only_where_a_run_sends_them() -> None:
             body = part(0, 1, TENSORS).model_dump()
             return [await http.post("/weights", json=body), await http.post("/weights", json={**body, "parts": 0})]
 
-    answers = asyncio.run(ask(app_of(Trained(), trained=True)))
+    answers = asyncio.run(ask(build_app(Trained(), receives_weights=True)))
     assert [answer.status_code for answer in answers] == [200, 422] and answers[0].json() == {"held": 1, "version": f"{SUM:g}"}
-    assert [answer.status_code for answer in asyncio.run(ask(app_of(Trained())))] == [404, 404]
+    assert [answer.status_code for answer in asyncio.run(ask(build_app(Trained())))] == [404, 404]

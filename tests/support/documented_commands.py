@@ -1,0 +1,254 @@
+"""Reads the commands that a text prints, and parses them with the parsers of what they start, without starting anything.
+
+Commands stand in indented blocks: where one line of a block is a command, every line is. Each is given to the parser that would read it:
+torchrun's, hydra's with every setting checked, a script's or an entry point's own argparse, pytest's for tests/run.sh.
+"""
+
+import argparse
+import ast
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from itertools import dropwhile, groupby, takewhile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hydra._internal.utils import get_args_parser
+from hydra.errors import HydraException
+from torch.distributed import run as torchrun
+
+from megatron_rl.cli.app import register_tasks
+from megatron_rl.launcher.sweep import parse_options
+from megatron_rl.launcher.sweep_file import read_sweep
+from megatron_rl.models.family import FAMILIES
+from tests.conftest import ROOT
+from tests.contracts.test_configs import settings_of
+
+PYTHONS = ("python", ".venv/bin/python", ".venv-trl/bin/python")
+HYDRA = ("launch/train.py", "launch/doctor.py", "launch/engine.py", "launch/evaluate.py", "launch/serve.py")
+SLURM = {"sbatch": "", "squeue": "--me", "scancel": "--me|JOB|--batch --signal=USR1 JOB"}
+"""Of Slurm's commands: what may stand behind them; sbatch's words are its own."""
+ASSIGNMENTS = re.compile(r"(?:[A-Z_]+=\S*\s+)*")
+"""Of environment variables, in front of a command."""
+
+
+class InvalidCommand(Exception):
+    """A command does not parse."""
+
+
+class ArgumentsParsed(BaseException):
+    """Ends a script when its arguments were read; no `except` of the script's catches it."""
+
+
+def indented_blocks(text: str) -> Iterator[list[str]]:
+    """Runs of lines that are indented by four spaces or more, outside fences; a backslash joins a line with the next."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
+    for indented, lines in groupby(text.splitlines(), key=lambda line: line.startswith("    ")):
+        if indented:
+            yield [line.strip() for line in lines]
+
+
+def split_words(line: str) -> list[str]:
+    """Without a comment and without environment variables in front."""
+    return shlex.split(line[ASSIGNMENTS.match(line).end() :], comments=True)
+
+
+def is_command(line: str) -> bool:
+    first, *_ = [*line[ASSIGNMENTS.match(line).end() :].split(maxsplit=1), ""]
+    return first in ("bash", "torchrun", *PYTHONS, *SLURM, *entry_points()) or first.endswith((".py", ".sh"))
+
+
+def extract_commands(text: str) -> list[str]:
+    """Every line of every block that holds a command, but for comments, and every command of several words in `backticks`."""
+    quoted = [span for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text) if is_command(span) and len(split_words(span)) > 1]
+    return [line for lines in indented_blocks(text) if any(map(is_command, lines)) for line in lines if split_words(line)] + quoted
+
+
+def module_docs(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+@cache
+def entry_points() -> dict[str, str]:
+    """Console scripts of setup.py: name -> module:function."""
+    with patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    return dict(re.split(r"\s*=\s*", entry) for entry in setup.call_args.kwargs["entry_points"]["console_scripts"])
+
+
+def check_command(line: str, config: pytest.Config) -> None:
+    """Raises Wrong, or what composes the settings raises."""
+    first, *rest = split_words(line)
+    if first == "bash":
+        check_shell(rest, config)
+    elif first == "source":
+        if rest != [".venv/bin/activate", "&&", "export", "OMP_NUM_THREADS=1"]:
+            raise InvalidCommand(f"{line}: is not how the environment that launch/install.sh makes is activated")
+    elif first == "torchrun" or (first in PYTHONS and rest[0] == "launch/spawn.py"):
+        words = rest if first == "torchrun" else rest[1:]
+        given = parse_or_raise(lambda: torchrun.get_args_parser().parse_args(words))
+        check_script(given.training_script, given.training_script_args)
+    elif first in PYTHONS and rest[0] == "-m":
+        check_argparse(rest[1], lambda: runpy.run_module(rest[1], run_name="__main__", alter_sys=True), rest[2:])
+    elif first in PYTHONS:
+        check_script(rest[0], rest[1:])
+    elif first == "sbatch":
+        check_job(rest)
+    elif first in SLURM:
+        if not re.fullmatch(SLURM[first], " ".join(rest)):
+            raise InvalidCommand(f"{line}: is not how one's own jobs are named")
+    elif first in entry_points():
+        module, _, function = entry_points()[first].partition(":")
+        check_argparse(first, getattr(import_module(module), function), rest)
+    else:
+        check_executable(first)
+        check_script(first, rest)
+
+
+@cache
+def doc_examples() -> dict[str, str]:
+    """Sources of the files that docs/extend.md shows, by name."""
+    text = (ROOT / "docs" / "extend.md").read_text()
+    return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+
+
+def check_script(script: str, arguments: list[str]) -> None:
+    if script in doc_examples():
+        with patch("megatron_rl.cli.cli", lambda **own: register_tasks(own.get("tasks", {}))), patch.dict(FAMILIES):
+            exec(doc_examples()[script], {"__name__": "__main__"})
+        check_settings(arguments)
+        return
+    if not (ROOT / script).is_file():
+        raise InvalidCommand(f"{script}: no such file")
+    if script == "launch/submit.py":
+        check_settings([word for word in takewhile(lambda word: word != "--", arguments) if word != "--dry-run"])
+    elif script in HYDRA:
+        given = parse_or_raise(lambda: get_args_parser().parse_intermixed_args(arguments))
+        if not given.help:
+            check_settings(given.overrides)
+    else:
+        check_argparse(script, lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), arguments)
+
+
+def check_settings(overrides: list[str]) -> None:
+    try:
+        settings_of(*overrides)
+    except (HydraException, ValueError) as error:
+        raise InvalidCommand(f"{' '.join(overrides)}: {error}") from error
+
+
+def check_shell(words: list[str], config: pytest.Config) -> None:
+    script, *arguments = words
+    check_executable(script)
+    syntax = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    if syntax.returncode:
+        raise InvalidCommand(syntax.stderr)
+    if script == "tests/run.sh":
+        check_pytest([word for word in arguments if word != "--quick"], config)
+    elif script == "launch/install.sh":
+        if arguments not in ([], ["cpu"], ["gpu"]):
+            raise InvalidCommand(f"{script}: {arguments}: is no kind of machine")
+    elif script == "launch/lewis.sh":
+        _, port, epochs, _, seed, *settings = arguments
+        if not all(word.isdigit() for word in (port, epochs, seed)):
+            raise InvalidCommand(f"{script}: PORT, EPOCHS and SEED are numbers: {arguments}")
+        check_settings(["experiment=lewis_speaker_7b_h100x4", *settings])
+    elif script == "launch/lewis_pair.sh":
+        mode, _, _, _, *settings = arguments
+        if mode not in ("simultaneous", "alternating"):
+            raise InvalidCommand(f"{script}: {mode}: is no way to train two")
+        for experiment in ("lewis_cpu", "lewis_listener_cpu"):
+            check_settings([f"experiment={experiment}", *settings])
+    elif script == "launch/quickstart.sh":
+        check_settings(["experiment=numberline_grpo_cpu", *arguments])
+    elif arguments:
+        raise InvalidCommand(f"{script} takes no arguments: {arguments}")
+
+
+def check_job(words: list[str]) -> None:
+    """Words of sbatch, a script, and what it hands on. sbatch itself reads its words in tests/e2e/test_slurm.py."""
+    script, *arguments = dropwhile(is_option, words)
+    check_executable(script)
+    if script == "launch/slurm/sweep.sbatch":
+        options = parse_or_raise(lambda: parse_options([*arguments, "--task", "0"]))
+        try:
+            tasks = read_sweep(ROOT / options.sweep).tasks
+        except ValueError as error:
+            raise InvalidCommand(f"{arguments}: {error}") from error
+        for task in tasks:
+            check_settings(list(task.overrides))
+    else:
+        check_settings(list(dropwhile(is_option, arguments)))
+
+
+def is_option(word: str) -> bool:
+    return word.startswith("--")
+
+
+def check_pytest(arguments: list[str], config: pytest.Config) -> None:
+    try:
+        given = config._parser.parse(arguments)
+    except pytest.UsageError as error:
+        raise InvalidCommand(f"{arguments}: {error}") from error
+    for place in given.file_or_dir:
+        if not (ROOT / place.split("::")[0]).exists():
+            raise InvalidCommand(f"{place}: no such test")
+
+
+def check_executable(script: str) -> None:
+    path = ROOT / script
+    if not (path.is_file() and os.access(path, os.X_OK) and path.read_text().startswith("#!")):
+        raise InvalidCommand(f"{script}: cannot be started as printed")
+
+
+def check_argparse(name: str, start: Callable[[], object], arguments: list[str]) -> None:
+    """Runs a script up to the point where its arguments are read."""
+
+    def only(reads: Callable[..., object]) -> Callable[..., None]:
+        def parse_only(parser: argparse.ArgumentParser, args: list[str] | None = None, namespace: object = None) -> None:
+            reads(parser, args, namespace)
+            raise ArgumentsParsed
+
+        return parse_only
+
+    with (
+        patch.object(argparse.ArgumentParser, "parse_args", only(argparse.ArgumentParser.parse_args)),
+        patch.object(argparse.ArgumentParser, "parse_intermixed_args", only(argparse.ArgumentParser.parse_intermixed_args)),
+        patch.object(sys, "argv", [name, *arguments]),
+        prepend_to_sys_path(ROOT / name),
+    ):
+        try:
+            parse_or_raise(start)
+        except ArgumentsParsed:
+            return
+    raise InvalidCommand(f"{name} did not read its arguments")
+
+
+def parse_or_raise(parse: Callable[[], Any]) -> Any:
+    """What a parser made of its words; it raises Wrong instead of ending the process."""
+    with patch.object(argparse.ArgumentParser, "error", lambda parser, message: _raise(InvalidCommand(f"{parser.prog}: {message}"))):
+        return parse()
+
+
+@contextmanager
+def prepend_to_sys_path(script: Path) -> Iterator[None]:
+    """Modules beside a script can be imported, as where Python starts it; what it does to the path itself is taken back."""
+    before = list(sys.path)
+    sys.path.insert(0, str(script.parent))
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,38 @@
+"""What tests/support/fork_server.py imports before it forks: packages that a run loads, in the environment that the engine makes for
+itself.
+
+This project's own modules are forgotten again: every process loads them itself, and a test may change one before another imports it.
+"""
+
+import atexit
+import importlib
+import os
+import sys
+import warnings
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the door has it
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron_rl.rollout.vllm.engine_core import _prepare_environment
+
+    _prepare_environment(cuda=False)
+    for name in (
+        "gymnasium", "hydra", "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt", "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel", "openai", "pyarrow.parquet", "tensorboard.summary.writer", "torchvision.transforms.v2",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+        "vllm.entrypoints.llm", "vllm.model_executor.models.qwen2_5_vl", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker",
+    ):  # fmt: skip
+        importlib.import_module(name)
+    from wandb.sdk.data_types._private import MEDIA_TMP
+for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_rl"]:
+    del sys.modules[name]
+
+
+def _detach_media_folder() -> None:
+    """The folder in which wandb (imported by megatron.core) makes its tables is the parent's to remove, when it ends."""
+    atexit.unregister(MEDIA_TMP.cleanup)
+    MEDIA_TMP._finalizer.detach()
+
+
+os.register_at_fork(after_in_child=_detach_media_folder)

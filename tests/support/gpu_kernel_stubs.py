@@ -1,0 +1,83 @@
+"""What a GPU's kernels compute and keep, on a CPU: torch's own decomposition of its fused norm, Megatron's SwiGLUFunction uncompiled, and
+attention over runs of keys that are gathered.
+
+Each is one operation to whoever watches: what a kernel needs in passing stays inside it.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from megatron.core.fusions import fused_bias_swiglu
+from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backward
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_rl.policy import attention, transformer, vision
+from megatron_rl.policy.attention import VarlenInputs
+from tests.policy.test_attention import bottom_right
+
+
+def run_unwatched(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(*args: object) -> torch.Tensor:
+        with _disable_current_modes():
+            made = compute(*args)
+        return made.clone()
+
+    return run
+
+
+class FusedNorm(torch.autograd.Function):
+    """Keeps what aten::_fused_rms_norm_backward asks for: input, weight, and a statistic a row in fp32."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: ANN001
+        rstd = run_unwatched(lambda: _fused_rms_norm(x, list(weight.shape), weight, eps)[1])()
+        ctx.save_for_backward(x, rstd, weight)
+        return run_unwatched(lambda: _fused_rms_norm(x, list(weight.shape), weight, eps)[0])()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # noqa: ANN001
+        x, rstd, weight = ctx.saved_tensors
+        given = (gradient, x, list(weight.shape), rstd, weight, [True, True])
+        of_x, of_weight = (run_unwatched(lambda which=which: _fused_rms_norm_backward(*given)[which])() for which in (0, 1))
+        return of_x, of_weight, None
+
+
+class VarlenAttention(torch.autograd.Function):
+    """Keeps what flash attention keeps: what it is given, its result, and a statistic a query and head in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx, q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, cut: VarlenInputs, causal: bool, scale: float,  # noqa: ANN001
+    ) -> torch.Tensor:  # fmt: skip
+        out_TND = run_unwatched(lambda: bottom_right(q_TND, k_KMD, v_KMD, cut, causal, scale))()
+        ctx.save_for_backward(q_TND, k_KMD, v_KMD, out_TND, torch.zeros(q_TND.shape[:2]))
+        ctx.given = cut, causal, scale
+        return out_TND
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
+        saved = ctx.saved_tensors[:3]
+
+        def of(which: int) -> torch.Tensor:
+            with torch.enable_grad():
+                inputs = [tensor.detach().requires_grad_() for tensor in saved]
+                return torch.autograd.grad(bottom_right(*inputs, *ctx.given), inputs[which], gradient)[0]
+
+        return *(run_unwatched(lambda which=which: of(which))() for which in range(3)), None, None, None
+
+
+def patch_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention, too, as in bfloat16 on a GPU."""
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda device, dtype: True)
+    monkeypatch.setattr(attention, "varlen_attention", VarlenAttention.apply)
+
+
+def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build and run the policy as on a GPU."""
+    for module in (transformer, vision):
+        monkeypatch.setattr(module, "fused_rms_norm", FusedNorm.apply)
+    monkeypatch.setattr(transformer, "fuses_activation", lambda: True)
+    plain = fused_bias_swiglu.swiglu._torchdynamo_orig_callable, fused_bias_swiglu.swiglu_back._torchdynamo_orig_callable
+    monkeypatch.setattr(fused_bias_swiglu, "swiglu", run_unwatched(plain[0]))
+    monkeypatch.setattr(fused_bias_swiglu, "swiglu_back", run_unwatched(plain[1]))

@@ -1,0 +1,118 @@
+"""Hugging Face's run of the packed example, one context at a time, with torch's own autograd: what the policy is compared with."""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from megatron_rl.batching.minibatches import PackItem
+from megatron_rl.config import ModelSettings
+from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import TokenSequence
+from tests.support.packed_example import make_example_items
+from tools.convert import verify
+
+TEMPERATURE = 0.7
+MODULES = (
+    r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
+    r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.((gate|up|down)_proj|(linear_)?fc[12]))|merger\.mlp\.(0|2))"
+    r"|model\.visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc[12]"
+)
+"""Every linear layer that an adapter may be of, of any family."""
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def compute_logits(model: PreTrainedModel, renderer: Renderer, context: TokenSequence) -> torch.Tensor:
+    """HF's own forward of one context: logits [L, vocabulary]."""
+    return verify.compute_logits(model, context, image_token_id=renderer.image_token_id)
+
+
+def sampled_log_softmax(logits: torch.Tensor, banned_ids: list[int]) -> torch.Tensor:
+    """log softmax at the sampling temperature over the ids that may be sampled."""
+    keep = torch.ones(logits.shape[-1], dtype=torch.bool)
+    keep[banned_ids] = False
+    return (logits / TEMPERATURE).masked_fill(~keep, float("-inf")).log_softmax(-1)
+
+
+def write_adapter(model: Path, folder: Path) -> Path:
+    """Made by PEFT alone, with B as large as A, so that no part of it is a no-op."""
+    torch.manual_seed(0)
+    base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def compute_forward(
+    model: PreTrainedModel, renderer: Renderer, contexts: list[PackItem]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [R, V] and logprobs [R] of what was sampled, and the loss of layouts.weighted_nll over the denominators, with its graph."""
+    logits, logprobs, loss = [], [], torch.tensor(0.0)
+    for weighted in contexts:
+        rows = [t for t in range(weighted.num_tokens - 1) if weighted.sequence.loss_mask[t + 1]]
+        row_logits = compute_logits(model, renderer, weighted.sequence)[rows]
+        distribution = sampled_log_softmax(row_logits, renderer.banned_ids)
+        targets = torch.tensor([weighted.sequence.token_ids[t + 1] for t in rows])
+        logprob = distribution.gather(1, targets[:, None])[:, 0]
+        entropy = -(distribution.exp() * distribution.masked_fill(distribution.isinf(), 0.0)).sum(-1)
+        loss = loss - (weighted.weight * (logprob + 0.3 * entropy)).sum()
+        logits.append(row_logits.detach())
+        logprobs.append(logprob.detach())
+    return torch.cat(logits), torch.cat(logprobs), loss / sum(weighted.denominator for weighted in contexts)
+
+
+class HfReference:
+    """What HF computes on the same contexts, one sequence at a time, with torch's own autograd.
+
+    In float64, so that the rounding seen is the policy's own (HF's norms and rotary angles stay in float32).
+    """
+
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
+        """With the LoRA adapter of a PEFT folder, its gradients alone."""
+        self.folder, self.renderer = folder, Renderer(ModelSettings(path=str(folder)))
+        self.model = AutoModelForImageTextToText.from_pretrained(folder)
+        if adapter:
+            self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
+        self.contexts: list[PackItem] = make_example_items(self.renderer)
+        with torch.no_grad():
+            logits, logprobs, _ = compute_forward(self.model, self.renderer, self.contexts)
+        self.model.double()
+        self.logits, self.logprobs, loss = compute_forward(self.model, self.renderer, self.contexts)
+        self.rounding_error = max((logits - self.logits).abs().max().item(), (logprobs - self.logprobs).abs().max().item())
+        """Largest difference of Hugging Face's own logits and logprobs in float32 and float64 on this processor."""
+        assert self.rounding_error < 2e-5
+        loss.backward()
+        self.loss = loss.item()
+        self.gradients = {canonical_name(name): parameter.grad for name, parameter in self.model.named_parameters()}
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference of logits and logprobs in float32.
+
+        1e-5 for Qwen2.5-VL, 1e-5 of the logits' deviation for families whose random weights make larger logits. On processors where
+        Hugging Face's own float32 is farther from its float64 than that (1.13e-5 was measured without AVX-512), 1.2 times that distance.
+        """
+        scale = self.logits.std().item()
+        assert 1 < scale < 5
+        stated = 1e-5 if self.model.config.model_type == "qwen2_5_vl" else 1e-5 * scale
+        return stated if self.rounding_error <= stated else 1.2 * self.rounding_error
+
+
+def compute_hf_logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
+    renderer = Renderer(ModelSettings(path=str(folder)))
+    rows = []
+    with torch.no_grad():
+        for weighted in make_example_items(renderer):
+            keep = [t for t in range(weighted.num_tokens - 1) if weighted.sequence.loss_mask[t + 1]]
+            rows.append(compute_logits(model, renderer, weighted.sequence)[keep].float())
+    return torch.cat(rows)

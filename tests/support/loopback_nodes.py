@@ -1,0 +1,39 @@
+"""Nodes on one machine that meet over the loopback: launchers with a temporary folder each, or ranks without a launcher."""
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.support import fork_server
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start_launchers(script: Path, *arguments: object, num_processes: int, temp_dirs: Sequence[Path]) -> list[fork_server.Process]:
+    """launch/spawn.py for each of the homes, the node's temporary folder."""
+    meet = ("--nnodes", len(temp_dirs), "--master_addr", "127.0.0.1", "--master_port", free_port(), "--nproc_per_node", num_processes)
+    spawn = fork_server.ROOT / "launch" / "spawn.py"
+    return [
+        fork_server.Process(spawn, *meet, "--node_rank", node, script, *arguments, environment={"TMPDIR": str(home)})
+        for node, home in enumerate(temp_dirs)
+    ]
+
+
+def start_ranks(script: Path, *arguments: object, folders: Sequence[Path]) -> list[fork_server.Process]:
+    """A node of one rank in each of the folders, its temporary one, too, with what torchrun tells it."""
+    size, port = len(folders), free_port()
+    world = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": str(size), "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }  # fmt: skip
+    return [
+        fork_server.Process(
+            script, *arguments, cwd=folder,
+            environment={**world, "RANK": str(node), "GROUP_RANK": str(node), "TMPDIR": str(folder)},
+        )
+        for node, folder in enumerate(folders)
+    ]  # fmt: skip

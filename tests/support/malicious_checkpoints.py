@@ -1,0 +1,123 @@
+"""Checkpoints of ours with something in them that runs when it is unpickled: it makes a folder, which tells that it ran."""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from megatron_rl.run.checkpoints import CheckpointState, read_state, write_state
+from megatron_rl.weights.formats.digests import STATE, make_file_record
+
+
+class PickleExploit:
+    """Unpickled, it is a call of os.mkdir."""
+
+    def __init__(self, mark: Path) -> None:
+        self.marker = mark
+
+    def __reduce__(self) -> tuple[Callable, tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def _exploit_metadata_prefix(folder: Path, mark: Path) -> None:
+    """In front of the metadata, which is whole."""
+    path = folder / ".metadata"
+    path.write_bytes(f"cposix\nmkdir\n(S'{mark}'\ntR0".encode() + path.read_bytes())
+
+
+def _exploit_rank_metadata(folder: Path, mark: Path) -> None:
+    """Where `.metadata` cannot be read, torch reads each rank's own."""
+    (folder / ".metadata").rename(folder / ".kept")
+    (folder / ".metadata").write_bytes(b"cposix")
+    (folder / "__0.metadata").write_bytes(pickle.dumps(PickleExploit(mark)))
+
+
+def _change_metadata(folder: Path, change: Callable[[Metadata], None]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _replace_chunk(metadata: Metadata, key: str, folder: Path, content: object) -> _StorageInfo:
+    """A new file that holds the content, in place of a chunk of the tensor."""
+    torch.save(content, folder / "__9_9.distcp")
+    index = next(index for index in metadata.storage_data if index.fqn == key)
+    metadata.storage_data[index] = _StorageInfo("__9_9.distcp", 0, (folder / "__9_9.distcp").stat().st_size)
+    return metadata.storage_data[index]
+
+
+def _find_key(metadata: Metadata, *, of_optimizer: bool) -> str:
+    return next(key for key in sorted(metadata.state_dict_metadata) if key.startswith("optimizer.") == of_optimizer)
+
+
+def _exploit_tensor(*, of_optimizer: bool) -> Callable[[Path, Path], None]:
+    """Something else than the tensor lies where a chunk of it should."""
+
+    def poison(folder: Path, mark: Path) -> None:
+        _change_metadata(
+            folder,
+            lambda metadata: _replace_chunk(metadata, _find_key(metadata, of_optimizer=of_optimizer), folder, PickleExploit(mark)) and None,
+        )
+
+    return poison
+
+
+def _exploit_bytes_entry(*, of_optimizer: bool) -> Callable[[Path, Path], None]:
+    """The metadata, which is harmless to read, calls a tensor bytes: torch loads those without weights_only."""
+
+    def change(metadata: Metadata, folder: Path, mark: Path) -> None:
+        key = _find_key(metadata, of_optimizer=of_optimizer)
+        place = _replace_chunk(metadata, key, folder, PickleExploit(mark))
+        size = metadata.state_dict_metadata[key].size
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        metadata.state_dict_metadata[key].size = size  # which Megatron holds against the model's
+        metadata.storage_data[MetadataIndex(key)] = place
+
+    return lambda folder, mark: _change_metadata(folder, lambda metadata: change(metadata, folder, mark))
+
+
+def _exploit_common(name: str) -> Callable[[Path, Path], None]:
+    def poison(folder: Path, mark: Path) -> None:
+        common = torch.load(folder / "common.pt", weights_only=True)
+        torch.save({**common, name: [PickleExploit(mark)] if name == "generators" else PickleExploit(mark)}, folder / "common.pt")
+
+    return poison
+
+
+def _name_other_backend(folder: Path, mark: Path) -> None:
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+
+
+EXPLOITS: dict[str, Callable[[Path, Path], None]] = {
+    "metadata": _exploit_metadata_prefix,
+    "metadata of a rank": _exploit_rank_metadata,
+    "a weight called bytes": _exploit_bytes_entry(of_optimizer=False),
+    "a moment called bytes": _exploit_bytes_entry(of_optimizer=True),
+    "a weight": _exploit_tensor(of_optimizer=False),
+    "a moment": _exploit_tensor(of_optimizer=True),
+    "number of updates": _exploit_common("updates"),
+    "generators": _exploit_common("generators"),
+    "backend": _name_other_backend,
+}
+"""Where it lies -> puts it there: poison(folder, mark). The folder `mark` is there when it ran."""
+RUN_BY_TORCH = {"metadata", "a weight called bytes", "a moment called bytes"}
+"""Where it runs when megatron-core 0.16.1 and torch 2.13 read the folder by themselves."""
+
+
+def update_record(checkpoint: Path) -> None:
+    """Let run/state.json record the files of a run's checkpoint as they are now."""
+    write_record(checkpoint, read_state(checkpoint))
+
+
+def write_record(checkpoint: Path, state: CheckpointState, *, files: object = None) -> None:
+    """Write run/state.json with these records of files, or with those of what is there."""
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path != checkpoint / STATE]
+    found = {str(path.relative_to(checkpoint)): make_file_record(path) for path in paths}
+    write_state(checkpoint / STATE, asdict(replace(state, files=found if files is None else files)))

@@ -1,0 +1,203 @@
+"""Run under torchrun by test_policy.py: one world walks several layouts and writes what each computes.
+
+usage: parallel_layouts.py MODELS OUT LAYOUT ...
+
+A layout as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallel, recomputation, model; or 4,2,2,1,full,0.1,tied with the size of a bucket of
+exported weights, in MiB.
+"""
+
+import hashlib
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.batching.minibatches import PackItem
+from megatron_rl.batching.packing import make_loss_inputs, pack
+from megatron_rl.compat.megatron_cpu import megatron_on_cpu
+from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.name_mapping import padded_vocab
+from megatron_rl.policy.padding import PADDED_KEYS
+from megatron_rl.policy.parallel import Layout, build_layout
+from megatron_rl.policy.policy import Policy
+from megatron_rl.rollout.renderer import Renderer
+from megatron_rl.types import LossInputs, LossMetrics, MicroBatch
+from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from tests.support.memory_footprint import measure_footprint
+from tests.support.packed_example import make_example_items
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """One layout of one model; the data-parallel size is what remains of the world."""
+
+    tp: int
+    pp: int
+    vpp: int
+    sequence_parallel: bool
+    recompute: str
+    bucket_mib: float
+    model: str
+
+    @classmethod
+    def parse(cls, text: str) -> "LayoutCase":
+        tp, pp, vpp, sequence_parallel, recompute, *bucket, model = text.split(",")
+        bucket_mib = float(bucket[0]) if bucket else EngineSettings().bucket_mib
+        return cls(int(tp), int(pp), int(vpp), bool(int(sequence_parallel)), recompute, bucket_mib, model)
+
+    def parallel_settings(self) -> ParallelSettings:
+        """Logits exist 100 rows at a time: the example has more than 300."""
+        return ParallelSettings(
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute,
+            log_probs_chunk_size=100,
+        )
+
+
+def weighted_nll(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
+    """A loss in which every sampled token counts differently, and the entropy too."""
+    return -(rows.weight_R * (rows.logprob_R + 0.3 * rows.entropy_R)).sum(), LossMetrics(sums={}, maxima={})
+
+
+def full_logits(policy: Policy, batch: MicroBatch) -> torch.Tensor | None:
+    """Logits [R, vocabulary] on the last stage, None elsewhere."""
+    layout: Layout = policy.layout
+
+    def collect(_batch: MicroBatch, _rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
+        logits_RV = policy.network.chunks[-1].head(hidden_RH)
+        parts = [torch.empty_like(logits_RV) for _ in range(layout.tp)]
+        dist.all_gather(parts, logits_RV.contiguous(), group=layout.tp_group)
+        return torch.cat(parts, 1)[:, : policy.spec.vocab_size]
+
+    with megatron_on_cpu(), torch.no_grad():
+        results = policy.network._run_schedule([batch], collect, forward_only=True)
+    return results[0] if results else None
+
+
+def reduce_whole_gradients(*arguments: object, **options: object) -> None:
+    """Megatron's reduction, but all-reduced: each rank then holds the whole gradient instead of its optimizer shard's."""
+    finalize_model_grads(*arguments, **{**options, "force_all_reduce": True})
+
+
+def compute_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
+    """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule (frozen parts: zeros)."""
+
+    def summed(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        value, _ = weighted_nll(make_loss_inputs(batch, rows_R, *policy._logprob_and_entropy(batch, rows_R, hidden_RH)))
+        return value, torch.tensor(batch.denominator, dtype=torch.int), {}
+
+    for chunk in policy.network.chunks:
+        chunk.config.finalize_model_grads_func = reduce_whole_gradients
+    with megatron_on_cpu():
+        for chunk in policy.network.model:
+            chunk.zero_grad_buffer()
+        policy.network._run_schedule(batches, summed, forward_only=False)
+    for chunk in policy.network.chunks:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    live = policy.hf_iterator.parameters
+    policy.hf_iterator.parameters = {name: p.main_grad if p.requires_grad else torch.zeros_like(p) for name, p in live.items()}
+    named = {name: gradient.clone() for name, gradient in policy.hf_weights()}
+    policy.hf_iterator.parameters = live
+    return named
+
+
+def make_policy(model: Path, renderer: Renderer, layout: Layout, case: LayoutCase, *, lr: float, eps: float) -> Policy:
+    return Policy(
+        ModelSettings(path=str(model)), layout, parallel=case.parallel_settings(), optim=OptimSettings(lr=lr, eps=eps), num_steps=3,
+        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7, bucket_mib=case.bucket_mib,
+    )  # fmt: skip
+
+
+def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int, initial: HfTensors) -> dict[str, object]:
+    """GRPO steps, each context a micro-batch: losses, gradient norms and every tensor's change since it was `initial`. The lr keeps the
+    change far above fp32's rounding of weights."""
+    loss = make_policy_objective(AlgoSettings(entropy_coef=0.1))
+    metrics = [policy.update(policy.pack(contexts, max_tokens=1), loss, step=step) for step in range(num_steps)]
+    change = {name: tensor - initial.read(name) for name, tensor in policy.hf_weights()}
+    return {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}
+
+
+def digest_parameters(policy: Policy) -> list[tuple[str, str]]:
+    """(what, digest) of every parameter of every rank; entries of one `what` are copies of each other."""
+    placement, found = policy.hf_iterator.placement, []
+    for name, parameter in policy.network.chunks.named_parameters():
+        chunk, local = name.split(".", 1)
+        layer = local.split(".")[3] if ".layers." in local and local.startswith("language") else ""
+        place = f"pp{placement.pp_rank} chunk{chunk}" if layer or "final_layernorm" in local else ""
+        tied = policy.network.chunks[0].share_embeddings_and_output_weights
+        what = local.replace("embedding.word_embeddings", "output_layer") if tied else local
+        cut = f"tp{placement.tp_rank}" if parameter.tensor_model_parallel else ""
+        found.append((f"{what} {place} {cut}", hashlib.sha256(parameter.detach().numpy().tobytes()).hexdigest()))
+    return found
+
+
+def padding_extrema(policy: Policy) -> list[list[float]]:
+    """The largest number and the largest gradient of rows of this rank that pad the vocabulary, for each tensor that has them."""
+    rows = padded_vocab(policy.spec.vocab_size, policy.layout.tp) // policy.layout.tp
+    own = policy.spec.vocab_size - policy.layout.tp_rank * rows
+    tables = [p for name, p in policy.network.chunks.named_parameters() if name.split(".", 1)[1] in PADDED_KEYS and own < rows]
+    return [[tensor[own:].abs().max().item() for tensor in (table.detach(), table.main_grad)] for table in tables]
+
+
+def run_layout(models: Path, out: Path, text: str) -> None:
+    case = LayoutCase.parse(text)
+    model, layout = models / case.model, build_layout(case.parallel_settings(), seed=0)
+    renderer = Renderer(ModelSettings(path=str(model)))
+    contexts = make_example_items(renderer)
+    positions = read_spec(model).rope_positions
+    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=positions, multiple_of=case.tp)  # in order, nothing shared
+    stored = HfTensors(model)
+    policy = make_policy(model, renderer, layout, case, lr=0.1, eps=1e-4)
+    result: dict[str, object] = {"logits": full_logits(policy, whole), "mask": whole.mask_T, "sent": {}, "padding": []}
+    if case.model == "odd":
+        result["sent"] = {name: tensor.clone() for name, tensor in policy.hf_weights()}
+    encoded = [None] * dist.get_world_size()
+    dist.all_gather_object(encoded, (layout.pp_rank, layout.dp_rank, policy.network.chunks[0].num_images_encoded))
+    result["encoded"], result["images"] = encoded, whole.grid_I3.shape[0]
+    result["logprobs"] = policy.logprobs([whole])[0]
+    for cut, max_tokens in (("one", 10_000), ("each", 1)):
+        result[f"gradients_{cut}"] = compute_gradients(policy, policy.pack(contexts, max_tokens=max_tokens))
+    result["first_step"] = train_steps(policy, contexts, num_steps=1, initial=stored)
+    policy = make_policy(model, renderer, layout, case, lr=1e-3, eps=1e-8)
+    result["three_steps"] = train_steps(policy, contexts, num_steps=3, initial=stored)
+    replicas, held = [None] * dist.get_world_size(), [None] * dist.get_world_size()
+    dist.all_gather_object(replicas, digest_parameters(policy))
+    result["copies"] = [entry for found in replicas for entry in found]
+    dist.all_gather_object(held, (layout.tp_rank, layout.pp_rank, layout.dp_rank, asdict(measure_footprint(policy.network))))
+    result["held"] = held
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, padding_extrema(policy))
+    result["padding"] = [each for mine in found for each in mine]
+    if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
+        torch.save(result, out / f"{text}.pt")
+    destroy_layout()
+
+
+def destroy_layout() -> None:
+    """Close the layout's process groups; Megatron only forgets them, and a walk over many layouts would gather thousands of threads."""
+    dist.barrier()
+    for group in parallel_state._global_process_group_list:
+        if group is not None:
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    connect(read_world(), timeout_s=240)
+    for layout in sys.argv[3:]:
+        run_layout(models, out, layout)
+
+
+if __name__ == "__main__":
+    main()

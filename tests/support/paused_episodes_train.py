@@ -1,0 +1,36 @@
+"""launch/train.py whose episodes do not end while a file of this name lies beside the run folder, and which says so with another file.
+
+    hold_train, hold_train_is_felt    episodes of training
+    hold_eval, hold_eval_is_felt      episodes of evaluations
+All else is as it was: runs with and without the files can be compared.
+"""
+
+import asyncio
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.scheduler import ScheduledGroup
+from megatron_rl.rollout.work_buffer import WorkBuffer
+from megatron_rl.types import Rollout
+
+TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
+HOME = Path(next(word for word in sys.argv if word.startswith("run.dir=")).removeprefix("run.dir=")).parent
+episode = RolloutManager._run_episode_with_retries
+
+
+async def run_then_wait(self: RolloutManager, scheduled: ScheduledGroup, work_buffer: WorkBuffer, **given: object) -> Rollout:
+    """The episode, and then a wait: it is what was sampled before that is given up."""
+    kind = "hold_eval" if scheduled.settings.seed == self.episode_settings.at_step(-1).seed else "hold_train"
+    rollout = await episode(self, scheduled, work_buffer, **given)
+    while (HOME / kind).exists():
+        (HOME / f"{kind}_is_felt").touch()
+        await asyncio.sleep(0.02)
+    return rollout
+
+
+if __name__ == "__main__":
+    RolloutManager._run_episode_with_retries = run_then_wait
+    sys.argv[0] = str(TRAIN)
+    runpy.run_path(str(TRAIN), run_name="__main__")

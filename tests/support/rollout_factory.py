@@ -1,0 +1,97 @@
+"""Episodes for the tests of credit and selection: real contexts, tokens without meaning, scores handed in."""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.algo.algorithms import ALGORITHMS
+from megatron_rl.config import AlgoSettings
+from megatron_rl.rewards.rubric import RewardInput
+from megatron_rl.types import Image, Rollout, Status, StopReason, TokenSequence, Turn
+
+IMAGE = Image(None, None, (1, 2, 2), "a", merge=2)
+
+
+def make_rollout(
+    group: int, reward: float | None = None, *,
+    outcome_reward: float | None = None, step_scores: Sequence[float | None] | None = None, reward_deltas: Sequence[float] | None = None,
+    lengths: Sequence[int] = (1,), turn_sequences: Sequence[int] | None = None, stop_reason: StopReason = StopReason.DONE,
+    has_image: bool = False, sample_index: int = 0, states: Sequence[str] = (),
+) -> Rollout:  # fmt: skip
+    """One that has a turn for each of `reward_deltas` (or `step_scores`, or `lengths`), of which turn k samples lengths[k] tokens in
+    context number contexts[k].
+
+    Without gains a turn's gain is its score, and without scores 0. Without a reward, it is the outcome and the gains; without an
+    outcome, the reward less the gains; without either the episode failed. Every turn is preceded and followed by an observed token.
+    """
+    num_turns = len(next(given for given in (reward_deltas, step_scores, lengths) if given is not None))
+    lengths = list(lengths) + [1] * (num_turns - len(lengths))
+    turn_sequences = [0] * num_turns if turn_sequences is None else turn_sequences
+    step_scores = [None] * num_turns if step_scores is None else step_scores
+    reward_deltas = [score or 0.0 for score in step_scores] if reward_deltas is None else reward_deltas
+    if reward is None and outcome_reward is not None:
+        reward = outcome_reward + sum(reward_deltas)
+    if reward is not None and outcome_reward is None:
+        outcome_reward = reward - sum(reward_deltas)
+    made = Rollout(
+        task="t", example_id=f"e{group}", group=group, sample_index=sample_index, reward=reward, outcome_reward=outcome_reward or 0.0,
+        stop_reason=stop_reason,
+        status=Status.FAILED if reward is None else Status.COMPLETED,
+        sequences=[TokenSequence(images=[IMAGE] if has_image else []) for _ in range(max(turn_sequences, default=0) + 1)],
+    )  # fmt: skip
+    for number, (place, length, score, gain) in enumerate(zip(turn_sequences, lengths, step_scores, reward_deltas, strict=True)):
+        context = made.sequences[place]
+        context.extend([1])
+        start = len(context.token_ids)
+        context.extend([2] * length, logprobs=[-1.0] * length)
+        made.turns.append(
+            Turn(sequence=place, token_span=(start, start + length), text=f"turn {number}", step_score=score, reward_delta=gain)
+        )
+        context.extend([3])
+    for turn, state in zip(made.turns, states, strict=False):
+        turn.state = state
+    return made
+
+
+def make_reward_input(
+    *turns: Turn, payload: Mapping[str, object] | None = None, stop_reason: StopReason = StopReason.DONE, images: Sequence[Image] = ()
+) -> RewardInput:
+    """What a rubric sees of an episode of these turns."""
+    rollout = Rollout(task="t", example_id="e0", group=0, sample_index=0, turns=list(turns), stop_reason=stop_reason)
+    return RewardInput(payload=payload or {}, rollout=rollout, prompt_images=list(images))
+
+
+def set_kl_logprobs(rollout: Rollout, *per_token: float) -> Rollout:
+    """Let old and reference logprobs differ by these numbers, over the sampled tokens of all its contexts in order."""
+    numbers = iter(per_token)
+    for context in rollout.sequences:
+        column = [next(numbers) if sampled else 7.0 for sampled in context.loss_mask]
+        context.set_column("old_logprobs", [number - 3.0 for number in column])
+        context.set_column("reference_logprobs", [-3.0] * len(column))
+    assert next(numbers, None) is None, "more numbers than sampled tokens"
+    return rollout
+
+
+def collect_token_advantages(rollout: Rollout) -> list[float]:
+    """What its sampled tokens are credited with, in order; all others have exactly 0."""
+    pairs = [pair for context in rollout.sequences for pair in zip(context.advantages, context.loss_mask, strict=True)]
+    assert all(value == 0.0 for value, sampled in pairs if not sampled)
+    return [value for value, sampled in pairs if sampled]
+
+
+def collect_turn_advantages(rollout: Rollout) -> list[float] | None:
+    """What its turns are credited with: one number for all tokens of a turn. None where no credit was written."""
+    if not any(context.advantages for context in rollout.sequences):
+        return None
+    assert len(collect_token_advantages(rollout)) == sum(stop - start for start, stop in (turn.token_span for turn in rollout.turns))
+    values = []
+    for turn in rollout.turns:
+        (value,) = set(rollout.sequences[turn.sequence].advantages[slice(*turn.token_span)])
+        values.append(value)
+    return values
+
+
+def compute_turn_advantages(
+    rollouts: Sequence[Rollout], turn_credit: str, *, norm_adv_by_std: bool = False, **given: float | bool
+) -> list[list[float] | None]:
+    """Return the credit of every turn by algo.turn_credit=scheme; None where none was written."""
+    ALGORITHMS["grpo"].advantage_fn(rollouts, AlgoSettings(turn_credit=turn_credit, norm_adv_by_std=norm_adv_by_std, **given))
+    return [collect_turn_advantages(rollout) for rollout in rollouts]

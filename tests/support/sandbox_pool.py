@@ -1,0 +1,74 @@
+"""Shared by the sandbox's end-to-end tests: an event loop that lives over a module's tests, and what is left on the host."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import psutil
+import pytest
+
+from sandbox import BoxLimits, SandboxError, SandboxPool
+from sandbox.cgroups import find_own_groups
+from sandbox.layers import choose_layers, detect_layers
+
+
+class PoolRunner:
+    """A started pool, used from plain test functions."""
+
+    def __init__(self, runner: asyncio.Runner, pool: SandboxPool) -> None:
+        self.runner, self.pool = runner, pool
+
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(coroutine)
+
+    def run_codes(self, *codes: str, **inputs: Any) -> list[Any]:
+        """The results of some calls in one box."""
+
+        async def calls() -> list[Any]:
+            async with await self.pool.open(**inputs) as box:
+                return [await box.run(code) for code in codes]
+
+        return self.run_coroutine(calls())
+
+
+def start_pool(limits: BoxLimits | None = None, *, size: int = 4) -> Iterator[PoolRunner]:
+    """Skips, with the reason, where the host offers no isolation."""
+    try:
+        choose_layers(detect_layers())
+    except SandboxError as fault:
+        pytest.skip(str(fault))
+    with asyncio.Runner() as runner:
+        pool = SandboxPool(size=size, limits=limits)
+        runner.run(pool.start())
+        yield PoolRunner(runner, pool)
+        runner.run(pool.close())
+
+
+def snapshot_host() -> dict[str, object]:
+    """All that a pool could leave on this host: to be compared before and after."""
+    me = psutil.Process()
+    groups = (
+        {path for place in find_own_groups().values() for path in place.glob("sandbox-*")} if Path("/proc/self/cgroup").exists() else set()
+    )
+    return {
+        "processes": {child.pid for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE},
+        "descriptors": {
+            number: os.readlink(f"/proc/self/fd/{number}") for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)
+        },
+        "threads": {thread.name for thread in threading.enumerate()},
+        "files": {entry.name for entry in Path(gettempdir()).glob("sandbox-*")},
+        "groups": {path for path in groups if path.name.split("-")[1] == str(os.getpid())},
+        "mounts": Path("/proc/self/mountinfo").read_text(),
+    }
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:  # the listing's own descriptor
+        return False
+    return True
