@@ -3,7 +3,8 @@
 import pytest
 
 from tests.conftest import ROOT
-from tests.mutants import MUTANTS, Mutant
+from tests.mutation.mutant import Mutant
+from tests.mutation.table import MUTANTS
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -1,0 +1,20 @@
+"""Mutants of megatron_rl/config/."""
+
+from tests.mutation.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "a service's refusal names a key that there is not",
+        "megatron_rl/config/services.py",
+        'f"{key}.startup_timeout_s"',
+        'f"{key}.start_s"',
+        "tests/config/test_config.py -k key_that_exists",
+    ),
+    Mutant(
+        "servers compute on the GPUs of the ranks",
+        "megatron_rl/config/rollout.py",
+        "firsts = [num_ranks + number * self.tp",
+        "firsts = [number * self.tp",
+        "tests/services/test_engine_servers.py -k behind",
+    ),
+)

@@ -1,0 +1,111 @@
+"""Mutants of megatron_rl/weights/."""
+
+from tests.mutation.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "digests of a checkpoint's files are not compared",
+        "megatron_rl/weights/formats/digests.py",
+        'if found != expected["sha256"]:',
+        'if len(found) != len(expected["sha256"]):',
+        "tests/run/test_checkpoints.py -k damaged_checkpoint",
+    ),
+    Mutant(
+        "tensors of a run's checkpoint are read without their file's digest",
+        "megatron_rl/weights/formats/torch_dist.py",
+        "self._compare(self._recorded, [place.relative_path])",
+        "pass",
+        "tests/weights/test_digests.py -k changed_numbers",
+    ),
+    Mutant(
+        "a full bucket is thrown away",
+        "megatron_rl/weights/stream.py",
+        "            buckets.append(bucket)\n",
+        "            pass\n",
+        "tests/weights/test_stream.py",
+    ),
+    Mutant(
+        "a field of an adapter that nobody knows is accepted",
+        "megatron_rl/weights/formats/peft.py",
+        "if value and name not in KNOWN_FIELDS]",
+        'if value and name not in KNOWN_FIELDS and name != "layers_to_transform"]',
+        "tests/weights/test_peft.py -k plain_adapter",
+    ),
+    Mutant(
+        "a run goes on with a model that lacks a file",
+        "megatron_rl/weights/formats/model_digests.py",
+        "for name in dict.fromkeys((*found, *recorded)):",
+        "for name in found:",
+        "tests/weights/test_model_digests.py -k is_gone",
+    ),
+    Mutant(
+        "a file of final weights that is gone is not missed",
+        "megatron_rl/weights/formats/safetensors_folder.py",
+        'return next((name for name in names if not (folder / name).is_file()), "")',
+        'return ""',
+        "tests/run/test_directory.py -k all_of_its_weights",
+    ),
+    Mutant(
+        "pixel limits are written to one of two files of a processor",
+        "megatron_rl/weights/formats/pixel_limits.py",
+        "        _write(folder / PROCESSOR_FILE, whole)\n",
+        "",
+        "tests/weights/test_pixel_limits.py",
+    ),
+    Mutant(
+        "readers before transformers 5 get the base's pixel limits",
+        "megatron_rl/weights/formats/pixel_limits.py",
+        '{**_with_limits(images, limits), "min_pixels"',
+        '{**images, "min_pixels"',
+        "tests/weights/test_pixel_limits.py",
+    ),
+    Mutant(
+        "the digest of a base depends on the stored number type",
+        "megatron_rl/weights/formats/base_digest.py",
+        "[:SAMPLES].to(torch.bfloat16)",
+        "[:SAMPLES]",
+        "tests/weights/test_base_digest.py -k origin",
+    ),
+    Mutant(
+        "the digest of a base leaves out the vision tower's blocks",
+        "megatron_rl/weights/formats/base_digest.py",
+        '(*(f"{part}.{number}." for part, number in last.items()), "visual.merger.")',
+        '("model.layers.", "visual.merger.")',
+        "tests/weights/test_base_digest.py -k another_digest",
+    ),
+    Mutant(
+        "chunks of an interleaved pipeline are read in reverse",
+        "megatron_rl/weights/formats/classic.py",
+        "str(key)) is not None for key in state))]",
+        "str(key)) is not None for key in state))][::-1]",
+        "tests/weights/test_classic.py",
+    ),
+    Mutant(
+        "a stage's chunks follow one another",
+        "megatron_rl/weights/stream.py",
+        "chunk, stage = divmod(_layer(row) // self.layers_per_chunk, self.pp)",
+        "stage, chunk = divmod(_layer(row) // self.layers_per_chunk, self.chunks)",
+        "tests/weights/test_stream.py -k round_the_stages",
+    ),
+    Mutant(
+        "every layer's adapter starts alike",
+        "megatron_rl/weights/formats/peft.py",
+        'zlib.crc32(f"{seed} {row.hf_names[0]}".encode())',
+        'zlib.crc32(f"{seed}".encode())',
+        "tests/weights/test_peft.py -k start_as",
+    ),
+    Mutant(
+        "an older name of a pixel limit counts less than a newer one",
+        "megatron_rl/weights/formats/pixel_limits.py",
+        'most = stored.get("max_pixels") or size.get("longest_edge")',
+        'most = size.get("longest_edge") or stored.get("max_pixels")',
+        "tests/weights/test_pixel_limits.py -k two_limits",
+    ),
+    Mutant(
+        "rank-stabilized adapters are merged at alpha / rank",
+        "megatron_rl/weights/formats/merge_lora.py",
+        '(math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])',
+        'config["r"]',
+        "tests/tools/test_merge_lora_and_runs.py -k added",
+    ),
+)
