@@ -203,7 +203,7 @@ def test_a_turn_that_was_cut_is_what_it_would_have_been(engine: ServerEngine, re
     for ours, theirs in zip(completions, expected, strict=True):
         assert (ours.token_ids, ours.is_stopped) == (theirs.token_ids, theirs.is_stopped)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=LOGPROB_BOUND)
-        assert len(ours.versions) == len(ours.token_ids)
+        assert len(ours.weight_versions) == len(ours.token_ids)
 
 
 def test_what_is_given_up_is_given_up_on_the_server(engine: ServerEngine, renderer: Renderer) -> None:
