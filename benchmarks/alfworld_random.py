@@ -1,10 +1,12 @@
-"""What chance wins of generated games of ALFWorld, what the planner wins, and how many steps a second many games at once make.
+"""Success of random play and of the planner in generated ALFWorld games, and steps per second.
 
-    .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld      # makes what games lack there, plays those of eval
-    .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2 --at-once 2      # tries the script
+    .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld    # makes missing games
+    # Smoke test:
+    .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2 --at-once 2
 
-Prints Markdown. Random play gives one of the admissible commands, each equally likely, 50 at most. Everything goes through the task's own
-environment, pictures and all, without an engine: what is measured is what stands between two replies of a policy.
+Prints Markdown; games are those of eval. Random play draws one of the admissible commands
+uniformly, at most 50 times. All steps use the task's own environment, including images, without an
+engine, so the measured time is the time between two responses of a policy.
 """
 
 import argparse
@@ -31,7 +33,7 @@ from tools.data import make_alfworld
 
 @dataclass(slots=True)
 class Tally:
-    """Of episodes, by kind of game."""
+    """Results of episodes by kind of game."""
 
     played: Counter[str] = field(default_factory=Counter)
     won: Counter[str] = field(default_factory=Counter)
@@ -39,12 +41,14 @@ class Tally:
     earned: float = 0.0
 
     def add(self, kind: str, *, won: bool, steps: int, earned: float) -> None:
+        """Add an episode."""
         self.played[kind] += 1
         self.won[kind] += won
         self.steps += steps
         self.earned += earned
 
     def row(self, name: str) -> str:
+        """Return a row of the table."""
         cells = [f"{100 * self.won[kind] / self.played[kind]:.0f}" if self.played[kind] else "-" for kind in ALFWORLD_NAME_BY_KIND]
         num = self.played.total()
         low, high = wilson_interval(self.won.total() / num, num)
@@ -53,6 +57,7 @@ class Tally:
 
 
 def task_of(games: Path, *, at_once: int, num: int) -> AlfworldTask:
+    """Return the ALFWorld task over these games."""
     data = DataSettings(train=[str(games / "train")], eval=[str(games / "eval")], max_eval=num)
     return AlfworldTask(
         TaskSettings(name="alfworld", max_turns=MAX_STEPS, data=data, options=AlfworldOptions(processes=at_once, call_s=600))
@@ -60,7 +65,7 @@ def task_of(games: Path, *, at_once: int, num: int) -> AlfworldTask:
 
 
 async def play(task: AlfworldTask, example: Example, tally: Tally, *, replies: list[str] | None, dice: random.Random) -> None:
-    """By these replies, or by chance."""
+    """Run one episode with the given replies, or with random ones."""
     env = task.env(example)
     won, steps, earned = False, 0, 0.0
     try:
@@ -74,11 +79,15 @@ async def play(task: AlfworldTask, example: Example, tally: Tally, *, replies: l
 
 
 async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> tuple[Tally, float, float]:
-    """The tally, steps a second with the starts of games among them, and MiB of a player that it shares with none."""
+    """Run all games concurrently.
+
+    Returns the tally, steps per second (including the start of games), and MiB of a player process
+    that are not shared.
+    """
     task, tally = task_of(games, at_once=at_once, num=num), Tally()
     try:
         examples = task.examples("eval")
-        await play(task, examples[0], Tally(), replies=task.gold_replies(examples[0]), dice=random.Random(0))  # TextWorld is loaded
+        await play(task, examples[0], Tally(), replies=task.gold_replies(examples[0]), dice=random.Random(0))  # loads TextWorld
         started = time.perf_counter()
         await asyncio.gather(*(
             play(task, example, tally, replies=None if is_random else task.gold_replies(example), dice=random.Random(number))
@@ -93,6 +102,7 @@ async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> t
 
 
 def main() -> None:
+    """Run the benchmark and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--games", type=Path, required=True, help="a folder of make_alfworld.py, which is called for what it lacks")
     parser.add_argument("--num", type=int, default=200, help="games of eval")

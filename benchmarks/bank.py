@@ -1,10 +1,12 @@
-"""What it costs to keep every rollout (run.record=all), seconds a step and bytes, and how fast the viewer shows them; of made-up steps.
+"""Cost of storing every rollout (run.record=all) and of viewing them, with synthetic rollouts.
 
-    .venv/bin/python benchmarks/bank.py                              # 100,000 episodes, each with a picture of its own, in a bounded bank
-    .venv/bin/python benchmarks/bank.py --tiny
+    .venv/bin/python benchmarks/bank.py             # 100,000 rollouts with an image each
+    .venv/bin/python benchmarks/bank.py --tiny      # smoke test
 
-An episode: 600 tokens in 3 turns, 120 of them sampled, with all that training fills; a picture of 140 x 140 pixels of noise, which is what
-PNG likes least. The share of a step's time is that of a real run: `time/record` of RUN/metrics.jsonl.
+Reports seconds per step, bytes, and response times of the viewer. A rollout has 600 tokens in 3
+turns, 120 of them sampled, with all token columns of training, and one image of 140 x 140 pixels of
+noise, which compresses worst as PNG. The fraction of a real step is `time/record` in
+RUN/metrics.jsonl.
 """
 
 import argparse
@@ -29,11 +31,13 @@ OBSERVED, SAMPLED, TURNS = 160, 40, 3
 
 
 def picture(dice: np.random.Generator) -> Image:
+    """Return an image of noise."""
     pixels = dice.integers(0, 256, (140, 140, 3), dtype=np.uint8)
     return Image(pil=pil.fromarray(pixels), patch_PC=None, grid=(1, 10, 10), key=dice.bytes(16).hex(), merge=2)
 
 
 def episode(dice: np.random.Generator, number: int) -> Rollout:
+    """Return a synthetic rollout with all token columns."""
     context, turns = TokenSequence(), []
     for turn in range(TURNS):
         context.extend(dice.integers(0, 1400, OBSERVED).tolist(), images=(picture(dice),) if turn == 0 else ())
@@ -48,6 +52,7 @@ def episode(dice: np.random.Generator, number: int) -> Rollout:
 
 
 def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> None:
+    """Record all steps in a store and print seconds per step and sizes."""
     dice, bank, seconds = np.random.default_rng(0), RolloutStore(folder, max_gb=limit_gb), []
     for step in range(episodes // per_step):
         rollouts = [episode(dice, number) for number in range(per_step)]
@@ -67,7 +72,10 @@ def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> N
 
 
 def shown(folder: Path) -> None:
-    """What the page asks for when it is opened, then a filter and an episode, of a viewer that was just started."""
+    """Measure the viewer: start, page load, text filter and one episode.
+
+    The page load consists of the requests that the page sends when it is opened.
+    """
     port = find_free_port("127.0.0.1")
     command = [sys.executable, "-m", "megatron_rl.observe.viewer", str(folder), "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served, httpx.Client(trust_env=False, timeout=600) as client:

@@ -1,13 +1,16 @@
-"""What a nano of a million parameters learns of the games: GRPO, GiGPO and PPO from one warm start; a cell at a time, one core each.
+"""GRPO, GiGPO and PPO with a nano model of a million parameters on the games, for several seeds.
 
-    .venv/bin/python benchmarks/card_games.py --out runs/games                             # every cell that is missing, then the table
+    .venv/bin/python benchmarks/card_games.py --out runs/games          # missing cells, then table
     .venv/bin/python benchmarks/card_games.py --out runs/games --cells number_line/ppo --seeds 0
-    .venv/bin/python benchmarks/card_games.py --out runs/games --table                     # the table of what is there
-    .venv/bin/python benchmarks/card_games.py --out runs/tiny --tiny --seeds 0             # a step a run: tries the script, says nothing
+    .venv/bin/python benchmarks/card_games.py --out runs/games --table      # table of present cells
+    # Smoke test, one step per run:
+    .venv/bin/python benchmarks/card_games.py --out runs/tiny --tiny --seeds 0
 
-A cell is a game, an algorithm and a seed (of the first weights, the demonstrations and the rollouts); its run resumes where it was stopped.
-Success is what the game's own evaluation says (docs/games.md, docs/alfworld.md), greedy. Minutes are processor time of the run and all that
-it started, which a busy machine disturbs least.
+A cell is a game, an algorithm and a seed (of the initial weights, the demonstrations and the
+rollouts). Cells run one at a time on one core, and all of a game start from one SFT warm start; an
+interrupted run is resumed. Success is defined by the game's own evaluation (docs/games.md,
+docs/alfworld.md), greedy. Minutes are processor time of a run and its child processes, which is
+least affected by other load.
 """
 
 import argparse
@@ -36,6 +39,8 @@ ONE_SEED = ("points24/ppo", "alfworld/ppo")
 
 @dataclass(slots=True, frozen=True)
 class Game:
+    """Experiments and reference results of a game, in percent."""
+
     warm_start: str
     random: float
     best: float
@@ -58,7 +63,10 @@ TINY_GAME = {"ez_points": ["task.max_turns=7"], "blackjack": ["task.options.eval
 
 
 def train(folder: Path, *overrides: str) -> None:
-    """Run to the end, or nothing where it is there; how many processor seconds all its lives took is written beside it."""
+    """Run to the end, unless the run has finished before.
+
+    The processor seconds of all its attempts are written next to its folder.
+    """
     clock = folder.with_name(f"{folder.name}.seconds")
     if not (folder / "eval.json").exists():
         spent, before = float(clock.read_text()) if clock.exists() else 0.0, processor_s()
@@ -72,14 +80,14 @@ def train(folder: Path, *overrides: str) -> None:
 
 
 def make(tool: str, folder: Path, *arguments: object) -> None:
-    """What is there already stays."""
+    """Run a data tool unless its output exists."""
     if not folder.exists():
         command = [sys.executable, f"tools/data/{tool}.py", "--out", folder, *arguments]
         subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
-    """The cell's warm start, which its game's other cells share, and its run."""
+    """Run the cell and, if missing, its SFT warm start, which the other cells of its game share."""
     game, algorithm = cell.split("/")
     home, nano, given = out / f"seed{seed}" / game, out / f"seed{seed}" / "nano", [f"run.seed={seed}"]
     if game == "alfworld":
@@ -94,7 +102,7 @@ def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
 
 
 def table(out: Path, seeds: list[int]) -> str:
-    """Means over the seeds that were run, the lowest and the highest beside them."""
+    """Return the Markdown table of means over the finished seeds, with minimum and maximum."""
     head = "| game | algorithm | seeds | warm start | after | random | best possible | published (7B) | warm start, min | run, min |"
     lines = [head, "|" + "---|" * 10]
     for cell in CELLS:
@@ -123,6 +131,7 @@ def _spread(values: list[float]) -> str:
 
 
 def main() -> None:
+    """Run the cells and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/games"))
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="default: all")

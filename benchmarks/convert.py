@@ -1,13 +1,15 @@
-"""What converting costs: peak memory and wall time of both directions, beside a copy of the same bytes to the same disk.
+"""Peak memory and wall time of checkpoint conversion, compared with a copy of the same bytes.
 
     .venv/bin/python benchmarks/convert.py --sizes 3B 7B --folder runs/convert
-    .venv/bin/python benchmarks/convert.py --models runs/quickstart/nano --folder runs/convert      # what is there; tries the script
+    # Existing model; smoke test:
+    .venv/bin/python benchmarks/convert.py --models runs/quickstart/nano --folder runs/convert
 
-Random weights of the released shapes are written first (tools/data/make_shapes.py), unless there are --models. For each direction, in
-turns: `cp --reflink=never` of the source and `sync` of the copy; the command line tool, which flushes its result to disk itself; the copy
-again. The source is made cold before each (posix_fadvise), results are deleted after each. Peak memory is ru_maxrss of the tool as the
-kernel hands it to its parent (wait4); the tools start no processes. The aims: at most the largest tensor x 3 + 1.5 GiB, and 1.5 times the
-copy.
+Random weights of the released shapes are written first (tools/data/make_shapes.py), unless --models
+is given. For each direction, in turn: `cp --reflink=never` of the source and `sync` of the copy;
+the command line tool, which flushes its result to disk itself; the copy again. The source is
+evicted from the page cache before each (posix_fadvise), and results are deleted after each. Peak
+memory is ru_maxrss of the tool, from wait4; the tools start no processes. The targets are at most
+three times the largest tensor + 1.5 GiB, and 1.5 times the time of the copy.
 """
 
 import argparse
@@ -27,12 +29,14 @@ GIB = 2**30
 
 @dataclass(slots=True, frozen=True)
 class Cost:
+    """Cost of one command."""
+
     seconds: float
     peak_bytes: int
 
 
 def cost(*command: str) -> Cost:
-    """Run a command to its end. Exits with what it said if it fails."""
+    """Run a command to its end; exit with its output if it fails."""
     started = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
@@ -45,7 +49,7 @@ def cost(*command: str) -> Cost:
 
 
 def make_cold(folder: Path) -> None:
-    """Take a folder's files out of the page cache."""
+    """Evict a folder's files from the page cache."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -54,7 +58,7 @@ def make_cold(folder: Path) -> None:
 
 
 def copied(source: Path, copy: Path) -> float:
-    """Seconds of a copy and its way to the disk."""
+    """Return the seconds of copying a folder and flushing the copy to disk."""
     make_cold(source)
     seconds = cost("sh", "-c", f"cp -r --reflink=never '{source}' '{copy}' && find '{copy}' -type f -exec sync {{}} +").seconds
     shutil.rmtree(copy)
@@ -62,12 +66,13 @@ def copied(source: Path, copy: Path) -> float:
 
 
 def converted(source: Path, *command: str) -> Cost:
+    """Run a conversion with a cold source and return its cost."""
     make_cold(source)
     return cost(sys.executable, *command)
 
 
 def largest_tensor(folder: Path) -> int:
-    """Bytes, from the headers."""
+    """Return the bytes of the largest tensor, from the safetensors headers."""
     largest = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -78,15 +83,20 @@ def largest_tensor(folder: Path) -> int:
 
 
 def size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def needed_gb(models: list[Path] | None) -> float:
-    """Room for a copy, the result, and a copy of that; a 7B's with its source where nothing is given."""
+    """Return the disk space needed for a copy, the result, and a copy of the result.
+
+    Without `models` it is that of a 7B model and its source.
+    """
     return NEEDED_GB if models is None else 3 * max(map(size_of, models)) / 1e9
 
 
 def report(direction: str, num_bytes: int, largest: int, copies: list[float], tool: Cost) -> None:
+    """Print one row."""
     copy = sum(copies) / len(copies)
     bound = 3 * largest + 1.5 * GIB
     print(
@@ -97,7 +107,10 @@ def report(direction: str, num_bytes: int, largest: int, copies: list[float], to
 
 
 def measure(name: str, hf: Path, folder: Path) -> None:
-    """Both directions of the Hugging Face folder `hf`, in `folder`; it goes when it is no longer needed, if it is in there."""
+    """Measure both directions of the Hugging Face folder `hf`.
+
+    Results are written to `folder`; if `hf` is in it, it is deleted when it is no longer needed.
+    """
     mcore, merged, copy = (folder / name for name in ("mcore", "merged", "copy"))
     largest = largest_tensor(hf)
     before = copied(hf, copy)
@@ -113,6 +126,7 @@ def measure(name: str, hf: Path, folder: Path) -> None:
 
 
 def main() -> None:
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["3B", "7B"])
     parser.add_argument("--layers", type=int, help="decoder layers instead of the size's own, for a quick look")

@@ -1,10 +1,11 @@
-"""How long an engine stands still with work at hand, while the program renders large pictures for its episodes.
+"""Time an engine is stalled with pending requests while large images are rendered for its episodes.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/engine_stalls.py
 
-An engine whose every step takes 20 ms, as a GPU's would and with no processor time of its own, plays 64 episodes in 8 groups through the
-trainer's own fleet: a prompt with a picture of 2 megapixels, a reply, a cut-out of as many pixels that every episode makes for itself, a
-reply. Stalled are the seconds between two steps while at least one request is under way; idle are those without any.
+A simulated engine takes 20 ms per step without processor time, as a GPU would. It runs 64 episodes
+in 8 groups under the trainer's own rollout manager: a prompt with an image of 2 megapixels, a
+response, a crop of as many pixels specific to the episode, a response. Stalled are the seconds
+between two steps with at least one pending request; idle are those without any.
 """
 
 import argparse
@@ -33,31 +34,38 @@ from megatron_rl.types import Example, Message
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 WORD = 65
-"""The token that is always said."""
+"""Token that is always sampled."""
 
 
 class FixedCore:
-    """In the place of vLLM: a step takes step_s, and samples one token of every request. A reply is as long as its seed says."""
+    """Replacement of vLLM: a step takes `step_s` and samples one token for every request.
+
+    The length of a response is determined by its seed.
+    """
 
     def __init__(self, step_s: float) -> None:
         self.step_s, self.sleeping_tags = step_s, []
         self.num_steps, self.stalls_s, self.idle_s = 0, [], 0.0
-        """Steps so far, the seconds between two of them with work at hand, and all without."""
+        """Number of steps, seconds between steps with pending requests, and all seconds without."""
         self._left: dict[str, tuple[int, int]] = {}
         self._ended, self._had_work = time.perf_counter(), False
 
     def is_busy(self) -> bool:
+        """Return True if there are requests."""
         return bool(self._left)
 
     def add(self, request: Request) -> None:
+        """Add a request."""
         length = 1 + request.sampling.seed % request.sampling.max_tokens
         self._left[request.id] = (length, length)
 
     def abort(self, request_ids: list[str]) -> None:
+        """Remove requests."""
         for request_id in request_ids:
             self._left.pop(request_id, None)
 
     def step(self) -> list[tuple[str, Completion]]:
+        """Wait for `step_s` and return the completed requests."""
         gap_s = time.perf_counter() - self._ended
         if self._had_work:
             self.stalls_s.append(gap_s)
@@ -74,13 +82,17 @@ class FixedCore:
         self._ended, self._had_work = time.perf_counter(), bool(self._left)
         return done
 
-    def trim_images(self) -> None: ...
+    def trim_images(self) -> None:
+        """Do nothing, because there is no image cache."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing, because there are no resources."""
+        ...
 
 
 def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_len: int) -> tuple[colocated.ColocatedEngine, FixedCore]:
-    """The trainer's own engine but for vLLM."""
+    """Return the trainer's own engine with `FixedCore` in place of vLLM."""
     core, colocated.VllmCore = FixedCore(step_s), lambda *_, **__: core
     engine = colocated.ColocatedEngine(
         str(model), EngineSettings(max_model_len=max_model_len), image_token_id=renderer.image_token_id,
@@ -91,15 +103,17 @@ def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_le
 
 @dataclass
 class Looks(Env):
-    """Shows the whole picture, then a part of it that is this episode's alone."""
+    """Environment that shows the whole image, then a part specific to the episode."""
 
     whole: Picture
     part: tuple[int, int, int, int]
 
     async def reset(self, seed: int) -> list[Message]:
+        """Return the whole image."""
         return [self._asked(self.whole)]
 
     async def step(self, text: str) -> Step:
+        """Return the part of this episode."""
         return Step(messages=[self._asked(await asyncio.to_thread(self.whole.crop, self.part))], reward=0.0, done=False)
 
     def _asked(self, picture: Picture) -> Message:
@@ -108,7 +122,10 @@ class Looks(Env):
 
 @dataclass
 class LooksTask:
-    """Examples are noise of another seed each; their episodes look at parts that begin in other places."""
+    """Task with an image of different noise per example.
+
+    Parts begin at a different place in each episode.
+    """
 
     pixels: int
     name: str = "looks"
@@ -117,25 +134,32 @@ class LooksTask:
     num_made: int = 0
 
     def env(self, example: Example) -> Looks:
+        """Return an environment with a part of its own."""
         side, self.num_made = int((self.pixels * 0.9) ** 0.5), self.num_made + 1
         start = self.num_made % int(0.05 * side)
         return Looks(example.payload["picture"], (start, start, start + side, start + side))
 
 
 class Nobody:
-    """Shares the engine's device with it: no trainer does."""
+    """Trainer that does not share the engine's device."""
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Do nothing, because there is no trainer."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Do nothing, because there is no trainer."""
+        ...
 
 
 def noise(seed: int, pixels: int) -> Picture:
+    """Return a square image of noise."""
     side = int(pixels**0.5)
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8))
 
 
 def main() -> None:
+    """Run the benchmark and print the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--samples", type=int, default=8, help="episodes of a group")

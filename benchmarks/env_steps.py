@@ -1,15 +1,18 @@
-"""Environment steps a second while rollouts are made: a run of PPO beside RL4VLM's shape, the same cores, nano, game and rules.
+r"""Environment steps per second during rollouts, compared with RL4VLM's scheme.
 
     .venv/bin/python benchmarks/env_steps.py --model runs/quickstart/sft/final --seconds 60
-    .venv/bin/python benchmarks/env_steps.py --model runs/quickstart/sft/final --seconds 60 --cores 2 --games 384
+    .venv/bin/python benchmarks/env_steps.py --model runs/quickstart/sft/final --seconds 60 \
+        --cores 2 --games 384
 
-Ours is launch/train.py, a process and an engine a core: a step's episodes are played at once, and their logprobs come with their tokens.
-Counted are its turns over the seconds of its rollouts (time/engine and time/environment), of each step but the first.
+Both use the same cores, model, game and rules. Ours is launch/train.py with PPO and one process and
+engine per core: episodes of a step run concurrently, and logprobs are returned with the tokens.
+Counted are its turns over the seconds of its rollouts (time/engine and time/environment), of each
+step but the first.
 
-RL4VLM's shape (arXiv 2405.10292, seeds' --num-processes 1): one environment; at each step Hugging Face's generate writes a reply to the one
-prompt, and a second forward pass over prompt and reply gives its logprobs. There is no engine there, and the passes are Hugging Face's own,
-with a thread a core.
-Pictures are drawn and cut by the same code on both sides, each once.
+RL4VLM's scheme (arXiv 2405.10292, seeds' --num-processes 1) is one environment: at each step
+Hugging Face's generate writes a response to the single prompt, and a second forward pass over
+prompt and response computes its logprobs. It has no engine; the passes are Hugging Face's own, with
+one thread per core. Images are drawn and processed by the same code on both sides, each once.
 """
 
 import argparse
@@ -36,7 +39,7 @@ MAX_TOKENS = 48
 
 
 def ours(model: str, *, steps: int, max_tokens: int, games: int, cores: int) -> list[float]:
-    """Turns a second of every step but the first."""
+    """Return turns per second of every step but the first."""
     with tempfile.TemporaryDirectory() as folder:
         run = [f"model.path={model}", f"run.dir={folder}/run", f"run.steps={steps}", f"batch.prompts_per_step={games}"]
         task = ["task.eval_samples=1", f"task.max_new_tokens={max_tokens}"]
@@ -52,7 +55,7 @@ def ours(model: str, *, steps: int, max_tokens: int, games: int, cores: int) -> 
 
 
 class OneByOne:
-    """RL4VLM's shape."""
+    """RL4VLM's scheme of rollouts."""
 
     def __init__(self, model: str, task: Task, *, max_tokens: int) -> None:
         self.renderer = Renderer(ModelSettings(path=model, **PIXELS))
@@ -60,7 +63,7 @@ class OneByOne:
         self.task, self.max_tokens = task, max_tokens
 
     async def play(self, *, seconds: float) -> float:
-        """Environment steps a second; the first is not counted."""
+        """Return environment steps per second, without the first one."""
         examples, taken, began = self.task.examples("train"), 0, 0.0
         while not began or time.perf_counter() - began < seconds:
             env, number = self.task.env(examples[taken % len(examples)]), 0
@@ -90,6 +93,7 @@ class OneByOne:
 
 
 def main() -> None:
+    """Run both sides and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a nano after its warm start: replies end as they should")
     parser.add_argument("--seconds", type=float, default=60.0, help="of RL4VLM's shape")

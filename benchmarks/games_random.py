@@ -1,9 +1,10 @@
-"""What chance and perfect play earn in the card games, exactly where that can be worked out, and by playing.
+"""Success of random and optimal play in the card games: exact where possible, and by simulation.
 
     python benchmarks/games_random.py --episodes 100000
 
-Random play draws every action uniformly from all that the game has, as RL4VLM does for a reply that it cannot read. A success is an episode
-whose return is above 0. Intervals are Wilson's, 95%.
+Random play draws every action uniformly from all actions of the game, as RL4VLM does for a response
+that it cannot parse. A success is an episode with a return above 0. Intervals are 95% Wilson
+intervals.
 """
 
 import argparse
@@ -36,11 +37,14 @@ from megatron_rl.tasks.task_options import Points24Options
 
 
 def random_points(rules: PointsRules) -> float:
-    """Of EZPoints: the share of wins over all that can be written, hand by hand. No six penalties outweigh a win."""
+    """Return the exact success of random play in EZPoints, over all formulas and deals.
+
+    Six penalties cannot outweigh a win.
+    """
 
     @cache
     def wins(table: PointsState, length: int) -> float:
-        """`table` is without its blanks, which are counted in the length of the formula alone."""
+        """Return the win probability; `table` has no blanks, but `length` counts them."""
         if length > rules.max_formula_tokens:
             return 0.0
         share = 0.0
@@ -55,6 +59,7 @@ def random_points(rules: PointsRules) -> float:
 
 
 def walked(dice: random.Random) -> float:
+    """Run one random episode of NumberLine and return its return."""
     (state,), earned = dice.choices(STATES, [float(start_probabilities()[state]) for state in STATES]), 0
     for _ in range(MAX_STEPS):
         state, reward = walk(state, dice.randrange(2))
@@ -65,6 +70,7 @@ def walked(dice: random.Random) -> float:
 
 
 def written(rules: PointsRules, deal: Callable[[np.random.Generator], tuple], dealer: np.random.Generator, dice: random.Random) -> float:
+    """Run one random episode of a points game and return its return."""
     table, earned, is_over = PointsState(deal(dealer)), 0, False
     while not is_over:
         table, reward, terminated, truncated = apply_action(rules, table, dice.randrange(len(rules.tokens)))
@@ -73,6 +79,7 @@ def written(rules: PointsRules, deal: Callable[[np.random.Generator], tuple], de
 
 
 def tossed(game: Blackjack, dice: random.Random) -> float:
+    """Run one random episode of Blackjack and return its return."""
     game.reset()
     reward, is_over = 0.0, False
     while not is_over:
@@ -81,11 +88,13 @@ def tossed(game: Blackjack, dice: random.Random) -> float:
 
 
 def told(wins: int, num: int) -> str:
+    """Return the percentage of wins with its interval."""
     low, high = wilson_interval(wins / num, num)
     return f"{100 * wins / num:.3f} ({100 * max(low, 0):.3f} to {100 * high:.3f})"
 
 
 def main() -> None:
+    """Run the simulation and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=100_000, help="of random play in each game")
     num, dice, dealer = parser.parse_args().episodes, random.Random(0), np.random.default_rng(0)

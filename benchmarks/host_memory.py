@@ -1,11 +1,12 @@
-"""Peak memory of real runs whose episodes see large pictures, beside the plan (megatron_rl/memory_plan/image_memory.py): what more of them
-takes.
+"""Peak memory of runs with large images, compared with the memory plan.
 
-    .venv/bin/python benchmarks/host_memory.py                                # 2-megapixel pictures, 8 and 64 episodes, one and two ranks
-    .venv/bin/python benchmarks/host_memory.py --side 56 --episodes 2 4       # tries the script, says nothing
+    .venv/bin/python benchmarks/host_memory.py            # 2 megapixels, 8 and 64 episodes
+    .venv/bin/python benchmarks/host_memory.py --side 56 --episodes 2 4         # smoke test
 
-A run is launch/train.py: one step of vqa, an episode a picture, with the nano of a million parameters, real engine, real trainer.
-Peaks are the resident memory of its largest process, shared pages included, as the kernel counts it.
+The plan is megatron_rl/memory_plan/image_memory.py; compared is the additional memory of more
+episodes or ranks. A run is launch/train.py: one step of vqa, one episode per image, a nano model of
+a million parameters, with the real engine and trainer. The peak is the resident memory of its
+largest process, including shared pages, as counted by the kernel.
 """
 
 import argparse
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(slots=True, frozen=True)
 class Kind:
+    """Size of a run: episodes and ranks."""
+
     episodes: int
     ranks: int
 
@@ -37,12 +40,13 @@ class Kind:
 
 
 def sizes(side: int) -> dict[str, int]:
-    """Settings that pictures of side x side need; a token is 28 x 28 pixels."""
+    """Return the settings for images of side x side pixels; a token is 28 x 28 pixels."""
     tokens = (side // 28) ** 2
     return {"max_pixels": side * side, "max_model_len": tokens + 256, "micro_batch_tokens": tokens + 256}
 
 
 def planned(kind: Kind, model: Path, *, side: int) -> int:
+    """Return the planned bytes of images."""
     size = sizes(side)
     settings = Settings(
         model=ModelSettings(path=str(model), max_pixels=size["max_pixels"]),
@@ -53,7 +57,7 @@ def planned(kind: Kind, model: Path, *, side: int) -> int:
 
 
 def measured(kind: Kind, model: Path, data: Path, *, side: int) -> int:
-    """Peak resident bytes of the run's largest process."""
+    """Return the peak resident bytes of the run's largest process."""
     size = sizes(side)
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -76,7 +80,7 @@ def measured(kind: Kind, model: Path, data: Path, *, side: int) -> int:
 
 
 def make_questions(folder: Path, *, num: int, side: int) -> None:
-    """Noise that no two questions share."""
+    """Write questions with a different noise image each."""
     folder.mkdir(parents=True)
     rows = []
     for number in range(num + 1):
@@ -88,6 +92,7 @@ def make_questions(folder: Path, *, num: int, side: int) -> None:
 
 
 def main() -> None:
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--side", type=int, default=1400, help="of a picture in pixels, a multiple of 28")
     parser.add_argument("--episodes", type=int, nargs=2, default=[8, 64])

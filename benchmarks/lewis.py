@@ -1,15 +1,19 @@
-"""The Lewis game of nano models: speaker alone, listener alone, and both at a time; a cell at a time, from the seed; one table.
+"""Lewis game with nano models: speaker alone, listener alone, and both, for several seeds.
 
-    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds                      # every cell that is missing, then the table
+    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds         # missing cells, then table
     .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --cells speaker --seeds 0
-    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --table              # the table of what is there
-    .venv/bin/python benchmarks/lewis.py --out runs/tiny --tiny --seeds 0 --cells speaker    # a step a run: tries the script, says nothing
-    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --pace               # candidate pictures a second, and HTTP's share of it
+    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --table     # table of present cells
+    # Smoke test, one step per run:
+    .venv/bin/python benchmarks/lewis.py --out runs/tiny --tiny --seeds 0 --cells speaker
+    # Candidate images per second, and HTTP's share:
+    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --pace
 
-A seed is that of the first weights, the demonstrations and the rollouts; pictures and rounds are the same for all. Every cell ends with the
-same games of held-out concepts, greedy: with the listener that rewards (partner), with the warm start of that listener, which in the cells
-where listeners learn rewards nobody (frozen), and with a listener of another seed (stranger). The other cells cannot be tiny: a speaker of
-one step describes nothing that a listener could be asked about.
+The seed sets the initial weights, the demonstrations and the rollouts; images and rounds are the
+same for all. Every cell ends with the same games on held-out concepts, greedy: with the listener
+that gives the reward (partner), with the SFT checkpoint of that listener, which gives no reward in
+the cells that train listeners (frozen), and with a listener of another seed (stranger). Only the
+speaker cell can be tiny: after one step, a speaker's descriptions are too poor to query a listener
+with.
 """
 
 import argparse
@@ -43,7 +47,7 @@ TINY_STAGE = {"sft": ["sft.batch_size=2", "sft.num_demonstrations=4", "sft.steps
 
 @dataclass(slots=True, frozen=True)
 class Home:
-    """Where a seed's runs and the pictures lie."""
+    """Folders of a seed's runs and of the images."""
 
     out: Path
     seed: int
@@ -51,18 +55,21 @@ class Home:
 
     @property
     def folder(self) -> Path:
+        """Folder of the seed's runs."""
         return self.out / f"seed{self.seed}"
 
     def of(self, seed: int) -> "Home":
+        """Return the same settings for another seed."""
         return Home(self.out, seed, self.tiny)
 
     def words(self, stage: str) -> list[str]:
+        """Return the overrides that all runs of a stage share."""
         data = self.out / "data" / "speaker"
         given = [f"task.data.train=[{data}:train]", f"task.data.eval=[{self.out / 'held_out' / 'speaker'}:test]"]
         return [*given, f"task.data.images={self.out / 'pictures'}", f"run.seed={self.seed}", *(TINY_STAGE[stage] if self.tiny else [])]
 
     def run(self, name: str, experiment: str, model: Path, *words: str) -> Path:
-        """A run to its end, or nothing where it is there: its folder."""
+        """Run an experiment to its end, unless it has finished before, and return its folder."""
         stage, folder = "sft" if "_sft_" in experiment else "rl", self.folder / name
         steps = ["run.steps=1"] if self.tiny and stage == "rl" else []
         train(folder, f"experiment={experiment}", f"model.path={model}", *self.words(stage), *words, *steps)
@@ -74,7 +81,7 @@ class Home:
 
 @contextlib.contextmanager
 def serving(kind: str, model: Path, *words: str, token: str = "") -> Iterator[str]:
-    """A service of the model, which asks for `token` where there is one; its address."""
+    """Run a service of the model that requires `token`, if any; yields its address."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -96,7 +103,7 @@ def serving(kind: str, model: Path, *words: str, token: str = "") -> Iterator[st
 
 
 def warm_start(home: Home) -> None:
-    """The seed's nano, its listener, and its speaker before any reward."""
+    """Create the seed's nano model, its listener, and its speaker before any RL step."""
     make("make_tiny_qwen2_5_vl", home.folder / "nano", "--seed", home.seed, "--words", home.out / "data" / "words.txt")
     listener = home.run("listener_sft", "lewis_listener_sft_cpu", home.folder / "nano")
     if not (home.folder / "speaker_sft" / "eval.json").exists():
@@ -105,6 +112,7 @@ def warm_start(home: Home) -> None:
 
 
 def play(home: Home, cell: str) -> None:
+    """Run one cell."""
     warm_start(home)
     stranger = home.of(home.seed + 1)
     if not (stranger.folder / "listener_sft" / "final").exists():
@@ -119,11 +127,15 @@ def play(home: Home, cell: str) -> None:
 
 
 def alone(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
+    """Train the speaker with the frozen listener."""
     home.run("speaker", "lewis_cpu", speaker, *heard, f"task.listener.urls=[{frozen}]", *sheets(home, "speaker"))
 
 
 def listening(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
-    """The listener learns from the speaker's warm start; the pair is then judged without any step."""
+    """Train the listener with the speaker's SFT checkpoint.
+
+    The pair is then evaluated without further training.
+    """
     with serving("speaker", speaker) as url:
         trained = home.run("listener_rl", "lewis_listener_cpu", listener, *ALONE[1:], f"task.speaker.urls=[{url}]")
     with serving("listener", trained / "final") as url:
@@ -131,7 +143,10 @@ def listening(home: Home, speaker: Path, listener: Path, frozen: str, heard: lis
 
 
 def alternating(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
-    """Turns of the two runs, each against what the other has become; an optimizer begins anew with each turn."""
+    """Train speaker and listener in alternating runs, each with the latest version of the other.
+
+    The optimizer restarts in each run.
+    """
     for turn in range(ROUNDS):
         with serving("listener", listener) as url:
             words = [*heard, f"task.listener.urls=[{url}]", *half(home, of=50)]
@@ -144,7 +159,10 @@ def alternating(home: Home, speaker: Path, listener: Path, frozen: str, heard: l
 
 
 def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
-    """Two runs at a time: after each step each sends its weights to a service that the other one asks."""
+    """Train both in two concurrent runs.
+
+    After each step, each run sends its weights to a service that the other one queries.
+    """
     if not (home.folder / "simultaneous_speaker" / "eval.json").exists():
         file, token = home.folder / "services.token", secrets.token_urlsafe(32)
         file.write_text(token)
@@ -159,7 +177,7 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
             ]
             own = [*heard, f"task.listener.urls=[{hears}]", f"task.listener.{asks}", "task.listener.partner_is_training=true"]
             own += [f"weight_publish.urls=[{says}]", f"weight_publish.{asks}"]
-            with ProcessPoolExecutor(1) as beside:  # each process has its own account of processor time
+            with ProcessPoolExecutor(1) as beside:  # a separate process has its own count of processor time
                 listens = beside.submit(home.run, "simultaneous_listener", "lewis_listener_cpu", listener, *words)
                 home.run("simultaneous_speaker", "lewis_cpu", speaker, *own, *sheets(home, "simultaneous"))
                 listens.result()
@@ -168,21 +186,24 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
 
 
 def judged(home: Home, name: str, speaker: Path, heard: list[str], url: str) -> None:
-    """The pair's games, by a run that learns nothing."""
+    """Evaluate the pair by a run with learning rate 0."""
     still = ["optim.lr=0", "run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2"]
     home.run(name, "lewis_cpu", speaker, *heard, f"task.listener.urls=[{url}]", *still, *sheets(home, name))
 
 
 def half(home: Home, *, of: int) -> list[str]:
+    """Return an override for the steps of one alternating run."""
     return [] if home.tiny else [f"run.steps={of // ROUNDS}"]
 
 
 def sheets(home: Home, name: str) -> list[str]:
+    """Return the overrides for the outputs of the final games."""
     folder = home.folder / "sheets" / name
     return [f"task.options.sheets={folder}", f"task.options.log={folder.with_suffix('.jsonl')}"]
 
 
 def table(out: Path, seeds: list[int]) -> str:
+    """Return the Markdown table of all cells."""
     head = "| seed | cell | partner (95%) | frozen | stranger | drift | words | wall load | processor s |"
     lines = [head, "|" + "---|" * 9]
     for seed in seeds:
@@ -201,7 +222,10 @@ def table(out: Path, seeds: list[int]) -> str:
 
 
 def prepare(out: Path, *, tiny: bool) -> None:
-    """Pictures, rounds to train on, and one round of each held-out concept (the split is by the same seed)."""
+    """Create the images, the training rounds, and one round per held-out concept.
+
+    The split uses the same seed in both.
+    """
     make("make_emoji", out / "pictures", *(["--num", "4", "--views", "3"] if tiny else []))
     rounds = ["--pictures", out / "pictures", "--distractors", "random"]
     make("make_lewis", out / "data", *rounds, "--queries", "6")
@@ -209,6 +233,7 @@ def prepare(out: Path, *, tiny: bool) -> None:
 
 
 def main() -> None:
+    """Run the cells and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/lewis_seeds"))
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="default: all")

@@ -1,4 +1,7 @@
-"""Candidate pictures that a listener scores in a second, and how much of a request is not the engine's: HTTP, pictures, prompts."""
+"""Candidate images that a listener scores per second, and the overhead outside its engine.
+
+The overhead is HTTP, image decoding and prompt rendering.
+"""
 
 import asyncio
 import base64
@@ -14,7 +17,10 @@ COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown",
 
 
 def pace(url: str, pictures: Path) -> str:
-    """Each description is new, each picture is sent once before: as in a run's later steps."""
+    """Measure a listener and return a one-line summary.
+
+    Each description is new, and each image has been sent before, as in the later steps of a run.
+    """
     return asyncio.run(_pace(url, sorted(pictures.glob("*/*/*.png"))[:60]))
 
 

@@ -1,10 +1,11 @@
-"""What share of a speaker's steps waits for scores alone: from the traces of a run (run.trace=N).
+"""Fraction of a speaker's step that waits only for scores, from traces (run.trace=N).
 
     python launch/train.py experiment=lewis_cpu run.trace=25
     .venv/bin/python benchmarks/lewis_waits.py runs/lewis/speaker
 
-A moment counts where an answer of the listener is awaited and nothing else is under way: no reply, no step of an environment, and no span
-of the trainer but the one in which it waits for episodes.
+A moment counts if a response of the listener is awaited and nothing else is in progress: no
+response of the policy, no environment step, and no span of the trainer except the one that waits
+for episodes.
 """
 
 import argparse
@@ -15,11 +16,12 @@ from pathlib import Path
 from megatron_rl.observe.trace import STEP_ROW, TRACE_FOLDER
 
 WAITS = {"environment"}
-"""The span of a step in which the trainer waits for its episodes."""
+"""Spans of a step in which the trainer waits for its episodes."""
 Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of intervals as sorted disjoint intervals."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -30,14 +32,15 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
+    """Return the length of the union of intervals."""
     return sum(end - begin for begin, end in union(intervals))
 
 
 def waits(file: Path) -> tuple[float, float]:
-    """Seconds of a traced step that wait for scores alone, and all its seconds."""
+    """Return the seconds of a traced step that wait only for scores, and all its seconds."""
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == STEP_ROW]
-    first, last = min(begin for begin, _ in spans), max(end for _, end in spans)  # an episode may have begun in the step before
+    first, last = min(begin for begin, _ in spans), max(end for _, end in spans)  # an episode may have started in the previous step
     scoring, busy = [], []
     for event in events:
         interval = (max(first, event["ts"]), min(last, event["ts"] + event["dur"]))
@@ -49,6 +52,7 @@ def waits(file: Path) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Print the fraction for a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--skip", type=int, default=2, help="steps of the beginning (default %(default)s)")

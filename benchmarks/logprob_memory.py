@@ -1,9 +1,9 @@
-"""Peak memory and time of the policy's last step: hidden states to logprobs and entropy, and back, with logits a block of rows at a time.
+"""Peak memory and time of computing logprobs and entropy from hidden states in chunks of rows.
 
     .venv/bin/python benchmarks/logprob_memory.py
 
-One process a setting, forked from this one, so that a peak is its own. The vocabulary is Qwen2.5-VL's 151,936, the head a plain matrix in
-fp32.
+Forward and backward pass are included. One process per setting is forked from this one, so that
+each peak is its own. The vocabulary is Qwen2.5-VL's 151,936, the head a plain matrix in fp32.
 """
 
 import argparse
@@ -25,7 +25,10 @@ VOCABULARY = 151_936
 
 
 def measure(rows: int, block: int, hidden: int) -> None:
-    """Prints a row: MiB at the peak above the start, seconds, and sums that must not depend on the block."""
+    """Print one row: MiB at the peak above the start, seconds, and sums.
+
+    The sums must not depend on the chunk size.
+    """
     connect(read_world(), timeout_s=60)
     layout = build_layout(ParallelSettings(), seed=0)
     torch.manual_seed(0)
@@ -47,6 +50,7 @@ def measure(rows: int, block: int, hidden: int) -> None:
 
 
 def main() -> None:
+    """Run all chunk sizes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1024, help="sampled tokens of the micro-batch")
     parser.add_argument("--hidden", type=int, default=256)

@@ -1,11 +1,13 @@
-"""A thousand episodes at once, with pictures, on two engines of other processes: whether they hold, and how long a callback keeps the loop.
+"""A thousand concurrent rollouts with images on two server engines.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py --tiny       # tries the script, says nothing
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py --tiny       # smoke test
 
-The run is launch/train.py's (run.rollout_only, engine.mode=server, engine.num_local_servers=2) with a task of this file: a picture, a
-reply, a part of it that is every episode's own, a reply, and so on. Callbacks are those of the event loop in which the episodes live, each
-timed by its thread's processor time: what other programs take of the cores is not in it.
+Reports failures and how long callbacks block the event loop. The run is launch/train.py's
+(run.rollout_only, engine.mode=server, engine.num_local_servers=2) with a task defined here: an
+image, a response, a crop different for each rollout, a response, and so on. Callbacks are those of
+the event loop of the rollouts. Each is timed by its thread's processor time, so the load of other
+programs is not included.
 """
 
 import argparse
@@ -36,19 +38,23 @@ from megatron_rl.types import Example, Message
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 LOOKS = 3
-"""Pictures of an episode: the whole, then parts."""
+"""Images of a rollout: the whole one, then crops."""
 SIDE = 280
-"""Of the whole, in pixels."""
+"""Side of the whole image, in pixels."""
 
 
 class Looks(Env):
+    """Environment that returns a random crop after each response."""
+
     def __init__(self, whole: Picture, seed: int) -> None:
         self._whole, self._dice, self._num = whole, np.random.default_rng(seed), 0
 
     async def reset(self, seed: int) -> list[Message]:
+        """Return the whole image."""
         return [self._asked(self._whole)]
 
     async def step(self, text: str) -> Step:
+        """Return a random crop, or end the episode."""
         self._num += 1
         if self._num == LOOKS:
             return Step(messages=[], reward=0.0, done=True, reason="looked")
@@ -61,14 +67,16 @@ class Looks(Env):
 
 
 class LooksTask(Task):
-    """Examples are noise of another seed each."""
+    """Task with an image of different noise per example."""
 
     num_made = 0
 
     def examples(self, split: str) -> Sequence[Example]:
+        """Return 1024 examples."""
         return [Example(str(number), {}) for number in range(1024)]
 
     def env(self, example: Example) -> Looks:
+        """Return an environment with the example's noise and a crop seed of its own."""
         self.num_made += 1
         pixels = np.random.default_rng(int(example.id)).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
         return Looks(pil.fromarray(pixels), self.num_made)
@@ -76,18 +84,18 @@ class LooksTask(Task):
 
 @dataclass
 class Seen:
-    """What the loop did, and how many episodes were under way in it."""
+    """Durations of callbacks and number of concurrent rollouts."""
 
     seconds: list[float] = field(default_factory=list)
     slow: Counter[str] = field(default_factory=Counter)
-    """Callbacks of more than 50 ms, by what they ran."""
+    """Number of callbacks above 50 ms, by what they ran."""
     most: int = 0
     now: int = 0
 
 
 @contextmanager
 def watched() -> Iterator[Seen]:
-    """Every callback of the thread of the episodes is timed, and every episode counted from its beginning to its end."""
+    """Time every callback of the rollout thread and count running rollouts in the `with` block."""
     seen, run_handle, play = Seen(), events.Handle._run, manager.run_episode
 
     def timed(handle: events.Handle) -> None:
@@ -116,6 +124,7 @@ def watched() -> Iterator[Seen]:
 
 
 def main() -> None:
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=125, help="of 8 episodes each")
     parser.add_argument("--tiny", action="store_true", help="two groups")

@@ -1,16 +1,21 @@
-"""Training speed of the policy at real shapes: seconds an update, tokens a second, FLOP/s, their share of the device's peak, peak memory.
+r"""Training speed of the policy at real shapes.
 
-    .venv/bin/python tools/data/make_shapes.py --size 7B --out runs/shapes/7B         # random weights, 16.6 GB
-    torchrun --nproc_per_node 1 benchmarks/mfu.py --model runs/shapes/7B --dtype bfloat16 --recompute full
-    .venv/bin/python benchmarks/mfu.py --model runs/quickstart/nano --sequences 8 --text 100 --image 140     # tries the script itself
+    .venv/bin/python tools/data/make_shapes.py --size 7B --out runs/shapes/7B         # 16.6 GB
+    torchrun --nproc_per_node 1 benchmarks/mfu.py --model runs/shapes/7B --dtype bfloat16 \
+        --recompute full
+    .venv/bin/python benchmarks/mfu.py --model runs/quickstart/nano --sequences 8 --text 100 \
+        --image 140                                                                   # smoke test
 
-Every sequence has one picture and random text, half of it sampled. With --group N, N in a row have prompt and picture in common, and the
-prompt is computed once for those of a micro-batch; --unshared gives each prompt a first token of its own, so that no more than the picture
-is shared, at equal sizes. Tokens a second count every sequence whole.
+Reports seconds per update, tokens per second, FLOP/s, MFU and peak memory. Every sequence has one
+image and random text, half of it sampled. With --group N, N consecutive sequences share prompt and
+image, and the prompt is computed once per micro-batch. --unshared gives each prompt its own first
+token, so that only the image is shared, at equal sizes. Tokens per second count every sequence in
+full.
 
-FLOPs are those of what is computed, patches and tokens apart: 6 for each parameter and token, attention's 12 * layers * heads * head_dim
-* (length^2 - shared^2) / 2 for the language model, nothing for recomputation. With adapters 4 for the language model, whose weights have no
-gradient, 2 for the tower, whose patches have none either, and nothing for the adapters themselves.
+FLOPs are those of the computed tokens and patches: 6 per parameter and token, attention's 12 *
+layers * heads * head_dim * (length^2 - shared^2) / 2 for the language model, and nothing for
+recomputation. With adapters they are 4 for the language model (no gradient of its weights), 2 for
+the vision tower (no gradient of its patches either), and nothing for the adapters themselves.
 """
 
 import argparse
@@ -37,11 +42,11 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Image, MicroBatch, TokenSequence
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::nonzero")
-"""As torch's profiler names them; the last two wait for a GPU and for nothing on a CPU."""
+"""Names of waits in torch's profiler; the last two wait for a GPU and for nothing on a CPU."""
 
 
 def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int = 1, unshared: bool = False) -> list[PackItem]:
-    """Random patches and token ids: no tokenizer and no processor is needed."""
+    """Return sequences of random patches and token ids, without a tokenizer or processor."""
     vision, made = model.vision, []
     special = (model.image_token_id, model.video_token_id, model.vision_start_id, model.vision_end_id)
     plain = [token for token in range(min(model.vocab_size, 1000)) if token not in special]
@@ -63,11 +68,12 @@ def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int 
 
 
 def words(plain: list[int], num: int, generator: torch.Generator) -> list[int]:
+    """Return random token ids."""
     return [plain[choice] for choice in torch.randint(len(plain), (num,), generator=generator).tolist()]
 
 
 def flops(parameters: dict[str, int], batches: list[MicroBatch], model: ModelSpec, *, has_adapters: bool) -> float:
-    """Of one update over these micro-batches, forward and backward."""
+    """Return the FLOPs of one update over these micro-batches, forward and backward."""
     of_language, of_vision = (4, 2) if has_adapters else (6, 6)
     tokens = sum(batch.num_tokens for batch in batches)
     patches = sum(image.num_patches for batch in batches for image in batch.images)
@@ -76,8 +82,10 @@ def flops(parameters: dict[str, int], batches: list[MicroBatch], model: ModelSpe
 
 
 def squares(batch: MicroBatch) -> int:
-    """Of the lengths of contexts, less those of what was computed already. Example: a prompt of 3 with replies of 2 and 1 has
-    9 + (25 - 9) + (16 - 9) = 32."""
+    """Return the sum of squared sequence lengths, without the squares of shared prefixes.
+
+    Example: a prompt of 3 tokens with responses of 2 and 1 has 9 + (25 - 9) + (16 - 9) = 32.
+    """
     lengths = batch.cu_seqlens_S1.diff().tolist()
     before: list[int] = []
     for prefix in batch.prefix_S:
@@ -86,6 +94,7 @@ def squares(batch: MicroBatch) -> int:
 
 
 def main() -> None:
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
@@ -143,7 +152,7 @@ def main() -> None:
 
 
 def print_profile(act: Callable[[], object]) -> None:
-    """The 30 kernels, or on a CPU operators, that took most; and how often the host waited for the device."""
+    """Print the 30 slowest kernels (operators on a CPU) and the number of waits of the host."""
     has_gpu = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * has_gpu]) as seen:
@@ -156,6 +165,7 @@ def print_profile(act: Callable[[], object]) -> None:
 
 
 def report(seconds: float, tokens: int, work: float, processes: int) -> None:
+    """Print the table."""
     rate = work / seconds / processes
     if torch.cuda.is_available():
         device, memory = torch.cuda.get_device_name(), torch.cuda.max_memory_allocated() / 2**30

@@ -1,11 +1,13 @@
-"""The quickstart's recipe on several seeds: tiny checkpoint, warm start, GRPO, each from the seed; prints one table and draws one picture.
+r"""Recipe of the quickstart on several seeds: nano checkpoint, SFT warm start, GRPO.
 
     .venv/bin/python benchmarks/numberline.py --seeds 0 1 2 --out runs/seeds
-    .venv/bin/python benchmarks/numberline.py --staleness 0 1 --beyond algo.rollout_correction=bypass optim.lr=1e-4
-    .venv/bin/python benchmarks/numberline.py --seeds 0 --out runs/tiny --tiny      # two steps a stage: tries the script, says nothing
+    .venv/bin/python benchmarks/numberline.py --staleness 0 1 \
+        --beyond algo.rollout_correction=bypass optim.lr=1e-4
+    .venv/bin/python benchmarks/numberline.py --seeds 0 --out runs/tiny --tiny      # smoke test
 
-A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Success is an episode with return above 0, over
-all 30 starts weighted as dealt: greedy exactly, at temperature 1 by 8 episodes a start.
+Prints one table and draws one plot. The seed sets the checkpoint's initial weights, the
+demonstrations and the rollouts. Success is an episode with a return above 0, over all 30 starts
+weighted by their frequency: greedy exactly, at temperature 1 by 8 episodes per start.
 """
 
 import argparse
@@ -28,7 +30,7 @@ TINY = {
 
 
 def train(*overrides: str) -> float:
-    """Run one stage on two processes; returns its seconds, start-up included."""
+    """Run one stage on two processes and return its seconds, including start-up."""
     started = time.perf_counter()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "launch/train.py", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
@@ -36,7 +38,10 @@ def train(*overrides: str) -> float:
 
 
 def run_seed(seed: int, staleness: int, beyond: list[str], out: Path, *, tiny: bool) -> dict[str, float]:
-    """One seed from nothing; what exists is used again: checkpoint and warm start are the same for every staleness."""
+    """Run one seed and return its row of the table.
+
+    Existing results are reused: checkpoint and SFT warm start are the same for every staleness.
+    """
     folder = out / f"seed{seed}"
     if not (folder / "nano").exists():
         maker = [sys.executable, "tools/data/make_tiny_qwen2_5_vl.py", "--out", str(folder / "nano"), "--seed", str(seed)]
@@ -64,10 +69,12 @@ def run_seed(seed: int, staleness: int, beyond: list[str], out: Path, *, tiny: b
 
 
 def grpo_folder(out: Path, seed: int, staleness: int) -> Path:
+    """Return the GRPO run directory of a seed and staleness."""
     return out / f"seed{seed}" / (f"grpo_staleness{staleness}" if staleness else "grpo")
 
 
 def main() -> None:
+    """Run all seeds, print the table and draw the reward curves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0], help="values of run.max_staleness for GRPO")

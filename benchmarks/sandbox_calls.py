@@ -1,11 +1,13 @@
-"""What a call in the sandbox costs, how many a second there are, and what ten thousand leave behind; prints Markdown.
+"""Latency and throughput of calls in the sandbox, and resource leaks after ten thousand calls.
 
-    .venv/bin/python benchmarks/sandbox_calls.py                # all of it, about four minutes on two cores
+    .venv/bin/python benchmarks/sandbox_calls.py                # about four minutes on two cores
     .venv/bin/python benchmarks/sandbox_calls.py --parts warm throughput
-    .venv/bin/python benchmarks/sandbox_calls.py --repeats 3 --clients 2 --seconds 0.1 --calls 200      # tries the script
+    # Smoke test:
+    .venv/bin/python benchmarks/sandbox_calls.py --repeats 3 --clients 2 --seconds 0.1 --calls 200
 
-A warm call is `box.run` on a box that is open. Every client of the throughput has a box of its own. Beside each figure with all layers of
-this host stands the same without isolation, in the same run.
+Prints Markdown. A warm call is `box.run` on an open box. For throughput, every client has its own
+box. Next to each figure with all layers of this host is the same without isolation, from the same
+run.
 """
 
 import argparse
@@ -40,23 +42,25 @@ CALLS_PER_BOX, TIMEOUT_EVERY = 100, 20
 
 @dataclass(slots=True, frozen=True)
 class Sizes:
+    """Sizes of the measurements."""
+
     repeats: int
-    """Calls that a median is of."""
+    """Number of calls per median."""
     clients: int
     seconds: float
-    """Of each figure of the throughput."""
+    """Seconds of each throughput measurement."""
     calls: int
-    """Of the search for leaks."""
+    """Number of calls of the leak test."""
     port: int
 
 
 def checked(result: CallResult, *, code: str) -> None:
-    """What was asked for came back: without its image a call would be cheap."""
+    """Check that the expected output was returned, because a call without its image is cheap."""
     assert result.fault is Fault.NONE and len(result.images) == ("show()" in code) and not result.dropped, result
 
 
 async def timed(work: Callable[[], Awaitable[object]], *, repeats: int) -> list[float]:
-    """Milliseconds of each of `repeats`, sorted, after ten at most that are not counted."""
+    """Return sorted milliseconds of `repeats` calls, after a warm-up of at most ten."""
     spent, uncounted = [], min(10, repeats)
     for number in range(repeats + uncounted):
         started = time.perf_counter()
@@ -66,11 +70,13 @@ async def timed(work: Callable[[], Awaitable[object]], *, repeats: int) -> list[
 
 
 def row(name: str, *columns: list[float]) -> str:
+    """Return a row with the median and the 95th percentile of each column."""
     cells = [f"{statistics.median(spent):.1f} | {spent[int(0.95 * len(spent))]:.1f}" for spent in columns]
     return f"| {name} | {' | '.join(cells)} |"
 
 
 async def warm(sizes: Sizes) -> None:
+    """Measure the latency of calls and of opening a box."""
     columns: dict[str, list[list[float]]] = {}
     for isolation in ("auto", "none"):
         started = time.perf_counter()
@@ -104,7 +110,10 @@ async def _run(box: Box, code: str) -> None:
 
 
 async def per_second(pool: SandboxPool | SandboxClient, sizes: Sizes, *, reopen: bool) -> dict[str, float]:
-    """Calls a second by code, of clients side by side; their boxes are open when the clock starts; `reopen`: each call has its own."""
+    """Return calls per second by code, for concurrent clients.
+
+    Their boxes are open at the start; with `reopen`, each call uses a new box.
+    """
     rates = {}
     for name, code in CODES.items():
         boxes = await asyncio.gather(*[pool.open(images={"image_0": PNG}) for _ in range(sizes.clients)])
@@ -128,6 +137,7 @@ async def per_second(pool: SandboxPool | SandboxClient, sizes: Sizes, *, reopen:
 
 @contextmanager
 def server(sizes: Sizes) -> Iterator[str]:
+    """Run a sandbox server; yields its address."""
     command = [sys.executable, "-m", "sandbox", "serve", "--port", str(sizes.port), "--size", str(sizes.clients)]
     command += ["--limit", "images_total=1000000"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -151,6 +161,7 @@ async def _until_up(url: str) -> SandboxClient:
 
 
 async def throughput(sizes: Sizes) -> None:
+    """Measure calls per second in process, over HTTP and without isolation."""
     tables = {}
     async with SandboxPool(size=sizes.clients, limits=LIMITS) as pool:
         tables["in process, an open box each"] = await per_second(pool, sizes, reopen=False)
@@ -167,7 +178,11 @@ async def throughput(sizes: Sizes) -> None:
 
 
 def standing() -> dict[str, int]:
-    """What a leak would raise: processes, descriptors, threads of this process; files and control groups by our names; IPC."""
+    """Count resources that a leak would increase.
+
+    They are processes, descriptors and threads of this process, files and control groups with our
+    names, mounts and IPC objects.
+    """
     own = psutil.Process()
     groups = Path("/sys/fs/cgroup")
     return {
@@ -183,7 +198,11 @@ def standing() -> dict[str, int]:
 
 
 async def leaks(sizes: Sizes) -> None:
-    """Thousands of calls, a new box every hundred, and in every twentieth box a call that forks and runs into its time-out."""
+    """Run thousands of calls and compare the resources before and after.
+
+    Each client opens a new box every hundred calls; in every twentieth box, one call forks and runs
+    into its timeout.
+    """
     mixed = [*CODES.values(), 'open("kept.bin", "wb").write(bytes(100000))', "1 / 0"]
     before = standing()
     started = time.perf_counter()
@@ -210,14 +229,14 @@ async def leaks(sizes: Sizes) -> None:
         lost = sum(await asyncio.gather(*[client(number) for number in range(8)]))
         at_end = standing()
         grown = (psutil.Process().memory_info().rss - memory) / 2**20
-    await asyncio.get_running_loop().shutdown_default_executor()  # threads that read large replies are the loop's
+    await asyncio.get_running_loop().shutdown_default_executor()  # threads that parse large replies belong to the event loop
     after = standing()
     print(f"{sizes.calls} calls in {time.perf_counter() - started:.0f} s, {lost} of them told that the state before was lost:\n")
     print("| | before the pool | pool with no box open | the same after the calls | pool closed |\n|---|---|---|---|---|")
     for name in before:
         print(f"| {name} | {before[name]} | {warm_up[name]} | {at_end[name]} | {after[name]} |")
     print(f"\nResident memory of the pool's own process grew by {grown:.1f} MiB meanwhile.")
-    own = {name for name in before if name != "processes of the machine"}  # others come and go
+    own = {name for name in before if name != "processes of the machine"}  # others start and end during the test
     assert all(after[name] <= before[name] for name in own), "something was left behind"
 
 
@@ -225,6 +244,7 @@ PARTS = {"warm": warm, "throughput": throughput, "leaks": leaks}
 
 
 def main() -> None:
+    """Run the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=300, help="calls that a median is of")

@@ -1,11 +1,13 @@
-"""What a step is expected to take on 8 to 1,024 GPUs, and which assumption that hangs on most. A simulation: no GPU is used or was.
+"""Simulated step time on 8 to 1,024 GPUs, and its sensitivity to each assumption; uses no GPU.
 
-    .venv/bin/python benchmarks/scale.py                                             # deepeyes_7b_h200x32, 20 seconds of a core
+    .venv/bin/python benchmarks/scale.py               # deepeyes_7b_h200x32, 20 seconds of a core
     .venv/bin/python benchmarks/scale.py --experiment codev_7b_h200x8 --gpus 8 64
 
-The model of time is megatron_rl/memory_plan/step_time.py with the constants of memory_plan/step_time_constants.py. For the rollout
-episodes are drawn instead, of log-normal lengths (step_time_constants.py, spread), dealt to the engines in turn and played in their slots:
-engines wait for the one that ends last. The batch is the recipe's, or grows with the GPUs from the recipe's own number of them.
+The time model is megatron_rl/memory_plan/step_time.py with the constants of
+memory_plan/step_time_constants.py. Only for the rollout, episodes are drawn instead, with
+log-normal lengths (step_time_constants.py, spread), assigned to the engines in turn and run in
+their slots: engines wait for the last one. The batch is the recipe's, or grows with the number of
+GPUs from the recipe's own.
 """
 
 import argparse
@@ -49,23 +51,31 @@ COLUMNS = (
     "GPUs", "episodes", "s a step", "rollout", "update", "sync", "tokens / s / GPU", "GB tensors", "GB gradients", "GB weights",
     "engines idle", "slots idle",
 )  # fmt: skip
-"""GB are those that a GPU sends in a step: to its tensor-parallel neighbors, to the other replicas, and as the new weights."""
+"""Columns of the tables.
+
+GB are those that a GPU sends in a step: to its tensor-parallel peers, to other replicas, and as new
+weights.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class Played:
-    """A step's rollout as it was drawn."""
+    """Simulated rollout of one step."""
 
     seconds: float
     idle_engines: float
-    """Share of the engines' time that they wait for the last one."""
+    """Fraction of the engines' time that they wait for the last one."""
     idle_slots: float
-    """Share of the slots of all engines, until the last one ends, in which no token is drawn."""
+    """Fraction of the slots of all engines, until the last one ends, that sample no token."""
 
 
 def play_engine(steps: list[float], slots: int, seconds_of: list[float]) -> tuple[float, float]:
-    """(seconds until the last of its episodes ends, mean seconds that a slot is busy). steps: of each episode, in the order they start;
-    seconds_of[n]: of a step with n running."""
+    """Simulate one engine.
+
+    `steps` has the length of each episode in order of their start, and `seconds_of[n]` the time of
+    an engine step with n running episodes. Returns the seconds until the last episode ends, and the
+    mean busy seconds of a slot.
+    """
     free, changes = [0.0] * min(slots, len(steps)), []
     for length in steps:
         start = heapq.heappop(free)
@@ -81,7 +91,10 @@ def play_engine(steps: list[float], slots: int, seconds_of: list[float]) -> tupl
 
 
 def play(case: StepTimeInputs, *, seed: int) -> Played:
-    """Draw a step's episodes. A tool's seconds count as steps in which its sequence stands still, but keeps its slot."""
+    """Draw the episodes of a step and simulate all engines.
+
+    The seconds of a tool count as engine steps in which its sequence is paused but keeps its slot.
+    """
     episode, speeds, settings = case.episode, case.speeds, case.settings
     slots = max(1, int(min(settings.engine.max_num_seqs, case.cache_tokens / episode.total_tokens)))
     normal = np.random.default_rng(seed).standard_normal(case.num_episodes)
@@ -100,7 +113,7 @@ def play(case: StepTimeInputs, *, seed: int) -> Played:
 
 
 def case_for(given: argparse.Namespace) -> StepTimeInputs:
-    """The recipe on its own GPUs."""
+    """Return the recipe on its own number of GPUs."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings: Settings = resolve_settings(compose("train", overrides=[f"experiment={given.experiment}"]))
     model = load_known_spec(settings.model.path)
@@ -110,7 +123,7 @@ def case_for(given: argparse.Namespace) -> StepTimeInputs:
 
 
 def on(case: StepTimeInputs, world_size: int, *, grows: bool) -> StepTimeInputs:
-    """The same run on so many GPUs, with its batch or one that grows with them."""
+    """Return the same run on `world_size` GPUs, with its own batch or one that grows with them."""
     batch = case.settings.batch
     prompts_per_step = max(batch.minibatches, batch.prompts_per_step * world_size // case.world_size) if grows else batch.prompts_per_step
     settings = replace(case.settings, batch=replace(batch, prompts_per_step=prompts_per_step))
@@ -118,6 +131,7 @@ def on(case: StepTimeInputs, world_size: int, *, grows: bool) -> StepTimeInputs:
 
 
 def row(case: StepTimeInputs, *, seeds: int) -> str:
+    """Return a row of the table, averaged over the seeds."""
     played = [play(case, seed=seed) for seed in range(seeds)]
     rolled, trained, synced = (
         fmean(each.seconds for each in played),
@@ -137,7 +151,7 @@ def row(case: StepTimeInputs, *, seeds: int) -> str:
 
 
 def sensitivities(case: StepTimeInputs) -> list[tuple[str, float, float]]:
-    """(constant, the step with half of it, with twice of it, both over the step as it is), the strongest first."""
+    """Return (constant, relative step time with half of it, with twice of it), strongest first."""
     now, found = estimate_step_seconds(case).step_total, []
     for name, values in sensitivity_ranges(case.speeds).items():
         changed = [estimate_step_seconds(replace(case, speeds=replace(case.speeds, **{name: value}))).step_total / now for value in values]
@@ -146,6 +160,7 @@ def sensitivities(case: StepTimeInputs) -> list[tuple[str, float, float]]:
 
 
 def main() -> None:
+    """Print the simulation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="deepeyes_7b_h200x32")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 256, 1024])

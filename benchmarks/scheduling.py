@@ -1,10 +1,12 @@
-"""Episodes that wait for tools, each on its own schedule against all in lock step, on one real engine.
+"""Asynchronous against lock-step scheduling of episodes that wait for tools, on one real engine.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/scheduling.py --seeds 0 1 2
 
-64 episodes of 8 turns; a turn samples a few tokens and then waits for a tool, whose latency is log-normal (median 0.5 s, sigma 1.0). Both
-sides are the trainer's own run_episode: in lock step every tool waits until all have spoken, and nobody speaks until every tool is done.
-The critical path is the episode with the most tool time, alone on the idle engine: no schedule is faster than that.
+64 episodes of 8 turns; a turn samples a few tokens and then waits for a tool with log-normal
+latency (median 0.5 s, sigma 1.0). Both sides use the trainer's own run_episode. In lock step, tools
+wait until all episodes have responded, and no episode responds until all tools have finished. The
+critical path is the episode with the most tool time, alone on the idle engine: no schedule is
+faster than that.
 """
 
 import argparse
@@ -29,16 +31,18 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 @dataclass
 class Waits(Env):
-    """An environment whose tool takes the given seconds, turn by turn; with a barrier, in step with all others."""
+    """Environment with a tool of given latencies; with a barrier, in lock step with all others."""
 
     latencies: list[float]
     barrier: asyncio.Barrier | None
     turn: int = 0
 
     async def reset(self, seed: int) -> list[Message]:
+        """Return the first message."""
         return [{"role": "user", "content": "Go."}]
 
     async def step(self, text: str) -> Step:
+        """Wait for the tool of this turn."""
         if self.barrier:
             await self.barrier.wait()
         await asyncio.sleep(self.latencies[self.turn])
@@ -49,24 +53,27 @@ class Waits(Env):
         return Step(messages=[] if done else [{"role": "user", "content": "Go on."}], reward=0.0, done=done)
 
     async def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no resources to release."""
 
 
 @dataclass
 class WaitsTask:
+    """Task of the waiting environment."""
+
     barrier: asyncio.Barrier | None = None
     name: str = "waits"
     stop: tuple[str, ...] = ()
     rubric: Rubric = field(default_factory=lambda: Rubric(turn_terms={"nothing": TurnRewardTerm(environment_rewards)}))
 
     def env(self, example: Example) -> Waits:
+        """Return an environment with the example's latencies."""
         return Waits(example.payload["latencies"], self.barrier)
 
 
 def play(
     engine: ColocatedEngine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool
 ) -> tuple[float, list[Rollout]]:
-    """Seconds that the episodes with these latencies take together, and the episodes."""
+    """Run one episode per list of latencies; return the seconds of all and the rollouts."""
     turns = len(latencies_ET[0])
     settings = EpisodeSettings(temperature=1.0, max_turns=turns, max_new_tokens=tokens, max_sequence_tokens=1024, max_images=1, seed=0)
 
@@ -97,6 +104,7 @@ def play(
 
 
 def main() -> None:
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--episodes", type=int, default=64)

@@ -1,13 +1,15 @@
-"""Visual search whose tools are slow: seconds a step with run.max_staleness 0 and 1, on two ranks, each engine beside its trainer.
+r"""Step time of visual search with slow tools, for run.max_staleness 0 and 1.
 
-A trainer and an engine of its own: --ranks 1 engine.mode=server engine.num_local_servers=1.
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py \
+        --model runs/visual_search_seeds/seed0/sft/final --out runs/staleness
+    # Smoke test:
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model FOLDER --out runs/tiny --tiny
 
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model runs/visual_search_seeds/seed0/sft/final --out runs/staleness
-    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model FOLDER --out runs/tiny --tiny       # tries the script, says nothing
-
-The runs are launch/train.py with a real sandbox server. Between them stands a server that hands everything on, and keeps each answer of a
-tool for a while: log-normal (median 0.5 s, sigma 1), or as long for all (--sigma 0). Means are over the steps in which as much is under way
-as the staleness allows: not the first two, and not the last.
+Runs use two ranks with an engine on each. For a trainer with a separate engine, add --ranks 1
+engine.mode=server engine.num_local_servers=1. They are launch/train.py with a real sandbox server,
+behind a proxy that delays each response of a tool: log-normal (median 0.5 s, sigma 1), or constant
+(--sigma 0). Means exclude the first two steps and the last one, in which fewer rollouts are in
+flight than the staleness allows.
 """
 
 import argparse
@@ -39,16 +41,17 @@ KEPT = ("content-type", "retry-after")
 
 
 class SlowTools:
-    """A sandbox server whose calls take longer, by a generator that every run starts anew."""
+    """Proxy of a sandbox server that delays calls; every run restarts its random generator."""
 
     def __init__(self, target: str, *, median: float, sigma: float) -> None:
-        limits = httpx.Limits(max_connections=None)  # those who wait for a box must not keep others from giving theirs back
+        limits = httpx.Limits(max_connections=None)  # clients waiting for a box must not block others from closing theirs
         self.client = httpx.AsyncClient(base_url=target, timeout=600, limits=limits)
         self.median, self.sigma = median, sigma
         self.random = np.random.default_rng(0)
         self.app = Starlette(routes=[Route("/{path:path}", self.hand_on, methods=["GET", "POST", "DELETE"])])
 
     async def hand_on(self, request: Request) -> Response:
+        """Forward a request, and delay the response to a call."""
         is_call = request.url.path.endswith("/calls")
         latency = self.median * float(np.exp(self.sigma * self.random.standard_normal())) if is_call else 0.0
         body = await request.body()
@@ -61,7 +64,7 @@ class SlowTools:
 
 @contextmanager
 def slow_sandbox(size: int, *, median: float, sigma: float) -> Iterator[str]:
-    """The address of the slow server, in front of a real one."""
+    """Run a proxy in front of a real sandbox server; yields its address."""
     command = [sys.executable, "-m", "sandbox", "serve", "--port", "0", "--size", str(size), "--wait", "300"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as behind:
         assert behind.stdout
@@ -82,7 +85,7 @@ def slow_sandbox(size: int, *, median: float, sigma: float) -> Iterator[str]:
 
 
 def played(folder: Path, ranks: int, *overrides: str) -> list[dict[str, float]]:
-    """The training steps of a run."""
+    """Run a training run and return the metrics of its training steps."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "launch/train.py"]
     given = ["experiment=visual_search_python_cpu", f"run.dir={folder}", "task.data.max_eval=4", "task.eval_samples=1", *overrides]
     with folder.with_suffix(".log").open("w") as log:
@@ -91,6 +94,7 @@ def played(folder: Path, ranks: int, *overrides: str) -> list[dict[str, float]]:
 
 
 def row(steps: list[dict[str, float]]) -> list[str]:
+    """Return the cells of one run."""
     counted = steps[2:-1]
     names = ("time/total", "time/update", "rollout/staleness", "rollout/stale_fraction", "reward/mean")
     total, update, staleness, stale, reward = (statistics.fmean(step.get(name, 0.0) for step in counted) for name in names)
@@ -98,6 +102,7 @@ def row(steps: list[dict[str, float]]) -> list[str]:
 
 
 def main() -> None:
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the warm start")
     parser.add_argument("--out", type=Path, default=Path("runs/staleness"))
@@ -108,7 +113,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128, help="boxes")
     parser.add_argument("--tiny", action="store_true", help="four small steps")
     parser.add_argument("overrides", nargs="*", help="further settings of the runs, KEY=VALUE")
-    given = parser.parse_intermixed_args()  # settings and options in any order
+    given = parser.parse_intermixed_args()  # settings and options may be mixed
     given.out.mkdir(parents=True, exist_ok=True)
     print("| staleness | s a step | update s | staleness seen | stale | reward | load |\n|" + "---|" * 7, flush=True)
     for staleness in given.staleness:

@@ -1,7 +1,8 @@
-"""TRL's side of benchmarks/vs_trl.py: NumberLine's single turns through GRPOTrainer, in .venv-trl (requirements-trl.txt).
+"""TRL's side of benchmarks/vs_trl.py: NumberLine's single turns through GRPOTrainer.
 
-What must be equal is taken from the trainer it is compared with: prompts dealt by the same function, pictures resized by the same renderer,
-replies judged by the same environment. Before training, TRL's prompt ids and pixel values are compared with that renderer's.
+It runs in .venv-trl (requirements-trl.txt). Parts that must be equal are taken from the trainer it
+is compared with: the same functions choose the prompts, resize the images and compute the rewards.
+Before training, TRL's prompt ids and pixel values are compared with those of our renderer.
 """
 
 import argparse
@@ -26,20 +27,26 @@ from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineEnv, NumberLineTa
 from megatron_rl.types import Example
 
 VLLM_CONTEXT = 512
-"""Prompts have about 110 tokens."""
+"""Largest sequence length; prompts have about 110 tokens."""
 
 
 class StepLog(TrainerCallback):
-    """One JSON line a step, flushed: seconds since the end of the last one, mean reward and solved fraction, TRL's own metrics."""
+    """Callback that writes one JSON line per step.
+
+    It has the seconds since the end of the previous step, mean reward, solved fraction and metrics
+    of TRL.
+    """
 
     def __init__(self, out: Path) -> None:
         self._out = out
         self._mark = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Start the time of the first step."""
         self._mark = time.perf_counter()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: object) -> None:
+        """Write the line of a step."""
         if not state.is_world_process_zero or "reward" not in logs:
             return
         now = time.perf_counter()
@@ -57,7 +64,10 @@ class StepLog(TrainerCallback):
 
 
 async def judged(replies: list[str], states: list[NumberLineState]) -> list[float]:
-    """The environment's reward of one move from each state: 1 at the goal, 0 closer, -1 wrong or invalid."""
+    """Return the environment's reward of one move from each state.
+
+    It is 1 at the goal, 0 for a step closer, and -1 for a wrong or invalid one.
+    """
     values = []
     for reply, state in zip(replies, states, strict=True):
         env = NumberLineEnv(state)
@@ -67,7 +77,7 @@ async def judged(replies: list[str], states: list[NumberLineState]) -> list[floa
 
 
 def rewards(prompts: list, completions: list, current: list[int], target: list[int], log_metric: object, **_: object) -> list[float]:
-    """As TRL asks for them. Solved is at least 0."""
+    """Return the rewards as a TRL reward function. Samples with at least 0 count as solved."""
     replies = [completion[0]["content"] for completion in completions]
     values = asyncio.run(judged(replies, list(zip(current, target, strict=True))))
     log_metric("solved", sum(value >= 0 for value in values) / len(values))
@@ -75,7 +85,10 @@ def rewards(prompts: list, completions: list, current: list[int], target: list[i
 
 
 def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int, prompts: int, seed: int) -> Dataset:
-    """Every prompt of the run in the order in which the other side deals them. Pictures are shared, not decoded from a file each time."""
+    """Return every prompt of the run in the order in which our scheduler chooses them.
+
+    Images are shared in memory, not decoded from a file each time.
+    """
     dealt = [example for step in range(steps) for example in choose_prompts(examples, prompts, seed=seed, batch_index=step)]
 
     @cache
@@ -91,7 +104,7 @@ def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int,
 
 
 def check_prompt(trainer: GRPOTrainer, renderer: Renderer) -> None:
-    """TRL's own tokenization of a dataset row gives the ids and pixels that the other side's renderer gives."""
+    """Check that TRL tokenizes a dataset row into the ids and pixels of our renderer."""
     row = trainer.train_dataset[0]
     ours = renderer.prompt([make_observation((row["current"], row["target"]))])
     message = {"role": "user", "content": [{"type": "image", "image": row["image"]}, {"type": "text", "text": PROMPT}]}
@@ -101,7 +114,10 @@ def check_prompt(trainer: GRPOTrainer, renderer: Renderer) -> None:
 
 
 def grpo_config(given: argparse.Namespace) -> GRPOConfig:
-    """The shared settings in TRL's words, and its own switches at what is fastest on a CPU (float32, no recomputation, no KL model)."""
+    """Return the shared settings for TRL, and the options of TRL that are fastest on a CPU.
+
+    These are float32, no activation recomputation and no reference model.
+    """
     samples = given.prompts * given.group_size // int(os.environ.get("WORLD_SIZE", 1))
     return GRPOConfig(
         output_dir=str(given.out.parent / "trl_output"),
@@ -142,6 +158,7 @@ def grpo_config(given: argparse.Namespace) -> GRPOConfig:
 
 
 def main() -> None:
+    """Train with TRL."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a step")
@@ -163,7 +180,7 @@ def main() -> None:
     renderer = Renderer(ModelSettings(path=given.model, min_pixels=given.min_pixels, max_pixels=given.max_pixels))
     examples = NumberLineTask(TaskSettings(name="number_line", max_turns=1)).examples("train")
     processor = AutoProcessor.from_pretrained(given.model)
-    processor.image_processor.do_resize = False  # the pictures have their final size
+    processor.image_processor.do_resize = False  # the images have their final size
     trainer = GRPOTrainer(
         given.model,
         reward_funcs=rewards,

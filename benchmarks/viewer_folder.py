@@ -1,10 +1,12 @@
-"""The viewer on the folder of a long run, 10 GB: how long it takes to open, what an episode takes, and the most memory that it had.
+"""Response times and peak memory of the viewer on a 10 GB run directory.
 
     .venv/bin/python benchmarks/viewer_folder.py
-    .venv/bin/python benchmarks/viewer_folder.py --tiny      # tries the script, says nothing
+    .venv/bin/python benchmarks/viewer_folder.py --tiny      # smoke test
 
-Two folders, of short and of long episodes. A few steps are made up, as bank.py's are, and written as a run writes them; all others are hard
-links to these, so that the folder's files have 10 GB and the disk has a tenth of it. The last of `--memory-gb` is too little on purpose.
+There are two run directories, with short and with long episodes. A few synthetic steps, as in
+bank.py, are written as a run writes them. All others are hard links to them, so that the files of a
+directory total 10 GB and use a tenth of it on disk. The last value of `--memory-gb` is too small on
+purpose.
 """
 
 import argparse
@@ -36,19 +38,20 @@ WORDS = "go to microwave 1, and heat the apple "
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of a run folder."""
+    """Size of a run directory."""
 
     name: str
     tokens: int
     """Tokens of a turn; a fifth of them is sampled."""
     made: int
-    """Steps that are written; the others are links to them."""
+    """Number of steps that are written; the others are links to them."""
 
 
 SIZES = (Size("short", 200, 8), Size("long", 2000, 3))
 
 
 def episode(dice: np.random.Generator, number: int, size: Size) -> Rollout:
+    """Return a synthetic rollout with all token columns."""
     context, turns, sampled = TokenSequence(), [], size.tokens // 5
     for _ in range(TURNS):
         context.extend(dice.integers(0, 1400, size.tokens - sampled).tolist())
@@ -63,7 +66,7 @@ def episode(dice: np.random.Generator, number: int, size: Size) -> Rollout:
 
 
 def make(run: Path, size: Size, *, num_bytes: float) -> int:
-    """Write the folder. Returns the number of its steps."""
+    """Write the run directory and return its number of steps."""
     dice, folder, total, step = np.random.default_rng(0), run / ROLLOUTS_FOLDER, 0, 0
     while total < num_bytes:
         path = step_path(folder, step)
@@ -79,12 +82,13 @@ def make(run: Path, size: Size, *, num_bytes: float) -> int:
 
 
 def peak_mb(pid: int) -> float:
+    """Return the peak resident memory of a process in MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1000
 
 
 def look(run: Path, *, last: int, memory_gb: float) -> str:
-    """A line of the table: what a viewer that was just started takes for what its page asks first, and then."""
+    """Measure a newly started viewer and return a row of the table."""
     command = [sys.executable, "-m", "megatron_rl.observe.viewer", str(run), "--port", str(find_free_port("127.0.0.1"))]
     begin = time.perf_counter()
     with subprocess.Popen([*command, "--memory-gb", str(memory_gb)], stdout=subprocess.PIPE, text=True) as served:
@@ -98,6 +102,8 @@ def look(run: Path, *, last: int, memory_gb: float) -> str:
 
 
 def asked(client: httpx.Client, last: int) -> str:
+    """Measure the requests of the page and return their cells."""
+
     def timed(what: str, **given: object) -> tuple[str, dict | list]:
         begin = time.perf_counter()
         reply = client.get(f"api/{what}", params=given)
@@ -116,6 +122,7 @@ def asked(client: httpx.Client, last: int) -> str:
 
 
 def main() -> None:
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=10.0)
     parser.add_argument("--memory-gb", type=float, nargs="+", default=[8.0, 2.0, 0.6])

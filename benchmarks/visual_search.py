@@ -1,11 +1,12 @@
-"""Visual search on several seeds: tiny checkpoint, warm start, then GRPO and PPO with the real sandbox, each from the seed; one table.
+"""Visual search on several seeds: nano checkpoint, SFT warm start, then GRPO and PPO.
 
     .venv/bin/python benchmarks/visual_search.py --seeds 0 1 2 --out runs/visual_search_seeds
-    .venv/bin/python benchmarks/visual_search.py --seeds 0 --out runs/tiny --tiny       # a step or two a stage: tries the script
+    .venv/bin/python benchmarks/visual_search.py --seeds 0 --out runs/tiny --tiny       # smoke test
 
-A seed is used for the checkpoint's initial weights, the demonstrations and the rollouts. Accuracy and tool use are over the held-out
-canvases: greedy, and at temperature 1. Processor seconds are those of all processes of a stage, the sandbox's included: half of them is
-about what the stage takes on two cores that do nothing else.
+Uses the real sandbox and prints one table. The seed sets the checkpoint's initial weights, the
+demonstrations and the rollouts. Accuracy and tool use are over the held-out canvases: greedy, and
+at temperature 1. Processor seconds are those of all processes of a stage, including the sandbox;
+half of them is about the wall time on two otherwise idle cores.
 """
 
 import argparse
@@ -34,12 +35,13 @@ TINY = {
 
 
 def processor_s() -> float:
+    """Return the processor seconds of all finished child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def run_seed(seed: int, out: Path, *, tiny: bool) -> dict[str, float]:
-    """One seed from nothing; what exists is used again."""
+    """Run one seed and return its row of the table; existing results are reused."""
     folder = out / f"seed{seed}"
     nano = folder / "nano"
     if not nano.exists():
@@ -65,7 +67,7 @@ def run_seed(seed: int, out: Path, *, tiny: bool) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, float]], *, num_eval: int) -> str:
-    """Markdown: before and after, greedy with its interval, temperature 1, tool use, times."""
+    """Return the Markdown table: greedy accuracy with interval, temperature 1, tool use, times."""
     lines = ["| seed | stage | greedy accuracy (95%) | temperature 1 | tool use greedy | temperature 1 | wall s (load) | processor s |"]
     lines.append("|" + "---|" * 8)
     for row in rows:
@@ -80,6 +82,7 @@ def table(rows: list[dict[str, float]], *, num_eval: int) -> str:
 
 
 def main() -> None:
+    """Run all seeds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/visual_search_seeds"))

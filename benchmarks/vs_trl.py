@@ -1,18 +1,25 @@
-"""This trainer beside TRL's GRPOTrainer on single-turn NumberLine: the same checkpoint, prompts, settings and cores, run in turns.
+"""Comparison with TRL's GRPOTrainer on single-turn NumberLine.
 
     .venv/bin/python benchmarks/vs_trl.py --rounds 2 --steps 30
-    .venv/bin/python benchmarks/vs_trl.py --sweep            # TRL's own switches, a few steps each: which of them is its best
+    .venv/bin/python benchmarks/vs_trl.py --sweep        # finds TRL's best options in a few steps
 
-Every run is a process tree of its own; TRL, ours, TRL, ours. TRL lives in .venv-trl (benchmarks/requirements-trl.txt says how to make it).
-One move is judged: 1 at the goal, 0 for a step closer, -1 for a wrong or invalid one; a sample is solved when its reward is at least 0.
+Checkpoint, prompts, settings and cores are the same. Every run is a separate process tree; they
+alternate: TRL, ours, TRL, ours. TRL is installed in .venv-trl (see
+benchmarks/requirements-trl.txt). One move is rewarded: 1 at the goal, 0 for a step closer, -1 for a
+wrong or invalid one. A sample is solved if its reward is at least 0.
 
-    seconds a step   median over the steps after --warmup, from the end of one step to the end of the next, each side's own log
-    to 95%           seconds of steps, start-up left out, until the mean solved fraction of three steps in a row is 95% or more
-    first step       seconds from launching the process until its first step is logged: imports, engine and all
-    peak RSS         of the process tree, sampled; memory that processes share counts once for each of them
-    CPU s a step     processor seconds of the whole tree in the same steps: what a busy machine disturbs least
+    seconds a step   median over the steps after --warmup, from the end of one step to the end of
+                     the next, by each side's own log
+    to 95%           seconds of steps, without start-up, until the mean solved fraction of three
+                     consecutive steps is at least 95%
+    first step       seconds from launching the process until its first step is logged, including
+                     imports and engine
+    peak RSS         of the process tree, sampled; shared memory counts once per process
+    CPU s a step     processor seconds of the whole tree in the same steps; least affected by other
+                     load
 
-What differs: TRL also ends a reply at <|endoftext|>, and bans only the image token, and that only while it samples.
+Differences: TRL also ends a response at <|endoftext|>, and bans only the image token, and only
+while sampling.
 """
 
 import argparse
@@ -31,10 +38,10 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 PIXELS = (19600, 20000)
-"""Pictures become 140 x 140."""
+"""min_pixels and max_pixels of the processor; images become 140 x 140."""
 PROMPTS, GROUP_SIZE, MAX_TOKENS, LEARNING_RATE = 32, 8, 48, 3e-4
 TRL_STD_EPS = 1e-4
-"""What TRL 1.16 adds to a group's standard deviation; not to be set there, so it is set here."""
+"""Epsilon that TRL 1.16 adds to a group's standard deviation; fixed there, so it is set here."""
 SOLVED, WINDOW = 0.95, 3
 SAMPLE_S = 0.25
 TRL_SWITCHES = {
@@ -47,13 +54,13 @@ TRL_SWITCHES = {
     "2x1 static cache": ["--micro-batch", "64", "--static-cache"],
     "2x1 torch.compile": ["--micro-batch", "64", "--compile"],
 }
-"""By name, which begins with processes x threads."""
+"""Options of TRL by name; a name starts with processes x threads."""
 TRL_BEST = "2x1"
 
 
 @dataclass(slots=True, frozen=True)
 class Side:
-    """One way to train: the command, and the file in which it logs a JSON line a step."""
+    """One side of the comparison: its command, and its log with a JSON line per step."""
 
     name: str
     threads: int
@@ -63,6 +70,8 @@ class Side:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Result:
+    """Measurements of one run."""
+
     side: str
     step_s: float
     cpu_step_s: float
@@ -75,7 +84,7 @@ class Result:
 
 
 def launcher(venv: str, processes: int) -> list[str]:
-    """torchrun for more than one process; one process needs no launcher on either side."""
+    """Return the command prefix: torchrun for more than one process, else plain Python."""
     binaries = ROOT / venv / "bin"
     if processes == 1:
         return [str(binaries / "python")]
@@ -83,6 +92,7 @@ def launcher(venv: str, processes: int) -> list[str]:
 
 
 def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side:
+    """Return our run with the settings of the comparison."""
     settings = {
         "model.path": given.model, "model.min_pixels": PIXELS[0], "model.max_pixels": PIXELS[1],
         "run.dir": folder, "run.steps": given.steps, "run.seed": given.seed, "run.require_improvement": "false",
@@ -100,6 +110,7 @@ def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side
 
 
 def trl_side(given: argparse.Namespace, folder: Path, switches: str) -> Side:
+    """Return TRL's run with the settings of the comparison and the named options."""
     processes, threads = int(switches[0]), int(switches[2])
     log = folder / "metrics.jsonl"
     settings = {
@@ -113,7 +124,10 @@ def trl_side(given: argparse.Namespace, folder: Path, switches: str) -> Side:
 
 
 def look(process: psutil.Popen) -> tuple[int, float]:
-    """Bytes resident in a process and its descendants now, and the processor seconds they used; those that end meanwhile count nothing."""
+    """Return the resident bytes and the processor seconds of a process and its descendants.
+
+    Processes that have ended do not count.
+    """
     rss, cpu_s = 0, 0.0
     for member in [process, *process.children(recursive=True)]:
         try:
@@ -125,7 +139,11 @@ def look(process: psutil.Popen) -> tuple[int, float]:
 
 
 def measure(side: Side, given: argparse.Namespace) -> Result:
-    """Run a side to its end and read what it logged. Raises RuntimeError with the end of its output when it fails."""
+    """Run one side to its end and return its measurements.
+
+    Raises:
+        RuntimeError: The run failed; the message has the end of its output.
+    """
     side.log.parent.mkdir(parents=True)
     output, load, started = side.log.with_name("output.txt"), os.getloadavg(), time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": str(side.threads)}
@@ -160,13 +178,21 @@ def measure(side: Side, given: argparse.Namespace) -> Result:
 
 
 def step_seconds(line: dict[str, float]) -> float:
-    """Our first step's total holds the start of the engine and what came before it."""
+    """Return the seconds of a step.
+
+    The total of our first step includes engine start-up and everything before it, which are
+    subtracted.
+    """
     starting = ("time/start", "time/unaccounted") if line["step"] == 0 else ()
     return line["time/total"] - sum(line.get(name, 0.0) for name in starting)
 
 
 def solved_fraction(line: dict[str, float]) -> float:
-    """Our log has mean and standard deviation. Rewards are -1, 0 and 1, so E[r^2] - E[r] is twice the fraction of -1."""
+    """Return the fraction of solved samples.
+
+    Our log has mean and standard deviation. Rewards are -1, 0 and 1, so E[r^2] - E[r] is twice the
+    fraction of -1.
+    """
     if "solved" in line:
         return line["solved"]
     mean, std = line["reward/mean"], line["reward/std"]
@@ -174,6 +200,7 @@ def solved_fraction(line: dict[str, float]) -> float:
 
 
 def time_to_solved(seconds: list[float], solved: list[float]) -> float | None:
+    """Return the seconds until the mean of WINDOW steps reaches SOLVED, or None."""
     for end in range(WINDOW, len(solved) + 1):
         if statistics.fmean(solved[end - WINDOW : end]) >= SOLVED:
             return sum(seconds[:end])
@@ -181,7 +208,7 @@ def time_to_solved(seconds: list[float], solved: list[float]) -> float | None:
 
 
 def report(results: list[Result], given: argparse.Namespace) -> None:
-    """One line a side (medians over its rounds), then what the comparison rests on."""
+    """Print one line per side (medians over its rounds), then the conditions of the comparison."""
     print(f"\n{'':24s} {'s/step':>7} {'samples/s':>9} {'CPU s/step':>10} {'to 95%':>7} {'first step':>10} {'peak RSS':>9} {'solved':>15}")
     for name in dict.fromkeys(result.side for result in results):
         own = [result for result in results if result.side == name]
@@ -201,7 +228,7 @@ def report(results: list[Result], given: argparse.Namespace) -> None:
 
 
 def compare(results: list[Result], ours: str, theirs: str) -> None:
-    """Ratios of neighboring runs, and whether both sides started from the same policy."""
+    """Print ratios of adjacent runs, and check that both sides started from the same policy."""
     pairs = list(zip((r for r in results if r.side == ours), (r for r in results if r.side == theirs), strict=True))
     for what, ratios in {
         "seconds a step": [them.step_s / us.step_s for us, them in pairs],
@@ -217,6 +244,7 @@ def compare(results: list[Result], ours: str, theirs: str) -> None:
 
 
 def main() -> None:
+    """Run both sides and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart/sft/final", help="NumberLine checkpoint after the warm start")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turns")

@@ -1,16 +1,19 @@
-"""How long GPUs wait for the slowest episodes, with run.max_staleness 0, 1 and 2, colocated and apart. A simulation: no GPU is used or was.
+"""Simulated GPU idle time due to the slowest episodes, for run.max_staleness 0, 1 and 2.
 
-    .venv/bin/python benchmarks/waiting.py                                            # deepeyes_7b_h200x32 on 8, 64 and 1,024 GPUs, minutes
+    .venv/bin/python benchmarks/waiting.py       # deepeyes_7b_h200x32 on 8, 64, 1,024 GPUs, minutes
     .venv/bin/python benchmarks/waiting.py --gpus 8 --steps 4 --spread 0.3
-    .venv/bin/python benchmarks/waiting.py --measure RUN/rollouts          # prints those of a run with run.record=all
+    .venv/bin/python benchmarks/waiting.py --measure RUN/rollouts      # prints a run's lengths
     .venv/bin/python benchmarks/waiting.py --measured lengths.json
 
-Events, not formulas: episodes of log-normal lengths, or of the shape of measured ones, stand in line for the slots of their engine, an
-engine's step takes what memory_plan/step_time.py says of as many as run, a group is played when its last episode is. Groups are dealt,
-trained on and waited for as rollout/scheduler.py does it: those that were played first, and all that would be too old for the next step.
-Colocated, engines stand still while the weights change and are given out; apart, some of the GPUs only train, and the others stand still
-for the sync alone. An episode that goes on is prefilled again. The batch grows with the GPUs. Left out is what scale.py's model of time
-leaves out.
+Compares colocated and separate engines; uses no GPU. It is an event simulation: episodes with
+log-normal or measured lengths wait for the slots of their engine, an engine step takes the time
+that memory_plan/step_time.py estimates for the running episodes, and a group is complete when its
+last episode is. Groups are scheduled, trained on and waited for as in rollout/scheduler.py: those
+completed first, and all that would be too old for the next step. Colocated engines are stopped
+during updates and weight syncs. Separate engines are stopped only for the sync, and some of the
+GPUs only train. An episode that continues after an update is prefilled again. The batch grows with
+the GPUs. The simulation neglects the same things as the time model of scale.py. --measure needs
+run.record=all.
 """
 
 import argparse
@@ -30,27 +33,30 @@ from megatron_rl.memory_plan.step_time import StepTimeInputs, decode_step_second
 from megatron_rl.observe.rollout_store import list_step_files as steps_of
 
 TRAINERS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-"""Shares of the GPUs that only train."""
+"""Candidate fractions of the GPUs that only train."""
 
 
 @dataclass(slots=True)
 class Engine:
-    """Its slots and their episodes. An episode ends when the engine has made as many steps as it is long: `made` is its clock."""
+    """Simulated engine with its slots and episodes.
+
+    An episode ends after as many engine steps as it is long; `made` counts the steps.
+    """
 
     slots: int
     seconds_of: list[float]
-    """Of a step with so many episodes."""
+    """Seconds of an engine step by number of running episodes."""
     line: list[tuple[float, int]] = field(default_factory=list)
-    """(steps, group) that wait for a slot, the first one last."""
+    """(length in steps, group) of episodes waiting for a slot; the next one is last."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """(where the clock stands when it ends, group): a heap."""
+    """Heap of (value of `made` at the end, group) of running episodes."""
     now: float = 0.0
     made: float = 0.0
     idle: float = 0.0
     """Seconds without an episode."""
 
     def until(self, now: float) -> None:
-        """Let the clock run."""
+        """Advance the engine to the time `now`."""
         if self.running:
             self.made += (now - self.now) / self.seconds_of[len(self.running)]
         else:
@@ -58,11 +64,13 @@ class Engine:
         self.now = now
 
     def fill(self) -> None:
+        """Start waiting episodes in free slots."""
         while self.line and len(self.running) < self.slots:
             steps, group = self.line.pop()
             heapq.heappush(self.running, (self.made + steps, group))
 
     def next_end(self) -> float:
+        """Return the time at which the next episode ends."""
         if not self.running:
             return float("inf")
         return self.now + max(0.0, self.running[0][0] - self.made) * self.seconds_of[len(self.running)]
@@ -70,15 +78,16 @@ class Engine:
 
 @dataclass(slots=True)
 class Engines:
-    """All engines and the groups that they play."""
+    """All engines and their groups."""
 
     each: list[Engine]
     left: Counter[int] = field(default_factory=Counter)
-    """Episodes of a group that are not played."""
+    """Number of unfinished episodes per group."""
     played: list[int] = field(default_factory=list)
-    """Groups that wait to be trained on."""
+    """Complete groups that have not been trained on."""
 
     def deal(self, group: int, episodes: list[float]) -> None:
+        """Assign the episodes of a group to the engines in turn."""
         self.left[group] = len(episodes)
         for place, steps in enumerate(episodes):
             engine = self.each[(group * len(episodes) + place) % len(self.each)]
@@ -86,7 +95,11 @@ class Engines:
             engine.fill()
 
     def play(self, start: float, *, until: float, num_groups: float, due: Set[int] = frozenset()) -> float:
-        """From `start` to `until`, or to when so many groups have been played, those that are due among them; returns when."""
+        """Simulate from `start` on and return the time of the end.
+
+        It ends when `num_groups` groups are complete, including all in `due`, or at the time
+        `until`.
+        """
         for engine in self.each:
             engine.now = start
         ends = [(engine.next_end(), number) for number, engine in enumerate(self.each)]
@@ -109,51 +122,60 @@ class Engines:
         return now
 
     def take(self, num: int, due: Set[int]) -> list[int]:
-        """Groups that are trained on: those that are due, and those that were played first."""
+        """Remove and return groups to train on: those that are due, then those completed first."""
         taken = sorted(self.played, key=lambda group: group not in due)[:num]
         self.played = [group for group in self.played if group not in taken]
         return taken
 
     def prefill_again(self, steps: float) -> None:
-        """What has begun takes so many steps more."""
+        """Add `steps` to all running episodes."""
         for engine in self.each:
             engine.running = [(end + steps, group) for end, group in engine.running]
 
 
 @dataclass(slots=True, frozen=True)
 class Told:
-    """A step in the mean."""
+    """Mean results of a step."""
 
     seconds: float
     idle: float
-    """Share of all GPUs' time in which they neither play, nor train, nor take weights."""
+    """Fraction of the time of all GPUs without generation, training or weight sync."""
     staleness: float
-    """Updates between dealing and training, of a group in the mean."""
+    """Mean number of updates between scheduling a group and training on it."""
 
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """Of each episode that was played, by group, in shares of the mean of all: tokens sampled, and seconds of its environment."""
+    """Measured episodes by group, relative to the mean of all.
+
+    `tokens` are sampled tokens, `tools` seconds of the environment.
+    """
 
     tokens: np.ndarray
     tools: np.ndarray
 
     def drawn(self, num_groups: int, *, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """So many groups with replacement, and members of each of them likewise: those of a group stay alike."""
+        """Draw groups with replacement, and members of each likewise.
+
+        Members of a group thereby stay similar.
+        """
         dice = np.random.default_rng(seed)
         groups, members = dice.integers(0, len(self.tokens), (num_groups, 1)), dice.integers(0, self.tokens.shape[1], (num_groups, size))
         return self.tokens[groups, members], self.tools[groups, members]
 
 
 def shape_of(path: Path) -> Shape:
-    """Of what `measure` has written."""
+    """Read a file written with --measure."""
     told = json.loads(path.read_text())
     tokens, tools = np.array(told["tokens"], dtype=float), np.array(told["tools"], dtype=float)
     return Shape(tokens / tokens.mean(), tools / max(tools.mean(), 1e-9))
 
 
 def measure(bank: Path) -> dict[str, list[list[float]]]:
-    """Tokens and seconds of tools, with the waits for them, of every whole group of a bank's files."""
+    """Return tokens and tool seconds of every complete group of a rollout store.
+
+    The seconds include waiting for a tool.
+    """
     told: dict[str, list[list[float]]] = {"tokens": [], "tools": []}
     for path in steps_of(bank):
         frame = pandas.read_parquet(path, columns=["group", "num_sampled", "env_s"])
@@ -165,8 +187,11 @@ def measure(bank: Path) -> dict[str, list[list[float]]]:
 
 
 def lengths(case: StepTimeInputs, *, num_groups: int, seed: int, full: float, shape: Shape | None = None) -> list[list[float]]:
-    """Steps of every episode, by group: its tokens, and what its tools and its prompts take, in steps of an engine that is full. Without
-    a measured shape tokens are log-normal, and all tools take as long."""
+    """Return the length of every episode by group, in steps of a full engine.
+
+    It includes its tokens and the time of its tools and prompts. Without a measured shape, tokens
+    are log-normal and tool times constant.
+    """
     episode, speeds, size = case.episode, case.speeds, case.settings.batch.group_size
     if shape is None:
         normal = np.random.default_rng(seed).standard_normal((num_groups, size))
@@ -179,7 +204,11 @@ def lengths(case: StepTimeInputs, *, num_groups: int, seed: int, full: float, sh
 
 
 def simulate(case: StepTimeInputs, *, staleness: int, trainers: int = 0, steps: int, seed: int = 0, shape: Shape | None = None) -> Told:
-    """`trainers` of the GPUs only train; 0: every GPU plays and trains. The first two steps are not counted: lines are still empty."""
+    """Simulate a run and return its mean step.
+
+    `trainers` of the GPUs only train; 0 means that every GPU generates and trains. The first two
+    steps are excluded, because the queues are still empty.
+    """
     batch = case.settings.batch
     players = case.world_size - trainers
     engines_of = max(1, players // case.settings.engine.tp)
@@ -224,7 +253,7 @@ def simulate(case: StepTimeInputs, *, staleness: int, trainers: int = 0, steps: 
 
 
 def rows(case: StepTimeInputs, size: int, *, steps: int, shape: Shape | None = None) -> list[str]:
-    """Colocated, and with the share of trainers that makes the shortest step."""
+    """Return rows for colocated engines and for the fraction of trainers with the shortest step."""
     here, lines, first = on(case, size, grows=True), [], None
     for staleness in (0, 1, 2):
         together = simulate(here, staleness=staleness, steps=steps, shape=shape)
@@ -240,10 +269,12 @@ def rows(case: StepTimeInputs, size: int, *, steps: int, shape: Shape | None = N
 
 
 def told(step: Told, first: float) -> list[str]:
+    """Return the cells of one result."""
     return [f"{step.seconds:.0f}", f"{first / step.seconds:.2f}", f"{step.idle:.0%}", f"{step.staleness:.2f}"]
 
 
 def main() -> None:
+    """Run the simulation and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="deepeyes_7b_h200x32")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1024])

@@ -1,10 +1,12 @@
-"""What one weight sync costs: Policy.hf_weights() into LocalEngine.load_weights with its proof, beside a plain copy of the same bytes.
+"""Cost of one weight sync, compared with a plain copy of the same bytes.
 
     .venv/bin/python benchmarks/weight_sync.py --model runs/quickstart/nano
 
-Every layout is a run of its own; within it copy, export and sync are timed in turns. A time is that of the slowest rank, the median over
-repeats. `copy` writes all tensors of the checkpoint into as many that are there already, on every rank; `export` only drains the stream
-of full tensors. The aim of the nano model is 100 ms a step.
+A sync is Policy.hf_weights() into ColocatedEngine.load_weights with its verification. Every layout
+is a separate run; in it copy, export and sync are timed in turn. A time is that of the slowest
+rank, and the median over repeats. `copy` writes all tensors of the checkpoint into existing ones,
+on every rank; `export` only drains the stream of full tensors. The target for the nano model is 100
+ms per step.
 """
 
 import argparse
@@ -23,11 +25,11 @@ LAYOUTS = {
     "pp2, two tp1 engines": (1, 2, 1),
     "pp2, one tp2 engine": (1, 2, 2),
 }
-"""The trainer's tp and pp, the engine's tp."""
+"""Layout -> tp and pp of the trainer, tp of the engine."""
 
 
 def measure(name: str, given: argparse.Namespace) -> None:
-    """Runs on every rank of a layout; the main one prints its line."""
+    """Measure a layout; runs on every rank, and the main one prints a line."""
     import torch
     import torch.distributed as dist
 
@@ -82,6 +84,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run all layouts, or measure one inside torchrun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart/nano", help="a Hugging Face Qwen2.5-VL folder")
     parser.add_argument("--repeats", type=int, default=30, help="after one that is left out")

@@ -1,8 +1,10 @@
-"""One attempt at a command: signals passed on, its output kept, and, with --requeue, its Slurm job put back when its time is over.
+r"""Runs one attempt of a command, forwarding signals and logging its output.
 
-    python launch/attempt.py --logs RUN/logs --requeue -- bash launch/slurm/nodes.sh experiment=numberline_grpo_cpu
+    python launch/attempt.py --logs RUN/logs --requeue -- \
+        bash launch/slurm/nodes.sh experiment=numberline_grpo_cpu
 
-launch/slurm/train.sbatch does this.
+With --requeue, the Slurm job is requeued when its time limit stopped the run. Used by
+launch/slurm/train.sbatch.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""Two or more evaluations in a table: success with its interval, the paired difference to the first, and which conditions are not the same.
+"""Compares two or more evaluations in a table.
 
     python launch/compare.py runs/evaluations/before runs/evaluations/after
 
-Takes folders that launch/evaluate.py has left.
+The table has success with its confidence interval, the paired difference to the first evaluation,
+and the conditions that differ. Takes directories written by launch/evaluate.py.
 """
 
 import sys

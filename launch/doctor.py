@@ -1,8 +1,10 @@
-"""Looks at everything that a run needs before it is started, on the machine where it will run; takes what launch/train.py takes.
+r"""Checks everything a run needs before it starts; takes the arguments of launch/train.py.
 
-    python launch/doctor.py experiment=vqa_3b_1gpu 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
+    python launch/doctor.py experiment=vqa_3b_1gpu \
+        'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
-Prints a table, and a line for each problem: `error: key=value: remedy`. Exit code 0: a run can start; 1: it cannot.
+Start it on the machine where the run will take place. Prints a table, and a line for each problem:
+`error: key=value: remedy`. Exit code 0: the run can start; 1: it cannot.
 """
 
 import sys

@@ -1,9 +1,11 @@
-"""Prints the command that starts a server of vLLM as an engine of a run (engine.mode=server); takes what launch/train.py takes.
+r"""Prints the command that starts a vLLM server for a run; takes the arguments of launch/train.py.
 
-    python launch/engine.py experiment=vqa_3b_1gpu model.path=3b engine.mode=server engine.urls=[http://node2:8000] engine.token_file=FILE
+    python launch/engine.py experiment=vqa_3b_1gpu model.path=3b engine.mode=server \
+        engine.urls=[http://node2:8000] engine.token_file=FILE
 
-One command for each of engine.urls, to be entered on its node; without any, one that listens at 127.0.0.1:8000. It is sent the run's
-weights, and answers only requests with the token in the file (head -c 32 /dev/urandom | base64 > FILE).
+One command is printed for each of engine.urls, to be run on its node; without any, one for
+127.0.0.1:8000. The server receives the run's weights, and accepts only requests with the token in
+the file (head -c 32 /dev/urandom | base64 > FILE).
 """
 
 import sys

@@ -1,9 +1,11 @@
-"""A recorded step explained on one page: checked, played back through Hugging Face's model and the trainer's, and where they first differ.
+"""Explains a recorded step on one page.
 
     python launch/explain.py runs/quickstart/grpo --step 0
-    python launch/spawn.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3      # at the run's layout, too
+    python launch/spawn.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3  # run's layout
 
-Exit code: 0 all agree; 1 something differs, and is named; 2 there was nothing to look at.
+The step is checked and replayed through Hugging Face's model and the trainer's, to find where they
+first differ. Exit code: 0 all agree; 1 something differs, and is named; 2 there was no data to
+check.
 """
 
 import sys
@@ -13,5 +15,6 @@ from megatron_rl.cli.explain import main
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", module="megatron")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # megatron-core 0.16.1 calls collectives by older names
+    # megatron-core 0.16.1 uses deprecated names of collectives
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,10 @@
-"""The best of a run's recorded rollouts as transcripts that a warm start learns from: rejection sampling.
+r"""Exports the best recorded rollouts of a run as transcripts for SFT (rejection sampling).
 
     python launch/export.py runs/agent --out runs/best --min-reward 1
     python launch/train.py experiment=numberline_sft_cpu sft.splits=[transcripts] sft.steps=[60] \
         'task.data.demonstrations=[runs/best/transcripts.jsonl]'
 
-Takes the folder of a run that recorded with run.record=all.
+Takes the directory of a run with run.record=all.
 """
 
 import sys

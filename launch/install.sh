@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv with the pinned packages and this package in it. Instant when nothing changed; repairs what an interruption left.
+# Creates .venv with the pinned packages and this package. Returns at once if nothing has changed;
+# repairs an interrupted installation.
 #   bash launch/install.sh          for this machine, with or without a GPU
-#   bash launch/install.sh gpu      for others: a login node without a GPU, a container's image
+#   bash launch/install.sh gpu      for other machines: a login node without a GPU, a container image
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=.venv
-STAMP=$VENV/megatron_rl.stamp       # what was installed: this folder, the locks, setup.py
-BUILDING=$VENV/megatron_rl.building # there while packages are being installed
+STAMP=$VENV/megatron_rl.stamp       # identifies the installation: directory, lock files, setup.py
+BUILDING=$VENV/megatron_rl.building # exists while packages are being installed
 
 say() { echo "install: $*"; }
 fail() { echo "install: error: $*" >&2; exit 1; }
@@ -26,7 +27,7 @@ find_python() {
         "Install it (Debian: apt-get install python3.11 python3.11-venv) and run this again."
 }
 
-# Triton builds its launchers with the machine's own compiler, against Python's headers, when a run starts.
+# When a run starts, Triton compiles its launchers with the machine's compiler and Python's headers.
 check_compiler() {
     command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
         fail "needs a C compiler for Triton; install one (Debian: apt-get install gcc) and run this again."
@@ -34,7 +35,7 @@ check_compiler() {
         fail "needs Python's headers for Triton; install them (Debian: apt-get install python3.11-dev) and run this again."
 }
 
-# With an old driver nvidia-smi works, torch sees no GPU, and a run would take place on the CPU.
+# With an old driver nvidia-smi works but torch finds no GPU, and a run would use the CPU.
 check_driver() {
     "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
         fail "torch sees no GPU: NVIDIA's driver is $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)," \
@@ -46,7 +47,7 @@ wanted_stamp() {
     cat "$TORCH" "$LOCK" setup.py
 }
 
-# A wheel for the wrong machine is told apart without importing torch, which would fail to load.
+# Detect a wheel for the wrong machine without importing torch, which would fail.
 check_torch() {
     local cuda
     cuda=$("$VENV/bin/python" - <<'PYTHON'
@@ -67,7 +68,8 @@ PYTHON
     fi
 }
 
-# What a run imports loads, and its bytecode is written now, whatever PYTHONDONTWRITEBYTECODE says: once, not in every process of every run.
+# Check that a run's imports work, and write their bytecode once, regardless of
+# PYTHONDONTWRITEBYTECODE, so that the processes of a run do not each compile them.
 check_imports() {
     local output
     output=$(env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$VENV/bin/python" - 2>&1 <<'PYTHON'
@@ -84,7 +86,7 @@ PYTHON
     ) || fail "the packages of $LOCK do not load together:" "$output"
 }
 
-TORCH=requirements/torch.txt # without hashes: every index has its own builds, which check_torch tells apart
+TORCH=requirements/torch.txt # without hashes, because each index has its own builds; see check_torch
 LOCK=requirements/${1:-cpu}.txt
 if [[ $# == 0 ]] && has_gpu; then LOCK=requirements/gpu.txt; fi
 if [[ $LOCK != requirements/[cg]pu.txt ]]; then fail "$1: is no kind of machine; say cpu or gpu, or nothing and it is looked for"; fi
@@ -118,7 +120,7 @@ touch "$BUILDING"
 say "installing $(cat "$TORCH" "$LOCK" | grep -c '==') packages from $TORCH and $LOCK (minutes, depending on the network)"
 quiet=(-qq)
 if [[ -t 1 ]]; then quiet=(); fi
-# --no-compile: most of the 18,000 modules are never imported; `check_imports` compiles those that are.
+# --no-compile: most of the 18,000 modules are never imported; `check_imports` compiles the others.
 "$VENV/bin/python" -m pip install "${quiet[@]}" --no-input --no-compile --no-deps -r "$TORCH"
 check_torch
 "$VENV/bin/python" -m pip install "${quiet[@]}" --no-input --no-compile --no-deps --require-hashes -r "$LOCK"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Adds to .venv what task=alfworld needs. TextWorld's planner is compiled: that takes g++ and minutes, once.
+# Installs the packages of task=alfworld into .venv. TextWorld's planner is compiled once, which needs
+# g++ and some minutes.
 #   bash launch/install_alfworld.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 LOCK=requirements/alfworld.txt
-STAMP=.venv/alfworld.stamp # what was installed; goes with .venv
+STAMP=.venv/alfworld.stamp # identifies the installation; removed together with .venv
 
 bash launch/install.sh
 if [[ -f $STAMP ]] && cmp -s "$LOCK" "$STAMP"; then

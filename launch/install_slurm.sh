@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# For the tests: Slurm's own programs from Debian. No daemon is started, and nothing is set up: tests/support/slurm.py runs a cluster of its own.
+# Installs Debian's Slurm packages for the tests. No daemon is started and nothing is configured, because
+# tests/support/slurm.py runs its own cluster.
 #   bash launch/install_slurm.sh
 set -euo pipefail
 
@@ -11,7 +12,7 @@ echo "install_slurm: installing ${PACKAGES[*]} (Debian)"
 had=()
 if [[ -e /usr/sbin/policy-rc.d ]]; then had=(yes); fi
 if [[ ${#had[@]} -eq 0 ]]; then
-    printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d # the daemons of the packages do not start
+    printf '#!/bin/sh\nexit 101\n' >/usr/sbin/policy-rc.d # prevents the packages from starting their daemons
     chmod +x /usr/sbin/policy-rc.d
     trap 'rm -f /usr/sbin/policy-rc.d' EXIT
 fi

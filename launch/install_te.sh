@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Builds Transformer Engine into .venv: GPUs of compute capability 9.0 and newer then run its layers (docs/kernels.md). Never run here.
+# Builds Transformer Engine into .venv; GPUs of compute capability 9.0 and newer then use its layers
+# (docs/kernels.md). Not tested yet.
 #   bash launch/install_te.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 LOCK=requirements/te.txt
-STAMP=.venv/te.stamp # what was built; goes with .venv
-PINS=.venv/te.constraints # gpu.txt without its hashes: pip demands one of every package as soon as one file has them
+STAMP=.venv/te.stamp # identifies the build; removed together with .venv
+PINS=.venv/te.constraints # gpu.txt without hashes: if one file has hashes, pip requires them for every package
 
 fail() { echo "install_te: error: $*" >&2; exit 1; }
 
@@ -20,7 +21,7 @@ command -v "$nvcc" >/dev/null || fail "needs nvcc of CUDA 13 to build; install t
     fail "$nvcc is not of CUDA 13, which torch is built for; install that toolkit, set CUDA_HOME to its folder, and run this again."
 command -v g++ >/dev/null || fail "needs g++ to build. Install it (Debian: apt-get install g++) and run this again."
 echo "install_te: building $(grep -c '==' "$LOCK") packages from $LOCK (many minutes)"
-# The environment's own torch is built against, and nothing that gpu.txt holds is moved.
+# Build against the environment's own torch, and keep the versions in gpu.txt.
 grep -hoE '^[A-Za-z0-9_.-]+==[^ ]+' requirements/torch.txt requirements/gpu.txt >"$PINS"
 NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip install -qq --no-input --no-build-isolation -c "$PINS" -r "$LOCK"
 .venv/bin/python -c 'from megatron.core.extensions.transformer_engine import HAVE_TE; raise SystemExit(not HAVE_TE)' ||

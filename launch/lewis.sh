@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# The speaker of the Lewis game against a listener, in the calling form of the game's own launcher:
+# Trains the speaker of the Lewis game with a listener; takes the arguments of the game's own launcher:
 #   bash launch/lewis.sh LISTENER_HOST [PORT] [EPOCHS] [DATASET] [SEED] [settings of launch/train.py ...]
 #   bash launch/lewis.sh gpu07 9000 4 data/lewis 23 model.path=checkpoints/qwen2_5_vl_7b
-#   LISTENER_MODEL=runs/listener/final bash launch/lewis.sh "" 9000 4 data/lewis 23    starts the listener, waits for it, and ends it
-# DATASET is a folder that tools/data/make_lewis.py wrote; its pictures are in PICTURES (data/emoji), EXPERIMENT is the recipe. EPOCHS becomes
-# run.steps, by the rounds of DATASET and the recipe's batch.prompts_per_step. A listener that is started here has the last of several GPUs,
-# and the run the others; of a single GPU it needs a share: services.listener.args=[--gpu-memory-utilization,0.3].
-# The game's variables become settings here and nowhere else: LISTENER_URL (without a host; several by commas), LISTENER_TIMEOUT,
-# LISTENER_CHUNK_SIZE, LISTENER_CHUNK_DELAY, LISTENER_MAX_RETRIES, LISTENER_BACKOFF_FACTOR, LISTENER_REWARD_MODE, NO_PROXY, DEBUG_MODE with
-# LOG_PATH (without them a recipe's log is in its run folder). NO_PROXY has an effect as in the game: proxies of the environment are looked at
-# where it names the listener, whom they then leave alone.
-# A listener reads its own (INFERENCE_CONCURRENCY, ...): python -m megatron_rl.tasks.lewis.server.listener_app --help
+#   LISTENER_MODEL=runs/listener/final bash launch/lewis.sh "" 9000 4 data/lewis 23    starts and stops the listener, too
+# DATASET is a directory written by tools/data/make_lewis.py, PICTURES (data/emoji) its image directory, and
+# EXPERIMENT the config. EPOCHS is converted to run.steps by the number of rounds in DATASET and the config's
+# batch.prompts_per_step. A listener that is started here uses the last of several GPUs, and the run uses the
+# others. On a single GPU, limit its memory: services.listener.args=[--gpu-memory-utilization,0.3].
+# The game's environment variables are converted to settings only here: LISTENER_URL (used without a host;
+# several separated by commas), LISTENER_TIMEOUT, LISTENER_CHUNK_SIZE, LISTENER_CHUNK_DELAY,
+# LISTENER_MAX_RETRIES, LISTENER_BACKOFF_FACTOR, LISTENER_REWARD_MODE, NO_PROXY, DEBUG_MODE with LOG_PATH
+# (without them, a config's log is in its run directory). NO_PROXY has the same effect as in the game: the proxy
+# variables are used only if it names the listener, which then bypasses the proxies.
+# A listener reads its own variables (INFERENCE_CONCURRENCY, ...):
+#   python -m megatron_rl.tasks.lewis.server.listener_app --help
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
@@ -26,7 +29,7 @@ if [[ -z $host${LISTENER_URL-}${LISTENER_MODEL-} ]]; then
     exit 1
 fi
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-urls='' # several by commas
+urls='' # separated by commas
 if [[ -n $host ]]; then
     urls=http://$host:$port
 elif [[ -n ${LISTENER_URL-} ]]; then
@@ -35,14 +38,14 @@ elif [[ -n ${LISTENER_URL-} ]]; then
 else
     own="kind: listener, model: '$LISTENER_MODEL', port: $port"
     if ((gpus > 1)); then
-        gpus=$((gpus - 1)) # the run's; the listener has the one behind them
+        gpus=$((gpus - 1)) # GPUs of the run; the listener uses the next one
         own+=", gpus: [$gpus]"
     fi
     words+=("services.listener={$own}" "task.listener.urls=[service:listener]")
 fi
 if [[ -n $urls ]]; then words+=("services.listener={kind: '', model: '', args: []}" "task.listener.urls=[$urls]"); fi
 
-# excepted HOST: whether NO_PROXY names it, by itself, by a domain that it is in, or as all
+# excepted HOST: succeeds if NO_PROXY contains the host, one of its parent domains, or *
 excepted() {
     local entry entries
     IFS=', ' read -ra entries <<<"${NO_PROXY-}"
@@ -62,7 +65,7 @@ if [[ -n $urls ]]; then
     if [[ $trusted == true ]]; then words+=(task.listener.proxy=true); fi
 fi
 
-# setting VARIABLE KEY: the variable's value, where it has one
+# setting VARIABLE KEY: adds KEY=VALUE if the variable is set and not empty
 setting() { if [[ -n ${!1-} ]]; then words+=("$2=${!1}"); fi; }
 setting LISTENER_TIMEOUT task.listener.timeout_s
 setting LISTENER_CHUNK_SIZE task.listener.chunk_size

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Speaker and listener of the Lewis game, both in training: two runs that meet by HTTP alone.
+# Trains speaker and listener of the Lewis game in two runs that communicate over HTTP only.
 #   bash launch/lewis_pair.sh simultaneous SPEAKER LISTENER OUT [settings of both runs ...]
 #   bash launch/lewis_pair.sh alternating runs/lewis/speaker_sft/final runs/lewis/listener/final runs/lewis/pair run.steps=13
-# SPEAKER and LISTENER are the models that they begin with. simultaneous: after each step each run sends its weights to a service, which the
-# other one asks. alternating: TURNS (2) times the speaker's run and then the listener's, each against what the other has become.
-# A setting of one run alone has its name before it: speaker:task.options.log=FILE, or listeners that hear held-out games and never reward:
+# SPEAKER and LISTENER are the initial models. simultaneous: after each step, each run sends its weights to a
+# service that the other run queries. alternating: TURNS (2) times the speaker's run and then the listener's,
+# each with the latest version of its partner.
+# A setting of one run only has a prefix: speaker:task.options.log=FILE, or listeners for evaluation only:
 # 'speaker:+task.options.held_out_listeners={frozen: http://127.0.0.1:9002}'.
-# EXPERIMENTS (lewis_cpu lewis_listener_cpu) are the recipes, PORTS (9000 9001) those of the services, SERVICE_ARGS what both services are
-# started with, by default for nano models (larger ones: SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'). On several machines, or GPUs, start
-# these four commands by hand, each in its place: docs/lewis.md.
-# Where one of the four ends before both runs are done, the others are asked to end, GRACE_S (120) seconds at most, and the exit code is 1 (75
-# where a run has stopped for now). The same command goes on.
+# EXPERIMENTS (lewis_cpu lewis_listener_cpu) are the configs, PORTS (9000 9001) the ports of the services, and
+# SERVICE_ARGS the arguments of both services, by default for nano models (for larger ones:
+# SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'). On several machines or GPUs, start the four commands by
+# hand, each on its machine: docs/lewis.md.
+# If one of the four processes ends before both runs are done, the others are stopped within GRACE_S (120)
+# seconds, and the exit code is 1 (75 if a run stopped on request). The same command resumes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
@@ -24,7 +26,7 @@ shift 4
 read -r speaker_recipe listener_recipe <<<"${EXPERIMENTS-lewis_cpu lewis_listener_cpu}"
 read -r listener_port speaker_port <<<"${PORTS-9000 9001}"
 read -ra service_args <<<"${SERVICE_ARGS---min-pixels 7056 --max-pixels 7100 --max-model-len 512 --kv-cache-mib 64}"
-says=() hears=() # settings of either run
+says=() hears=() # settings of the speaker's and of the listener's run
 for word in "$@"; do
     case $word in
         speaker:*) says+=("${word#speaker:}") ;;
@@ -46,8 +48,8 @@ if [[ $mode == alternating ]]; then
     exit
 fi
 
-declare -A names=() # by process
-end() { # all of them: a run keeps what it has done, and one that does not end by itself is ended
+declare -A names=() # maps process IDs to names
+end() { # stop all processes; a run saves its progress, and is killed if it does not exit in time
     kill "${!names[@]}" 2>/dev/null || true
     for ((tenth = 0; tenth < 10 * GRACE_S; tenth++)); do
         if ! kill -0 "${!names[@]}" 2>/dev/null; then return; fi
@@ -59,9 +61,9 @@ end() { # all of them: a run keeps what it has done, and one that does not end b
 GRACE_S=${GRACE_S-120}
 trap end EXIT
 mkdir -p "$out"
-token=$out/services.token # both services ask for it
+token=$out/services.token # required by both services
 (umask 077 && head -c 32 /dev/urandom | base64 >"$token")
-# serve KIND MODEL PORT: a service that takes weights, when it is up; of a run that is finished it has the last ones
+# serve KIND MODEL PORT: starts a service that receives weights; after a finished run it serves the final ones
 serve() {
     local model=$2
     if [[ -f $out/$1/eval.json ]]; then model=$out/$1/final; fi

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a trained policy on two CPU cores: install, tiny checkpoint, supervised warm start, GRPO, a table before and after.
-#   bash launch/quickstart.sh                 what is finished in runs/quickstart stays, what was stopped goes on
-#   bash launch/quickstart.sh run.seed=1      arguments are settings of the GRPO step; run.overwrite=true moves an older one aside
+# Trains a small policy on two CPU cores: installation, tiny checkpoint, SFT, GRPO, and a table of results
+# before and after.
+#   bash launch/quickstart.sh                 skips finished stages in runs/quickstart, resumes stopped ones
+#   bash launch/quickstart.sh run.seed=1      arguments are settings of the GRPO run; run.overwrite=true moves an older run to a backup
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,14 +14,14 @@ say() { echo "quickstart: $*"; }
 
 train() { python launch/spawn.py --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" launch/train.py "$@"; }
 
-# percent STAGE KEY: a fraction of the stage's eval.json as NN.N
+# percent STAGE KEY: prints a fraction in the stage's eval.json as a percentage, NN.N
 percent() { python -c 'import json, sys; print(f"{100 * json.load(open(sys.argv[1]))[sys.argv[2]]:.1f}")' "$RUNS/$1/eval.json" "$2"; }
 
 bash launch/install.sh
 export PATH="$PWD/.venv/bin:$PATH"
-processes=$(python -c 'import torch; print(min(2, torch.cuda.device_count()) or 2)') # one a GPU, where there are any
-unset PYTHONDONTWRITEBYTECODE # many short processes import the same 2 GB of packages: compile once
-export OMP_NUM_THREADS=1 # a process a core
+processes=$(python -c 'import torch; print(min(2, torch.cuda.device_count()) or 2)') # one per GPU if there are any
+unset PYTHONDONTWRITEBYTECODE # compile once, because many short processes import the same 2 GB of packages
+export OMP_NUM_THREADS=1 # one process per core
 
 if [[ -f $MODEL/config.json ]]; then
     say "1/3 tiny checkpoint: $MODEL is there"

@@ -1,9 +1,13 @@
-"""Scores recorded rollouts anew by the task's rewards, judge or rubric, and plays nothing; takes what launch/train.py takes.
+r"""Recomputes the rewards of recorded rollouts; takes the arguments of launch/train.py.
 
-    python launch/rescore.py experiment=visual_search_python_cpu task.reward=accuracy run.replay=runs/agent/rollouts run.dir=runs/by_rule
-    python launch/train.py experiment=visual_search_python_cpu run.replay=runs/by_rule/rollouts run.eval_every=0 run.dir=runs/retrained
+    python launch/rescore.py experiment=visual_search_python_cpu task.reward=accuracy \
+        run.replay=runs/agent/rollouts run.dir=runs/by_rule
+    python launch/train.py experiment=visual_search_python_cpu run.replay=runs/by_rule/rollouts \
+        run.eval_every=0 run.dir=runs/retrained
 
-run.replay is the folder of rollouts that a run with run.record=all has left. Stopped or killed, the same command goes on.
+No episodes are generated; the task's reward, judge or rubric is applied to the recorded ones.
+run.replay is the directory of rollouts of a run with run.record=all. If it is stopped or killed,
+the same command resumes it.
 """
 
 import sys

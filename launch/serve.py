@@ -1,9 +1,11 @@
-"""Starts the services of a run in a job of their own: those that are marked `external`; takes what launch/train.py takes.
+r"""Starts the external services of a run in a separate job; takes the arguments of launch/train.py.
 
-    python launch/serve.py experiment=vqa_3b_1gpu model.path=3b 'services.judge={kind: vllm, model: 7b, external: true}'
+    python launch/serve.py experiment=vqa_3b_1gpu model.path=3b \
+        'services.judge={kind: vllm, model: 7b, external: true}'
 
-A run with the same words waits for their addresses, which travel by run.dir. They end with code 0 when that run is finished, and with code
-75 when asked to stop (SIGTERM, SIGUSR1, Ctrl-C). launch/slurm/judge.sbatch is this as a Slurm job.
+A run with the same arguments waits for their addresses, which are published in run.dir. The job
+ends with code 0 when that run is finished, and with code 75 after a stop signal (SIGTERM, SIGUSR1,
+Ctrl-C). launch/slurm/judge.sbatch is the Slurm version.
 """
 
 import sys

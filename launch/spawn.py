@@ -1,8 +1,9 @@
-"""Starts as many processes as torchrun would, with torchrun's own arguments; they stop well, and the last line is what they had to say.
+"""Starts processes like torchrun, with the same arguments, but with a graceful stop.
 
     python launch/spawn.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu
 
-Exit code: that of the first process that ended badly. 75: the run was asked to stop and did; the same command goes on.
+The last output line is the processes' own error. Exit code: that of the first process that failed.
+75: the run stopped on request, and the same command resumes it.
 """
 
 import sys

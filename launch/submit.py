@@ -1,9 +1,11 @@
-"""A run as a Slurm job: writes script and settings into the run folder and submits it (docs/cluster.md).
+r"""Submits a run as a Slurm job, with script and settings in the run directory (docs/cluster.md).
 
-    python launch/submit.py experiment=numberline_grpo_cpu slurm.nodes=2 slurm.time=8:00:00 --dry-run    # writes, and submits nothing
-    python launch/submit.py experiment=numberline_grpo_cpu slurm.nodes=2 slurm.requeue=true -- --account=mine --partition=cpu
+    python launch/submit.py experiment=numberline_grpo_cpu slurm.nodes=2 slurm.time=8:00:00 \
+        --dry-run    # writes script and settings without submitting
+    python launch/submit.py experiment=numberline_grpo_cpu slurm.nodes=2 slurm.requeue=true \
+        -- --account=mine --partition=cpu
 
-Behind `--` stands what else sbatch should know; in a yaml slurm.sbatch says the same: [--account=mine].
+Arguments after `--` are passed to sbatch; in a YAML file, use slurm.sbatch: [--account=mine].
 """
 
 import sys

@@ -1,10 +1,11 @@
-"""Many runs from one yaml: overrides in common, and a grid, a list or random draws of what differs (docs/cluster.md).
+"""Runs a sweep, which a YAML file defines: many runs with common overrides (docs/cluster.md).
 
-    python launch/sweep.py launch/slurm/example.yaml --print      # the tasks, and how their run folders stand
-    python launch/sweep.py launch/slurm/example.yaml --local 2    # all of them on this machine, two at a time
-    python launch/sweep.py launch/slurm/example.yaml --task 3     # one of them: what launch/slurm/sweep.sbatch does
+    python launch/sweep.py launch/slurm/example.yaml --print      # print tasks and run states
+    python launch/sweep.py launch/slurm/example.yaml --local 2    # run all here, two at a time
+    python launch/sweep.py launch/slurm/example.yaml --task 3     # run one, as in sweep.sbatch
 
-Exit code 0: what was asked for is finished; 75: stopped, the same command goes on; else the highest of a run's.
+The runs differ in a grid, a list or random draws of settings. Exit code 0: the requested runs are
+finished; 75: stopped, the same command resumes; else the highest exit code of a run.
 """
 
 import sys

@@ -1,9 +1,11 @@
-"""All runs of a sweep, printed and plotted: what differs, evaluation with its 95% interval, steps, hours, and how each stands.
+"""Prints and plots all runs of a sweep.
 
-    python launch/sweep_table.py launch/slurm/example.yaml    # waiting, running, finished, stopped, or failed with its error line
-    python launch/sweep_table.py runs/example                 # the same of a folder of runs, however they were started
+    python launch/sweep_table.py launch/slurm/example.yaml    # a sweep
+    python launch/sweep_table.py runs/example                 # a directory of runs
 
-The picture is sweep.png beside the run folders, or what --out names.
+The table has the parameters that differ, evaluation with 95% interval, steps, hours and state
+(waiting, running, finished, stopped, or failed with its error). The plot is sweep.png next to the
+run directories, or the file given by --out.
 """
 
 import sys

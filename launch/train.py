@@ -1,4 +1,4 @@
-"""Trains what the settings say. See `python launch/train.py --help`."""
+"""Trains with the given settings; see `python launch/train.py --help`."""
 
 from megatron_rl.cli import cli
 

@@ -1,0 +1,1 @@
+"""RL trainer for vision-language agents: Megatron-Core trains, vLLM generates."""

@@ -1,4 +1,7 @@
-"""Builds the parts of a run from its settings, on every rank: networks, engines, the rollout manager, and the context of a stage."""
+"""Builds the parts of a run from its settings: models, rollout engines and the trainer context.
+
+Every rank calls every function.
+"""
 
 import os
 import secrets
@@ -46,29 +49,31 @@ from megatron_rl.weights.formats.model_digests import check_same_model, model_di
 
 @dataclass(slots=True, frozen=True)
 class PolicyAndCritic:
-    """Policy and critic, which leave the device to the engine together."""
+    """Policy and critic as one object that offloads both to the host."""
 
     policy: Policy
     critic: Critic
 
     def sleep(self) -> None:
+        """Offload critic and policy, to free the device for the engine."""
         self.critic.sleep()
         self.policy.sleep()
 
     def wake(self) -> None:
+        """Bring policy and critic back to the device."""
         self.policy.wake()
         self.critic.wake()
 
 
 @dataclass(slots=True, frozen=True)
 class NoOffload:
-    """A trainer whose devices no engine needs."""
+    """Stands in for a trainer that shares no device with a rollout engine."""
 
     def sleep(self) -> None:
-        """It stays."""
+        """Do nothing."""
 
     def wake(self) -> None:
-        """See sleep."""
+        """Do nothing."""
 
 
 def build_policy(
@@ -81,7 +86,7 @@ def build_policy(
     is_rl: bool,
     has_value_head: bool = False,
 ) -> Policy:
-    """This rank's share of the model with its optimizer, for the stage's steps."""
+    """Build this rank's shard of the policy, with an optimizer schedule of `num_steps` steps."""
     shares_trunk = has_value_head and settings.critic.backbone == "shared"
     return Policy(
         settings.model, layout,
@@ -94,7 +99,10 @@ def build_policy(
 
 
 def build_critic(settings: Settings, layout: Layout, *, patches: ImagePatchFn, num_steps: int) -> Critic:
-    """This rank's share of a critic with a trunk of its own. Its optimizer is the policy's but for the learning rate."""
+    """Build this rank's shard of a critic with its own backbone.
+
+    Its optimizer has the policy's settings, except for the learning rate.
+    """
     optim = replace(settings.optim, lr=settings.critic.lr, lr_by_module={})
     return Critic(
         settings.critic, layout, model=settings.model, parallel=settings.parallel, optim=optim, num_steps=num_steps,
@@ -108,8 +116,22 @@ def build_rollout_manager(
     None],
     supervisor: ServerSupervisor | None = None, make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer,
 ) -> RolloutManager:  # fmt: skip
-    """This process's engine, or its way to all of them, and its place in the fleet, whose rollouts come together by `image_exchange`. All
-    ranks together. `supervisor`: see build_server_engine; `make_timer`: see RolloutManager."""
+    """Build the rollout manager with its colocated engine or its client of inference servers.
+
+    All ranks call this together. Rollouts of all ranks are gathered by `image_exchange`.
+
+    Args:
+        settings: Settings of the run.
+        task: Task of the episodes.
+        trainer: Offloads itself when a colocated engine needs the device.
+        renderer: Renders prompts and observations.
+        world: This process and its peers.
+        image_exchange: Gathers rollouts across ranks.
+        stop_signal: Ends generation if the run is asked to stop.
+        log: Receives one line of text per event.
+        supervisor: See `build_server_engine`.
+        make_timer: See `RolloutManager`.
+    """
     size, num = settings.engine.tp, settings.engine.max_num_seqs
     seat = EngineRank(index=world.rank // size, num_engines=world.size // size, max_episodes=num, counter=default_store())
     if settings.engine.mode == "server":
@@ -129,9 +151,10 @@ def build_rollout_manager(
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
-    """Return the name of this run for other runs that ask for the same server. Example: `runs/mine (4711 on node1, 0a1b2c3d)`.
+    """Return the name of this run that other runs see if they request the same server.
 
-    Only the last two names of the run folder: vLLM 0.32.0 removes absolute paths from its answers (sanitize_message in
+    Example: `runs/mine (4711 on node1, 0a1b2c3d)`. Only the last two parts of the run directory are
+    included, because vLLM 0.32.0 removes absolute paths from its responses (sanitize_message in
     entrypoints/serve/exception_handling/utils.py).
     """
     return f"{'/'.join(Path(settings.run.dir).absolute().parts[-2:])} ({os.getpid()} on {socket.gethostname()}, {run_name})"
@@ -146,10 +169,21 @@ def build_server_engine(
     log: Callable[[str], None],
     supervisor: ServerSupervisor | None,
 ) -> ServerEngine:
-    """This process's way to all engines; the main one has them for the run, and gives them their weights. All ranks together. `supervisor`
-    is that of servers which the run has started itself, on the main rank: they are nobody else's.
+    """Build this process's client of all inference servers.
 
-    ValueError: another run has one of them.
+    All ranks call this together. Rank 0 locks the servers for this run and sends them weights.
+
+    Args:
+        settings: Settings of the run.
+        renderer: Provides image token, stop ids and tokenizer.
+        world: This process and its peers.
+        image_exchange: Gathers data across ranks.
+        log: Receives one line of text per event.
+        supervisor: On rank 0, the supervisor of servers that this run has started itself. Such
+            servers need no lock, because no other run uses them. None otherwise.
+
+    Raises:
+        ValueError: Another run has locked one of the servers.
     """
     given, name = settings.engine, run_on_rank_zero(lambda: secrets.token_hex(4))
     longest_s, is_own = settings.parallel.timeout_s, run_on_rank_zero(lambda: supervisor is not None)
@@ -169,8 +203,10 @@ def build_server_engine(
 
 
 def build_colocated_engine(settings: Settings, renderer: Renderer, world: World) -> ColocatedEngine:
-    """This process's engine: one alone, or a part of one that spans engine.tp neighboring ranks; it has no weights before the trainer's
-    are served. All ranks together."""
+    """Build this process's engine, or its part of an engine that spans engine.tp neighboring ranks.
+
+    All ranks call this together. The engine has no weights until the trainer's are sent.
+    """
     group, size, timeout_s = None, settings.engine.tp, settings.parallel.timeout_s
     if size > 1:
         limit = timedelta(seconds=timeout_s)
@@ -184,7 +220,7 @@ def build_colocated_engine(settings: Settings, renderer: Renderer, world: World)
 
 
 def generation_settings(settings: Settings) -> GenerationSettings:
-    """How many episodes a step of training asks for."""
+    """Return the number of prompts and episodes per training step, and the staleness limit."""
     batch = settings.batch
     return GenerationSettings(
         num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_num_gen_batches=settings.filter.max_num_gen_batches,
@@ -193,7 +229,7 @@ def generation_settings(settings: Settings) -> GenerationSettings:
 
 
 def episode_settings(settings: Settings) -> EpisodeSettings:
-    """How training plays an episode."""
+    """Return the limits and the sampling settings of training episodes."""
     task, engine = settings.task, settings.engine
     return EpisodeSettings(
         temperature=settings.algo.temperature, seed=settings.run.seed,
@@ -205,7 +241,7 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
 
 @dataclass(slots=True, kw_only=True)
 class TrainerContext:
-    """The parts that a stage works with, on every rank."""
+    """Parts that a training stage works with, on every rank."""
 
     world: World
     task: Task
@@ -213,20 +249,23 @@ class TrainerContext:
     renderer: Renderer
     policy: Policy
     critic: Critic | None
-    """A critic with a backbone of its own; None otherwise."""
+    """Critic with its own backbone; None otherwise."""
     run: Run
     checkpoints: Checkpoints
     stop: StopSignal
     image_exchange: ImageExchange
     closing: ExitStack
-    """Closes what was opened, in reverse, however the run ends."""
+    """Closes all opened parts in reverse order at the end of the run, also after an error."""
     supervisor: ServerSupervisor | None = None
-    """Supervisor of the engines that the run has started itself, on the main rank."""
+    """Supervisor, on rank 0, of the inference servers that the run has started itself."""
     rollout_manager: RolloutManager | None = None
-    """The engines, from open_fleet on."""
+    """Rollout manager; None before `build_rollout_manager`."""
 
     def build_rollout_manager(self, settings: Settings) -> RolloutManager:
-        """The engines and what their episodes share. vLLM takes its part of a GPU at once, and must find it free."""
+        """Build and start the rollout manager and its engines.
+
+        The trainer is offloaded first, because vLLM allocates its part of the GPU memory at once.
+        """
         with self.run.step_timer("start"):
             own = PolicyAndCritic(self.policy, self.critic) if self.critic else self.policy
             trainer = NoOffload() if settings.engine.mode == "server" else own
@@ -242,7 +281,7 @@ class TrainerContext:
         return fleet
 
     def save_progress(self) -> None:
-        """Have a checkpoint of the steps that are done, for the run's next life."""
+        """Save a checkpoint of the completed steps, so that the next attempt can resume."""
         run = self.run
         with run.step_timer("checkpoint"), self.rollout_manager.offloaded() if self.rollout_manager else nullcontext():
             self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
@@ -252,7 +291,11 @@ def build_context(
     settings: Settings, *, resume_state: ResumeState, task: Task, plugins: Plugins, world: World, stop: StopSignal, closing: ExitStack,
     num_steps: int, is_rl: bool, is_replay: bool,
 ) -> TrainerContext:  # fmt: skip
-    """All but the engines, on every rank; where the run goes on, it is found here."""
+    """Build all parts of a training stage except the rollout engines, on every rank.
+
+    This also finds the checkpoint to resume from. Raises ValueError if model or data differ from
+    those of the run that is resumed, or if the chat template does not fit the task.
+    """
     group = long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s)
     checkpoint, state = find_checkpoint(settings, group=group)
     inputs = run_on_rank_zero(lambda: digest_inputs(settings, state if checkpoint else None), group=group)
@@ -288,7 +331,11 @@ def build_context(
 
 
 def digest_inputs(settings: Settings, state: CheckpointState | None) -> InputDigests:
-    """Return the digests of the model and the data. ValueError: they are not those of the run that goes on from `state`."""
+    """Return the digests of model and data.
+
+    Raises:
+        ValueError: They differ from those of the run that resumes from `state`.
+    """
     found = InputDigests(model=model_digests(Path(settings.model.path)), data=data_digests(settings.task.data))
     if state is not None:
         check_same_model(state.inputs.model, found.model, key="model.path", folder=settings.model.path)
@@ -297,7 +344,11 @@ def digest_inputs(settings: Settings, state: CheckpointState | None) -> InputDig
 
 
 def build_renderer(settings: Settings, *, appends_to_sequence: bool) -> Renderer:
-    """Load the processor and the chat template. Raises ValueError where they do not fit the model or the task's episodes."""
+    """Load the processor and the chat template.
+
+    Raises:
+        ValueError: They do not fit the model or the task's episodes.
+    """
     allowed = settings.task.data.allow_grounding_tokens
     renderer = Renderer(settings.model, max_inline_pixels=max_inline_pixels(settings.engine), allow_grounding_tokens=allowed)
     if appends_to_sequence:

@@ -1,45 +1,67 @@
-"""Exceptions that pass between modules: failures of infrastructure, failures of a run, and requests to stop."""
+"""Exceptions that cross module boundaries: infrastructure errors, failed runs, graceful stops."""
 
 
 class InfraError(RuntimeError):
-    """Something of ours broke (sandbox, judge, network): it fails the rollout and is never a score. It may be mended by waiting."""
+    """Infrastructure failed (sandbox, judge, network), so the rollout is failed and gets no reward.
+
+    A retry after a wait may succeed.
+    """
 
 
 class PermanentInfraError(InfraError):
-    """Trouble of ours that no further try can mend: a prompt without room, a picture that is none, an engine that has failed."""
+    """Infrastructure error that no retry can fix.
+
+    Examples: a prompt that does not fit, an invalid image, an engine that has failed.
+    """
 
 
 class InfraTimeout(InfraError):
-    """What was down was waited for as long as it may be: the same wait again would only add to it."""
+    """Infrastructure stayed down for the longest allowed wait; a caller should not wait again."""
 
 
 class AccessDenied(InfraError):
-    """A server is well and does not accept this run's key or token: no outage, which waiting would mend, and the run ends."""
+    """A healthy server rejected the key or token of this run.
+
+    Waiting cannot fix this, so the run ends.
+    """
 
 
 class RunFailed(RuntimeError):
-    """The run did what it was told and the outcome is not acceptable: too many failed rollouts, no improvement."""
+    """The run's outcome is unacceptable: too many failed rollouts, no improvement."""
 
 
 class InfraOutage(RunFailed):
-    """Too many rollouts failed because something of ours is down. What is done is kept, and the same command goes on."""
+    """Too many rollouts failed because infrastructure is down.
+
+    Progress is saved, and the same command resumes the run.
+    """
 
 
 class RunDenied(RunFailed):
-    """Rollouts failed because a server does not accept this run's key or token. What is done is kept."""
+    """Rollouts failed because a server rejected the key or token of this run. Progress is saved."""
 
 
 class NonFiniteValue(RunFailed):
-    """A number is NaN or infinite: it stops the run before any weight takes it."""
+    """A number is NaN or infinite.
+
+    Rewards, logprobs, losses and gradients are checked before an update changes the weights,
+    weights after it.
+    """
 
 
 class LogprobMismatch(RunFailed):
-    """Engine and trainer give sampled tokens logprobs that differ by more than their precision explains."""
+    """Logprobs of engine and trainer differ by more than their precision explains."""
 
 
 class PeerLost(RunFailed):
-    """The ranks have lost each other (distributed/hang_watchdog.py); whoever watches the run was told why."""
+    """A collective failed because other ranks are gone or do not respond.
+
+    distributed/hang_watchdog.py has already reported the reason.
+    """
 
 
 class GracefulStop(Exception):
-    """The run was asked to stop (run/shutdown.py), and every rank does. What was given up for it is done again by the run's next life."""
+    """The run was asked to stop (run/shutdown.py); every rank raises it.
+
+    The next attempt repeats the work that was given up.
+    """

@@ -1,4 +1,4 @@
-"""Tables of the tasks, rewards and algorithms that settings choose by name, with those of a user's own file."""
+"""Tables of tasks, rewards and algorithms by name, including a user's plugins."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -31,22 +31,28 @@ TASKS: Mapping[str, type[Task]] = {
     "visual_search": VisualSearchTask,
     "vqa": VqaTask,
 }
+"""Built-in tasks by task.name."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Plugins:
-    """What a user's own file adds to what ships, by the names that settings choose them by."""
+    """Tasks, rewards and algorithms from a user's file, by the names that settings use."""
 
     tasks: Mapping[str, type[Task]] = field(default_factory=dict)
-    """By task.name."""
+    """Task classes by task.name."""
     rewards: Mapping[str, Callable[..., object]] = field(default_factory=dict)
-    """By task.reward: plain functions (rewards/functions.py)."""
+    """Reward functions by task.reward: plain functions (rewards/functions.py)."""
     algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
-    """By algo.name."""
+    """Algorithms by algo.name."""
 
 
 def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
-    """The task with the reward that is chosen, which may be a function of the user's, alone or beside one that ships."""
+    """Build the task with the chosen reward.
+
+    task.reward may name a user's functions, alone or joined by + with one built-in reward. Raises
+    ValueError if the settings name an unknown task or reward, or options or a judge that the task
+    does not have.
+    """
     tasks = {**TASKS, **plugins.tasks}
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
     task_type = tasks[settings.name]
@@ -73,7 +79,7 @@ def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
 
 
 def uses_sandbox(settings: Settings, plugins: Plugins = Plugins()) -> bool:
-    """Whether the engines' processes hold boxes in which the task's episodes run code."""
+    """Return True if the rollout processes start sandboxes because the task's episodes run code."""
     tasks = {**TASKS, **plugins.tasks}
     return settings.task.name in tasks and tasks[settings.task.name].runs_code and not settings.task.sandbox.url
 
@@ -87,5 +93,5 @@ def _is_plain_value(options: object) -> bool:
 
 
 def has_critic(settings: Settings, plugins: Plugins = Plugins()) -> bool:
-    """Whether the run trains values beside the policy."""
+    """Return True if the run trains a value function besides the policy."""
     return settings.stage == "rl" and {**ALGORITHMS, **plugins.algorithms}[settings.algo.name].needs_critic

@@ -1,6 +1,7 @@
-"""The supervised warm start: the task's demonstrations through the same Policy, packing and optimizer as GRPO.
+"""Supervised fine-tuning on a task's demonstrations, with the policy, packing and optimizer of RL.
 
-Loss on assistant tokens only (the context's mask), and not on those of messages with "loss": False; the mean is over tokens.
+Only assistant tokens have a loss (the loss mask of the sequence), except those of messages with
+"loss": False. The loss is the mean over tokens.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,17 @@ from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.types import Demonstration
 
 CACHE_BYTES = 1 << 30
-"""Of pictures at their final sizes, a process."""
+"""Limit per process on the bytes of images (RGB at their final size) of cached demonstrations."""
 
 
 def train_sft(
     settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop_signal: StopSignal
 ) -> None:
-    """Train stage after stage on each stage's demonstrations, in the order the task gives them, round and round. GracefulStop: see
-    train."""
+    """Train on each stage's demonstrations in their order, starting over at the end.
+
+    Raises:
+        GracefulStop: On every rank, if the run was asked to stop, as in training_loop.train.
+    """
     with run.step_timer("sync"):
         checkpoints.restore()
     stop_signal.check()
@@ -58,16 +62,17 @@ def train_sft(
                 checkpoints.begin_step(step + 1, is_last=step + 1 == sum(sft.steps))
             with run.step_timer("record"):
                 run.record(step, metrics)
-            if step + 1 < sum(sft.steps):  # the last one is judged by the final evaluation
+            if step + 1 < sum(sft.steps):  # the last checkpoint is finished after the final evaluation
                 with run.step_timer("checkpoint"):
                     checkpoints.finish_step(step + 1, history=run.history, metrics=metrics)
             stop_signal.check()
 
 
 class RenderedDemonstrations:
-    """A stage's demonstrations as contexts, round and round, rendered when they are needed.
+    """Endless cycle over one stage's demonstrations, rendered to token sequences on access.
 
-    WeightedContexts are kept, without their patches, until their pictures take CACHE_BYTES; what comes later is rendered in every round.
+    Rendered items are cached without their patches until their images reach CACHE_BYTES. Later
+    items are rendered again in every pass.
     """
 
     def __init__(self, renderer: Renderer, demonstrations: Sequence[Demonstration]) -> None:

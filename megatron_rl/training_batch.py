@@ -1,4 +1,4 @@
-"""From a step's rollouts to micro-batches that are ready for the loss: packing, images, logprobs and values, advantages."""
+"""Turns a step's rollouts into micro-batches: packing, images, logprobs, values, advantages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,14 +25,20 @@ def prepare_training_batch(
     rollouts: list[Rollout], settings: Settings, policy: Policy, critic: Critic | None = None,
     *, algorithm: Algorithm, fetch_images: Callable[[Mapping[int, Sequence[Image]]], None], step: int,
 ) -> list[list[MicroBatch]]:  # fmt: skip
-    """Return the micro-batches of each optimizer update, with everything that the loss reads.
+    """Return the micro-batches of each optimizer update, with all inputs of the loss.
+
+    Sequences with only zero advantages are left out of packing if only the advantage moves the
+    policy, so advantages come first. If they depend on logprobs or values, all sequences are packed
+    and these are computed before.
 
     Args:
-        fetch_images: Brings images, by rank, to the ranks that encode them.
+        rollouts: Rollouts of the step, the same on every rank.
+        settings: Settings of this step.
+        policy: Policy to train.
+        critic: Critic with its own backbone, if there is one.
+        algorithm: Algorithm that computes the advantages.
+        fetch_images: Brings images, given by rank, to the ranks that encode them.
         step: Version of the weights that the first update changes.
-
-    Sequences whose advantages are all zero are left out of packing where nothing but the advantage moves the policy, so advantages come
-    first. Where they depend on logprobs or values, these are computed of all sequences before, and the advantages follow.
     """
     algo = settings.algo
     needs_model_outputs = bool(algorithm.required_columns(algo))
@@ -50,9 +56,10 @@ def prepare_training_batch(
 
 
 def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Policy, *, keep_zero_advantage: bool) -> list[RankShares]:
-    """Cut the step into minibatches and share each of them out over data-parallel ranks.
+    """Cut the step into mini-batches and shard each one across data-parallel ranks.
 
-    Sequences without an advantage are kept with `keep_idle`, and where the KL or the entropy moves the policy, too.
+    Sequences without an advantage are kept if `keep_zero_advantage` is set or if a KL or entropy
+    term moves the policy.
     """
     algo, batch = settings.algo, settings.batch
     keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0
@@ -61,7 +68,7 @@ def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Polic
 
 
 def images_by_rank(minibatches: Sequence[RankShares], policy: Policy) -> dict[int, list[Image]]:
-    """Return, by rank, the images that it encodes in any of these minibatches."""
+    """Return, by rank, the images that it encodes in any of these mini-batches."""
     needed: dict[int, list[Image]] = {}
     for shares in minibatches:
         for rank, images in policy.images(shares).items():
@@ -72,7 +79,11 @@ def images_by_rank(minibatches: Sequence[RankShares], policy: Policy) -> dict[in
 def pack_minibatches(
     rollouts: list[Rollout], minibatches: Sequence[RankShares], settings: Settings, policy: Policy, *, step: int
 ) -> list[list[MicroBatch]]:
-    """Pack this rank's share of each minibatch, with the columns that settings ask for."""
+    """Pack this rank's share of each mini-batch.
+
+    Also sets `on_policy_T` if run.max_staleness > 0, and `logprob_scale_T` if
+    algo.thought_logprob_scale is not 1.
+    """
     packed = [policy.pack_local(shares) for shares in minibatches]
     every = [batch for batches in packed for batch in batches]
     if settings.run.max_staleness > 0:
@@ -88,7 +99,11 @@ def pack_minibatches(
 def compute_logprobs_and_values(
     minibatches: list[list[MicroBatch]], settings: Settings, policy: Policy, critic: Critic | None, *, has_values: bool
 ) -> None:
-    """Compute old logprobs, reference logprobs and values for every micro-batch before the first update, one forward pass per model."""
+    """Compute old logprobs, reference logprobs and values before the first update.
+
+    Each set of weights takes one forward pass per micro-batch. Only what the settings need is
+    computed.
+    """
     algo, batch = settings.algo, settings.batch
     has_old, shares_trunk = needs_old_logprob_forward(algo, num_updates=batch.minibatches * batch.epochs), has_values and critic is None
     if has_old and shares_trunk:
@@ -104,7 +119,7 @@ def compute_logprobs_and_values(
 
 
 def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[MicroBatch]], list[torch.Tensor]], *names: str) -> None:
-    """Write the field of this name, or the fields of these, that `compute` returns for each micro-batch."""
+    """Write the results of `compute` for each micro-batch to its fields `names`."""
     for batches in minibatches:
         for batch, numbers in zip(batches, compute(batches), strict=True):
             for name, number_T in zip(names, numbers.view(len(names), -1), strict=True):
@@ -112,7 +127,11 @@ def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[Mic
 
 
 def compute_advantages(rollouts: list[Rollout], minibatches: list[list[MicroBatch]], algo: AlgoSettings, algorithm: Algorithm) -> None:
-    """Write the computed columns back to the sequences, compute advantages from them, and put these into the micro-batches."""
+    """Compute advantages that depend on model outputs.
+
+    Writes the outputs to the sequences first, then the advantages to sequences and micro-batches.
+    With a rollout correction that bypasses old logprobs, the engine's logprobs take their place.
+    """
     every = [batch for batches in minibatches for batch in batches]
     fields = BATCH_COLUMN | ({"old_logprobs": "rollout_logprob_T"} if bypasses(algo) else {})
     for column in algorithm.required_columns(algo):
@@ -125,7 +144,7 @@ def compute_advantages(rollouts: list[Rollout], minibatches: list[list[MicroBatc
 def set_returns_and_update_stats(
     rollouts: list[Rollout], minibatches: list[list[MicroBatch]], algo: AlgoSettings, critic: Critic | Policy
 ) -> None:
-    """Put the returns into the micro-batches, and into the statistics that the value head normalizes by."""
+    """Write returns to the micro-batches and to the normalization statistics of the value head."""
     for batches in minibatches:
         for batch in batches:
             batch.return_T = gather_column(rollouts, batch, "returns")

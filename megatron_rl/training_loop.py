@@ -1,8 +1,9 @@
-"""Reinforcement learning of a vision-language policy: roll out, select, credit, update, serve. This file is the loop from top to bottom.
+"""The RL training loop: generate rollouts, filter, compute advantages, update, sync weights.
 
-The engine serves exactly the weights that are trained next: on-policy at the start of each step, unless run.max_staleness lets episodes go
-on over an update. What tells algorithms apart is in algo/. Every rank runs this function; rollouts and their credit are the same
-everywhere, the work is then dealt to ranks.
+The rollout engine serves exactly the weights that are trained next, so each step starts on-policy,
+unless run.max_staleness > 0 lets episodes continue across a weight update. Everything specific to
+an algorithm is in algo/. Every rank runs `train`; rollouts and advantages are the same on all
+ranks, and the model computation is sharded.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,9 +41,14 @@ def train(
     run: Run, checkpoints: Checkpoints, stop_signal: StopSignal, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
     weight_publisher: WeightPublisher | None = None,
 ) -> None:  # fmt: skip
-    """The run's steps. Metrics and recorded rollouts are in the run folder afterwards, and the engine serves the final weights.
+    """Run the training steps of a run, from the newest checkpoint on.
 
-    GracefulStop, on every rank: run.num_done says of how many steps the weights are.
+    Afterwards the run directory holds metrics and recorded rollouts, and the rollout engine serves
+    the final weights.
+
+    Raises:
+        GracefulStop: On every rank, if the run was asked to stop. run.num_done is then the number
+            of steps that the weights were trained for.
     """
     timer, algorithm, check = run.step_timer, algorithms[settings.algo.name], MismatchCheck(settings)
     restore_and_sync(
@@ -67,7 +73,7 @@ def train(
                 rollouts, step_settings, policy, critic, algorithm=algorithm, fetch_images=fetch_images, step=step
             )
             if algorithm.needs_critic and critic is None and step == settings.critic.warmup_steps > 0:
-                policy.restart_optimizer()  # AdamW would count the steps of the head's warm-up as the trunk's
+                policy.restart_optimizer()  # AdamW would count the warm-up steps of the value head for the backbone
             token_stats = build_token_stats(settings)
             update = partial(
                 raise_on_nonfinite, run, policy, make_updaters(step_settings, policy, critic, algorithms, token_stats, check), step
@@ -94,10 +100,10 @@ def train(
             metrics |= rollout_manager.metrics() | publish_metrics
             if settings.run.max_staleness > 0:
                 metrics |= staleness_metrics(rollouts, step=step, num_stale=rollout_manager.num_stale)
-            if step_settings.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # before, nothing pulls at the policy
+            if step_settings.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # during warm-up no KL term acts on the policy
                 metrics |= adapt_kl(run.history, rollouts, metrics, step_settings.algo)
             run.log_step(step, rollouts, metrics)
-        del rollouts, minibatches, fetch_images, token_stats, update  # the next step's pictures have their memory
+        del rollouts, minibatches, fetch_images, token_stats, update  # free the images before the next step's are loaded
         evaluate_and_record(step, settings, rollout_manager=rollout_manager, run=run, checkpoints=checkpoints)
         stop_signal.check()
 
@@ -106,8 +112,11 @@ def restore_and_sync(
     settings: Settings, *, policy: Policy, rollout_manager: RolloutManager | RolloutReplay, run: Run, checkpoints: Checkpoints,
     weight_publisher: WeightPublisher | None,
 ) -> None:  # fmt: skip
-    """Go on where the last checkpoint stands: its weights in trainer, engine and audience, its rounds, and the evaluation that it may still
-    owe."""
+    """Restore the newest checkpoint and send its weights to rollout engine and weight publisher.
+
+    This also restores the prompt scheduler's position, and runs the evaluation of the restored step
+    if the run stopped before it was recorded.
+    """
     with run.step_timer("sync"):
         with rollout_manager.offloaded():
             checkpoints.restore()
@@ -126,30 +135,38 @@ def restore_and_sync(
 def evaluate_and_record(
     step: int, settings: Settings, *, rollout_manager: RolloutManager | RolloutReplay, run: Run, checkpoints: Checkpoints
 ) -> None:
-    """What follows a step's updates: the evaluation that may be due, its metrics, and what its checkpoint learns of it."""
+    """Run the evaluation if one is due, record the step's metrics and finish its checkpoint.
+
+    The last step is evaluated at the end of the run, so this neither evaluates it nor finishes its
+    checkpoint.
+    """
     metrics, is_last = run.history.pending_metrics, step + 1 == settings.run.steps
     if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and not is_last:
         with run.step_timer("evaluate"):
             metrics = metrics | evaluate_in_run(rollout_manager.task, settings, rollout_manager=rollout_manager)
     with run.step_timer("record"):
         run.record(step, metrics)
-    if not is_last:  # the last one is judged by the final evaluation
+    if not is_last:  # the last checkpoint is finished after the final evaluation
         with run.step_timer("checkpoint"):
             checkpoints.finish_step(step + 1, history=run.history, metrics=metrics)
 
 
 def settings_at_step(history: History, settings: Settings) -> Settings:
-    """The settings with what the steps so far have made of them: algo.kl_coef, where algo.kl_target moves it."""
+    """Return the settings with the current algo.kl_coef, which algo.kl_target changes per step."""
     return settings if history.kl_coef is None else replace(settings, algo=replace(settings.algo, kl_coef=history.kl_coef))
 
 
 def value_errors(rollouts: list[Rollout], algo: AlgoSettings, algorithm: Algorithm) -> dict[str, float]:
-    """How well values expected what was earned, where there are any."""
+    """Return metrics that compare the critic's values with the returns; empty without a critic."""
     return value_metrics(*values_and_returns(rollouts, algo)) if algorithm.needs_critic else {}
 
 
 def adapt_kl(history: History, rollouts: list[Rollout], metrics: Mapping[str, float], algo: AlgoSettings) -> dict[str, float]:
-    """Move the KL's weight for the next step, and tell this one's. It stays where every rollout was dropped: nothing was measured."""
+    """Set the KL coefficient of the next step in `history` and return this step's as a metric.
+
+    The coefficient stays as it is if `metrics` has no policy/kl_ref, because every rollout was
+    filtered out.
+    """
     history.kl_coef, kl = algo.kl_coef, metrics.get("policy/kl_ref")
     if kl is not None:
         num = sum(rollout.is_trained_on for rollout in rollouts)
@@ -158,7 +175,13 @@ def adapt_kl(history: History, rollouts: list[Rollout], metrics: Mapping[str, fl
 
 
 def has_enough_rollouts(rollouts: list[Rollout], *, settings: Settings, algorithm: Algorithm, run: Run, step: int) -> bool:
-    """Whether a step needs no further round. RunFailed: too many rollouts failed, or one has a number that is not finite."""
+    """Return True once the step has enough usable rollouts to train on.
+
+    Filters the rollouts as a side effect, see `fills_batch`.
+
+    Raises:
+        RunFailed: Too many rollouts failed, or a reward or logprob is not finite.
+    """
     check_failures(rollouts, limit=settings.run.max_failed_fraction)
     with run.dump_on_error(rollouts, step=step):
         require_finite(rollouts)
@@ -166,7 +189,7 @@ def has_enough_rollouts(rollouts: list[Rollout], *, settings: Settings, algorith
 
 
 def fills_batch(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm) -> bool:
-    """Drop what is not trained on, and say whether as many groups are left as a step wants."""
+    """Apply the filters to the rollouts and return True if enough groups remain for a step."""
     spread = group_std(rollouts, settings.algo)
     num_groups = settings.batch.prompts_per_step
     apply_filters(rollouts, settings.filter, num_groups=num_groups, group_std=spread, needs_group=algorithm.needs_group)
@@ -177,7 +200,11 @@ def make_updaters(
     settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm], token_stats: TokenStats | None = None,
     check: MismatchCheck | None = None,
 ) -> Callable[[list[MicroBatch], int], dict[str, float]]:  # fmt: skip
-    """(batches, step) -> metrics of one optimizer update of whatever learns in that step: the policy, and a critic where there is one."""
+    """Return the function (batches, step) -> metrics that makes one optimizer update.
+
+    It updates the policy and, if there is one, the critic. During the first critic.warmup_steps
+    steps only the critic or the value head is updated.
+    """
     see = token_stats.record if token_stats is not None else None
     of_policy = make_policy_objective(settings.algo, algorithms)
     of_values = make_value_objective(settings.critic, level=settings.algo.gae_level)
@@ -198,6 +225,6 @@ def make_updaters(
 def raise_on_nonfinite(
     run: Run, policy: Policy, update: Callable[[list[MicroBatch], int], dict[str, float]], step: int, batches: list[MicroBatch]
 ) -> dict[str, float]:
-    """One update. What it trained on stays in the run folder where a number is not finite."""
+    """Make one update; if a number is not finite, keep its micro-batches in the run directory."""
     with run.dump_batches_on_error(batches, step=step, load_image_patches=policy.load_image_patches):
         return update(batches, step)

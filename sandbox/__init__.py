@@ -1,8 +1,11 @@
-"""Runs untrusted Python, many boxes at once, with pictures in and out. No torch; the threat model is README.md.
+"""Runs untrusted Python in many concurrent boxes, with images as inputs and outputs.
 
-async with SandboxPool(size=8) as pool:
-    async with await pool.open(images={"image_0": picture}) as box:
-        result = await box.run("image_0.crop((0, 0, 64, 64)).show()")
+Needs no torch. The threat model is in README.md.
+
+Example:
+    async with SandboxPool(size=8) as pool:
+        async with await pool.open(images={"image_0": image}) as box:
+            result = await box.run("image_0.crop((0, 0, 64, 64)).show()")
 """
 
 from sandbox.box import Box

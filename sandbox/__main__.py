@@ -1,4 +1,8 @@
-"""python -m sandbox doctor | run FILE [--image IMG]... | serve | attack: what the host offers; one file; over HTTP; is it held?"""
+"""Sandbox commands: python -m sandbox doctor | run FILE [--image IMG]... | serve | attack.
+
+doctor reports what this host offers, run executes one file, serve offers a pool over HTTP, and
+attack tests whether the protections of this host hold.
+"""
 
 import argparse
 import asyncio
@@ -13,17 +17,24 @@ from sandbox.token import read_token
 from sandbox.types import BoxLimits, CallResult, Fault, Isolation, SandboxError
 
 EXIT_OK, EXIT_CODE_FAILED, EXIT_LIMIT, EXIT_HOST = 0, 1, 2, 3
-"""Exit statuses of `run`. A mistake in the arguments, an unreadable image included, is 1 with a message, or argparse's own 2."""
+"""Exit statuses of `run`.
+
+An invalid argument, including an unreadable image, exits with 1 and a message, or with argparse's
+own 2.
+"""
 
 IMAGE_SOURCES_HELP = "what it shows (image_0.rotate(90).show(), plt.show()), figures it leaves open, image files it saves"
-"""How an image comes back (sandbox/capture.py); a last expression is no image."""
+"""Ways to return an image from a call (sandbox/capture.py).
+
+The value of a last expression is not one of them.
+"""
 
 
 ALLOW_MISSING_HELP = "a wall that this host leaves open (doctor), to start all the same; may be given again"
 
 
 def run_file(arguments: argparse.Namespace) -> int:
-    """Prints what the code printed and writes the images that it made to --out."""
+    """Run a file, print its output and write the images that it returned to --out."""
     try:
         images = {f"image_{number}": path.read_bytes() for number, path in enumerate(arguments.image)}
         code = arguments.file.read_text(errors="surrogateescape")
@@ -71,14 +82,15 @@ def _save_images(result: CallResult, out: Path | None) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print the report on this host's layers and protections."""
     text, able = doctor.make_report()
     print(text)
     return EXIT_OK if able else EXIT_HOST
 
 
 def run_server(arguments: argparse.Namespace) -> int:
-    """Until SIGINT or SIGTERM."""
-    from sandbox import server  # the other commands do without FastAPI
+    """Serve a pool over HTTP until SIGINT or SIGTERM."""
+    from sandbox import server  # the other commands do not need FastAPI
 
     limits = BoxLimits(**dict(arguments.limit))
     pool = SandboxPool(size=arguments.size, limits=limits, isolation=arguments.isolation, allow_missing=arguments.accept)
@@ -87,7 +99,7 @@ def run_server(arguments: argparse.Namespace) -> int:
         place = {"token": token, "host": arguments.host, "port": arguments.port, "name": arguments.name}
         serving = server.run_server(pool, wait_s=arguments.wait, idle_timeout_s=arguments.idle, **place)
         asyncio.run(serving)
-    except (SandboxError, OSError) as fault:  # OSError: the port is taken
+    except (SandboxError, OSError) as fault:  # OSError: the port is in use
         print(f"sandbox serve: {fault}", file=sys.stderr)
         return EXIT_HOST
     except ValueError as error:
@@ -97,13 +109,14 @@ def run_server(arguments: argparse.Namespace) -> int:
 
 
 def run_attacks(arguments: argparse.Namespace) -> int:
+    """Run the attack suite."""
     from sandbox.attack import suite
 
     return suite.main(arguments.probes)
 
 
 def parse_limit(text: str) -> tuple[str, float]:
-    """`call_timeout_s=20` of the command line."""
+    """Parse a limit from the command line, such as `call_timeout_s=20`."""
     name, _, value = text.partition("=")
     kinds = {item.name: item.type for item in fields(BoxLimits)}
     if name not in kinds:
@@ -112,6 +125,7 @@ def parse_limit(text: str) -> tuple[str, float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     top = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
     commands = top.add_subparsers(required=True)
     running = commands.add_parser("run", help="one file of code; exits 0, 1 (the code failed), 2 (a limit), 3 (the host)")
@@ -146,6 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    """Run the command line and return its exit status."""
     arguments = build_parser().parse_args()
     return arguments.command(arguments)
 

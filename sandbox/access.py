@@ -1,11 +1,13 @@
-"""Checks on the headers of a request, made before its body is read: Host, origin, token, content type.
+"""Checks on the headers of a request before its body is read: Host, origin, token, content type.
 
-gate.py makes them for every server of ours, megatron_rl/rollout/vllm/http_gate.py for the vLLM servers of a run. A web page that a browser
-on this machine shows reaches loopback ports, but only with its own Origin or Sec-Fetch-Site, without the token, and, without asking
-first, not as application/json. After DNS rebinding the page has the server's origin; then the Host header still has the page's name.
+gate.py applies them in our own servers, megatron_rl/rollout/vllm/http_gate.py in the vLLM servers
+of a run. A web page in a browser on this machine can reach loopback ports, but only with its own
+Origin or Sec-Fetch-Site, without the token, and, without a CORS preflight, not as application/json.
+After DNS rebinding the page has the server's origin, but the Host header still has the page's name.
 
-A server proves that it knows the token before a client sends it: it answers a challenge with a keyed digest (`compute_proof`). The digest
-covers the port, so that whoever took a port cannot have another server of the same token answer.
+A server proves that it knows the token before a client sends it: it answers a challenge with a
+keyed digest (`compute_proof`). The digest covers the port, so a process that took over a port
+cannot let another server with the same token answer for it.
 """
 
 import hashlib
@@ -26,7 +28,7 @@ _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 
 @dataclass(frozen=True, slots=True)
 class RequestRejection:
-    """Status, reason and further headers of the answer to a request that is not let through."""
+    """Status, reason and further headers of the response to a refused request."""
 
     status_code: int
     detail: str
@@ -34,14 +36,18 @@ class RequestRejection:
 
 
 class AccessRules:
-    """Decides from the headers of a request whether a server looks at the rest of it."""
+    """Decides from the headers of a request whether a server processes it."""
 
     def __init__(self, *, token: str, hosts: Iterable[str] = ()) -> None:
-        """Without a token none is asked for. `hosts` are names of the server beside localhost and the name of this machine."""
+        """Create the rules.
+
+        Without a token none is required. `hosts` are names of the server in addition to localhost
+        and the name of this machine.
+        """
         self._token, self._hosts = token, {name.casefold() for name in (*local_host_names(), *hosts)}
 
     def check_request(self, scope: Scope) -> RequestRejection | None:
-        """Return None for a request that may pass."""
+        """Return None for an acceptable request, else the refusal."""
         headers = dict(scope["headers"])
         if not self._is_own_host([value for name, value in scope["headers"] if name == b"host"]):
             return RequestRejection(
@@ -69,12 +75,15 @@ class AccessRules:
 
 
 def compute_proof(token: str, challenge: str, *, port: int) -> str:
-    """Return what a server at this port that knows the token answers to the challenge (32 to 128 hexadecimal digits)."""
+    """Return the proof that a server on this port knows the token.
+
+    `challenge` has 32 to 128 hexadecimal digits.
+    """
     return hmac.new(token.encode(), f"{challenge} {port}".encode(), hashlib.sha256).hexdigest()
 
 
 def local_host_names() -> set[str]:
-    """Return the names of this machine: localhost, and its host name with and without the domain."""
+    """Return the names of this machine: localhost, and its host name with and without domain."""
     name = socket.gethostname()
     return {"localhost", name, name.partition(".")[0]}
 

@@ -1,8 +1,10 @@
-"""The HTTP client of every server of ours and of vLLM's: an answer is bounded in time as a whole, and in bytes.
+"""HTTP client for our own servers and vLLM's that bounds each response in total time and in bytes.
 
-httpx's own time-outs are those of one read: a byte each second holds a request for ever. Here one limit covers the connection, the request
-and the whole answer. Compressed answers are not asked for and are refused, because a few kilobytes of one may be gigabytes. No redirect is
-followed, and no proxy of the environment is used. Clients of judges, which may be anywhere, are in megatron_rl/clients/openai.py.
+The timeouts of httpx apply to single reads, so a server that sends one byte per second could hold a
+request forever. Here one timeout covers the connection, the request and the whole response.
+Compressed responses are not requested and are refused, because a few kilobytes may expand to
+gigabytes. Redirects are not followed, and proxies of the environment are not used. The client for
+judges, which may run anywhere, is in megatron_rl/clients/openai.py.
 """
 
 import asyncio
@@ -19,52 +21,65 @@ import httpx
 
 Transport = httpx.AsyncBaseTransport
 DENIED_STATUSES = (401, 403)
-"""Statuses of a server that is well and does not accept the key or token of a request."""
+"""Statuses of a healthy server that does not accept the key or token of a request."""
 
 
 class NoResponse(Exception):
-    """There is no whole answer within the bounds: nobody listens, the connection broke, or the answer is late, too long or compressed."""
+    """No complete response arrived within the limits.
+
+    The connection was refused or broke, or the response is late, too long or compressed.
+    """
 
 
 @dataclass(slots=True, frozen=True)
 class BoundedResponse:
-    """A whole answer of a server, whatever its status."""
+    """Complete response of a server, with any status."""
 
     status: int
     headers: Mapping[str, str]
     content: bytes
     token: str = field(default="", repr=False)
-    """The token of the request."""
+    """Token of the request."""
 
     @property
     def is_success(self) -> bool:
+        """Return True for a 2xx status."""
         return 200 <= self.status < 300
 
     @property
     def text(self) -> str:
-        """The content for error messages: without the token, which the server may have repeated."""
+        """Content for error messages, without the token, which the server may have echoed."""
         return _redact_token(self.token, self.content.decode(errors="replace"))
 
 
 class BoundedClient:
-    """Sends requests from one event loop and keeps its connections between them."""
+    """HTTP client for one event loop that reuses connections."""
 
     def __init__(
         self, base_url: str = "", *, token: str = "", keepalive_s: float = 5.0, retries: int = 0, transport: Transport | None = None
     ) -> None:  # fmt: skip
-        """`token` goes with every request. An idle connection is kept for `keepalive_s`; `retries` are those of a connection that is
-        refused."""
+        """Create a client.
+
+        Args:
+            base_url: Prefix of relative URLs.
+            token: Bearer token sent with every request.
+            keepalive_s: Seconds that an idle connection is kept.
+            retries: Number of retries of a refused connection.
+            transport: Replacement of the HTTP transport, for tests.
+        """
         self._token = token
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_s)
         transport = transport or httpx.AsyncHTTPTransport(verify=_load_tls_context(), retries=retries, limits=limits)
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
-        cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))  # none is kept: they would be sent back, and grow without a bound
+        # stored cookies would be sent back, and would grow without bound
+        cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx.AsyncClient(
             base_url=base_url, transport=transport, timeout=None, headers=headers, cookies=cookies, trust_env=False
         )  # fmt: skip
 
     @property
     def base_url(self) -> str:
+        """Prefix of relative URLs."""
         return str(self._http.base_url)
 
     async def request(
@@ -72,13 +87,24 @@ class BoundedClient:
         timeout_s: float, max_bytes: int, connect_timeout_s: float | None = None,
         params: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None,
     ) -> BoundedResponse:  # fmt: skip
-        """Return the answer to a request whose body, if any, is sent as JSON. Raises NoResponse.
+        """Return the response to a request.
 
-        `timeout_s` is for all of it; `connect_timeout_s` for a connection alone.
+        Args:
+            method: HTTP method.
+            url: URL, or path below the base URL.
+            body: Sent as JSON unless None.
+            timeout_s: Seconds for the whole exchange.
+            max_bytes: Limit of the response body.
+            connect_timeout_s: Seconds for establishing a connection.
+            params: Query parameters.
+            headers: Further headers.
+
+        Raises:
+            NoResponse: There is no complete response within the limits.
         """
         sent = None
         if body is not None:
-            sent = json.dumps(body, separators=(",", ":")).encode("ascii")  # escaped: UTF-8 has no bytes for half a surrogate pair
+            sent = json.dumps(body, separators=(",", ":")).encode("ascii")  # ASCII escapes: UTF-8 cannot encode a lone surrogate
             headers = {**(headers or {}), "Content-Type": "application/json"}
         timeout = httpx.Timeout(None, connect=connect_timeout_s)
         try:
@@ -88,10 +114,11 @@ class BoundedClient:
                     return BoundedResponse(answer.status_code, answer.headers, content, self._token)
         except TimeoutError as late:
             raise NoResponse(f"no whole answer within {timeout_s:g} s") from late
-        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last one of a host's name
+        except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: invalid host name
             raise NoResponse(f"{type(error).__name__}: {_redact_token(self._token, str(error))}") from error
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -120,7 +147,11 @@ def send_request(
     method: str, url: str, body: object = None, *, timeout_s: float, max_bytes: int,
     token: str = "", params: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None,
 ) -> BoundedResponse:  # fmt: skip
-    """Return the answer to one request by a connection of its own, as BoundedClient.request. Call it in a thread without an event loop."""
+    """Return the response to one request on a connection of its own.
+
+    The arguments are those of `BoundedClient.request`. Call it in a thread without a running event
+    loop.
+    """
 
     async def once() -> BoundedResponse:
         async with BoundedClient(token=token) as client:
@@ -131,5 +162,8 @@ def send_request(
 
 @cache
 def _load_tls_context() -> SSLContext:
-    """Return the certificates that are trusted, those of SSL_CERT_FILE where that is set. Reading them takes 30 ms."""
+    """Return a TLS context with the trusted certificates, those of SSL_CERT_FILE if it is set.
+
+    Cached, because loading takes 30 ms.
+    """
     return httpx.create_ssl_context()

@@ -1,4 +1,4 @@
-"""One box: the calls of one episode, the interpreter that answers them, and its replacement when it was killed."""
+"""Box of one episode: runs its calls and replaces its interpreter after a kill."""
 
 import asyncio
 import os
@@ -18,13 +18,20 @@ if TYPE_CHECKING:
 
 
 class Box:
-    """One episode's Python. One call at a time; a second waits for the first. `async with` closes it."""
+    """Python interpreter of one episode.
+
+    Runs one call at a time; concurrent calls wait. `async with` closes it.
+    """
 
     def __init__(
         self, number: int, *, zygote: "ZygoteManager", limits: BoxLimits, group: "ControlGroup | None",
         start_interpreter: Callable[["Box"], Awaitable[Interpreter]], release_slot: Callable[["Box"], Awaitable[None]],
     ) -> None:  # fmt: skip
-        """For the pool: `start_interpreter` makes a fresh interpreter with the inputs, `release_slot` takes the place back."""
+        """Create a box; called by the pool.
+
+        `start_interpreter` returns a fresh interpreter with the inputs loaded. `release_slot`
+        returns the slot to the pool.
+        """
         self.id = number
         self.interpreter: Interpreter | None = None
         self._zygote, self._limits, self._group, self._start_interpreter, self._release_slot = (
@@ -38,13 +45,16 @@ class Box:
         self._num_calls = 0
         self._image_budget = images.ImageBudget(limits)
         self._state_lost = False
-        self._pending_host_fault = ""  # what the host did to it that no call has told yet
+        self._pending_host_fault = ""  # host fault that no call has reported yet
         self._closing: asyncio.Task[None] | None = None
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
-        """Execute `code` in the box's namespace; a cancelled run kills the box's processes.
+        """Execute `code` in the namespace of the box and return the result.
 
-        Raises BoxClosed; all other trouble is in the result.
+        Cancelling this coroutine kills the processes of the box.
+
+        Raises:
+            BoxClosed: The box is closed. All other failures are in the result.
         """
         async with self._lock:
             self._check_open()
@@ -57,27 +67,30 @@ class Box:
                 return self._host_fault(reason)
             try:
                 life = await self._ensure_interpreter()
-            except (SandboxError, ValueError) as error:  # ValueError: what opened once does not open again
+            except (SandboxError, ValueError) as error:  # ValueError: inputs that loaded before no longer load
                 return self._host_fault(str(error))
             lost, self._state_lost = self._state_lost, False
             try:
                 result = await self._execute_call(
                     life, code, seconds=self._limits.call_timeout_s if timeout_s is None else timeout_s, state_lost=lost
                 )
-            except BaseException:  # cancelled: the client is gone while its code still runs
+            except BaseException:  # cancelled: the caller is gone while its code still runs
                 await asyncio.shield(self._end_interpreter(life))
                 raise
             self._check_open()
             return result
 
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Contents of files of the working directory; a name that is no readable file of at most `Limits.file` bytes is left out, and so
-        is one that would take all of them together past `Limits.max_fetch_bytes`."""
+        """Return the contents of files of the working directory.
+
+        Left out are names that are not readable files of at most `BoxLimits.file` bytes, and files
+        that would take the total past `BoxLimits.max_fetch_bytes`. Raises BoxClosed.
+        """
         async with self._lock:
             self._check_open()
             self._num_calls += 1
             await self._handle_early_exit()
-            if self._pending_host_fault:  # the next call tells it
+            if self._pending_host_fault:  # reported by the next call
                 return {}
             try:
                 life = await self._ensure_interpreter()
@@ -104,28 +117,35 @@ class Box:
                 raise
 
     async def close(self) -> None:
-        """Kill what runs and free the place, also when whoever waits for it is cancelled. Twice is once."""
+        """Kill the processes and release the slot, even if the caller is cancelled. Idempotent."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     async def start(self) -> None:
-        """For the pool: the first interpreter."""
+        """Start the first interpreter; called by the pool."""
         async with self._lock:
             await self._ensure_interpreter()
 
     def reset_oom_counter(self) -> None:
-        """For the pool too: from here on a kill for want of memory in the box's control group is of what runs now."""
+        """Make the OOM counter cover only kills from now on; called by the pool.
+
+        A later OOM kill in the box's control group is then due to the current work.
+        """
         if self._group is not None:
             self._group.reset_oom_counter()
 
     def make_timer(self, interpreter: Interpreter, seconds: float) -> BoxTimer:
+        """Return a timer for `seconds` of work by the interpreter."""
         layers = self._zygote.layers
         cpus = self._limits.cpus if layers.cgroup else 1.0
         return BoxTimer(seconds, pid=interpreter.pid, group=self._group, cpus=cpus, is_unstoppable=layers.pid_ns and layers.seccomp)
 
     def diagnose_death(self, interpreter: Interpreter, exit_: ExitStatus, *, channel_error: str) -> verdicts.FaultDiagnosis:
-        """Of an interpreter that died or was broken since the last `mark`."""
+        """Return the fault of an interpreter that died or broke its channel.
+
+        OOM kills count since the last `reset_oom_counter`.
+        """
         used_up = self._group is not None and self._group.was_oom_killed()
         return verdicts.diagnose_death(
             interpreter, exit_, layers=self._zygote.layers, limits=self._limits, out_of_memory=used_up, channel_error=channel_error
@@ -140,7 +160,7 @@ class Box:
     async def _close(self) -> None:
         if self.interpreter is not None:
             await self._zygote.end_interpreter(self.interpreter)
-        async with self._lock:  # a call that was running has seen the end of its interpreter
+        async with self._lock:  # a running call has noticed the end of its interpreter
             if self.interpreter is not None:
                 await self._end_interpreter(self.interpreter)
             await self._release_slot(self)
@@ -150,12 +170,18 @@ class Box:
             raise BoxClosed(f"box {self.id} is closed")
 
     async def _handle_early_exit(self) -> None:
-        """Of an interpreter that ended between two calls: by a thread that the code had left behind, or by the host."""
+        """Diagnose an interpreter that ended between two calls.
+
+        A thread that the code left running or the host may have ended it.
+        """
         if self.interpreter is not None and self.interpreter.exit_future.done():
             await self._end_and_diagnose(self.interpreter)
 
     async def _end_and_diagnose(self, interpreter: Interpreter) -> None:
-        """Ends it. What the host did is told by the next call, which then does not run: it would run without its state, and be scored."""
+        """End the interpreter and keep a host fault for the next call to report.
+
+        That call is not run: it would run without its state, and the result would be scored.
+        """
         exit_ = await self._end_interpreter(interpreter)
         fault, _, error = self.diagnose_death(interpreter, exit_, channel_error="gone")
         if fault is Fault.HOST:

@@ -1,7 +1,11 @@
-"""Inside a box: what a call shows, leaves open, saves or prints the name of becomes images; the hooks are put in place before the fork.
+"""Capture of images inside a box.
 
-`plt.show()` takes every open figure and closes it, as a window would be; a figure left open is taken at the end of the call, stays open for
-the next turn, and is taken again only when it changed. A figure that the call saved to a file comes back as that file.
+Images are returned if a call shows them, leaves them open as figures, saves them or prints their
+file names. The hooks are installed before the first call.
+
+`plt.show()` returns every open figure and closes it, as closing its window would. A figure left
+open is returned at the end of the call and stays open for the next turn; it is returned again only
+after a change. A figure that the call saved to a file is returned as that file.
 """
 
 import os
@@ -13,7 +17,7 @@ from weakref import WeakSet
 
 import matplotlib.figure
 import matplotlib.pyplot as plt
-from matplotlib._pylab_helpers import Gcf  # plt.figure(number) would make another figure the current one
+from matplotlib._pylab_helpers import Gcf  # plt.figure(number) would change the current figure
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
@@ -25,7 +29,7 @@ MAX_DEPTH = 6
 
 
 class ImageCapture:
-    """The images of one call, in the order in which they were made."""
+    """Images of one call, in the order in which they were created."""
 
     def __init__(self, limits: BoxLimits, *, work_dir: str) -> None:
         self.limits = limits
@@ -36,17 +40,19 @@ class ImageCapture:
         self._install_hooks()
 
     def start_call(self) -> None:
-        """Begin a call."""
+        """Reset the per-call state and record the current files."""
         self.budget.begin_call()
         self.captured: list[tuple[str, bytes]] = []
         self.dropped: list[tuple[str, str]] = []
         self.files_before = self._scan_work_dir()
 
     def add_image(self, image: Image.Image, *, source: str) -> None:
+        """Add an image, or the reason why it is not returned."""
         if self._is_within_limits(source=source, width=image.width, height=image.height):
             self._store_png(images.encode_png(image), source=source)
 
     def add_figure(self, figure: matplotlib.figure.Figure) -> None:
+        """Render a figure and add it, or the reason why it is not returned."""
         width, height = (round(side) for side in figure.bbox.size)
         if self._is_within_limits(source="figure", width=width, height=height):
             canvas = figure.canvas if isinstance(figure.canvas, FigureCanvasAgg) else FigureCanvasAgg(figure)
@@ -57,7 +63,10 @@ class ImageCapture:
         figure.stale = False
 
     def finish_call(self, stdout_text: str) -> dict[str, int]:
-        """Takes figures left open, then image files that were saved or whose name was printed. Returns files made or changed."""
+        """Add the remaining images of a call and return the new and changed files: name -> bytes.
+
+        Figures left open come first, then image files that were saved or named in the output.
+        """
         for figure in _open_figures():
             if figure not in self.captured_figures or figure.stale:
                 self.add_figure(figure)
@@ -80,7 +89,7 @@ class ImageCapture:
                 if self._is_within_limits(source=name, width=picture.width, height=picture.height):
                     picture.load()
                     self._store_png(images.encode_png(picture), source=name)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's ways to say that a file is broken
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for broken files
             self.dropped.append(("image", f"{name}: cannot be read: {str(error)[:200]}"))
 
     def _is_within_limits(self, *, source: str, width: int, height: int) -> bool:
@@ -101,7 +110,7 @@ class ImageCapture:
             self.captured.append((source, png))
 
     def _scan_work_dir(self) -> dict[str, "FileEntry"]:
-        """Regular files of the working directory by relative name; links are not followed."""
+        """Return the regular files of the working directory by relative name; skip links."""
         found: dict[str, FileEntry] = {}
         folders = [("", 0)]
         while folders and len(found) < MAX_ENTRIES:
@@ -114,7 +123,7 @@ class ImageCapture:
                             folders.append((f"{prefix}{entry.name}/", depth + 1))
                         elif stat.S_ISREG(status.st_mode) and len(found) < MAX_ENTRIES:
                             found[prefix + entry.name] = FileEntry((status.st_mtime_ns, status.st_size, status.st_ino))
-            except OSError:  # the code took the directory away, or its own right to read it
+            except OSError:  # the code removed the directory or its read permission
                 continue
         return found
 
@@ -144,22 +153,27 @@ class ImageCapture:
 
 
 def format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """Return what is printed of a warning: its line where that is of the code that was given, and no path of this machine."""
+    """Return the text printed for a warning.
+
+    It includes the line only if that is in the executed code, and no path of this machine.
+    """
     where = "" if os.path.isabs(filename) else f"{filename}:{lineno}: "
     return f"{where}{category.__name__}: {message}\n"
 
 
 class FileEntry(tuple[int, int, int]):
-    """Modified (ns), size (bytes), inode."""
+    """Modification time (ns), size (bytes) and inode of a file."""
 
     __slots__ = ()
 
     @property
     def modified(self) -> int:
+        """Modification time in nanoseconds."""
         return self[0]
 
     @property
     def size(self) -> int:
+        """Size in bytes."""
         return self[1]
 
 
@@ -172,6 +186,6 @@ def _is_image(name: str) -> bool:
 
 
 def _find_image_names(printed: str, *, work: str) -> list[str]:
-    """Names of image files among the words that were printed, relative to the working directory."""
+    """Return the image file names among the printed words, relative to the working directory."""
     words = (word.strip("'\"`()[]{}<>,;:").removeprefix(work + "/").removeprefix("./") for word in printed.split())
     return [word for word in words if _is_image(word)]

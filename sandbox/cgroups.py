@@ -1,6 +1,7 @@
-"""Control groups, version 1 or 2: memory, processes and cores of a whole box. One group per place of a pool, made once and used again.
+"""Control groups (v1 or v2) for the memory, processes and cores of a whole box.
 
-They are made below the group that this process is in, so that whatever binds it binds the boxes too. Files of the kernel's
+Each slot of a pool has one group, created once and reused. They are created below the group of this
+process, so limits on this process apply to the boxes too. File names are from the kernel's
 Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst.
 """
 
@@ -17,22 +18,28 @@ from sandbox.types import BoxLimits
 CONTROLLERS = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
 CHARGE_BATCH_BYTES = 1 << 20
-"""The kernel takes memory in pieces: a group that the next one would take past its limit is up to so far below it."""
+"""Granularity at which the kernel charges memory.
+
+A group that cannot take another charge may be up to this far below its limit.
+"""
 
 
 @dataclass(slots=True)
 class ControlGroup:
-    """One place's directories: one per controller in version 1, a single one in version 2."""
+    """Control group of one slot: one directory per controller in v1, a single one in v2."""
 
     paths: tuple[Path, ...]
     _events_fd: int | None = None
-    """The open file of the kernel's counts, which each call reads."""
+    """Open file of the kernel's OOM counters, read in each call."""
     _peak_fd: int | None = None
-    """In version 1, that of the most memory that was in use; its counts of refusals (failcnt) stay 0 in Linux 6.18."""
+    """Open file of the memory peak in v1.
+
+    The counters of failed charges (failcnt) of v1 stay 0 in Linux 6.18.
+    """
     _counts_before: dict[str, int] = field(default_factory=dict)
 
     def add_process(self, pid: int) -> None:
-        """Raises OSError."""
+        """Move a process into the group. Raises OSError."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
         if self._events_fd is None:
@@ -41,14 +48,19 @@ class ControlGroup:
         self.reset_oom_counter()
 
     def reset_oom_counter(self) -> None:
-        """From here on `used_up` is about what runs now."""
+        """Make `was_oom_killed` cover only kills from now on."""
         self._counts_before = self._counts()
         for path in self._peak_files() if self._peak_fd is not None else ():
-            path.write_text("0")  # a file that stays open to be written keeps its mount from becoming read-only (attack/outer.py)
+            # The file is opened each time: one that stays open for writing keeps its mount from
+            # becoming read-only (attack/outer.py).
+            path.write_text("0")
 
     def was_oom_killed(self) -> bool:
-        """Whether something was killed since the mark because the memory of this group was used up. The kernel counts the kills of any OOM
-        killer, the host's too: the group must have been at its own limit as well."""
+        """Return True if a process was killed since the reset because this group was out of memory.
+
+        The kernel also counts kills by other OOM killers, the host's included, so the group must
+        have been at its own limit as well.
+        """
         now = self._counts()
         if now.get("oom_kill", 0) <= self._counts_before.get("oom_kill", 0):
             return False
@@ -57,10 +69,11 @@ class ControlGroup:
         return int(os.pread(self._peak_fd, 64, 0)) >= int((self.paths[0] / "memory.limit_in_bytes").read_text()) - CHARGE_BATCH_BYTES
 
     def list_processes(self) -> list[int]:
-        """Raises OSError."""
+        """Return the pids in the group. Raises OSError."""
         return [int(pid) for pid in (self.paths[0] / "cgroup.procs").read_text().split()]
 
     def close(self) -> None:
+        """Close the open files of the group."""
         for descriptor in {self._events_fd, self._peak_fd} - {None}:
             os.close(descriptor)
         self._events_fd = self._peak_fd = None
@@ -71,22 +84,29 @@ class ControlGroup:
         return {name: int(number) for name, number in map(str.split, os.pread(self._events_fd, 4096, 0).decode().splitlines())}
 
     def _peak_files(self) -> list[Path]:
-        """With swap, or without; in version 2 none."""
+        """Return the memory peak file of v1, with swap if accounted; empty in v2."""
         files = (self.paths[0] / name for name in ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes"))
         return [file for file in files if file.exists()][:1]
 
 
 def _open_first(files: Iterable[Path]) -> int | None:
-    """The first that this version has."""
+    """Open the first file that exists; file names differ between v1 and v2."""
     found = next((file for file in files if file.exists()), None)
     return None if found is None else os.open(found, os.O_RDONLY | os.O_CLOEXEC)
 
 
 class ControlGroups:
-    """The groups of a pool. Raises OSError, naming the file, where this process may not make them."""
+    """Control groups of a pool.
+
+    Raises OSError, naming the file, if this process may not create them.
+    """
 
     def __init__(self, *, size: int, limits: BoxLimits, parents: dict[str, Path] | None = None) -> None:
-        """`parents`: controller -> directory of this process's own group; found in /proc when None. Version 2 has one directory for all."""
+        """Create the groups.
+
+        `parents` maps each controller to the directory of this process's own group (one directory
+        for all in v2); None finds them in /proc.
+        """
         self.parents = find_own_groups() if parents is None else parents
         missing = set(CONTROLLERS) - self.parents.keys()
         if missing:
@@ -113,7 +133,10 @@ class ControlGroups:
             raise
 
     def close(self) -> None:
-        """Removes the groups; they are empty once their boxes are dead, but the kernel may need a moment to see it."""
+        """Remove the groups.
+
+        They are empty once their boxes are dead, but the kernel may need a moment to notice.
+        """
         for group in self.slots:
             group.close()
         for path in [path for group in self.slots for path in group.paths] + self.pool_dirs:
@@ -127,7 +150,10 @@ class ControlGroups:
                     time.sleep(0.01)
 
     def _delegate_controllers(self, place: Path) -> None:
-        """Version 2 hands controllers down explicitly, and only from a group without processes (or the root)."""
+        """Enable the controllers for child groups.
+
+        v2 requires this, and permits it only in a group without processes (or in the root group).
+        """
         if self.is_unified:
             given = (place / "cgroup.subtree_control").read_text().split()
             if set(CONTROLLERS) - set(given):
@@ -135,7 +161,7 @@ class ControlGroups:
 
     def _write_limits(self, limits: BoxLimits, *, slot: int) -> None:
         folder = {name: self.parents[name] / self.pool_dirs[0].name / str(slot) for name in CONTROLLERS}
-        memory = str(limits.memory + limits.disk + 2 * limits.file)  # its tmpfs and what it printed are memory too
+        memory = str(limits.memory + limits.disk + 2 * limits.file)  # the tmpfs and the printed output count as memory
         quota = int(limits.cpus * CPU_PERIOD_US)
         if self.is_unified:
             values = {
@@ -153,22 +179,22 @@ class ControlGroups:
                 ("cpu", "cpu.cfs_quota_us"): str(quota),
             }
         for (controller, name), value in values.items():
-            if "sw" not in name or (folder[controller] / name).exists():  # no swap accounting, nothing to limit
+            if "sw" not in name or (folder[controller] / name).exists():  # without swap accounting there is nothing to limit
                 (folder[controller] / name).write_text(value)
 
     def _remove_stale_groups(self) -> None:
-        """Groups of a pool that was killed before it could remove them."""
+        """Remove groups left by pools that were killed."""
         for top in [top for place in self.parent_dirs for top in place.glob("sandbox-*-*")]:
             if not Path("/proc", top.name.split("-")[1]).exists():
                 for path in [*(entry for entry in top.iterdir() if entry.is_dir()), top]:
                     try:
                         path.rmdir()
-                    except OSError:  # somebody else's, or being swept by another pool
+                    except OSError:  # owned by another user, or being removed by another pool
                         break
 
 
 def find_own_groups(proc: Path = Path("/proc/self")) -> dict[str, Path]:
-    """controller -> directory of the group that this process is in, as far as the hierarchies are mounted here."""
+    """Return controller -> directory of this process's group, for the hierarchies mounted here."""
     inside: dict[str, str] = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)

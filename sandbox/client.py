@@ -1,11 +1,13 @@
-"""A sandbox server seen from a trainer: the verbs of the in-process pool over HTTP.
+"""Client of a sandbox server, with the interface of the in-process pool.
 
+Example:
     async with SandboxClient("http://127.0.0.1:8080") as pool:
-        async with await pool.open(images={"image_0": picture}) as box:
+        async with await pool.open(images={"image_0": image}) as box:
             result = await box.run("print(image_0.size)")
 
-The host's trouble, the network included, is `PoolFull` or `SandboxError` from `open`, and a result with `fault: host` from `run`. A call is
-never sent twice: whether it ran is not known when the connection breaks, and the box is gone on the server then.
+Host failures, network errors included, are raised by `open` as `PoolFull` or `SandboxError` and
+returned by `run` as a result with `fault: host`. A call is never sent twice: after a lost
+connection it is unknown whether it ran, and the server has closed the box by then.
 """
 
 import asyncio
@@ -51,28 +53,44 @@ from sandbox.types import (
 )
 
 CLIENT_GRACE_S = 30.0
-"""On top of what the server itself allows on a machine under load (sandbox/clock.py), before a client gives it up."""
+"""Seconds that a client waits beyond the server's own worst-case time under load.
+
+The worst case is explained in sandbox/clock.py.
+"""
 SLOT_WAIT_S = 60.0
-"""For how long an `open` waits for a place at a time; a server may allow less."""
+"""Seconds that one `open` request waits for a slot; a server may allow less."""
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_RETRIES = 2
 DEFAULT_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-"""Between two tries of a refused `open` where the server does not say, and whatever it says."""
+"""Seconds before a refused `open` is retried: default and upper bound.
+
+The default applies if the server sends no valid Retry-After.
+"""
 MIN_RESPONSE_BYTES = 64 << 10
-"""Bytes of any answer that are taken, commas and brackets as well."""
+"""Response size that is always accepted, in bytes and in JSON delimiters."""
 MAX_RESPONSE_BYTES, MAX_PIXELS, MAX_WAIT_S = 256 << 20, Image.MAX_IMAGE_PIXELS or 0, 86400.0
-"""What a server may promise."""
+"""Upper bounds on the limits that a server may announce: response bytes, pixels, seconds."""
 MAX_ERROR_CHARS = 2000
 _LIMITS: TypeAdapter[BoxLimits] = TypeAdapter(BoxLimits)
 
 
 class SandboxClient:
-    """One server. `start` asks for its limits, and no answer beyond them is believed; raises SandboxError when nobody answers."""
+    """Client of one server.
+
+    `start` fetches the server's limits, and responses beyond them are rejected.
+    """
 
     def __init__(self, url: str, *, token: str = "", transport: Transport | None = None) -> None:
         self.http = BoundedClient(url, token=token, retries=CONNECT_RETRIES, transport=transport)
 
     async def start(self) -> None:
+        """Fetch the server's limits.
+
+        Raises:
+            SandboxError: No sandbox server responds, its version differs or its limits are
+                excessive.
+            SandboxAccessDenied: The server does not accept the token.
+        """
         try:
             health = await self.send_request("GET", "/health")
         except (BoxClosed, PoolFull, ValueError) as error:
@@ -91,6 +109,7 @@ class SandboxClient:
             raise SandboxError(f"{self.http.base_url}: {excess}, more than a client takes: give the server smaller limits")
 
     async def close(self) -> None:
+        """Close the connections."""
         await self.http.close()
 
     async def send_request(
@@ -103,8 +122,23 @@ class SandboxClient:
         max_bytes: int = 0,
         max_delimiters: int = MIN_RESPONSE_BYTES,
     ) -> Any:
-        """The JSON of a good answer of `max_bytes` bytes, or of SMALL ones. Raises PoolFull for 429, BoxClosed for 404, ValueError for
-        what we sent, AccessDenied for 401 and 403, SandboxError for all else. `wait_s` is for the request and for the answer."""
+        """Send a request and return the JSON of a successful response.
+
+        Args:
+            method: HTTP method.
+            path: Path below the base URL.
+            body: Request body, sent as JSON.
+            wait_s: Seconds for the request and again for the response, on top of CONNECT_TIMEOUT_S.
+            max_bytes: Limit of the response body; at least MIN_RESPONSE_BYTES are accepted.
+            max_delimiters: Limit of JSON delimiters in the response.
+
+        Raises:
+            ServerFull: Status 429.
+            BoxClosed: Status 404.
+            ValueError: Status 409, 413 or 422: the request is invalid.
+            SandboxAccessDenied: Status 401 or 403.
+            SandboxError: Any other failure.
+        """
         limit_s = CONNECT_TIMEOUT_S + 2 * wait_s
         try:
             answer = await self.http.request(
@@ -141,13 +175,17 @@ class SandboxClient:
         preload: str = "",
         wait_s: float | None = None,
     ) -> "RemoteBox":
-        """As `SandboxPool.open`: waits for ever, or `wait_s` seconds, asking again when the server says so; then PoolFull."""
+        """Open a box as `SandboxPool.open` does.
+
+        Retries after the delay that the server requests, without limit or for `wait_s` seconds,
+        then raises PoolFull.
+        """
         pictures, files = {name: encode_image_file(image) for name, image in (images or {}).items()}, files or {}
-        collect_inputs(images=pictures, files=files, limits=self.limits)  # what the server refuses is not sent
+        collect_inputs(images=pictures, files=files, limits=self.limits)  # validate before sending inputs that the server would refuse
         for what, text in (("preload", preload), *(("a name", name) for name in (*pictures, *files))):
             try:
                 text.encode()
-            except UnicodeEncodeError as error:  # no server reads it
+            except UnicodeEncodeError as error:  # the server could not parse it
                 raise ValueError(f"{what}: {error}") from error
         body = {
             "images": {name: encode_base64(content) for name, content in pictures.items()},
@@ -180,7 +218,7 @@ class SandboxClient:
 
 
 class ServerFull(PoolFull):
-    """The server has no place; it says when to come again."""
+    """The server has no free slot; `retry_after_s` is the delay before the next try."""
 
     def __init__(self, why: str, *, retry_after_s: float) -> None:
         super().__init__(why)
@@ -188,7 +226,7 @@ class ServerFull(PoolFull):
 
 
 class RemoteBox:
-    """A box on the server. `async with` closes it."""
+    """Box on the server. `async with` closes it."""
 
     def __init__(self, pool: SandboxClient, name: str) -> None:
         self.pool = pool
@@ -198,11 +236,18 @@ class RemoteBox:
         self.is_closed = False
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
-        """As `Box.run`. Cancelled, it closes the connection, and the server the box. Raises BoxClosed, AccessDenied."""
+        """Execute `code` as `Box.run` does.
+
+        If cancelled, the connection is closed and the server closes the box.
+
+        Raises:
+            BoxClosed: The box is closed.
+            SandboxAccessDenied: The server no longer accepts the token.
+        """
         self.num_calls += 1
         try:
             code.encode()
-        except UnicodeEncodeError as error:  # no server reads it; an interpreter would say the same
+        except UnicodeEncodeError as error:  # an interpreter would raise the same error
             text = "".join(traceback.format_exception_only(error))
             return CallResult(
                 id=self.num_calls, fault=Fault.CODE, error=CallError(type=type(error).__name__, message=str(error), traceback=text)
@@ -225,14 +270,18 @@ class RemoteBox:
             raise
         except (SandboxError, PoolFull) as error:
             return self._host_fault(str(error))
-        except (ValueError, KeyError, TypeError) as error:  # also where the server finds fault with the request, which is as it should be
+        except (ValueError, KeyError, TypeError) as error:  # includes a server that rejects the request as invalid
             return self._host_fault(f"{self.pool.http.base_url}: no result: {error}")
 
     def _host_fault(self, reason: str) -> CallResult:
         return CallResult(id=self.num_calls, fault=Fault.HOST, error=CallError(type="SandboxError", message=reason[:2000]))
 
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
-        """As `Box.fetch_files`; SandboxError where the server is in trouble."""
+        """Return the contents of files as `Box.fetch_files` does.
+
+        Raises:
+            SandboxError: The server failed or its response is invalid.
+        """
         limits = self.pool.limits
         asked, text = list(names), MIN_RESPONSE_BYTES + MAX_TEXT_CHARS * len(names)
         bounds = {
@@ -256,11 +305,11 @@ class RemoteBox:
         return found
 
     async def close(self) -> None:
-        """Twice is once; a box that the server closed already is closed."""
+        """Close the box. Idempotent; a box that the server has already closed is not an error."""
         if self.is_closed:
             return
         self.is_closed = True
-        with contextlib.suppress(BoxClosed, SandboxError, PoolFull, ValueError):  # whatever is wrong: a server closes what is idle
+        with contextlib.suppress(BoxClosed, SandboxError, PoolFull, ValueError):  # errors are harmless: the server closes idle boxes
             await self.pool.send_request("DELETE", f"/boxes/{self.name}")
 
     async def __aenter__(self) -> Self:
@@ -271,13 +320,16 @@ class RemoteBox:
 
 
 def compute_timeout_s(limits: BoxLimits, *, work_s: float = 0.0, slot_wait_s: float = 0.0) -> float:
-    """Seconds that a server of ours may take on a machine under load: for a place, a zygote, an interpreter (a box that was killed begins
-    anew in its next call) and the work."""
+    """Return the seconds that our server may need under load for one request.
+
+    They cover a slot, a zygote start, opening an interpreter (a killed box gets a new one in its
+    next call) and the work itself.
+    """
     return slot_wait_s + ZYGOTE_START_TIMEOUT_S + MAX_WALL_FACTOR * (limits.open_timeout_s + work_s) + CLIENT_GRACE_S
 
 
 def _find_excessive_limit(limits: BoxLimits) -> str | None:
-    """What a server promises beyond all measure, by mistake or to bring us down; None where nothing."""
+    """Return a description of a limit too large to accept (error or attack), or None."""
     if not max_response_bytes(limits) <= MAX_RESPONSE_BYTES:
         return f"answers of {max_response_bytes(limits)} bytes"
     if not max(limits.image_pixels, limits.pixels) <= MAX_PIXELS:
@@ -288,7 +340,7 @@ def _find_excessive_limit(limits: BoxLimits) -> str | None:
 
 
 def _parse_retry_after(header: str) -> float:
-    """Until the next try: what the server says, within reason."""
+    """Return the seconds before the next try from a Retry-After header, bounded by MAX_RETRY_S."""
     try:
         after_s = float(header)
     except ValueError:
@@ -297,6 +349,7 @@ def _parse_retry_after(header: str) -> float:
 
 
 def encode_image_file(image: Image.Image | bytes) -> bytes:
+    """Return the image as PNG bytes; bytes are returned unchanged."""
     if isinstance(image, bytes):
         return image
     buffer = BytesIO()

@@ -1,9 +1,12 @@
-"""A call's clock: it counts the time that a box had for itself, so that nobody else's stall is told as the code's limit.
+"""Timer of a call that counts only time in which the box could run.
 
-It is looked at some twenty times a limit, never once. A look that comes late counts as if it had come in time: the pool's loop was held up,
-or the whole machine. In a look's span in which the box was stopped from outside, or ready to run without a core to run on, its clock
-stood still. Both come from /proc (proc(5): state, schedstat). What has arrived by the last look was there in time, however late it is read.
-Under load a call has up to PATIENCE times its limit on the wall; then it has had its time, unless it did not run at all.
+A stall of the host must not be reported as a limit exceeded by the code. The timer checks about
+CHECKS_PER_LIMIT times per limit. A check that comes late counts as if it were on time, because the
+pool's event loop or the whole machine was blocked. A check interval in which the box was stopped
+from outside, or was runnable without a core to run on, does not count; both come from /proc
+(proc(5): state, schedstat). A reply that arrived by the last check is in time, however late it is
+read. Under load a call may take up to MAX_WALL_FACTOR times its limit of wall time. Then it has
+exceeded its limit, unless it could not run at all.
 """
 
 import asyncio
@@ -20,31 +23,45 @@ if TYPE_CHECKING:
 
 CHECKS_PER_LIMIT = 20
 MIN_CHECK_INTERVAL_S = 0.2
-"""Between two looks, at least: two periods of a control group, in one of which a box that used its cores up does not run."""
+"""Smallest interval between two checks.
+
+It is two periods of a control group; a box that has used its quota does not run in the rest of one.
+"""
 CHECK_GRACE_S = 0.05
-"""The last look comes no later than this after it is due: the loop has turned meanwhile, and read what had arrived."""
+"""Seconds until the last check of a call, and largest delay of a check.
+
+A call times out at the first punctual check after its time is used up. By then the event loop has
+read everything that had arrived.
+"""
 MAX_WALL_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSnapshot:
-    """Of a box's processes at one moment. Nanoseconds of each thread since its start."""
+    """State of a box's processes at one moment."""
 
     is_stopped: bool
     is_runnable: bool
-    """The first process is ready to run, or runs."""
+    """True if the first process is running or ready to run."""
     thread_times_ns: dict[str, tuple[int, int]]
-    """Directory below /proc -> (on a core, ready but without one)"""
+    """Times of each thread since its start: directory in /proc -> (ns running, ns waiting).
+
+    A waiting thread is ready to run but has no core.
+    """
 
 
 def take_snapshot(pid: int, group: "ControlGroup | None") -> ProcessSnapshot:
-    """All of its processes: without a control group those below the first. What is gone, or cannot be read, is left out."""
+    """Take a snapshot of all processes of a box.
+
+    Without a control group these are the process `pid` and its descendants. Processes that have
+    exited or cannot be read are left out.
+    """
     state, threads = "", {}
     with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_bytes()  # with a name in it that the code may have chosen
+        stat = Path(f"/proc/{pid}/stat").read_bytes()  # contains a name that the code may have chosen
         state = stat.rpartition(b")")[2].split()[0].decode()
     processes = {pid}
-    with contextlib.suppress(OSError):  # the group is gone, or this process has no descriptor left
+    with contextlib.suppress(OSError):  # the group is gone, or this process is out of descriptors
         processes |= set(list_process_tree(pid) if group is None else group.list_processes())
     for process in processes:
         with contextlib.suppress(OSError):
@@ -55,10 +72,10 @@ def take_snapshot(pid: int, group: "ControlGroup | None") -> ProcessSnapshot:
 
 
 def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: float, cpus: float) -> float:
-    """Of a span of time, the part in which the box could go on, 0 to 1.
+    """Return the fraction of a time span in which the box could run, from 0 to 1.
 
-    It could not while it waited for a core. That its own threads wait for one another is its own doing: time in which it used what it may
-    use, `cpus` cores but one at most, is never taken off.
+    Waiting for a core does not count. Threads of the box that wait for one another are its own
+    doing, so time in which it used its allowance, `cpus` cores but at most one, always counts.
     """
     if now.is_stopped:
         return 0.0
@@ -76,10 +93,22 @@ def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: 
 
 
 class BoxTimer:
-    """`async with`: raises TimeoutError after `seconds` of the box's own time; `held` then tells whether it was kept from using them."""
+    """Async context manager that raises TimeoutError after `seconds` of the box's own time.
+
+    After a timeout, `was_starved` is True if the host kept the box from running.
+    """
 
     def __init__(self, seconds: float, *, pid: int, group: "ControlGroup | None", cpus: float, is_unstoppable: bool) -> None:
-        """`is_unstoppable`: nothing inside can stop the box's first process, or it would stop its own clock."""
+        """Create a timer.
+
+        Args:
+            seconds: Limit.
+            pid: First process of the box.
+            group: Control group of the box, if any.
+            cpus: Number of cores that the box may use.
+            is_unstoppable: True if nothing inside the box can stop its first process; otherwise
+                code could stop its own timer, so stops are not discounted.
+        """
         self.was_starved = False
         self._seconds, self._pid, self._group, self._cpus, self._is_unstoppable = seconds, pid, group, cpus, is_unstoppable
         self._step = max(seconds / CHECKS_PER_LIMIT, MIN_CHECK_INTERVAL_S)
@@ -92,7 +121,9 @@ class BoxTimer:
         self._timer = asyncio.timeout(None)
         await self._timer.__aenter__()
         self._last_check = self._loop.time()
-        self._schedule_check(min(self._step / 4, self._seconds))  # the first has nothing to compare with; what is over by then has no look
+        # The first check has no earlier snapshot to compare with; calls that end before it need
+        # none.
+        self._schedule_check(min(self._step / 4, self._seconds))
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -108,10 +139,10 @@ class BoxTimer:
         passed, self._last_check = now - self._last_check, now
         late = passed > self._span_s + CHECK_GRACE_S
         over = self._own_s >= self._seconds
-        share = 1.0  # of a look that fails
+        share = 1.0  # in case the check fails
         try:
             share = self._runnable_fraction(passed)
-        finally:  # a clock that stopped would be no limit
+        finally:  # always reschedule: a failed check must not disable the limit
             self._own_s += min(passed, self._span_s) * share
             self._checks_left -= 1
             if (over and not late) or self._checks_left <= 0:

@@ -1,8 +1,10 @@
-"""Entering the layers, in the order that lets each be entered: first what the zygote shares with all boxes, then a box's own.
+"""Entry into the isolation layers: first those of the zygote, then those of each box.
 
-zygote   user_ns -> mount_ns + read_only_root
-box      pid_ns (by the zygote's fork) -> user_ns (nested), mount_ns, net_ns, ipc_ns -> private_tmp and inputs
-         -> rlimits -> drop_uid -> capabilities -> landlock -> seccomp
+The order lets each layer be entered:
+
+    zygote   user_ns -> mount_ns + read_only_root
+    box      pid_ns (by the zygote's fork) -> user_ns (nested), mount_ns, net_ns, ipc_ns
+             -> private_tmp and inputs -> rlimits -> drop_uid -> capabilities -> landlock -> seccomp
 """
 
 import math
@@ -16,47 +18,59 @@ from sandbox import kernel, landlock, mounts, seccomp
 from sandbox.layers import Layers
 from sandbox.types import BoxLimits
 
-INNER_UID = 1000  # of a box that has a user namespace of its own
+INNER_UID = 1000  # in a box with its own user namespace
 WORKER_HEADROOM_BYTES = 64 << 20
-"""Bytes above `Limits.memory` for the worker itself, to say that the memory is used up and to encode images."""
+"""Bytes beyond `BoxLimits.memory` for the worker itself.
+
+It needs them to report that memory is used up and to encode images.
+"""
 ADDRESS_SPACE_MARGIN_BYTES = 4 << 30
-"""Bytes of addresses above that where page tables are bounded by them: room for thread stacks and the allocator's arenas."""
+"""Bytes of address space beyond that if address space is limited to bound page tables.
+
+They leave space for thread stacks and the allocator's arenas.
+"""
 HOST_NAME = "box"
-FIRST_UID = 1_000_000_000  # far above what people, services and containers are given
+FIRST_UID = 1_000_000_000  # far above the ids of users, services and containers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """What one box is to be confined to."""
+    """Confinement of one box."""
 
     layers: Layers
     limits: BoxLimits
     directory: str
-    """Holds work/ and tmp/."""
+    """Directory that holds work/ and tmp/."""
     uid: int
-    """Under `drop_uid`."""
+    """User id of the box under `drop_uid`."""
     base_data_bytes: int
-    """Bytes of writable memory that the zygote had mapped at its fork."""
+    """Bytes of writable memory mapped by the zygote at its fork."""
     base_address_bytes: int
-    """Bytes of addresses that it had mapped."""
+    """Bytes of address space mapped by the zygote at its fork."""
     cores: frozenset[int]
-    """Under `watchdog`, for all processes of the box."""
+    """Cores of all processes of the box under `watchdog`."""
 
 
 def box_uid(zygote: int, slot: int) -> int:
-    """A user id for one place of one pool: process ids are below 2**22 and a pool has at most 256 places."""
+    """Return the user id of one slot of one pool.
+
+    Ids are unique, because process ids are below 2**22 and a pool has at most 256 slots.
+    """
     assert zygote < 1 << 22 and slot < 256, f"zygote {zygote}, slot {slot}"
     return FIRST_UID + zygote * 256 + slot
 
 
 def box_cores(slot: int, *, cpus: float) -> frozenset[int]:
-    """The cores of one place of a pool, of those that this process may use; places side by side have others as long as there are."""
+    """Return the cores of one slot, out of those that this process may use.
+
+    Adjacent slots get different cores as long as there are enough.
+    """
     allowed, wanted = sorted(os.sched_getaffinity(0)), math.ceil(cpus)
     return frozenset(allowed[(slot * wanted + core) % len(allowed)] for core in range(wanted))
 
 
 def write_id_maps(proc: int, *, inside: int, outside_uid: int, outside_gid: int) -> None:
-    """Names the one user of this new user namespace. `proc` is a descriptor of /proc."""
+    """Map the only user of this new user namespace; `proc` is a descriptor of /proc."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {outside_uid} 1"), ("gid_map", f"{inside} {outside_gid} 1")):
         descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
         try:
@@ -66,7 +80,7 @@ def write_id_maps(proc: int, *, inside: int, outside_uid: int, outside_gid: int)
 
 
 def enter_zygote_layers(layers: Layers, *, proc: int) -> None:
-    """Raises OSError where the host does not let it."""
+    """Enter the zygote's layers. Raises OSError if the host does not permit one."""
     if layers.user_ns:
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(kernel.CLONE_NEWUSER)
@@ -79,6 +93,7 @@ def enter_zygote_layers(layers: Layers, *, proc: int) -> None:
 
 
 def enter_box_namespaces(layers: Layers, *, proc: int) -> None:
+    """Enter the namespaces of a box. Raises OSError if the host does not permit one."""
     wanted = {
         kernel.CLONE_NEWUSER: layers.user_ns,
         kernel.CLONE_NEWNS: layers.mount_ns,
@@ -95,7 +110,10 @@ def enter_box_namespaces(layers: Layers, *, proc: int) -> None:
 
 
 def prepare_directory(confinement: Confinement, inputs: Mapping[str, bytes]) -> str:
-    """The box's directory with its inputs; returns the working directory. Needs the privilege that `lock` gives up."""
+    """Create the box's directory with its inputs and return the working directory.
+
+    Needs the privileges that `drop_privileges` gives up.
+    """
     owner = confinement.uid if confinement.layers.drop_uid else None
     if confinement.layers.private_tmp:
         size = mounts.tmpfs_size(confinement.limits.disk, list(inputs.values()))
@@ -107,7 +125,10 @@ def prepare_directory(confinement: Confinement, inputs: Mapping[str, bytes]) -> 
 
 
 def drop_privileges(confinement: Confinement) -> None:
-    """Gives up every privilege for good. The last thing before foreign data or code is touched."""
+    """Give up every privilege for good.
+
+    Called immediately before foreign data or code is processed.
+    """
     layers = confinement.layers
     if layers.rlimits:
         set_rlimits(
@@ -121,7 +142,7 @@ def drop_privileges(confinement: Confinement) -> None:
         os.setgroups([])
         os.setresgid(confinement.uid, confinement.uid, confinement.uid)
         os.setresuid(confinement.uid, confinement.uid, confinement.uid)
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which clears it
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after setresuid, which clears it
     if layers.capabilities or layers.landlock or layers.seccomp:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if layers.capabilities:
@@ -135,13 +156,17 @@ def drop_privileges(confinement: Confinement) -> None:
 
 
 def set_rlimits(limits: BoxLimits, *, base_data_bytes: int, base_address_bytes: int | None) -> None:
-    """RLIMIT_NPROC counts per user and user namespace, and never binds root. `base_address_bytes`: None where a cgroup counts page
-    tables."""
+    """Set the resource limits of a box.
+
+    RLIMIT_NPROC counts per user and user namespace, and does not apply to root.
+    `base_address_bytes` is None if a cgroup counts page tables; then the address space is not
+    limited.
+    """
     wanted = {
         resource.RLIMIT_NPROC: limits.processes,
         resource.RLIMIT_NOFILE: limits.open_files,
         resource.RLIMIT_FSIZE: limits.file,
-        resource.RLIMIT_CORE: 1,  # byte: too small for a file, and 0 would still start a handler of core dumps (core(5))
+        resource.RLIMIT_CORE: 1,  # too small for a core file; 0 would still start a core dump handler (core(5))
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,

@@ -1,4 +1,4 @@
-"""What this host offers a sandbox and what code in a box can do on it, as tables, and whether a pool starts here."""
+"""Report on the isolation layers of this host and on what code in a box can do on it."""
 
 import os
 import platform
@@ -27,7 +27,10 @@ LAYER_DESCRIPTIONS = {
 
 
 def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
-    """The tables, and whether a pool with isolation="auto" and this `allow_missing` starts here."""
+    """Return the report, and True if a pool starts here.
+
+    The pool uses isolation="auto" and `allow_missing`.
+    """
     offers = detect_layers()
     layers, verdict, able = Layers(), "isolation: available", True
     try:
@@ -43,7 +46,7 @@ def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
 
 
 def describe_protections(layers: Layers) -> list[str]:
-    """A line for each wall: what code in a box cannot do here, by which layers, and what it can."""
+    """Return a line for each protection: held, with its layers, or OPEN."""
     lines = []
     for name, wall in PROTECTIONS.items():
         held = wall.find_enforcing_layers(layers)
@@ -53,7 +56,10 @@ def describe_protections(layers: Layers) -> list[str]:
 
 
 def warn_exposed_paths(paths: dict[str, str]) -> list[str]:
-    """A warning for each of these (what it is -> path) that boxes read, because it lies below a path that they need."""
+    """Return a warning for each path that boxes can read.
+
+    `paths` maps a description to a path. Boxes can read it if it lies below a path that they need.
+    """
     return [
         f"warning: {what} ({path}) lies below {shown}, which code in every box reads: move it"
         for what, path in paths.items()

@@ -1,9 +1,9 @@
-"""Frames between the pool and a box: a JSON object with a list of byte strings behind it.
+"""Frames between the pool and a box: a JSON object followed by a list of byte strings.
 
     u32 length of the JSON | u32 number of byte strings | u64 length of each | JSON | byte strings
 
-The pool reads frames of a box that its code may have written: every length is checked before anything is read, and what is not a frame
-raises Malformed.
+The pool reads frames that code in a box may have written: every length is checked before the data
+is read, and anything else than a frame raises MalformedFrame.
 """
 
 import asyncio
@@ -15,24 +15,32 @@ from collections.abc import Sequence
 HEADER = struct.Struct("!II")
 MAX_JSON = 2 << 20
 MAX_INLINE_JSON = 64 << 10
-"""Bytes of JSON that are parsed on the event loop, in less than a millisecond; more is parsed in a thread."""
+"""Bytes of JSON parsed on the event loop, in under 1 ms; longer JSON is parsed in a thread."""
 MAX_CONTROL_BYTES = 1 << 16
-"""Of a datagram between the pool and its zygote, JSON alone."""
+"""Largest datagram between the pool and its zygote, in bytes; it is JSON only."""
 Frame = tuple[dict[str, object], list[bytes]]
 
 
 class MalformedFrame(ValueError):
-    """The other side does not speak the protocol."""
+    """The peer does not follow the protocol."""
 
 
 def pack_frame(message: dict[str, object], blobs: Sequence[bytes] = ()) -> bytes:
+    """Return a message and its byte strings as a frame."""
     text = json.dumps(message).encode("ascii")
     return b"".join([HEADER.pack(len(text), len(blobs)), struct.pack(f"!{len(blobs)}Q", *map(len, blobs)), text, *blobs])
 
 
 async def read_frame(reader: asyncio.StreamReader, *, max_bytes: int, max_blobs: int) -> tuple[bytes, list[bytes]]:
-    """One frame of at most `max_blobs` byte strings, `max_bytes` together; its JSON is for `parse_json`, which is our time and not the
-    box's. Raises Malformed; IncompleteReadError when the box is gone."""
+    """Read one frame of at most `max_blobs` byte strings and `max_bytes` in total.
+
+    The JSON is returned unparsed: `parse_json` runs after the timer of the call, because parsing is
+    the pool's time and not the box's.
+
+    Raises:
+        MalformedFrame: A length is above its limit.
+        IncompleteReadError: The box is gone.
+    """
     num_text, num_blobs = HEADER.unpack(await reader.readexactly(HEADER.size))
     if num_text > MAX_JSON or num_blobs > max_blobs:
         raise MalformedFrame(f"{num_text} bytes of JSON and {num_blobs} byte strings, {max_blobs} allowed")
@@ -44,12 +52,12 @@ async def read_frame(reader: asyncio.StreamReader, *, max_bytes: int, max_blobs:
 
 
 async def parse_json(text: bytes) -> dict[str, object]:
-    """Raises Malformed."""
+    """Parse a JSON object, in a thread if it is long. Raises MalformedFrame."""
     return _parse_json(text) if len(text) <= MAX_INLINE_JSON else await asyncio.to_thread(_parse_json, text)
 
 
 def receive_frame(channel: socket.socket) -> Frame:
-    """The same for a blocking socket whose other side is trusted. Raises EOFError."""
+    """Read one frame from a blocking socket with a trusted peer. Raises EOFError."""
     num_text, num_blobs = HEADER.unpack(_receive_exactly(channel, HEADER.size))
     lengths = struct.unpack(f"!{num_blobs}Q", _receive_exactly(channel, 8 * num_blobs))
     message = _parse_json(_receive_exactly(channel, num_text))

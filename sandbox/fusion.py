@@ -1,8 +1,9 @@
-"""SandboxFusion's `/run_code` request, answered by our pool, so that what was written for its servers can point at ours.
+"""SandboxFusion's `/run_code` endpoint on our pool, so that its clients can use our server.
 
-One of its servers behind our verbs: fusion_client.py. Names, defaults and statuses are SandboxFusion's (documented REST API). A time-out
-is `TimeLimitExceeded` without a return code, any other end of the program `Finished` with one; the request as a whole is `Success` only for
-a return code of 0, and `SandboxError` is the host's.
+The opposite direction, our interface on one of its servers, is fusion_client.py. Names, defaults
+and statuses are those of SandboxFusion's documented REST API. A timeout is `TimeLimitExceeded`
+without a return code; any other end of the program is `Finished` with one. The request as a whole
+is `Success` only for return code 0; `SandboxError` is a failure of the host.
 """
 
 import re
@@ -17,32 +18,39 @@ from sandbox.pool import Box
 from sandbox.types import CallResult, Fault
 
 KILLED_EXIT_CODE = 137
-"""What a shell reports for a program that was killed (128 + SIGKILL)."""
+"""Return code that a shell reports for a killed program (128 + SIGKILL)."""
 
 
 class FusionRunStatus(StrEnum):
+    """Status of a whole request."""
+
     SUCCESS = "Success"
     FAILED = "Failed"
     SANDBOX_ERROR = "SandboxError"
 
 
 class CommandStatus(StrEnum):
+    """Status of one command."""
+
     FINISHED = "Finished"
     ERROR = "Error"
     TIME_LIMIT = "TimeLimitExceeded"
 
 
 class RunCodeRequest(BaseModel):
-    """Keys that we do not know are left alone, as SandboxFusion does: clients send keys of several versions."""
+    """Request body of `/run_code`.
+
+    Unknown keys are ignored, as in SandboxFusion, because clients send keys of several versions.
+    """
 
     code: str
     language: str
     compile_timeout: float = 10
-    """Not used: Python is not compiled."""
+    """Unused, because Python is not compiled."""
     run_timeout: float = Field(default=10, gt=0, allow_inf_nan=False)
-    """At most the pool's own limit counts."""
+    """Seconds for the program; the pool's own limit applies as well."""
     memory_limit_MB: int = -1
-    """Not used: the memory of a box is the pool's setting (`serve --limit memory=...`), whoever asks."""
+    """Unused; the memory of a box is a setting of the pool (`serve --limit memory=...`)."""
     stdin: str | None = Field(default=None, max_length=8 << 20)
     files: dict[str, str | None] = Field(default={}, max_length=MAX_INPUTS)
     fetch_files: list[str] = Field(default=[], max_length=1000)
@@ -50,6 +58,8 @@ class RunCodeRequest(BaseModel):
 
 
 class CommandResult(BaseModel):
+    """Result of one command."""
+
     status: CommandStatus
     execution_time: float | None = None
     return_code: int | None = None
@@ -58,6 +68,8 @@ class CommandResult(BaseModel):
 
 
 class RunCodeResponse(BaseModel):
+    """Response body of `/run_code`."""
+
     status: FusionRunStatus
     message: str = ""
     compile_result: CommandResult | None = None
@@ -69,7 +81,10 @@ class RunCodeResponse(BaseModel):
 async def handle_run_code(
     request: RunCodeRequest, *, open_box: Callable[..., Awaitable[Box]], call_timeout_s: float
 ) -> tuple[RunCodeResponse, CallResult | None]:
-    """Run the code in a fresh box for `call_timeout_s` at most. `open_box` takes `files` and `preload`; what it raises is the caller's."""
+    """Run the code in a new box for at most `call_timeout_s`.
+
+    `open_box` is called with `files` and `preload`; its exceptions are passed on.
+    """
     if request.language != "python":
         return _error_response(f"this server runs python only, not {request.language[:64]!r}"), None
     try:
@@ -87,12 +102,15 @@ def _error_response(why: str) -> RunCodeResponse:
 
 
 def _was_killed(result: CallResult) -> bool:
-    """Did the program end without an exception of its own?"""
+    """Return True if the program ended without an exception of its own."""
     return result.fault is Fault.HOST or (result.error is not None and not result.error.traceback)
 
 
 def _stdin_preload(request: RunCodeRequest) -> str:
-    """Standard input, both as a descriptor and as sys.stdin; leaves no name behind."""
+    """Return a preload that sets standard input, as a descriptor and as sys.stdin.
+
+    It leaves no name in the namespace.
+    """
     return f"""import os, sys, tempfile
 with tempfile.TemporaryFile() as file:
     file.write({(request.stdin or "").encode()!r})
@@ -123,6 +141,6 @@ def _return_code(result: CallResult) -> int:
     if result.error.type == "SystemExit":
         if not re.fullmatch(r"-?[0-9]+", result.error.message):
             return 1
-        number = int(result.error.message)  # of 2000 digits at most, as all messages; int() takes 4300
-        return number & 255 if abs(number) < 1 << 63 else 255  # Python's own exit has no room for more
+        number = int(result.error.message)  # within int()'s 4300 digits: messages have at most 2000
+        return number & 255 if abs(number) < 1 << 63 else 255  # Python's own exit fails beyond 64 bits
     return KILLED_EXIT_CODE if _was_killed(result) else 1

@@ -1,8 +1,10 @@
-"""A SandboxFusion server behind our verbs: for clusters that have one. Weaker than our own, and it says so.
+"""Client of a SandboxFusion server, with the interface of our own pool.
 
-SandboxFusion runs every request in a fresh process: `state_lost` is true from a box's second call on, `files` of a result is empty, and the
-isolation is that server's. Inputs go with every request. Images come back in files that the wrapper around the code writes under names
-agreed upon beforehand, and are checked like those from a box of ours.
+It is for clusters that already run SandboxFusion, and offers less than our own server.
+SandboxFusion runs every request in a new process: `state_lost` is True from the second call of a
+box on, `files` of a result is empty, and isolation is up to that server. Inputs are sent with every
+request. Images are returned as files that the wrapper around the code writes under fixed names, and
+are validated like those of our own boxes.
 """
 
 import asyncio
@@ -24,7 +26,10 @@ from sandbox.messages import count_json_delimiters, decode_base64, encode_base64
 from sandbox.types import BoxClosed, BoxLimits, CallError, CallResult, CallUsage, DroppedOutput, Fault, ReturnedImage, SandboxError
 
 MAX_STREAM_BYTES = 8 << 20
-"""Of each stream of an answer as JSON at most: that server cuts them at other places than ours."""
+"""Largest size of each output stream in a response, as JSON.
+
+SandboxFusion truncates output at other lengths than our server.
+"""
 CODE_FILE, PRELOAD_FILE, ERROR_FILE, IMAGE_FILE = "_call.py", "_preload.py", "_error.json", "_image_{}.png"
 WRAPPER = """
 import io, json, sys, traceback
@@ -76,7 +81,10 @@ sys.exit(_status)
 
 
 class FusionSandbox:
-    """One SandboxFusion server. `open` makes no request: a box is only what every request of it carries."""
+    """Client of one SandboxFusion server.
+
+    `open` makes no request: the inputs of a box are sent with each of its calls.
+    """
 
     def __init__(self, url: str, *, limits: BoxLimits | None = None, token: str = "", transport: Transport | None = None) -> None:
         self.limits = limits or BoxLimits()
@@ -90,7 +98,10 @@ class FusionSandbox:
         preload: str = "",
         wait_s: float | None = None,
     ) -> "FusionBox":
-        """`wait_s` is for the shape of it: the server queues requests, not boxes."""
+        """Return a box with these inputs.
+
+        `wait_s` exists for compatibility and is ignored: the server queues requests, not boxes.
+        """
         variables = {}
         inputs = dict(files or {})
         for name, image in (images or {}).items():
@@ -107,7 +118,7 @@ class FusionSandbox:
 
 
 class FusionBox:
-    """A box without a memory."""
+    """Box without state: each call runs in a new process."""
 
     def __init__(self, pool: FusionSandbox, *, inputs: Mapping[str, bytes], variables: Mapping[str, str], preload: str) -> None:
         self.pool = pool
@@ -118,7 +129,7 @@ class FusionBox:
         self.is_closed = False
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
-        """As `Box.run`, in a fresh process each time."""
+        """Execute `code` in a new process. Raises BoxClosed; other failures are in the result."""
         if self.is_closed:
             raise BoxClosed("the box was closed")
         self.num_calls += 1
@@ -142,7 +153,7 @@ class FusionBox:
             response = await self._send_request(request)
         except SandboxError as error:
             return CallResult(id=self.num_calls, fault=Fault.HOST, error=CallError(type="SandboxError", message=str(error)))
-        return await asyncio.to_thread(self._make_result, response)  # its pictures are read and encoded anew: 0.1 s each, maybe
+        return await asyncio.to_thread(self._make_result, response)  # decoding and encoding its images may take 0.1 s each
 
     async def _send_request(self, request: RunCodeRequest) -> RunCodeResponse:
         try:
@@ -150,7 +161,7 @@ class FusionBox:
             bounds = {
                 "timeout_s": limit_s,
                 "max_bytes": max_response_bytes(self.pool.limits) + 2 * MAX_STREAM_BYTES,
-            }  # its streams are whole
+            }  # that server does not truncate its output streams
             answer = await self.pool.http.request("POST", "/run_code", request.model_dump(), connect_timeout_s=CONNECT_TIMEOUT_S, **bounds)
             if not answer.is_success:
                 raise SandboxError(f"SandboxFusion: status {answer.status}: {answer.text[:2000]}")
@@ -197,7 +208,10 @@ class FusionBox:
         return text[:half] + "\n[...]\n" + text[-half:]
 
     def _check_images(self, files: Mapping[str, bytes]) -> tuple[list[ReturnedImage], list[DroppedOutput]]:
-        """Those that pass the limits and are plain PNGs; encoded anew, so that nothing but pixels is left of what the server sent."""
+        """Return the plain PNGs within the limits, and the reasons for dropping other images.
+
+        Images are encoded anew, so that only pixels of the server's data remain.
+        """
         limits = self.pool.limits
         taken: list[ReturnedImage] = []
         dropped: list[DroppedOutput] = []
@@ -221,10 +235,11 @@ class FusionBox:
         return taken, dropped
 
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Inputs only: what the code wrote went with its process."""
+        """Return inputs only: files written by the code are lost with its process."""
         return {name: decode_base64(self.inputs[name]) for name in names if name in self.inputs}
 
     async def close(self) -> None:
+        """Close the box; the server keeps nothing of it."""
         self.is_closed = True
 
     async def __aenter__(self) -> Self:
@@ -235,7 +250,7 @@ class FusionBox:
 
 
 def _decode_files(answered: Mapping[str, str]) -> dict[str, bytes]:
-    """What is base64 of it."""
+    """Decode the files that are valid base64."""
     files = {}
     for name, content in answered.items():
         with contextlib.suppress(ValueError):
@@ -244,9 +259,12 @@ def _decode_files(answered: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _parse_error(written: bytes | None, *, return_code: int | None, stderr: str) -> CallError:
-    """What the wrapper wrote about the exception, as far as it can be believed; the code shares its directory."""
+    """Return the error that the wrapper recorded, if it is well-formed.
+
+    The code shares its directory and may have written anything there.
+    """
     try:
-        kind, message, line = from_json(written or b"")  # which refuses half characters and what is nested without end
+        kind, message, line = from_json(written or b"")  # refuses lone surrogates and unbounded nesting
         if isinstance(kind, str) and isinstance(message, str) and (line is None or isinstance(line, int)):
             return CallError(type=kind[:100], message=message[:2000], line=line, traceback=stderr[-4000:])
     except (ValueError, TypeError):

@@ -1,6 +1,7 @@
-"""What every request passes before anything looks into it: its headers (access.py), the size of its body, and how much work that can be.
+"""ASGI middleware that checks headers, body size and parsing cost before an application runs.
 
-A body is read whole here, so the routes meet no client that went away in the middle of one.
+The headers are checked by access.py. Bodies are read completely here, so no route meets a client
+that disconnects in the middle of one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,36 +15,45 @@ from sandbox.messages import count_json_delimiters
 from sandbox.types import BoxLimits
 
 RETRY_HEADERS = {"Retry-After": "1"}
-"""What a refused client is told: seconds to wait."""
+"""Headers of a refusal: the client retries after one second."""
 MIN_BODY_BYTES = 64 << 10
-"""Bytes of a body that are always taken, and all that a route without a body takes."""
+"""Body size that is always accepted, and the limit of routes without a body, in bytes."""
 MAX_NAMES_BYTES = 8 << 20
 MAX_JSON_BYTES_PER_CHAR = 12
-"""Bytes of one character of JSON at most: two surrogates of six."""
+"""Largest number of bytes per character of JSON: two escaped surrogates of six bytes each."""
 MAX_LARGE_BODIES = 4
-"""So many of the largest bodies may be held at the same time."""
+"""Number of bodies of the largest size that may be held at the same time."""
 
 
 def make_body_limits(limits: BoxLimits) -> dict[str, Any]:
-    """What the sandbox's own routes take."""
-    inputs = 2 * limits.input_bytes  # base64 takes 4/3 of it; the rest is for names and the preload
+    """Return the body limits of the sandbox's routes, as arguments of `RequestGuardMiddleware`."""
+    inputs = 2 * limits.input_bytes  # base64 needs 4/3; the rest is for names and the preload
     most = {"boxes": inputs, "run_code": inputs, "calls": MIN_BODY_BYTES + MAX_JSON_BYTES_PER_CHAR * limits.code, "files": MAX_NAMES_BYTES}
     return {"max_body_bytes": most, "max_delimiters": MIN_BODY_BYTES + limits.code}
 
 
 class RequestGuardMiddleware:
-    """Each of the application's requests, or a refusal that ends the connection."""
+    """Passes acceptable requests to the application; refuses others and closes the connection."""
 
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: Mapping[str, int], max_delimiters: int, token: str, hosts: Iterable[str] = ()
     ) -> None:
-        """`max_body_bytes`: bytes of a body by the last part of its path; `max_delimiters`: commas and brackets in one
-        (messages.num_marks); `hosts`: see AccessRules."""
+        """Wrap `app`.
+
+        Args:
+            app: ASGI application.
+            max_body_bytes: Largest body by the last part of the request's path.
+            max_delimiters: Largest number of JSON delimiters in a body
+                (messages.count_json_delimiters).
+            token: Required bearer token; empty for none.
+            hosts: Further names of this server, as for `AccessRules`.
+        """
         self.app, self.max_body_bytes, self.max_delimiters = app, max_body_bytes, max_delimiters
         self.rules = AccessRules(token=token, hosts=hosts)
         self.held_bytes, self.max_held_bytes = 0, MAX_LARGE_BODIES * max(max_body_bytes.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check and read a request, then pass it to the application or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -93,7 +103,7 @@ def _make_body_too_large(most: int) -> RequestRejection:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body which was read already, then what `receive` gives."""
+    """Return a `receive` that yields the body already read, then continues with `receive`."""
     left = [body]
 
     async def again() -> Message:
@@ -103,6 +113,6 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 async def send_rejection(rejection: RequestRejection, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer, and end the connection: what is still on its way is not read."""
+    """Send the refusal and close the connection; the unread rest of the request is discarded."""
     headers = {"Connection": "close", **rejection.headers}
     await JSONResponse({"detail": rejection.detail}, rejection.status_code, headers=headers)(scope, receive, send)

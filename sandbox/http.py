@@ -1,6 +1,7 @@
-"""What every HTTP server of ours is beside its routes: reading a request, watching its client, telling what is wrong, limits, the end.
+"""Shared parts of our HTTP servers: requests, disconnects, errors, limits and shutdown.
 
-The sandbox's server has it, and those of megatron_rl/services; gate.py and connections.py stand before it.
+Used by the sandbox's server and those of megatron_rl/services. Requests pass connections.py and
+gate.py first.
 """
 
 import asyncio
@@ -29,22 +30,33 @@ from sandbox.token import is_reachable_remotely
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 NO_DOC_PAGES: Mapping[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-"""Arguments of FastAPI: its pages load scripts from a content delivery network."""
+"""Arguments of FastAPI without its documentation pages, which load scripts from a CDN."""
 MAX_SHOWN_ERRORS, MAX_ERROR_CHARS = 20, 2000
-"""Of what is wrong with a request."""
+"""Limits of the errors reported for a request: their number, and characters of a message."""
 LISTEN_BACKLOG = 64
-"""Connections that the kernel holds before we take them."""
+"""Number of connections that the kernel queues before they are accepted."""
 ACCEPT_BATCH, ACCEPT_TICKS = 32, 4
-"""Of them asyncio takes so many in one go, without asking for room; so often it does before one that is cut for the first of them has given
-its file back (3.11, selector_events.py: taken, made, aborted, closed, in a tick of the loop each)."""
+"""Number of connections accepted in excess: per event loop tick, and number of ticks.
+
+asyncio accepts ACCEPT_BATCH connections per tick without checking for free descriptors. It does so
+ACCEPT_TICKS times before a connection aborted because of the first has released its descriptor
+(Python 3.11, selector_events.py: accept, create, abort and close take one tick each).
+"""
 MIN_CONNECTIONS = 16
-"""Connections that a server must be able to hold."""
+"""Number of connections that a server must be able to hold."""
 KEEPALIVE_S = 10.0
-"""Of a connection without a request. httpx forgets its own after 5 s: it is not to send where we have just closed."""
+"""Seconds that a connection without a request is kept.
+
+httpx drops its idle connections after 5 s, so it does not send on one that was just closed here.
+"""
 
 
 async def run_while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; cancelled, and ClientDisconnect raised here, as soon as the client is gone."""
+    """Return the result of `work`, or cancel it when the client disconnects.
+
+    Raises:
+        ClientDisconnect: The client disconnected first.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_wait_for_disconnect(request))
     try:
@@ -65,15 +77,22 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def make_retry_error(code: int, text: str) -> HTTPException:
+    """Return an error response that asks the client to retry."""
     return HTTPException(code, text, headers=RETRY_HEADERS)
 
 
 async def read_body(request: Request, model: type[B]) -> B:
-    """The body as a request of this kind. Its text is Unicode afterwards: pydantic's reader refuses half characters, json's does not."""
+    """Return the body of a request as a validated model.
+
+    Its strings are valid Unicode: unlike json, pydantic's reader refuses lone surrogates.
+
+    Raises:
+        HTTPException: Status 422, with at most MAX_SHOWN_ERRORS errors.
+    """
     try:
         return model.model_validate_json(await request.body())
     except ValidationError as error:
-        if error.error_count() > MAX_SHOWN_ERRORS:  # to list a million takes ten seconds
+        if error.error_count() > MAX_SHOWN_ERRORS:  # listing a million takes ten seconds
             raise HTTPException(422, f"{error.error_count()} mistakes, keys that there are not among them, maybe") from error
         mistakes = error.errors(include_url=False, include_input=False, include_context=False)
         raise HTTPException(
@@ -82,7 +101,10 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
-    """For `app.openapi()`: what the route reads by itself, without references, which would lead into the page and not into the schema."""
+    """Return the OpenAPI description of a body that the route parses itself.
+
+    References are inlined, because they would point into the document and not into the schema.
+    """
     schema = model.model_json_schema()
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": _inline_references(schema, schema.get("$defs", {}))}}}
@@ -100,42 +122,58 @@ def _inline_references(value: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 async def handle_http_error(_request: Request, error: StarletteException) -> JSONResponse:
-    """What is wrong, without sending back what may be megabytes, nor half characters of a box, which have no bytes."""
+    """Return an HTTP error with a bounded message.
+
+    Lone surrogates from a box are replaced, because they cannot be encoded.
+    """
     detail = error.detail[:MAX_ERROR_CHARS].encode("utf-8", "replace").decode() if isinstance(error.detail, str) else error.detail
     return JSONResponse({"detail": detail}, error.status_code, headers=error.headers)
 
 
 async def handle_disconnect(_request: Request, _error: ClientDisconnect) -> Response:
-    return Response(status_code=499)  # which nobody hears
+    """Return the response to a client that has disconnected."""
+    return Response(status_code=499)  # never delivered
 
 
 @contextlib.contextmanager
 def open_listener(host: str, port: int, *, token: str, permits: str) -> Iterator[socket.socket]:
-    """A socket at the address; port 0 is any free one. OSError: it is taken. ValueError: beyond this machine, without a token, it `permits`
-    everybody something."""
+    """Open a listening socket; port 0 picks a free port.
+
+    Args:
+        host: Host name or IP address.
+        port: Port, or 0.
+        token: Bearer token that the server requires, or "".
+        permits: Verb phrase for the error message: what clients may do.
+
+    Raises:
+        OSError: The address cannot be bound.
+        ValueError: Other machines could use the server without a token.
+    """
     with socket.create_server((host, port), backlog=LISTEN_BACKLOG) as listener:
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it; without it a reply takes 40 ms
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted sockets; without it a reply takes 40 ms
         if not token and is_reachable_remotely(listener.getsockname()[0]):
             raise ValueError(f"--host {host} lets everybody who reaches it {permits}: give --token-file FILE, or --host 127.0.0.1")
         yield listener
 
 
 async def serve_until_signal(app: FastAPI, listener: socket.socket, *, registry: ConnectionRegistry) -> None:
-    """Serve until SIGINT or SIGTERM; the address is printed once requests are taken."""
+    """Serve until SIGINT or SIGTERM; the address is printed once requests are accepted."""
     server = uvicorn.Server(make_uvicorn_config(app, registry))
-    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops, then raises it again: what it serves must end before us
+    # Uvicorn would stop and raise the signal again, but the application must shut down before this
+    # process.
+    for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not running.done():
         await asyncio.sleep(0.02)
-    listener.listen(LISTEN_BACKLOG)  # asyncio has given it AT_ONCE
+    listener.listen(LISTEN_BACKLOG)  # asyncio has set it to ACCEPT_BATCH
     host, port = listener.getsockname()[:2]
     print(f"http://{host}:{port}", flush=True)
     await running
 
 
 def make_uvicorn_config(app: FastAPI, registry: ConnectionRegistry) -> uvicorn.Config:
-    """Nothing that we do not use is offered, and what a client may bring about is not logged without end."""
+    """Return a uvicorn configuration without unused features and with rate-limited logs."""
     unused = {"ws": "none", "proxy_headers": False, "access_log": False}
     config = uvicorn.Config(
         app, http=partial(LimitedConnection, registry=registry), backlog=ACCEPT_BATCH, log_level="error",
@@ -143,15 +181,21 @@ def make_uvicorn_config(app: FastAPI, registry: ConnectionRegistry) -> uvicorn.C
         timeout_graceful_shutdown=5, **unused,
     )  # fmt: skip
     for logger in map(logging.getLogger, ("uvicorn.error", "asyncio")):
-        for earlier in [each for each in logger.filters if isinstance(each, LogRateLimiter)]:  # of a server before this one
+        for earlier in [each for each in logger.filters if isinstance(each, LogRateLimiter)]:  # from an earlier server in this process
             logger.removeFilter(earlier)
         logger.addFilter(LogRateLimiter())
     return config
 
 
 def reserve_connections(other_files: int, *, max_connections: int) -> int:
-    """For how many at once this process has files beside `other_files` others; the soft limit is raised where the hard one allows.
-    ValueError: too few. A server that cannot accept logs it without end and hears nobody."""
+    """Return the number of simultaneous connections that this process has descriptors for.
+
+    `other_files` descriptors are reserved for other use, and the soft limit is raised as far as
+    needed. A server without free descriptors logs errors endlessly and serves no client.
+
+    Raises:
+        ValueError: The hard limit is too low for MIN_CONNECTIONS.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     other_files += psutil.Process().num_fds() + ACCEPT_TICKS * ACCEPT_BATCH
     able = min(max_connections, hard - other_files)

@@ -1,4 +1,4 @@
-"""Images out of a box: the one set of limits, plain PNG, and the check of a PNG that hostile code may have written."""
+"""Images returned by a box: limits, encoding as plain PNG, and validation of untrusted PNGs."""
 
 import struct
 import zlib
@@ -10,16 +10,22 @@ from sandbox.types import BoxLimits
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_CHANNELS = {0: 1, 2: 3, 6: 4}
-"""PNG's color types that are returned -> bytes per pixel: gray, RGB, RGBA, 8 bits each."""
+"""Accepted PNG color types -> bytes per pixel: gray, RGB, RGBA, with 8 bits per channel."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PIL_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PLAIN_MODES = ("L", "RGB", "RGBA")
 MAX_PNG_CHUNKS = 1000
-"""Of a PNG; Pillow writes one for each 64 KiB. Half a million empty ones would fit into `Limits.image_bytes`."""
+"""Largest number of chunks in a PNG.
+
+Pillow writes one per 64 KiB. Half a million empty ones would fit into `BoxLimits.image_bytes`.
+"""
 
 
 def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | None:
-    """Why an image of this size is not returned, as a sentence for the model; None where it is."""
+    """Return the reason why an image of this size is not returned, or None if it is allowed.
+
+    The reason is a sentence for the model.
+    """
     shape = f"{width}x{height} pixels"
     shorter, longer = sorted((width, height))
     if shorter < limits.image_side:
@@ -32,19 +38,25 @@ def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | Non
 
 
 class ImageBudget:
-    """What a box may still return, of a call and of its whole life: images, their pixels, their bytes as PNG.
+    """Remaining budget of returned images, their pixels and their PNG bytes, per call and in total.
 
-    The pool keeps one and believes no other; the box keeps its own, so that it draws and encodes nothing in vain."""
+    The pool keeps one and trusts no other. The box keeps its own, so that it does not draw and
+    encode images in vain.
+    """
 
     def __init__(self, limits: BoxLimits) -> None:
         self._limits = limits
         self._call = self._total = (0, 0, 0)
 
     def begin_call(self) -> None:
+        """Reset the counts of the call."""
         self._call = (0, 0, 0)
 
     def check_image(self, *, pixels: int, num_bytes: int = 0) -> str | None:
-        """Why one more image is not returned, as a sentence for the model; None where it is. Without num_bytes: before it is encoded."""
+        """Return the reason why one more image is not returned, or None if it is allowed.
+
+        The reason is a sentence for the model. Without `num_bytes` it is a check before encoding.
+        """
         limits = self._limits
         for used, most, when in (
             (self._call, (limits.images, limits.pixels, limits.png_bytes), "per call"),
@@ -56,12 +68,16 @@ class ImageBudget:
         return None
 
     def count_image(self, *, pixels: int, num_bytes: int) -> None:
+        """Add an image to the counts of the call and of the box."""
         one = (1, pixels, num_bytes)
         self._call, self._total = (tuple(map(sum, zip(used, one, strict=True))) for used in (self._call, self._total))
 
 
 def encode_png(picture: Image.Image) -> bytes:
-    """A PNG of header, pixels and end only. Z_RLE: on photographs a sixth smaller than the default at this level, and faster."""
+    """Encode an image as a PNG of header, pixels and end only.
+
+    Z_RLE is faster than the default strategy at this level, and a sixth smaller on photographs.
+    """
     plain = picture if picture.mode in PLAIN_MODES else picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     bare = Image.frombytes(plain.mode, plain.size, plain.tobytes()) if plain.info else plain
     buffer = BytesIO()
@@ -70,9 +86,14 @@ def encode_png(picture: Image.Image) -> bytes:
 
 
 def check_png(png: bytes) -> tuple[int, int]:
-    """Width and height of a PNG that any decoder will read whole: header, data, end, right checksums, exactly the pixels that it announces.
+    """Validate a PNG and return its width and height.
 
-    Call `refusal` on a size read by `read_png_size` first: this inflates the pixels. Raises ValueError.
+    Any decoder can read it whole: header, data, end, valid checksums and exactly the announced
+    pixels. This inflates the pixels, so check the size from `read_png_size` with `check_image_size`
+    first.
+
+    Raises:
+        ValueError: The PNG is invalid.
     """
     width, height = read_png_size(png)
     kinds: list[bytes] = []
@@ -94,7 +115,7 @@ def check_png(png: bytes) -> tuple[int, int]:
         place += 12 + length
     if kinds != [b"IHDR", *[b"IDAT"] * len(data), b"IEND"] or not data:
         raise ValueError("chunks other than header, data and end")
-    row = 1 + width * PNG_CHANNELS[png[25]]  # one byte before each row names its filter, 0 to 4
+    row = 1 + width * PNG_CHANNELS[png[25]]  # each row starts with a filter byte, 0 to 4
     inflater = zlib.decompressobj()
     try:
         pixels = inflater.decompress(b"".join(data), row * height + 1)
@@ -106,7 +127,10 @@ def check_png(png: bytes) -> tuple[int, int]:
 
 
 def read_png_size(png: bytes) -> tuple[int, int]:
-    """Width and height that the header announces, 8 bits a channel, not interlaced. Raises ValueError."""
+    """Return width and height from the header of a plain PNG.
+
+    A plain PNG has 8 bits per channel and is not interlaced. Raises ValueError for any other data.
+    """
     if len(png) < 57 or png[:8] != PNG_SIGNATURE or png[8:16] != b"\x00\x00\x00\rIHDR":
         raise ValueError("not a PNG")
     width, height, depth, color, compression, filtering, interlace = struct.unpack_from("!IIBBBBB", png, 16)

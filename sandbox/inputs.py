@@ -1,4 +1,4 @@
-"""What `open` is given, checked and brought into one form: named bytes, and which of them are images to be bound to variables."""
+"""Validation of the inputs of `open`, and their conversion into named bytes."""
 
 import keyword
 from collections.abc import Mapping
@@ -19,21 +19,26 @@ IMAGE_MAGIC = {
     b"II*\0": ".tif",
     b"MM\0*": ".tif",
 }
-"""First bytes -> suffix. The pool goes no further into an encoded image: decoding is for the box."""
+"""First bytes of a file -> suffix.
+
+The pool does not examine an encoded image any further; only the box decodes it.
+"""
 MAX_INPUTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxInput:
+    """One input file of a box, possibly an image bound to a variable."""
+
     name: str
-    """Relative path in the working directory."""
+    """Path relative to the working directory."""
     content: bytes = field(repr=False)
     is_image: bool = False
     variable: str | None = None
 
 
 def collect_inputs(*, images: Mapping[str, Image.Image | bytes], files: Mapping[str, bytes], limits: BoxLimits) -> list[BoxInput]:
-    """Raises ValueError naming the entry that is no good."""
+    """Return all inputs in one form. Raises ValueError that names the invalid entry."""
     found = [_make_image_input(name, picture) for name, picture in images.items()]
     found += [BoxInput(name=name, content=bytes(content)) for name, content in files.items()]
     names: set[str] = set()

@@ -1,4 +1,7 @@
-"""The pool's side of the zygote: starts it, asks it for processes, hears of their ends, and takes a box's process tree down."""
+"""Pool side of the zygote.
+
+Starts it, requests interpreters, receives exit notices and kills the process trees of boxes.
+"""
 
 import array
 import asyncio
@@ -25,53 +28,63 @@ from sandbox.types import BoxLimits, SandboxError
 ZYGOTE_START_TIMEOUT_S = 60.0
 ZYGOTE_STOP_TIMEOUT_S = 10.0
 ZYGOTE_REPLY_TIMEOUT_S = 30.0
-"""Without an answer a zygote is taken for stopped, and killed; boxes that it had are the host's fault, and begin again on a new one."""
+"""Seconds without a reply after which a zygote is considered unresponsive and killed.
+
+The failures of its boxes are host faults, and the boxes restart on a new zygote.
+"""
 EXIT_POLL_S = 2.0
 ZYGOTE_ENVIRONMENT = {"LANG": "C.UTF-8", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
+    """Exit of an interpreter."""
+
     status: int | None
-    """As of wait(2); None: the zygote went away with it."""
+    """Status as of wait(2); None if the zygote died as well."""
     cpu_s: float
     lowered_cpu_limit: bool = False
-    """It had lowered the processor time at which the kernel kills it (RLIMIT_CPU)."""
+    """True if the code lowered RLIMIT_CPU.
+
+    The kernel kills a process that exceeds this limit of processor time.
+    """
 
 
 @dataclass(slots=True)
 class Interpreter:
-    """One interpreter of a box, from its fork to its end."""
+    """One interpreter process of a box, from fork to exit."""
 
     id: int
     pid: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     output_fds: tuple[int, int]
-    """memfds of standard output and error; the pool's own copies, so that they outlive the process."""
+    """memfds of standard output and error; the pool's own copies, so they outlive the process."""
     exit_future: asyncio.Future[ExitStatus]
     directory: str | None
-    """Of the host, to be removed with it; None where it lies in the box's own root."""
+    """Directory on the host, removed by `close`; None if the directory is in the box's own root."""
     killed_by_pool: bool = False
-    """By the pool."""
+    """True once the pool has begun to end this process."""
     exceeded_limit: str | None = None
-    """The limit for which the watchdog took it down."""
+    """Limit for which the watchdog killed this process, or None."""
 
     def close(self) -> None:
-        """Lets go of what the pool holds of a dead one."""
+        """Release the resources that the pool holds for an interpreter that has exited."""
         self.writer.transport.abort()
         for descriptor in self.output_fds:
             os.close(descriptor)
-        if self.directory is not None:  # last: to look into it takes a descriptor
+        if self.directory is not None:  # last: removal needs a free descriptor
             _remove_directory(self.directory)
 
 
 @dataclass(slots=True)
 class ZygoteManager:
+    """Starts the zygote process and manages its interpreters."""
+
     layers: Layers
     limits: BoxLimits
     shared_anonymous_bytes: int = 0
-    """Bytes of memory without a file that every fork shares with the zygote."""
+    """Bytes of anonymous memory that every fork shares with the zygote."""
     is_alive: bool = False
     _next_id: int = 0
     _interpreters: dict[int, Interpreter] = field(default_factory=dict)
@@ -82,11 +95,15 @@ class ZygoteManager:
     _process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Raises SandboxError when it does not come up."""
+        """Start the zygote and wait until it is ready.
+
+        Raises:
+            SandboxError: The zygote does not start.
+        """
         settings = json.dumps({"layers": asdict(self.layers), "limits": asdict(self.limits), "source": SOURCE_DIR})
         try:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs, tempfile.TemporaryDirectory(prefix="sandbox-start-") as folder:  # Matplotlib's list of fonts, made anew in 0.1 s
+            with theirs, tempfile.TemporaryDirectory(prefix="sandbox-start-") as folder:  # for Matplotlib's font list (0.1 s)
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "sandbox.zygote", settings],
                     stdin=theirs,
@@ -116,7 +133,11 @@ class ZygoteManager:
             raise
 
     async def spawn_interpreter(self, slot: int) -> Interpreter:
-        """A fresh process that waits for its inputs. Raises SandboxError, also when descriptors or room for files ran out."""
+        """Return a new process that waits for its inputs.
+
+        Raises:
+            SandboxError: The zygote failed, or descriptors or disk space ran out.
+        """
         if not self.is_alive:
             raise SandboxError("the zygote is gone")
         loop = asyncio.get_running_loop()
@@ -141,11 +162,11 @@ class ZygoteManager:
         return Interpreter(number, pid, reader, writer, output_fds=streams, exit_future=ended, directory=directory)
 
     async def end_interpreter(self, interpreter: Interpreter) -> ExitStatus:
-        """Kill the process and all that came from it, wait until they are gone."""
+        """Kill the process and its descendants, wait for them and return the exit status."""
         if not interpreter.exit_future.done():
             interpreter.killed_by_pool = True
             if not self.layers.pid_ns:
-                with contextlib.suppress(OSError, psutil.Error):  # out of descriptors: at least the first process goes
+                with contextlib.suppress(OSError, psutil.Error):  # out of descriptors: kill at least the first process
                     kill_process_tree(interpreter.pid)
             self._request_kill(interpreter.id)
         if await _wait_for_reply(interpreter.exit_future):
@@ -154,7 +175,10 @@ class ZygoteManager:
         return ExitStatus(None, 0.0)
 
     async def wait_for_exit(self, interpreter: Interpreter) -> None:
-        """Waits for the end of a process whose channel has ended. One that lives on all the same closed it itself: EXIT_POLL_S tell."""
+        """Wait for the exit of a process after its channel has ended.
+
+        A process that is not dying after EXIT_POLL_S closed its channel itself; the wait ends then.
+        """
         for count in range(int(ZYGOTE_REPLY_TIMEOUT_S / EXIT_POLL_S)):
             if count and not is_dying(interpreter.pid):
                 return
@@ -163,7 +187,11 @@ class ZygoteManager:
                 return
 
     async def stop(self) -> None:
-        """The zygote kills its children, waits for them and leaves; killed itself, the kernel does it for it."""
+        """Stop the zygote.
+
+        When its socket closes, it kills its children, waits for them and exits. After
+        ZYGOTE_STOP_TIMEOUT_S it is killed, and the kernel kills its children.
+        """
         self.is_alive = False
         if self._control is not None:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
@@ -180,7 +208,11 @@ class ZygoteManager:
         self._fail_pending()
 
     async def _wait_for_fork(self, number: int) -> int:
-        """The process that was asked for. Raises SandboxError."""
+        """Return the pid of the requested process.
+
+        Raises:
+            SandboxError: The zygote failed or did not reply.
+        """
         waiting = self._pending_forks[number]
         try:
             if await _wait_for_reply(waiting):
@@ -191,7 +223,10 @@ class ZygoteManager:
         raise SandboxError(f"the zygote did not answer within {ZYGOTE_REPLY_TIMEOUT_S:g} s: it hangs, or was stopped")
 
     def kill_zygote(self) -> None:
-        """Kills a zygote that hangs, and the kernel its children with it; `_on_message` learns of it, or `stop`."""
+        """Kill an unresponsive zygote; the kernel kills its children with it.
+
+        `_on_message` or `stop` then resolves the pending futures.
+        """
         self.is_alive = False
         if self._process is not None:
             self._process.kill()
@@ -199,7 +234,7 @@ class ZygoteManager:
     def _send(self, message: dict[str, object], descriptors: list[int]) -> None:
         try:
             passed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
-            self._control.sendmsg([json.dumps(message).encode()], passed, socket.MSG_DONTWAIT)  # send_fds of Python 3.11 drops its flags
+            self._control.sendmsg([json.dumps(message).encode()], passed, socket.MSG_DONTWAIT)  # send_fds of Python 3.11 ignores its flags
         except BlockingIOError as full:
             self.kill_zygote()
             raise SandboxError("the zygote took none of many messages: it hangs, or was stopped") from full
@@ -208,7 +243,7 @@ class ZygoteManager:
 
     def _request_kill(self, number: int) -> None:
         if self.is_alive and number in self._exit_futures:
-            with contextlib.suppress(SandboxError):  # it died just now, and its children with it
+            with contextlib.suppress(SandboxError):  # it has just died, with its children
                 self._send({"kill": number}, [])
 
     def _on_message(self) -> None:
@@ -239,7 +274,7 @@ class ZygoteManager:
             self._exit_futures.pop(message["exited"]).set_result(ExitStatus(message["status"], message["cpu_s"], message["limited"]))
 
     def _fail_pending(self) -> None:
-        """The zygote is gone, and with it, by the kernel's hand, its children."""
+        """Resolve all pending futures after the zygote and its children have died."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(SandboxError("the zygote died while it started; its standard error says why"))
         for future in self._pending_forks.values():
@@ -252,7 +287,11 @@ class ZygoteManager:
 
 
 async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
-    """Whether it is done within HANG_S. In two halves: where this loop was held up itself, the second hears what the first could not."""
+    """Return True if the future completes within ZYGOTE_REPLY_TIMEOUT_S.
+
+    It waits in two halves: if this event loop was blocked for all of the first, the second still
+    receives the reply.
+    """
     for _ in range(2):
         done, _ = await asyncio.wait([future], timeout=ZYGOTE_REPLY_TIMEOUT_S / 2)
         if done:
@@ -261,7 +300,7 @@ async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
 
 
 def _make_directory(undo: contextlib.ExitStack) -> str:
-    """A box's directory on the host. Raises OSError."""
+    """Create a box's directory on the host. Raises OSError."""
     directory = tempfile.mkdtemp(prefix="sandbox-")
     undo.callback(_remove_directory, directory)
     os.chmod(directory, 0o755)
@@ -269,7 +308,7 @@ def _make_directory(undo: contextlib.ExitStack) -> str:
 
 
 def _remove_directory(directory: str) -> None:
-    """An empty one goes even when there is no descriptor left to look into it."""
+    """Remove the directory; an empty one can be removed even when no descriptor is free."""
     try:
         os.rmdir(directory)
     except OSError:
@@ -277,10 +316,10 @@ def _remove_directory(directory: str) -> None:
 
 
 def _make_output_memfd(name: str, undo: contextlib.ExitStack) -> int:
-    """A memfd for what a box prints. Raises OSError."""
+    """Create a memfd for the output of a box. Raises OSError."""
     stream = os.memfd_create(name, os.MFD_CLOEXEC)
     undo.callback(os.close, stream)
-    with contextlib.suppress(PermissionError):  # refused where it cannot be sealed anyhow; sysctl vm.memfd_noexec lets it be
-        fcntl.fcntl(stream, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # or the box could, and nothing would empty it again
-    fcntl.fcntl(stream, fcntl.F_SETFL, os.O_APPEND)  # the box's own writes and its children's come one behind the other
+    with contextlib.suppress(PermissionError):  # a memfd that cannot be sealed at all (vm.memfd_noexec)
+        fcntl.fcntl(stream, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # else the box could seal it, and it could not be truncated
+    fcntl.fcntl(stream, fcntl.F_SETFL, os.O_APPEND)  # the writes of the box and of its children must not overwrite each other
     return stream

@@ -1,4 +1,7 @@
-"""Linux system calls that Python 3.11 has no words for, through libc. Each raises OSError with its name. Constants: Linux uapi."""
+"""Linux system calls that Python 3.11 lacks, through libc.
+
+Each raises OSError with its name. The constants are from the Linux uapi headers.
+"""
 
 import ctypes
 import os
@@ -16,7 +19,7 @@ MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}.get(os.uname().machine, -1)
-SYS_MOUNT_SETATTR = 442  # of 5.12: the same number everywhere
+SYS_MOUNT_SETATTR = 442  # Linux 5.12; same number on every architecture
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 1, 4, 24, 36, 38, 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
@@ -34,35 +37,43 @@ def _check_result(value: int, *, name: str, path: str = "") -> int:
 
 
 def syscall(number: int, *arguments: object, name: str) -> int:
-    """Integers are passed as C longs; pointers as ctypes objects or bytes."""
+    """Make a system call by number and return its result.
+
+    Integers are passed as C longs, pointers as ctypes objects or bytes.
+    """
     raw = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]
     return _check_result(_libc.syscall(ctypes.c_long(number), *raw), name=name)
 
 
 def unshare(flags: int) -> None:
+    """Move this process into new namespaces."""
     _check_result(_libc.unshare(flags), name=f"unshare({flags:#x})")
 
 
 def set_host_name(name: str) -> None:
-    """Names the host and its domain, as uname(2) tells them, in this UTS namespace."""
+    """Set the host and domain names, as uname(2) returns them, in this UTS namespace."""
     _check_result(_libc.sethostname(name.encode(), len(name)), name="sethostname")
     _check_result(_libc.setdomainname(name.encode(), len(name)), name="setdomainname")
 
 
 def setns(descriptor: int, kind: int) -> None:
+    """Enter an existing namespace."""
     _check_result(_libc.setns(descriptor, kind), name="setns")
 
 
 def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str = "") -> None:
+    """Mount a file system, or bind a directory with MS_BIND, at `target`."""
     result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
     _check_result(result, name="mount", path=target)
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
+    """Detach a file system from the tree; by default at once, even while it is in use."""
     _check_result(_libc.umount2(target.encode(), flags), name="umount", path=target)
 
 
 def pivot_root(new: str, old: str) -> None:
+    """Replace the root of this mount namespace by `new` and move the present one to `old`."""
     syscall(SYS_PIVOT_ROOT, new.encode(), old.encode(), name="pivot_root")
 
 
@@ -71,23 +82,33 @@ class _MountAttributes(ctypes.Structure):
 
 
 def harden_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
-    """Adds attributes (read-only, nosuid, ...) to a mount and all below it; unlike a remount it clears none that an outer owner locked."""
+    """Add attributes (read-only, nosuid, ...) to a mount, by default recursively.
+
+    Unlike a remount, it does not clear attributes that an outer owner has locked.
+    """
     wanted = _MountAttributes(attr_set=attributes)
     arguments = (AT_FDCWD, target.encode(), AT_RECURSIVE if recursive else 0, ctypes.byref(wanted), ctypes.sizeof(wanted))
     syscall(SYS_MOUNT_SETATTR, *arguments, name=f"mount_setattr({target})")
 
 
 def prctl(option: int, *arguments: int) -> None:
+    """Set an attribute of this process. At most four `arguments` are passed."""
     padded = [ctypes.c_ulong(item) for item in (*arguments, 0, 0, 0, 0)[:4]]
     _check_result(_libc.prctl(option, *padded), name=f"prctl({option})")
 
 
 def drop_capabilities() -> None:
-    """Empties all five sets, for good: bounding and ambient here, the others by capset(2), version 3 of its header."""
+    """Empty all five capability sets for good.
+
+    The bounding and ambient sets are emptied here, the others by capset(2), version 3 of its
+    header.
+    """
     for capability in range(LAST_CAP + 1):
         try:
             prctl(PR_CAPBSET_DROP, capability)
-        except OSError:  # EINVAL past the kernel's last; EPERM without CAP_SETPCAP, and then exec gains nothing under no_new_privs
+        except OSError:
+            # EINVAL: past the kernel's last capability. EPERM: without CAP_SETPCAP, where exec
+            # gains nothing under no_new_privs.
             break
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
@@ -95,5 +116,5 @@ def drop_capabilities() -> None:
 
 
 def close_from(lowest: int) -> None:
-    """Closes every descriptor from `lowest` up."""
+    """Close every descriptor from `lowest` up."""
     os.closerange(lowest, 1 << 20)

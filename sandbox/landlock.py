@@ -1,6 +1,8 @@
-"""Landlock (Linux 5.13 and later): which files a process and its children may touch, whatever their uid; TCP and signals in later kernels.
+"""Landlock (Linux 5.13 and later): file access rules for a process and its children.
 
-Numbers: include/uapi/linux/landlock.h. A right that the running kernel does not know is left out of the handled set.
+They apply whatever the uid is. Later kernels also restrict TCP and signals. Constants are from
+include/uapi/linux/landlock.h. A right that the running kernel does not know is left out of the
+handled set.
 """
 
 import ctypes
@@ -17,7 +19,7 @@ REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 MAKE_DEVICES = 1 << 6 | 1 << 11  # MAKE_CHAR, MAKE_BLOCK
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: REFER, 3: TRUNCATE, 5: IOCTL_DEV}
-"""ABI -> rights on files that it brought."""
+"""ABI version -> file rights that it introduced."""
 TCP_RIGHTS = 1 | 2  # bind and connect, ABI 4
 SCOPE_FLAGS = 1 | 2  # abstract Unix sockets and signals, ABI 6
 
@@ -32,13 +34,17 @@ class _PathBeneath(ctypes.Structure):
 
 
 def read_abi_version() -> int:
-    """The kernel's version of Landlock, from 1. Raises OSError where there is none."""
+    """Return the kernel's Landlock ABI version, from 1. Raises OSError without Landlock."""
     return kernel.syscall(CREATE_RULESET, 0, 0, VERSION_FLAG, name="landlock_create_ruleset")
 
 
 def restrict_paths(*, readable: Sequence[str], writable: Sequence[str]) -> None:
-    """From here on nothing but reading and executing below `readable`, and everything but devices below `writable`; no TCP, no signals
-    and no abstract sockets to processes outside. Needs no_new_privs or CAP_SYS_ADMIN. Paths that do not exist are passed over."""
+    """Restrict this process to reading and executing below `readable`, and to `writable`.
+
+    Below `writable`, everything but creating and controlling devices is allowed. TCP, and signals
+    and abstract sockets to processes outside, are refused as far as the kernel supports it. Needs
+    no_new_privs or CAP_SYS_ADMIN. Paths that do not exist are skipped.
+    """
     version = read_abi_version()
     handled = 0
     for since, rights in RIGHTS_BY_ABI.items():

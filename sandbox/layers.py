@@ -1,7 +1,8 @@
-"""The layers of isolation by name, which of them this host offers, and which set makes a room.
+"""Isolation layers by name: detection on this host, selection, and the protections they provide.
 
-Order of entry (confine.py): user_ns, mount_ns with read_only_root once per zygote; then per box net_ns, pid_ns, ipc_ns, mount_ns with
-private_tmp, cgroup, rlimits, drop_uid, capabilities, landlock, and seccomp last.
+Order of entry (confine.py): user_ns and mount_ns with read_only_root once per zygote; then, per
+box, net_ns, pid_ns, ipc_ns, mount_ns with private_tmp, cgroup, rlimits, drop_uid, capabilities,
+landlock, and seccomp last.
 """
 
 import json
@@ -15,58 +16,77 @@ from pathlib import Path
 from sandbox.types import SandboxError
 
 SOURCE_DIR = str(Path(__file__).resolve().parents[1])
-"""Where this package is imported from."""
+"""Directory that this package is imported from."""
 
 REQUIRED_LAYERS = ("mount_ns", "read_only_root", "private_tmp", "pid_ns", "net_ns", "rlimits", "capabilities")
-"""Without one of these there is no room. Of `drop_uid` and `user_ns` one is needed, and so is one of `cgroup` and `watchdog`."""
+"""Layers without which a pool does not start.
+
+One of `drop_uid` and `user_ns` and one of `cgroup` and `watchdog` are needed as well.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """One switch a layer; all off by default, so that tests and the attack suite name what they use."""
+    """One switch per isolation layer.
+
+    All are off by default, so that tests and the attack suite name the layers they use.
+    """
 
     user_ns: bool = False
-    """The zygote lives in a user namespace of its own: how a process without privilege gets the other namespaces."""
+    """User namespace for the zygote.
+
+    It lets an unprivileged process create the other namespaces.
+    """
     mount_ns: bool = False
-    """A mount table of its own, one per zygote and one per box."""
+    """Separate mount namespace, one per zygote and one per box."""
     read_only_root: bool = False
-    """The root holds the interpreter, its packages and /usr, read-only, and nothing else of the host; no /proc, no /sys. Needs mount_ns."""
+    """Read-only root with the interpreter, its packages and /usr, and nothing else of the host.
+
+    There is no /proc and no /sys. Needs mount_ns.
+    """
     private_tmp: bool = False
-    """Working directory, /tmp and /dev/shm in a tmpfs of bounded bytes and inodes; inputs are read-only mounts in it. Needs mount_ns."""
+    """Working directory, /tmp and /dev/shm in a tmpfs with bounded bytes and inodes.
+
+    Inputs are mounted into it read-only. Needs mount_ns.
+    """
     net_ns: bool = False
     pid_ns: bool = False
     ipc_ns: bool = False
-    """System V and POSIX message queues, semaphores and shared memory of its own; with it the host's name (UTS)."""
+    """Separate System V and POSIX queues, semaphores and shared memory, and host name (UTS)."""
     cgroup: bool = False
-    """Memory, processes and cores of a whole box (v1 or v2)."""
+    """Control group (v1 or v2) that limits memory, processes and cores of a whole box."""
     watchdog: bool = False
-    """The pool sums the resident memory and counts the processes of each busy box and kills it; for hosts that delegate no cgroup."""
+    """Polling of each busy box by the pool, for hosts that delegate no cgroup.
+
+    The pool sums resident memory, counts processes, and kills a box above its limits.
+    """
     rlimits: bool = False
     drop_uid: bool = False
-    """A user id that nothing else on the host has, another one for every box of a pool. Needs root."""
+    """User id that nothing else on the host uses, different for every box of a pool. Needs root."""
     capabilities: bool = False
-    """No capability in any set, and no_new_privs."""
+    """Empty capability sets, with no_new_privs."""
     landlock: bool = False
     seccomp: bool = False
-    """An allow-list of system calls."""
+    """Allow-list of system calls."""
 
     def __post_init__(self) -> None:
         if (self.read_only_root or self.private_tmp) and not self.mount_ns:
             raise ValueError("layers: read_only_root and private_tmp need mount_ns, or they would change the host's own mount table")
 
     def enabled_names(self) -> list[str]:
+        """Return the names of the enabled layers, in order of definition."""
         return [layer.name for layer in fields(self) if getattr(self, layer.name)]
 
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Something that code in a box must not do, and the sets of layers of which each keeps it from doing so."""
+    """Violation to prevent, and the sets of layers that each prevent it."""
 
     violation: str
     enforced_by: tuple[frozenset[str], ...]
 
     def find_enforcing_layers(self, layers: Layers) -> frozenset[str] | None:
-        """The first such set that is whole; None: code can do it."""
+        """Return the first set with all layers enabled, or None if there is none."""
         return next((names for names in self.enforced_by if names <= set(layers.enabled_names())), None)
 
 
@@ -92,10 +112,14 @@ PROTECTIONS = {
     "information": _make_protection("is told the host's name, memory and load, or who made its channel", "ipc_ns seccomp"),
     "kernel_calls": _make_protection("makes system calls that have been ways out of containers", "seccomp"),
 }
-"""What a complete host holds. A name that this host does not is to be accepted by whoever starts a pool on it."""
+"""Protections that a complete host provides.
+
+A pool starts on a host that lacks one only if `allow_missing` names it.
+"""
 
 
 def find_missing_protections(layers: Layers) -> list[str]:
+    """Return the names of the protections that `layers` does not provide."""
     return [name for name, wall in PROTECTIONS.items() if wall.find_enforcing_layers(layers) is None]
 
 
@@ -103,7 +127,10 @@ LAYER_NAMES = [layer.name for layer in fields(Layers)]
 
 
 def detect_layers() -> dict[str, str | None]:
-    """layer -> None where this host offers it, else the reason. Every layer is tried for real in a process of its own (about 0.3 s)."""
+    """Return each layer's name mapped to None if this host offers it, else to the reason.
+
+    Every layer is tried for real in a separate process (about 0.3 s).
+    """
     environment = {**os.environ, "PYTHONPATH": SOURCE_DIR}
     command = [sys.executable, "-m", "sandbox.probe"]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
@@ -111,10 +138,13 @@ def detect_layers() -> dict[str, str | None]:
 
 
 def choose_layers(missing_reasons: Mapping[str, str | None], *, allow_missing: Collection[str] = tuple(PROTECTIONS)) -> Layers:
-    """Every layer that helps of those on offer: the watchdog only without a cgroup, a user namespace only where the uid cannot be dropped.
+    """Return the useful layers among those on offer.
 
-    Raises SandboxError with each missing layer and its reason where what is left is no room, and where it has open walls that
-    `allow_missing` does not name.
+    The watchdog is used only without a cgroup, a user namespace only if the uid cannot be dropped.
+
+    Raises:
+        SandboxError: Required layers are missing (listed with their reasons), or a protection is
+            missing that `allow_missing` does not name.
     """
     taken = {name for name in LAYER_NAMES if missing_reasons[name] is None}
     taken -= {"watchdog"} if "cgroup" in taken else set()

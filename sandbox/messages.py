@@ -1,4 +1,4 @@
-"""What travels between server and client: JSON with binary as base64. Each side checks what it reads."""
+"""Messages between server and client: JSON with binary data as base64, validated by each side."""
 
 import base64
 import binascii
@@ -12,16 +12,16 @@ from sandbox.inputs import MAX_INPUTS
 from sandbox.types import BoxLimits, CallResult, Fault
 
 TRUNCATION_MARGIN = 200
-"""Characters on top of a stream's limit, which say how many were left out."""
+"""Characters beyond a stream's limit, for the note on how many were left out."""
 MAX_TEXT_CHARS = 8192
-"""Characters of any other text of a result (replies.py)."""
+"""Largest number of characters of any other text in a result (replies.py)."""
 MAX_DROPPED = 110
-"""Sentences of a result on what was left out, beside those on its pictures."""
+"""Largest number of entries in `dropped`, not counting those on returned images."""
 MAX_NUMBER = 1 << 63
 
 
 def decode_base64(text: str) -> bytes:
-    """Raises ValueError for what is not base64."""
+    """Decode base64. Raises ValueError for any other text."""
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -29,33 +29,43 @@ def decode_base64(text: str) -> bytes:
 
 
 def encode_base64(data: bytes) -> str:
+    """Encode bytes as base64."""
     return base64.b64encode(data).decode()
 
 
 class StrictRequest(BaseModel):
-    """A misspelled key is an error of the caller's, not a default of ours."""
+    """Request that rejects unknown keys, because a misspelled key must not become a default."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class OpenRequest(StrictRequest):
+    """Body of a request to open a box."""
+
     images: Annotated[dict[str, str], Field(max_length=MAX_INPUTS)] = {}
-    """name -> an image file as base64"""
+    """Images by name, each an image file as base64."""
     files: Annotated[dict[str, str], Field(max_length=MAX_INPUTS)] = {}
     preload: str = ""
     wait_s: float | None = Field(default=None, ge=0)
-    """For how long to wait for a free box, at most what the server allows."""
+    """Seconds to wait for a free box, at most the server's own limit."""
 
 
 class CallRequest(StrictRequest):
+    """Body of a request to run a call."""
+
     call: Annotated[str, Field(min_length=1, max_length=64)]
-    """The caller's name for this call, used once per box: what is sent twice by accident does not run twice."""
+    """Caller's id of this call, unique in its box.
+
+    A request that is sent twice by accident does not run twice.
+    """
     code: str
     timeout_s: float | None = Field(default=None, gt=0)
-    """At most the server's own limit counts."""
+    """Seconds for the call, at most the server's own limit."""
 
 
 class FetchRequest(StrictRequest):
+    """Body of a request for files."""
+
     names: Annotated[list[str], Field(max_length=1000)]
 
 
@@ -63,12 +73,18 @@ _RESULT: TypeAdapter[CallResult] = TypeAdapter(CallResult)
 
 
 def encode_result(result: CallResult) -> dict[str, Any]:
+    """Return a result as JSON-compatible data."""
     pictures = [{**asdict(picture), "png": encode_base64(picture.png)} for picture in result.images]
     return {**asdict(result), "fault": result.fault.value, "images": pictures}
 
 
 def decode_result(data: Any, *, limits: BoxLimits, budget: images.ImageBudget) -> CallResult:
-    """Raises ValueError for anything that no server with these limits sends; of pictures, before more than their header is looked at."""
+    """Return the result of a response, after validation.
+
+    Raises:
+        ValueError: No server with these limits sends this. For images this is raised before more
+            than the header is decoded.
+    """
     if not isinstance(data, dict) or not isinstance(data.get("images"), list):
         raise ValueError("not a result")
     budget.begin_call()
@@ -88,7 +104,7 @@ def decode_result(data: Any, *, limits: BoxLimits, budget: images.ImageBudget) -
     if len(result.files) > limits.files or len(result.dropped) > limits.images + MAX_DROPPED:
         raise ValueError("more files or sentences than may be")
     numbers = (result.id, usage.wall_s, usage.cpu_s, usage.memory, *result.files.values())
-    if not all(0 <= number < MAX_NUMBER for number in numbers):  # a NaN is not
+    if not all(0 <= number < MAX_NUMBER for number in numbers):  # NaN fails the comparison
         raise ValueError("a number that none measures")
     if (result.fault is Fault.NONE) != (error is None):
         raise ValueError("a fault without an error, or an error without a fault")
@@ -114,15 +130,22 @@ def _decode_image(data: Any, *, limits: BoxLimits, budget: images.ImageBudget) -
 
 
 def max_response_bytes(limits: BoxLimits) -> int:
-    """Of a call's answer at most: its pictures as base64, and its texts, six bytes a character."""
+    """Return the largest number of bytes of a call's response.
+
+    It counts images as base64, and six bytes per character of its texts.
+    """
     return limits.images * (limits.image_bytes * 4 // 3 + 4) + 6 * max_response_chars(limits)
 
 
 def max_response_chars(limits: BoxLimits) -> int:
-    """Of all texts of a call's answer; those of an error count as three."""
+    """Return the largest number of characters of all texts in a call's response."""
     return 2 * (limits.text + TRUNCATION_MARGIN) + MAX_TEXT_CHARS * (limits.files + 2 * limits.images + MAX_DROPPED + 3)
 
 
 def count_json_delimiters(text: bytes) -> int:
-    """At least a two-hundredth of the values that a reader of JSON makes of this: commas and brackets. Base64 has none of them."""
+    """Return the number of commas and opening brackets in JSON text.
+
+    This bounds the work of parsing it: a reader creates at most about 200 values per delimiter.
+    Base64 contains no delimiters.
+    """
     return sum(map(text.count, (b",", b"[", b"{")))

@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' text format."""
+"""Metrics of a sandbox server in Prometheus' text format."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -9,7 +9,7 @@ LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
 class SandboxMetrics:
-    """One registry a server: two servers in one process do not mix."""
+    """Metrics of one server, in a registry of their own so that two servers do not mix."""
 
     def __init__(self, pool: SandboxPool) -> None:
         self.registry = CollectorRegistry()
@@ -26,6 +26,7 @@ class SandboxMetrics:
         self.expired_boxes = Counter("sandbox_boxes_expired", "Boxes closed because nobody called", registry=self.registry)
 
     def record_call(self, result: CallResult) -> None:
+        """Count a finished call."""
         self.calls.labels(result.fault.value, result.limit or "").inc()
         self.seconds.observe(result.usage.wall_s)
         self.images.inc(len(result.images))
@@ -33,4 +34,5 @@ class SandboxMetrics:
             self.states_lost.inc()
 
     def render_text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,7 +1,9 @@
-"""What a box sees of the file system: a root of read-only pieces of the host made once per zygote, and a tmpfs of its own per box.
+"""File system of a box: a read-only root built once per zygote, and a tmpfs per box.
 
-    /          empty read-only tmpfs with: the interpreter's prefixes, /usr and its links, a few files of /etc, five devices
-    /box       the box's tmpfs: work/ (its working directory), tmp/ (which /tmp and /dev/shm point to)
+    /          empty read-only tmpfs with the interpreter's prefixes, /usr and its links, a few
+               files of /etc, five devices
+    /box       the box's tmpfs: work/ (its working directory), tmp/ (target of /tmp and /dev/shm)
+
 There is no /proc, no /sys, no /home and nothing of the project but its virtual environment.
 """
 
@@ -14,14 +16,16 @@ from sandbox import kernel
 
 BOX_DIR = "/box"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-WRITABLE_DEVICES = ("/dev/null", "/dev/full")  # not zero: mapped for writing it is memory without an owner
+WRITABLE_DEVICES = ("/dev/null", "/dev/full")  # not zero: its writable mappings are memory of no process
 ETC_PATHS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/mime.types")
 ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-STAGING_DIR = "/sys"  # covered in the zygote's own mount table: it is on every host, and nothing that a box needs lies in it
+# Mount point in the zygote's own mount namespace. It exists on every host, and boxes need nothing
+# in it.
+STAGING_DIR = "/sys"
 
 
 def system_paths() -> list[str]:
-    """Real paths of the host that boxes read and execute, none inside another."""
+    """Return the host's real paths that boxes read and execute, none inside another."""
     wanted = [
         sys.prefix,
         sys.base_prefix,
@@ -35,13 +39,13 @@ def system_paths() -> list[str]:
 
 
 def find_exposing_path(path: str) -> str | None:
-    """The system path below which `path` lies, so that boxes read it; None: they do not."""
+    """Return the system path that contains `path`, so that boxes can read it, or None."""
     real = os.path.realpath(path)
     return next((shown for shown in system_paths() if f"{real}/".startswith(shown.rstrip("/") + "/")), None)
 
 
 def build_root() -> None:
-    """Replaces the root of this mount namespace, which must not be the host's, for good."""
+    """Replace the root of this mount namespace for good; it must not be the host's."""
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     sources = system_paths()
     kernel.mount("tmpfs", STAGING_DIR, kind="tmpfs", flags=kernel.MS_NOSUID, data="size=1m,mode=755")
@@ -55,9 +59,8 @@ def build_root() -> None:
             os.makedirs(os.path.dirname(STAGING_DIR + path), mode=0o755, exist_ok=True)
             os.symlink(os.path.realpath(path), STAGING_DIR + path)
     os.makedirs(STAGING_DIR + BOX_DIR, exist_ok=True)
-    if not os.path.lexists(
-        f"{STAGING_DIR}/tmp"
-    ):  # it is there where the interpreter lies below /tmp; temporary files then go to TMPDIR alone
+    # /tmp exists if the interpreter is below it. Temporary files then use only TMPDIR.
+    if not os.path.lexists(f"{STAGING_DIR}/tmp"):
         os.symlink(f"{BOX_DIR}/tmp", f"{STAGING_DIR}/tmp")
     os.symlink(f"{BOX_DIR}/tmp", f"{STAGING_DIR}/dev/shm")
     os.mkdir(f"{STAGING_DIR}/old")
@@ -69,7 +72,7 @@ def build_root() -> None:
 
 
 def bind_mount(source: str, target: str) -> None:
-    """Shows `source` and what is mounted below it at `target`, which is made where it is missing."""
+    """Bind-mount `source`, with mounts below it, at `target`, which is created if missing."""
     if os.path.isdir(source):
         os.makedirs(target, mode=0o755, exist_ok=True)
     else:
@@ -79,13 +82,13 @@ def bind_mount(source: str, target: str) -> None:
 
 
 def mount_box_tmpfs(directory: str, *, num_bytes: int, num_inodes: int) -> None:
-    """A fresh tmpfs over `directory` in this mount namespace."""
+    """Mount a new tmpfs at `directory` in this mount namespace."""
     options = f"size={num_bytes},nr_inodes={num_inodes},mode=755"
     kernel.mount("tmpfs", directory, kind="tmpfs", flags=kernel.MS_NOSUID | kernel.MS_NODEV, data=options)
 
 
 def make_directories(directory: str, *, owner: int | None) -> str:
-    """work/ and tmp/ in the box's directory, given to `owner`; returns work's path."""
+    """Create work/ and tmp/ in the box's directory for `owner` and return the path of work/."""
     for name in ("work", "tmp"):
         path = f"{directory}/{name}"
         os.mkdir(path, 0o700)
@@ -94,7 +97,10 @@ def make_directories(directory: str, *, owner: int | None) -> str:
 
 
 def write_inputs(work: str, inputs: Mapping[str, bytes], *, owner: int | None, mounted: bool) -> None:
-    """Inputs as files that nobody may write; with `mounted` each is a read-only mount too, not to be replaced, renamed or deleted."""
+    """Write inputs as read-only files.
+
+    With `mounted`, each is also a read-only mount, which cannot be replaced, renamed or deleted.
+    """
     for name, content in inputs.items():
         path = f"{work}/{name}"
         for folder in reversed(Path(name).parents[:-1]):
@@ -116,5 +122,5 @@ def _set_owner(path: str, owner: int | None) -> None:
 
 
 def tmpfs_size(disk: int, inputs: Sequence[bytes]) -> int:
-    """Bytes of a tmpfs that holds the inputs, in whole pages, and `disk` more."""
+    """Return the bytes of a tmpfs for the inputs, in whole pages, and `disk` more."""
     return disk + sum(-(-len(content) // 4096) * 4096 for content in inputs)

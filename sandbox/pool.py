@@ -1,4 +1,7 @@
-"""The pool: boxes handed out on a bounded number of places, each with its control group, its user id and its directory."""
+"""Pool of boxes with a fixed number of slots.
+
+Each slot has its own control group, user id and directory.
+"""
 
 import asyncio
 import os
@@ -20,19 +23,27 @@ from sandbox.watchdog import ResourceWatchdog
 
 MAX_POOL_SIZE = 256
 DESCRIPTORS_PER_BOX = 5
-"""Its channel, its two streams, and its control group's count of kills and, in version 1, its peak of memory."""
+"""Open descriptors per box.
+
+They are its channel, its two output streams, its control group's counter of OOM kills and, in
+cgroup v1, its memory peak.
+"""
 EXTRA_DESCRIPTORS = 32
-"""For the zygote's socket, a box on its way, control groups, and a little of what else this process does."""
+"""Open descriptors for the zygote's socket, an opening box, control groups and other use."""
 CLOSED_SLOT = -1
-"""In the queue of free places: there will be none any more."""
+"""Sentinel in the queue of free slots: the pool is closed."""
 
 
 class SandboxPool:
-    """At most `size` boxes at once on one zygote. `layers=None` takes what the host offers; `isolation="none"` runs without any layer.
-    Where the host leaves walls open (layers.WALLS, doctor), `accept` names them."""
+    """At most `size` simultaneous boxes on one zygote.
+
+    With `layers=None` the pool uses every layer the host offers; `isolation="none"` uses none.
+    `allow_missing` names the protections (`layers.PROTECTIONS`, `python -m sandbox doctor`) that
+    this host may lack.
+    """
 
     layers: Layers
-    """Those in force once the pool is started."""
+    """Layers in force, set by `start`."""
 
     def __init__(
         self, *, size: int = 8, limits: BoxLimits | None = None, layers: Layers | None = None, isolation: str = Isolation.AUTO.value,
@@ -54,11 +65,17 @@ class SandboxPool:
 
     @property
     def num_open(self) -> int:
+        """Number of open boxes."""
         return len(self._boxes)
 
     async def start(self) -> None:
-        """Raises SandboxError, with every lacking layer and reason, or open wall, where the host is not good enough for "auto", and where
-        this process may not open as many files as the pool needs (the soft limit is raised where the hard one allows)."""
+        """Start the zygote and fork a spare interpreter for every slot.
+
+        Raises:
+            SandboxError: The host lacks layers or protections that "auto" requires (listed with
+                reasons), the zygote does not start, or the pool needs more open files than the hard
+                limit allows. The soft limit is raised as needed.
+        """
         assert not self._started, "the pool is running"
         _raise_file_limit(self.size)
         self.layers = (
@@ -94,7 +111,7 @@ class SandboxPool:
             self._prefork(slot)
 
     async def close(self) -> None:
-        """Kill every box and the zygote; nothing of them is left. Twice is once."""
+        """Kill every box and the zygote and remove their resources. Idempotent."""
         if not self._started:
             return
         self._started = False
@@ -118,11 +135,20 @@ class SandboxPool:
         preload: str = "",
         wait_s: float | None = None,
     ) -> Box:
-        """A box with `images` as variables and files, `files` in the working directory, after `preload` ran in it.
+        """Open a box with `images` and `files`, run `preload` in it and return it.
 
-        An image's name is an identifier (`image_0`: the variable and the file image_0.png) or a file's name (`photo.jpg`: the file, and the
-        variable `photo`). Waits for a free place for ever, or `wait_s` seconds: then PoolFull. Raises ValueError for a name, an image or a
-        preload that is no good, SandboxError when the host fails.
+        Args:
+            images: Images by name. A name is an identifier (`image_0`: the variable and the file
+                image_0.png) or a file name (`photo.jpg`: the file, and the variable `photo`).
+            files: Contents of files by path in the working directory.
+            preload: Source to run first; run again whenever the interpreter is replaced.
+            wait_s: Seconds to wait for a free slot; None waits without limit.
+
+        Raises:
+            PoolFull: No slot became free within `wait_s`.
+            ValueError: A name, an image or the preload is invalid.
+            SandboxError: The host failed.
+            BoxClosed: The pool was closed.
         """
         assert self._started, "open on a pool that is not running"
         inputs = collect_inputs(images=images or {}, files=files or {}, limits=self.limits)
@@ -159,12 +185,12 @@ class SandboxPool:
         except TimeoutError as full:
             raise PoolFull(f"all {self.size} boxes of the pool were in use for {wait_s:g} s") from full
         if slot == CLOSED_SLOT:
-            self._free_slots.put_nowait(CLOSED_SLOT)  # for the next in line
+            self._free_slots.put_nowait(CLOSED_SLOT)  # wake the next waiter
             raise BoxClosed("the pool was closed")
         return slot
 
     async def _start_interpreter(self, box: Box) -> Interpreter:
-        """A fresh interpreter for the box, its inputs loaded and its preload run."""
+        """Return a fresh interpreter for the box, with its inputs loaded and its preload run."""
         if self._fatal_error:
             raise SandboxError(self._fatal_error)
         _, slot, inputs, preload = self._boxes[box.id]
@@ -206,7 +232,7 @@ class SandboxPool:
         if task is not None:
             try:
                 life = await asyncio.shield(task)
-            except BaseException:  # cancelled: it is the place's again
+            except BaseException:  # cancelled: the slot keeps its spare
                 self._spare_interpreters[slot] = task
                 raise
             if life is not None and not life.exit_future.done():
@@ -220,7 +246,11 @@ class SandboxPool:
         return await self._spawn_interpreter(slot)
 
     async def _spawn_interpreter(self, slot: int) -> Interpreter:
-        """A process in its place's control group, waiting for inputs. Raises SandboxError."""
+        """Return a process in its slot's control group that waits for inputs.
+
+        Raises:
+            SandboxError: The zygote or the control group failed.
+        """
         life = await self._zygote.spawn_interpreter(slot)
         try:
             if self._control_groups:
@@ -231,12 +261,12 @@ class SandboxPool:
         return life
 
     def _prefork(self, slot: int) -> None:
-        """Fork a process for a free place ahead of time: most of what an opening costs."""
+        """Fork a process for a free slot ahead of time; it is most of the cost of `open`."""
 
         async def spare() -> Interpreter | None:
             try:
                 return await self._spawn_interpreter(slot)
-            except SandboxError:  # whoever opens the next box will try again, and hear of it
+            except SandboxError:  # the next `open` retries and reports the error
                 return None
 
         self._spare_interpreters[slot] = asyncio.create_task(spare())
@@ -264,13 +294,20 @@ class SandboxPool:
         ]
 
     def _on_watchdog_failure(self, error: BaseException) -> None:
-        """The watchdog is gone: what runs ends, as the host's fault, and nothing begins."""
+        """End all boxes as host faults and refuse new ones.
+
+        Without the watchdog nothing enforces their limits.
+        """
         self._fatal_error = f"the watchdog ended: {error!r}"
         self._zygote.kill_zygote()
 
 
 def _raise_file_limit(size: int) -> None:
-    """Room for the files of `size` boxes, beside those open now. Raises SandboxError."""
+    """Raise the soft limit of open files to what `size` boxes need beyond the files open now.
+
+    Raises:
+        SandboxError: The hard limit is too low.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = psutil.Process().num_fds() + DESCRIPTORS_PER_BOX * size + EXTRA_DESCRIPTORS
     if needed > hard:
@@ -282,7 +319,10 @@ def _raise_file_limit(size: int) -> None:
 
 
 def _make_opening_error(fault: Fault, _: str | None, error: CallError, status: int | None) -> Exception:
-    """A box that died while it opened: by its preload or by an image, unless that was the host's doing."""
+    """Return the error for a box that died while it opened.
+
+    It is a ValueError (bad preload or image) unless the host is at fault.
+    """
     if fault is Fault.HOST or status is None:
         return SandboxError(f"while a box opened: {error.message}")
     return ValueError(f"the box died while it opened (exit {os.waitstatus_to_exitcode(status)}): the preload, or an image")

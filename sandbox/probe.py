@@ -1,4 +1,7 @@
-"""Tries every layer for real, each in a process of its own, and prints {layer: null or the reason} as JSON: `python -m sandbox.probe`."""
+"""Tests every isolation layer in a process of its own: `python -m sandbox.probe`.
+
+Prints {layer: null or the reason why it is missing} as JSON.
+"""
 
 import json
 import os
@@ -11,7 +14,7 @@ from sandbox.types import BoxLimits
 
 
 def try_in_child(trial: Callable[[], None]) -> str | None:
-    """None where `trial` runs through in a child, else what it raised."""
+    """Return None if `trial` succeeds in a child process, else its error."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -29,6 +32,7 @@ def try_in_child(trial: Callable[[], None]) -> str | None:
 
 
 def probe_layers() -> dict[str, str | None]:
+    """Try all layers and return each one's name mapped to None or to the reason of its failure."""
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     outer = Layers() if is_privileged() else Layers(user_ns=True)
 
@@ -73,6 +77,7 @@ def probe_layers() -> dict[str, str | None]:
 
 
 def try_drop_uid() -> None:
+    """Change to the user id of a box. Raises OSError without privilege."""
     uid = confine.box_uid(os.getpid(), 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -80,6 +85,8 @@ def try_drop_uid() -> None:
 
 
 def with_no_new_privs(enter_layer: Callable[[], None]) -> Callable[[], None]:
+    """Return a trial that sets no_new_privs and then calls `enter_layer`."""
+
     def try_it() -> None:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         enter_layer()
@@ -88,11 +95,12 @@ def with_no_new_privs(enter_layer: Callable[[], None]) -> Callable[[], None]:
 
 
 def is_privileged() -> bool:
-    """Whether namespaces can be made without a user namespace first."""
+    """Return True if namespaces can be created without a user namespace first."""
     return try_in_child(lambda: kernel.unshare(kernel.CLONE_NEWNS)) is None
 
 
 def try_cgroup() -> None:
+    """Create a control group and move a process into it. Raises OSError."""
     groups = cgroups.ControlGroups(size=1, limits=BoxLimits())
     try:
         child = os.fork()

@@ -1,4 +1,4 @@
-"""What the pool sees of a box's processes, and does to them, from outside: by /proc and signals."""
+"""Inspection and killing of a box's processes from outside, through /proc and signals."""
 
 import contextlib
 import os
@@ -12,16 +12,19 @@ KILL_ROUNDS = 50
 
 
 def is_dying(pid: int) -> bool:
-    """Whether it is on its way out, or gone; its files are closed on that way, before anybody is told of its end."""
+    """Return True if the process is exiting or gone.
+
+    An exiting process closes its files before its parent is notified.
+    """
     try:
         flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[6]
-    except OSError:  # it is gone
+    except OSError:  # already gone
         return True
     return bool(int(flags) & PF_EXITING)
 
 
 def list_threads(process: int) -> list[str]:
-    """Their directories below /proc; none of a process that is gone."""
+    """Return the directories of the threads in /proc, or none if the process is gone."""
     try:
         return [f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")]
     except OSError:
@@ -29,24 +32,29 @@ def list_threads(process: int) -> list[str]:
 
 
 def list_children(thread: str) -> list[int]:
-    """Raises OSError where it has ended. A list of the kernel's: a walk over /proc takes milliseconds, in which a process can have forked
-    and died."""
+    """Return the children of a thread, from the kernel's own list. Raises OSError if it has ended.
+
+    A walk over /proc takes milliseconds, in which a process could fork and exit unnoticed.
+    """
     return [int(pid) for pid in Path(thread, "children").read_text().split()]
 
 
 def list_process_tree(pid: int) -> list[int]:
-    """`pid` and all below it."""
+    """Return `pid` and all its descendants."""
     found = [pid]
     for process in found:
-        for thread in list_threads(process):  # any of them may have children
+        for thread in list_threads(process):  # each thread has children of its own
             with contextlib.suppress(OSError):
                 found += list_children(thread)
     return found
 
 
 def kill_process_tree(pid: int) -> None:
-    """Everything below `pid`, which adopts the orphans of its tree and is left for the zygote. For boxes without a pid namespace: what
-    forks faster than it is found, or outlives a root that ended by itself, is not caught."""
+    """Kill all descendants of `pid`, but not `pid` itself, which the zygote ends.
+
+    `pid` adopts the orphans of its tree. For boxes without a pid namespace. Processes that fork
+    faster than they are found, or outlive a root that has exited by itself, are not killed.
+    """
     with contextlib.suppress(psutil.NoSuchProcess):  # the root is gone
         root = psutil.Process(pid)
         root.suspend()

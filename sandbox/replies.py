@@ -1,4 +1,8 @@
-"""Reading what a box says. Its code may have written any of it: every field's type and size is checked, every PNG is taken apart."""
+"""Parsing of replies from a box.
+
+Code in the box may have written any part of them, so the type and size of every field are checked
+and every PNG is validated.
+"""
 
 import asyncio
 import os
@@ -12,13 +16,18 @@ MAX_NAME = 4096
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 8192
 LIGHT_BYTES = LIGHT_PIXELS = 1 << 18
-"""Byte strings and pixels announced in them that are looked at on the event loop: 2 ms at most. More is looked at in a thread."""
+"""Total bytes and announced pixels of images that are checked on the event loop, in 2 ms at most.
+
+Larger replies are checked in a thread.
+"""
 REPORTABLE_LIMITS = {"memory", "disk", "processes"}
-"""What the box's own process may say that its code ran into; the others are seen from outside."""
+"""Limits that the box itself may report; the others are detected from outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReply:
+    """Validated reply of a box to a call."""
+
     error: CallError | None
     limit: str | None
     pictures: tuple[ReturnedImage, ...]
@@ -29,14 +38,14 @@ class CallReply:
 
 
 async def parse_reply_off_loop(frame: Frame, *, number: int, limits: BoxLimits, budget: images.ImageBudget) -> CallReply:
-    """`parse`, off the event loop unless the frame is light: its work is bounded, and nobody else waits for it. Raises Malformed."""
+    """Parse a reply, in a thread unless it is small. Raises MalformedFrame."""
     if _is_light(frame):
         return parse_reply(frame, number=number, limits=limits, budget=budget)
     return await asyncio.to_thread(parse_reply, frame, number=number, limits=limits, budget=budget)
 
 
 def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: images.ImageBudget) -> CallReply:
-    """Raises Malformed."""
+    """Parse a reply of a box to call `number`. Raises MalformedFrame."""
     message, blobs = frame
     if len(blobs) > limits.images:
         raise MalformedFrame(f"{len(blobs)} images, {limits.images} allowed")
@@ -67,7 +76,7 @@ def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: images.
 
 
 def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: BoxLimits) -> dict[str, bytes]:
-    """The answer to a fetch. Raises Malformed."""
+    """Parse the reply to a request for files. Raises MalformedFrame."""
     message, blobs = frame
     names = [_text(name, most=MAX_NAME) for name in _list(message, "names", most=len(blobs))]
     if _integer(message, "id") != number or len(names) != len(blobs) or not asked.issuperset(names):
@@ -78,9 +87,12 @@ def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: B
 
 
 def read_stream(descriptor: int, *, what: str, limits: BoxLimits) -> tuple[str, DroppedOutput | None]:
-    """What was printed: whole, or its first and last characters, `limits.text` together."""
+    """Return the printed text, truncated to its first and last characters, `limits.text` in total.
+
+    The second value describes the omitted part; None if the text is complete.
+    """
     size = os.fstat(descriptor).st_size
-    most = 4 * limits.text  # bytes of that many characters
+    most = 4 * limits.text  # at most 4 bytes per character in UTF-8
     if size <= 2 * most:
         text = os.pread(descriptor, size, 0).decode("utf-8", "replace")
         if len(text) <= limits.text:
@@ -103,7 +115,7 @@ def _is_light(frame: Frame) -> bool:
     for png in blobs:
         try:
             width, height = images.read_png_size(png)
-        except ValueError:  # nothing of it will be inflated
+        except ValueError:  # it will not be inflated
             continue
         pixels += width * height
     return pixels <= LIGHT_PIXELS
@@ -116,7 +128,9 @@ def _picture(source: str, png: bytes, *, limits: BoxLimits, budget: images.Image
         reason = reason or budget.check_image(pixels=width * height, num_bytes=len(png))
         if reason or len(png) > limits.image_bytes:
             return DroppedOutput(what="image", reason=f"{source}: {reason or f'{len(png)} bytes as PNG, {limits.image_bytes} allowed'}")
-        budget.count_image(pixels=width * height, num_bytes=len(png))  # before it is inflated: a bad one costs as much as a good one
+        # Count it before inflating, so that an invalid image costs as much of the budget as a valid
+        # one.
+        budget.count_image(pixels=width * height, num_bytes=len(png))
         images.check_png(png)
     except ValueError as error:
         return DroppedOutput(what="image", reason=f"{source}: {error}")
@@ -142,7 +156,7 @@ def _dropped(value: object) -> DroppedOutput:
 
 
 def _text(value: object, *, most: int) -> str:
-    """A string that can be encoded: what is no Unicode becomes question marks."""
+    """Return a string that can be encoded; lone surrogates become question marks."""
     if not isinstance(value, str) or len(value) > most:
         raise MalformedFrame(f"a string of at most {most} characters was due")
     return value.encode("utf-8", "replace").decode()

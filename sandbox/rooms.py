@@ -1,4 +1,7 @@
-"""The boxes that a server's clients have open: found by id, closed when nobody calls, and when whoever called is gone."""
+"""Registry of the boxes that clients of a server have open.
+
+Boxes are found by id, and closed when idle or when their client disconnects during a call.
+"""
 
 import asyncio
 import contextlib
@@ -13,7 +16,7 @@ from sandbox.types import BoxClosed
 
 @dataclass
 class OpenBox:
-    """A box, the names of its calls and the timer that closes it when nobody calls."""
+    """Open box with the ids of its calls, the number of active requests and its idle timer."""
 
     box: Box
     call_names: set[str] = field(default_factory=set)
@@ -22,7 +25,7 @@ class OpenBox:
 
 
 class BoxRegistry:
-    """Ids cannot be guessed: whoever knows one may use the box."""
+    """Open boxes by id. Ids cannot be guessed, because knowing one permits using the box."""
 
     def __init__(self, *, idle_timeout_s: float, metrics: SandboxMetrics) -> None:
         self.idle_timeout_s = idle_timeout_s
@@ -31,20 +34,21 @@ class BoxRegistry:
         self.closing_tasks: set[asyncio.Task[None]] = set()
 
     def add_box(self, box: Box) -> str:
+        """Register a box and return its new id."""
         name = secrets.token_hex(16)
         self.open_boxes[name] = OpenBox(box)
         self._start_idle_timer(name)
         return name
 
     def find_box(self, name: str) -> OpenBox:
-        """Raises BoxClosed."""
+        """Return an open box. Raises BoxClosed."""
         if name not in self.open_boxes:
             raise BoxClosed(f"no box is open under the id {name[:64]!r}: never opened, closed, or idle for {self.idle_timeout_s:g} s")
         return self.open_boxes[name]
 
     @contextlib.contextmanager
     def hold_open(self, name: str) -> Iterator[OpenBox]:
-        """The room, with its timer stopped meanwhile."""
+        """Return an open box and stop its idle timer inside the `with` block."""
         room = self.find_box(name)
         if room.idle_timer is not None:
             room.idle_timer.cancel()
@@ -64,7 +68,7 @@ class BoxRegistry:
         self.close_box(name)
 
     def close_box(self, name: str) -> asyncio.Task[None] | None:
-        """Forget the id at once and close the box in a task of its own, which whoever asked need not outlive."""
+        """Forget the id at once and close the box in a task that outlives the caller."""
         room = self.open_boxes.pop(name, None)
         if room is None:
             return None
@@ -76,6 +80,7 @@ class BoxRegistry:
         return task
 
     async def close(self) -> None:
+        """Close all boxes and wait for the closing tasks."""
         for name in list(self.open_boxes):
             self.close_box(name)
         await asyncio.gather(*self.closing_tasks)

@@ -1,7 +1,8 @@
-"""The allow-list of system calls, as a classic BPF program for seccomp(2). x86-64 only.
+"""Allow-list of system calls as a classic BPF program for seccomp(2), x86-64 only.
 
-What is on no list fails with EPERM, which libraries know how to live with. Calls that no honest program makes kill the process, so that the
-result can say so. clone3 fails with ENOSYS: its flags lie behind a pointer, and glibc then falls back to clone, whose flags are checked.
+A call on no list fails with EPERM, which libraries can handle. Calls that no honest program makes
+kill the process, so that the result can report them. clone3 fails with ENOSYS, because its flags
+are behind a pointer; glibc then falls back to clone, and its flags are checked.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ EPERM, ENOMEM, ENOSYS = 1, 12, 38
 SECCOMP_SET_MODE_FILTER, SYS_SECCOMP = 1, 317
 LOAD_WORD, JUMP_EQUAL, JUMP_BITS, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
 NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
-"""Offsets in struct seccomp_data; an argument's low half comes first."""
+"""Offsets in struct seccomp_data; the low half of an argument comes first."""
 
 ALLOWED_CALLS = {
     # memory
@@ -39,7 +40,7 @@ ALLOWED_CALLS = {
     "linkat": 265, "symlinkat": 266, "readlinkat": 267, "fchmodat": 268, "faccessat": 269, "splice": 275, "sync_file_range": 277,
     "utimensat": 280, "fallocate": 285, "dup3": 292, "pipe2": 293, "preadv": 295, "pwritev": 296, "renameat2": 316,
     "copy_file_range": 326, "preadv2": 327, "pwritev2": 328, "statx": 332, "close_range": 436, "openat2": 437, "faccessat2": 439,
-    # waiting
+    # waiting and events
     "poll": 7, "select": 23, "pause": 34, "nanosleep": 35, "epoll_create": 213, "clock_nanosleep": 230, "epoll_wait": 232,
     "epoll_ctl": 233, "pselect6": 270, "ppoll": 271, "epoll_pwait": 281, "eventfd": 284, "eventfd2": 290, "epoll_create1": 291,
     "epoll_pwait2": 441, "timerfd_create": 283, "timerfd_settime": 286, "timerfd_gettime": 287, "signalfd": 282, "signalfd4": 289,
@@ -52,13 +53,13 @@ ALLOWED_CALLS = {
     "sched_getaffinity": 204, "set_tid_address": 218, "exit_group": 231, "waitid": 247, "set_robust_list": 273, "get_robust_list": 274,
     "getcpu": 309, "rseq": 334, "pidfd_open": 434, "futex_waitv": 449, "sched_getparam": 143, "sched_getscheduler": 145,
     "sched_get_priority_max": 146, "sched_get_priority_min": 147,
-    # who and when
+    # identity, time and timers
     "getpid": 39, "uname": 63, "gettimeofday": 96, "getrlimit": 97, "getrusage": 98, "times": 100, "getuid": 102,
     "getgid": 104, "geteuid": 107, "getegid": 108, "getppid": 110, "getgroups": 115, "getresuid": 118, "getresgid": 120, "capget": 125,
     "gettid": 186, "time": 201, "clock_gettime": 228, "clock_getres": 229, "getrandom": 318,
     "alarm": 37, "getitimer": 36, "setitimer": 38, "timer_create": 222, "timer_settime": 223, "timer_gettime": 224,
     "timer_getoverrun": 225, "timer_delete": 226,
-    # the far end of a socketpair; socket(2) is not here
+    # sockets, for use with socketpair only: socket(2) is not allowed
     "sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48, "getsockname": 51, "getpeername": 52,
     "recvmmsg": 299, "sendmmsg": 307,
 }  # fmt: skip
@@ -76,8 +77,12 @@ FCNTL, FLOCK, GETSOCKOPT = 72, 73, 55
 SETRLIMIT, PRLIMIT64, SIGQUEUE, PIDFD_SIGNAL = 160, 302, 129, 424
 RLIMIT_RTTIME = 15  # asm-generic/resource.h
 PROTECTED_RLIMITS = (resource.RLIMIT_CPU, RLIMIT_RTTIME, resource.RLIMIT_CORE)
-"""What nobody in a box may set. At the first two the kernel kills even process 1 of a pid namespace, which nothing inside can, so that it
-looks like the host's doing. At another third than confine.py's a dying box would start the host's handler of core dumps."""
+"""Resource limits that no process in a box may set.
+
+At the first two, the kernel kills even process 1 of a pid namespace. Nothing else inside the
+namespace can, so the death would be diagnosed as the host's fault. With another RLIMIT_CORE than
+that of confine.py, a dying box would start the host's core dump handler.
+"""
 UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 PR_NAMES = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME and glibc's PR_SET_VMA
 FIONCLEX, FIOCLEX = 0x5450, 0x5451
@@ -86,14 +91,17 @@ F_GETPIPE_SZ, F_GET_SEALS = 1032, 1034
 ALLOWED_FCNTLS = (
     fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS,
 )  # fmt: skip
-"""Of fcntl(2): no locks and leases, no watch of a directory (F_NOTIFY), no larger pipe."""
+"""Allowed commands of fcntl(2): no locks, leases, directory watches (F_NOTIFY) or larger pipes."""
 SO_DOMAIN, SO_PROTOCOL = 39, 38
 ALLOWED_SOCKET_OPTIONS = (socket.SO_TYPE, socket.SO_ERROR, socket.SO_SNDBUF, socket.SO_RCVBUF, socket.SO_ACCEPTCONN, SO_PROTOCOL, SO_DOMAIN)
-"""Of getsockopt(2): nothing of who is at the other end. setsockopt(2), with its filters and larger buffers, is on no list."""
-TYPE_MASK = 0xF  # of socketpair's second argument: without SOCK_CLOEXEC and SOCK_NONBLOCK
+"""Allowed options of getsockopt(2), without those that identify the peer.
+
+setsockopt(2), with its filters and larger buffers, is on no list.
+"""
+TYPE_MASK = 0xF  # removes SOCK_CLOEXEC and SOCK_NONBLOCK from socketpair's second argument
 
 Instruction = tuple[int, int, int, int]
-"""code, jump if true, jump if false, operand"""
+"""BPF instruction: code, jump offset if true, jump offset if false, operand."""
 
 
 def _return_value(value: int) -> Instruction:
@@ -105,7 +113,7 @@ def _load_argument(index: int) -> Instruction:
 
 
 def _allow_if_among(number: int, *, index: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Call `number` is allowed when its argument's low half is one of `values`."""
+    """Allow call `number` only if the low half of its argument `index` is among `values`."""
     tests = [(JUMP_EQUAL, len(values) - 1 - place, 1 if place == len(values) - 1 else 0, value) for place, value in enumerate(values)]
     body = [_load_argument(index), *tests, _return_value(ALLOW), _return_value(ERRNO | EPERM)]
     return [(JUMP_EQUAL, 0, len(body), number), *body]
@@ -117,7 +125,7 @@ def _clone_rule() -> list[Instruction]:
 
 
 def _socketpair_rule() -> list[Instruction]:
-    """Unix streams only: a datagram socket could be sent to an address."""
+    """Allow Unix streams only, because a datagram socket could be sent to an address."""
     body = [
         _load_argument(0),
         (JUMP_EQUAL, 0, 4, socket.AF_UNIX),
@@ -131,7 +139,7 @@ def _socketpair_rule() -> list[Instruction]:
 
 
 def _mmap_rule() -> list[Instruction]:
-    """No memory that is shared and has no file: it belongs to no process, and only a control group counts it."""
+    """Refuse shared anonymous memory: no process owns it, so only a control group counts it."""
     body = [
         _load_argument(3),
         (JUMP_BITS, 0, 2, mmap.MAP_ANONYMOUS),
@@ -143,7 +151,10 @@ def _mmap_rule() -> list[Instruction]:
 
 
 def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_null: int | None = None) -> list[Instruction]:
-    """Call `number` is refused when its argument's low half is one of `values`, unless the pointer at `unless_null` is null."""
+    """Refuse call `number` if the low half of its argument `index` is among `values`.
+
+    With `unless_null`, it is allowed if the pointer in that argument is null.
+    """
     tests = [(JUMP_EQUAL, len(values) - place, 0, int(value)) for place, value in enumerate(values)]
     body = [_load_argument(index), *tests, _return_value(ALLOW)]
     if unless_null is not None:
@@ -155,10 +166,11 @@ def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_n
 
 
 def _forged_signal_rules() -> list[Instruction]:
-    """What would let process 1 of a pid namespace end itself as only the host can.
+    """Prevent process 1 of a pid namespace from ending itself as only the host can.
 
-    A process may send itself a siginfo that says SI_KERNEL, and the kernel believes it (kernel/signal.c, do_rt_sigqueueinfo and
-    send_signal_locked): SIGKILL and SIGSTOP then come through. kill(2) and its kind stay, to which process 1 is immune.
+    A process may send itself a siginfo with SI_KERNEL, and the kernel believes it (kernel/signal.c,
+    do_rt_sigqueueinfo and send_signal_locked): SIGKILL and SIGSTOP are then delivered. kill(2) and
+    its variants stay allowed, because process 1 is immune to them.
     """
     code = _deny_if_among(SETRLIMIT, index=0, values=PROTECTED_RLIMITS) + _deny_if_among(
         PRLIMIT64, index=1, values=PROTECTED_RLIMITS, unless_null=2
@@ -171,9 +183,10 @@ def _forged_signal_rules() -> list[Instruction]:
 
 
 def _file_lock_rules() -> list[Instruction]:
-    """Files that all boxes and the host read carry their locks and watches: no box gets any. Nor is asked who made its channel.
+    """Refuse locks and watches, and queries for the peer of a socket.
 
-    flock fails as on a file system without locks (ENOSYS), which HDF5 and others know how to live with.
+    Files read by all boxes and the host would carry these locks and watches between them. flock
+    fails as on a file system without locks (ENOSYS), which HDF5 and others can handle.
     """
     return [
         (JUMP_EQUAL, 0, 1, FLOCK),
@@ -184,6 +197,7 @@ def _file_lock_rules() -> list[Instruction]:
 
 
 def build_filter(*, shared_memory: bool) -> list[Instruction]:
+    """Return the filter; without `shared_memory`, shared anonymous memory is refused."""
     code: list[Instruction] = [
         (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
         (JUMP_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
@@ -208,7 +222,11 @@ class _Program(ctypes.Structure):
 
 
 def install_filter(*, shared_memory: bool) -> None:
-    """Puts the filter on this thread and all it starts, for good. Needs no_new_privs. Raises OSError, also where this is no x86-64."""
+    """Install the filter on this thread and its descendants for good. Needs no_new_privs.
+
+    Raises:
+        OSError: The kernel refuses it, or this machine is not x86-64.
+    """
     if os.uname().machine != "x86_64":
         raise OSError(ENOSYS, f"the table of system calls is x86-64's, this machine is {os.uname().machine}")
     code = build_filter(shared_memory=shared_memory)

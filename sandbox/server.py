@@ -1,14 +1,18 @@
-"""The sandbox over HTTP. Boxes live in this process's pool; a client names its box by an id that cannot be guessed.
+"""HTTP server of the sandbox.
 
-    POST   /boxes                  open a box          429 when none comes free in time, 503 when the host makes none, with Retry-After
-    POST   /boxes/{id}/calls       run code in it      404 for an id that is not open (any more), 409 for a call's name that was used before
+Boxes run in the pool of this process; a client addresses its box by an id that cannot be guessed.
+
+    POST   /boxes                  open a box: 429 if none becomes free in time, 503 if the host
+                                   cannot make one, both with Retry-After
+    POST   /boxes/{id}/calls       run code in it: 404 if the box is not open (any more), 409 if the
+                                   id of the call was used before
     POST   /boxes/{id}/files       read its files
     DELETE /boxes/{id}             close it
     GET    /health /metrics        name, size, layers and limits; Prometheus text
     POST   /run_code               SandboxFusion's request (fusion.py)
 
-What the code did is never an HTTP error: it is in the result. A client that goes away in the middle of a call loses its box, and one that
-is silent for `idle_s` too: nothing is kept for those who do not come back.
+Failures of the code are never HTTP errors: they are part of the result. A box is closed when its
+client disconnects during a call, and after `idle_timeout_s` without a request.
 """
 
 import asyncio
@@ -45,13 +49,16 @@ from sandbox.rooms import BoxRegistry, OpenBox
 from sandbox.types import BoxClosed, PoolFull, SandboxError
 
 MAX_CALLS_PER_BOX = 100_000
-"""Their names are kept, that none runs twice."""
+"""Number of calls per box; their ids are stored so that none runs twice."""
 MAX_REQUESTS_PER_BOX = 8
 
 
 class SandboxService:
-    """What the routes do, over a running pool. `waiting` requests at most (one per box by default) wait for a free box, each at most
-    `wait_s`; more are refused at once."""
+    """Route handlers over a running pool.
+
+    At most `max_waiting` requests (default: one per box) wait for a free box, each at most `wait_s`
+    seconds; further ones are refused at once.
+    """
 
     def __init__(self, pool: SandboxPool, *, wait_s: float, idle_timeout_s: float, max_waiting: int | None, name: str) -> None:
         self.pool, self.wait_s, self.name = pool, wait_s, name
@@ -78,6 +85,7 @@ class SandboxService:
                 raise HTTPException(422, str(error)) from error
 
     async def open_box(self, request: Request) -> dict[str, str]:
+        """Open a box and return its id."""
         body = await read_body(request, OpenRequest)
         try:
             images = {name: decode_base64(text) for name, text in body.images.items()}
@@ -89,6 +97,10 @@ class SandboxService:
         return {"box": self.open_boxes.add_box(await run_while_connected(request, work))}
 
     async def run_call(self, request: Request, name: str) -> dict[str, Any]:
+        """Run a call in a box and return its encoded result.
+
+        A client that disconnects during the call loses the box.
+        """
         body, most_s = await read_body(request, CallRequest), self.pool.limits.call_timeout_s
         with self.hold_open(name) as room:
             if body.call in room.call_names:
@@ -109,24 +121,31 @@ class SandboxService:
 
     @contextlib.contextmanager
     def hold_open(self, name: str) -> Iterator[OpenBox]:
-        """The room, for one of few at a time: a box answers one by one, and whoever waits for it holds a connection."""
+        """Hold a box open for a request.
+
+        A box runs requests one at a time and each waiting request occupies a connection, so more
+        than MAX_REQUESTS_PER_BOX requests at once are refused.
+        """
         with self.open_boxes.hold_open(name) as room:
             if room.num_active > MAX_REQUESTS_PER_BOX:
                 raise make_retry_error(429, f"{MAX_REQUESTS_PER_BOX} requests wait for this box already")
             yield room
 
     async def fetch_files(self, request: Request, name: str) -> dict[str, str]:
+        """Return the requested files of a box, base64-encoded."""
         body = await read_body(request, FetchRequest)
         with self.hold_open(name) as room:
             return {file: encode_base64(content) for file, content in (await room.box.fetch_files(body.names)).items()}
 
     async def close_box(self, name: str) -> None:
+        """Close a box and wait until it is closed."""
         self.open_boxes.find_box(name)
         task = self.open_boxes.close_box(name)
         assert task is not None
         await asyncio.shield(task)
 
     async def run_code(self, request: Request) -> fusion.RunCodeResponse:
+        """Run a SandboxFusion request in a box of its own."""
         body, call_timeout_s = await read_body(request, fusion.RunCodeRequest), self.pool.limits.call_timeout_s
 
         async def work() -> fusion.RunCodeResponse:
@@ -140,11 +159,13 @@ class SandboxService:
         return await run_while_connected(request, work())
 
     async def health(self) -> dict[str, Any]:
+        """Return the name, size, layers and limits of the server."""
         pool = self.pool
         now = {"status": "ok", "name": self.name, "size": pool.size, "open": pool.num_open}
         return {**now, "layers": pool.layers.enabled_names(), "limits": asdict(pool.limits)}
 
     async def read_metrics(self) -> Response:
+        """Return the metrics in Prometheus' text format."""
         return Response(self.metrics.render_text(), media_type="text/plain; version=0.0.4")
 
 
@@ -153,7 +174,10 @@ def create_app(
     token: str = "",
     host: str = "",
 ) -> FastAPI:  # fmt: skip
-    """The application over a running pool; its end closes every box. `token`, and `host` as a further name of the server: gate.py."""
+    """Return the application over a running pool; its shutdown closes every box.
+
+    `token` is the required bearer token and `host` a further name of the server (gate.py).
+    """
     service = SandboxService(pool, wait_s=wait_s, idle_timeout_s=idle_timeout_s, max_waiting=max_waiting, name=name)
 
     @contextlib.asynccontextmanager
@@ -161,7 +185,8 @@ def create_app(
         yield
         await service.open_boxes.close()
 
-    # A redirection for a slash too many is made of the request's Host header, whatever that holds.
+    # FastAPI would build the redirect for a superfluous slash from the request's Host header, which
+    # is untrusted.
     app = FastAPI(title="sandbox", lifespan=lifespan, redirect_slashes=False, **NO_DOC_PAGES)
     app.add_middleware(RequestGuardMiddleware, **make_body_limits(pool.limits), token=token, hosts=[host])
     app.add_exception_handler(StarletteException, handle_http_error)
@@ -192,8 +217,15 @@ async def run_server(
     token: str = "",
     registry: ConnectionRegistry | None = None,
 ) -> None:
-    """Until SIGINT or SIGTERM. Port 0 is any free one: the address is printed once it takes requests. Raises SandboxError, OSError,
-    and ValueError for an address beyond this machine without a token."""
+    """Serve until SIGINT or SIGTERM.
+
+    Port 0 picks a free port. The address is printed once the server accepts requests.
+
+    Raises:
+        SandboxError: The pool does not start, or too few open files are allowed.
+        OSError: The address cannot be bound.
+        ValueError: The address is reachable from other machines and there is no token.
+    """
     with open_listener(host, port, token=token, permits="run code") as listener:
         async with pool:
             registry = registry or ConnectionRegistry()

@@ -1,7 +1,8 @@
-"""What all processes of a box hold together, read from /proc: the watchdog's count, where no control group keeps one.
+"""Resource usage of all processes of a box, read from /proc by the watchdog.
 
-Charged are memory without a file (in swap too), page tables, and what the kernel keeps for them: sockets and pipes with all that they can
-hold, and mappings. Not charged: pages of files and of a tmpfs, which a fork does not map and which are bounded elsewhere.
+Used if no control group counts it. Charged are anonymous memory (also in swap), page tables, and
+kernel memory: sockets and pipes with all that they can hold, and mappings. Not charged are pages of
+files and of a tmpfs, which a fork does not map and which are bounded elsewhere.
 """
 
 import contextlib
@@ -12,34 +13,52 @@ from pathlib import Path
 from sandbox.types import BoxLimits
 
 SOCKET_BYTES = 256 << 10
-"""Bytes that one end of a socket may have on its way: net.core.wmem_default, which only setsockopt(2) raises, and one buffer more."""
+"""Bytes that one end of a socket may have in flight.
+
+They are net.core.wmem_default, which only setsockopt(2) raises, and one more buffer.
+"""
 PIPE_BYTES = 64 << 10
-"""16 pages, which only fcntl(2) raises."""
+"""Capacity of a pipe: 16 pages, which only fcntl(2) raises."""
 MAPPING_BYTES = 1 << 10
-"""struct vm_area_struct (256 bytes in Linux 6.18), its node in the tree, and a link to each of a few forebears (64)."""
+"""Kernel memory per mapping.
+
+It is a struct vm_area_struct (256 bytes in Linux 6.18), its node in the tree, and links to a few
+ancestors (64 bytes each).
+"""
 HIDDEN_BYTES = 64 << 20
-"""For the descriptors, and for the mappings, of a process that does not show them: it runs a file that it may not read."""
+"""Bytes charged for the descriptors, and again for the mappings, of a process that hides them.
+
+Such a process runs a file that it may not read.
+"""
 GROWTH_STEPS = 8
-"""Mappings are counted when the kernel's own memory grew by one part of so many of a box's limit: to count them costs milliseconds."""
+"""Divisor of a box's memory limit that gives the step of kernel memory growth.
+
+Mappings are counted only after such growth, because counting takes milliseconds.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxUsage:
+    """Memory and tasks of a box."""
+
     memory_bytes: int
-    """Bytes; of memory without a file what goes beyond the zygote's."""
+    """Bytes charged; anonymous memory counts only beyond the zygote's."""
     num_tasks: int
-    """Processes and threads."""
+    """Number of processes and threads."""
 
 
 class KernelMemoryMonitor:
-    """The host's memory that the kernel keeps for itself: says when it grew."""
+    """Detects growth of the host's unreclaimable kernel memory."""
 
     def __init__(self, limits: BoxLimits) -> None:
         self.step_bytes = limits.memory // GROWTH_STEPS
         self.level_bytes = read_unreclaimable_bytes()
 
     def has_grown(self) -> bool:
-        """By more than a step since it was last told or lower."""
+        """Return True if the memory grew by more than a step.
+
+        The reference is the value at the last growth, or a lower value seen since.
+        """
         now = read_unreclaimable_bytes()
         grown = now > self.level_bytes + self.step_bytes
         self.level_bytes = now if grown else min(now, self.level_bytes)
@@ -47,11 +66,15 @@ class KernelMemoryMonitor:
 
 
 def read_unreclaimable_bytes() -> int:
+    """Return the host's unreclaimable kernel memory in bytes."""
     return _parse_numbers(Path("/proc/meminfo"))["SUnreclaim"]
 
 
 def find_exceeded_limit(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str | None:
-    """The limit that the tree below `pid` is over. None too where it is gone, or cannot be seen just now."""
+    """Return the limit exceeded by the process tree of `pid`, or None.
+
+    It is also None if the tree is gone or cannot be read at the moment.
+    """
     try:
         held = measure_usage(pid, shared_bytes=shared_bytes, count_mappings=count_mappings)
     except OSError:
@@ -60,9 +83,10 @@ def find_exceeded_limit(pid: int, *, limits: BoxLimits, shared_bytes: int, count
 
 
 def measure_usage(pid: int, *, shared_bytes: int = 0, count_mappings: bool = False) -> BoxUsage:
-    """Of the tree below `pid`. Raises OSError where its first process cannot be seen.
+    """Measure the process tree of `pid`. Raises OSError if its first process cannot be read.
 
-    The kernel's own lists of children are followed: a walk over /proc takes milliseconds, in which a process can have forked and died.
+    The kernel's own lists of children are used: a walk over /proc takes milliseconds, in which a
+    process could fork and exit unnoticed.
     """
     memory = tasks = 0
     buffers: dict[str, int] = {}
@@ -70,12 +94,13 @@ def measure_usage(pid: int, *, shared_bytes: int = 0, count_mappings: bool = Fal
     waiting = [str(pid)]
     while waiting:
         threads, largest = _list_threads(waiting.pop()), 0
-        for thread in threads:  # any of them may be the one that is left, have children, or descriptors of its own
-            with contextlib.suppress(OSError):  # it ended meanwhile
+        # Any thread may be the only one left, have children, or have descriptors of its own.
+        for thread in threads:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
                 waiting += _list_children(thread)
                 largest = largest or _memory_bytes(
                     thread, shared_bytes=shared_bytes, count_mappings=count_mappings
-                )  # which all of a process share
+                )  # shared by all threads of a process, so counted once
                 buffers |= _kernel_buffers(thread)
         memory += largest
         tasks += len(threads)
@@ -85,7 +110,7 @@ def measure_usage(pid: int, *, shared_bytes: int = 0, count_mappings: bool = Fal
 def _list_threads(process: str) -> list[str]:
     try:
         return [f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")]
-    except OSError:  # it is gone
+    except OSError:  # already gone
         return []
 
 
@@ -94,14 +119,14 @@ def _list_children(thread: str) -> list[str]:
 
 
 def _memory_bytes(thread: str, *, shared_bytes: int, count_mappings: bool) -> int:
-    """Bytes of the process; 0 by a thread that has ended."""
+    """Return the bytes of the process, read through one thread; 0 if that thread has ended."""
     status = _parse_numbers(Path(thread, "status"))
     own = max(0, status.get("RssAnon", 0) + status.get("VmSwap", 0) - shared_bytes) + status.get("VmPTE", 0)
     return own + _mapping_bytes(thread) if count_mappings else own
 
 
 def _parse_numbers(file: Path) -> dict[str, int]:
-    """Lines `name: number`, and `name: number kB` in bytes."""
+    """Parse lines `name: number` and `name: number kB`; the latter are converted to bytes."""
     found = {}
     for line in file.read_text().splitlines():
         name, _, value = line.partition(":")
@@ -112,11 +137,14 @@ def _parse_numbers(file: Path) -> dict[str, int]:
 
 
 def _kernel_buffers(thread: str) -> dict[str, int]:
-    """The kernel's name of each socket and pipe that is open -> bytes: what two processes share is one."""
+    """Return bytes by the kernel's name of each open socket and pipe.
+
+    The name makes sockets and pipes shared by several processes count once.
+    """
     found = {}
     try:
         for descriptor in os.listdir(f"{thread}/fd"):
-            with contextlib.suppress(FileNotFoundError):  # closed just now
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 name = os.readlink(f"{thread}/fd/{descriptor}")
                 if name.startswith(("socket:", "pipe:")):
                     found[name] = SOCKET_BYTES if name.startswith("socket:") else PIPE_BYTES
@@ -134,5 +162,8 @@ def _mapping_bytes(thread: str) -> int:
 
 
 def _hidden_bytes(thread: str) -> int:
-    """A process that has ended and was not waited for belongs to root, shows nothing and has nothing."""
+    """Return HIDDEN_BYTES, or 0 for a process that has exited but was not waited for.
+
+    The latter belongs to root, so its files are hidden too, but it holds nothing.
+    """
     return HIDDEN_BYTES if "VmPTE" in _parse_numbers(Path(thread, "status")) else 0

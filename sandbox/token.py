@@ -1,4 +1,7 @@
-"""The word that a server asks for and a client says. It lies in a file: command lines are in the list of processes, settings in logs."""
+"""Bearer tokens of servers, stored in files.
+
+Command lines are visible in the process list and settings end up in logs, so neither holds a token.
+"""
 
 import os
 import re
@@ -7,15 +10,22 @@ from ipaddress import ip_address
 from pathlib import Path
 
 USER_KEY_VARIABLES = ("OPENAI_API_KEY", "VLLM_API_KEY")
-"""Variables with keys of the user, which no server that is started for a run inherits. A vLLM server asks for the latter one."""
+"""Environment variables with the user's API keys; servers started for a run do not inherit them.
+
+A vLLM server would require the value of VLLM_API_KEY of its clients.
+"""
 MAX_TOKEN_BYTES = 1000
-"""Limit of a token file."""
+"""Number of bytes read from a token file at most."""
 
 
 def read_token(path: str | Path) -> str:
-    """Raises ValueError."""
+    """Return the token in a file.
+
+    Raises:
+        ValueError: The file is unreadable or does not hold one word of 16 to 256 characters.
+    """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO is not waited for
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # non-blocking: a FIFO must not stall
             text = (file.read(MAX_TOKEN_BYTES) or b"").decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
@@ -25,12 +35,12 @@ def read_token(path: str | Path) -> str:
 
 
 def bearer_header(token: str) -> dict[str, str]:
-    """Return the headers of a client that knows the token; none without one."""
+    """Return the Authorization header for a token, or no header for an empty token."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def write_token(file: Path) -> str:
-    """Make a new token, put it into the file, which only its owner may read, and return it."""
+    """Create a random token, write it to a file that only its owner can read, and return it."""
     token = secrets.token_urlsafe(32)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
@@ -40,5 +50,5 @@ def write_token(file: Path) -> str:
 
 
 def is_reachable_remotely(address: str) -> bool:
-    """Whether others than this machine reach what listens there: an address of numbers, as a socket tells its own."""
+    """Return True if a listener at this numeric IP address is reachable from other machines."""
     return not ip_address(address.partition("%")[0]).is_loopback

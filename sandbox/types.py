@@ -1,4 +1,4 @@
-"""Records of the sandbox: what a box may use, what a call gave back and whose fault it was that it gave nothing."""
+"""Records of the sandbox: limits of a box, result of a call, and the fault if it failed."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,7 +8,11 @@ from PIL import Image
 
 
 class Fault(Enum):
-    """Who is to blame for a call without a result. The policy answers for `code`: scored, trained on. `host` is ours: never scored."""
+    """Party at fault for a call that did not succeed.
+
+    `CODE`: the executed code is at fault; the result is scored and trained on. `HOST`:
+    infrastructure error, never scored.
+    """
 
     NONE = "none"
     CODE = "code"
@@ -16,7 +20,11 @@ class Fault(Enum):
 
 
 class Isolation(Enum):
-    """`auto` takes every layer that the host offers and refuses to run where they make no room; `none` runs without any, knowingly."""
+    """Isolation mode of a pool.
+
+    `AUTO` uses every layer that the host offers and refuses to start without the required ones.
+    `NONE` uses no layer at all.
+    """
 
     AUTO = "auto"
     NONE = "none"
@@ -24,69 +32,82 @@ class Isolation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxLimits:
-    """What one box may use. Sizes in bytes, times in seconds; `per call` is a turn, `in total` the box's whole life."""
+    """Resource limits of one box: sizes in bytes, times in seconds.
+
+    "Per call" means one `Box.run`; "in total" means the whole lifetime of the box.
+    """
 
     call_timeout_s: float = 10.0
-    """Wall time of a call; past it every process of the box is killed and its state is lost."""
+    """Wall time of a call; past it, every process of the box is killed and its state is lost."""
     open_timeout_s: float = 30.0
-    """Wall time of opening a box, its images and its preload included."""
+    """Wall time of opening a box, including loading its images and running its preload."""
     cpu_s: int = 300
     """Processor time of one process of the box, in total."""
     cpus: float = 1.0
-    """Cores that all processes of the box share (cgroup)."""
+    """CPU cores shared by all processes of the box (cgroup)."""
     memory: int = 1 << 30
-    """Of all processes of the box together, above what the libraries take that all boxes share."""
+    """Memory of all processes of the box together, beyond the library pages shared by all boxes."""
     processes: int = 32
-    """Processes and threads at the same time."""
+    """Number of simultaneous processes and threads."""
     open_files: int = 256
     disk: int = 64 << 20
-    """The box's private file system, which lies in memory: working directory, /tmp and /dev/shm."""
+    """Size of the box's private in-memory file system: working directory, /tmp and /dev/shm."""
     inodes: int = 4096
     file: int = 32 << 20
-    """The largest file, and the most that a call may print."""
+    """Size of the largest file, and of all that a call may print."""
     code: int = 1 << 20
-    """Source of a call."""
+    """Length of a call's source, in characters."""
     text: int = 20_000
-    """Characters kept of what a call printed on each of its two streams: the first half and the last."""
+    """Characters kept of each output stream of a call: the first half and the last half."""
     images: int = 5
-    """Images returned per call."""
+    """Number of images returned per call."""
     images_total: int = 100
     pixels: int = 12_000_000
-    """Of the images returned per call together..."""
+    """Pixels of all images returned per call together."""
     pixels_total: int = 120_000_000
     png_bytes: int = 12 << 20
-    """...and their size as PNG."""
+    """Size of all images returned per call together, as PNG."""
     png_bytes_total: int = 120 << 20
     image_pixels: int = 4_000_000
     image_bytes: int = 4 << 20
     image_aspect: float = 100.0
-    """Longer side over shorter side, at most."""
+    """Largest allowed ratio of an image's longer side to its shorter side."""
     image_side: int = 28
-    """Pixels of the shorter side, at least: one patch of Qwen2.5-VL after its merger."""
+    """Smallest allowed length of an image's shorter side, in pixels.
+
+    The default is one patch of Qwen2.5-VL after its merger.
+    """
     input_pixels: int = 64_000_000
-    """Pixels of an image given to `open`; more is refused as a bomb before it is decoded."""
+    """Pixels of an image given to `open`.
+
+    A larger image is refused as a decompression bomb before it is decoded.
+    """
     input_bytes: int = 64 << 20
-    """All images and files given to `open`. They lie beside `disk`, not inside it."""
+    """Size of all images and files given to `open` together; they do not count towards `disk`."""
     files: int = 100
-    """New or changed files listed per call."""
+    """Number of new or changed files listed per call."""
 
     @property
     def max_fetch_bytes(self) -> int:
-        """Bytes of the files of one `Box.fetch_files` together: what a box can hold."""
+        """Return the largest total size of one `Box.fetch_files`: all that a box can hold."""
         return self.disk + self.input_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedImage:
-    """An image that a call returned: a plain PNG whose header, chunks and length of pixel data were checked outside of the box."""
+    """Image returned by a call, as a plain PNG.
+
+    Its header, chunks and length of pixel data were validated outside the box.
+    """
 
     png: bytes = field(repr=False)
     width: int
     height: int
     source: str
-    """`figure` (shown or left open), `show` (Image.show) or the file's name."""
+    """Origin: `figure` (shown or left open), `show` (Image.show) or the name of the file."""
 
     def to_pil(self) -> Image.Image:
+        """Return the decoded image."""
         picture = Image.open(BytesIO(self.png), formats=("PNG",))
         picture.load()
         return picture
@@ -94,21 +115,28 @@ class ReturnedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallError:
-    """Why a call did not end well. `type` is the exception's class; of a killed box LimitExceeded, InterpreterDied or InterpreterBroken."""
+    """Reason why a call failed.
+
+    `type` is the class of the exception; for a killed box it is LimitExceeded, InterpreterDied or
+    InterpreterBroken.
+    """
 
     type: str
     message: str
     line: int | None = None
-    """Line of the call's own source, from 1; None where it is unknown or in a library called from nowhere."""
+    """Line of the call's own source, from 1; None if no line of it is known to be involved."""
     traceback: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedOutput:
-    """Something the call made that is not in its result. `str()` is the sentence for the model."""
+    """Output of a call that is not in its result.
+
+    `str()` returns the sentence for the model.
+    """
 
     what: str
-    """`text`, `stderr`, `image` or `files`"""
+    """Kind of output: `text`, `stderr`, `image` or `files`."""
     reason: str
 
     def __str__(self) -> str:
@@ -117,39 +145,49 @@ class DroppedOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallUsage:
-    """`wall_s` is measured outside of the box. The others come from inside it and are as honest as its code."""
+    """Resources used by a call.
+
+    `wall_s` is measured outside the box. The other values are measured inside it, so code in the
+    box can falsify them.
+    """
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Of the call, children that were waited for included."""
+    """Processor seconds of the call, including child processes that were waited for."""
     memory: int = 0
-    """Largest resident size so far of the box's own process, bytes, shared libraries included."""
+    """Peak resident size so far of the box's own process, in bytes, including shared libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """What one call gave back."""
+    """Result of one call."""
 
     id: int
-    """Counts the calls of a box from 1."""
+    """Number of the call in its box, from 1."""
     fault: Fault = Fault.NONE
     text: str = ""
-    """Standard output, what was printed before a kill included."""
+    """Standard output, including output printed before a kill."""
     stderr: str = ""
     images: tuple[ReturnedImage, ...] = ()
     error: CallError | None = None
     limit: str | None = None
-    """The limit that stopped the code: `time`, `memory`, `cpu`, `processes`, `system call`, `code`; None for an exception of its own."""
+    """Limit that stopped the code, or None for an exception raised by the code itself.
+
+    One of `time`, `memory`, `cpu`, `processes`, `system call`, `code`.
+    """
     files: dict[str, int] = field(default_factory=dict)
-    """Files of the working directory that the call made or changed, name -> bytes. `Box.fetch_files` reads them."""
+    """Files of the working directory that the call created or changed: name -> bytes."""
     dropped: tuple[DroppedOutput, ...] = ()
     usage: CallUsage = field(default_factory=CallUsage)
     state_lost: bool = False
-    """The interpreter of the calls before was killed: this call began with the inputs and the preload only."""
+    """True if the interpreter of the previous calls was killed.
+
+    This call then started with the inputs and the preload only.
+    """
 
 
 def check_source_length(number: int, code: str, *, limits: BoxLimits) -> CallResult | None:
-    """The result of a call whose source is longer than it may be; None where it is not."""
+    """Return a failed result for source longer than `limits.code`, or None if it is allowed."""
     if len(code) <= limits.code:
         return None
     reason = f"the source has {len(code)} characters, {limits.code} are allowed"
@@ -157,16 +195,16 @@ def check_source_length(number: int, code: str, *, limits: BoxLimits) -> CallRes
 
 
 class SandboxError(RuntimeError):
-    """The host could not make or keep a box: never the code's doing."""
+    """The host could not create or keep a box; never the fault of the executed code."""
 
 
 class SandboxAccessDenied(SandboxError):
-    """A server is well and does not accept this client's token: asking again is of no use."""
+    """The server is healthy but does not accept this client's token; a retry cannot succeed."""
 
 
 class PoolFull(RuntimeError):
-    """No box came free in the time that the caller was ready to wait."""
+    """No box became free within the time that the caller allowed."""
 
 
 class BoxClosed(RuntimeError):
-    """The box was closed, or its pool was."""
+    """The box or its pool is closed."""

@@ -1,4 +1,7 @@
-"""Whose doing it was that a box is dead, and what did it. It is the code's only where the code can be shown to have done it."""
+"""Diagnosis of a box that died or timed out: the party at fault, and the limit exceeded.
+
+The code is at fault only if it can be shown to have caused the death.
+"""
 
 import os
 import signal
@@ -13,14 +16,14 @@ LIMIT_MESSAGES = {
     "processes": "the code had more than {limits.processes} processes and threads",
     "system call": "the code made a system call that no program here may make",
 }
-"""limit -> why the box was killed; what follows is the same for all."""
+"""Limit -> message for a box killed at it; CONSEQUENCE is appended."""
 CONSEQUENCE = "its processes were killed; variables, imports and files of earlier calls are lost"
 STARVED_MESSAGE = "the box was stopped from outside, or had no core to run on"
 FaultDiagnosis = tuple[Fault, str | None, CallError]
 
 
 def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
-    """Of a call that did not end in time; `was_starved` as the clock says."""
+    """Return the fault of a call that timed out; `was_starved` is that of its timer."""
     if was_starved:
         return _host_fault(f"{STARVED_MESSAGE}: the call did not end")
     return _limit_exceeded("time", f"the call ran longer than {seconds:g} s")
@@ -29,7 +32,16 @@ def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
 def diagnose_death(
     interpreter: Interpreter, exit_: ExitStatus, *, layers: Layers, limits: BoxLimits, out_of_memory: bool, channel_error: str
 ) -> FaultDiagnosis:
-    """`out_of_memory`: the box's control group counted a kill since the code began. `channel_error`: what the pool has against the box."""
+    """Return the fault of an interpreter that died or was ended.
+
+    Args:
+        interpreter: The interpreter.
+        exit_: Its exit.
+        layers: Layers in force.
+        limits: Limits of the box.
+        out_of_memory: True if the box's control group counted an OOM kill since the code started.
+        channel_error: "gone" if the channel ended, else the pool's complaint about the reply.
+    """
     limit = interpreter.exceeded_limit or _find_exceeded_limit(exit_, limits=limits, out_of_memory=out_of_memory)
     if limit is not None:
         return _limit_exceeded(limit, LIMIT_MESSAGES[limit].format(limits=limits))
@@ -42,7 +54,9 @@ def diagnose_death(
     how = signal.Signals(-ended).name if ended < 0 else f"exit status {ended}"
     if ended == -signal.SIGKILL and exit_.lowered_cpu_limit:
         how += " at a limit of processor time of its own"
-    elif ended == -signal.SIGKILL and layers.pid_ns:  # of a pid namespace's first process, and seccomp refuses what could bring it about
+    elif ended == -signal.SIGKILL and layers.pid_ns:
+        # The first process of a pid namespace is immune to its descendants, and seccomp refuses the
+        # ways around that.
         return _host_fault("somebody on the host killed the box: out of memory?")
     return _code_fault("InterpreterDied", f"the code ended its own interpreter ({how})")
 

@@ -1,4 +1,4 @@
-"""Takes down what outgrows its memory or its number of processes, on hosts where no control group does."""
+"""Kills boxes that exceed their memory or number of processes, on hosts without control groups."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,11 @@ POLL_S = 0.1
 
 
 class ResourceWatchdog:
-    """Over `lives`, those that are now. `lost` hears why it ended, if it did: nobody bounds the boxes from then on."""
+    """Background task that checks the running interpreters every POLL_S seconds.
+
+    `list_interpreters` returns them. `on_failure` is called if the task fails, because no limit is
+    enforced from then on.
+    """
 
     def __init__(
         self,
@@ -28,6 +32,7 @@ class ResourceWatchdog:
         self._task.add_done_callback(self._on_done)
 
     async def stop(self) -> None:
+        """Stop the task and wait for kills in progress."""
         self._task.cancel()
         await asyncio.gather(self._task, *self._kill_tasks, return_exceptions=True)
 
@@ -39,7 +44,7 @@ class ResourceWatchdog:
         slab = None
         while True:
             await asyncio.sleep(POLL_S)
-            with contextlib.suppress(OSError):  # no descriptor left to look with, say: the next round may see again
+            with contextlib.suppress(OSError):  # for example out of descriptors; the next round may succeed
                 slab = slab or tally.KernelMemoryMonitor(self._limits)
                 self._check_interpreters(count_mappings=slab.has_grown())
 
@@ -49,7 +54,7 @@ class ResourceWatchdog:
                 life.exceeded_limit = tally.find_exceeded_limit(
                     life.pid, limits=self._limits, shared_bytes=self._zygote.shared_anonymous_bytes, count_mappings=count_mappings
                 )
-                if life.exceeded_limit is not None:  # an end may take its time: the others are looked at meanwhile
+                if life.exceeded_limit is not None:  # ending one may take a while; the others must still be checked
                     task = asyncio.create_task(self._zygote.end_interpreter(life))
                     self._kill_tasks.add(task)
                     task.add_done_callback(self._kill_tasks.discard)

@@ -1,7 +1,9 @@
-"""The process that a box is: reads its inputs, locks itself in, then executes calls until its channel closes.
+"""Process of a box: reads its inputs, confines itself and executes calls.
 
-It shares its interpreter with the code it runs, so nothing that it says is believed outside (replies.py):
-it can only speak ill of its own box.
+It ends when its channel closes.
+
+It shares its interpreter with the code it runs, so the pool trusts nothing in its replies
+(replies.py): false ones can only harm its own box.
 """
 
 import builtins
@@ -33,11 +35,14 @@ LIMIT_OF_ERRNO = {errno.EFBIG: "disk", errno.ENOSPC: "disk", errno.EDQUOT: "disk
 
 
 class BadInput(ValueError):
-    """An image or a preload that is no good."""
+    """An image or a preload is invalid."""
 
 
 def run_box(channel: socket.socket, *, confinement: confine.Confinement, proc: int, output_fds: tuple[int, int]) -> None:
-    """Everything after the fork, until the pool closes the channel. Up to its inputs it is the same for all, and may wait for them."""
+    """Run a box after the fork, until the pool closes the channel.
+
+    Everything before the inputs is the same for all boxes, so a spare process can wait for them.
+    """
     for number, handler in ((signal.SIGCHLD, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         signal.signal(number, handler)
     signal.set_wakeup_fd(-1)
@@ -49,7 +54,7 @@ def run_box(channel: socket.socket, *, confinement: confine.Confinement, proc: i
         work = confine.prepare_directory(confinement, dict(zip(names, blobs, strict=True)))
         set_environment(confinement.directory)
         confine.drop_privileges(confinement)
-    except EOFError:  # never opened
+    except EOFError:  # the box was never opened
         return
     except OSError as error:
         channel.sendall(frames.pack_frame({"host": f"{type(error).__name__}: {error}"}))
@@ -65,13 +70,13 @@ def run_box(channel: socket.socket, *, confinement: confine.Confinement, proc: i
 
 
 def set_environment(directory: str) -> None:
-    """The zygote's own, which has nothing of the pool's, with the box's folders."""
+    """Remove the pool's paths from the environment and set the box's own folders."""
     del os.environ["PYTHONPATH"], os.environ["MPLCONFIGDIR"]
     os.environ.update(HOME=f"{directory}/tmp", TMPDIR=f"{directory}/tmp", USER="box")
 
 
 class BoxSession:
-    """The namespace that lives over the calls of a box."""
+    """Namespace and streams of a box, kept across its calls."""
 
     def __init__(self, channel: socket.socket, *, confinement: confine.Confinement, work_dir: str, output_fds: tuple[int, int]) -> None:
         self.channel = channel
@@ -79,7 +84,7 @@ class BoxSession:
         self.output_fds = output_fds
         self.work_dir = work_dir
         self.pid = os.getpid()
-        self.data_limits = resource.getrlimit(resource.RLIMIT_DATA)  # (the code's, the worker's)
+        self.data_limits = resource.getrlimit(resource.RLIMIT_DATA)  # (soft limit for the code, hard limit for the worker)
         module = types.ModuleType("__main__")
         module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = module
@@ -87,10 +92,13 @@ class BoxSession:
         sys.path[0:0] = [""]
         self.namespace = module.__dict__
         random.seed()
-        np.random.seed()  # the state that user code shares; a fork would give every box the same numbers
+        # Reseed the global state that user code shares, because a fork would give every box the
+        # same numbers.
+        np.random.seed()
         self.capture = ImageCapture(confinement.limits, work_dir=work_dir)
 
     def load_inputs(self, inputs: list[dict[str, object]], *, preload: str) -> None:
+        """Bind images to variables and run the preload. Raises BadInput."""
         for item in inputs:
             if item["image"]:
                 picture = self._decode_image(str(item["name"]))
@@ -104,6 +112,7 @@ class BoxSession:
                 raise BadInput(f"preload: line {error['line']}: {error['type']}: {error['message']}")
 
     def serve_calls(self) -> None:
+        """Execute requests until the channel closes."""
         while True:
             try:
                 message, _ = frames.receive_frame(self.channel)
@@ -119,9 +128,9 @@ class BoxSession:
         self.capture.start_call()
         stdout, stderr = self._open_streams()
         error, limit = self._execute(code, name=f"<call {number}>")
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the code left set would go off here
+        signal.setitimer(signal.ITIMER_REAL, 0)  # cancel an alarm that the code left set
         self._close_streams(stdout, stderr)
-        if os.getpid() != self.pid:  # the code forked and its child came home: it has no business here
+        if os.getpid() != self.pid:  # a child forked by the code returned here; it must not reply
             os._exit(0)
         files = self._finish_capture()
         reply = {
@@ -141,19 +150,19 @@ class BoxSession:
         printed = os.pread(self.output_fds[0], MAX_SCANNED_OUTPUT, max(0, size - MAX_SCANNED_OUTPUT)).decode("utf-8", "replace")
         try:
             return self.capture.finish_call(printed)
-        except BaseException as error:  # drawing a figure runs what the code put into it
+        except BaseException as error:  # drawing a figure runs code that the call attached to it
             self.capture.dropped.append(("image", f"figure: {type(error).__name__}: {_safe_str(error)}"))
             return {}
 
     def _execute(self, code: str, *, name: str) -> tuple[dict[str, object] | None, str | None]:
-        """Error and limit of executing `code`, which may raise anything at all."""
+        """Execute `code`, which may raise anything, and return its error and limit."""
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         own, worker = self.data_limits
         resource.setrlimit(resource.RLIMIT_DATA, (own, worker))
         try:
             exec(compile(code, name, "exec"), self.namespace)
         except BaseException as error:
-            resource.setrlimit(resource.RLIMIT_DATA, (worker, worker))  # else a MemoryError leaves no memory to tell of it
+            resource.setrlimit(resource.RLIMIT_DATA, (worker, worker))  # without this, a MemoryError could not be reported
             if isinstance(error, SystemExit) and error.code in (None, 0):
                 return None, None
             return _describe_error(error, name=name)
@@ -161,7 +170,7 @@ class BoxSession:
         return None, None
 
     def _open_streams(self) -> tuple[TextIO, TextIO]:
-        """Descriptors 1 and 2, and what Python calls by their names, as they should be, whatever the last call did to them."""
+        """Restore descriptors 1 and 2 and Python's streams, whatever the last call did to them."""
         for number, stream in enumerate(self.output_fds, start=1):
             os.dup2(stream, number)
         sys.stdout, sys.stderr = (
@@ -226,7 +235,7 @@ def _safe_str(error: BaseException) -> str:
 
 
 def _format_traceback(error: BaseException) -> str:
-    """As Python prints it, without the frames of this file; the middle of a long one is left out."""
+    """Return the traceback as Python prints it, without this file's frames; cut if long."""
     try:
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, trace, limit=-20))
@@ -241,10 +250,11 @@ def _cpu_s() -> float:
 
 
 def preload_libraries() -> None:
-    """Loads the libraries and what they load at first use, before any fork. One thread: OpenBLAS and OpenCV are told so.
+    """Load the libraries, and what they load on first use, before any fork, in a single thread.
 
-    pyarrow, which pandas loads where it is installed, is kept out: its allocator starts a thread, which no fork would have, and with which
-    the kernel refuses unshare(CLONE_NEWUSER).
+    OpenBLAS (by its environment variable) and OpenCV are set to one thread. pyarrow, which pandas
+    imports if installed, is blocked: its allocator starts a thread, which a fork would not have,
+    and with which the kernel refuses unshare(CLONE_NEWUSER).
     """
     sys.modules["pyarrow"] = None
     import cv2
@@ -269,7 +279,7 @@ def preload_libraries() -> None:
 
 
 def close_other_fds(kept_fds: list[int]) -> None:
-    """Closes every descriptor from 3 up but `kept_fds`."""
+    """Close every descriptor from 3 up except `kept_fds`."""
     last = 3
     for descriptor in sorted(kept_fds):
         os.closerange(last, descriptor)

@@ -1,12 +1,16 @@
-"""The zygote: one thread, the libraries loaded, inside the outer layers; forks a box's process whenever the pool asks, and reaps it.
+"""Zygote: single-threaded process with loaded libraries that forks and reaps boxes for the pool.
 
-It is started as `python -m sandbox.zygote SETTINGS` with the pool's control socket (SOCK_SEQPACKET, JSON datagrams) on descriptor 0.
+It runs inside the outer layers. It is started as `python -m sandbox.zygote SETTINGS` with the
+pool's control socket (SOCK_SEQPACKET, JSON datagrams) on descriptor 0.
 
-    pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors: channel, stdout, stderr;   {"kill": id}
-    zygote -> pool   {"ready": bytes of own memory} or {"host": reason};   {"spawned": id, "pid": pid} or {"failed": id, "reason"};
+    pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors (channel,
+                     stdout, stderr);   {"kill": id}
+    zygote -> pool   {"ready": bytes of own memory} or {"host": reason};
+                     {"spawned": id, "pid": pid} or {"failed": id, "reason"};
                      {"exited": id, "status", "cpu_s", "limited"}
 
-When the control socket closes it kills every box, waits for them and exits; when the thread that started it ends, the kernel kills it.
+When the control socket closes, it kills every box, waits for them and exits. When the thread that
+started it ends, the kernel kills it.
 """
 
 import contextlib
@@ -32,13 +36,17 @@ THREAD_WAIT_S, THREAD_CHECKS = 2.0, 200
 
 @dataclass(slots=True)
 class BoxProcess:
+    """Process of a box as a child of the zygote."""
+
     id: int
     pid: int
     pidfd: int
-    """A pidfd."""
+    """File descriptor of the process (pidfd)."""
 
 
 class Zygote:
+    """Serves the pool's requests on the control socket."""
+
     def __init__(self, control: socket.socket, *, layers: Layers, limits: BoxLimits) -> None:
         self.control, self.layers, self.limits = control, layers, limits
         self.children: dict[int, BoxProcess] = {}
@@ -50,6 +58,7 @@ class Zygote:
         self.address_bytes, self.anonymous_bytes, self.data_bytes = memory[0], memory[1] - memory[2], memory[5]
 
     def serve(self) -> None:
+        """Serve requests until the pool closes the control socket."""
         self.selector.register(self.control, selectors.EVENT_READ)
         self.send({"ready": self.anonymous_bytes})
         while True:
@@ -61,7 +70,7 @@ class Zygote:
                     return
 
     def handle_request(self) -> bool:
-        """One request of the pool; False when it is gone."""
+        """Handle one request of the pool; return False if the pool is gone."""
         text, descriptors, _, _ = socket.recv_fds(self.control, MAX_CONTROL_BYTES, 3)
         if not text:
             return False
@@ -86,10 +95,12 @@ class Zygote:
         return True
 
     def fork_box(self, request: dict[str, object], descriptors: list[int]) -> int:
-        """Its first process is number 1 of its own pid namespace: when it dies, the kernel kills all others in there.
+        """Fork the first process of a box and return its pid.
 
-        unshare(CLONE_NEWPID) is for the next children, and cannot be done twice. The owner of the namespace that this process is in goes
-        back to it with setns(2); from inside a user namespace nobody can.
+        It is process 1 of its own pid namespace: when it dies, the kernel kills all others in it.
+        unshare(CLONE_NEWPID) applies to later children, and cannot be done twice. The zygote
+        returns to its own namespace by setns(2), which only the owner of that namespace may call:
+        inside a user namespace a helper process is needed.
         """
         if self.layers.pid_ns and self.layers.user_ns:
             return self.fork_box_via_helper(request, descriptors)
@@ -105,7 +116,10 @@ class Zygote:
         return pid
 
     def fork_box_via_helper(self, request: dict[str, object], descriptors: list[int]) -> int:
-        """The same by a process in between, which leaves its child to this subreaper; an opening costs twice as much."""
+        """Fork a box through a helper process, which leaves its child to this subreaper.
+
+        An opening takes twice as long this way.
+        """
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
@@ -128,7 +142,7 @@ class Zygote:
         return int(text)
 
     def run_as_box(self, request: dict[str, object], descriptors: list[int]) -> None:
-        """Never returns."""
+        """Run a box in this process; never returns."""
         status = 1
         try:
             os.setsid()
@@ -156,6 +170,7 @@ class Zygote:
             os._exit(status)
 
     def reap_child(self, child: BoxProcess) -> None:
+        """Reap an exited box and report it to the pool."""
         limited = self.has_lowered_cpu_limit(child.pid)
         _, status, usage = os.wait4(child.pid, 0)
         self.selector.unregister(child.pidfd)
@@ -164,7 +179,10 @@ class Zygote:
         self.send({"exited": child.id, "status": status, "cpu_s": usage.ru_utime + usage.ru_stime, "limited": limited})
 
     def has_lowered_cpu_limit(self, pid: int) -> bool:
-        """Whether the code lowered the processor time at which the kernel kills it. The dead have limits until they are waited for."""
+        """Return True if the code lowered the processor time at which the kernel kills it.
+
+        A dead process has its limits until it is waited for.
+        """
         if not self.layers.rlimits:
             return False
         try:
@@ -176,18 +194,23 @@ class Zygote:
         return hard != "unlimited" and int(hard) < self.limits.cpu_s + 1
 
     def kill_children(self) -> None:
+        """Kill all boxes and wait for them."""
         for child in self.children.values():
             signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
         for child in self.children.values():
             os.waitpid(child.pid, 0)
 
     def send(self, message: dict[str, object]) -> None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool is gone: the next look at the socket says so too
+        """Send a message to the pool."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool is gone; the next read of the socket notices
             self.control.send(json.dumps(message).encode())
 
 
 def list_other_threads() -> list[str]:
-    """Names of the threads beside this one, after those that are about to end (Matplotlib's timer) have had a while."""
+    """Return the names of threads other than this one.
+
+    Threads that are about to end (Matplotlib's timer) get THREAD_WAIT_S seconds to do so.
+    """
     own, tasks = str(os.getpid()), Path("/proc/self/task")
     for _ in range(THREAD_CHECKS):
         others = [task for task in tasks.iterdir() if task.name != own]
@@ -198,6 +221,7 @@ def list_other_threads() -> list[str]:
 
 
 def main(settings: str) -> None:
+    """Load the libraries, enter the layers and serve the pool."""
     chosen = json.loads(settings)
     layers = Layers(**chosen["layers"])
     limits = BoxLimits(**{item.name: chosen["limits"][item.name] for item in fields(BoxLimits)})
@@ -214,7 +238,9 @@ def main(settings: str) -> None:
     except OSError as error:
         zygote.send({"host": str(error)})
         return
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # where it is stopped it does not see its socket close; namespaces clear it
+    # A stopped process does not notice that its socket closed. Entering namespaces clears this
+    # setting, so it comes last.
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.collect()
     gc.freeze()
     zygote.serve()

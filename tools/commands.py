@@ -1,4 +1,4 @@
-"""What the commands have in common: how they end, errors in one line, number types, the progress bar, quiet libraries."""
+"""Shared parts of the commands: exit codes, error lines, dtypes, progress bar, quiet libraries."""
 
 import sys
 import warnings
@@ -16,7 +16,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def progress_bar() -> Progress:
-    """Of bytes, on standard error where that is a terminal, and gone when it is done."""
+    """Return a progress bar for bytes.
+
+    It is drawn on standard error if that is a terminal, and removed when it is done.
+    """
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
@@ -25,13 +28,17 @@ def progress_bar() -> Progress:
 
 
 def quiet_libraries() -> None:
-    """Megatron warns of what it lacks when it is imported, transformers draws bars; neither is news for who converts."""
+    """Silence Megatron's import warnings about missing packages and transformers' progress bars."""
     warnings.filterwarnings("ignore", module="megatron")
     transformers.utils.logging.disable_progress_bar()
 
 
 def run_command(command: Callable[[], str], *, out: Path) -> int:
-    """The exit code of a command that writes `out`. 0: what the work returned was said; 1: one line says why it was not done."""
+    """Run a command that writes `out` and return its exit code.
+
+    The code is 0 after printing the result, or 1 after a ValueError or OSError, reported in one
+    line.
+    """
     try:
         print(command())
     except (ValueError, OSError) as error:
@@ -41,7 +48,11 @@ def run_command(command: Callable[[], str], *, out: Path) -> int:
 
 
 def format_error(error: ValueError | OSError, *, out: Path | None = None) -> str:
-    """An error as the user reads it: ours name key, value and remedy; the system's get them here, for `out` or for what was read."""
+    """Return an error as one line for the user.
+
+    Our own errors name key, value and remedy already. For errors of the operating system they are
+    added here: `--out` if the path belongs to it, else the file that could not be read.
+    """
     if isinstance(error, ValueError):
         return str(error)
     if out is not None and (error.filename is None or _is_within(Path(error.filename).absolute(), out.absolute())):
@@ -50,7 +61,10 @@ def format_error(error: ValueError | OSError, *, out: Path | None = None) -> str
 
 
 def _is_within(path: Path, out: Path) -> bool:
-    """Whether it is `out`, above it, in it, or in the hidden folders beside it in which it is made."""
+    """Return True if `path` belongs to `out`.
+
+    It is `out`, a folder above or below it, or one of the hidden folders it is built in.
+    """
     return out.is_relative_to(path) or any(path.is_relative_to(out.with_name(name)) for name in (
         out.name, f".{out.name}.partial", f".{out.name}.replaced",
     ))  # fmt: skip

@@ -1,10 +1,14 @@
-"""The vision tower's patch embedding: transformers' convolution beside the one product that ours is (policy/vision.py), in bfloat16.
+"""Patch embedding of the vision tower in bfloat16: transformers' convolution against our product.
 
-    python benchmarks/gpu/conv.py                 # 1,024 to 160,000 patches, as of a few pictures to a full micro-batch
-    python benchmarks/gpu/conv.py --tiny          # tries the script itself, on a CPU too
+    # 1,024 to 160,000 patches, from a few images to a full micro-batch:
+    python benchmarks/gpu/conv.py
+    # Smoke test, on a CPU too:
+    python benchmarks/gpu/conv.py --tiny
 
-Forward and backward are timed apart, after one round that is not. Peak: what torch allocates above the patches and the weight; on a CPU
-"-". Off: how far output and gradient are from the product's, relative. What took over --patience seconds is not asked for more.
+Ours is one matrix product (policy/vision.py). Forward and backward are timed separately, after a
+warm-up. Peak: memory that torch allocates beyond the patches and the weight; "-" on a CPU. Off:
+relative difference of output and gradient from the product's. A variant that takes over --patience
+seconds is not run at larger sizes.
 """
 
 import argparse
@@ -17,11 +21,11 @@ from megatron_rl.policy.vision import LinearPatchEmbed
 
 CHANNELS, KERNEL = 3, (2, 14, 14)
 WIDTH = 1280
-"""The tower's, in every released size of Qwen2.5-VL."""
+"""Width of the vision tower in every released size of Qwen2.5-VL."""
 
 
 def embeddings(width: int) -> dict[str, nn.Conv3d]:
-    """Two modules of equal weights; the first is the one the other is compared with."""
+    """Return two modules with equal weights; the first is the reference."""
     given = {"kernel_size": KERNEL, "stride": KERNEL, "bias": False, "device": device(), "dtype": torch.bfloat16}
     product, conv = LinearPatchEmbed(CHANNELS, width, **given), nn.Conv3d(CHANNELS, width, **given)
     conv.load_state_dict(product.state_dict())
@@ -29,7 +33,7 @@ def embeddings(width: int) -> dict[str, nn.Conv3d]:
 
 
 def once(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float, list[torch.Tensor]]:
-    """Seconds forward and backward; output and gradient of the weight."""
+    """Return seconds forward and backward, and output and gradient of the weight."""
     forward, out = timed(lambda: embedding(patches))
     ones = torch.ones_like(out)
     backward, gradients = timed(lambda: torch.autograd.grad(out, embedding.weight, ones))
@@ -37,7 +41,7 @@ def once(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float, lis
 
 
 def measured(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float, str, list[torch.Tensor]]:
-    """The second of two rounds, and its peak in MB."""
+    """Return the results of the second of two rounds, and its peak memory in MB."""
     once(embedding, patches)
     if not patches.is_cuda:
         forward, backward, made = once(embedding, patches)
@@ -49,6 +53,7 @@ def measured(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float,
 
 
 def main() -> None:
+    """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patches", type=int, nargs="+", default=[1024, 10_000, 40_000, 160_000])
     parser.add_argument("--patience", type=float, default=10.0, help="seconds of one round")
@@ -65,7 +70,7 @@ def main() -> None:
                 continue
             try:
                 forward, backward, peak, made = measured(embedding, patches)
-            except RuntimeError as error:  # of cuDNN, or of memory: a finding
+            except RuntimeError as error:  # an error of cuDNN or out of memory is a result
                 print_row(num, name, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", *["-"] * 4)
                 continue
             truth = truth or [numbers.flatten(1) for numbers in made]

@@ -1,14 +1,19 @@
-"""Policy and engine in one process on one device, in turn, as a training step has them: memory by phase beside the plan, and seconds.
+"""Policy and engine alternating on one device, as in a training step: memory by phase, and seconds.
 
-    python benchmarks/gpu/cycle.py --model .gpu/nano --eager                     # first without compilation and CUDA graphs
-    python benchmarks/gpu/cycle.py --model .gpu/7B --lora-rank 64 --turns 3      # 7B shapes: a folder of make_shapes.py --words
-    python benchmarks/gpu/cycle.py --model runs/quickstart/nano --tiny           # tries the script itself: two turns on a CPU
+    # First without compilation and CUDA graphs:
+    python benchmarks/gpu/cycle.py --model .gpu/nano --eager
+    # 7B shapes, a folder of make_shapes.py --words:
+    python benchmarks/gpu/cycle.py --model .gpu/7B --lora-rank 64 --turns 3
+    # Smoke test, two turns on a CPU:
+    python benchmarks/gpu/cycle.py --model runs/quickstart/nano --tiny
 
-A turn: sync (the engine's weights wake, the trainer's arrive and are proven), the policy leaves, the cache wakes, requests with pictures in
-groups, the engine sleeps, the policy comes back, an update. Columns in GB (10^9 bytes). Used: of the device, by anybody, at the phase's
-end. Reserved: by torch, of it. Peak: used, with what torch had allocated at most during the phase in place of what it has reserved; that is
-what memory_plan/gpu_memory.py counts. Plan: its rollout, sync or update for --gpu; aim: within 10% of the peak. On a CPU what is measured
-is "-".
+A turn consists of: sync (the engine's weights wake up and are replaced by the trainer's and
+verified), offload of the policy, wake-up of the KV cache, requests with images in groups, sleep of
+the engine, reload of the policy, and an update. Columns are in GB (10^9 bytes). Used: memory of the
+device used by all processes at the end of the phase. Reserved: the part reserved by torch. Peak:
+used, with torch's peak allocation of the phase in place of its reservation;
+memory_plan/gpu_memory.py counts the same. Plan: its rollout, sync or update for --gpu; the target
+is within 10% of the peak. On a CPU, measured columns are "-".
 """
 
 import argparse
@@ -54,18 +59,19 @@ from megatron_rl.types import TokenSequence
 
 T = TypeVar("T")
 PLANNED = ("rollout", "sync", "update")
-"""Phases that memory_plan/gpu_memory.py has by these names."""
+"""Phases with the same names in memory_plan/gpu_memory.py."""
 TINY = {"turns": 2, "prompts": 2, "group": 2, "tokens": 8, "max_model_len": 128, "micro_batch_tokens": 256, "dtype": "float32"}
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What each phase took; a row is printed as it ends."""
+    """Measurements of each phase; a row is printed at its end."""
 
     planned: RankMemoryPlan | None
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def phase(self, turn: object, name: str, act: Callable[[], T]) -> T:
+        """Run one phase, print its row and return its result."""
         has_gpu = torch.cuda.is_available()
         if has_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -77,27 +83,33 @@ class Ledger:
 
 
 def measured() -> list[str]:
+    """Return the cells of used, reserved and peak memory."""
     return [in_gb(size) for size in (used(), torch.cuda.memory_reserved(), peak())]
 
 
 def used() -> int:
+    """Return the bytes of the device used by all processes."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def peak() -> int:
+    """Return used bytes with torch's peak allocation in place of its reservation."""
     return used() - torch.cuda.memory_reserved() + torch.cuda.max_memory_allocated()
 
 
 def in_gb(size: int | None) -> str:
+    """Return bytes as GB, or "-" for None."""
     return "-" if size is None else f"{size / GB:.2f}"
 
 
 def ratio(planned: int | None) -> str:
+    """Return the peak relative to the plan, or "-"."""
     return f"{peak() / planned:.3f}" if planned and torch.cuda.is_available() else "-"
 
 
 def settings_of(given: argparse.Namespace) -> Settings:
+    """Return the settings of the run."""
     pixels = given.image**2
     return Settings(
         model=ModelSettings(path=str(given.model), dtype=given.dtype, min_pixels=pixels, max_pixels=pixels + 400),
@@ -114,13 +126,13 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 
 def gpu_here() -> str:
-    """Its name in the plan, or '' where the plan does not know it."""
+    """Return the name of this GPU in the plan, or "" if the plan does not include it."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((gpu for gpu in GPU_SPECS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE)), "")
 
 
 def prompts(renderer: Renderer, *, num: int, side: int) -> list[TokenSequence]:
-    """A picture of colored noise and a question, each."""
+    """Return prompts, each with an image of colored noise and a question."""
     made = []
     for number in range(num):
         noise = np.random.default_rng(number).integers(0, 255, (side, side, 3), dtype=np.uint8)
@@ -132,14 +144,14 @@ def prompts(renderer: Renderer, *, num: int, side: int) -> list[TokenSequence]:
 async def replies(
     engine: ColocatedEngine, asked: list[TokenSequence], *, group: int, tokens: int, turn: int
 ) -> list[tuple[TokenSequence, Completion]]:
-    """`group` samples of each prompt, all at once."""
+    """Generate `group` samples of each prompt, all concurrently."""
     pairs = [(context, turn << 32 | number) for number, context in enumerate(context for context in asked for _ in range(group))]
     how = [engine.generate(context.token_ids, context.images, SamplingSettings(tokens, 1.0, seed)) for context, seed in pairs]
     return [(context, said) for (context, _), said in zip(pairs, await asyncio.gather(*how), strict=True)]
 
 
 def credited(said: list[tuple[TokenSequence, Completion]]) -> list[PackItem]:
-    """Advantages 1 and -1 in turn."""
+    """Return training data with alternating advantages of 1 and -1."""
     made = []
     for number, (prompt, reply) in enumerate(said):
         context = TokenSequence()
@@ -151,7 +163,11 @@ def credited(said: list[tuple[TokenSequence, Completion]]) -> list[PackItem]:
 
 
 def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, ColocatedEngine, Renderer]:
-    """In the order of entrypoints/train.py, with the memory of a run: the engine finds the device free."""
+    """Build policy, engine and renderer in the order of entrypoints/train.py.
+
+    The policy is offloaded before the engine is built, so that the engine finds the device free, as
+    in a run.
+    """
     world = read_world()
     trim_malloc()
     if world.device.type == "cuda":
@@ -168,6 +184,7 @@ def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, Co
 
 
 def cycle(settings: Settings, given: argparse.Namespace, ledger: Ledger) -> None:
+    """Run all turns and print the measurements."""
     policy, engine, renderer = build(settings, ledger, turns=given.turns)
     ledger.phase("-", "engine sleeps", engine.sleep)
     ledger.phase("-", "policy returns", policy.wake)
@@ -195,7 +212,11 @@ def cycle(settings: Settings, given: argparse.Namespace, ledger: Ledger) -> None
 
 
 def report(ledger: Ledger, *, sent: int, sampled: list[int], seen: dict[str, float]) -> None:
-    """Medians over the turns. A pause is what the engine loses to the trainer's turn beside the sync: its sleep and its waking."""
+    """Print medians over the turns.
+
+    The engine pause is the time that the engine loses to the trainer apart from the sync: its sleep
+    and wake-up.
+    """
 
     def median(name: str) -> float:
         return statistics.median(ledger.seconds[name])
@@ -213,6 +234,7 @@ def report(ledger: Ledger, *, sent: int, sampled: list[int], seen: dict[str, flo
 
 
 def main() -> None:
+    """Run the benchmark and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a Qwen2.5-VL folder with a tokenizer")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of both sides")

@@ -1,14 +1,20 @@
-"""The first hour on a new kind of GPU, in four parts of less than ten minutes each; README.md beside this file says what to carry.
+"""Tests for the first hour on a new kind of GPU, in four parts of less than ten minutes each.
 
-    python benchmarks/gpu/first_hour.py --part 1 --out $OUT          # the trainer: kernels, tests/gpu, MFU at half of 3B
-    python benchmarks/gpu/first_hour.py --part 2 --out $OUT          # MFU at 7B with adapters, prompts shared or not; a profile
-    python benchmarks/gpu/first_hour.py --part 3 --out $OUT          # engine and policy in turn: nano, then 7B
-    python benchmarks/gpu/first_hour.py --part 4 --out $OUT          # whole runs in bfloat16, with a resume
-    python benchmarks/gpu/first_hour.py --part 4 --out /tmp/hour --kit /tmp/kit --tiny      # tries the script itself, on a CPU too
+    # The trainer: kernels, tests/gpu, MFU at half of 3B:
+    python benchmarks/gpu/first_hour.py --part 1 --out $OUT
+    # MFU at 7B with adapters, with shared and separate prompts; a profile:
+    python benchmarks/gpu/first_hour.py --part 2 --out $OUT
+    # Engine and policy alternating: nano, then 7B:
+    python benchmarks/gpu/first_hour.py --part 3 --out $OUT
+    # Whole runs in bfloat16, with a resume:
+    python benchmarks/gpu/first_hour.py --part 4 --out $OUT
+    # Smoke test, on a CPU too:
+    python benchmarks/gpu/first_hour.py --part 4 --out /tmp/hour --kit /tmp/kit --tiny
 
-Every step is a command with a time limit of its own (--patience 8: eight times as long, for a busy CPU); one that fails or is late does not
-keep the others from running, and what it was making is thrown away. All that is said is in OUT/partN.txt. Exit code 1: a step did not end
-well.
+README.md in this folder lists the files to carry. Every step is a command with its own time limit
+(--patience 8: eight times as long, for a busy CPU). A step that fails or times out does not stop
+the others, and its partial output is deleted. All output is in OUT/partN.txt. The exit code is 1 if
+a step failed.
 """
 
 import argparse
@@ -45,18 +51,26 @@ assert len(found) == 2, "vLLM's kernels are not there"
 
 @dataclass(slots=True, frozen=True)
 class Step:
+    """One command of a part."""
+
     name: str
     limit_s: int
     words: tuple[str, ...]
-    """Behind `python`."""
+    """Arguments of `python`."""
     makes: Path | None = None
-    """What it is for: left out where that is there already."""
+    """Output of the step, which is skipped if it exists."""
     needs: Path | None = None
-    """Left out where this is not: on a machine with everything installed nothing is carried."""
+    """Input of the step, which is skipped if it is missing.
+
+    Nothing is carried to a machine that has everything installed.
+    """
 
 
 def models(kit: Path, *sizes: str) -> list[Step]:
-    """Folders of random weights; those of a released size speak as the nano model does."""
+    """Return steps that make folders of random weights.
+
+    Those of a released size have the tokenizer of the nano model.
+    """
     tools, words = "tools/data/", ("--words", str(kit / "nano"))
     known = {
         "nano": (20, (f"{tools}make_tiny_qwen2_5_vl.py", "--preset", "nano")),
@@ -68,6 +82,7 @@ def models(kit: Path, *sizes: str) -> list[Step]:
 
 
 def mfu(kit: Path, size: str, limit_s: int, *how: str, tiny: bool) -> Step:
+    """Return a step that measures MFU."""
     real = ("--dtype", "bfloat16", "--sequences", "16", "--updates", "3")
     model = kit / ("nano" if tiny else size)
     return Step(
@@ -76,6 +91,7 @@ def mfu(kit: Path, size: str, limit_s: int, *how: str, tiny: bool) -> Step:
 
 
 def first(kit: Path, *, tiny: bool) -> list[Step]:
+    """Return the steps of part 1."""
     site, wheels, small = kit / "site", kit / "whl", ("--tiny",) * tiny
     pip = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site))
     fa3 = [] if tiny else [Step("FA3", 30, (*RUN, f"{HERE}/varlen.py", "--implementation", "FA3"))]
@@ -91,6 +107,7 @@ def first(kit: Path, *, tiny: bool) -> list[Step]:
 
 
 def second(kit: Path, *, tiny: bool) -> list[Step]:
+    """Return the steps of part 2."""
     lora = ("--lora-rank", "4" if tiny else "64")
     group = (*lora, "--recompute", "none", "--group", "2" if tiny else "8")
     return [
@@ -105,6 +122,7 @@ def second(kit: Path, *, tiny: bool) -> list[Step]:
 
 
 def third(kit: Path, *, tiny: bool) -> list[Step]:
+    """Return the steps of part 3."""
     cycle, nano, small = (*RUN, f"{HERE}/cycle.py", "--model"), str(kit / "nano"), ("--tiny",) * tiny
     large = (*cycle, nano, *small) if tiny else (*cycle, str(kit / "7B"), "--lora-rank", "64", "--image", "560", "--max-model-len", "4096")
     return [
@@ -117,6 +135,7 @@ def third(kit: Path, *, tiny: bool) -> list[Step]:
 
 
 def fourth(kit: Path, *, tiny: bool) -> list[Step]:
+    """Return the steps of part 4."""
     sft, grpo, dtype = kit / "sft", kit / "grpo", "float32" if tiny else "bfloat16"
     train = (*RUN, "launch/train.py", f"model.dtype={dtype}", f"engine.dtype={dtype}", "parallel.offload_params=true")
     warm = (*train, "experiment=numberline_sft_cpu", f"model.path={kit / 'nano'}", f"run.dir={sft}")
@@ -131,16 +150,17 @@ def fourth(kit: Path, *, tiny: bool) -> list[Step]:
 
 
 def unzipped(kit: Path, archive: Path) -> Step:
+    """Return a step that unpacks an archive, if it was carried."""
     return Step(f"unzip {archive.name}", 30, ("-m", "zipfile", "-e", str(archive), str(kit / "site")), needs=archive)
 
 
 PARTS = {1: first, 2: second, 3: third, 4: fourth}
 BROUGHT = {4: ["grpo/metrics.jsonl"]}
-"""Files of the kit that are results."""
+"""Part -> files of the kit that are results."""
 
 
 def play(step: Step, log: TextIO, environment: dict[str, str]) -> tuple[float, str]:
-    """Seconds, and how it ended. Nothing of it is left running."""
+    """Run a step and return its seconds and its outcome; no process of it is left running."""
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *step.words], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -158,13 +178,17 @@ def play(step: Step, log: TextIO, environment: dict[str, str]) -> tuple[float, s
 
 
 def environment_of(kit: Path) -> dict[str, str]:
+    """Return the environment of a step."""
     paths = [str(path) for path in (kit / "site", ROOT) if path.exists()]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     return {"OMP_NUM_THREADS": "8", "VLLM_LOGGING_LEVEL": "INFO", **os.environ, **own}
 
 
 def gpus() -> str:
-    """Name, driver and memory, by a program that leaves no context on the device."""
+    """Return name, driver and memory of the GPUs.
+
+    nvidia-smi leaves no CUDA context on the device.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "no nvidia-smi here\n"
@@ -172,11 +196,12 @@ def gpus() -> str:
 
 
 def is_due(step: Step) -> bool:
+    """Return True if the step's input exists and its output does not."""
     return (step.needs is None or step.needs.exists()) and (step.makes is None or not step.makes.exists())
 
 
 def hour(part: int, steps: list[Step], *, kit: Path, out: Path, patience: float = 1.0) -> bool:
-    """Whether all steps ended well."""
+    """Run the steps of a part and return True if all of them succeeded."""
     kit.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     ended, path = [], out / f"part{part}.txt"
@@ -188,7 +213,8 @@ def hour(part: int, steps: list[Step], *, kit: Path, out: Path, patience: float 
             print(f"\n== {step.name}: {' '.join(step.words)[:300]}", file=log, flush=True)
             begins = log.tell()
             seconds, how = play(step, log, environment_of(kit))
-        if how != "well" and step.makes is not None:  # half of a model is none, and would be taken for one by the next part
+        # A partial model would be taken for a complete one by the next part.
+        if how != "well" and step.makes is not None:
             shutil.rmtree(step.makes, ignore_errors=True)
         ended.append((step.name, f"{seconds:.1f}", step.limit_s, how))
         said = path.read_bytes()[begins:].decode(errors="replace").splitlines()
@@ -203,7 +229,7 @@ def hour(part: int, steps: list[Step], *, kit: Path, out: Path, patience: float 
 
 
 def tables(said: list[str]) -> list[str]:
-    """What can be pasted, with a line between two tables; the last lines where there is none."""
+    """Return the Markdown tables in the output, separated by lines, or its last lines."""
     found: list[str] = []
     for line, after in pairwise([*said, ""]):
         if line.startswith("|"):
@@ -212,6 +238,7 @@ def tables(said: list[str]) -> list[str]:
 
 
 def main() -> None:
+    """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=list(PARTS), required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")

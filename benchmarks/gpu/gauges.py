@@ -1,4 +1,4 @@
-"""What the scripts of this folder have in common: a device, a clock that waits for it, and tables that can be pasted."""
+"""Shared parts of the scripts in this folder: device, timing and Markdown tables."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,23 +10,24 @@ T = TypeVar("T")
 
 
 def device() -> torch.device:
+    """Return the CUDA device, or the CPU without one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def machine() -> str:
-    """Device, torch and cuDNN, for the head of a table."""
+    """Return device, torch and cuDNN versions as one line."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version() or '-'}"
 
 
 def settle() -> None:
-    """Until the device has done what it was told."""
+    """Wait until the device has finished all work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def timed(act: Callable[[], T]) -> tuple[float, T]:
-    """Seconds from an idle device to an idle device, and the result."""
+    """Return the seconds of a call, from idle to idle device, and its result."""
     settle()
     started = time.perf_counter()
     result = act()
@@ -35,14 +36,16 @@ def timed(act: Callable[[], T]) -> tuple[float, T]:
 
 
 def print_head(*names: str) -> None:
+    """Print the head of a table."""
     print(f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
 
 
 def print_row(*cells: object) -> None:
+    """Print a row of a table."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def distance(ours: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> list[float]:
-    """|ours - truth| / |truth| of each, in float64 on the host."""
+    """Return |ours - truth| / |truth| of each pair, in float64 on the host."""
     pairs = ((mine.detach().double().cpu(), exact.detach().double().cpu()) for mine, exact in zip(ours, truth, strict=True))
     return [((mine - exact).norm() / exact.norm()).item() for mine, exact in pairs]

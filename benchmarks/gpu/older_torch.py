@@ -1,10 +1,11 @@
-"""Runs a script, or with -m a module, where torch is older than the one that is pinned.
+"""Runs a script, or with -m a module, with a torch older than the pinned one.
 
     python benchmarks/gpu/older_torch.py benchmarks/mfu.py --model .gpu/7B
     python benchmarks/gpu/older_torch.py -m pytest tests/gpu
 
-torch 2.11's variable-length attention has no argument enable_gqa (torch/nn/attention/varlen.py; 2.13 has it); the kernel behind it takes
-fewer key/value heads than query heads without being told. The argument is left out for it, and nothing is changed where it is known.
+The variable-length attention of torch 2.11 has no argument enable_gqa
+(torch/nn/attention/varlen.py; 2.13 has it), but its kernel accepts fewer key/value heads than query
+heads without it. The argument is dropped for it, and nothing is changed in a torch that has it.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from torch.nn.attention import varlen
 
 
 def understood(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The kernel, callable with enable_gqa."""
+    """Return the kernel, callable with enable_gqa."""
     if "enable_gqa" in inspect.signature(kernel).parameters:
         return kernel
 
@@ -30,6 +31,7 @@ def understood(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the script or module with the adapted kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", action="store_true", help="what follows is a module")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="a script or a module, and its arguments")

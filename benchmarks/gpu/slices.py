@@ -1,10 +1,11 @@
-"""Cuts vLLM 0.32.0's CUDA wheel into two zips of less than 64 MiB each: what a dense model in bfloat16 on sm90 needs, and no more.
+"""Cuts vLLM 0.32.0's CUDA wheel into two zips of less than 64 MiB each.
 
     python benchmarks/gpu/slices.py .gpu/src/vllm-0.32.0-*.whl .gpu
 
-README.md beside this file says how the wheel is fetched. Writes a/vllm_a.zip (the kernels) and b/vllm_b.zip (flash attention 3, the
-sleeping allocator, all Python) below the folder. Left out: flash attention 2, whose import is in a try, experts' kernels, deep_gemm, the
-Rust server, headers.
+The zips hold only what a dense model in bfloat16 on sm90 needs. README.md in this folder explains
+how to download the wheel. Writes a/vllm_a.zip (the kernels) and b/vllm_b.zip (flash attention 3,
+the sleep-mode allocator, all Python) below the folder. Left out are flash attention 2 (its import
+is in a try block), expert kernels, deep_gemm, the Rust server and headers.
 """
 
 import argparse
@@ -19,13 +20,14 @@ LIBRARIES = {
 
 
 def is_in_second(name: str) -> bool:
+    """Return True if a file of the wheel belongs to the second zip."""
     if name.endswith(".so"):
         return name in LIBRARIES
     return not (name.endswith("/") or name == "vllm/vllm-rs" or "/include/" in name or "/static/" in name)
 
 
 def cut(wheel: Path, folder: Path) -> list[Path]:
-    """The two zips. ValueError: the wheel lacks a library."""
+    """Write the two zips and return their paths. Raises ValueError if the wheel lacks a library."""
     with zipfile.ZipFile(wheel) as source:
         names = source.namelist()
         lacking = sorted({KERNELS, *LIBRARIES}.difference(names))
@@ -41,6 +43,7 @@ def cut(wheel: Path, folder: Path) -> list[Path]:
 
 
 def main() -> None:
+    """Cut the wheel and print the sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("folder", type=Path)

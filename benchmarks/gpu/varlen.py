@@ -1,13 +1,17 @@
-"""The attention that a policy computes with on this device (policy/attention.py): errors against float64, then its speed.
+"""Errors against float64 and speed of the policy's attention (policy/attention.py) on this device.
 
-    python benchmarks/gpu/varlen.py                            # torch's variable-length kernel as it is
-    python benchmarks/gpu/varlen.py --implementation FA3       # the same with another kernel behind it
-    python benchmarks/gpu/varlen.py --tiny                     # tries the script itself; on a CPU the dense attention is what runs
+    # torch's variable-length kernel as it is:
+    python benchmarks/gpu/varlen.py
+    # The same with another kernel:
+    python benchmarks/gpu/varlen.py --implementation FA3
+    # Smoke test; on a CPU it runs the dense attention:
+    python benchmarks/gpu/varlen.py --tiny
 
-First that causal masks are aligned to the last key, without which no prompt is shared (require_continuation: it ends the script). Errors
-are relative, of the output and the three gradients, bfloat16 against the dense attention in float64 on the CPU; 1e-2 is the bound of
-tests/gpu. Speed: 28 query and 4 key/value heads of 128, causal; FLOPs are those of the pairs that the mask lets through, 4 * heads *
-head_dim of each forward and 2.5 times as many backward.
+First it checks that causal masks are aligned to the last key, which shared prompts require
+(require_prefix_attention; the script ends if not). Errors are relative, of the output and the three
+gradients, bfloat16 against the dense attention in float64 on the CPU; 1e-2 is the bound of
+tests/gpu. Speed is for 28 query and 4 key/value heads of 128, causal. FLOPs are those of the pairs
+allowed by the mask: 4 * heads * head_dim per pair forward, and 2.5 times as many backward.
 """
 
 import argparse
@@ -20,17 +24,17 @@ from megatron_rl.policy.attention import Segments, has_varlen_kernel, packed_att
 
 BOUND = 1e-2
 HEAD_SIZES = (32, 80, 128)
-"""The nano model's, the tower's, and the language model's of all released sizes."""
+"""Head sizes of the nano model, the vision tower, and the language model of all released sizes."""
 CASES = {
     "apart": ([0, 70, 71, 200], [-1, -1, -1], True),
     "windows": ([0, 64, 128, 200], [-1, -1, -1], False),
     "shared prompt": ([0, 300, 340, 400], [-1, 0, 0], True),
 }
-"""Offsets, the segment that each continues, causal."""
+"""Name -> offsets, index of the segment that each one continues, causal."""
 
 
 def errors(head_size: int, offsets: list[int], prefix_S: list[int], *, causal: bool) -> list[float]:
-    """Of output and gradients of q, k and v."""
+    """Return the relative errors of the output and the gradients of q, k and v."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(offsets[-1], heads, head_size, generator=generator).bfloat16() for heads in (8, 2, 2)]
     weight = torch.randn(offsets[-1], 8, head_size, generator=generator, dtype=torch.float64)
@@ -44,14 +48,17 @@ def errors(head_size: int, offsets: list[int], prefix_S: list[int], *, causal: b
 
 
 def pairs(offsets: list[int], prefix_S: list[int]) -> int:
-    """(query, key) pairs under the causal mask. Example: ([0, 2, 5], [-1, 0]) has 3 + (2 * 3 + 6) = 15."""
+    """Return the number of (query, key) pairs under the causal mask.
+
+    Example: ([0, 2, 5], [-1, 0]) has 3 + (2 * 3 + 6) = 15.
+    """
     lengths = [stop - start for start, stop in pairwise(offsets)]
     before = [lengths[prefix] if prefix >= 0 else 0 for prefix in prefix_S]
     return sum(first * length + length * (length + 1) // 2 for first, length in zip(before, lengths, strict=True))
 
 
 def speed(offsets: list[int], prefix_S: list[int], *, heads: tuple[int, int], head_size: int) -> tuple[float, float]:
-    """TFLOP/s forward and backward; the best of three rounds after one."""
+    """Return TFLOP/s forward and backward, the best of three rounds after a warm-up."""
     q, k, v = (
         torch.randn(offsets[-1], num, head_size, device=device(), dtype=torch.bfloat16).requires_grad_() for num in (*heads, heads[1])
     )
@@ -67,7 +74,7 @@ def speed(offsets: list[int], prefix_S: list[int], *, heads: tuple[int, int], he
 
 
 def sizes(*, tiny: bool) -> dict[str, tuple[list[int], list[int]]]:
-    """What is timed: 32,768 tokens each time; tiny: 64."""
+    """Return the timed cases, of 32,768 tokens each, or 64 if tiny."""
     scale = 512 if tiny else 1
     tokens, prompt, reply = 32768 // scale, 8192 // scale, 2048 // scale
     apart = {length // scale: list(range(0, tokens + 1, length // scale)) for length in (2048, 8192)}
@@ -77,6 +84,7 @@ def sizes(*, tiny: bool) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def main() -> None:
+    """Run the benchmark and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default="", help="one that torch.nn.attention.activate_flash_attention_impl knows, as FA3")
     parser.add_argument("--tiny", action="store_true", help="64 tokens, 4 and 2 heads of 32, where speed is measured")

@@ -1,1 +1,4 @@
-"""Attacks on our own servers, clients and readers of files, each with a control: the same attack where the defense is taken away."""
+"""Attacks on our own servers, clients and file readers, each with a control.
+
+The control is the same attack on a target without the defense.
+"""

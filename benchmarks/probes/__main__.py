@@ -1,9 +1,10 @@
-"""Attempt all probes, with the defense and without it, and print the table. Exit code 1: one is broken, or proves nothing.
+"""Runs all probes with and without the defense and prints a table.
 
     python -m benchmarks.probes                     # all of them, minutes
-    python -m benchmarks.probes clients yaml        # those whose area or name holds one of these words
+    python -m benchmarks.probes clients yaml        # areas or names that contain one of these words
 
-Everything happens in processes of this program, on loopback, in temporary folders.
+The exit code is 1 if a defense is broken or a control fails. Everything runs in child processes, on
+loopback and in temporary folders.
 """
 
 import argparse
@@ -18,6 +19,7 @@ PROBES = (*SERVERS, *CLIENTS, *FILES)
 
 
 def main(arguments: list[str]) -> int:
+    """Run the selected probes, print the table and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probes", description=__doc__)
     parser.add_argument("words", nargs="*", metavar="WORD", help="of areas and names (default: all)")
     parser.add_argument("--at-once", type=int, default=6, help="attempts side by side (default %(default)s)")

@@ -1,4 +1,4 @@
-"""Files of strangers: a few bytes that stand for much, or that say what is not so."""
+"""Malicious files: small ones that expand to much data, and ones with false headers."""
 
 import json
 import os
@@ -17,28 +17,35 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def sparse(path: Path, begin: bytes = b"", *, size: int = 100 * GIB) -> Path:
+    """Create a sparse file."""
     path.write_bytes(begin)
     os.truncate(path, size)
     return path
 
 
 def fifo(path: Path) -> Path:
+    """Create a FIFO."""
     os.mkfifo(path)
     return path
 
 
 def link(path: Path, target: str) -> Path:
+    """Create a symbolic link."""
     path.symlink_to(target)
     return path
 
 
 def text(path: Path, content: str) -> Path:
+    """Create a text file."""
     path.write_text(content)
     return path
 
 
 def png(path: Path, side: int = 12_000) -> Path:
-    """A picture of 144 megapixels of one bit, which Pillow warns of and decodes: 576 MB as RGB, in 20 KB."""
+    """Create an image of 144 megapixels with one bit each.
+
+    Pillow decodes it with a warning. It takes 20 KB, and 576 MB as RGB.
+    """
     content = zlib.compress((bytes(1 + side // 8)) * side)
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     parts = [(b"IHDR", header), (b"IDAT", content), (b"IEND", b"")]
@@ -48,27 +55,31 @@ def png(path: Path, side: int = 12_000) -> Path:
 
 
 def merges(path: Path, levels: int = 12) -> Path:
-    """YAML's merge keys: each level takes the one before it four times, with new names."""
+    """Create YAML with nested merge keys.
+
+    Each level merges the previous one six times.
+    """
     lines = ["l0: &l0 {a: 1, b: 2, c: 3}"]
     lines += [f"l{n}: &l{n} {{<<: [*l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}]}}" for n in range(1, levels)]
     return text(path, "\n".join(lines) + "\n")
 
 
 def step_of_many_rows(path: Path) -> Path:
-    """A million rows of one text of 2 KB, in 40 KB."""
+    """Create a million rows of one text of 2 KB, in 40 KB."""
     text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(1_000_000, np.int32)), pa.array(["x" * 2000]))
     pq.write_table(pa.table({"task": text}), path, compression="zstd", store_schema=False)
     return path
 
 
 def safetensors(path: Path, header: dict, *, data: int) -> Path:
+    """Create a safetensors file with this header and `data` bytes of zeros."""
     content = json.dumps(header).encode()
     path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(data))
     return path
 
 
 def tokenizer(path: Path) -> Path:
-    """A decoder that doubles a token 40 times."""
+    """Create a tokenizer with a decoder that doubles a token 40 times."""
     made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     made.decoder = decoders.Sequence([decoders.Replace("a", "aa")] * 40)
     made.save(str(path))
@@ -76,7 +87,7 @@ def tokenizer(path: Path) -> Path:
 
 
 class Opens:
-    """Its pickle opens a file for writing when it is loaded."""
+    """Object with a pickle that opens a file for writing when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -86,5 +97,6 @@ class Opens:
 
 
 def pickled(path: Path, *, opens: Path) -> Path:
+    """Create a pickle that opens a file."""
     path.write_bytes(pickle.dumps({"state": Opens(opens)}))
     return path

@@ -1,4 +1,7 @@
-"""Probes of clients: what servers of strangers answer. The control is a client of httpx or urllib, or ours without the proof of servers."""
+"""Probes of clients with responses of untrusted servers.
+
+The control is a client of httpx or urllib, or ours without the proof of servers.
+"""
 
 import asyncio
 import json
@@ -32,18 +35,23 @@ Ask = Callable[[str], object]
 
 
 def bounded(url: str) -> object:
+    """Request a URL with our client."""
     return send_request("GET", url, timeout_s=LIMIT_S, max_bytes=1 << 16, token=TOKEN).content
 
 
 def plain(url: str) -> object:
+    """Request a URL with httpx."""
     return httpx.get(url, timeout=LIMIT_S, headers=bearer_header(TOKEN)).content
 
 
 def urllibs(url: str) -> object:
+    """Request a URL with urllib."""
     return urllib.request.urlopen(urllib.request.Request(url, headers=bearer_header(TOKEN)), timeout=LIMIT_S).read()
 
 
 def bounded_twice(url: str) -> None:
+    """Request a URL twice with one of our clients."""
+
     async def main() -> None:
         async with BoundedClient() as client:
             for _ in range(2):
@@ -53,16 +61,19 @@ def bounded_twice(url: str) -> None:
 
 
 def plain_twice(url: str) -> None:
+    """Request a URL twice with one httpx client."""
     with httpx.Client(timeout=LIMIT_S) as client:
         for _ in range(2):
             client.get(url)
 
 
 def num_workers(url: str) -> object:
+    """Return the number of workers of an engine with our client."""
     return VllmServer(url, token=TOKEN, max_timeout_s=LIMIT_S).num_workers()
 
 
 def num_workers_unchecked(url: str) -> object:
+    """Return the number of workers of an engine without validation."""
     answer = httpx.get(url, timeout=LIMIT_S, headers=bearer_header(TOKEN))
     if not answer.is_success:
         raise ValueError(answer.text)
@@ -70,6 +81,8 @@ def num_workers_unchecked(url: str) -> object:
 
 
 def starts_a_sandbox(url: str) -> object:
+    """Start a sandbox client and return one of the server's limits."""
+
     async def main() -> object:
         async with SandboxClient(url) as client:
             return client.limits.call_timeout_s
@@ -78,10 +91,13 @@ def starts_a_sandbox(url: str) -> object:
 
 
 def starts_unchecked(url: str) -> object:
+    """Return one of a sandbox server's limits without validation."""
     return httpx.get(f"{url}/health", timeout=LIMIT_S).json()["limits"]["call_timeout_s"]
 
 
 def opens_a_box(url: str) -> None:
+    """Open a box with our client."""
+
     async def main() -> None:
         async with SandboxClient(url) as client:
             await client.open(wait_s=1.0)
@@ -90,12 +106,13 @@ def opens_a_box(url: str) -> None:
 
 
 def opens_as_told(url: str) -> None:
+    """Open a box and wait as long as the server requests."""
     answer = httpx.post(f"{url}/boxes", timeout=LIMIT_S)
     time.sleep(min(60.0, float(answer.headers["Retry-After"])))
 
 
 def against(answer: Answer) -> Callable[[Ask, Path], str]:
-    """Return the attack that gains time, memory or a broken client."""
+    """Return an attack that gains time, memory or a broken client."""
 
     def attack(ask: Ask, folder: Path) -> str:
         with trap(answer) as found:
@@ -106,7 +123,7 @@ def against(answer: Answer) -> Callable[[Ask, Path], str]:
 
 
 def believed(answer: Answer) -> Callable[[Ask, Path], str]:
-    """Return the attack whose answer is taken for a good one."""
+    """Return an attack that succeeds if its response is accepted."""
 
     def attack(ask: Ask, folder: Path) -> str:
         with trap(answer) as found:
@@ -116,6 +133,7 @@ def believed(answer: Answer) -> Callable[[Ask, Path], str]:
 
 
 def repeats_the_token(ask: Ask, folder: Path) -> str:
+    """Succeed if the token appears in an error message."""
     with trap(says("500 Oops", f"no such word: {TOKEN}".encode())) as found:
         try:
             ask(found.url)
@@ -125,13 +143,17 @@ def repeats_the_token(ask: Ask, folder: Path) -> str:
 
 
 def redirects(ask: Ask, folder: Path) -> str:
+    """Succeed if the token is sent to the target of a redirect."""
     with trap(says("200 OK")) as other, trap(says(f"307 Temporary Redirect\r\nLocation: {other.url}/")) as found:
         ask(found.url)
     return "the token is told to another server" if other.has_heard(TOKEN) else ""
 
 
 def is_the_proxy(ask: Ask, folder: Path) -> str:
-    """Variables of a shell that somebody else has set up."""
+    """Succeed if a proxy receives the token.
+
+    The proxy is set by environment variables, as an attacker of a user's shell would.
+    """
     with trap(says("200 OK")) as proxy, patch.dict(os.environ, {"http_proxy": proxy.url, "all_proxy": proxy.url, "no_proxy": ""}):
         try:
             ask("http://127.0.0.1:1/")
@@ -141,6 +163,7 @@ def is_the_proxy(ask: Ask, folder: Path) -> str:
 
 
 def sets_cookies(ask: Ask, folder: Path) -> str:
+    """Succeed if cookies are sent back."""
     cookies = "\r\n".join(f"Set-Cookie: c{number}={'x' * 1000}; Path=/" for number in range(40))
     with trap(says(f"200 OK\r\n{cookies}")) as found:
         ask(found.url)
@@ -148,7 +171,10 @@ def sets_cookies(ask: Ask, folder: Path) -> str:
 
 
 def told_the_token(answer: Answer, *, kind: str = "sandbox") -> Callable[[Any, Path], str]:
-    """Return the attack of a server that took the port of one of the run's: it is asked whether it is the one."""
+    """Return the attack of a server on the port of one of the run's servers.
+
+    It succeeds if it receives the token or is taken for the run's server.
+    """
 
     def attack(weakened: Any, folder: Path) -> str:
         file = folder / "token"
@@ -163,7 +189,10 @@ def told_the_token(answer: Answer, *, kind: str = "sandbox") -> Callable[[Any, P
 
 
 def _proves(made: Callable[[Trap, str], str]) -> Answer:
-    """Answer a challenge with a proof, and everything else with the run's nonce, which the list of processes has."""
+    """Answer a challenge with a proof, and any other request with the run's nonce.
+
+    The nonce is public in the process list.
+    """
 
     def answer(found: Trap, line: Any, asked: bytes) -> None:
         challenge = re.search(rf"(?i){CHALLENGE_HEADER}: (\S+)", asked.decode("latin-1"))
@@ -180,19 +209,22 @@ def _relayed(found: Trap, challenge: str) -> str:
 
 
 def as_it_is() -> Any:
+    """Change nothing: the defended client."""
     return patch.dict(os.environ)
 
 
 def without_proof() -> Any:
+    """Accept servers without a proof of the token."""
     return patch.object(address, "has_proven_token", lambda url, token: True)
 
 
 def with_one_challenge() -> Any:
+    """Use the same challenge each time."""
     return patch.object(address.secrets, "token_hex", lambda num: "0" * 32)
 
 
 class without_a_port:
-    """Proofs that cover the challenge alone."""
+    """Context in which proofs cover only the challenge and not the port."""
 
     def __enter__(self) -> None:
         for module in (access, address):
@@ -212,6 +244,7 @@ FULL = says("429 Full\r\nRetry-After: 1000000000", json.dumps({"detail": "full",
 
 
 def full(found: Trap, line: Any, asked: bytes) -> None:
+    """Answer /health with limits, and every other request with a very long Retry-After."""
     says("200 OK", json.dumps(HEALTH).encode())(found, line, asked) if b"/health" in asked else FULL(found, line, asked)
 
 

@@ -1,4 +1,4 @@
-"""Probes of readers: what strangers may have put into folders of runs, models and questions."""
+"""Probes of readers with untrusted run directories, models and datasets."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ Read = Callable[[Path], Any]
 
 
 def file_at(make: Callable[[Path], Path], name: str) -> Callable[[Read, Path], str]:
-    """Return the attack that gains time, memory or a broken reader by a file of this name."""
+    """Return an attack that gains time, memory or a broken reader with a file of this name."""
 
     def attack(read: Read, folder: Path) -> str:
         path = folder / name
@@ -35,7 +35,10 @@ def file_at(make: Callable[[Path], Path], name: str) -> Callable[[Read, Path], s
 
 
 def is_printed(read: Read, folder: Path) -> str:
-    """A hexadecimal number, which is read however long it is."""
+    """Succeed if a value was read that cannot be printed.
+
+    It is a hexadecimal number, which Python parses at any length.
+    """
     found = read(bombs.text(folder / "config.yaml", HEX))
     try:
         return "" if str(found) else "nothing is read"
@@ -44,6 +47,7 @@ def is_printed(read: Read, folder: Path) -> str:
 
 
 def reads_a_link(read: Read, folder: Path) -> str:
+    """Succeed if a link outside the run is followed."""
     images = folder / "run" / "rollouts" / "images"
     images.mkdir(parents=True)
     secret = folder / "secret"
@@ -53,13 +57,14 @@ def reads_a_link(read: Read, folder: Path) -> str:
 
 
 def shares_bytes(read: Read, folder: Path) -> str:
-    """Two tensors of the same bytes: whoever changes one has changed the other."""
+    """Succeed if two tensors share their bytes, so that changing one changes the other."""
     entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     found = read(bombs.safetensors(folder / "model.safetensors", {"a": entry, "b": entry}, data=16))
     return f"{len(found)} tensors are read" if found else ""
 
 
 def reads_before_the_file(read: Read, folder: Path) -> str:
+    """Succeed if offsets before the file or an overflowing shape are accepted."""
     places = {"a": ([4], [-16, 0]), "b": ([2**62, 4], [0, 0])}
     header = {name: {"dtype": "F32", "shape": shape, "data_offsets": ends} for name, (shape, ends) in places.items()}
     found = read(bombs.safetensors(folder / "model.safetensors", header, data=16))
@@ -67,14 +72,17 @@ def reads_before_the_file(read: Read, folder: Path) -> str:
 
 
 def runs_code(read: Read, folder: Path) -> str:
-    """As `.metadata`, which torch.distributed.checkpoint reads by pickle."""
+    """Succeed if reading a pickle runs code.
+
+    The file is `.metadata`, which torch.distributed.checkpoint loads with pickle.
+    """
     with suppress(ValueError):
         read(bombs.pickled(folder / ".metadata", opens=folder / "written"))
     return "a file is opened for writing" if (folder / "written").exists() else ""
 
 
 def checkpoint(folder: Path, name: str, content: bytes, **changes: object) -> Path:
-    """A checkpoint of one file, with its record."""
+    """Create a checkpoint of one file, with its digest."""
     made = folder / name
     (made / "run").mkdir(parents=True)
     (made / "__0_0.distcp").write_bytes(content)
@@ -85,14 +93,14 @@ def checkpoint(folder: Path, name: str, content: bytes, **changes: object) -> Pa
 
 
 def swaps_files(difference: Callable[[Path], str], folder: Path) -> str:
-    """The older checkpoint's file, of the same length, in the place of the newer one's."""
+    """Succeed if a file of an older checkpoint, of the same length, is accepted in a newer one."""
     old, new = checkpoint(folder, "step_1", b"old numbers"), checkpoint(folder, "step_2", b"new numbers")
     (new / "__0_0.distcp").write_bytes((old / "__0_0.distcp").read_bytes())
     return "" if difference(new) else "old numbers are trained on"
 
 
 def claims_a_step(value: object) -> Callable[[Callable[[Path], int], Path], str]:
-    """Return the attack whose state, with a right digest of its own, has this step."""
+    """Return an attack with this step in a state with a valid digest."""
 
     def attack(step_of: Callable[[Path], int], folder: Path) -> str:
         found = step_of(checkpoint(folder, "step_1", b"numbers", step=value))
@@ -102,14 +110,14 @@ def claims_a_step(value: object) -> Callable[[Callable[[Path], int], Path], str]
 
 
 def names_a_file_outside(difference: Callable[[Path], str], folder: Path) -> str:
-    """A record that has a reader hash any file of the user's, or wait for one."""
+    """Succeed if a record makes a reader hash a file outside the checkpoint."""
     (folder / "secret").write_text("private")
     files = {"../secret": {"bytes": 7, "sha256": hashlib.sha256(b"private").hexdigest()}}
     return "" if difference(checkpoint(folder, "step_1", b"numbers", files=files)) else "a file outside is read"
 
 
 def moves_the_terminal(printed: Callable[[str], str], folder: Path) -> str:
-    """config.json's words stand in the last line of the program."""
+    """Succeed if control characters of config.json reach an error message on the terminal."""
     bombs.text(folder / "config.json", json.dumps({"model_type": "\x1b]0;owned\x07\x1b[2J"}))
     try:
         read_spec(folder)
@@ -119,6 +127,7 @@ def moves_the_terminal(printed: Callable[[str], str], folder: Path) -> str:
 
 
 def reaches_classes(render: Callable[[str], str], folder: Path) -> str:
+    """Succeed if a chat template reaches a Python class."""
     forms = (
         "{{ ''|attr('__class__') }}",
         "{{ '{0.__class__}'.format('') }}",
@@ -135,7 +144,7 @@ def reaches_classes(render: Callable[[str], str], folder: Path) -> str:
 
 
 def renders_for_ever(form: str) -> Callable[[Callable[[str], str], Path], str]:
-    """Return the attack of a chat template whose end nobody sees."""
+    """Return an attack with a chat template that takes very long to render."""
 
     def attack(render: Callable[[str], str], folder: Path) -> str:
         render(form + CHAT)
@@ -151,10 +160,12 @@ HEX = "steps: 0x" + "f" * 400_000
 
 
 def settings_of(content: str) -> Callable[[Read, Path], str]:
+    """Return an attack with these settings."""
     return file_at(partial(bombs.text, content=content), "config.yaml")
 
 
 def picture_of(make: Callable[[Path], Path], name: str = "a.png") -> Callable[[Read, Path], str]:
+    """Return an attack with this image file."""
     return file_at(make, name)
 
 

@@ -12,7 +12,7 @@ from benchmarks.probes.sites import num_open
 from sandbox.connections import ConnectionRegistry
 
 LINES = 24
-"""Connections that a slow client opens."""
+"""Number of connections of a slow client."""
 WAIT_S = 3.0
 """Seconds to wait: three times the limit of the server."""
 SHORT = ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0, response_timeout_s=1.0, max_connections=LINES // 3)
@@ -20,7 +20,7 @@ TO_BOXES = (("Host", "127.0.0.1"), ("Content-Type", "application/json"))
 
 
 def slow(begin: bytes, drop: bytes) -> Callable[[Any, Path], str]:
-    """Return the attack that sends a request without an end on many lines."""
+    """Return an attack that sends endless requests on many connections."""
 
     def attack(server: Any, folder: Path) -> str:
         with server(folder) as site, ExitStack() as held:
@@ -40,6 +40,7 @@ def slow(begin: bytes, drop: bytes) -> Callable[[Any, Path], str]:
 
 
 def holds_many_lines(server: Any, folder: Path) -> str:
+    """Succeed if the server keeps more silent connections than its limit."""
     with server(folder) as site, ExitStack() as held:
         lines = [held.enter_context(site.connect()) for _ in range(LINES)]
         time.sleep(0.5)
@@ -48,7 +49,7 @@ def holds_many_lines(server: Any, folder: Path) -> str:
 
 
 def reads_no_answer(server: Any, folder: Path) -> str:
-    """Answers of 16 MB that nobody takes."""
+    """Succeed if the server keeps responses of 16 MB that are not read."""
     with server(folder) as site, ExitStack() as held:
         box = json.loads(site.ask("POST", "/boxes", *TO_BOXES, body=b"{}")[1].rpartition(b"\r\n\r\n")[2])["box"]
         body = b'{"names": ["12000000"]}'
@@ -64,7 +65,7 @@ def reads_no_answer(server: Any, folder: Path) -> str:
 
 
 def _rest_of(line: socket) -> int:
-    """Return how many bytes still come."""
+    """Return the number of bytes that are still received."""
     size = 0
     with suppress(OSError):
         while size < 16_000_000 and (part := line.recv(1 << 20)):
@@ -73,7 +74,7 @@ def _rest_of(line: socket) -> int:
 
 
 def sends_without_end(server: Any, folder: Path) -> str:
-    """A body in chunks, without a length, of 64 MB to a server that takes 8."""
+    """Send a chunked body of 64 MB without a length to a server that accepts 8 MB."""
     with server(folder) as site, site.connect() as line:
         line.sendall(b"POST /boxes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
@@ -85,7 +86,7 @@ def sends_without_end(server: Any, folder: Path) -> str:
 
 
 def holds_large_bodies(server: Any, folder: Path) -> str:
-    """Sixteen requests of 7 MB, all but their last byte."""
+    """Send sixteen requests of 7 MB without their last byte."""
     with server(folder) as site, ExitStack() as held:
         head = b"POST /boxes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 7000001\r\n\r\n"
         lines = [held.enter_context(site.connect()) for _ in range(16)]
@@ -98,7 +99,7 @@ def holds_large_bodies(server: Any, folder: Path) -> str:
 
 
 def sends_many_names(server: Any, folder: Path) -> str:
-    """Two million files of no bytes, in 25 MB: many times as much once they are objects."""
+    """Send two million empty files in 25 MB of JSON, which take many times as much as objects."""
     body = bytearray(b'{"files": {"a":""')
     for number in range(2_000_000):
         body += b',"%x":""' % number
@@ -108,6 +109,7 @@ def sends_many_names(server: Any, folder: Path) -> str:
 
 
 def fills_the_log(server: Any, folder: Path) -> str:
+    """Succeed if invalid requests write many log lines."""
     with server(folder) as site:
         for _ in range(100):
             with site.connect() as line, suppress(OSError):

@@ -1,7 +1,8 @@
-"""A probe, and an attempt at it in a process of its own with limits of time and memory.
+"""Probes, and attempts at them in separate processes with limits of time and memory.
 
-An attack succeeds if it gains something, or if what is attacked takes longer or more memory than it may, or breaks. A refusal, which is an
-exception of a kind that its callers expect, in words that leave a terminal alone, is none.
+An attack succeeds if it gains something, or if its target exceeds its limits of time or memory or
+breaks. A refusal is not a success: an exception of a kind that callers expect, with a message that
+is safe for a terminal.
 """
 
 import multiprocessing
@@ -27,66 +28,75 @@ from sandbox.bounded_http import NoResponse
 from sandbox.types import BoxClosed, PoolFull, SandboxError
 
 LIMIT_S = 30.0
-"""Limit of an attempt. Clients are given 1.5 s for an answer, servers 1 s for a header."""
+"""Time limit of an attempt; clients have 1.5 s for a response, servers 1 s for a header."""
 LIMIT_MB = 400.0
-"""Growth of memory that is no success of an attack."""
+"""Largest growth of memory in MB that does not count as success of an attack."""
 SPARE_BYTES = 1 << 30
-"""Growth after which the kernel gives no more."""
+"""Growth of memory after which the kernel refuses more."""
 EXPECTED = (
     ValueError, OSError, NoResponse, EndpointError, InfraError, SandboxError, PoolFull, BoxClosed, TemplateError, httpx.HTTPError,
 )  # fmt: skip
-"""Exceptions that callers expect of what is attacked."""
+"""Exceptions that callers expect from a target."""
 OUT_OF_MEMORY = (MemoryError, pa.ArrowMemoryError)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
+    """Attack with a defended and an undefended target."""
+
     area: str
     name: str
     attack: Callable[[Any, Path], str]
-    """(what is attacked, an empty folder) -> what was gained, in words; "" for nothing."""
+    """Function of the target and an empty folder that returns its gain in words, or ""."""
     defended: Any
     control: Any
-    """The same as `defended` without the defense."""
+    """Target without the defense."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
+    """Outcome of one attack on one target."""
+
     gained: str = ""
-    """The gain of the attack, or the damage that it did; empty if it failed."""
+    """Gain of the attack, or damage it did; empty if it failed."""
     refusal: str = ""
     seconds: float = 0.0
     megabytes: float = 0.0
 
     @property
     def succeeded(self) -> bool:
+        """Return True if the attack gained something."""
         return bool(self.gained)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """Outcomes of a probe with and without the defense."""
+
     probe: Probe
     defended: Attempt
     control: Attempt
 
     @property
     def is_held(self) -> bool:
+        """Return True if the defense held."""
         return not self.defended.succeeded
 
     @property
     def is_good(self) -> bool:
+        """Return True if the defense held and the control succeeded."""
         return self.is_held and self.control.succeeded
 
 
 def run(probes: Sequence[Probe], *, at_once: int = 6, limit_s: float = LIMIT_S) -> list[Row]:
-    """Attempt each probe with the defense and without it, so many at a time."""
+    """Attempt each probe with and without the defense, `at_once` attempts at a time."""
     jobs = [(probe, target) for probe in probes for target in (probe.defended, probe.control)]
     attempts = dict(_attempts(jobs, at_once=at_once, limit_s=limit_s))
     return [Row(probe, attempts[2 * number], attempts[2 * number + 1]) for number, probe in enumerate(probes)]
 
 
 def _attempts(jobs: Sequence[tuple[Probe, Any]], *, at_once: int, limit_s: float) -> Iterator[tuple[int, Attempt]]:
-    """Yield the number of a job and its outcome, in the order in which they end."""
+    """Yield the index of a job and its outcome, in order of completion."""
     context, left = multiprocessing.get_context("fork"), list(enumerate(jobs))[::-1]
     running: dict[Connection, tuple[int, Any, float]] = {}
     while left or running:
@@ -118,7 +128,7 @@ def _ended(job: tuple[int, Any, float], outcome: Connection) -> tuple[int, Attem
 
 
 def _kill(process: Any) -> None:
-    """And the processes that it has started."""
+    """Kill a process and its descendants."""
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
@@ -158,7 +168,7 @@ def _peak_mb() -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """GitHub's Markdown, a line a probe."""
+    """Return a Markdown table with a row per probe."""
     lines = ["| area | probe | with the defense | s | MB | control | s | MB |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         held = f"held{_because(row.defended.refusal)}" if row.is_held else f"**broken**: {_cell(row.defended.gained)}"

@@ -1,4 +1,4 @@
-"""Readers that are attacked: ours, and beside each what a program usually has in its place."""
+"""Readers under attack: ours, and for each the usual way to read such a file."""
 
 import json
 import pickle
@@ -28,47 +28,57 @@ from megatron_rl.weights.formats.torch_dist_metadata import read_metadata
 
 
 def plain_yaml(path: Path) -> object:
+    """Read YAML with yaml.safe_load."""
     return yaml.safe_load(path.read_text())
 
 
 def plain_lines(path: Path) -> object:
+    """Read all JSON lines at once."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def plain_picture(path: Path) -> object:
+    """Read an image with Pillow."""
     return Image.open(path).convert("RGB").copy()
 
 
 def stored_picture(path: Path) -> object:
+    """Read an image of a question with our reader."""
     return StoredImage(path, "row 1").open()
 
 
 def size_of_picture(path: Path) -> object:
+    """Read the size of an image with our reader."""
     return StoredImage(path, "row 1").size()
 
 
 def loaded_picture(path: Path) -> object:
+    """Read an image of a rollout with our loader."""
     return make_image_loader(path.parent.parent)(f"images/{path.name}")
 
 
 def shown_picture(path: Path) -> bytes | None:
-    """The rollout in the form that the viewer returns."""
+    """Return an image of a rollout as the viewer serves it."""
     return RunFolder(path.parents[2]).read_image(path.stem)
 
 
 def metrics_of_folder(path: Path) -> object:
+    """Return the metrics of a run as the viewer reads them."""
     return RunFolder(path.parent).metrics()
 
 
 def decoded(path: Path) -> object:
+    """Decode a token with the viewer's decoder process."""
     return TokenDecoder(path, timeout_s=8.0).decode([[0]])
 
 
 def decoded_here(path: Path) -> object:
+    """Decode a token in this process."""
     return Tokenizer.from_file(str(path)).decode([0])
 
 
 def plain_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Read tensors without validating the header."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     places = {name: entry["data_offsets"] for name, entry in json.loads(content[8 : 8 + length]).items()}
@@ -76,77 +86,93 @@ def plain_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def stored_safetensors(path: Path) -> dict[str, Any]:
+    """Read tensors with our reader."""
     folder = HfTensors(path.parent, key="model.path")
     return {name: folder.read(name) for name in folder.specs}
 
 
 def plain_pickle(path: Path) -> object:
+    """Load a pickle."""
     return pickle.loads(path.read_bytes())
 
 
 def metadata(path: Path) -> object:
+    """Read the metadata of a checkpoint with our reader."""
     return read_metadata(path.parent, key="model.path")
 
 
 def by_digest(folder: Path) -> str:
+    """Return the first difference of a checkpoint by our digests."""
     state = read_state(folder)
     return find_difference(folder, state.files, state.files)
 
 
 def by_size(folder: Path) -> str:
-    """The state as it was written before there were digests."""
+    """Return the first difference of a checkpoint by file sizes only."""
     files = json.loads((folder / "run" / "state.json").read_text())["files"]
     return next((name for name, each in files.items() if (folder / name).stat().st_size != each["bytes"]), "")
 
 
 def by_state(folder: Path) -> int:
+    """Return the step of a checkpoint with our reader."""
     return read_state(folder).step
 
 
 def by_plain_state(folder: Path) -> int:
+    """Return the step of a checkpoint without validation."""
     return CheckpointState(
         **json.loads((folder / "run" / "state.json").read_text(), object_hook=lambda read: {k: v for k, v in read.items() if k != "sha256"})
     ).step
 
 
 def plain_digest(folder: Path) -> str:
+    """Return the first difference of a checkpoint by digests of any recorded path."""
     files = json.loads((folder / "run" / "state.json").read_text())["files"]
     return next((name for name, each in files.items() if compute_sha256(folder / name) != each["sha256"]), "")
 
 
 def unmoved(words: str) -> str:
+    """Return the text unchanged."""
     return words
 
 
 def as_a_page(form: str) -> str:
+    """Render a template with plain Jinja."""
     return Environment().from_string(form).render(messages=[])
 
 
 def inspected(form: str) -> str:
+    """Render a chat template after our check."""
     with patch.object(processor, "TEMPLATE_CPU_S", 2):
         processor.require_bounded_template(form, "MODEL")
     return rendered(form)
 
 
 def rendered(form: str) -> str:
+    """Render a chat template with transformers."""
     return render_jinja_template([[{"role": "user", "content": "x"}]], chat_template=form, add_generation_prompt=True)[0][0]
 
 
 def plain_end(path: Path) -> bytes:
+    """Return the last bytes of a file that is read completely."""
     return path.read_bytes()[-100:]
 
 
 def plain_size(path: Path) -> object:
+    """Read the size of an image with Pillow."""
     return Image.open(path).size
 
 
 def stored_clip(path: Path) -> bytes:
+    """Read a video of a question with our reader."""
     return StoredVideo(path, "row 1").read()
 
 
 def stored_rollouts(path: Path) -> object:
+    """Read the rollouts of a step with our reader."""
     return read_rollouts(path, with_images=False)
 
 
 def plain_rollouts(path: Path) -> object:
+    """Read the rollouts of a step with pyarrow."""
     return pq.read_table(path).to_pylist()

@@ -1,6 +1,8 @@
-"""Probes of an engine that vLLM itself serves, behind the gate and without it: each server is started once, which takes a minute.
+"""Probes of an engine served by vLLM itself, with and without the gate.
 
 python -m benchmarks.probes.real_engine MODEL
+
+Each server is started once, which takes a minute.
 """
 
 import os
@@ -26,12 +28,14 @@ KNOW = ("Authorization", f"Bearer {TOKEN}")
 
 
 def tells_its_version(server: object, folder: Path) -> str:
+    """Succeed if a page with a rebound name can read from the engine."""
     with server(folder) as site:
         answers = [site.ask("GET", path, ("Host", "evil.example"), KNOW) for path in ("/version", "/v1/models", "/metrics", "/weight_info")]
     return "a rebound page reads it" if any(code == 200 for code, _ in answers) else ""
 
 
 def pauses_for_a_page(server: object, folder: Path) -> str:
+    """Succeed if a page can pause the engine."""
     with server(folder) as site:
         paused = site.ask("POST", "/pause?mode=abort", *PAGE, body=b"{}")[0] == 200
         site.ask("POST", "/resume", HERE, JSON, KNOW, body=b"{}")
@@ -39,6 +43,7 @@ def pauses_for_a_page(server: object, folder: Path) -> str:
 
 
 def fetches_an_address(server: object, folder: Path) -> str:
+    """Succeed if a page can request a generation."""
     body = b'{"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}'
     with server(folder) as site:
         code, _ = site.ask("POST", "/inference/v1/generate", *PAGE, body=body)
@@ -57,6 +62,7 @@ ATTACKS = {
 
 @contextmanager
 def engine(model: str, folder: Path, *, is_gated: bool) -> Iterator[Site]:
+    """Run a vLLM server, optionally without the gate."""
     (folder / "token").write_text(TOKEN)
     settings, renderer, port = (
         EngineSettings(kv_cache_mib=64, max_model_len=512),
@@ -92,6 +98,7 @@ def _is_up(site: Site) -> bool:
 
 
 def attempts(model: str, *, is_gated: bool) -> list[Attempt]:
+    """Run all attacks on one server."""
     found = []
     with TemporaryDirectory() as folder, engine(model, Path(folder), is_gated=is_gated) as site:
         for name, attack in ATTACKS.items():
@@ -103,6 +110,7 @@ def attempts(model: str, *, is_gated: bool) -> list[Attempt]:
 
 
 def main(arguments: list[str]) -> int:
+    """Run all attacks, print the table and return the exit code."""
     (model,) = arguments
     pairs = zip(ATTACKS.items(), attempts(model, is_gated=True), attempts(model, is_gated=False), strict=True)
     rows = [Row(Probe("vLLM", name, attack, None, None), defended, control) for (name, attack), defended, control in pairs]

@@ -1,4 +1,7 @@
-"""Probes of servers: what web pages, strangers without the token and slow clients send. The control is the same server without the wall."""
+"""Probes of servers with requests of web pages, of clients without the token and of slow clients.
+
+The control is the same server without the defense.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,7 +18,7 @@ JSON, HERE = ("Content-Type", "application/json"), ("Host", "127.0.0.1")
 
 
 def opens_a_box(*forms: Sent, body: bytes = b"{}", version: str = "1.1") -> Callable[[Any, Path], str]:
-    """Return the attack that opens a box with one of these sets of headers."""
+    """Return an attack that opens a box with one of these sets of headers."""
 
     def attack(server: Any, folder: Path) -> str:
         with server(folder) as site:
@@ -26,25 +29,32 @@ def opens_a_box(*forms: Sent, body: bytes = b"{}", version: str = "1.1") -> Call
 
 
 def hosts(*names: str) -> tuple[Sent, ...]:
+    """Return sets of headers with these Host names."""
     return tuple((("Host", name), JSON) for name in names)
 
 
 def typed(*types: str) -> tuple[Sent, ...]:
+    """Return sets of headers with these content types."""
     return tuple((HERE, ("Content-Type", each)) for each in types)
 
 
 def says(*words: str) -> tuple[Sent, ...]:
+    """Return sets of headers with these Authorization values."""
     return tuple((HERE, JSON, ("Authorization", each)) for each in words)
 
 
 def read_by_a_page(server: Any, folder: Path) -> str:
-    """Another subdomain's or port's page; what it asks for is no POST, and has no Origin."""
+    """Succeed if a page can read /health.
+
+    The page is of another subdomain or port; its request is not a POST and has no Origin.
+    """
     with server(folder) as site:
         codes = [site.ask("GET", "/health", HERE, ("Sec-Fetch-Site", each))[0] for each in ("same-site", "cross-site", "same-origin")]
     return "a page reads /health" if 200 in codes else ""
 
 
 def scored_for_a_page(server: Any, folder: Path) -> str:
+    """Succeed if a page with a rebound name can query the model."""
     with server(folder) as site:
         code, _ = site.ask(
             "POST", "/score", ("Host", "listener.evil.example"), ("Origin", "http://listener.evil.example"), JSON, body=b"{}"
@@ -53,6 +63,7 @@ def scored_for_a_page(server: Any, folder: Path) -> str:
 
 
 def routes_are_told_apart(server: Any, folder: Path) -> str:
+    """Succeed if statuses reveal the routes to a client without the token."""
     with server(folder) as site:
         answers = {
             site.ask(verb, path, HERE)[0] for verb in ("GET", "OPTIONS", "HEAD") for path in ("/boxes", "/none", "/health", "/metrics")
@@ -61,12 +72,14 @@ def routes_are_told_apart(server: Any, folder: Path) -> str:
 
 
 def methods_are_told(server: Any, folder: Path) -> str:
+    """Succeed if responses reveal the methods of a route."""
     with server(folder) as site:
         answers = [site.ask(verb, "/boxes", HERE)[1].lower() for verb in ("OPTIONS", "TRACE", "PUT", "QUERY", "post")]
     return "the methods of a route are told" if any(b"\r\nallow:" in answer for answer in answers) else ""
 
 
 def preflight_is_answered(server: Any, folder: Path) -> str:
+    """Succeed if a CORS preflight is allowed."""
     asked = (("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "content-type"))
     with server(folder) as site:
         _, answer = site.ask("OPTIONS", "/pause", HERE, ("Origin", "http://evil.example"), *asked)
@@ -74,7 +87,10 @@ def preflight_is_answered(server: Any, folder: Path) -> str:
 
 
 def paused_by_a_key_elsewhere(server: Any, folder: Path) -> str:
-    """The token where other programs take theirs from: each of these is logged or sent by browsers."""
+    """Succeed if the token is accepted in other places than the Authorization header.
+
+    Other programs accept it there, but these are logged or sent by browsers.
+    """
     places = (("X-Api-Key", TOKEN), ("Cookie", f"token={TOKEN}"), ("Proxy-Authorization", f"Bearer {TOKEN}"), ("Api-Key", TOKEN))
     with server(folder) as site:
         codes = [site.ask("POST", f"/pause?token={TOKEN}", HERE, JSON, place, body=b"{}")[0] for place in places]
@@ -82,6 +98,7 @@ def paused_by_a_key_elsewhere(server: Any, folder: Path) -> str:
 
 
 def talks_by_websocket(server: Any, folder: Path) -> str:
+    """Succeed if a connection is upgraded to a websocket."""
     key = (("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="), ("Authorization", f"Bearer {TOKEN}"))
     with server(folder) as site, site.connect() as line:
         head = "".join(
@@ -92,7 +109,11 @@ def talks_by_websocket(server: Any, folder: Path) -> str:
 
 
 def calls_another_method(server: Any, folder: Path) -> str:
-    """Attacks with the token: other spellings of the path, and bodies that two readers may read differently."""
+    """Succeed if another worker method is called.
+
+    The requests have the token, other spellings of the path, and bodies that two parsers may read
+    differently.
+    """
     paths = ("/collective_rpc", "//collective_rpc", "/./collective_rpc", "/%63ollective_rpc", "/collective_rpc?x=/", "/collective_rpc;x")
     plain = json.dumps({"method": "save_sharded_state", "args": [str(folder / "written")]})
     other = (
@@ -110,6 +131,7 @@ def calls_another_method(server: Any, folder: Path) -> str:
 
 
 def seen_by_a_rebound_name(server: Any, folder: Path) -> str:
+    """Succeed if the viewer responds to a rebound name."""
     names = ("localhost.evil.example", "127.0.0.1.evil.example:8008", "LOCALHOST.", "evil.example#localhost", "127.0.0.2")
     with server(folder) as site:
         codes = [site.ask("GET", "/api/runs", ("Host", name))[0] for name in names]
@@ -117,7 +139,10 @@ def seen_by_a_rebound_name(server: Any, folder: Path) -> str:
 
 
 def shown_in_a_page(server: Any, folder: Path) -> str:
-    """As an <img> of a stranger's page asks for it; the page learns whether it is there, and how large."""
+    """Succeed if an <img> of another site's page loads an image of the viewer.
+
+    The page then learns whether the image exists, and its size.
+    """
     with server(folder) as site:
         mode = (("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "no-cors"), ("Sec-Fetch-Dest", "image"))
         codes = [site.ask("GET", path, HERE, *mode)[0] for path in ("/picture/run/a.png", "/api/runs")]
@@ -125,6 +150,7 @@ def shown_in_a_page(server: Any, folder: Path) -> str:
 
 
 def framed_in_a_page(server: Any, folder: Path) -> str:
+    """Succeed if another site's page can frame the viewer."""
     with server(folder) as site:
         code, answer = site.ask(
             "GET", "/", HERE, ("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "navigate"), ("Sec-Fetch-Dest", "iframe")

@@ -1,6 +1,6 @@
-"""Servers of ours at a free port of loopback, as they are and without a defense of theirs; and requests written by hand.
+"""Our servers on free loopback ports, with and without a defense, and raw HTTP requests.
 
-Boxes and models are not started: what is attacked stands before them.
+Boxes and models are not started, because the attacks target the layers before them.
 """
 
 import argparse
@@ -40,14 +40,20 @@ SMALL_LIMITS = BoxLimits(input_bytes=4 << 20)
 
 @dataclass
 class Site:
+    """Running server with its port and log messages."""
+
     port: int
     log: list[str] = field(default_factory=list)
 
     def connect(self) -> socket.socket:
+        """Open a connection."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=READ_S)
 
     def ask(self, verb: str, path: str, *headers: tuple[str, str], body: bytes = b"", version: str = "1.1") -> tuple[int, bytes]:
-        """Send one request as it is written; return status and the whole answer, (0, b"") where there is none."""
+        """Send one request exactly as given and return the status and the whole response.
+
+        Returns (0, b"") if there is no response.
+        """
         given = {name.casefold() for name, _ in headers}
         more = [("Content-Length", str(len(body)))] if body and not given & {"content-length", "transfer-encoding"} else []
         head = "".join(f"{name}: {value}\r\n" for name, value in (*headers, *more, ("Connection", "close")))
@@ -66,11 +72,11 @@ class _StillBox:
         return {name: bytes(int(name)) for name in names}
 
     async def close(self) -> None:
-        """It has nothing."""
+        """Do nothing: there are no resources."""
 
 
 class _StillPool(SandboxPool):
-    """A pool whose boxes have no processes."""
+    """Pool with boxes that have no processes."""
 
     def __init__(self, limits: BoxLimits | None) -> None:
         super().__init__(size=8, limits=limits)
@@ -85,14 +91,17 @@ class _StillPool(SandboxPool):
 
 @dataclass(frozen=True, slots=True)
 class SandboxServer:
+    """Sandbox server, optionally without its request guard."""
+
     token: str = ""
     is_gated: bool = True
     line: ConnectionRegistry | None = field(default_factory=ConnectionRegistry)
-    """None: the connections of uvicorn itself."""
+    """Limits of connections; None uses uvicorn's own connection class."""
     limits: BoxLimits | None = None
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
+        """Run the server inside a `with` block."""
         app = create_app(_StillPool(self.limits), token=self.token)
         if not self.is_gated:
             app.user_middleware.clear()
@@ -102,12 +111,13 @@ class SandboxServer:
 
 @dataclass(frozen=True, slots=True)
 class ModelServer:
-    """The walls of the listener and of the speaker around a route of the same name."""
+    """Request guard of the listener and the speaker around a route of the same name."""
 
     is_gated: bool = True
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
+        """Run the server inside a `with` block."""
         app = make_application("listener", limits=ModelLimits(), large_body_routes=("score",), token="", receiver=None)
         if not self.is_gated:
             app.user_middleware.clear()
@@ -122,12 +132,13 @@ class ModelServer:
 
 @dataclass(frozen=True, slots=True)
 class EngineServer:
-    """Routes of vLLM's names behind what vLLM itself puts before its routes."""
+    """Routes with vLLM's names behind vLLM's own middleware."""
 
     is_gated: bool = True
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
+        """Run the server inside a `with` block."""
         (folder / "token").write_text(TOKEN)
         os.environ[TOKEN_FILE] = str(folder / "token")
         app = FastAPI()
@@ -154,11 +165,14 @@ class EngineServer:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
+    """Viewer, optionally without its middleware."""
+
     is_guarded: bool = True
     line: ConnectionRegistry | None = field(default_factory=ConnectionRegistry)
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
+        """Run the viewer on a small run directory inside a `with` block."""
         images = folder / "run" / "rollouts" / "images"
         images.mkdir(parents=True)
         (images / "a.png").write_bytes(b"\x89PNG\r\n\x1a\nthe run's picture")
@@ -182,11 +196,11 @@ def _serving(app: FastAPI, line: ConnectionRegistry | None) -> Iterator[Site]:
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        yield site  # it ends with the process of the attempt
+        yield site  # ends with the process of the attempt
 
 
 def num_open(lines: Sequence[socket.socket]) -> int:
-    """Return how many of these connections the server has neither answered nor ended."""
+    """Return the number of connections that the server has neither answered nor closed."""
     found = 0
     for line in lines:
         line.setblocking(False)

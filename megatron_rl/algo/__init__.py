@@ -1,0 +1,1 @@
+"""RL algorithms: advantages, policy and value losses, rollout corrections and filters."""

@@ -1,8 +1,9 @@
-"""Credit: what every sampled token is worth, written to TokenSequence.advantages of all rollouts that were scored.
+"""Advantage functions: write TokenSequence.advantages of all scored rollouts.
 
-Plain floats, no tensors. Sums are exact (`statistics`), so a result depends neither on the order of the rollouts nor on the rank. A rollout
-that is dropped (Rollout.filter_reason) still counts in its group's baseline. A group needs two scored members: without one to compare
-with, a rollout's credit is 0.
+They work on plain floats, not tensors. Sums are exact (`statistics`, `math.fsum`), so a result
+depends neither on the order of the rollouts nor on the rank. A filtered rollout
+(Rollout.filter_reason) still counts in its group's baseline. Group-relative advantages need two
+scored members; in a smaller group they are 0.
 """
 
 import math
@@ -15,16 +16,18 @@ from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout, TokenSequence
 
 AdvantageFn = Callable[[Sequence[Rollout], AlgoSettings], None]
+"""(rollouts, settings) -> None. Writes the advantages of all scored rollouts."""
 RELATIVE_ROUNDING, ABSOLUTE_ROUNDING = 1e-9, 1e-12
-"""See `are_nearly_equal`."""
+"""Bounds of `are_nearly_equal`."""
 
 
 def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """GRPO (arXiv 2402.03300, section 4.1.2): A_i = (R_i - mean(R)) / (std(R) + std_eps) over the group.
+    """Compute GRPO advantages: A_i = (R_i - mean(R)) / (std(R) + std_eps) over the group.
 
-    Without algo.norm_adv_by_std A_i = R_i - mean(R), Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor
-    G - 1): the paper leaves it open, and the common implementations take torch.std's default. algo.turn_credit (TURN_SCHEMES) says what
-    R_i is for a turn.
+    Source: arXiv 2402.03300, section 4.1.2. Without algo.norm_adv_by_std, A_i = R_i - mean(R), as
+    in Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor G - 1): the
+    paper does not define it, and common implementations use the default of torch.std. With
+    algo.turn_credit other than broadcast, each turn has its own advantage (TURN_SCHEMES).
     """
     for members in split_into_groups(rollouts).values():
         for rollout, turns in zip(members, TURN_SCHEMES[algo.turn_credit](members, algo), strict=True):
@@ -32,7 +35,10 @@ def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def rloo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """RLOO (arXiv 2402.14740, eq. 4): A_i = R_i - mean of the others' = G / (G - 1) * (R_i - mean(R))."""
+    """Compute RLOO advantages: A_i = R_i - mean of the other members' rewards.
+
+    Source: arXiv 2402.14740, eq. 4. Equal to G / (G - 1) * (R_i - mean(R)).
+    """
     for members in split_into_groups(rollouts).values():
         centered = _centered([penalized_reward(rollout, algo) for rollout in members])
         for rollout, value in zip(members, centered, strict=True):
@@ -40,7 +46,11 @@ def rloo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def opo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """OPO (arXiv 2505.23585): A_i = R_i - sum(n_j R_j) / sum(n_j), the baseline of least variance; n counts an episode's sampled tokens."""
+    """Compute OPO advantages: A_i = R_i - sum(n_j R_j) / sum(n_j).
+
+    Source: arXiv 2505.23585. n_j is the number of sampled tokens of rollout j; this baseline
+    minimizes the variance.
+    """
     for members in split_into_groups(rollouts).values():
         rewards, lengths = [penalized_reward(rollout, algo) for rollout in members], [rollout.num_sampled for rollout in members]
         baseline = math.fsum(n * r for n, r in zip(lengths, rewards, strict=True)) / max(sum(lengths), 1)
@@ -50,9 +60,10 @@ def opo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """REINFORCE++ (arXiv 2501.03262): the return from each token on, whitened over all tokens of the step that are trained on.
+    """Compute REINFORCE++ advantages: returns to go, whitened over all trained tokens of the step.
 
-    The episode's reward is earned by its last token, a KL penalty (algo.use_kl_in_reward) by each.
+    Source: arXiv 2501.03262. The last token of an episode receives the episode's reward; each
+    token's own KL penalty is subtracted from its reward (algo.use_kl_in_reward).
     """
     scored = [rollout for members in split_into_groups(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
@@ -66,17 +77,23 @@ def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """Every turn has what its episode has: R_i - mean(R), over the deviation of the rewards."""
+    """Return the episode's advantage for each of its turns: R_i - mean(R).
+
+    It is divided by the standard deviation of the rewards if algo.norm_adv_by_std is set.
+    """
     relative = _group_relative([penalized_reward(rollout, algo) for rollout in members], algo)
     return [[value] * len(rollout.turns) for rollout, value in zip(members, relative, strict=True)]
 
 
 def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """The outcome's advantage, plus for a turn that is a step how its score compares with the group's steps of the same number.
+    """Return the outcome's advantage plus, for a scored turn, that of its score in the group.
 
-    A turn that is no step (Turn.step_score None) and a step that nobody else has have the outcome's alone. As MT-GRPO (arXiv 2505.11821,
-    the authors' code) adds a turn's advantage to the outcome's; there both are normalized by themselves, which loses their weights, and a
-    turn is also credited with those after it.
+    A turn's score is compared with the group's scored turns of the same number. An unscored turn
+    (Turn.step_score None) and a turn without a counterpart have the outcome's advantage only.
+
+    MT-GRPO (arXiv 2505.11821, the authors' code) also adds a turn's advantage to the outcome's.
+    There, both are normalized separately, which loses their weights, and a turn's advantage
+    includes those of later turns.
     """
     outcomes = _centered([rollout.outcome_reward - kl_penalty(rollout, algo) for rollout in members])
     credits = [[value] * len(rollout.turns) for rollout, value in zip(members, outcomes, strict=True)]
@@ -92,12 +109,15 @@ def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[lis
 
 
 def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """What was still to be earned from a turn on, the outcome included, against the others that reached a turn of this number.
+    """Return each turn's return to go relative to members that reached a turn of this number.
 
-    G_t = outcome + sum over s >= t of discount^(s - t) * gain_s (process supervision, arXiv 2402.03300, section 4.1.3). A baseline of
-    others' returns depends on nothing that the turn decides, so the expected gradient is that of the reward. A turn that nobody else
-    reached is compared with what the others earned in all: its credit is the episode's, R_i - mean(R). A KL penalty in the reward is part
-    of the outcome: the whole episode's is taken off every turn.
+    G_t = outcome + sum over s >= t of gamma^(s - t) * reward_delta_s (process supervision, arXiv
+    2402.03300, section 4.1.3). The baseline consists of other episodes' returns and does not depend
+    on the turn's action, so the expected gradient is that of the reward.
+
+    A turn number that only one member reached has the episode's advantage, R_i - mean(R). A KL
+    penalty in the reward is part of the outcome: every turn has the penalty of the whole episode
+    subtracted.
     """
     returns = [_returns(rollout, algo) for rollout in members]
     credits = broadcast(members, replace(algo, norm_adv_by_std=False))
@@ -113,12 +133,15 @@ def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[fl
 
 
 def gigpo(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """GiGPO (arXiv 2505.10978, section 4): A_episode + gigpo_step_weight * A_state.
+    """Return GiGPO advantages: A_episode + gigpo_step_weight * A_state.
 
-    A_state compares the return from a turn on, sum over s >= t of discount^(s - t) r_s, with those of all turns of the group, of
-    whatever number and episode, that began in the same state (Turn.state). Each of the two is divided by its own deviation, or by
-    none: the paper's two F_norm. A turn whose state no other began in, or is not known, has its episode's credit alone, as in the
-    authors' code. The outcome is earned by the last turn.
+    Source: arXiv 2505.10978, section 4. A_state compares the return from a turn on, the sum over s
+    >= t of gamma^(s - t) r_s, with those of all turns of the group that started in the same state
+    (Turn.state), at any turn number and in any episode. A_episode and A_state are each divided by
+    their own standard deviation or neither is, the paper's two choices of F_norm.
+
+    A turn has the episode's advantage only if its state is unknown or no other turn started in it,
+    as in the authors' code. The last turn receives the outcome.
     """
     credits = broadcast(members, algo)
     begun: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
@@ -138,14 +161,18 @@ TURN_SCHEMES: Mapping[str, Callable[[Sequence[Rollout], AlgoSettings], list[list
     "return_to_go": return_to_go,
     "gigpo": gigpo,
 }
-"""Credit of each turn of each member of a group, normalized where algo.norm_adv_by_std says so. Where each episode is one turn, and that
-is a step for all of them or for none, the first three are R_i - mean(R)."""
+"""Functions by algo.turn_credit that return the advantage of each turn of each group member,
+normalized if algo.norm_adv_by_std is set. If every episode has one turn, and this turn is scored in
+all episodes or in none, the first three equal R_i - mean(R).
+"""
 
 
 def group_std(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]:
-    """How far each group's credits lie from 0: their root mean square, not normalized. 0: the group teaches nothing.
+    """Return the root mean square of each group's unnormalized advantages.
 
-    For one turn an episode that is the deviation of its rewards. KL penalties are left out: they are known only after the selection.
+    0 means that the group has no training signal. For episodes of one turn this is the standard
+    deviation of the rewards. KL penalties are left out, because they are known only after
+    filtering.
     """
     algo, spread = replace(algo, use_kl_in_reward=False, norm_adv_by_std=False), {}
     for group, members in split_into_groups(rollouts).items():
@@ -157,7 +184,7 @@ def group_std(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, floa
 
 
 def split_into_groups(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
-    """The scored members of each group, in order."""
+    """Return the scored members of each group, in order."""
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         if not rollout.is_scored:
@@ -168,18 +195,24 @@ def split_into_groups(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
 
 
 def penalized_reward(rollout: Rollout, algo: AlgoSettings) -> float:
-    """The episode's reward, less its KL penalty."""
+    """Return the episode's reward minus its KL penalty."""
     return rollout.reward - kl_penalty(rollout, algo)
 
 
 def kl_penalty(rollout: Rollout, algo: AlgoSettings) -> float:
-    """The sum of its tokens' KL costs; 0 where the rollout is not trained on: its tokens were not read, and its bare reward stands in its
-    group's baseline."""
+    """Return the sum of the KL costs of a rollout's tokens.
+
+    It is 0 for a filtered rollout: its logprobs are not computed, and its plain reward counts in
+    the group's baseline.
+    """
     return math.fsum(cost for context in rollout.sequences for cost in kl_costs(context, algo)) if rollout.is_trained_on else 0.0
 
 
 def kl_costs(context: TokenSequence, algo: AlgoSettings) -> list[float]:
-    """kl_coef * (old - reference logprob) of each sampled token, where algo.use_kl_in_reward takes that off its reward; 0 otherwise."""
+    """Return kl_coef * (old - reference logprob) of each sampled token, and 0 for observed ones.
+
+    All costs are 0 unless algo.use_kl_in_reward is set.
+    """
     if not (algo.use_kl_in_reward and any(context.loss_mask)):
         return [0.0] * len(context.token_ids)
     columns = zip(context.old_logprobs, context.reference_logprobs, context.loss_mask, strict=True)
@@ -187,12 +220,16 @@ def kl_costs(context: TokenSequence, algo: AlgoSettings) -> list[float]:
 
 
 def turn_rewards(rollout: Rollout, outcome: float) -> list[float]:
-    """What each turn earned, the outcome as the last one's."""
+    """Return the reward of each turn, with the outcome added to the last one."""
     return [turn.reward_delta + (outcome if number == len(rollout.turns) else 0.0) for number, turn in enumerate(rollout.turns, start=1)]
 
 
 def whiten(credits: Sequence[Sequence[float]]) -> list[list[float]]:
-    """All of them shifted and scaled together to mean 0 and deviation 1: (x - mean) / sqrt(var + 1e-8), var with the divisor N - 1."""
+    """Shift and scale all values together to mean 0 and standard deviation 1.
+
+    Computes (x - mean) / sqrt(var + 1e-8), with the divisor N - 1 in var. Nearly equal values
+    become zeros.
+    """
     every = [value for values in credits for value in values]
     if are_nearly_equal(every):
         return [[0.0] * len(values) for values in credits]
@@ -201,19 +238,22 @@ def whiten(credits: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def normalize_group(credits: list[list[float]], algo: AlgoSettings) -> list[list[float]]:
-    """Divided by one deviation a group, so that weights of turn parts count, where algo.norm_adv_by_std says so."""
+    """Divide all advantages of a group by one standard deviation if algo.norm_adv_by_std is set.
+
+    One common divisor keeps the weights of turn rewards relative to the outcome.
+    """
     scale = root_mean_square(credits)
     return [_scaled_by(turns, scale, algo) for turns in credits]
 
 
 def root_mean_square(credits: Sequence[Sequence[float]]) -> float:
-    """Root of the credits' mean square, with the divisor N - 1 of a sample deviation."""
+    """Return the root mean square of the values, with the divisor N - 1 of a sample deviation."""
     values = [value for turns in credits for value in turns]
     return math.sqrt(math.fsum(value * value for value in values) / max(len(values) - 1, 1))
 
 
 def write_turn_advantages(rollout: Rollout, turns: Sequence[float]) -> None:
-    """Give every sampled token its turn's credit."""
+    """Write each turn's advantage to all its sampled tokens."""
     columns = [[0.0] * len(context.token_ids) for context in rollout.sequences]
     for turn, value in zip(rollout.turns, turns, strict=True):
         start, stop = turn.token_span
@@ -223,16 +263,17 @@ def write_turn_advantages(rollout: Rollout, turns: Sequence[float]) -> None:
 
 
 def are_nearly_equal(values: Sequence[float]) -> bool:
-    """Return True if values differ by no more than rounding does: by 1e-9 of the largest one, or by 1e-12.
+    """Return True if values differ only by rounding: by 1e-9 of the largest one, or by 1e-12.
 
-    The second bound is for sums that cancel. Example: [0.1 + 0.2, 0.3] and [0.1 + 0.2 - 0.3, 0.0] are equal.
+    The absolute bound covers sums that cancel. Example: [0.1 + 0.2, 0.3] and [0.1 + 0.2 - 0.3, 0.0]
+    are nearly equal.
     """
     largest = max(map(abs, values), default=0.0)
     return not values or max(values) - min(values) <= max(RELATIVE_ROUNDING * largest, ABSOLUTE_ROUNDING)
 
 
 def _centered(values: Sequence[float]) -> list[float]:
-    """Each less the mean; equal values, one alone included, give exact zeros."""
+    """Return values minus their mean; exact zeros for nearly equal values or a single one."""
     if are_nearly_equal(values):
         return [0.0] * len(values)
     mean = _mean(values)
@@ -244,7 +285,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _group_relative(values: Sequence[float], algo: AlgoSettings) -> list[float]:
-    """(value - mean) / (std + std_eps), the division where algo.norm_adv_by_std says so."""
+    """Return (value - mean) / (std + std_eps); divides only if algo.norm_adv_by_std is set."""
     return _scaled_by(_centered(values), _stdev(values), algo)
 
 
@@ -255,7 +296,10 @@ def _scaled_by(values: Sequence[float], scale: float, algo: AlgoSettings) -> lis
 
 
 def _leave_one_out_differences(values: Sequence[float], num_members: int) -> list[float]:
-    """Each less the mean of the others, times (G - 1) / G: the scale of R_i - mean(R), however few of the G members have a value."""
+    """Return each value minus the mean of the others, times (G - 1) / G.
+
+    The factor gives the scale of R_i - mean(R), even if only some of the G members have a value.
+    """
     scale = len(values) / max(len(values) - 1, 1) * (num_members - 1) / num_members
     return [value * scale for value in _centered(values)]
 
@@ -265,18 +309,18 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 def _returns(rollout: Rollout, algo: AlgoSettings) -> list[float]:
-    """From each turn on, and with each the whole outcome."""
+    """Return the return to go of each turn, with the undiscounted outcome added to each."""
     outcome = rollout.outcome_reward - kl_penalty(rollout, algo)
     return [outcome + later for later in _rewards_to_go([turn.reward_delta for turn in rollout.turns], algo.gamma)]
 
 
 def _discounted(rollout: Rollout, algo: AlgoSettings) -> list[float]:
-    """From each turn on; the outcome is discounted too, as a reward of the last turn."""
+    """Return the discounted return to go of each turn; the last reward includes the outcome."""
     return _rewards_to_go(turn_rewards(rollout, rollout.outcome_reward - kl_penalty(rollout, algo)), algo.gamma)
 
 
 def _rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
-    """From each on, the sum over s >= t of discount^(s - t) r_s."""
+    """Return for each t the sum over s >= t of discount^(s - t) r_s."""
     values, later = [], 0.0
     for reward in reversed(rewards):
         later = reward + discount * later
@@ -285,7 +329,7 @@ def _rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float]]:
-    """For each context the return from each sampled token on."""
+    """Return for each sequence the returns to go of its sampled tokens, minus KL costs."""
     later, contexts = rollout.reward, []
     for context in reversed(rollout.sequences):
         values: list[float] = []

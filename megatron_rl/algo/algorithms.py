@@ -1,7 +1,8 @@
-"""Everything that tells one algorithm from another: a row of a table. Nothing else asks for algo.name.
+"""Table of algorithms: each row names the functions and flags that make up an algorithm.
 
-To add one: write its credit (advantages.py) or its surrogate (policy_losses.py) and a row here; a preset in configs/algo gives its
-constants.
+No other module branches on algo.name. To add an algorithm, write its advantage function
+(advantages.py) or its policy loss (policy_losses.py) and a row here. A preset in configs/algo sets
+its constants.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,21 +20,27 @@ from megatron_rl.types import LossInputs
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Algorithm:
+    """Functions and capabilities of one algorithm."""
+
     advantage_fn: AdvantageFn
+    """Computes the advantages of all scored rollouts of a step."""
     policy_loss: PolicyLossFn = policy_losses.ppo_clip
+    """Computes the policy loss of each sampled token."""
     clip_bounds: Callable[[LossInputs, AlgoSettings], ClipBounds] = policy_losses.ratio_bounds
-    """Where the surrogate's trust region ends; measured, not trained on."""
+    """Returns the tokens outside the trust region of the policy loss; used for metrics only."""
     needs_group: bool = True
-    """Credit compares the members of a group: a rollout whose peers all failed is not trained on."""
+    """True if advantages compare members of a group. Rollouts without a scored peer are then
+    filtered out.
+    """
     needs_critic: bool = False
-    """Credit reads a critic's values, and the critic learns from its returns."""
+    """True if advantages use a critic's values; the critic trains on the resulting returns."""
     supports_turn_credit: bool = False
-    """algo.turn_credit may be other than broadcast."""
+    """True if algo.turn_credit may be other than broadcast."""
     supports_dual_clip: bool = False
-    """The surrogate reads algo.clip_ratio_c."""
+    """True if the policy loss uses algo.clip_ratio_c."""
 
     def required_columns(self, algo: AlgoSettings) -> tuple[str, ...]:
-        """Columns of TokenSequence that networks must fill before `advantage_fn`."""
+        """Return the columns of TokenSequence that models must fill before `advantage_fn` runs."""
         logprobs = ("old_logprobs", "reference_logprobs") if algo.use_kl_in_reward else ()
         return (*logprobs, "values") if self.needs_critic else logprobs
 
@@ -67,11 +74,15 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         advantage_fn=advantages.grpo, policy_loss=policy_losses.dppo, supports_turn_credit=True, clip_bounds=policy_losses.dppo_bounds
     ),
 }
-"""DAPO, Dr. GRPO and GiGPO are grpo with other settings (configs/algo)."""
+"""Algorithms by algo.name. DAPO, Dr. GRPO and GiGPO are grpo with other settings (configs/algo)."""
 
 
 def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> None:
-    """ValueError: a name that is in no table, or settings that do not go together."""
+    """Check that the settings of the algorithm exist and are compatible.
+
+    Raises:
+        ValueError: A setting names an unknown choice, or settings contradict each other.
+    """
     require_choice("algo.name", algo.name, tuple(algorithms))
     require_choice("algo.turn_credit", algo.turn_credit, tuple(TURN_SCHEMES))
     require_choice("algo.kl_estimator", algo.kl_estimator, tuple(ESTIMATORS))
@@ -84,9 +95,10 @@ def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = AL
 
 
 def needs_old_logprob_forward(algo: AlgoSettings, *, num_updates: int) -> bool:
-    """Whether the trainer's logprobs before the step's first update are a forward pass of their own."""
+    """Return True if the step needs a forward pass for old logprobs before its first update."""
     return (num_updates > 1 or algo.use_kl_in_reward) and not bypasses(algo)
 
 
 def needs_reference(algo: AlgoSettings) -> bool:
+    """Return True if the settings need logprobs of the reference model."""
     return algo.kl_coef > 0

@@ -1,4 +1,4 @@
-"""Which of a step's rollouts are trained on: what is left out says why in Rollout.filter_reason."""
+"""Filters that select the rollouts to train on; reasons go to Rollout.filter_reason."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,19 +6,25 @@ from megatron_rl.config import FilterSettings
 from megatron_rl.types import Rollout
 
 FILTERS = ("no_peer", "zero_std", "no_image", "stop_reason", "surplus")
-"""Why a scored rollout is left out, in the order they are looked at: its group has no other that was scored, config.DROPS, or its group is
-one more than are needed and teaches less."""
+"""Reasons for filtering a scored rollout, in the order in which they are checked. no_peer: no other
+rollout of its group was scored. surplus: the step has more groups than it needs, and this one has a
+lower standard deviation. The others are those of config.DROPS.
+"""
 
 
 def apply_filters(
     rollouts: Sequence[Rollout], settings: FilterSettings, *, num_groups: int, group_std: Mapping[int, float], needs_group: bool
 ) -> None:
-    """Write Rollout.filter_reason of every scored rollout: what settings.drop names and, with prefer_high_std, all but the num_groups
-    groups that spread most.
+    """Write Rollout.filter_reason of every scored rollout: the first reason that applies, or "".
 
-    `group_std` is that of each group's credits (advantages.group_std). A rollout is left out for the first reason that holds. Without
-    prefer_high_std surplus groups are trained on too. Ties between groups go to the earlier one. needs_group: credit compares the members
-    of a group.
+    Args:
+        rollouts: Rollouts of the step.
+        settings: Names the filters to apply.
+        num_groups: Number of groups that the step needs. With prefer_high_std only the num_groups
+            groups of highest `group_std` are kept, the earlier one of equal groups. Otherwise
+            surplus groups are trained on too.
+        group_std: Spread of each group's advantages (advantages.group_std).
+        needs_group: True if the algorithm compares members of a group.
     """
     sizes = {group: sum(rollout.is_scored and rollout.group == group for rollout in rollouts) for group in group_std}
     holds = {
@@ -39,5 +45,5 @@ def apply_filters(
 
 
 def used_groups(rollouts: Sequence[Rollout]) -> set[int]:
-    """Groups of which anything is trained on."""
+    """Return the groups with at least one rollout that is trained on."""
     return {rollout.group for rollout in rollouts if rollout.is_trained_on}

@@ -1,4 +1,4 @@
-"""Generalized advantage estimation: what a critic's values make of an episode's rewards. Plain floats, no tensors."""
+"""Generalized advantage estimation from a critic's values, on plain floats instead of tensors."""
 
 import math
 from collections.abc import Sequence
@@ -11,26 +11,31 @@ from megatron_rl.types import Rollout, TokenSequence
 
 @dataclass(slots=True, frozen=True)
 class ActionSpan:
-    """One step of an episode as the critic sees it: a turn or a token (algo.gae_level)."""
+    """One action of an episode for the critic: a turn or a token (algo.gae_level)."""
 
     context: TokenSequence
     start: int
-    """Its first token, and one past its last."""
+    """Position of the action's first token."""
     stop: int
+    """Position after the action's last token."""
     reward: float
+    """Reward of the action."""
 
     @property
     def value(self) -> float:
-        """What the critic expected before it."""
+        """Critic's value of the state before the action."""
         return self.context.values[self.start]
 
 
 def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """PPO's credit (arXiv 1506.02438, eq. 16): A_t = d_t + g * lam * A_(t+1), d_t = r_t + g * V_(t+1) - V_t, with g = algo.gamma.
-    V is 0 after the episode's end, whether it was completed or its budget ran out. The critic's target is A_t + V_t, before
+    """Compute PPO's advantages: A_t = d_t + g * lam * A_(t+1), with d_t = r_t + g * V_(t+1) - V_t.
+
+    Source: GAE, arXiv 1506.02438, eq. 16, with g = algo.gamma. V is 0 after the end of an episode,
+    whether it was completed or truncated. The critic's target is A_t + V_t, computed before
     algo.whiten_advantages.
 
-    Every token of a turn that is one action has its advantage; its return stands on the first.
+    If a turn is one action, all its tokens have its advantage, and its return is stored at its
+    first token.
     """
     scored = [rollout for members in split_into_groups(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
@@ -48,13 +53,13 @@ def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> N
 
 
 def values_and_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple[list[float], list[float]]:
-    """The critic's values and its targets, of all actions that are trained on."""
+    """Return the critic's values and its targets for all actions that are trained on."""
     actions = [action for rollout in rollouts if rollout.is_trained_on for action in split_into_actions(rollout, algo)]
     return [action.value for action in actions], [action.context.returns[action.start] for action in actions]
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """Advantages of one episode's actions, in order."""
+    """Return the advantages of one episode's actions, in order."""
     advantages, later, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         later = reward + gamma * next_value - value + gamma * lam * later
@@ -64,8 +69,11 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 
 
 def split_into_actions(rollout: Rollout, algo: AlgoSettings) -> list[ActionSpan]:
-    """An episode's actions with what each earned: a turn's gain on its last token, the outcome on the episode's last, and each token's KL
-    penalty (algo.use_kl_in_reward) on itself."""
+    """Return an episode's actions with their rewards.
+
+    The last token of a turn receives the turn's reward_delta, and the episode's last token also the
+    outcome. Each token's KL penalty (algo.use_kl_in_reward) is subtracted from its own reward.
+    """
     actions, costs = [], [kl_costs(context, algo) for context in rollout.sequences]
     for turn, earned in zip(rollout.turns, turn_rewards(rollout, rollout.outcome_reward), strict=True):
         context, (first, stop) = rollout.sequences[turn.sequence], turn.token_span

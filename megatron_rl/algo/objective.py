@@ -1,6 +1,7 @@
-"""From an algorithm's row to the loss of a micro-batch and its metrics.
+"""Builds the loss of a micro-batch and its metrics from the settings of an algorithm.
 
-Sums only: the trainer divides once, by one global integer, so that a gradient does not depend on how a batch was cut.
+Losses are sums. The trainer divides once, by one global integer, so a gradient does not depend on
+how a batch was split into micro-batches.
 """
 
 from collections.abc import Mapping
@@ -18,9 +19,11 @@ from megatron_rl.types import Loss, LossInputs, LossMetrics
 
 
 def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> Loss:
-    """Sum over sampled tokens of weight * (correction * surrogate + kl_coef * KL - entropy_coef * entropy); GRPO, arXiv 2402.03300, eq. 3.
+    """Return the policy objective as a function of a micro-batch.
 
-    A KL term that is taken off the reward (algo.use_kl_in_reward) is only measured here.
+    It is the sum over sampled tokens of weight * (correction * policy_loss + kl_coef * KL -
+    entropy_coef * entropy); see GRPO, arXiv 2402.03300, eq. 3. If the KL term is part of the reward
+    (algo.use_kl_in_reward), it is only measured here.
     """
     algorithm, is_bypass = algorithms[algo.name], bypasses(algo)
     estimate = ESTIMATORS[algo.kl_estimator]
@@ -41,7 +44,7 @@ def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm
 
 
 def sft_loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
-    """The warm start's: negative log-likelihood of the demonstrated tokens."""
+    """Return the negative log-likelihood of the demonstrated tokens, for supervised fine-tuning."""
     loss = -(rows.weight_R * rows.logprob_R).sum()
     return loss, LossMetrics(sums={"policy/entropy": rows.entropy_R.detach().sum()}, maxima={})
 
@@ -50,16 +53,25 @@ def sft_loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
 def policy_metrics(
     rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings, *, loss_inputs: LossInputs, bounds: ClipBounds
 ) -> LossMetrics:
-    """How far the policy went from the one that sampled, as the surrogate saw it in `loss_inputs`, and engine from trainer.
+    """Return metrics of the policy's change since sampling and of engine-trainer mismatch.
 
-    clip_low_fraction and clip_high_fraction count the tokens past the algorithm's bound on the side that their advantage pushes to; ppo_kl
-    estimates KL(old || pi) by k3, since the tokens are the old policy's. rollout_mismatch/logprob_abs_diff is of tokens that the step's
-    own weights sampled.
+    policy/clip_low_fraction and policy/clip_high_fraction count tokens beyond the algorithm's bound
+    on the side that their advantage pushes to. policy/ppo_kl estimates KL(old || pi) by k3, since
+    the old policy sampled the tokens. rollout_mismatch/logprob_abs_diff covers only tokens that the
+    weights at the start of the step sampled.
+
+    Args:
+        rows: Inputs of the loss.
+        correction_R: Importance-sampling weight of each token.
+        algo: Settings of the algorithm.
+        loss_inputs: `rows` as the policy loss used them; with a bypass, old_logprob_R is the
+            engine's.
+        bounds: Tokens below and above the bounds of the algorithm.
     """
     ratio_R, advantage_R = log_ratio(loss_inputs).exp(), rows.advantage_R
     below_R, above_R = bounds
     gap_R = (rows.old_logprob_R - rows.rollout_logprob_R).abs()
-    if rows.on_policy_R is not None:  # older weights said otherwise, and rightly so
+    if rows.on_policy_R is not None:  # tokens of older weights differ for a good reason and are left out
         gap_R = gap_R.where(rows.on_policy_R, 0.0)
     counts = {
         "policy/clip_low_fraction": (advantage_R < 0) & below_R,

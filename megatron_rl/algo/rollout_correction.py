@@ -1,11 +1,15 @@
-"""What is done about an engine that gave a token another probability than the trainer does: other kernels, bfloat16, older weights.
+"""Rollout corrections: importance-sampling weights for the mismatch between engine and trainer.
 
-algo.rollout_correction names rows of CORRECTIONS, joined by +. Each gives every sampled token a constant weight; weights multiply each
-other and the surrogate, never the KL or the entropy term. The denominator stays as it is: what is masked keeps its share.
+Engine and trainer give a token different probabilities because of other kernels, bfloat16 or older
+weights. algo.rollout_correction names rows of CORRECTIONS, joined by +. Each row gives every
+sampled token a constant weight. The weights multiply each other and the policy loss, but never the
+KL or the entropy term. The denominator does not change: masked tokens keep their share.
 
-r = exp(old - engine logprob) of a token; old is the trainer's logprob at the start of the step (decoupled PPO, arXiv 2110.00641) and with
-bypass the current one. A sequence is a context or, with algo.rollout_correction_level=turns, a turn; neither is ever cut, and no sampled
-token is in two. Every log r, and the sum over a sequence, is held within MAX_LOG_RATIO of 0. Where r = 1 everywhere all weights are 1.
+r = exp(old - engine logprob) of a token. old is the trainer's logprob at the start of the step
+(decoupled PPO, arXiv 2110.00641), or the current one with bypass. A "sequence" below is a token
+sequence or, with algo.rollout_correction_level=turns, a turn. Neither is ever split across
+micro-batches, and no sampled token is in two. Every log r, and its sum over a sequence, is clamped
+to [-MAX_LOG_RATIO, MAX_LOG_RATIO]. If r = 1 everywhere, all weights are 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,11 +24,14 @@ from megatron_rl.types import LossInputs
 
 
 def mismatch_warnings(settings: Settings) -> list[str]:
-    """A line each for why what was sampled is not quite what is trained, where nothing is done about it: engine and trainer round
-    differently in bfloat16, and weights may be older."""
+    """Return one warning per source of mismatch that no correction handles.
+
+    Sources are bfloat16, which engine and trainer round differently, and older weights
+    (run.max_staleness).
+    """
     rounds, staleness = "bfloat16" in (settings.model.dtype, settings.engine.dtype), settings.run.max_staleness
     correction, lines = settings.algo.rollout_correction, []
-    if settings.stage != "rl" or correction not in ("none", "opsm"):  # opsm lets all pass but what has drifted far
+    if settings.stage != "rl" or correction not in ("none", "opsm"):  # opsm masks only sequences that drifted far
         return lines
     if staleness > 0:
         told = (
@@ -39,49 +46,71 @@ def mismatch_warnings(settings: Settings) -> list[str]:
 
 
 def no_weight(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Every token counts in full. none trusts the engine's sampling. With bypass (verl's bypass_mode) the ratio is in the surrogate, which
-    compares with the engine's logprob in place of the old one: the forward pass for old logprobs is left out."""
+    """Return 1 for every token.
+
+    "none" trusts the engine's sampling. With "bypass" (verl's bypass_mode) the policy loss itself
+    compares with the engine's logprob instead of the old one, so the forward pass for old logprobs
+    is skipped.
+    """
     return torch.ones_like(rows.old_logprob_R)
 
 
 def token_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """min(r, is_weight_cap): truncated importance sampling by token (F. Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025; verl's rollout_is=token, TRL's token_truncate)."""
+    """Return min(r, is_weight_cap): truncated importance sampling per token.
+
+    Source: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+    2025. Equals verl's rollout_is=token and TRL's token_truncate.
+    """
     return _train_rollout_log_ratio(rows).exp().clamp(max=algo.is_weight_cap)
 
 
 def sequence_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """min(S, is_weight_cap), S the product of r over the sequence (verl's rollout_is=sequence, TRL's sequence_truncate)."""
+    """Return min(S, is_weight_cap), with S the product of r over the sequence.
+
+    Equals verl's rollout_is=sequence and TRL's sequence_truncate.
+    """
     return _sequence_ratio(rows, algo).clamp(max=algo.is_weight_cap)
 
 
 def token_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """r where token_mask_low <= r <= token_mask_high, else 0: IcePop (arXiv 2510.18855)."""
+    """Return r if token_mask_low <= r <= token_mask_high, else 0: IcePop (arXiv 2510.18855)."""
     ratio_R = _train_rollout_log_ratio(rows).exp()
     return ratio_R * _within(ratio_R, algo.token_mask_low, algo.token_mask_high)
 
 
 def sequence_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """S where sequence_mask_low <= S <= sequence_mask_high, else 0 for the whole sequence: masked importance sampling (TRL's default)."""
+    """Return S, the product of r over the sequence, or 0 if it is out of bounds.
+
+    The bounds are sequence_mask_low <= S <= sequence_mask_high. This is masked importance sampling,
+    TRL's default.
+    """
     product_R = _sequence_ratio(rows, algo)
     return product_R * _within(product_R, algo.sequence_mask_low, algo.sequence_mask_high)
 
 
 def geo_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """1 where geo_mask_low <= exp(mean of log r over the sequence) <= geo_mask_high, else 0 (verl's rollout_rs=seq_mean_k1)."""
+    """Return 1 if geo_mask_low <= exp(mean of log r over the sequence) <= geo_mask_high, else 0.
+
+    Equals verl's rollout_rs=seq_mean_k1.
+    """
     return _within(_sequence_mean(_train_rollout_log_ratio(rows), rows, algo).exp(), algo.geo_mask_low, algo.geo_mask_high)
 
 
 def k3_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """1 where the mean of r - 1 - log r over the sequence, which estimates KL(engine || old), is at most k3_mask_high, else 0 (verl's
-    rollout_rs=seq_mean_k3)."""
+    """Return 1 if the mean of r - 1 - log r over the sequence is at most k3_mask_high, else 0.
+
+    The mean estimates KL(engine || old). Equals verl's rollout_rs=seq_mean_k3.
+    """
     log_r_R = _train_rollout_log_ratio(rows)
     return _within(_sequence_mean(log_r_R.expm1() - log_r_R, rows, algo), 0.0, algo.k3_mask_high)
 
 
 def opsm(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """0 where the advantage is negative and the mean of engine logprob - logprob over the sequence is above opsm_delta, else 1: off-policy
-    sequence masking (DeepSeek-V3.2, arXiv 2512.02556). It is the current logprob that counts, in every update."""
+    """Return 0 for negative advantages in sequences that drifted by more than opsm_delta, else 1.
+
+    The drift is the mean of engine logprob - current logprob over the sequence, recomputed in every
+    update: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556).
+    """
     drift_R = _sequence_mean(_clamp_log_ratio(rows.rollout_logprob_R - rows.logprob_R), rows, algo)
     return ((rows.advantage_R >= 0) | (drift_R <= algo.opsm_delta)).to(rows.old_logprob_R.dtype)
 
@@ -95,7 +124,7 @@ def _clamp_log_ratio(x_R: torch.Tensor) -> torch.Tensor:
 
 
 def _sequence_ratio(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Of r over the sequence, at each of its tokens."""
+    """Return the product of r over each sequence, at each of its tokens."""
     return _clamp_log_ratio(sum_by_id(_train_rollout_log_ratio(rows), _sequence_ids(rows, algo))).exp()
 
 
@@ -108,19 +137,21 @@ def _sequence_ids(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def _within(x_R: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """1 or 0."""
+    """Return 1 where low <= x <= high, else 0."""
     return ((x_R >= low) & (x_R <= high)).to(x_R.dtype)
 
 
 @dataclass(slots=True, frozen=True)
 class Correction:
+    """One rollout correction: its weight function and properties."""
+
     weight_fn: Callable[[LossInputs, AlgoSettings], torch.Tensor]
     has_ratio: bool = False
-    """The importance ratio comes with it: one row of these at a time."""
+    """True if the importance ratio is applied. At most one such row can be chosen."""
     truncates: bool = False
-    """Its weights end at is_weight_cap."""
+    """True if the weights are capped at is_weight_cap."""
     by_sequence: bool = False
-    """algo.rollout_correction_level matters."""
+    """True if the weight depends on algo.rollout_correction_level."""
 
 
 CORRECTIONS: Mapping[str, Correction] = {
@@ -134,15 +165,20 @@ CORRECTIONS: Mapping[str, Correction] = {
     "k3_mask": Correction(k3_mask, by_sequence=True),
     "opsm": Correction(opsm, by_sequence=True),
 }
+"""Rollout corrections by name."""
 
 
 def correction_names(algo: AlgoSettings) -> list[str]:
-    """The rows that algo.rollout_correction joins."""
+    """Return the names that algo.rollout_correction joins by +."""
     return algo.rollout_correction.split("+")
 
 
 def check_correction(algo: AlgoSettings) -> None:
-    """ValueError: a row that is in no table, or rows that do not go together."""
+    """Check that the chosen corrections exist and can be combined.
+
+    Raises:
+        ValueError: A name is unknown or repeated, or the rows cannot be combined.
+    """
     names = correction_names(algo)
     for name in names:
         require_choice("algo.rollout_correction", name, tuple(CORRECTIONS))
@@ -164,13 +200,13 @@ def check_correction(algo: AlgoSettings) -> None:
 
 
 def bypasses(algo: AlgoSettings) -> bool:
-    """The surrogate compares with the engine's logprob, and old ones are not asked for."""
+    """Return True if the policy loss uses the engine's logprobs instead of old logprobs."""
     return "bypass" in correction_names(algo)
 
 
 @torch.no_grad()
 def compute_is_weights(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """The weight of each token's surrogate."""
+    """Return the importance-sampling weight of each token's policy loss."""
     weight_R = torch.ones_like(rows.old_logprob_R)
     for name in correction_names(algo):
         weight_R = weight_R * CORRECTIONS[name].weight_fn(rows, algo)
@@ -178,14 +214,20 @@ def compute_is_weights(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def importance_metrics(rows: LossInputs) -> dict[str, torch.Tensor]:
-    """Sums over tokens of r and of its square: what the tokens of older weights are worth where nothing corrects them."""
+    """Return the sums over tokens of r and r^2, for steps without a correction.
+
+    They measure how much the tokens of older weights are worth.
+    """
     ratio_R = _train_rollout_log_ratio(rows).exp()
     return {"rollout_mismatch/importance": ratio_R.sum(), "rollout_mismatch/importance_squared": ratio_R.square().sum()}
 
 
 def correction_metrics(rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings) -> dict[str, torch.Tensor]:
-    """Sums over tokens of what `compute_is_weights` returned: weights (with bypass times r, which is in the surrogate), their squares, and
-    how many tokens were truncated and masked."""
+    """Return sums over tokens of weights and squared weights, and of truncated and masked tokens.
+
+    `correction_R` is the result of `compute_is_weights`. With bypass the weights are multiplied by
+    r, which is part of the policy loss.
+    """
     truncates = any(CORRECTIONS[name].truncates for name in correction_names(algo))
     weight_R = correction_R * _train_rollout_log_ratio(rows).exp() if bypasses(algo) else correction_R
     chosen = {

@@ -1,4 +1,4 @@
-"""How much a turn's thoughts count beside its action in what the surrogate compares (RL4VLM, arXiv 2405.10292, section 4.3)."""
+"""Scales the logprobs of thoughts in the policy loss (RL4VLM, arXiv 2405.10292, section 4.3)."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,11 @@ from megatron_rl.types import Rollout
 
 
 def scale_thought_logprobs(rollouts: Sequence[Rollout], coef: float) -> None:
-    """Give the sampled tokens before a turn's action the coefficient, and all others 1: a turn's log-probability is then coef times that of
-    its thoughts plus that of its action. A turn that names no action has 1 throughout."""
+    """Set `logprob_scale` to `coef` before each turn's action and to 1 from there on.
+
+    A turn's logprob is then coef times that of its thoughts plus that of its action. A turn without
+    a marked action (Turn.action_start None) has 1 throughout; observed tokens have 0.
+    """
     for rollout in rollouts:
         for context in rollout.sequences:
             context.set_column("logprob_scale", [float(sampled) for sampled in context.loss_mask])

@@ -1,4 +1,4 @@
-"""The critic's loss. Sums only, as in objective.py."""
+"""Value loss of the critic. Losses are sums, as in objective.py."""
 
 import torch
 
@@ -8,7 +8,11 @@ from megatron_rl.types import Loss, LossInputs, LossMetrics, ValueLoss, ValueLos
 
 
 def make_value_objective(critic: CriticSettings, *, level: str) -> ValueLoss:
-    """Sum of weight * error over the actions: a token counts its weight, a turn (algo.gae_level=turns) that of its tokens together."""
+    """Return the value objective: the sum of weight * error over actions.
+
+    The weight of an action is its token's weight, or with algo.gae_level=turns the sum over the
+    turn's tokens.
+    """
 
     def loss(rows: ValueLossInputs) -> tuple[torch.Tensor, LossMetrics]:
         weight_R = rows.weight_R if level == "tokens" else turn_weight(rows)
@@ -19,8 +23,11 @@ def make_value_objective(critic: CriticSettings, *, level: str) -> ValueLoss:
 
 
 def clipped_squared_error(rows: ValueLossInputs, clip: float) -> torch.Tensor:
-    """max((V - R)^2, (V' - R)^2) / 2 with V' = V kept within `clip` of the value before the step, 0 for no limit (PPO's reference code,
-    github.com/openai/baselines, ppo2/model.py; verl's value_loss)."""
+    """Return max((V - R)^2, (V' - R)^2) / 2.
+
+    V' is the value clipped to within `clip` of the old value; `clip` 0 disables the clipping.
+    Source: PPO's reference code (github.com/openai/baselines, ppo2/model.py); verl's value_loss.
+    """
     error_R = (rows.value_R - rows.return_R).square()
     if clip > 0:
         kept_R = rows.old_value_R + (rows.value_R - rows.old_value_R).clamp(-clip, clip)
@@ -29,13 +36,13 @@ def clipped_squared_error(rows: ValueLossInputs, clip: float) -> torch.Tensor:
 
 
 def turn_weight(rows: ValueLossInputs) -> torch.Tensor:
-    """On the first row of each turn the weight of its rows together, 0 on the others."""
+    """Return the sum of a turn's weights at the turn's first row and 0 at its other rows."""
     is_first_R = rows.turn_R.diff(prepend=rows.turn_R.new_full((1,), -1)) != 0
     return sum_by_id(rows.weight_R, rows.turn_R) * is_first_R
 
 
 def shared_value_loss(policy: Loss, value: ValueLoss, coef: float) -> Loss:
-    """Policy and value loss of one trunk as one sum."""
+    """Return the loss policy + coef * value, for a critic that shares the policy's backbone."""
 
     def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
         total, metrics = policy(rows)
@@ -47,7 +54,10 @@ def shared_value_loss(policy: Loss, value: ValueLoss, coef: float) -> Loss:
 
 
 def warmup_value_loss(policy: Loss, value: ValueLoss) -> Loss:
-    """What the warm-up of a head on a shared trunk minimizes; the policy is only measured."""
+    """Return the value loss for the warm-up of a value head on a shared backbone.
+
+    The policy loss is computed for its metrics only.
+    """
 
     def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
         _, metrics = policy(rows)

@@ -1,4 +1,4 @@
-"""Which contexts an optimizer update trains on, what their tokens count, and which rank computes them in which micro-batch."""
+"""Selects the sequences of each optimizer update, weights them and shards them across ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,34 +11,39 @@ from megatron_rl.config import BatchSettings
 from megatron_rl.types import Rollout, TokenSequence
 
 TokenKey = NDArray[np.int64]
-"""The tokens and images of a sequence, as `token_key` encodes them."""
+"""Tokens and images of a sequence, as `token_key` encodes them."""
 
 
 @dataclass(slots=True, frozen=True)
 class PackItem:
-    """A context to be packed, with what its sampled tokens count."""
+    """A sequence to be packed, with the weight of its sampled tokens in the loss."""
 
     sequence: TokenSequence
     weight: float = 1.0
-    """What each sampled token counts, or each turn."""
+    """Weight of each sampled token, or of each turn if `weight_is_per_turn`."""
     weight_is_per_turn: bool = False
-    """The weight is a turn's: its sampled tokens share it."""
+    """True if the weight belongs to a turn and its sampled tokens share it equally."""
     denominator: int = 1
-    """This context's share of the global denominator: an episode's share goes with its first context that is packed."""
+    """Share of this sequence in the global denominator. An episode's share goes with its first
+    packed sequence.
+    """
     origin: tuple[int, int] | None = None
-    """Which of the packed rollouts it is of, and which context of that; None outside of a rollout."""
+    """Index of the packed rollout and index of the sequence in it; None if the sequence belongs to
+    no rollout.
+    """
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of the sequence."""
         return len(self.sequence.token_ids)
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the one that predicts the first sampled token."""
+        """Number of tokens before the one that predicts the first sampled token."""
         return self.sequence.loss_mask.index(1) - 1
 
     def token_weights(self) -> list[float]:
-        """What each token counts; 0 where the mask is 0."""
+        """Return the weight of each token; 0 where the mask is 0."""
         if not self.weight_is_per_turn:
             return [self.weight * sampled for sampled in self.sequence.loss_mask]
         weights = [0.0] * self.num_tokens
@@ -48,19 +53,28 @@ class PackItem:
 
 
 def find_turns(context: TokenSequence) -> list[tuple[int, int]]:
-    """First and one-past-last token of each run of sampled tokens."""
+    """Return the start and stop positions of each run of sampled tokens."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place in range(len(mask) - 1) if mask[place] != mask[place + 1]]
     return list(zip(borders[::2], borders[1::2], strict=True))
 
 
 def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, int]:
-    """The weight of each sampled token of an episode, and the episode's share of the integer the loss sum is divided by.
+    """Return the weight of an episode's sampled tokens, and its share of the global denominator.
 
-    token_mean: the mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8). turn_mean: that over all turns of each one's token
-    mean; here the weight is a turn's, and num_sampled counts turns. sequence_mean: the mean over episodes of each one's token mean (GRPO,
-    arXiv 2402.03300, eq. 3). fixed_length: the sum over tokens divided by episodes * fixed_length (Dr. GRPO, arXiv 2503.20783).
-    num_sampled counts all turns of the episode, over all its contexts.
+    Aggregations (batch.loss_agg_mode):
+
+    - token_mean: mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8).
+    - turn_mean: mean over all turns of each turn's token mean. The weight is then that of a turn.
+    - sequence_mean: mean over episodes of each episode's token mean (GRPO, arXiv 2402.03300, eq.
+      3).
+    - fixed_length: sum over tokens divided by episodes * batch.loss_scale_factor (Dr. GRPO, arXiv
+      2503.20783).
+
+    Args:
+        num_sampled: Number of sampled tokens of the episode over all its sequences; of turns for
+            turn_mean.
+        settings: Batch settings.
     """
     assert num_sampled >= 1, "an episode without sampled tokens has no loss and must not be packed"
     match settings.loss_agg_mode:
@@ -74,7 +88,10 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
 
 
 def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
-    """The contexts of rollout number `index` that have sampled tokens, weighted so that the loss is the stated mean."""
+    """Return the weighted sequences of rollout number `index` that have sampled tokens.
+
+    The weights make the loss the mean that batch.loss_agg_mode names.
+    """
     by_turn = settings.loss_agg_mode == "turn_mean"
     num = sum(len(find_turns(context)) for context in rollout.sequences) if by_turn else rollout.num_sampled
     weight, denominator = episode_weight(num, settings)
@@ -87,10 +104,12 @@ def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) ->
 
 
 def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, keep_zero_advantage: bool) -> list[list[PackItem]]:
-    """The contexts of each optimizer update: whole groups, in order, as equal in number as can be; none where nothing is trained on.
+    """Return the sequences of each optimizer update.
 
-    Without `keep_zero_advantage` those without any advantage are left out: they count in the denominator alone. A minibatch of nothing
-    else keeps them, so that the engine's logprobs are compared in every step.
+    Whole groups are assigned in order, as evenly as possible. Empty mini-batches are left out.
+    Without `keep_zero_advantage`, sequences without any advantage are dropped and count in the
+    denominator only. A mini-batch of nothing but such sequences keeps them, so that the engine's
+    logprobs are compared with the trainer's in every step.
     """
     trained = [(index, rollout) for index, rollout in enumerate(rollouts) if rollout.is_trained_on and rollout.num_sampled]
     places = {group: place for place, group in enumerate(dict.fromkeys(rollout.group for _, rollout in trained))}
@@ -102,7 +121,7 @@ def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, kee
 
 
 def _drop_zero_advantage(minibatch: list[PackItem]) -> list[PackItem]:
-    """Leave out contexts whose advantages are all zero; their share of the denominator goes to the first that stays."""
+    """Drop sequences with only zero advantages and add their denominator to the first one kept."""
     moving = [weighted for weighted in minibatch if any(weighted.sequence.advantages)]
     if not moving:
         return minibatch
@@ -111,33 +130,43 @@ def _drop_zero_advantage(minibatch: list[PackItem]) -> list[PackItem]:
 
 
 MAX_KV_RATIO = 8
-"""Keys of a micro-batch at most, for each of batch.micro_batch_tokens. Attention on a GPU keeps the keys and values of a segment again for
-each segment that continues it (policy/attention.py), so contexts that grow turn by turn have the square of their number. In Qwen2.5-VL one
-more key and value is 1 to 2% of what a layer keeps of a token, in Qwen3-VL 2 to 5%. And no group of seven is cut by it, however long its
-prompt is: G members behind a prompt of P tokens have at most (G + 1) * P keys beside their own."""
+"""Limit on the attention keys of a micro-batch, per token of batch.micro_batch_tokens. Attention on
+a GPU stores the keys and values of a segment again for each segment that continues it
+(policy/attention.py), so the keys of a growing multi-turn prefix are quadratic in the number of its
+sequences. In Qwen2.5-VL one more key and value is 1 to 2% of what a layer stores per token, in
+Qwen3-VL 2 to 5%. No group of seven is split by this limit, however long its prompt is: G members
+with a prompt of P tokens have at most (G + 1) * P keys besides their own.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class PackCost:
-    """A context and the tokens it adds to a micro-batch (those of its images among them, as placeholders)."""
+    """A sequence and the number of tokens it adds to a micro-batch, image placeholders included."""
 
     item: PackItem
     num_tokens_alone: int
-    """Tokens it adds as the first of a micro-batch: all. So many keys its last segment has anywhere: its own and all before."""
+    """Number of tokens that the sequence adds as the first of a micro-batch: all of its tokens.
+    This is also the number of keys of its last segment in any micro-batch, because that segment
+    attends to all tokens of the sequence.
+    """
     num_added_tokens: int
-    """Tokens it adds after the context before it: without those that the two share."""
+    """Number of tokens that the sequence adds after its predecessor, minus their shared prefix."""
 
     @property
     def num_shared_tokens(self) -> int:
+        """Number of tokens in the prefix that the sequence shares with its predecessor."""
         return self.num_tokens_alone - self.num_added_tokens
 
 
 RankShares = list[list[list[PackItem]]]
-"""An update's contexts: the micro-batches of each data-parallel rank."""
+"""Sequences of one optimizer update: a list of micro-batches for each data-parallel rank."""
 
 
 def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prompts: bool) -> list[PackCost]:
-    """Order contexts so that what begins alike is together, and its images with it; otherwise in the order given."""
+    """Return packing costs, ordered so that sequences with a common prefix are neighbors.
+
+    Without `share_prompts` the cost of each sequence is its full length; the order is the same.
+    """
     texts = token_key(minibatch, image_token_id)
     order = prefix_order(texts)
     ordered = [minibatch[place] for place in order]
@@ -149,8 +178,11 @@ def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prom
 
 
 def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKey]:
-    """The tokens of each context, and in a placeholder's place a number below 0 that is its image's own: what begins alike is alike to a
-    model, positions included."""
+    """Return the token ids of each sequence, with a negative number per image at its placeholders.
+
+    Two sequences with equal keys up to a position are equal inputs to a model up to there,
+    positions included.
+    """
     numbers: dict[str, int] = {}
     texts = []
     for each in weighted:
@@ -162,8 +194,10 @@ def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKe
 
 
 def prefix_order(texts: Sequence[TokenKey]) -> list[int]:
-    """The order in which a walk through the tree of their beginnings meets them, branches in the order given: none has a longer beginning
-    in common with any before it than with the one just before it."""
+    """Return the order of a depth-first walk through the prefix tree, branches in the given order.
+
+    No sequence then has a longer common prefix with any earlier one than with its predecessor.
+    """
     order: list[int] = []
     todo = [(list(range(len(texts))), 0)]
     while todo:
@@ -178,21 +212,24 @@ def prefix_order(texts: Sequence[TokenKey]) -> list[int]:
 
 
 def shared_lengths(weighted: Sequence[PackItem], texts: Sequence[TokenKey]) -> list[int]:
-    """For each context the tokens that it and the one before it begin with, as far as none of them predicts a token that it sampled.
-    Example: [1 2 3 4], [1 2 3 5] and [1 2 3 5 6], each with its last token sampled, give [0, 2, 4]."""
+    """Return for each sequence the length of the prefix that it shares with its predecessor.
+
+    The prefix ends before the token that predicts the sequence's first sampled token. Example: [1 2
+    3 4], [1 2 3 5] and [1 2 3 5 6], each with its last token sampled, give [0, 2, 3].
+    """
     neighbors = zip(weighted[1:], pairwise(texts), strict=True)
     return [0] * bool(weighted) + [min(common_prefix(before, after), each.prompt_length) for each, (before, after) in neighbors]
 
 
 def common_prefix(before: TokenKey, after: TokenKey) -> int:
-    """How many numbers both begin with."""
+    """Return the length of the common prefix."""
     length = min(len(before), len(after))
     different = before[:length] != after[:length]
     return int(different.argmax()) if different.any() else length
 
 
 def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
-    """Deal a run of neighbors to each data-parallel rank, as near to an equal number of tokens as the borders between contexts allow."""
+    """Assign neighboring sequences to each data-parallel rank, with nearly equal token counts."""
     total = sum(load.num_added_tokens for load in loads)
     dealt: list[list[PackCost]] = [[] for _ in range(ranks)]
     done = 0
@@ -204,15 +241,17 @@ def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
 
 
 def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]]:
-    """Cut one rank's contexts into micro-batches of at most max_tokens and MAX_KV_RATIO * max_tokens keys (a longer single context stands
-    alone); always at least one.
+    """Split one rank's sequences into micro-batches, always at least one.
 
-    Keys are those of the segments that `pack` makes: one that stops at place p of its context has p. A context parts from the one before it
-    within a segment, which becomes two, or at the end of one. Example: after [1 2 3 4], of 4 keys, [1 2 5] adds 2 + 3 and [1 2 6] then 3.
+    A micro-batch has at most max_tokens tokens and MAX_KV_RATIO * max_tokens keys; a longer single
+    sequence is a micro-batch of its own. Keys are counted per segment that `pack` makes: a segment
+    that ends at position p of its sequence has p keys. A sequence diverges from its predecessor
+    within a segment, which becomes two, or at the end of one. Example: after [1 2 3 4] with 4 keys,
+    [1 2 5] adds 2 + 3 keys, and [1 2 6] then adds 3.
     """
     micro: list[list[PackItem]] = []
     tokens = keys = 0
-    stops: set[int] = set()  # of the segments of the context before
+    stops: set[int] = set()  # end positions of the previous sequence's segments
     for load in loads:
         kept = {stop for stop in stops if stop <= load.num_shared_tokens}
         added = {load.num_shared_tokens, load.num_tokens_alone} - kept

@@ -1,7 +1,8 @@
-"""Contexts packed into micro-batches, and back: the one place where targets are shifted.
+"""Packs sequences into micro-batches and maps per-token results back to sequences.
 
-Credit is on the tokens (Context.advantages); the batch knows nothing of prompts, tasks or algorithms. What a network says of a batch's
-tokens returns to their contexts by Batch.origin_S.
+This is the only module that shifts targets. Advantages are per token (TokenSequence.advantages), so
+a micro-batch does not depend on prompts, tasks or algorithms. Per-token results of a model return
+to their sequences by MicroBatch.origin_S.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,26 +15,34 @@ from megatron_rl.batching.minibatches import PackItem, shared_lengths, token_key
 from megatron_rl.types import TOKEN_COLUMNS, Image, LossInputs, MicroBatch, Rollout, SegmentSource, TokenSequence, ValueLossInputs
 
 PositionsFn = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
-"""(token_ids, images) -> rotary positions [3, L] of a context: ModelSpec.positions."""
+"""(token_ids, images) -> rotary positions [3, L] of a sequence: ModelSpec.rope_positions."""
 
 
 def pack(
     weighted: Sequence[PackItem], *, image_token_id: int, positions: PositionsFn, multiple_of: int = 1,
     share_prompts: bool = False, device: torch.device | None = None,
 ) -> MicroBatch:  # fmt: skip
-    """Pack contexts into one micro-batch. Equal images (by key) are stored and encoded once.
+    """Pack sequences into one micro-batch. Equal images (by key) are stored and encoded once.
 
-    With share_prompts what a context and the one before it begin with is stored and computed once, up to the token that predicts the first
-    that it sampled. The rest is a segment of its own, which continues the one where they part (prefix_S) and attends to all that this one
-    attends to. Example: [5 6 7], [5 6 8] and [5 6 8 3 4], each with its last token sampled, give
-        token_T [5 6 7 6 8 3 4], target_T [6 7 0 8 0 4 0], cu_seqlens_S1 [0 1 3 5 7], prefix_S [-1 0 0 2], context_T [0 0 0 1 1 2 2].
+    With `share_prompts` the prefix that a sequence shares with its predecessor is stored and
+    computed once, up to the token that predicts the first sampled one. The rest is a segment of its
+    own, which continues the segment where the sequences diverge (prefix_S) and attends to
+    everything that this one attends to. Example: [5 6 7], [5 6 8] and [5 6 8 3 4], each with its
+    last token sampled, give
 
-    The length is padded to a multiple of `multiple_of` (tensor parallel size under sequence parallelism) by a segment of zeros without
-    weight; no contexts at all give one such segment, the micro-batch of a data-parallel rank without work.
+        token_T        [5 6 7 6 8 3 4]
+        target_T       [6 7 0 8 0 4 0]
+        sequence_T     [0 0 0 1 1 2 2]
+        cu_seqlens_S1  [0 1 3 5 7]
+        prefix_S       [-1 0 0 2]
+
+    A padding segment of zeros without weight makes the length a multiple of `multiple_of` (the
+    tensor-parallel size under sequence parallelism). Without any sequences the result is one such
+    segment, the micro-batch of a data-parallel rank without work.
     """
     shared = shared_lengths(weighted, token_key(weighted, image_token_id)) if share_prompts else [0] * len(weighted)
     segments: list[Segment] = []
-    path: list[tuple[int, int]] = []  # the segments of the context before: where each stops in it, and its number in the batch
+    path: list[tuple[int, int]] = []  # (end position, index in the batch) of the previous sequence's segments
     for number, each in enumerate(weighted):
         whole = Segment.from_item(each, image_token_id, positions, number=number)
         while path and path[-1][0] > shared[number]:
@@ -49,27 +58,31 @@ def pack(
 
 
 def split_points(shared: Sequence[int], length: int) -> list[int]:
-    """Where the first of these contexts, of this length, is cut: where it parts from the one before it, and where later ones part from it.
-    `shared` is what shared_lengths says of them. Example: [2, 7, 9, 4, 2, 8] and 10 give [2, 4, 7, 10]; the third parts from the second,
-    the last from the fifth."""
+    """Return the positions at which the first of these sequences, of this length, is split.
+
+    It is split where it diverges from its predecessor and where later ones diverge from it.
+    `shared` is the result of `shared_lengths` from this sequence on. Example: [2, 7, 9, 4, 2, 8]
+    and 10 give [2, 4, 7, 10]. The lengths 9 and 8 add no split, because their predecessors have
+    diverged from this sequence at 7 and 2.
+    """
     own, *later = shared
     return sorted({own, *takewhile(lambda lowest: lowest > own, accumulate(later, min)), length})
 
 
 def distinct_images(contexts: Iterable[TokenSequence]) -> list[Image]:
-    """The images of a micro-batch of these contexts, each once, in the order of Batch.images."""
+    """Return the distinct images of these sequences, in the order of MicroBatch.images."""
     return list({image.key: image for context in contexts for image in context.images}.values())
 
 
 def empty_batch(length: int, *, device: torch.device | None = None) -> MicroBatch:
-    """The micro-batch of a rank without work: zeros without weight."""
+    """Return the micro-batch of a rank without work: zeros without weight."""
     batch = _join([Segment.make_padding(length, number=0)], denominator=0, device=device)
     return replace(batch, old_value_T=torch.zeros_like(batch.weight_T), return_T=torch.zeros_like(batch.weight_T))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Segment:
-    """A run of consecutive tokens of one context with all that is aligned to it; targets are already shifted."""
+    """Consecutive tokens of one sequence with all aligned columns; targets are already shifted."""
 
     token_ids: list[int]
     targets: list[int]
@@ -78,15 +91,18 @@ class Segment:
     advantages: list[float]
     position_3L: torch.Tensor
     image_rows: list[tuple[Image, int] | None]
-    """For a placeholder, its image and which of the image's tokens it stands for."""
+    """For each image placeholder, its image and the index of the token among the image's tokens."""
     weights: list[float]
     number: int
-    """Of its context in the micro-batch."""
+    """Number of the segment's sequence in the micro-batch."""
     prefix: int = -1
+    """Index of the segment that this one continues, or -1."""
     origin: SegmentSource | None = None
+    """Source of the tokens; None for padding, or if the sequence belongs to no rollout."""
 
     @classmethod
     def from_item(cls, weighted: PackItem, image_token_id: int, positions: PositionsFn, *, number: int) -> "Segment":
+        """Return a whole sequence as one segment with shifted targets."""
         context, origin = weighted.sequence, weighted.origin
         shown = iter([(image, row) for image in context.images for row in range(image.num_tokens)])
         return cls(
@@ -104,6 +120,7 @@ class Segment:
 
     @classmethod
     def make_padding(cls, length: int, *, number: int) -> "Segment":
+        """Return a segment of zeros without weight."""
         zeros, nothing = [0] * length, [0.0] * length
         return cls(
             token_ids=zeros, targets=zeros, mask=zeros, rollout_logprobs=nothing, advantages=nothing,
@@ -111,6 +128,7 @@ class Segment:
         )  # fmt: skip
 
     def cut(self, start: int, stop: int, *, prefix: int = -1) -> "Segment":
+        """Return the tokens from `start` to `stop` as a segment that continues segment `prefix`."""
         part = slice(start, stop)
         return Segment(
             token_ids=self.token_ids[part], targets=self.targets[part], mask=self.mask[part],
@@ -164,7 +182,10 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
 def make_loss_inputs(
     batch: MicroBatch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *, values: ValueLossInputs | None = None
 ) -> LossInputs:
-    """What a loss sees of a batch; rows_R are the entries whose target was sampled. Without old logprobs the current ones are the old."""
+    """Return the loss inputs of a micro-batch; rows_R are the entries with a sampled target.
+
+    Without old logprobs in the batch, the current ones are used, detached.
+    """
     reference_T, old_T, coefficient_T, current_T = batch.ref_logprob_T, batch.old_logprob_T, batch.logprob_scale_T, batch.on_policy_T
     return LossInputs(
         logprob_R=logprob_R,
@@ -183,19 +204,23 @@ def make_loss_inputs(
 
 
 def turn_ids(rows_R: torch.Tensor) -> torch.Tensor:
-    """Which turn each row is in, from 0. What was observed lies between two turns, and the last entry of a context predicts nothing: the
-    rows of a turn are neighbors, those of two turns are not."""
+    """Return the number of each row's turn, from 0.
+
+    Rows of one turn are neighbors. Rows of two turns never are, because an observation lies between
+    them and the last entry of a sequence has no target.
+    """
     return (rows_R.diff(prepend=rows_R.new_full((1,), -2)) != 1).cumsum(0) - 1
 
 
 TokenColumns = dict[tuple[int, int], list[float]]
-"""A number for each token of a context, by (rollout, context)."""
+"""Per-token numbers of sequences, by (rollout index, sequence index)."""
 
 
 def scatter_to_rollouts(rollouts: Sequence[Rollout], batches: Sequence[MicroBatch], numbers: Sequence[torch.Tensor]) -> TokenColumns:
-    """What a network said of every entry of these batches ([T] each), for the contexts they hold; 0.0 where the mask is 0.
+    """Return per-entry results of micro-batches ([T] each) as columns of their sequences.
 
-    Entry t of a segment is about the token after it; the last of a context is about none.
+    A column is 0.0 where the loss mask is 0. Entry t of a segment is about the token after it, so
+    the last entry of a sequence has no token.
     """
     columns: TokenColumns = {}
     for batch, number_T in zip(batches, numbers, strict=True):
@@ -212,8 +237,10 @@ def scatter_to_rollouts(rollouts: Sequence[Rollout], batches: Sequence[MicroBatc
 
 
 def gather_column(rollouts: Sequence[Rollout], batch: MicroBatch, column: str) -> torch.Tensor:
-    """A column of the contexts (one of TOKEN_COLUMNS, or weight_versions) that is asked for after they were packed, as [T]; 0 where the
-    mask is 0."""
+    """Return a column that was computed after packing as [T]; 0 where the mask is 0.
+
+    `column` is one of TOKEN_COLUMNS, or weight_versions.
+    """
     assert column in (*TOKEN_COLUMNS, "weight_versions"), column
     borders = batch.offset_S1
     numbers = [0.0] * batch.num_tokens

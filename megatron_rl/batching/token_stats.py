@@ -1,6 +1,7 @@
-"""What the trainer saw of each token when it was first trained on, kept for the record of a run (run.record=all).
+"""Per-token logprobs and entropies of a step, for recorded rollouts (run.record=all).
 
-Where a step makes one update, nobody asks for logprobs before it: those of the update itself are the step's.
+In a step of one update no forward pass precedes it, so the logprobs of the update itself are the
+step's.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,19 @@ from megatron_rl.types import LossInputs, MicroBatch, Rollout, SegmentSource
 
 
 class TokenStats:
-    """Collects numbers of every token that a step trains on, on one rank. `record` is the `see` of Policy.update."""
+    """Collects per-token statistics of a step on one rank.
+
+    `record` is the `record` argument of Policy.update.
+    """
 
     def __init__(self) -> None:
         self._stats_by_batch: dict[tuple[SegmentSource | None, ...], tuple[MicroBatch, torch.Tensor, torch.Tensor]] = {}
-        """By whose tokens a batch holds: [T] logprobs at the start of the step, and entropies. Each update is given a batch of its own."""
+        """Old logprobs and entropies ([T] each) of each micro-batch, by the sources of its
+        segments.
+        """
 
     def record(self, batch: MicroBatch, rows_R: torch.Tensor, rows: LossInputs) -> None:
+        """Keep old logprobs and entropies of a micro-batch, unless it was recorded before."""
         whose = tuple(batch.origin_S)
         if whose not in self._stats_by_batch:
             old_T, entropy_T = (
@@ -31,21 +38,31 @@ class TokenStats:
             self._stats_by_batch[whose] = (batch, old_T, entropy_T)
 
     def write_to(self, rollouts: Sequence[Rollout]) -> None:
-        """Every rank calls this together."""
+        """Write the collected columns to the rollouts.
+
+        All ranks call this together.
+        """
         batches, old, entropies = zip(*self._stats_by_batch.values(), strict=True) if self._stats_by_batch else ((), (), ())
         write_column(rollouts, batches, old, column="old_logprobs")
         write_column(rollouts, batches, entropies, column="entropies")
 
 
 def build_token_stats(settings: Settings) -> TokenStats | None:
-    """None where nothing is to be noted, and where later updates of a step would say what the step's first weights did not (bypass)."""
+    """Return a collector, or None if nothing is to be recorded.
+
+    It is also None if a step makes several updates without old logprobs (bypass), because later
+    updates do not have the logprobs of the weights at the start of the step.
+    """
     num_updates = settings.batch.minibatches * settings.batch.epochs
     is_of_step = num_updates == 1 or needs_old_logprob_forward(settings.algo, num_updates=num_updates)
     return TokenStats() if settings.run.record == "all" and is_of_step else None
 
 
 def write_column(rollouts: Sequence[Rollout], batches: Sequence[MicroBatch], numbers: Sequence[torch.Tensor], *, column: str) -> None:
-    """Write what a network said of this rank's tokens, and of all others', to the contexts they are of."""
+    """Write per-entry results of all ranks' micro-batches to their sequences.
+
+    All ranks call this.
+    """
     for columns in all_gather_large_object(scatter_to_rollouts(rollouts, batches, numbers)):
         for (rollout, context), values in columns.items():
             rollouts[rollout].sequences[context].set_column(column, values)

@@ -1,4 +1,4 @@
-"""`torchrun -m megatron_rl.cli key=value ...`: launch/train.py where only the package is installed."""
+"""Same as launch/train.py for an installed package: `torchrun -m megatron_rl.cli key=value ...`."""
 
 from megatron_rl.cli import cli
 

@@ -1,4 +1,8 @@
-"""From the command line to settings and on to a run, with what a user's own file brings along. Hydra outside, plain dataclasses within."""
+"""Command-line application: composes the settings with Hydra and runs a command with them.
+
+A user's own script can add tasks, rewards and algorithms. Hydra is used only here; the settings are
+plain dataclasses.
+"""
 
 import errno
 import os
@@ -38,25 +42,29 @@ from megatron_rl.tasks.task_options import TASK_OPTIONS
 
 CONFIG_SEARCH_PATH = "pkg://megatron_rl.configs"
 NON_MAIN_DELAY_S = 20.0
-"""What every rank sees is told by the main one: the others wait this long before they speak or end, and torchrun ends them sooner."""
+"""Delay in seconds before other ranks print or exit. The main rank reports errors that all ranks
+raise, and torchrun ends the others before the delay.
+"""
 MIN_FREE_BYTES = 1 << 20
-"""A disk is full where less is free."""
+"""Amount of free disk space in bytes below which a disk counts as full."""
 STOPPED_EXIT_CODE = os.EX_TEMPFAIL
-"""Exit code of a run that was asked to stop and did: the same command goes on."""
+"""Exit code of a run that stopped on request; the same command resumes it."""
 
 ConfigStore.instance().store(name="schema", node=Settings)
-for name, options in TASK_OPTIONS.items():  # the yaml of such a task takes them by its defaults
+for name, options in TASK_OPTIONS.items():  # the YAML file of such a task takes its defaults from these
     ConfigStore.instance().store(group="task/options", name=name, node=options)
 
 
 def relative_config_folder() -> Path:
+    """Return the directory configs/ next to the started script."""
     return Path(sys.argv[0]).resolve().parent / "configs"
 
 
 class RelativeConfigPath(SearchPathPlugin):
-    """The folder configs/ beside the file that was started, where there is one, is searched before ours."""
+    """Hydra plugin that searches configs/ next to the started script, if it exists, before ours."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Prepend the directory to Hydra's search path."""
         if relative_config_folder().is_dir():
             search_path.prepend("beside-the-file", f"file://{relative_config_folder()}")
 
@@ -68,20 +76,29 @@ def cli(
     *, tasks: Mapping[str, type] | None = None, rewards: Mapping[str, Callable[..., object]] | None = None,
     algorithms: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    """Do what the command line says; the first word may be `doctor`, which looks at what the run needs and does not start it, `serve`,
-    which starts nothing but services of it, `engine`, which prints the command of a server for its engine.urls, `evaluate`, which plays its
-    examples and trains nothing, or `rescore`, which scores what was recorded.
+    """Run the command line of this process.
 
-    A user's own tasks, rewards and algorithms are chosen by their names here, as those that ship are: {"mine": MyTask} by task=mine,
-    {"short": short} by task.reward=short, {"mine": Algorithm(...)} by algo.name=mine (docs/extend.md).
+    Args:
+        tasks: User-defined tasks: {"mine": MyTask} is selected by task=mine.
+        rewards: User-defined reward functions: {"short": short} is selected by task.reward=short.
+        algorithms: User-defined algorithms: {"mine": Algorithm(...)} is selected by algo.name=mine
+            (docs/extend.md).
+
+    The first argument may be a command; the default is to train.
+
+    - doctor: check everything that the run needs, without starting it.
+    - serve: start only the run's external services.
+    - engine: print the command of an inference server for engine.urls.
+    - evaluate: run the task's examples without training.
+    - rescore: compute the rewards of recorded rollouts again.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/spawn.py, and by no shell that may go home first
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/spawn.py: exit when the launcher does
         die_with_parent()
     word = sys.argv.pop(1) if sys.argv[1:2] in (["doctor"], ["serve"], ["engine"], ["evaluate"], ["rescore"]) else "train"
 
     def act(settings: Settings) -> None:
         try:
-            from megatron_rl.entrypoints.train import run  # brings torch and Megatron
+            from megatron_rl.entrypoints.train import run  # imports torch and Megatron
             from megatron_rl.registry import Plugins
         except ImportError as error:
             raise ValueError(transformer_engine_error(error)) from error
@@ -119,7 +136,7 @@ def cli(
 
 
 def exit_with(is_finished: bool) -> None:
-    """Where it was stopped, exit with the code that says so: every rank, the main one first."""
+    """Exit with STOPPED_EXIT_CODE if the run was stopped. Every rank exits, the main one first."""
     if not is_finished:
         if not read_world().is_main:
             time.sleep(NON_MAIN_DELAY_S)
@@ -127,8 +144,11 @@ def exit_with(is_finished: bool) -> None:
 
 
 def transformer_engine_error(error: ImportError) -> str:
-    """megatron-core 0.16.1 does not load beside a Transformer Engine that does not load itself, or lacks a module which Megatron looks for.
-    An error of anything else is raised."""
+    """Return the error message for a Transformer Engine that cannot be imported.
+
+    megatron-core 0.16.1 fails to import if Transformer Engine is installed but broken, or lacks a
+    module that Megatron needs. An import error of any other package is raised again.
+    """
     inside = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(name.startswith("transformer_engine") for name in (*inside, error.name or "")):
         raise error
@@ -137,7 +157,10 @@ def transformer_engine_error(error: ImportError) -> str:
 
 
 def register_tasks(tasks: Mapping[str, type]) -> None:
-    """Let task=NAME choose one of these, with its options; a yaml of that name beside the user's file does so itself."""
+    """Register a user's tasks and their options as choices of task=NAME.
+
+    A YAML file of that name next to the user's script takes precedence.
+    """
     for name, task in tasks.items():
         require_task(name, task)
         if not (relative_config_folder() / "task" / f"{name}.yaml").exists():
@@ -145,13 +168,17 @@ def register_tasks(tasks: Mapping[str, type]) -> None:
 
 
 def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], *, is_doctor: bool) -> None:
-    """Let hydra read the command line, and act on the settings; a user's mistake ends as one line, never as a traceback."""
+    """Compose the settings with Hydra and call `action` with them.
+
+    A user's error ends the process with one line instead of a traceback.
+    """
     world = read_world()
 
     @hydra.main(version_base="1.3", config_path=CONFIG_SEARCH_PATH, config_name="train")
     def main(chosen: DictConfig) -> None:
         warnings.filterwarnings("ignore", module="megatron")
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # megatron-core 0.16.1 calls collectives by older names
+        # megatron-core 0.16.1 uses deprecated names of collectives
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
         try:
             settings = resolve_settings(chosen, tasks)
         except ValueError as error:
@@ -167,7 +194,7 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
             print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
             sys.exit(EXIT_INTERRUPTED)
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra 1.3.2 raises what it would print, _internal/utils.py: run_and_report
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra 1.3.2 then raises errors instead of printing them (_internal/utils.py: run_and_report)
     try:
         flags = get_args_parser()
         flags.error = reject_flags
@@ -175,31 +202,40 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
         require(not given.multirun, "--multirun", True, "all would run in one run.dir; start one command for each")
         register_tasks(tasks)
         if not given.help:
-            flags.parse_args()  # as hydra will: it wants all of key=value together
+            flags.parse_args()  # as hydra will: it requires all overrides to be adjacent
             main()
         elif world.is_main:
             print(render_help(given.overrides, is_doctor=is_doctor))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         exit_with_line(format_error(error, sys.argv[1:]), world, on_all_ranks=True)
-    except ValueError as error:  # of a flag
+    except ValueError as error:  # from a flag
         exit_with_line(str(error), world, on_all_ranks=True)
 
 
 def block_wandb_import(is_disabled: bool) -> None:
-    """Let no library import a wandb that is not asked for, as megatron-core 0.16.1 does: killed, it leaves folders in /tmp."""
+    """Block the import of an unused wandb by other libraries, which megatron-core 0.16.1 does.
+
+    A killed process would leave wandb's directories in /tmp.
+    """
     loaded = sys.modules.pop("wandb", None)
     if is_disabled or loaded is not None:
         sys.modules["wandb"] = loaded
 
 
 def exit_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
-    """End with one line; the main rank alone prints an error that every rank has raised (world.raise_on_all_ranks, and in a dry run
-    any)."""
+    """Print one line and exit.
+
+    If every rank has raised the error (world.raise_on_all_ranks, and any error in a dry run), only
+    the main rank prints it.
+    """
     exit_with_line(add_disk_full_hint(str(error)), world, on_all_ranks=is_dry or isinstance(error, SharedValueError | SharedOSError))
 
 
 def add_disk_full_hint(line: str) -> str:
-    """Say where there is no room, where the system's own line does not: a lock or a segment of shared memory has no file's name."""
+    """Name the full disk if the system's message does not.
+
+    An error from a lock or a shared-memory segment contains no file name.
+    """
     if line != str(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         return line
     full = [str(place) for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if shutil.disk_usage(place).free < MIN_FREE_BYTES]
@@ -207,7 +243,7 @@ def add_disk_full_hint(line: str) -> str:
 
 
 def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> NoReturn:
-    """Exit code 1 behind one line; what certainly every rank has met is told by the main one alone."""
+    """Print one line and exit with code 1; with `on_all_ranks`, only the main rank prints it."""
     if not world.is_main:
         time.sleep(NON_MAIN_DELAY_S)
     if world.is_main or not on_all_ranks:
@@ -216,13 +252,17 @@ def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> No
 
 
 def reject_flags(message: str) -> NoReturn:
+    """Raise ValueError for unknown flags, and suggest the equivalent key=value."""
     words = [written for flag in message.partition("arguments: ")[2].split() if (written := flag_to_override(flag, sys.argv))]
     remedy = f"write {' '.join(words)}" if words else "--help tells how to start"
     raise ValueError(f"{message}; {remedy}")
 
 
 def flag_to_override(flag: str, arguments: Sequence[str]) -> str:
-    """Return a flag as a word of ours; '' where it is none of ours nor of other trainers. Example: --model.path 3b -> model.path=3b"""
+    """Return the key=value override for a flag, or an empty string if no setting matches.
+
+    Names of other trainers are recognized. Example: --model.path 3b -> model.path=3b
+    """
     name, equals, value = flag.lstrip("-").partition("=")
     leaf = name.replace("-", "_")
     key = leaf if leaf in setting_keys(Settings) else FOREIGN_NAMES.get(leaf, "")
@@ -232,9 +272,14 @@ def flag_to_override(flag: str, arguments: Sequence[str]) -> str:
 
 
 def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProxyType({})) -> Settings:
-    """The plain dataclasses, checked. ValueError: a value is wrong or lacking, or a key was added (+key=value) that no dataclass has.
+    """Return the validated settings as plain dataclasses.
 
-    What a yaml says of task.options is held to the dataclass that the user's own task has for it.
+    The task options of a YAML file are validated against the Options dataclass of the user's own
+    task.
+
+    Raises:
+        ValueError: A value is invalid or missing, or a key that was added with +key=value is
+            unknown.
     """
     task_type = tasks.get(OmegaConf.select(chosen, "task.name", default=""))
     try:

@@ -1,4 +1,4 @@
-"""Two or more evaluations as a table, the others held against the first (launch/compare.py)."""
+"""Prints a table that compares evaluations with the first one (launch/compare.py)."""
 
 import argparse
 import sys
@@ -13,10 +13,11 @@ from megatron_rl.evaluation.paired_comparison import EvaluationResult, compare_e
 from megatron_rl.io.bounded_files import to_printable
 
 TABLE_WIDTH = 160
-"""Columns where nobody looks at a terminal."""
+"""Width of the table in columns if the output is not a terminal."""
 
 
 def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> list[str]:
+    """Return the cells of one evaluation's row."""
     low, high = bootstrap_interval(list(evaluation.example_means.values()))
     mean = sum(evaluation.example_means.values()) / len(evaluation.example_means)
     cells = [str(evaluation.folder), str(len(evaluation.example_means)), f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})"]
@@ -28,6 +29,7 @@ def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> 
 
 
 def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) -> None:
+    """Print the table, and the conditions in which evaluations differ from the first."""
     first, *others = evaluations
     table = Table("evaluation", "examples", "success (95%)", "in common", "less the first's (95%)", "p")
     for each in evaluations:
@@ -41,6 +43,7 @@ def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) 
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="compare.py", description="Hold evaluations against the first of them, example by example.")
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="run.dir of launch/evaluate.py; two or more")
     options = parser.parse_args(arguments)

@@ -1,6 +1,7 @@
-"""What hydra and omegaconf say of a mistake on the command line, retold in one line: `key=value: remedy`.
+"""Turns Hydra and OmegaConf errors into one-line messages: `key=value: remedy`.
 
-Read against hydra 1.3.2 (core/default_element.py, _internal/config_loader_impl.py) and omegaconf 2.3.
+Written for hydra 1.3.2 (core/default_element.py, _internal/config_loader_impl.py) and omegaconf
+2.3.
 """
 
 import re
@@ -39,21 +40,23 @@ FOREIGN_NAMES = {
     "lora_rank": "lora.rank",
     "report_to": "wandb.mode",
 }
-"""What TRL, verl and ms-swift call a setting of ours."""
+"""Maps the names of settings in TRL, verl and ms-swift to ours."""
 TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 MIN_SIMILARITY = 0.6
-"""Least likeness of a name that is worth telling (difflib's ratio)."""
+"""Minimum similarity (difflib's ratio) of a name that is suggested."""
 
 
 def format_error(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
-    """The line for what was raised while the settings were put together from these words of the command line.
+    """Return the message for an error raised while composing the settings.
 
-    Of an address nothing is told that may be a password: the settings have not yet refused it (config/checks.py, require_address).
+    `overrides` are the arguments of the command line. Credentials in addresses are masked, because
+    the settings have not been validated yet (config/checks.py, require_address).
     """
     return re.sub(r"(?<=://)\S*[@?#]\S*?(?=:?(?:\s|$))", "***", error_line(error, overrides))
 
 
 def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
+    """Return the message for an error, by its type, without masking."""
     if isinstance(error, OverrideParseException):
         return malformed_override_line(error.override, overrides)
     if isinstance(error, MissingConfigException):
@@ -70,7 +73,10 @@ def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overr
 
 
 def composition_error_line(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
-    """A key or a value that the dataclasses do not take, from the command line or from a yaml, which is named."""
+    """Return the message for an invalid key or value, from the command line or a YAML file.
+
+    The YAML file is named.
+    """
     cause = error.__cause__ or error.__context__
     place = re.match(r"In '(.+?)': \w+ raised", str(error))
     where = f"{place[1]}.yaml: " if place else ""
@@ -99,7 +105,7 @@ def composition_error_line(error: ConfigCompositionException, overrides: Sequenc
 
 
 def describe_expected_value(error: ValidationError, value: object) -> str:
-    """What a key takes, of which a value was refused."""
+    """Describe the expected type of a value that was rejected."""
     is_entry = get_origin(error.ref_type) is dict
     kind = get_args(error.ref_type)[1] if is_entry else get_type_hints(error.object_type)[error.key]
     if is_dataclass(kind):
@@ -112,7 +118,11 @@ def describe_expected_value(error: ValidationError, value: object) -> str:
 
 
 def missing_config_line(error: MissingConfigException) -> str:
-    """A yaml that a word or another yaml asks for: experiment=..., algo=..., --config-name=..."""
+    """Return the message for a YAML file that does not exist.
+
+    It is requested by an override or by another YAML file: experiment=..., algo=...,
+    --config-name=...
+    """
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if not group:
         return f"--config-name={name}: no such yaml; train is ours, your own lie in a folder configs/ beside your file"
@@ -122,7 +132,7 @@ def missing_config_line(error: MissingConfigException) -> str:
 
 
 def multiple_values_line(key: str, value: str) -> str:
-    """A value with commas, without the brackets of a list."""
+    """Return the message for a value with commas but without the brackets of a list."""
     kind = setting_type(key)
     if kind in TYPE_DESCRIPTIONS and kind is not str:
         return f"{key}={value}: expects {TYPE_DESCRIPTIONS[kind]}"
@@ -132,7 +142,10 @@ def multiple_values_line(key: str, value: str) -> str:
 
 
 def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
-    """A word that hydra's grammar cannot read. `overrides`: all of them, for the shell may have cut one into several."""
+    """Return the message for an override that Hydra's grammar rejects.
+
+    `overrides` are all arguments, because the shell may have split one into several.
+    """
     key, equals, value = word.partition("=")
     if not equals:
         before = overrides[overrides.index(word) - 1] if word in overrides[1:] else ""
@@ -154,7 +167,10 @@ def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
 
 
 def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
-    """The value of a word that the shell cut at its blanks, with what follows it up to where its brackets close; '' where they never do."""
+    """Return the value of an override that the shell split at its blanks.
+
+    The value ends at the closing bracket; it is empty if the brackets never close.
+    """
     value, opener = word.partition("=")[2], word.partition("=")[2][:1]
     for following in overrides[overrides.index(word) + 1 :] if word in overrides else ():
         value = f"{value} {following}"
@@ -164,7 +180,7 @@ def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
 
 
 def reject_unknown_keys(chosen: DictConfig, prefix: str = "") -> None:
-    """ValueError for a key that +key=value added, and that no dataclass has."""
+    """Raise ValueError for a key that was added with +key=value but is in no dataclass."""
     known = {field.name for field in fields(OmegaConf.get_type(chosen))}
     for name in map(str, chosen):
         key, value = prefix + name, "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
@@ -175,12 +191,16 @@ def reject_unknown_keys(chosen: DictConfig, prefix: str = "") -> None:
 
 
 def unknown_key_line(key: str, given: str) -> str:
+    """Return the message for an unknown key, with a suggestion."""
     near = closest_key(key)
     return f"{given}: no such key; {f'did you mean {near}?' if near else '--help all lists all'}"
 
 
 def closest_key(key: str) -> str:
-    """The key, or the folder of configs/, that was probably meant: what other trainers call it, else the nearest last name."""
+    """Return the setting or config group that was probably meant, or an empty string.
+
+    Names of other trainers are tried first, then the most similar last component.
+    """
     group, _, leaf = key.rpartition(".")
     folders = [] if group else [each.name for each in files(configs).iterdir() if each.is_dir()]
     known = [*setting_keys(Settings), *folders]
@@ -191,7 +211,7 @@ def closest_key(key: str) -> str:
 
 
 def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings, without those of groups."""
+    """Yield the dotted keys of all settings, without those of groups."""
     for field in fields(schema):
         if is_dataclass(field.type):
             yield from setting_keys(field.type, f"{prefix}{field.name}.")
@@ -200,16 +220,18 @@ def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def split_override(word: str) -> tuple[str, str]:
-    """`++algo.name=grpo` -> algo.name, grpo."""
+    """Return key and value of an override. Example: `++algo.name=grpo` -> algo.name, grpo."""
     key, _, value = word.lstrip("+~").partition("=")
     return key, value
 
 
 def format_typed(key: str, typed: dict[str, str]) -> str:
+    """Return `key=value` as typed, or the key alone if it was not typed."""
     return f"{key}={typed[key]}" if key in typed else key
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
     return str(error).partition("\n")[0]
 
 

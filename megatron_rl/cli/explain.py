@@ -1,4 +1,4 @@
-"""A recorded step explained on one page (launch/explain.py)."""
+"""Command line of launch/explain.py, which explains a recorded step on one page."""
 
 import argparse
 import sys
@@ -20,6 +20,7 @@ TIMEOUT_S = 3600.0
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         prog="explain.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Check a recorded step, play it back through Hugging Face's model and the trainer's, and say where they first differ.",
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
     parser = build_parser()
     options = parser.parse_args(arguments)
     sizes = tuple((name, number) for name in ("tp", "pp", "vpp") if (number := vars(options)[name]))
@@ -51,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     from megatron_rl.distributed.world import connect, disconnect, read_world
     from megatron_rl.errors import RunFailed
     from megatron_rl.explain.findings_page import render_page
-    from megatron_rl.explain.step_explanation import ExplainRequest, explain_step  # brings torch and Megatron
+    from megatron_rl.explain.step_explanation import ExplainRequest, explain_step  # imports torch and Megatron
     from megatron_rl.io.bounded_files import to_printable
 
     world = read_world()
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report_error(is_main: bool, line: str, code: int) -> int:
-    """The main rank speaks and fails for all."""
+    """Print the error and return its exit code on the main rank only."""
     if is_main:
         print(line, file=sys.stderr, flush=True)
     return code if is_main else EXIT_AGREE

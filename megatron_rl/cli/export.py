@@ -1,4 +1,4 @@
-"""Recorded rollouts as transcripts (launch/export.py)."""
+"""Command line of launch/export.py, which exports recorded rollouts."""
 
 import argparse
 import math
@@ -23,7 +23,11 @@ EXAMPLES = """examples:
 
 
 def load_renderer_and_limit(run: Path, model: str) -> tuple[Renderer, int]:
-    """How the run rendered, and the longest reply that it allowed. ValueError: its settings are not there."""
+    """Return the renderer of a run and its limit on response tokens.
+
+    Raises:
+        ValueError: The run's settings cannot be read.
+    """
     try:
         found = read_settings(run / CONFIG_FILE)
         given, limit = found["model"], int(found["task"]["max_new_tokens"])
@@ -34,6 +38,7 @@ def load_renderer_and_limit(run: Path, model: str) -> tuple[Renderer, int]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="export.py", description="Turn a run's best recorded rollouts into transcripts for a warm start.", epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,6 +1,7 @@
-"""What --help prints: how to start, the names that can be chosen, the settings used most; `--help all`, or a group's name, lists keys.
+"""Text of --help: usage, config groups and common settings.
 
-Nothing here is kept by hand but the examples: keys, values and meanings are those of the dataclasses in force.
+`--help all` or a group's name lists keys. Only the examples are fixed text. Keys, values and
+descriptions come from the settings dataclasses.
 """
 
 import ast
@@ -49,7 +50,11 @@ COMMON_SETTINGS = (
 
 
 def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
-    """For the words that stand beside --help: `all` or the name of a group lists keys, key=value sets what is listed."""
+    """Return the help text.
+
+    Of the arguments next to --help, `all` or the name of a group selects the keys to list, and
+    key=value sets a value that is displayed.
+    """
     if is_doctor:
         return DOCTOR_USAGE
     asked = [word for word in arguments if "=" not in word]
@@ -73,7 +78,7 @@ def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
 
 
 def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted key, value as it would be typed, meaning) of every setting."""
+    """Yield (dotted key, value as typed on the command line, description) of every setting."""
     docs = read_field_docs(OmegaConf.get_type(chosen))
     for name in map(str, chosen):
         value = "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
@@ -84,7 +89,10 @@ def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str
 
 
 def read_field_docs(schema: type) -> dict[str, str]:
-    """{field: the string below it in the source}; of a field that holds another settings dataclass, that one's docstring."""
+    """Return the docstring of each field of a dataclass.
+
+    For a field that holds a settings dataclass, this is the docstring of that class.
+    """
     sources = [inspect.getsource(each) for each in schema.__mro__ if is_dataclass(each)]
     body = [node for source in sources for node in [*ast.parse(textwrap.dedent(source)).body[0].body, ast.Pass()]]
     docs = {field.name: str(field.type.__doc__) if is_dataclass(field.type) else "" for field in fields(schema)}
@@ -96,7 +104,7 @@ def read_field_docs(schema: type) -> dict[str, str]:
 
 
 def format_value(value: object) -> str:
-    """As a word of the command line: true, [a,b], ''."""
+    """Return a value in command-line syntax: true, [a,b], ''."""
     if isinstance(value, bool):
         return str(value).lower()
     if OmegaConf.is_list(value):
@@ -105,7 +113,7 @@ def format_value(value: object) -> str:
 
 
 def _group_lines() -> Iterator[str]:
-    """A line for each folder of yaml files: experiment=NAME and what NAME can be."""
+    """Yield a line for each config group with its choices: experiment=NAME, ..."""
     loader = GlobalHydra.instance().config_loader()
     for group in ("experiment", *(group for group in sorted(loader.list_groups("")) if group not in ("experiment", "hydra"))):
         yield textwrap.fill(f"{group}={', '.join(loader.get_group_options(group))}", width=140, subsequent_indent="  ")

@@ -1,7 +1,8 @@
-"""Words of the command line, quoted for the shell and for hydra, that say what a word that hydra cannot read was meant to say.
+r"""Quoting of key=value overrides for the shell and for Hydra, used to suggest corrections.
 
-hydra 1.3.2 (grammar/OverrideLexer.g4) takes letters of ASCII, digits, blanks and / - \\ + . $ % * @ ? | _ : as they are; a value with any
-other character stands in quotes of its own, within those of the shell: `'task.data.train=["/data/bär.jsonl"]'`.
+Hydra 1.3.2 (grammar/OverrideLexer.g4) accepts unquoted ASCII letters, digits, blanks and / - \ + .
+$ % * @ ? | _ : only. A value with any other character needs quotes of its own, within those of the
+shell: `'task.data.train=["/data/bär.jsonl"]'`.
 """
 
 import os
@@ -24,7 +25,7 @@ CLOSING_BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
 
 def setting_type(key: str) -> object:
-    """Return the type of a setting, `list[str]` say; None where the dataclasses have no such key."""
+    """Return the type of a setting, e.g. `list[str]`, or None for an unknown key."""
     kind: object = Settings
     for name in key.split("."):
         if get_origin(kind) is dict:
@@ -37,12 +38,18 @@ def setting_type(key: str) -> object:
 
 
 def quote_override(key: str, value: str) -> str:
-    """Return `key=value` so that it can be pasted into a shell and is read as it was meant. `value` is what was typed, quotes and all."""
+    """Return `key=value` quoted for the shell and Hydra.
+
+    `value` is the text as typed, including its quotes.
+    """
     return shlex.quote(f"{key}={quote_value(value, setting_type(key))}")
 
 
 def quote_value(value: str, value_type: object) -> str:
-    """Return a value as hydra reads it, for a setting of this type; where the type is unknown, brackets and braces say what it is."""
+    """Return a value in Hydra's syntax for a setting of this type.
+
+    If the type is unknown, brackets and braces determine it.
+    """
     value = value.strip()
     is_list, is_dict = get_origin(value_type) is list, get_origin(value_type) is dict or is_dataclass(value_type)
     plain = unquote(value)
@@ -58,7 +65,7 @@ def quote_value(value: str, value_type: object) -> str:
     text = os.path.expanduser(plain) if plain.startswith("~/") else plain
     try:
         OmegaConf.create([text])
-    except GrammarParseError:  # ${ that is no interpolation
+    except GrammarParseError:  # a ${ that starts no interpolation
         text = text.replace("${", r"\${")
     return QuotedString(text, Quote.double).with_quotes()
 
@@ -70,7 +77,10 @@ def _quote_pair(pair: str, kind: object) -> str:
 
 
 def parse_with_hydra(value: str) -> object | None:
-    """Return what hydra makes of a value, a QuotedString as its text; None where it cannot read it, or as several."""
+    """Return the value that Hydra parses, with quoted strings as their text.
+
+    Return None if Hydra cannot parse it or reads several values.
+    """
     try:
         override = OverridesParser.create().parse_override(f"key={value}")
     except HydraException:
@@ -80,18 +90,19 @@ def parse_with_hydra(value: str) -> object | None:
 
 
 def unquote(value: str) -> str:
-    """Return the text of a value that stands in quotes as a whole; else the value."""
+    """Return the text of a value that is quoted as a whole, else the value."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     read = parse_with_hydra(value) if is_quoted else None
     return read if isinstance(read, str) else value
 
 
 def is_enclosed(value: str, opener: str) -> bool:
+    """Return True if a value begins with this bracket and ends with the matching one."""
     return value.startswith(opener) and value.endswith(CLOSING_BRACKETS[opener]) and len(value) > 1
 
 
 def split_top_level(inside: str) -> list[str]:
-    """Return what commas separate, but for commas in quotes and in brackets that close."""
+    """Split at commas that are outside quotes and brackets."""
     borders = [-1, *_top_level_commas(inside), len(inside)]
     found = [inside[before + 1 : after].strip() for before, after in pairwise(borders)]
     return [each for each in found if each]

@@ -1,0 +1,1 @@
+"""Clients of HTTP services: endpoint pools, OpenAI clients, health checks and proxies."""

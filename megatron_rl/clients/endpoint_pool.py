@@ -1,12 +1,15 @@
-"""Servers that do the same work: the least busy healthy one is asked, and another where it fails.
+"""Load balancing over equivalent endpoints: each request goes to the least busy healthy one.
 
-A server that failed rests, twice as long with each failure in a row or as long as it says itself, and the others are asked meanwhile. How
-long a request waits for one is a patience of its own, no matter how long an answer may take. What goes on the wire is the caller's: a call
-is a coroutine function of the server to ask. What it raises tells how it went:
-    EndpointError, TimeoutError   the server is in trouble: it rests, and the call is tried again
-    KeyRefused                  the server is well and does not accept the key or token: the run ends
-    InvalidReply                    the server is well, what it said is of no use: the call is tried again
-    Refused                     any server would refuse this call: no further try
+A failed request is retried on another endpoint. A failed endpoint backs off, twice as long with
+each consecutive failure or as long as it requests itself, and the other endpoints are used
+meanwhile. `outage_timeout_s` limits how long a request waits for an endpoint, independently of how
+long a reply may take. The caller defines the call itself, as a coroutine function of an endpoint.
+Its exception determines what happens next:
+
+    EndpointError, TimeoutError   the endpoint has failed: it backs off, and the call is retried
+    KeyRefused                    the endpoint works but rejects the key or token: the run ends
+    InvalidReply                  the endpoint works but its reply is unusable: the call is retried
+    RequestRejected               every endpoint would reject this call: no retry
 """
 
 import asyncio
@@ -21,12 +24,12 @@ from typing import TypeVar
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 
 MAX_BACKOFF_S = 30.0
-"""Or the patience of those who wait, where that is less."""
+"""Maximum backoff in seconds; the outage timeout of a pool if that is shorter."""
 T = TypeVar("T")
 
 
 class EndpointError(Exception):
-    """A server is in trouble; it asks for a rest of at least `rest_s`."""
+    """An endpoint has failed; it requests a backoff of at least `retry_after_s` seconds."""
 
     def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -34,37 +37,45 @@ class EndpointError(Exception):
 
 
 class KeyRefused(EndpointError):
-    """A server does not accept the key or token that it was asked with: it is no outage, and asking again is of no use."""
+    """An endpoint rejects the key or token. This is no outage, and a retry would not help."""
 
 
 class InvalidReply(ValueError):
-    """A server that is well said something of no use."""
+    """A working endpoint sent an unusable reply."""
 
 
 class RequestRejected(Exception):
-    """A request is at fault, not the server that refused it."""
+    """An endpoint rejected a request because of the request itself."""
 
 
 @dataclass(slots=True)
 class Endpoint:
-    """One server and its health. Its rests double with each failure in a row and vary by half, so that clients do not return together."""
+    """Health of one endpoint.
+
+    Its backoff doubles with each consecutive failure. It is multiplied by a random factor between
+    0.5 and 1, so that clients do not return at the same time.
+    """
 
     url: str
     backoff_s: float
-    """The first rest."""
+    """First backoff in seconds."""
     max_backoff_s: float = MAX_BACKOFF_S
-    """The longest that it is given; it may ask for more itself."""
+    """Maximum backoff in seconds; the endpoint itself may request more."""
     in_flight: int = 0
+    """Number of requests in flight."""
     failures: int = 0
-    """Failures in a row."""
+    """Number of consecutive failures."""
     backoff_until: float = 0.0
-    """The end of its rest on time.monotonic's clock."""
+    """End of the backoff on time.monotonic's clock."""
     last_failure: str = ""
 
     def record_failure(self, *, sent_at: float, retry_after_s: float = 0.0) -> None:
-        """`sent_at` is when the request that failed was sent: of many that were under way together the first failure counts.
+        """Start a backoff after a failed request.
 
-        `retry_after_s` is the least that the server itself asks for.
+        Args:
+            sent_at: Time at which the request was sent. Of several requests that were in flight
+                together, only the first failure counts.
+            retry_after_s: Minimum backoff that the endpoint itself requests.
         """
         now = time.monotonic()
         if sent_at >= self.backoff_until:
@@ -74,11 +85,15 @@ class Endpoint:
         self.backoff_until = max(self.backoff_until, now + retry_after_s)
 
     def record_success(self) -> None:
+        """Reset the count of consecutive failures."""
         self.failures = 0
 
 
 class EndpointPool:
-    """Servers behind one `ask`. Counts of their work stand in requests, failures and seconds (in requests)."""
+    """Endpoints behind a single `request` method.
+
+    Statistics are in `requests`, `failures` and `request_seconds`.
+    """
 
     def __init__(
         self,
@@ -91,9 +106,16 @@ class EndpointPool:
         concurrency: int,
         backoff_s: float = 0.5,
     ) -> None:
-        """`name` begins every error; at most `concurrency` requests are under way at once, each of them for timeout_s at most.
+        """Create a pool; `start` binds it to an event loop.
 
-        Where all servers rest, a request waits for the first of them up to outage_timeout_s.
+        Args:
+            urls: Addresses of the endpoints.
+            name: Beginning of every error message.
+            max_attempts: Maximum number of attempts per request.
+            timeout_s: Timeout of one attempt in seconds.
+            outage_timeout_s: Maximum wait in seconds while all endpoints back off.
+            concurrency: Maximum number of requests in flight.
+            backoff_s: First backoff of an endpoint in seconds.
         """
         self.name, self.max_attempts, self.concurrency = name, max_attempts, concurrency
         self.timeout_s, self.outage_timeout_s = timeout_s, outage_timeout_s
@@ -102,14 +124,17 @@ class EndpointPool:
         self.request_seconds = 0.0
 
     def start(self) -> None:
-        """Bind the pool to the running event loop. Call it again in every later one."""
+        """Bind the pool to the running event loop. Call it again in every later loop."""
         self._slots = asyncio.Semaphore(self.concurrency)
 
     async def request(self, send: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """Return what `send` returns of one server or another. Raises InfraError, naming server and reason, after the last try.
+        """Return the result of `send` from any endpoint.
 
-        PermanentInfraError where no server was in trouble: what was said to it, or by it, is at fault. AccessDenied where one does not
-        accept the key.
+        Raises:
+            InfraError: All attempts failed, at least one of them because an endpoint did, or all
+                endpoints backed off for too long. The message names endpoint and reason.
+            PermanentInfraError: All attempts failed because of the request or of unusable replies.
+            AccessDenied: An endpoint rejects the key.
         """
         reasons: list[str] = []
         fault = PermanentInfraError
@@ -146,9 +171,10 @@ class EndpointPool:
             raise EndpointError(describe_error(error)) from error
 
     async def _acquire_endpoint(self) -> Endpoint:
-        """The least busy server that does not rest, with leave to send it a request.
+        """Return the least busy endpoint that does not back off, with a concurrency slot acquired.
 
-        Rests, all together, are waited for up to outage_timeout_s; the time in the queue for a slot is none of it.
+        Waits for backoffs up to outage_timeout_s in total. The time in the queue for a slot does
+        not count.
         """
         waited = 0.0
         while True:
@@ -170,23 +196,29 @@ class EndpointPool:
 
 
 def describe_error(error: Exception, *, secret: str = "") -> str:
-    """An error of whatever library in one short line, without the secret that a server may have repeated in it."""
+    """Return an error as one short line, without `secret`, which a server may have echoed."""
     text = str(error)
     return f"{type(error).__name__}: {to_one_line(text.replace(secret, '***') if secret else text)}"
 
 
 def to_one_line(text: str) -> str:
-    """What others said, short, and without what moves a terminal's cursor or turns letters around."""
+    """Return text from elsewhere as one short printable line.
+
+    Characters that move a terminal's cursor or reverse the text are replaced by "?".
+    """
     return "".join(character if character.isprintable() else "?" for character in " ".join(text[:3000].split())[:300])
 
 
 def parse_retry_after(header: str) -> float:
-    """Seconds, from a number of them or a date (RFC 9110, 10.2.3); 0 for anything else."""
+    """Return the seconds of a Retry-After header, which has a number or a date.
+
+    See RFC 9110, 10.2.3. Returns 0 for anything else.
+    """
     text = header.strip()
     if text.isascii() and text.isdigit() and len(text) < 9:
         return float(text)
     try:
         date = parsedate_to_datetime(text)
-    except (ValueError, OverflowError):  # the latter from numbers of 20 digits
+    except (ValueError, OverflowError):  # OverflowError: numbers of 20 digits
         return 0.0
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

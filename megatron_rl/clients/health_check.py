@@ -1,4 +1,7 @@
-"""The first question to a judge's servers, what each of them serves: a run asks it when it starts, the doctor before. openai 3.52.0."""
+"""Health check of a judge's endpoints: lists the models that each of them serves.
+
+A run does it when it starts, and the doctor before that. Written against openai 3.52.0.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,7 +16,7 @@ from megatron_rl.clients.proxies import proxy_hint
 from megatron_rl.errors import InfraError
 
 HEALTH_TIMEOUT_S = 5.0
-"""What a server has for its first answer."""
+"""Timeout in seconds of a health check."""
 
 
 class _Model(BaseModel):
@@ -26,26 +29,35 @@ class _Models(BaseModel):
 
 @dataclass(slots=True, frozen=True)
 class HealthCheck:
-    """What a server said when it was greeted."""
+    """Result of an endpoint's health check."""
 
     models: Sequence[str] = ()
-    """Its models. None are told by one that is busy, or has no such list: that is no trouble."""
+    """Names of the served models. Empty for an endpoint that is busy or has no such list, which is
+    no error.
+    """
     error: str = ""
-    """What keeps it from judging."""
+    """Reason why the endpoint cannot judge; empty if it can."""
     is_denied: bool = False
-    """The server does not accept the key."""
+    """True if the endpoint rejects the key."""
 
 
 async def list_models(client: openai.AsyncOpenAI) -> list[str]:
-    """Raises openai's errors, and pydantic's for a body that is no list of models."""
+    """Return the names of the models that an endpoint serves.
+
+    Raises the errors of openai, and those of pydantic for a body that is no list of models.
+    """
     raw = await client.models.with_raw_response.list()
     return [model.id for model in _Models.model_validate_json(raw.content).data]
 
 
 async def check_endpoints(clients: Mapping[str, openai.AsyncOpenAI], *, model: str, secret: str, token_file: str) -> dict[str, HealthCheck]:
-    """Ask each server once, all together and briefly. By address.
+    """Check all endpoints at the same time and return the results by address.
 
-    `model` is what one of them must serve, empty where any will do; `secret` and `token_file` are those of `api_key`.
+    Args:
+        clients: Client of each endpoint, by address.
+        model: Model that each endpoint must serve; empty if any will do.
+        secret: Key of the endpoints, from `api_key`.
+        token_file: File of that key, for error messages.
     """
     greetings = await asyncio.gather(
         *(_check_endpoint(client, model=model, secret=secret, token_file=token_file) for client in clients.values())
@@ -71,9 +83,16 @@ async def _check_endpoint(client: openai.AsyncOpenAI, *, model: str, secret: str
 
 
 def health_warning(checks: Mapping[str, HealthCheck], *, role: str = "judge", key: str = "") -> str:
-    """Return a warning about servers that fail while others work; empty if all work. InfraError: there is no other, or one of
-    them does not accept the key.
-    `key` is the setting of their addresses where it is not task.<of>.urls."""
+    """Return a warning about failed endpoints if others work; empty if all work.
+
+    Args:
+        checks: Results by address.
+        role: Name of the service in the messages, which is also its section of the task's settings.
+        key: Setting with the addresses, if it is not task.ROLE.urls.
+
+    Raises:
+        InfraError: No endpoint works, or one of them rejects the key.
+    """
     troubles = [f"{url}: {greeting.error}" for url, greeting in checks.items() if greeting.error]
     if not troubles:
         return ""

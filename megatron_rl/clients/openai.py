@@ -1,7 +1,8 @@
-"""Clients of servers that reward: they read no more than an answer can need, and tell nobody a judge's key. openai 3.52.0, httpx2 2.16.
+"""Clients of OpenAI-compatible servers with bounded replies, which never print a server's key.
 
-What is read is bounded for all that a server may say: replies, lists of models, pages of errors and of redirections. Compressed bodies are
-not asked for and are refused, because a few kilobytes of one may be gigabytes.
+The limit applies to everything that a server may send: replies, lists of models, and pages of
+errors and redirections. Compressed bodies are not requested and are rejected, because a few
+kilobytes may expand to gigabytes. Written against openai 3.52.0, httpx2 2.16.
 """
 
 import os
@@ -21,11 +22,14 @@ from megatron_rl.errors import InfraError
 from sandbox.token import read_token
 
 MAX_BODY_BYTES = 1 << 20
-"""Bytes."""
+"""Maximum size of a body in bytes."""
 
 
 class UnreadBody(openai.OpenAIError):
-    """A body that is not read to its end. The openai package lets its own kind of error pass as it is (_base_client.py, request)."""
+    """A body is too long or compressed and is not read to its end.
+
+    The openai package passes on its own kind of error unchanged (_base_client.py, request).
+    """
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
@@ -33,7 +37,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self._stream = stream
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        """Raises Unread."""
+        """Yield the chunks; raise UnreadBody after MAX_BODY_BYTES."""
         num_bytes = 0
         async for chunk in self._stream:
             num_bytes += len(chunk)
@@ -46,7 +50,10 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 async def _bound_response(response: httpx2.Response) -> None:
-    """Called before a byte of the body is read (httpx2/_client.py, _send_handling_redirects). Raises Unread."""
+    """Bound a response, and raise UnreadBody if its headers show that it will not be read.
+
+    Called before a byte of the body is read (httpx2/_client.py, _send_handling_redirects).
+    """
     length, encoding = response.headers.get("content-length", ""), response.headers.get("content-encoding", "")
     if encoding.strip().casefold() not in ("", "identity"):
         raise UnreadBody(f"the reply is compressed ({encoding[:20]!r}), which was not asked for")
@@ -56,13 +63,16 @@ async def _bound_response(response: httpx2.Response) -> None:
 
 
 BOUNDED_CLIENT_OPTIONS: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event_hooks": {"response": [_bound_response]}}
-"""Arguments of an httpx2 client whose replies are bounded: reading a longer one raises Unread."""
+"""Arguments of an httpx2 client with bounded replies: reading a longer one raises UnreadBody."""
 
 
 def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
-    """Make a client without timeouts and retries of its own; `secret` is the servers' key.
+    """Return a client without timeouts and retries of its own; `secret` is the servers' key.
 
-    InfraError, which names the setting `key`: the address, or that of its proxy, is none."""
+    Raises:
+        InfraError: The address, or that of its proxy, is invalid. The message names the setting
+            `key`.
+    """
     try:
         _ = urlsplit(url).port
     except ValueError as error:
@@ -72,11 +82,14 @@ def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> 
 
 
 def proxy_options(urls: Iterable[str]) -> dict[str, Any]:
-    """Return arguments of an httpx2 client: the environment's proxies of these addresses, by clients/proxies.py, and its certificates.
+    """Return httpx2 client arguments for the proxies of these addresses and for certificates.
 
-    InfraError, which names the variable: a proxy's address is none that can be used.
+    The environment names the proxies (clients/proxies.py).
+
+    Raises:
+        InfraError: The address of a proxy is unusable. The message names the variable.
     """
-    tls = httpx2.create_ssl_context()  # with SSL_CERT_FILE, which trust_env=False leaves out
+    tls = httpx2.create_ssl_context()  # reads SSL_CERT_FILE, which trust_env=False would ignore
     found = {urlsplit(url).netloc: proxy for url in urls if (proxy := find_proxy(url))}
     return {"trust_env": False, "verify": tls, "mounts": {f"all://{place}": _through(proxy, tls) for place, proxy in found.items()}}
 
@@ -90,8 +103,13 @@ def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
 
 
 def api_key(token_file: str = "") -> str:
-    """The servers', which those that do not know it repeat in their errors: the word in the file, without one OPENAI_API_KEY.
-    InfraError: the file of task.judge.token_file cannot be read."""
+    """Return the servers' key, from the file or else from OPENAI_API_KEY.
+
+    Servers that do not know the key repeat it in their errors, so errors must be masked.
+
+    Raises:
+        InfraError: The file of task.judge.token_file cannot be read.
+    """
     try:
         return read_token(token_file) if token_file else os.environ.get("OPENAI_API_KEY", "")
     except ValueError as error:
@@ -99,36 +117,48 @@ def api_key(token_file: str = "") -> str:
 
 
 def describe_key_error(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
-    """Return a line about a server that does not accept the key of `api_key`: its answer, and what to do."""
+    """Return an error line about a server that rejects the key, with its answer and the remedy."""
     remedy = f"put its key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
     return f"{describe_error(error, secret=secret)}: {remedy}{proxy_hint(str(error.request.url))}"
 
 
 class ChatMessage(BaseModel):
+    """Message of a chat completion."""
+
     content: str
     reasoning: object = None
     reasoning_content: object = None
-    """What it thought, as vLLM and as others call it. Whatever is no text there is none, and costs no answer."""
+    """Thoughts of the model: vLLM's name is `reasoning`, that of other servers `reasoning_content`.
+    A value that is no text is ignored and does not invalidate the reply.
+    """
 
     @property
     def thoughts(self) -> str:
+        """Thoughts of the model; empty if there are none."""
         return next((said for said in (self.reasoning, self.reasoning_content) if isinstance(said, str)), "")
 
 
 class Choice(BaseModel):
+    """Choice of a chat completion."""
+
     message: ChatMessage
 
 
 class ChatCompletion(BaseModel):
-    """What is needed of a chat completion; a page of HTML, an empty body or an error in JSON is none."""
+    """Required part of a chat completion.
+
+    A page of HTML, an empty body or an error in JSON does not validate.
+    """
 
     choices: list[Choice] = Field(min_length=1)
 
 
 @contextmanager
 def translate_errors(secret: str, *, token_file: str = "") -> Iterator[None]:
-    """Trouble of the openai package, and a body that is none, in the terms of clients/endpoint_pool.py, without the servers' key.
-    `token_file`: of `api_key`."""
+    """Translate errors of openai and invalid bodies into those of clients/endpoint_pool.py.
+
+    The messages do not contain the servers' key `secret`. `token_file` is that of `api_key`.
+    """
     try:
         yield
     except (openai.AuthenticationError, openai.PermissionDeniedError) as error:

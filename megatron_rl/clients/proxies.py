@@ -1,8 +1,10 @@
-"""The proxy that the environment names for an address (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY), and how an error names it.
+"""Selects the proxy that the environment names for an address, and describes it in errors.
 
-A request to this machine uses none, nor does one to a host that NO_PROXY lists: names with their subdomains, addresses, networks
-(10.0.0.0/8), `*`. Judges and endpoints of evaluations follow this rule, and listeners with task.listener.proxy=true. All other clients of a
-run (of engines, services, sandboxes) ask directly, wherever their servers are.
+The variables are HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY. A request to this machine uses no
+proxy, nor does one to a host that NO_PROXY lists: names with their subdomains, addresses, networks
+(10.0.0.0/8), `*`. Judges and endpoints of evaluations follow this rule, and listeners with
+task.listener.proxy=true. All other clients of a run (of engines, services, sandboxes) connect
+directly, wherever their servers are.
 """
 
 import os
@@ -19,22 +21,28 @@ import psutil
 
 @dataclass(slots=True, frozen=True)
 class Proxy:
+    """Proxy of an address."""
+
     variable: str
     """The environment variable that names the proxy."""
     address: str
+    """Address of the proxy."""
     host: str
-    """The address that is reached through the proxy."""
+    """Host that is reached through the proxy."""
 
     @property
     def error_hint(self) -> str:
-        """Return what an error adds. Example: ` (asked through HTTP_PROXY=http://proxy:3128; unset it, or set NO_PROXY=judge)`"""
+        """Text that is appended to an error.
+
+        Example: ` (asked through HTTP_PROXY=http://proxy:3128; unset it, or set NO_PROXY=judge)`
+        """
         user, _, place = self.address.rpartition("@")
-        shown = f"***@{place}" if user else self.address  # there may be a password
+        shown = f"***@{place}" if user else self.address  # hide a password
         return f" (asked through {self.variable}={shown}; unset it, or set NO_PROXY={self.host})"
 
 
 def find_proxy(url: str) -> Proxy | None:
-    """Return the proxy through which this address is asked; None where it is asked directly."""
+    """Return the proxy for an address; None if the connection is direct."""
     parts = urlsplit(url)
     scheme, host = parts.scheme.casefold(), (parts.hostname or "").rstrip(".")
     proxies = getproxies_environment()
@@ -47,7 +55,7 @@ def find_proxy(url: str) -> Proxy | None:
 
 
 def proxy_hint(url: str) -> str:
-    """Return what an error about this address adds: its proxy, or nothing."""
+    """Return the text that an error about this address adds for its proxy; empty without one."""
     proxy = find_proxy(url)
     return proxy.error_hint if proxy else ""
 

@@ -1,6 +1,7 @@
-"""The settings of a run. These dataclasses are the schema: yaml and the command line only pick values.
+"""Settings of a run, as dataclasses: the schema of the YAML files and of the command line.
 
-`Settings` is built once at the door (launch/) and passed inward as plain dataclasses; rooms receive the part they need.
+The entry points (`launch/`) build `Settings` once. Each component receives only the dataclass of
+the settings it needs.
 """
 
 from dataclasses import dataclass, field
@@ -67,8 +68,11 @@ __all__ = [
 
 @dataclass(kw_only=True, slots=True)
 class Settings:
+    """All settings of a run; each field holds one settings group."""
+
     stage: str = "rl"
-    """What the run does: rl, or sft for the supervised warm start."""
+    """Kind of training: rl, or sft for supervised fine-tuning, which can precede RL as a warm
+    start."""
     model: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

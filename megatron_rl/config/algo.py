@@ -1,4 +1,8 @@
-"""What tells one algorithm from another. The names are rows of algo/algorithms.py, which checks them; presets are in configs/algo."""
+"""Settings of the RL algorithm.
+
+The algorithm names are the keys of `ALGORITHMS` in algo/algorithms.py, which validates them.
+Presets are in configs/algo.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,79 +12,96 @@ from megatron_rl.config.checks import require, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class AlgoSettings:
-    """How rollouts are credited and what is minimized."""
+    """Settings of the advantages, the policy loss, the KL term and the rollout correction."""
 
     name: str = "grpo"
-    """A row of algo/algorithms.py: how rollouts are credited and which surrogate is minimized."""
+    """Algorithm, a key of ALGORITHMS in algo/algorithms.py: selects the advantage function and the
+    policy loss."""
     norm_adv_by_std: bool = True
-    """Divide advantages by the group's standard deviation (GRPO); Dr. GRPO does not."""
+    """Divide advantages by the standard deviation of their group (GRPO); false for Dr. GRPO."""
     std_eps: float = 1e-6
-    """Added to the standard deviation that advantages are divided by."""
+    """Constant added to the standard deviation by which advantages are divided."""
     turn_credit: str = "broadcast"
-    """What a turn's tokens are credited with (algo/advantages.py): the episode's advantage (broadcast), that of the outcome plus the
-    turn's own (outcome_and_turn), that of what was still to be earned from the turn on (return_to_go), or the episode's plus how the
-    return from the turn on compares with others from the same state (gigpo)."""
+    """Advantage of a turn's tokens (algo/advantages.py): that of the episode (broadcast), of the
+    outcome plus the turn's step score (outcome_and_turn), of the return from the turn on
+    (return_to_go), or the episode's plus a comparison of that return with turns from the same state
+    (gigpo)."""
     gamma: float = 1.0
-    """Factor on what comes one step later: on a turn's gain in return_to_go and gigpo (GiGPO's gamma), on a turn or a token as
-    algo.gae_level says with a critic (PPO's gamma)."""
+    """Discount per step: per turn in return_to_go and gigpo (GiGPO's gamma), per turn or token
+    (algo.gae_level) with a critic (PPO's gamma)."""
     gigpo_step_weight: float = 1.0
-    """Weight of the comparison with others from the same state beside the episode's advantage in gigpo."""
+    """Weight of the same-state advantage, which gigpo adds to the episode's advantage."""
     gae_level: str = "tokens"
-    """What is a step to a critic: each sampled token (tokens), or a whole turn, valued at its prompt's last token (turns)."""
+    """Step of generalized advantage estimation: each sampled token (tokens), or a whole turn, with
+    the value at the last token of its prompt (turns)."""
     lam: float = 1.0
-    """How far a step's advantage looks ahead (arXiv 1506.02438): 0 trusts the critic after one step, 1 never."""
+    """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the one-step TD error,
+    1 the full return minus the value."""
     whiten_advantages: bool = True
-    """Shift and scale a critic's advantages to mean 0 and deviation 1 over the steps of all rollouts that are trained on."""
+    """Whiten advantages from a critic to mean 0 and standard deviation 1 over all steps of the
+    rollouts that are trained on."""
     clip_ratio_low: float = 0.2
-    """Ratios below 1 - clip_ratio_low teach no further down; for gmpo in log space, for dppo a difference of probabilities."""
+    """Lower clip range: the ratio is clipped at 1 - clip_ratio_low. gmpo clips the log ratio, and
+    dppo bounds the difference of probabilities."""
     clip_ratio_high: float = 0.2
-    """Ratios above 1 + clip_ratio_high teach no further up; DAPO's clip-higher is a value above clip_ratio_low."""
+    """Upper clip range: the ratio is clipped at 1 + clip_ratio_high. A value above clip_ratio_low
+    is DAPO's clip-higher."""
     clip_ratio_c: float = 0.0
-    """Bound on ratio * |advantage| for negative advantages (arXiv 1912.09729), e.g. 3; 0 is off."""
+    """Dual-clip bound on ratio * |advantage| for negative advantages (arXiv 1912.09729), e.g. 3; 0
+    disables it."""
     sapo_tau_positive: float = 1.0
-    """Steepness of SAPO's gate for positive advantages."""
+    """Temperature tau of SAPO's sigmoid gate for positive advantages; larger is steeper."""
     sapo_tau_negative: float = 1.05
-    """Steepness of SAPO's gate for negative advantages."""
+    """Temperature tau of SAPO's sigmoid gate for negative advantages; larger is steeper."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence from the reference policy, in the loss or in the reward."""
+    """Weight of the KL divergence from the reference model, in the loss or in the reward; 0
+    disables it."""
     kl_estimator: str = "k3"
-    """Estimate of the KL term of the loss (algo/kl.py): k1, k2 or k3."""
+    """Estimator of the KL term in the loss (algo/kl.py): k1, k2 or k3."""
     use_kl_in_reward: bool = False
-    """Take kl_coef * (old - reference logprob) off every token's reward instead of adding a KL term to the loss."""
+    """Subtract kl_coef * (old logprob - reference logprob) from each token's reward instead of
+    adding a KL term to the loss."""
     kl_target: float = 0.0
-    """KL divergence a token, as policy/kl_ref has it, that kl_coef is moved towards after every step, e.g. 0.02; 0 leaves kl_coef."""
+    """Target KL divergence per token (the metric policy/kl_ref) towards which kl_coef is adapted
+    after every step, e.g. 0.02; 0 keeps kl_coef fixed."""
     kl_horizon: int = 10_000
-    """Episodes in which kl_coef is changed by a fifth where the KL divergence is a fifth or more off kl_target; less for less."""
+    """Number of episodes over which kl_coef changes by 20% if the KL divergence is off kl_target by
+    20% or more; a smaller error changes it less."""
     thought_logprob_scale: float = 1.0
-    """Factor on the log-probability of the tokens before a turn's action, in what the surrogate compares; RL4VLM has 0.5 and 0.2. The ratio
-    is then no longer that of what was sampled (docs/algorithm.md)."""
+    """Factor on the logprobs of the tokens before a turn's action, in the policy loss; RL4VLM uses
+    0.5 and 0.2. Other values than 1 make the ratio differ from that of the sampled text
+    (docs/algorithm.md)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     rollout_correction: str = "none"
-    """What is done about engine and trainer disagreeing on a token's probability: rows of algo/rollout_correction.py, joined by +, e.g.
-    bypass+geo_mask. Below, r is the trainer's probability of a token over the engine's."""
+    """Correction of the mismatch between rollout and trainer logprobs: keys of CORRECTIONS in
+    algo/rollout_correction.py joined by +, e.g. bypass+geo_mask. Below, r is a token's trainer
+    probability divided by its rollout probability."""
     rollout_correction_level: str = "sequences"
-    """What a correction takes for a sequence: a whole context (contexts), or each turn in it (turns)."""
+    """Unit over which a correction aggregates r: a whole token sequence (sequences), or each turn
+    in it (turns)."""
     is_weight_cap: float = 2.0
-    """Largest weight that token_tis and sequence_tis give."""
+    """Upper bound on the importance-sampling weight of token_tis and sequence_tis."""
     token_mask_low: float = 0.5
-    """Tokens whose r is below are masked by token_mask."""
+    """Lower bound on r: token_mask masks tokens below it."""
     token_mask_high: float = 5.0
-    """Tokens whose r is above are masked by token_mask."""
+    """Upper bound on r: token_mask masks tokens above it."""
     sequence_mask_low: float = 0.0
-    """Sequences whose product of r is below are masked by sequence_mask."""
+    """Lower bound on the product of r over a sequence: sequence_mask masks sequences below it."""
     sequence_mask_high: float = 3.0
-    """Sequences whose product of r is above are masked by sequence_mask."""
+    """Upper bound on the product of r over a sequence: sequence_mask masks sequences above it."""
     geo_mask_low: float = 0.99
-    """Sequences whose geometric mean of r is below are masked by geo_mask."""
+    """Lower bound on the geometric mean of r over a sequence: geo_mask masks sequences below it."""
     geo_mask_high: float = 1.01
-    """Sequences whose geometric mean of r is above are masked by geo_mask."""
+    """Upper bound on the geometric mean of r over a sequence: geo_mask masks sequences above it."""
     k3_mask_high: float = 0.01
-    """Sequences whose mean of r - 1 - log r is above are masked by k3_mask."""
+    """Upper bound on the mean of r - 1 - log r over a sequence: k3_mask masks sequences above
+    it."""
     opsm_delta: float = 0.5
-    """Sequences of negative advantage whose mean of engine logprob - logprob is above are masked by opsm."""
+    """Upper bound on the mean of rollout logprob - logprob over a sequence: opsm masks the tokens
+    of negative advantage in sequences above it."""
     temperature: float = 1.0
-    """Temperature of the policy as a distribution: sampling and training use the same one."""
+    """Softmax temperature of the policy, the same for sampling and for training logprobs."""
 
     def __post_init__(self) -> None:
         for key, value in (("std_eps", self.std_eps), ("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):

@@ -1,4 +1,4 @@
-"""How much is rolled out in a step, how its rollouts become optimizer updates, and how their losses are averaged."""
+"""Settings of the batch of a step: rollouts, mini-batches, micro-batches and loss aggregation."""
 
 from dataclasses import dataclass
 
@@ -9,23 +9,28 @@ AGGREGATIONS = ("token_mean", "turn_mean", "sequence_mean", "fixed_length")
 
 @dataclass(kw_only=True, slots=True)
 class BatchSettings:
-    """Sizes of a step, of its updates and of its micro-batches, and the mean over them."""
+    """Rollouts per step, their split into mini- and micro-batches, and loss aggregation."""
 
     prompts_per_step: int = 32
-    """Prompts that a step rolls out, over all processes together."""
+    """Number of prompts per step, over all ranks together."""
     group_size: int = 8
-    """Episodes of each prompt; they are compared with each other, where the algorithm compares."""
+    """Number of rollouts per prompt. Algorithms with group-relative advantages compare them with
+    each other."""
     minibatches: int = 1
-    """Optimizer updates that a step's groups are cut into."""
+    """Number of mini-batches, that is optimizer updates, into which the groups of a step are
+    split."""
     epochs: int = 1
-    """Times that a step's minibatches are gone through."""
+    """Number of passes over the mini-batches of a step."""
     micro_batch_tokens: int = 8192
-    """Tokens of one packed micro-batch at most (a longer single context is a micro-batch of its own); the warm start's too."""
+    """Maximum number of tokens in a packed micro-batch, for rl and sft; a longer single sequence is
+    a micro-batch of its own."""
     loss_agg_mode: str = "token_mean"
-    """Mean over all tokens (token_mean, DAPO), over turns of their token means (turn_mean), over episodes of their token means
-    (sequence_mean, GRPO), or the sum over tokens divided by episodes * fixed_length (fixed_length, Dr. GRPO)."""
+    """Loss aggregation: mean over all tokens (token_mean, DAPO), over turns of their token means
+    (turn_mean), over episodes of their token means (sequence_mean, GRPO), or the token sum divided
+    by episodes * loss_scale_factor (fixed_length, Dr. GRPO)."""
     loss_scale_factor: int = 0
-    """Tokens that an episode counts as where batch.loss_agg_mode=fixed_length; 0 otherwise."""
+    """Number of tokens by which an episode is counted with batch.loss_agg_mode=fixed_length; must
+    be 0 otherwise."""
 
     def __post_init__(self) -> None:
         for key, value in (("prompts_per_step", self.prompts_per_step), ("minibatches", self.minibatches), ("epochs", self.epochs)):

@@ -1,4 +1,4 @@
-"""The critic of algorithms that need values (algo=ppo): its trunk, its head, its loss."""
+"""Settings of the critic, which algorithms with a value function need (algo=ppo)."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,27 +9,33 @@ from megatron_rl.config.model import LoraSettings
 
 @dataclass(kw_only=True, slots=True)
 class CriticSettings:
-    """What expects the return: a value head on the policy's trunk or on one of its own, of any size, at the policy's layout."""
+    """Settings of the value head, its backbone (the policy's or its own) and its loss."""
 
     backbone: str = "shared"
-    """Where the value head stands: on the policy's trunk (shared: one forward pass, one loss, one optimizer step), or on a network of its
-    own (own)."""
+    """Backbone of the value head: the policy's (shared: one forward pass, one loss, one optimizer
+    step), or a separate network (own)."""
     path: str = ""
-    """A Hugging Face folder that an own trunk starts from; empty: model.path. Of the policy's tokenizer, family and pixel limits."""
+    """Hugging Face directory from which an own backbone is initialized; empty uses model.path. Its
+    tokenizer, model family and pixel limits must be the policy's."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    """Adapters of an own trunk, as the policy's; a shared trunk has the policy's (lora)."""
+    """LoRA adapters of an own backbone, with the same keys as lora; a shared backbone has the
+    policy's adapters."""
     head_sizes: list[int] = field(default_factory=list)
-    """Widths of the value head's hidden layers, between the trunk's and the one value; none: a linear head."""
+    """Widths of the value head's hidden layers; an empty list is a linear head."""
     lr: float = 1e-5
-    """Peak learning rate of an own critic, or of the value head on a shared trunk; all else of the optimizer is optim's."""
+    """Peak learning rate of an own critic, or of the value head on a shared backbone. All other
+    optimizer settings are those of optim."""
     vf_coef: float = 0.5
-    """Weight of the value loss beside the policy's, where they are one sum (backbone=shared)."""
+    """Weight of the value loss in the sum of policy and value loss (backbone=shared)."""
     cliprange_value: float = 0.0
-    """A value is taught no further than this from where the step found it, e.g. 0.2, in the head's units; 0 is off."""
+    """Clip range of the value loss: values are trained only up to this distance from their value at
+    the start of the step, in the head's units, e.g. 0.2; 0 disables it."""
     normalize_returns: bool = False
-    """The head is taught returns less their mean over their deviation, both over all steps so far."""
+    """Train the head on returns normalized by their running mean and standard deviation over all
+    steps so far."""
     warmup_steps: int = 0
-    """First steps that train the critic alone: with backbone=shared its head. AdamW of a shared trunk starts anew after them."""
+    """Number of first steps that train only the critic (only its head if backbone=shared). A shared
+    backbone's AdamW state is reset after them."""
 
     def __post_init__(self) -> None:
         require_choice("critic.backbone", self.backbone, ("shared", "own"))

@@ -1,4 +1,4 @@
-"""An evaluation by itself."""
+"""Settings of a standalone evaluation."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,30 +8,34 @@ from megatron_rl.config.checks import require, require_address, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationSettings:
-    """What launch/evaluate.py plays and with which weights; nothing is trained. A run's own evaluations are set by task and run."""
+    """Settings of launch/evaluate.py; the evaluations during training are set by task and run."""
 
     split: str = "eval"
-    """The task's split that is played: eval, or train."""
+    """Split of the task that is evaluated: eval or train."""
     samples: int = 1
-    """Episodes an example; above 1 pass@k is told for k = 1, 2, 4 and so on."""
+    """Number of episodes per example; above 1, pass@k is reported for k = 1, 2, 4 and so on."""
     temperature: float = 0.0
-    """Temperature at which the policy's words are sampled; 0 takes the most likely token each time."""
+    """Sampling temperature of the policy; 0 is greedy."""
     weights: str = ""
-    """A checkpoint of any kind that the converters read, or a PEFT adapter of model.path; empty: the weights in model.path."""
+    """Checkpoint in any format that the converters read, or a PEFT adapter of model.path; empty
+    uses the weights in model.path."""
     chunk: int = 64
-    """Examples whose episodes are played together, and are kept when all of them are done."""
+    """Number of examples run together as one chunk; results are saved once all episodes of the
+    chunk are done."""
 
     urls: list[str] = field(default_factory=list)
-    """OpenAI-compatible endpoints that play in the place of our engines, e.g. http://host:8000/v1; model.path is the name that they serve,
-    their key is read from OPENAI_API_KEY."""
+    """URLs of OpenAI-compatible endpoints that replace our engines, e.g. http://host:8000/v1.
+    model.path is the model name they serve; the API key is OPENAI_API_KEY."""
     timeout_s: float = 600.0
-    """Seconds after which a request to one is given up."""
+    """Timeout of one request to an endpoint, in seconds."""
     outage_timeout_s: float = 120.0
-    """Seconds that a request waits at most while all endpoints rest after a failure."""
+    """Maximum time in seconds that a request waits while all endpoints are in backoff after
+    failures."""
     max_attempts: int = 5
-    """Requests that one reply makes at most; after the last its episode is failed, never wrong."""
+    """Maximum number of requests for one response; after the last, the episode counts as failed,
+    not as wrong."""
     concurrency: int = 32
-    """Requests under way at the same time, over all endpoints."""
+    """Maximum number of concurrent requests, over all endpoints."""
 
     def __post_init__(self) -> None:
         require_choice("evaluation.split", self.split, ("eval", "train"))

@@ -1,28 +1,32 @@
-"""Which of a step's rollouts are trained on."""
+"""Settings that select the rollouts of a step to train on."""
 
 from dataclasses import dataclass, field
 
 from megatron_rl.config.checks import require, require_choice
 
 ENDS = ("done", "max_turns", "max_tokens", "max_images", "max_pixels", "max_seconds", "tool_error")
-"""How an episode that is scored can end: the values of types.End but for the faults of ours."""
+"""Stop reasons of scored episodes: the values of types.StopReason without the infrastructure
+errors."""
 DROPS = ("zero_std", "no_image", "stop_reason")
-"""Why a rollout can be left out of the update, in the order they are looked at."""
+"""Filters that can exclude a rollout from the update, in the order in which they are applied."""
 
 
 @dataclass(kw_only=True, slots=True)
 class FilterSettings:
-    """Which rollouts are left out of a step's update, and how many more are rolled out instead."""
+    """Filters on the rollouts of a step, and the limit on generation batches."""
 
     drop: list[str] = field(default_factory=list)
-    """Rollouts to leave out of the update: zero_std (groups whose members' credit is all equal), no_image, stop_reason (their stop
-    reason is not in keep_stop_reasons). They still count in their group's baseline."""
+    """Filters that exclude rollouts from the update: zero_std (groups with equal advantages),
+    no_image, stop_reason (not in keep_stop_reasons). Excluded rollouts still count in the baseline
+    of their group."""
     keep_stop_reasons: list[str] = field(default_factory=lambda: ["done"])
     """Stop reasons of the rollouts that drop=[stop_reason] keeps."""
     max_num_gen_batches: int = 1
-    """Rounds of prompts_per_step prompts that a step rolls out at most, until it has prompts_per_step groups left after the drops."""
+    """Maximum number of generation batches per step, each of prompts_per_step prompts; a step stops
+    early once prompts_per_step groups remain after filtering."""
     prefer_high_std: bool = False
-    """Keep of surplus groups those whose credit deviates most; otherwise all are trained on."""
+    """Train only on the prompts_per_step groups with the largest spread of advantages if more
+    remain; otherwise all remaining groups are trained on."""
 
     def __post_init__(self) -> None:
         for name in self.drop:

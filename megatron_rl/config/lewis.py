@@ -1,4 +1,4 @@
-"""Partners of the Lewis game: whom a run asks, and to whom it sends what it trains."""
+"""Settings of the Lewis game's partners: listeners, speakers and weight receivers."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,37 +8,44 @@ from megatron_rl.config.checks import require, require_address, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class ListenerSettings:
-    """Listeners of the Lewis game (python -m megatron_rl.tasks.lewis.server.listener_app), who say which picture a description means."""
+    """Clients of Lewis listeners (python -m megatron_rl.tasks.lewis.server.listener_app)."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses, e.g. http://listener:9000, all of the same listener; the least busy healthy one is asked. Empty: there is none."""
+    """URLs of replicas of one listener, e.g. http://listener:9000; requests go to the least busy
+    healthy one. Empty means no listener."""
     token_file: str = ""
-    """File with the token that they ask for; that of a service of the run is known."""
+    """File with the listeners' token; not needed for a service that the run starts."""
     send: str = "files"
-    """How pictures travel: files sends each once and names it by its hash from then on, paths names files on a disk that both sides see."""
+    """Transfer of images to the listener: files uploads each image once and then refers to its
+    hash, paths sends paths on a shared file system."""
     chunk_size: int = 4
-    """Descriptions in one request at most."""
+    """Maximum number of descriptions in one request."""
     chunk_delay_s: float = 0.05
-    """Seconds that a request waits for further descriptions while it is not full."""
+    """Time in seconds that an incomplete request waits for further descriptions."""
     timeout_s: float = 60.0
-    """Seconds after which a request is given up."""
+    """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
-    """Seconds that a request waits at most while all listeners rest after a failure."""
+    """Maximum time in seconds that a request waits while all listeners are in backoff after
+    failures."""
     max_attempts: int = 5
-    """Requests that one description makes at most; after the last the rollout is failed, never 0."""
+    """Maximum number of requests for one description; after the last, the rollout counts as failed
+    and gets no reward."""
     backoff_s: float = 0.5
-    """A listener's first rest after a failure; each further one in a row is twice as long."""
+    """First backoff of a listener after a failure, in seconds; it doubles with each consecutive
+    failure."""
     concurrency: int = 32
-    """Requests under way at the same time, over all listeners."""
+    """Maximum number of concurrent requests, over all listeners."""
     cache: str = ""
-    """A file that keeps what was heard between runs, by picture, words and the listener's version; empty keeps it for this run."""
+    """File that caches scores across runs by image, description and listener version; empty caches
+    them in memory for this run only."""
     cache_entries: int = 100_000
-    """Pictures with words whose p(yes) is kept in memory; those used longest ago are forgotten."""
+    """Maximum number of (image, description) scores in the memory cache; the least recently used
+    are evicted."""
     proxy: bool = False
-    """Whether the environment's proxies (HTTP_PROXY, NO_PROXY) are used on the way to those that are not on this machine."""
+    """Use the proxies of the environment (HTTP_PROXY, NO_PROXY) for listeners on other machines."""
     partner_is_training: bool = False
-    """Whether the listener may become another while the run lasts, one that another run trains: each answer is then by the weights that it
-    has when it is asked, and nothing is kept."""
+    """The listener is being trained by another run: its version may change, each score uses its
+    current weights, and nothing is cached."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -62,20 +69,23 @@ class ListenerSettings:
 
 @dataclass(kw_only=True, slots=True)
 class SpeakerSettings:
-    """Speakers of the Lewis game (python -m megatron_rl.tasks.lewis.server.speaker_app), whose descriptions a listener is trained on."""
+    """Clients of Lewis speakers (python -m megatron_rl.tasks.lewis.server.speaker_app)."""
 
     urls: list[str] = field(default_factory=list)
-    """Addresses, e.g. http://speaker:9001, all of the same speaker; the least busy healthy one is asked. Empty: there is none."""
+    """URLs of replicas of one speaker, e.g. http://speaker:9001; requests go to the least busy
+    healthy one. Empty means no speaker."""
     token_file: str = ""
-    """File with the token that they ask for; that of a service of the run is known."""
+    """File with the speakers' token; not needed for a service that the run starts."""
     timeout_s: float = 60.0
-    """Seconds after which a request is given up."""
+    """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
-    """Seconds that a request waits at most while all speakers rest after a failure."""
+    """Maximum time in seconds that a request waits while all speakers are in backoff after
+    failures."""
     max_attempts: int = 5
-    """Requests that one description makes at most; after the last the rollout is failed."""
+    """Maximum number of requests for one description; after the last, the rollout counts as
+    failed."""
     concurrency: int = 32
-    """Requests under way at the same time, over all speakers."""
+    """Maximum number of concurrent requests, over all speakers."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -90,21 +100,24 @@ class SpeakerSettings:
 
 @dataclass(kw_only=True, slots=True)
 class WeightPublishSettings:
-    """Services that answer with the policy in training, for a partner's run (python -m megatron_rl.tasks.lewis.server.speaker_app
-    --trained)."""
+    """Services that receive the trained weights (speaker_app --trained of a partner's run)."""
 
     urls: list[str] = field(default_factory=list)
-    """Their addresses: they are sent the weights by HTTP, over no disk. Empty: there are none."""
+    """URLs of the services; the weights are sent over HTTP, without shared disk. Empty publishes to
+    none."""
     every: int = 1
-    """Steps from one sending to the next; the weights that the run begins with are sent, too."""
+    """Number of steps between two weight updates; the initial weights of the run are also sent."""
     token_file: str = ""
-    """File with the token that they ask for."""
+    """File with the services' token."""
     chunk_mib: float = 16.0
-    """Size of the parts, in MiB, in which the weights travel; base64 takes a third more, within the service's --body-mib."""
+    """Size of a weight chunk in MiB; base64 adds a third, and the result must fit the service's
+    --body-mib."""
     timeout_s: float = 120.0
-    """Seconds that a service may take for a part; for the last one it first ends what is under way."""
+    """Timeout in seconds for one chunk; before it accepts the last one, a service first finishes
+    its requests in flight."""
     max_attempts: int = 3
-    """Sendings of one update at most; a service that does not take it goes on with what it has."""
+    """Maximum number of attempts to send one update; a service that does not accept it keeps its
+    previous weights."""
 
     def __post_init__(self) -> None:
         for url in self.urls:

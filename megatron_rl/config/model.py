@@ -1,4 +1,4 @@
-"""The policy: its checkpoint, its adapters, its layout over ranks."""
+"""Settings of the policy: checkpoint, LoRA adapters and parallelism."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,24 +8,30 @@ from omegaconf import MISSING
 from megatron_rl.config.checks import require, require_choice
 
 PARTS = ("vision", "merger", "language")
-"""What can be frozen or have its own learning rate: the vision tower's blocks, its merger (projector), the language model."""
+"""Modules that can be frozen or have their own learning rate: vision blocks, merger (projector) and
+language model."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelSettings:
-    """Which model is trained, which of its parts, and how it sees pictures."""
+    """Model to train, its frozen modules and the image resolution."""
 
     path: str = MISSING
-    """A Hugging Face folder (Qwen2-VL, 2.5 or 3): the policy's start, the reference of the KL term, the tokenizer and the processor."""
+    """Hugging Face directory (Qwen2-VL, 2.5 or 3): initial policy, reference model of the KL term,
+    tokenizer and processor."""
     dtype: str = "float32"
-    """Number type of the trainer's weights and activations: float32, or bfloat16 with float32 main weights in the optimizer."""
+    """Data type of the trainer's weights and activations: float32, or bfloat16 with float32 main
+    weights in the optimizer."""
     frozen: list[str] = field(default_factory=list)
-    """Parts that are not trained: any of vision (the tower), merger (its projector into the language model), language."""
+    """Modules that are not trained: any of vision (the vision blocks), merger (projector into the
+    language model), language."""
     min_pixels: int = 3136
-    """Fewest pixels of an image as the model sees it: a smaller one is enlarged once, to sides that are multiples of 28 (Qwen3-VL: 32)."""
+    """Minimum number of pixels of an image: a smaller one is enlarged once, to sides that are
+    multiples of 28 (Qwen3-VL: 32)."""
     max_pixels: int = 1003520
-    """Most pixels of an image as the model sees it: a larger one is shrunk once, to sides that are multiples of 28 (Qwen3-VL: 32). Leave it
-    a little slack, because it is met by rounding down: 300 x 300 under 12544 = 112 * 112 becomes 84 x 84."""
+    """Maximum number of pixels of an image: a larger one is shrunk once, to sides that are
+    multiples of 28 (Qwen3-VL: 32). Sides are rounded down, so leave some slack: 300 x 300 under
+    12544 = 112 * 112 becomes 84 x 84."""
 
     def __post_init__(self) -> None:
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
@@ -38,18 +44,20 @@ class ModelSettings:
 
 @dataclass(kw_only=True, slots=True)
 class LoraSettings:
-    """Low-rank adapters (arXiv 2106.09685) on a frozen base; the reference policy is the base with the adapters off."""
+    """LoRA adapters (arXiv 2106.09685) on a frozen base, which is the reference model."""
 
     rank: int = 0
-    """Rank of the adapters; 0 trains the model itself, without any."""
+    """Rank of the adapters; 0 trains the full model without adapters."""
     alpha: float = 32.0
-    """What an adapter computes is scaled by alpha / rank."""
+    """LoRA alpha: the output of an adapter is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped while it is trained; stage=sft only."""
+    """Dropout probability on the inputs of the adapters; stage=sft only."""
     targets: list[str] = field(default_factory=lambda: ["attention", "mlp"])
-    """Linear layers with adapters: any of attention and mlp (of the language model), vision (the tower's blocks), projector (merger)."""
+    """Linear layers with adapters: any of attention and mlp (of the language model), vision (the
+    vision blocks), projector (merger)."""
     path: str = ""
-    """A PEFT folder to start from; its rank, alpha and targets must be those stated here."""
+    """PEFT directory from which the adapters are initialized; its rank, alpha and targets must
+    equal the settings here."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "lora.rank", self.rank, "must not be negative; 0 trains the model itself")
@@ -63,32 +71,36 @@ class LoraSettings:
 
 @dataclass(kw_only=True, slots=True)
 class ParallelSettings:
-    """The trainer's layout; the data-parallel size is what remains: world / (tp * pp)."""
+    """Parallelism of the trainer; the data-parallel size is world_size / (tp * pp)."""
 
     tp: int = 1
-    """Tensor-parallel size: ranks that share every layer of the language model."""
+    """Tensor-parallel size: number of ranks that share each layer of the language model."""
     pp: int = 1
-    """Pipeline-parallel size: stages that the language model's layers are dealt to."""
+    """Pipeline-parallel size: number of stages over which the language model's layers are split."""
     vpp: int = 1
-    """Model chunks a pipeline stage holds; above 1 the schedule is interleaved."""
+    """Number of model chunks per pipeline stage; above 1 the schedule is interleaved."""
     sequence_parallel: bool = False
-    """Cut activations between the tensor-parallel layers along the tokens, too; saves memory where parallel.tp is above 1."""
+    """Also split activations between tensor-parallel layers along the sequence, which saves memory;
+    needs parallel.tp above 1."""
     recompute: str = "none"
-    """Activations computed again in the backward pass: none, selective (attention), vision (the tower's blocks), full (every layer too)."""
+    """Activation recomputation in the backward pass: none, selective (attention), vision (the
+    vision blocks) or full (every layer of the language model, too)."""
     log_probs_chunk_size: int = 2048
-    """Rows whose logits exist at a time; a row is one sampled token."""
+    """Number of sampled tokens per chunk of the logit computation."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state and fp32 weights on the host, where its step takes this rank's share of the node's cores (a GPU only; on a
-    CPU they are there)."""
+    """Keep optimizer state and fp32 weights in host memory and run the optimizer step on this
+    rank's share of the node's cores (GPU only)."""
     offload_params: bool = False
-    """Move parameters and gradient buffers to the host while the engine rolls out."""
+    """Move parameters and gradient buffers to host memory while the engine generates rollouts."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients over data-parallel ranks while the backward pass goes on. Off until a profile of several GPUs shows more than 3% of
-    an update in reductions: a 7B model's 18 GB over 16 links of 400 Gb/s are estimated at 0.4 s an update."""
+    """Overlap the data-parallel gradient reduction with the backward pass. Off until a multi-GPU
+    profile shows more than 3% of an update in reductions; estimate for 7B: 18 GB over 16 links of
+    400 Gb/s take 0.4 s per update."""
     timeout_s: float = 600.0
-    """A collective that waits longer ends the run instead of hanging it."""
+    """Timeout of a collective in seconds; when it expires, the run ends instead of hanging."""
     straggler_timeout_s: float = 14400.0
-    """How much longer one rank may roll out, or write its part of a checkpoint, than another; a longer wait ends the run."""
+    """Maximum time in seconds by which one rank may finish its rollouts or its part of a checkpoint
+    later than another; a longer wait ends the run."""
 
     def __post_init__(self) -> None:
         require(self.tp >= 1, "parallel.tp", self.tp, "must be at least 1")

@@ -1,4 +1,4 @@
-"""The optimizer of whatever is trained: AdamW, its learning rate over the steps of the stage, gradient clipping."""
+"""Settings of the optimizer: AdamW, learning-rate schedule and gradient clipping."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,28 +9,31 @@ from megatron_rl.config.model import PARTS
 
 @dataclass(kw_only=True, slots=True)
 class OptimSettings:
-    """AdamW, the learning rate over the steps of the stage, and the clipping of gradients."""
+    """AdamW, the learning-rate schedule over the steps of the stage, and gradient clipping."""
 
     lr: float = 1e-6
     """Peak learning rate of the schedule."""
     lr_by_module: dict[str, float] = field(default_factory=dict)
-    """Peak learning rates of single parts in place of lr, e.g. {vision: 1e-7}; the schedule's shape is the same."""
+    """Peak learning rates of single modules, which override lr, e.g. {vision: 1e-7}; the shape of
+    the schedule is the same."""
     schedule: str = "constant"
-    """Shape after the warm-up: constant, linear or cosine; the last two fall towards min_lr, which the step after the last would have."""
+    """Schedule after the warmup: constant, linear or cosine. The last two decay towards min_lr,
+    which they would reach one step after the last."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises; the last of them has the peak. All updates of a step have the same learning rate."""
+    """Number of steps over which the learning rate rises; the last one has the peak. All updates of
+    a step use the same learning rate."""
     min_lr: float = 0.0
-    """Learning rate that linear and cosine schedules fall towards."""
+    """Learning rate towards which the linear and cosine schedules decay."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of weight matrices; biases and norms are never decayed."""
+    """Decoupled weight decay of weight matrices; biases and norms are not decayed."""
     clip_grad: float = 1.0
-    """Largest norm of the gradient; a larger one is scaled down to it."""
+    """Maximum gradient norm; larger gradients are scaled down to it."""
     beta1: float = 0.9
-    """Decay of AdamW's mean of gradients, per update."""
+    """Exponential decay rate of AdamW's first moment, per update."""
     beta2: float = 0.999
-    """Decay of AdamW's mean of squared gradients, per update."""
+    """Exponential decay rate of AdamW's second moment, per update."""
     eps: float = 1e-8
-    """Added to the root of AdamW's mean of squared gradients."""
+    """Constant added to the square root of AdamW's second moment."""
 
     def __post_init__(self) -> None:
         require_choice("optim.schedule", self.schedule, ("constant", "linear", "cosine"))

@@ -1,4 +1,4 @@
-"""Where episodes come from: the engine and the task."""
+"""Settings of rollout generation: engine, task, sandbox, judge and data."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,43 +12,54 @@ from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings
 
 @dataclass(kw_only=True, slots=True)
 class EngineSettings:
-    """The vLLM engine that samples the policy's replies."""
+    """Settings of the vLLM engine that samples the policy's responses."""
 
     mode: str = "colocated"
-    """Where it computes: local in the trainer's processes, on their devices in turn; remote on servers of vLLM, while the trainer works."""
+    """Location of the engine: colocated runs in the trainer's processes and shares their devices in
+    turn; server runs on separate vLLM servers, in parallel with training."""
     urls: list[str] = field(default_factory=list)
-    """Addresses of the servers of kind=remote, e.g. http://node2:8000; started with the command that launch/engine.py prints."""
+    """URLs of the inference servers with mode=server, e.g. http://node2:8000; start them with the
+    command that launch/engine.py prints."""
     token_file: str = ""
-    """File with the token of the servers at `urls`, which the command of launch/engine.py has them read, too; that of servers that the run
-    starts is known."""
+    """File with the token of the servers at `urls`; the command from launch/engine.py makes the
+    servers read the same file. Not needed for servers that the run starts."""
     num_local_servers: int = 0
-    """Servers of kind=remote that the run starts itself, beside rank 0, on the GPUs behind those of its node's ranks; 0 starts none."""
+    """Number of inference servers that the run starts itself with mode=server, on the GPUs after
+    those of the ranks on rank 0's node; 0 starts none."""
     startup_timeout_s: float = 900.0
-    """Seconds until a server that the run starts must answer."""
+    """Timeout in seconds until a server that the run starts responds."""
     tp: int = 1
-    """Ranks an engine spans; world / tp engines roll out side by side."""
+    """Tensor-parallel size of an engine; colocated, world_size / tp engines generate in
+    parallel."""
     dtype: str = "float32"
-    """Number type of the engine's weights, activations and cache: float32 or bfloat16."""
+    """Data type of the engine's weights, activations and KV cache: float32 or bfloat16."""
     device: str = "auto"
-    """Where the engine runs: auto takes CUDA where there is one, cuda refuses to start without it, cpu never uses it."""
+    """Device of the engine: auto uses CUDA if available, cuda requires it, cpu never uses it."""
     kv_cache_mib: int = 64
-    """Memory for keys and values on a CPU, in MiB for each rank."""
+    """Size of the KV cache on a CPU, in MiB per rank."""
     gpu_memory_utilization: float = 0.45
-    """Share of a GPU's memory for the engine's weights and cache."""
+    """Fraction of a GPU's memory for the engine's weights and KV cache."""
     max_model_len: int = 1024
-    """Tokens in one context at most, prompts, pictures and replies together; an episode that reaches it ends (max_tokens)."""
+    """Maximum length of a sequence in tokens, including prompts, images and responses; an episode
+    that reaches it ends with max_tokens."""
     max_num_seqs: int = 256
-    """Replies that an engine samples at the same time at most; further ones wait."""
+    """Maximum number of responses that an engine samples concurrently; further requests are
+    queued."""
     max_images: int = 8
-    """Images in one context at most; an episode that would show more ends."""
+    """Maximum number of images in a sequence; an episode that would exceed it ends with
+    max_images."""
     bucket_mib: float = 256.0
-    """Size of the buckets, in MiB, in which the trainer's weights travel to the engine; 0.5 is half a MiB."""
+    """Size in MiB of the buckets in which the trainer's weights are sent to the engine; may be
+    fractional, e.g. 0.5."""
     health_timeout_s: float = 10.0
-    """Seconds in which a remote engine must say that it lives, and give up what it has when it is told to; else others have its work."""
+    """Timeout in seconds of health checks and cancellations of a server; one that exceeds it is
+    marked unhealthy, and its requests are re-routed."""
     request_timeout_s: float = 600.0
-    """Seconds that a remote engine may take for one reply; then another one is asked."""
+    """Timeout in seconds of one response from a server; when it expires, the request goes to
+    another server."""
     outage_timeout_s: float = 600.0
-    """Seconds for which a run waits while no remote engine is well; then it keeps what is done and ends, and the same command goes on."""
+    """Time in seconds that a run waits while no server is healthy. Then it keeps the finished work
+    and exits; the same command resumes it."""
 
     def __post_init__(self) -> None:
         require_choice("engine.mode", self.mode, ("colocated", "server"))
@@ -81,33 +92,41 @@ class EngineSettings:
 
     @property
     def num_endpoints(self) -> int:
-        """Of kind=remote, whoever starts them."""
+        """Number of inference servers with mode=server, external or started by the run."""
         return len(self.urls) or self.num_local_servers
 
     def places(self, *, num_ranks: int) -> list[list[int]]:
-        """Of each server that the run starts, beside so many ranks of its node: its devices, in their order."""
+        """Return the devices of each server that the run starts; they follow those of the ranks.
+
+        Example: tp=2 and num_local_servers=2 with num_ranks=4 give [[4, 5], [6, 7]].
+        """
         firsts = [num_ranks + number * self.tp for number in range(self.num_local_servers)]
         return [list(range(first, first + self.tp)) for first in firsts]
 
 
 @dataclass(kw_only=True, slots=True)
 class SandboxSettings:
-    """Where the code of a task's episodes runs (sandbox/README.md)."""
+    """Settings of the sandbox in which a task's episodes run code (sandbox/README.md)."""
 
     url: str = ""
-    """Address of a sandbox server (python -m sandbox serve), which has limits of its own; empty opens a pool beside each engine."""
+    """URL of a sandbox server (python -m sandbox serve), which has its own limits; empty opens a
+    local pool for each engine."""
     token_file: str = ""
-    """File with the token of the server at `url`, which asks for one beyond its own machine; that of a service of the run is known."""
+    """File with the token of the server at `url`, required if it is on another machine; not needed
+    for a service that the run starts."""
     size: int = 8
-    """Boxes of a pool at once, one an episode that runs code; further episodes wait for one."""
+    """Number of concurrent boxes in a pool; an episode that runs code uses one, and further
+    episodes wait."""
     call_timeout_s: float = 10.0
-    """Wall time of one call in seconds; past it the box's state is lost."""
+    """Wall-clock timeout of one call in seconds; when it expires, the state of the box is lost."""
     memory_mib: int = 1024
-    """Memory of one box in MiB, above what all boxes share."""
+    """Memory limit of one box in MiB, on top of the memory that all boxes share."""
     isolation: str = "auto"
-    """Walls around a box: auto takes all that the host offers, none runs the policy's code without any (tests of trusted code only)."""
+    """Isolation of a box: auto uses everything that the host supports, none runs the policy's code
+    without isolation (for tests of trusted code only)."""
     allow_missing: list[str] = field(default_factory=list)
-    """Walls that this host leaves open, by their names in python -m sandbox doctor, for a pool to start there all the same."""
+    """Isolation features that may be missing on this host, by their names in python -m sandbox
+    doctor; otherwise a missing one prevents the pool from starting."""
 
     def __post_init__(self) -> None:
         remedy = "is for a server: give its address, task.sandbox.url, too"
@@ -125,30 +144,35 @@ class SandboxSettings:
 
 @dataclass(kw_only=True, slots=True)
 class JudgeSettings:
-    """A model behind an OpenAI-compatible server that judges answers; its key is read from OPENAI_API_KEY, or from `token_file`."""
+    """Model behind an OpenAI-compatible server that judges answers."""
 
     urls: list[str] = field(default_factory=list)
-    """Base addresses, e.g. http://judge:18901/v1; requests go to the healthy ones in turn. Empty: there is no judge."""
+    """Base URLs of the judge, e.g. http://judge:18901/v1; requests go to the least busy healthy
+    one. Empty means no judge."""
     token_file: str = ""
-    """File with their key, in the place of OPENAI_API_KEY; that of a service of the run is known."""
+    """File with the API key of the servers, instead of OPENAI_API_KEY; not needed for a service
+    that the run starts."""
     model: str = ""
-    """Name of the served model; empty asks the server for it."""
+    """Name of the served model; empty queries it from the server."""
     temperature: float = 0.0
-    """Sampling temperature of the judge's replies."""
+    """Sampling temperature of the judge."""
     max_tokens: int = 512
-    """Tokens of one reply of the judge at most."""
+    """Maximum number of tokens in one response of the judge."""
     timeout_s: float = 60.0
-    """Seconds after which a request is given up."""
+    """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
-    """Seconds that a request waits at most while all servers rest after a failure; no rest is longer unless the server asks for it."""
+    """Maximum time in seconds that a request waits while all servers are in backoff after failures;
+    also the maximum backoff unless the server requests a longer one."""
     max_attempts: int = 5
-    """Requests that one judgement makes at most; after the last the rollout is failed, never 0."""
+    """Maximum number of requests for one verdict; after the last, the rollout counts as failed and
+    gets no reward."""
     concurrency: int = 32
-    """Requests of one judge under way at the same time, over all its servers."""
+    """Maximum number of concurrent requests of one judge, over all its servers."""
     cache: str = ""
-    """A file that keeps verdicts between runs; empty keeps them for this run."""
+    """File that caches verdicts across runs; empty caches them for this run only."""
     always_ask: bool = False
-    """Ask about every answer that is not void, instead of only those that the rules leave open; rules and published scores decide none."""
+    """Send every valid answer to the judge, also those that rules or published scores could decide;
+    false sends only the undecided ones."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -168,56 +192,61 @@ class JudgeSettings:
 
 @dataclass(kw_only=True, slots=True)
 class ColumnSettings:
-    """Columns of the user's questions by the names that they have in the files: {question: problem, answer: solution}."""
+    """Column names in the user's files, e.g. {question: problem, answer: solution}."""
 
     question: str = ""
-    """Column of the words, or messages, of a question; empty recognises the usual ones (docs/data.md)."""
+    """Column of the question, as text or messages; empty detects the usual names (docs/data.md)."""
     answer: str = ""
-    """Column of the right answer; empty recognises the usual ones."""
+    """Column of the ground-truth answer; empty detects the usual names."""
     images: str = ""
-    """Column of the picture or pictures; empty recognises the usual ones."""
+    """Column of the image or images; empty detects the usual names."""
     id: str = ""
-    """Column of a row's name or number; empty takes id."""
+    """Column of the row's identifier, a name or a number; empty uses id."""
     data_source: str = ""
-    """Column that tells which rule compares answers; empty takes data_source."""
+    """Column that selects the rule for comparing answers; empty uses data_source."""
     ignored: list[str] = field(default_factory=list)
-    """Columns, of transcripts too, that are meant not to be read: no warning names them. Keys of extra_info as extra_info.KEY."""
+    """Columns of questions and transcripts that are deliberately unused and cause no warning; keys
+    of extra_info are written extra_info.KEY."""
 
 
 BENCHMARKS = (
     "vstar", "hrbench", "mathverse", "mathvista", "vsi_bench", "tir_bench", "visualprobe", "mathvision", "wemath", "dynamath", "vlmblind",
 )  # fmt: skip
-"""Those of data/benchmarks/catalog.py."""
+"""Names of the benchmarks in data/benchmarks/catalog.py."""
 
 
 @dataclass(kw_only=True, slots=True)
 class DataSettings:
-    """The user's questions: files, folders or data sets in the cache of Hugging Face (docs/data.md)."""
+    """Question datasets: files, directories or data in the Hugging Face cache (docs/data.md)."""
 
     train: list[str] = field(default_factory=list)
-    """Files of the questions to train on, or folders of the games."""
+    """Files of training questions, or directories of the games."""
     eval: list[str] = field(default_factory=list)
-    """Files of the held-out questions that evaluations ask."""
+    """Files of held-out questions for evaluations."""
     demonstrations: list[str] = field(default_factory=list)
-    """Files of transcripts for the supervised warm start."""
+    """Files of transcripts for supervised fine-tuning."""
     columns: ColumnSettings = field(default_factory=ColumnSettings)
     images: str = ""
-    """The folder that relative image paths start from; empty: the folder of the file that names them."""
+    """Base directory of relative image paths; empty uses the directory of the file that contains
+    the path."""
     image_roots: list[str] = field(default_factory=list)
-    """Further folders below which rows may name pictures, by absolute paths, by .. or through links; nothing else of the disk is read."""
+    """Additional directories from which rows may load images, by absolute paths, by .. or through
+    links; images outside are not read."""
     max_eval: int = 0
-    """Evaluate on the first so many examples; 0 takes all."""
+    """Number of examples in an evaluation, from the first on; 0 uses all."""
     benchmark: str = ""
-    """The published benchmark that task.data.eval holds the files of, which are then read, scored and told as it has them
-    (docs/evaluation.md): vstar, hrbench, mathverse, mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath or
-    vlmblind."""
+    """Published benchmark to which the files in task.data.eval belong; sets format, scoring and
+    report (docs/evaluation.md): vstar, hrbench, mathverse, mathvista, vsi_bench, tir_bench,
+    visualprobe, mathvision, wemath, dynamath or vlmblind."""
     shuffle_options: int = 0
-    """Seed of the order in which a benchmark's options are shown; 0 shows them as they were published."""
+    """Seed of the order of a benchmark's answer options; 0 keeps the published order."""
     allow_grounding_tokens: bool = False
-    """Let questions and observations hold the tokens that Qwen2-VL marks objects and boxes with (<|object_ref_start|>, <|box_start|>,
-    <|quad_start|> and their ends). Otherwise these names, as all special tokens in data, are kept from being tokens by a blank."""
+    """Allow Qwen2-VL's grounding tokens (<|object_ref_start|>, <|box_start|>, <|quad_start|> and
+    their ends) in questions and observations. Otherwise a blank is inserted, as in all special
+    tokens in data, so that they are not tokenized as such."""
     frames: int = 32
-    """Pictures that a benchmark's question shows at most, spread evenly: of videos these are frames."""
+    """Maximum number of images of a benchmark question, sampled evenly; for videos these are
+    frames."""
 
     def __post_init__(self) -> None:
         for key in ("max_eval", "shuffle_options"):
@@ -230,39 +259,46 @@ class DataSettings:
 
 @dataclass(kw_only=True, slots=True)
 class TaskSettings:
-    """What is played, by which rules, and what it needs: sandbox, judge, data."""
+    """Settings of the task: environment, rules and limits, with its sandbox, judge and data."""
 
     name: str = MISSING
-    """Which task is played: number_line, ez_points, points24, blackjack, alfworld, lewis_speaker, lewis_listener, visual_python,
-    visual_search, vqa, or your own."""
+    """Name of the task: number_line, ez_points, points24, blackjack, alfworld, lewis_speaker,
+    lewis_listener, visual_python, visual_search, vqa, or your own."""
     tool_format: str = "pyvision"
-    """How a task with tools is spoken: pyvision, codev, deepeyes or functions."""
+    """Prompt and tool-call format of a task with tools: pyvision, codev, deepeyes or functions."""
     reward: str = ""
-    """What is rewarded: of a task with questions accuracy, pyvision, deepeyes, codev or tapo; a function of your own; or one and the other,
-    as accuracy+mine. Empty is the task's own way, with questions accuracy."""
+    """Reward: accuracy, pyvision, deepeyes, codev or tapo for a task with questions, a function of
+    your own, or both joined as accuracy+mine. Empty uses the task's default, which is accuracy for
+    questions."""
     options: Any = None
-    """Settings that a task alone has: a game (docs/games.md), or one of your own, as its dataclass says (docs/extend.md)."""
+    """Task-specific options: of a game (docs/games.md), or of your own task, as its dataclass
+    defines them (docs/extend.md)."""
     prompt: str = ""
-    """What task vqa asks, with {question} where question and pictures stand; empty asks for the answer between <answer> and </answer>."""
+    """Prompt template of task vqa, with {question} at the position of question and images; empty
+    requests the answer between <answer> and </answer>."""
     system_prompt: str = ""
-    """What the system says first in task vqa; empty takes that of the data's rows, and else what the chat template says by itself."""
+    """System prompt of task vqa; empty uses that of the data's row, or else the default of the chat
+    template."""
     max_turns: int = 10
-    """Replies of the policy in one episode at most."""
+    """Maximum number of turns of the policy in an episode."""
     eval_max_turns: int = 0
-    """Replies in one episode of an evaluation at most; 0 takes task.max_turns."""
+    """Maximum number of turns in an evaluation episode; 0 uses task.max_turns."""
     max_new_tokens: int = 64
-    """Tokens that the policy samples in one reply at most."""
+    """Maximum number of tokens that the policy samples in a turn."""
     max_pixels: int = 0
-    """Pixels of all images of one context together, at their final sizes; 0 sets no limit. Their number is bounded by engine.max_images."""
+    """Maximum total number of pixels of the images in a sequence, after resizing; 0 sets no limit.
+    The number of images is limited by engine.max_images."""
     max_seconds: float = 0.0
-    """Wall time of an episode in seconds, looked at between turns; 0 sets no limit."""
+    """Wall-clock limit of an episode in seconds, checked between turns; 0 sets no limit."""
     env_timeout_s: float = 1800.0
-    """Seconds that an environment may take to begin, or to answer one reply, waits for tools included; one that takes longer hangs, and
-    its episode fails. 0 sets no limit."""
+    """Timeout in seconds of an environment's reset or step, including waits for tools; when it
+    expires, the episode fails. 0 sets no limit."""
     stop_on_tool_error: bool = False
-    """Whether a call that goes wrong ends the episode; otherwise the policy reads the error and may mend it."""
+    """End the episode when a tool call fails; otherwise the policy reads the error and may correct
+    the call."""
     eval_samples: int = 8
-    """Samples of each evaluation example at the training temperature, beside the greedy one."""
+    """Number of samples per evaluation example at the training temperature, in addition to the
+    greedy one."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     listener: ListenerSettings = field(default_factory=ListenerSettings)
@@ -278,6 +314,6 @@ class TaskSettings:
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
 
     def require_no_words(self) -> None:
-        """For a task whose words are its own."""
+        """Raise ValueError if prompt or system_prompt is set, for a task with fixed prompts."""
         for key, words in (("prompt", self.prompt), ("system_prompt", self.system_prompt)):
             require(not words, f"task.{key}", words, f"task {self.name} has words of its own; leave it out, or use task=vqa")

@@ -1,4 +1,4 @@
-"""What a run is and leaves behind."""
+"""Settings of a run: its length, outputs, checkpoints and metric loggers."""
 
 import math
 from dataclasses import dataclass
@@ -10,55 +10,71 @@ from megatron_rl.config.checks import require, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class RunSettings:
-    """How long a run takes, how it is watched, and where it is kept."""
+    """Length, limits and outputs of a run."""
 
     dir: str = MISSING
-    """The run folder: resolved config, metrics, recorded rollouts, final checkpoint."""
+    """Run directory: resolved config, metrics, recorded rollouts, final checkpoint."""
     seed: int = 0
-    """Decides what is dealt, what is sampled, and how adapters begin; the same seed repeats a run."""
+    """Random seed of the data order, the sampling and the initialization of adapters; the same seed
+    reproduces a run."""
     steps: int = 40
-    """Steps of training in stage=rl; the warm start has sft.steps."""
+    """Number of training steps in stage=rl; stage=sft uses sft.steps."""
     eval_every: int = 0
-    """Steps from one evaluation to the next; 0 evaluates once, at the end."""
+    """Number of steps between evaluations; 0 evaluates once, at the end."""
     max_staleness: int = 0
-    """Updates that the weights may have made since a rollout's oldest token when it is trained on; 0 waits for every episode of a step.
-    From 1 on a step ends when enough groups are played, and what is under way goes on with the next weights."""
+    """Maximum staleness of a rollout's oldest token, in weight updates; 0 waits for every episode
+    of a step. From 1 on, a step ends when enough groups are complete, and unfinished episodes
+    continue with the next weights."""
     max_failed_fraction: float = 0.1
-    """Fraction of a step's rollouts, or of an evaluation's, that may fail through our own fault; when more do, the run stops."""
+    """Maximum fraction of the rollouts of a step, or of an evaluation, that may fail from
+    infrastructure errors; above it the run stops."""
     max_logprob_abs_diff: float = 0.0
-    """Mean absolute difference of engine and trainer logprobs, over the tokens that the current weights sampled, above which a run ends
-    before its first update; 0 takes 0.001 in float32 and 0.05 in bfloat16. Every attempt compares once; a replay does not."""
+    """Maximum mean absolute difference of rollout and trainer logprobs, over tokens sampled by the
+    current weights. Each attempt checks it once, before its first update, except in a replay; 0
+    uses 0.001 in float32 and 0.05 in bfloat16."""
     outage_timeout_s: float = 600.0
-    """Seconds for which rollouts that failed because something of ours was down (sandbox, judge) are played again before they count."""
+    """Time in seconds for which rollouts that failed in an outage of our own services (sandbox,
+    judge) are retried before they count as failed."""
     dry: bool = False
-    """Build every rank's share without memory, print the plan of memory for a GPU, and stop."""
+    """Build every rank's model shard without allocating memory, print the GPU memory plan, and
+    exit."""
     gpu: str = "h200"
-    """The GPU that the plan is for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141 GB)."""
+    """GPU for which memory is planned: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200
+    (141 GB)."""
     world: int = 0
-    """Processes that a dry run plans for, one a GPU; 0 takes as many as torchrun started."""
+    """Number of processes of a dry run, one per GPU; 0 uses the number that torchrun started."""
     host_gb: float = 0.0
-    """Main memory of a node in GB: a plan that needs more is refused, by a dry run and, on GPUs, by the run itself. 0: the doctor
-    compares with this machine's, and a dry run, which may be for another one, judges none."""
+    """Host memory of a node in GB; a dry run, and a run on GPUs, refuse a plan that needs more. 0:
+    the doctor compares with this machine's memory, and a dry run, which may be for another machine,
+    does not check it."""
     overwrite: bool = False
-    """Move a folder aside that holds a run with other settings, or a finished one, and begin anew; otherwise such a folder is refused."""
+    """Move an existing run directory with other settings, or of a finished run, to a backup and
+    start a new run; otherwise it is an error."""
     grace_s: float = 60.0
-    """Seconds that a step's rollouts, or an evaluation's, may still take when the run is asked to stop; then they are given up."""
+    """Time in seconds that the rollouts of a step or an evaluation may still take after a stop
+    signal; then they are cancelled."""
     require_improvement: bool = False
-    """End with an error unless the mean return of the last 10 steps is above that of the first 10."""
+    """Exit with an error unless the mean return of the last 10 steps is above that of the first
+    10."""
     record_best: int = 1
-    """Rollouts of each step with the highest rewards to keep as jsonl and png."""
+    """Number of rollouts per step with the highest rewards that are saved as JSONL and PNG."""
     record_worst: int = 1
-    """Rollouts of each step with the lowest rewards to keep as jsonl and png."""
+    """Number of rollouts per step with the lowest rewards that are saved as JSONL and PNG."""
     record: str = "best"
-    """Which rollouts are kept: best, so many of each step as record_best and record_worst say; or all, besides, in Parquet files."""
+    """Recorded rollouts: best saves record_best and record_worst rollouts per step; all also saves
+    every rollout in Parquet files."""
     record_gb: float = 50.0
-    """What record=all may take on disk, in GB; the oldest steps make room for new ones."""
+    """Maximum disk space of record=all in GB; the oldest steps are deleted to make space for new
+    ones."""
     trace: int = 0
-    """Steps, from the first of this life on, whose spans, episodes and tool calls are written for Perfetto (RUN/trace)."""
+    """Number of first steps of each attempt for which spans, episodes and tool calls are traced for
+    Perfetto (RUN/trace); 0 disables it."""
     rollout_only: bool = False
-    """Play and record the steps with the weights of model.path, and train nothing; every rollout is kept."""
+    """Generate and record the rollouts of the steps with the weights of model.path, without
+    training; every rollout is saved."""
     replay: str = ""
-    """Folder of rollouts that a run has recorded with record=all (RUN/rollouts): they are trained on again, without an engine."""
+    """Directory of rollouts recorded with record=all (RUN/rollouts), which are trained on again
+    without an engine; empty generates new rollouts."""
 
     def __post_init__(self) -> None:
         require_choice("run.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
@@ -97,23 +113,28 @@ class RunSettings:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointSettings:
-    """Complete training states under run.dir/checkpoints: weights, optimizer, schedule, generators, the run's own memory."""
+    """Checkpoints in run.dir/checkpoints: weights, optimizer, schedule, RNGs and run state."""
 
     every: int = 0
-    """Steps between checkpoints; 0 leaves them to checkpoint.every_s."""
+    """Number of steps between checkpoints; 0 leaves the interval to checkpoint.every_s."""
     every_s: float = 1800.0
-    """Seconds after which the first step that ends writes a checkpoint, counted from the last one; 0 sets no such limit."""
+    """Maximum time in seconds since the start of the last checkpoint: the first step that ends
+    later writes one. 0 disables it."""
     keep_last: int = 2
-    """Newest checkpoints that are kept when older ones are removed."""
+    """Number of newest checkpoints that are kept when older ones are removed."""
     keep_best: int = 1
-    """Checkpoints with the highest held-out greedy success that are kept besides the newest; those without an evaluation do not count."""
+    """Number of checkpoints with the highest greedy success on held-out data that are kept in
+    addition to the newest; those without an evaluation do not count."""
     save_last: bool = True
-    """Write one of the run's last step, so that a finished run can be made longer; costs the disk of one checkpoint beside RUN/final."""
+    """Write a checkpoint at the last step, so that a finished run can be extended; it takes disk
+    space in addition to RUN/final."""
     allow_repeat: bool = False
-    """Go on from the newest checkpoint although a run that ended in order has done later steps: these are done again, and what they
-    left is kept in RUN/superseded. Without it that is refused. After a crash the steps since the newest checkpoint are always repeated."""
+    """Resume from the newest checkpoint even if a cleanly ended run has done later steps; these are
+    repeated, and their records move to RUN/superseded. Otherwise this is an error. After a crash,
+    steps since the newest checkpoint are always repeated."""
     background: bool = True
-    """Write while training goes on; the folder appears when it is complete."""
+    """Write checkpoints in the background while training continues; the directory appears once it
+    is complete."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 leaves it to checkpoint.every_s")
@@ -124,12 +145,13 @@ class CheckpointSettings:
 
 @dataclass(kw_only=True, slots=True)
 class WandbSettings:
-    """Metrics in Weights & Biases, beside metrics.jsonl and TensorBoard."""
+    """Logging of metrics to Weights & Biases, in addition to metrics.jsonl and TensorBoard."""
 
     mode: str = "disabled"
-    """What W&B gets: nothing (disabled), files in the run folder (offline), or all of it at once (online)."""
+    """Mode of W&B: no logging (disabled), files in the run directory (offline), or upload during
+    the run (online)."""
     project: str = "megatron-rl"
-    """The W&B project that the run belongs to."""
+    """W&B project of the run."""
 
     def __post_init__(self) -> None:
         require_choice("wandb.mode", self.mode, ("disabled", "offline", "online"))
@@ -137,12 +159,13 @@ class WandbSettings:
 
 @dataclass(kw_only=True, slots=True)
 class TrackioSettings:
-    """Metrics in trackio, whose page is on this machine (trackio show), beside metrics.jsonl and TensorBoard."""
+    """Logging of metrics to local trackio, in addition to metrics.jsonl and TensorBoard."""
 
     mode: str = "disabled"
-    """What trackio gets: nothing (disabled), or all of it in its own folder on this machine (local; TRACKIO_DIR, else in HF_HOME)."""
+    """Mode of trackio: no logging (disabled), or to a directory on this machine (local:
+    TRACKIO_DIR, else in HF_HOME), displayed by trackio show."""
     project: str = "megatron-rl"
-    """The trackio project that the run belongs to."""
+    """Project name of the run in trackio."""
 
     def __post_init__(self) -> None:
         require_choice("trackio.mode", self.mode, ("disabled", "local"))

@@ -1,4 +1,4 @@
-"""Servers that a run starts for itself, and the settings that take their addresses."""
+"""Servers that a run starts itself, and validation of the settings that refer to them."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -7,9 +7,9 @@ from megatron_rl.config.checks import require, require_address, require_choice, 
 from megatron_rl.config.rollout import TaskSettings
 
 SERVICE = "service:"
-"""Begins an address that is that of a service: service:judge."""
+"""Prefix of an address that refers to a service of the run, as in service:judge."""
 NAMES = {"vllm": "judge", "sandbox": "sandbox", "listener": "listener", "speaker": "speaker"}
-"""Kind -> the service that is meant to be one."""
+"""Maps each kind of server to the default service name for it."""
 WITH_MODEL = ("vllm", "listener", "speaker")
 """Kinds that serve a model."""
 HIGHEST_PORT = 65535
@@ -17,29 +17,35 @@ HIGHEST_PORT = 65535
 
 @dataclass(kw_only=True, slots=True)
 class ServiceSettings:
-    """A server that starts before the run's first step and ends with it."""
+    """A server that starts before the run's first step and ends with the run."""
 
     kind: str = ""
-    """What is started: vllm (an OpenAI-compatible server of a model), sandbox (python -m sandbox serve), listener or speaker (of the Lewis
-    game, python -m megatron_rl.tasks.lewis.server.listener_app); empty starts nothing."""
+    """Kind of server: vllm (OpenAI-compatible model server), sandbox (python -m sandbox serve),
+    listener or speaker (Lewis game, megatron_rl.tasks.lewis.server); empty starts none."""
     model: str = ""
-    """The model that a server of kind vllm, listener or speaker serves: a folder, or for vllm a name on the hub."""
+    """Model that a vllm, listener or speaker server serves: a directory, or for vllm also a name on
+    the Hugging Face Hub."""
     args: list[str] = field(default_factory=list)
-    """Further arguments of its command: [--max-model-len, 4096]."""
+    """Additional command-line arguments of the server, e.g. [--max-model-len, 4096]."""
     command: list[str] = field(default_factory=list)
-    """How its command begins, where it has an environment of its own: [judge/bin/python, -m, vllm.entrypoints.openai.api_server]."""
+    """First words of the command, for a server in an environment of its own: [judge/bin/python, -m,
+    vllm.entrypoints.openai.api_server]."""
     gpus: list[int] = field(default_factory=list)
-    """GPUs that it sees, by their numbers on its node; empty: all that the run sees."""
+    """GPUs visible to the server, by their indices on its node; empty uses all that the run
+    sees."""
     host: str = ""
-    """Address that it listens at; empty: 127.0.0.1, and with several nodes the address by which they meet."""
+    """Address at which the server listens; empty uses 127.0.0.1, and with several nodes the address
+    of the rendezvous."""
     port: int = 0
-    """Port that it listens at; 0 takes a free one."""
+    """Port at which the server listens; 0 uses a free one."""
     startup_timeout_s: float = 900.0
-    """Seconds until it must answer."""
+    """Timeout in seconds until the server responds."""
     external: bool = False
-    """Another job starts it (launch/serve.py, with the same run.dir): the run waits for its address."""
+    """Another job starts the server (launch/serve.py with the same run.dir), and the run waits for
+    its address."""
 
     def require_sound(self, name: str) -> None:
+        """Raise ValueError if the settings are invalid; `name` is the key in services."""
         key = f"services.{name}"
         plain = ServiceSettings()
         given = [each.name for each in fields(self) if getattr(self, each.name) != getattr(plain, each.name)]
@@ -63,7 +69,7 @@ class ServiceSettings:
 
 @dataclass(kw_only=True, slots=True)
 class ServicesSettings:
-    """Servers that the run starts for itself, and ends; settings that take an address are given service:NAME (docs/engines.md)."""
+    """Servers that the run starts and stops; address settings refer to them as service:NAME."""
 
     judge: ServiceSettings = field(default_factory=ServiceSettings)
     listener: ServiceSettings = field(default_factory=ServiceSettings)
@@ -75,7 +81,11 @@ class ServicesSettings:
             getattr(self, name).require_sound(name)
 
     def require_asked(self, task: TaskSettings) -> None:
-        """What is given the address of a service is given one that there is, of its kind."""
+        """Raise ValueError if `task` refers to a service that is missing or of another kind.
+
+        Token files are rejected for services, because the run creates their tokens. All URLs of one
+        client must be services, or none.
+        """
         asked = [("task.judge.urls", url, "vllm") for url in task.judge.urls] + [("task.sandbox.url", task.sandbox.url, "sandbox")]
         asked += [("task.listener.urls", url, "listener") for url in task.listener.urls]
         asked += [("task.speaker.urls", url, "speaker") for url in task.speaker.urls]
@@ -93,11 +103,11 @@ class ServicesSettings:
 
 
 def service_of(address: str) -> str:
-    """The service whose address it is; empty for one of the world's."""
+    """Return the service that `address` refers to, or an empty string for others."""
     return address.removeprefix(SERVICE) if address.startswith(SERVICE) else ""
 
 
 def _names_token_file(word: str) -> bool:
-    """Whether argparse takes it for that option: what is short of a name will do."""
+    """Return True if argparse reads `word` as --token-file, including its abbreviations."""
     name = word.partition("=")[0]
     return len(name) > 2 and "--token-file".startswith(name)

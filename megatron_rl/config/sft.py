@@ -1,4 +1,4 @@
-"""The supervised warm start: stages one after the other, each with its own demonstrations."""
+"""Settings of supervised fine-tuning: consecutive stages, each with its own demonstrations."""
 
 from dataclasses import dataclass, field
 
@@ -7,16 +7,17 @@ from megatron_rl.config.checks import require
 
 @dataclass(kw_only=True, slots=True)
 class SftSettings:
-    """Demonstrations, batches and steps of the supervised warm start."""
+    """Demonstrations, batch size and steps of supervised fine-tuning."""
 
     batch_size: int = 64
-    """Demonstrations of one optimizer step."""
+    """Number of demonstrations per optimizer step."""
     num_demonstrations: int = 1200
-    """Demonstrations drawn once a stage; batches go round them in order."""
+    """Number of demonstrations drawn once per stage; batches cycle through them in order."""
     splits: list[str] = field(default_factory=lambda: ["correct", "biased"])
-    """The task's demonstration splits, a stage each, in order; transcripts is that of the files in task.data.demonstrations."""
+    """Demonstration splits of the task, one stage each, in order; transcripts is the split of the
+    files in task.data.demonstrations."""
     steps: list[int] = field(default_factory=lambda: [250, 60])
-    """Optimizer steps of each stage."""
+    """Number of optimizer steps of each stage."""
 
     def __post_init__(self) -> None:
         for key, value in (("batch_size", self.batch_size), ("num_demonstrations", self.num_demonstrations)):

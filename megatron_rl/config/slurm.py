@@ -1,4 +1,4 @@
-"""The job that launch/submit.py asks Slurm for."""
+"""Settings of the Slurm job that launch/submit.py submits."""
 
 from dataclasses import dataclass, field
 
@@ -7,22 +7,26 @@ from megatron_rl.config.checks import require
 
 @dataclass(kw_only=True, slots=True)
 class SlurmSettings:
-    """What a job of this run asks for; read by launch/submit.py alone."""
+    """Resources of the Slurm job of a run; only launch/submit.py reads them."""
 
     nodes: int = 1
-    """Nodes of the job, with one launcher on each."""
+    """Number of nodes of the job, with one launcher on each."""
     gpus: int = 0
-    """GPUs of every node that the job asks for (sbatch --gpus-per-node); 0 asks for none."""
+    """Number of GPUs per node that the job requests (sbatch --gpus-per-node); 0 requests none."""
     processes: int = 0
-    """Processes on every node; 0 starts one for each GPU that Slurm gives the node, else one."""
+    """Number of processes per node; 0 starts one for each GPU that Slurm assigns to the node, or
+    one if there are none."""
     time: str = ""
-    """The job's time limit as sbatch takes it, 8:00:00 or 2-0; without one it is the partition's."""
+    """Time limit of the job in sbatch's format, e.g. 8:00:00 or 2-0; empty uses the partition's
+    limit."""
     signal_s: int = 300
-    """Seconds before the time limit at which the run is asked to stop: run.grace_s, a step's update and a checkpoint must fit."""
+    """Time in seconds before the time limit at which the run receives a stop signal; run.grace_s,
+    the update of a step and a checkpoint must fit into it."""
     requeue: bool = False
-    """Put the job back into the queue when its time is over before the run is finished; it goes on in the same folder."""
+    """Requeue the job if its time limit ends before the run is finished; it resumes in the same run
+    directory."""
     sbatch: list[str] = field(default_factory=list)
-    """Further words for sbatch, --account=NAME and --partition=NAME say."""
+    """Additional sbatch options, e.g. --account=NAME and --partition=NAME."""
 
     def __post_init__(self) -> None:
         require(self.nodes >= 1, "slurm.nodes", self.nodes, "must be at least 1")

@@ -1,0 +1,1 @@
+"""Data files: questions with images and answers, conversations, and published benchmarks."""

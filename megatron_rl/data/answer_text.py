@@ -1,7 +1,8 @@
-r"""Text forms of answers: one normalization for reference answers and replies, and what stands inside \boxed{...}.
+r"""Text normalization of answers, and extraction of the contents of \boxed{...}.
 
-Both sides of every comparison pass through `normalize`. It changes how a text is written and never which number, letter or word it
-is: Unicode forms, invisible characters, quotation marks, minus signs, and the LaTeX and Markdown commands that only set a style.
+Reference answers and responses both pass through `normalize_text` before they are compared. It
+changes how a text is written but never which number, letter or word it is: Unicode forms, invisible
+characters, quotation marks, minus signs, and the LaTeX and Markdown commands that only set a style.
 Every function takes time linear in the length of its text.
 """
 
@@ -14,15 +15,19 @@ from megatron_rl.data.unit_symbols import mark_unit_case
 
 BOX_COMMAND = "\\boxed{"
 MOST_BOXES = 20
-"""The most boxes of one text that are read, so that the time stays linear in its length."""
+"""Maximum number of boxes read from one text, so that the time stays linear in its length."""
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_LINE = re.compile(r"^####[ \t]*(\S[^\n]*?)\s*\Z", re.MULTILINE)
-"""The last line of a GSM8K solution."""
+"""Pattern of the last line of a GSM8K solution, `#### 42`."""
 _IGNORABLE = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u20e3\u3164\ufe00-\ufe0f\ufeff\uffa0"
     "\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
-"""Default_Ignorable_Code_Point (DerivedCoreProperties.txt 16.0), interlinear annotations, the key around an emoji's digit."""
+"""Characters that normalization removes.
+
+These are Default_Ignorable_Code_Point (DerivedCoreProperties.txt 16.0), the interlinear annotation
+characters, and the keycap that surrounds the digit of an emoji.
+"""
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2018\u2019\u201a\u201b\u02b9\u02bc\u02c8\u2032\u2035\u00b4", "'")
     | dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb\u2033\u2036\u301d\u301e\u301f", '"')
@@ -32,7 +37,10 @@ _CHARACTERS = str.maketrans(
 
 
 def _letters_of(kind: str) -> dict[str, str]:
-    """Return the raised (`super`) or lowered (`sub`) letters and what they stand for: NFKC would make 2x of 2 to the power of x."""
+    """Return a map from superscript (`super`) or subscript (`sub`) letters to their plain letters.
+
+    NFKC alone would turn 2 to the power of x into 2x.
+    """
     found = {}
     for code in range(0x2B0, 0x2100):
         stated, _, letter = unicodedata.decomposition(chr(code)).partition("> ")
@@ -55,16 +63,21 @@ _TEXT_COMMANDS = {
 }  # fmt: skip
 _LATEX = re.compile(r"\\([A-Za-z]+)\*?\s*|\\.|[{}]|[^\\{}]+|\\", re.DOTALL)
 _INVISIBLE_DELIMITER = re.compile(r"\\(?:left|right)\s*\.|\\!\s*")
-"""`\\left.` and `\\right.`, and LaTeX's negative space (`11,\\! 111`)."""
+r"""Pattern of `\left.` and `\right.` (invisible delimiters) and of LaTeX's negative space (`11,\!
+111`).
+"""
 _SPACE = re.compile(r"\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|(?<=[\w}\])${.,:;])~|\s")
-"""`~` is a blank of LaTeX behind a word; elsewhere it negates (`~p`)."""
+"""Pattern of LaTeX and plain white space.
+
+`~` is a space in LaTeX after a word; elsewhere it is a negation (`~p`).
+"""
 _BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<=[^\s*])\*\*(?![\w(\[{*])")
 _SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}(?!\d)")
 _ESCAPED = re.compile(r"\\([$%&#_])")
 _FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_(?:\{(\d+)\}(?!\d)|(\d+))")
-"""The subscript of `h_2o`, which is compared as `h2o`."""
+"""Pattern of a subscript in a formula: `h_2o` is compared as `h2o`."""
 _BEFORE_UNIT = re.compile(r"(?<=\d)\s+(?=[^\W\d_]|[%\xb0])|(?<=[$\u20ac\xa3\xa5])\s+(?=\d)")
-"""The blank of `5 cm`, `50 %` and `$ 5`, which is not always written."""
+"""Pattern of the optional space in `5 cm`, `50 %` and `$ 5`."""
 _BETWEEN_NUMBERS = re.compile(r"(?<=\d),\s+(?=\d)")
 _ORDINAL = re.compile(r"(?<=\d)\^\{?(st|nd|rd|th)\}?(?!\w)")
 _STOPS = ".,;\u3002"
@@ -75,10 +88,11 @@ _QUOTES = (('"', '"'), ("'", "'"))
 
 
 def normalize_text(text: str) -> str:
-    r"""Return the text in the one form in which answers are compared: on one line, letters of either case as they are.
+    r"""Return the text in normal form, on one line; the case of letters is kept.
 
-    Example: `\text{Yes}`, `**Yes**` and `\u201cYes\u201d` -> `Yes`, `Yes` and `"Yes"`; `\u22125` (a minus sign) -> `-5`;
-    `5\u00b2` -> `5^2`; `1\u00bd` -> `1\frac{1}{2}`; `10{,}000` -> `10,000`; `10\,000` -> `10000`.
+    Example: `\text{Yes}`, `**Yes**` and `\u201cYes\u201d` -> `Yes`, `Yes` and `"Yes"`; `\u22125` (a
+    minus sign) -> `-5`; `5\u00b2` -> `5^2`; `1\u00bd` -> `1\frac{1}{2}`; `10{,}000` -> `10,000`;
+    `10\,000` -> `10000`.
     """
     text = _THOUSANDS.sub(_join_thousands, text)
     text = _SCRIPTS.sub(_write_script, _FRACTION.sub(_write_fraction, text.translate(_CHARACTERS)))
@@ -90,7 +104,11 @@ def normalize_text(text: str) -> str:
 
 
 def comparison_form(text: str) -> str:
-    """Return the form in which words are compared: without case (but that of units), quotation marks and dollars around it, a stop."""
+    """Return the form in which words are compared.
+
+    It ignores case (except that of units), quotation marks and dollar signs around the text, and
+    punctuation at its end.
+    """
     text = unicodedata.normalize("NFKC", mark_unit_case(_ESCAPED.sub(r"\1", normalize_text(text))).casefold())
     text = _ORDINAL.sub(r"\1", _FORMULA_INDEX.sub(r"\1\2", _BEFORE_UNIT.sub("", text)))
     text = _BETWEEN_NUMBERS.sub(",", text)
@@ -98,12 +116,19 @@ def comparison_form(text: str) -> str:
 
 
 def ends_in_dots(text: str) -> bool:
-    """Return whether a text ends in a digit and several dots: `0.333...` is no `0.333`, and `5..` no number."""
+    """Return True if a text ends in a digit and several dots.
+
+    `0.333...` is not the number `0.333`, and `5..` is not a number.
+    """
     return _has_dots_behind_digit(normalize_text(text))
 
 
 def extract_last_box(text: str) -> str | None:
-    r"""Return the inside of the last \boxed{...} or \fbox{...}, without one what the last line says behind `####`; else None."""
+    r"""Return the contents of the last \boxed{...} or \fbox{...}.
+
+    Without a box, return the text after `####` on the last line. Return None if there is neither,
+    or if the last box is not closed.
+    """
     starts = [found.end() for found in _BOX_START.finditer(text)]
     if starts:
         return text_before_closing_brace(text[starts[-1] :])
@@ -112,13 +137,19 @@ def extract_last_box(text: str) -> str | None:
 
 
 def boxed_texts(text: str) -> list[str]:
-    r"""Return the insides of the first MOST_BOXES boxes that are closed, one inside another too."""
+    """Return the contents of the first MOST_BOXES boxes, including nested ones.
+
+    Boxes that are not closed are skipped.
+    """
     starts = [found.end() for found in islice(_BOX_START.finditer(text), MOST_BOXES)]
     return [inside for start in starts if (inside := text_before_closing_brace(text[start:])) is not None]
 
 
 def strip_box(text: str) -> str:
-    r"""Return x for a text that is all `\boxed{x}` or `\fbox{x}`, with `$` or other marks around it or not; any other text as it is."""
+    r"""Return x if the whole text is `\boxed{x}` or `\fbox{x}`, possibly within `$` or other marks.
+
+    Any other text is returned unchanged.
+    """
     box = _strip_enclosing(text, _ENCLOSING)
     found = _BOX_START.match(box)
     inside = text_before_closing_brace(box[found.end() :]) if found else None
@@ -126,12 +157,15 @@ def strip_box(text: str) -> str:
 
 
 def count_boxes(text: str) -> int:
-    """Return how many boxes a text opens."""
+    """Return the number of boxes that a text opens."""
     return len(_BOX_START.findall(text))
 
 
 def text_before_closing_brace(body: str) -> str | None:
-    r"""Return the text up to the brace that closes one opened before it; an escaped brace (`\{`) is no brace. None: none closes it."""
+    r"""Return the text before the brace that closes an already open one, or None without one.
+
+    Escaped braces (`\{`) do not count.
+    """
     depth = 1
     for token in re.finditer(r"\\.|[{}]", body, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token[0], 0)
@@ -141,7 +175,10 @@ def text_before_closing_brace(body: str) -> str | None:
 
 
 def _strip_end(text: str) -> str:
-    """Drop stops at the end, and `!` behind a word; `n!` and `5...` are other values than `n` and `5`."""
+    """Strip punctuation at the end, and `!` after a word.
+
+    `n!` and `5...` keep theirs because they are other values than `n` and `5`.
+    """
     text = text.strip("$ ")
     body = text.rstrip(_STOPS + "!")
     if "!" in text[len(body) :] and not _WORD_END.search(body[-2:]):
@@ -170,15 +207,15 @@ def _write_fraction(found: re.Match[str]) -> str:
 
 
 def _without_text_commands(text: str) -> str:
-    """Drop commands that only set a style, with the braces of their arguments."""
+    """Remove commands that only set a style, together with the braces of their arguments."""
     pieces: list[str] = []
-    is_dropped: list[bool] = []  # of each open brace
+    is_dropped: list[bool] = []  # one entry per open brace
     is_argument = False
     for token in _LATEX.finditer(text):
         found, command = token[0], token[1]
         if command in _TEXT_COMMANDS:
             if pieces and re.search(r"\\[A-Za-z]+\Z", pieces[-1]):
-                pieces.append(" ")  # \circ\text{C} is not \circC
+                pieces.append(" ")  # keeps \circ\text{C} from becoming \circC
             is_argument = True
             continue
         if found == "{":
@@ -190,7 +227,7 @@ def _without_text_commands(text: str) -> str:
 
 
 def _strip_enclosing(text: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Strip pairs of marks around the whole text, at most four deep."""
+    """Strip pairs of marks around the whole text, at most four levels deep."""
     for _ in range(4):
         group = _GROUP.fullmatch(text)
         inner = group[1].strip() if group else text

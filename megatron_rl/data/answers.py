@@ -1,8 +1,9 @@
-r"""The reference answer of a row, in the form in which a reply can match it.
+r"""Reference answer of a row, in the form that a response can match.
 
-It is text or a number: of a solution what the last <answer> block holds, of that the last \boxed{...} or \fbox{...}, or what GSM8K's
-last line says behind `####`. A number keeps its decimal form
-(decimal_forms.py). A reference that no reply can match is refused.
+The answer is text or a number. Of a solution, it is the content of the last <answer> block; within
+that, the content of the last \boxed{...} or \fbox{...}, or the text after `####` on the last line
+(GSM8K). A number keeps its decimal form (decimal_forms.py). A reference answer that no response can
+match is an error.
 """
 
 import datetime
@@ -20,9 +21,12 @@ from megatron_rl.data.question_options import find_options
 from megatron_rl.data.records import DataRecord
 
 MAX_ANSWER_CHARS = 1000
-"""A reply's answer of so many characters or more is void (rewards/answer.py), and so is one with a tag of an agent's protocol."""
+"""Length from which the answer in a response is invalid (rewards/answer.py).
+
+An answer with a tag of an agent's protocol is invalid too.
+"""
 MAX_EXPECTED_CHARS = 200
-"""A reference answer of so many characters is rather a solution."""
+"""Length in characters from which a reference answer looks like a whole solution."""
 PROTOCOL_TAG = re.compile(
     r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\(?:boxed|fbox)|<\|", re.IGNORECASE
 )
@@ -31,16 +35,24 @@ _LEAD_IN = re.compile(
     r"(?(1)(?:(?:\s+is)?\s*:\1|(?:\s+is)?\1\s*:|\s+is\1)|(?:(?:\s+is)?\s*:|\s+is(?=\s)))\s*(?=\S)",
     re.IGNORECASE,
 )
-"""`Answer: 5`, `The answer is 5.`, `**Answer:** 5`."""
+"""Pattern of a lead-in: `Answer: 5`, `The answer is 5.`, `**Answer:** 5`."""
 _MARKED_OPTION = re.compile(r"(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?(?:\s+(\S.*))?")
-"""`E`, `(E)`, `E. red`."""
+"""Pattern of an option letter, alone or with the option's text: `E`, `(E)`, `E. red`."""
 _LIST_OF_WORDS = re.compile(r"\[\s*[^\W\d_]{2}[^\[\],\\]*(?:,\s*[^\W\d_]{2}[^\[\],\\]*)+\]")
-"""`[red, blue]` without quotation marks; letters alone (`[B, C]`) are choices, and equal `B, C`."""
+"""Pattern of a list of unquoted words, `[red, blue]`.
+
+Single letters (`[B, C]`) are choices and do not match; they are compared as equal to `B, C`.
+"""
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def reference_answer(record: DataRecord, extra: Mapping[str, object]) -> str:
-    """Return the row's reference answer. ValueError, with file, row and remedy: it has none, or one that no reply can match."""
+    """Return the row's reference answer.
+
+    Raises:
+        ValueError: the row has no answer, or one that no response can match. The message names
+            file, row and remedy.
+    """
     found = given_answer(record, extra)
     if found is None:
         raise record.make_error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer, answer or solution")
@@ -53,21 +65,25 @@ def reference_answer(record: DataRecord, extra: Mapping[str, object]) -> str:
 
 
 def given_answer(record: DataRecord, extra: Mapping[str, object]) -> object:
-    """Return the value that a row has for its answer, as it stands in the file; None where it has none."""
+    """Return the unprocessed value of a row's answer, or None if the row has none."""
     model = record.require_mapping(record.row.get("reward_model", {}), "reward_model")
     given = (model.get("ground_truth"), extra.get("answer"), *(record.row.get(name) for name in ANSWER_COLUMNS))
     return next((value for value in given if value is not None), None)
 
 
 def extract_answer(text: str) -> str:
-    """Return what the last <answer> block holds, or all of a text without one; of that the last box or GSM8K's last line, if it has one."""
+    """Return the answer within a text.
+
+    The last <answer> block is used, or the whole text if it has none; within it, the last box or
+    GSM8K's last line, if there is one.
+    """
     text = (TAGGED.findall(text) or [text])[-1]
     boxed = extract_last_box(text)
     return without_lead_in(text if boxed is None else boxed)
 
 
 def without_lead_in(text: str) -> str:
-    """Return what stands behind `Answer:`, `The answer is` and the like."""
+    """Return the text after lead-ins such as `Answer:` and `The answer is`."""
     at = 0
     while lead_in := _LEAD_IN.match(text, at):
         at = lead_in.end()
@@ -75,7 +91,7 @@ def without_lead_in(text: str) -> str:
 
 
 def unmatchable_reason(answer: str) -> str:
-    """Return why no reply can match a reference answer, nothing where one can."""
+    """Return the reason why no response can match a reference answer, or "" if one can."""
     if len(answer) >= MAX_ANSWER_CHARS:
         return f"has {len(answer)} characters, and a reply's answer may have {MAX_ANSWER_CHARS - 1}; write the short answer alone"
     if tag := PROTOCOL_TAG.search(answer):
@@ -86,7 +102,7 @@ def unmatchable_reason(answer: str) -> str:
 
 
 def find_answer_doubt(answer: str, question: str) -> tuple[str, str] | None:
-    """Return what is doubtful about a reference answer and the remedy; None where nothing is."""
+    """Return a doubt about a reference answer and its remedy, or None if there is no doubt."""
     options = find_options(question)
     listed = f"and the question's options are {', '.join(options)}"
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())

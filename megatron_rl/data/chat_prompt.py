@@ -1,9 +1,9 @@
-"""Questions that are given as messages: what the policy is asked, what the system message is, and the pictures of both.
+"""Questions given as chat messages: the question, the system message, and the images of both.
 
-Each message up to the first one of the assistant is read, or the row is refused. Messages of the
-user are joined in order, with a line break between them; messages of the roles system and developer
-are joined into the system message. The assistant's message behind the question is an answer, and is
-not read.
+Every message before the first assistant message is read; if one of them cannot be, the row is an
+error. User messages are joined in order with a line break; messages of the roles system and
+developer are joined into the system message. The assistant message after the question is an answer
+and is not read.
 """
 
 import json
@@ -20,33 +20,44 @@ ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-"""Role as in the file (`from` of LLaMA-Factory too) -> role."""
+"""Maps a role in the file (including those of `from`, as in LLaMA-Factory) to system, user,
+assistant or tool.
+"""
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
-"""Keys of a part that hold its picture."""
+"""Keys of a content part that can contain its image."""
 HARMLESS_KEYS = {"id", "uuid", "timestamp", "created_at", "detail", "cache_control"}
-"""Keys of messages and parts that do not change what is asked."""
+"""Keys of messages and content parts that do not change the question."""
 _KEYS = {"role", "content", "from", "value"}
 _LIST_OF_MESSAGES = re.compile(r"""\s*\[\s*\{[^{}\[\]]{0,200}?["'](role|content|from|value)["']\s*:""")
 LOSS_KEYS = {"loss", "weight", "train", "trainable", "loss_mask"}
-"""Keys that mask a message. False and 0 change nothing here: no token of a prompt is trained."""
+"""Keys that mask a message.
+
+False and 0 have no effect here, because prompt tokens are never trained on.
+"""
 
 
 @dataclass(slots=True)
 class ChatPrompt:
+    """Question, system message and images read from chat messages."""
+
     question: str = ""
     system: str = ""
     images: list[StoredImage | None] = field(default_factory=list)
-    """A picture for each place of the question, in order; None: the next one of the row's picture column."""
+    """One entry per image placeholder in the question, in order.
+
+    None means the next image of the row's image column.
+    """
 
 
 def parse_messages(record: DataRecord, value: object, name: str) -> object:
-    """Return the messages where a text is JSON of them, else the value as it is.
+    """Return the messages if a text is JSON of them; return any other value unchanged.
 
-    JSON of a list, of one message, of {"messages": [...]}, or of a text that is one of these.
+    Accepted is JSON of a list of messages, of one message, of {"messages": [...]}, or of a string
+    that contains one of these.
 
     Raises:
-        ValueError: the text begins like a list of messages and is no JSON.
+        ValueError: the text begins like a list of messages but is not valid JSON.
     """
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{", '"'):
         return value
@@ -67,7 +78,11 @@ def parse_messages(record: DataRecord, value: object, name: str) -> object:
 
 
 def read_chat(record: DataRecord, value: object, name: str) -> ChatPrompt:
-    """Read the messages of a prompt. Raises ValueError that names the message that cannot be used."""
+    """Read the messages of a prompt.
+
+    Raises:
+        ValueError: a message cannot be used; the error names it.
+    """
     messages = [record.require_mapping(message, f"{name}[{number}]") for number, message in enumerate(record.require_list(value, name))]
     roles = [_role(record, message, f"{name}[{number}]") for number, message in enumerate(messages)]
     if "user" not in roles:
@@ -104,7 +119,7 @@ def _role(record: DataRecord, message: Mapping[str, object], name: str) -> str:
 
 
 def _read_message(record: DataRecord, message: Mapping[str, object], name: str, images: list[StoredImage | None], *, is_user: bool) -> str:
-    """Return a message's text with a place for each picture, and add the pictures to `images`."""
+    """Return a message's text with image placeholders, and append its images to `images`."""
     known = {"role", "content"} if "role" in message else {"from", "value"}
     unknown = {key: value for key, value in message.items() if key not in LOSS_KEYS or value}
     _require_known(record, unknown, known, name)
@@ -155,7 +170,7 @@ def _read_parts(record: DataRecord, content: object, name: str, images: list[Sto
 
 
 def _read_picture(record: DataRecord, part: Mapping[str, object], name: str) -> StoredImage | None:
-    """Return the picture of a part, None for one that only marks its place."""
+    """Return the image of a content part, or None if the part is only a placeholder."""
     given = {key: part[key] for key in IMAGE_KEYS if part.get(key, "") not in ("", {})}
     if part.get("text"):
         raise record.make_error(f"{name}.text", "stands in the part of a picture; give it a part of its own")
@@ -172,7 +187,7 @@ def _read_picture(record: DataRecord, part: Mapping[str, object], name: str) -> 
 
 
 def _require_known(record: DataRecord, given: Mapping[str, object], known: set[str], name: str) -> None:
-    """Raise ValueError for a filled key that is not read and may change what is asked."""
+    """Raise ValueError for a non-empty key that is not read and may change the question."""
     for key, value in given.items():
         if key not in known and key not in HARMLESS_KEYS and value not in ("", [], {}):
             raise record.make_error(

@@ -1,4 +1,4 @@
-"""A video where it lies: a file that only a box ever decodes (tasks/visual_python/clip.py)."""
+"""Videos as stored files, which only sandbox code decodes (tasks/visual_python/clip.py)."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,20 +10,22 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
 MAX_VIDEO_BYTES = 256 << 20
-"""Of a video as it is stored: each episode's box gets a copy."""
+"""Maximum size of a stored video in bytes. The sandbox of each episode gets a copy."""
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm")
 MPEG4, MATROSKA, AVI = (4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI ")
-"""Where in a file stands what its format is told by."""
+"""Offset and magic bytes that identify each supported video format."""
 
 
 @dataclass(slots=True, frozen=True)
 class StoredVideo:
+    """A video file that a row names."""
+
     source: Path
     where: str
-    """For messages: `train.jsonl row 17: mm_hint.hint_path`."""
+    """Location for messages, such as `train.jsonl row 17: mm_hint.hint_path`."""
 
     def check_video(self) -> None:
-        """ValueError: it is too large, or no video by its first bytes."""
+        """Raise ValueError if the file is too large or its first bytes are not those of a video."""
         with open_regular(self.source) as file:
             size, first = os.fstat(file.fileno()).st_size, file.read(16)
         if size > MAX_VIDEO_BYTES:
@@ -32,7 +34,12 @@ class StoredVideo:
             raise ValueError(f"{self.where}: {shorten(str(self.source))} begins like no MP4, Matroska, WebM or AVI file")
 
     def read(self) -> bytes:
-        """InfraError: the disk is in trouble. PermanentInfraError: the file is gone since the start, or another."""
+        """Return the contents of the file.
+
+        Raises:
+            InfraError: reading from disk failed.
+            PermanentInfraError: the file was removed or replaced by an invalid one since the start.
+        """
         try:
             self.check_video()
             return read_bytes(self.source, at_most=MAX_VIDEO_BYTES)
@@ -43,7 +50,12 @@ class StoredVideo:
 
 
 def find_stored_videos(hint: Mapping[str, object], *, folder: Path, where: str, roots: Sequence[Path]) -> tuple[StoredVideo, ...]:
-    """Those of an mm_hint of type video: a path, or several. ValueError: no such file, no video's name, or one that lies elsewhere."""
+    """Return the videos of an mm_hint of type video, which gives one path or a list.
+
+    Raises:
+        ValueError: a file does not exist, does not have a suffix of a video, or lies outside the
+            allowed folders.
+    """
     values = hint.get("hint_path")
     paths = values if isinstance(values, list) else [values]
     clips = []

@@ -1,4 +1,7 @@
-"""Names of columns that are recognised in files of questions. Those of pictures are compared without regard to case."""
+"""Column names recognized in files of questions.
+
+Names of image columns are compared without case.
+"""
 
 import re
 
@@ -11,10 +14,13 @@ IMAGE_COLUMNS = (
     "picture", "pictures", "photo", "photos", "image_bytes", "decoded_image",
 )  # fmt: skip
 FILE_NAME_COLUMNS = ("file_name", "filename")
-"""Columns that hold pictures only if no other column does and the value names a picture: `file_name` is that of imagefolder's metadata."""
+"""Columns that contain images only if no other column does and their value is an image file name.
+
+`file_name` is the column of imagefolder's metadata.
+"""
 PICTURE_SUFFIXES = SUFFIXES[1:]
 NUMBERED_IMAGE_COLUMN = re.compile(r"(image|img|picture|photo)(_path|_url|_file|_bytes)?_?(\d+)")
-"""Columns image_0, image_1, ... are one list of pictures."""
+"""Pattern of numbered image columns: image_0, image_1, ... form one list of images."""
 LIKELY_NAMES = {
     "question": ("questions", "query", "instruction", "input", "text", "user", "q", "message", "conversations", "conversation"),
     "answer": (
@@ -22,8 +28,11 @@ LIKELY_NAMES = {
         "response", "reference", "class", "a",
     ),
 }  # fmt: skip
-"""Names that a question or an answer may have in files where the usual ones are missing: for messages."""
+"""Likely names of question and answer columns, suggested in error messages when the usual ones are
+missing.
+"""
 
 
 def is_picture_column(name: str) -> bool:
+    """Return True if a column name is one of those of images."""
     return name.casefold() in (*IMAGE_COLUMNS, *FILE_NAME_COLUMNS) or NUMBERED_IMAGE_COLUMN.fullmatch(name.casefold()) is not None

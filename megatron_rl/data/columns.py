@@ -1,4 +1,4 @@
-"""Finds the columns of pictures in a row, and writes the errors for columns that are missing."""
+"""Finds the image columns of a row and writes the errors for missing columns."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -9,11 +9,14 @@ from megatron_rl.data.media import find_media
 from megatron_rl.data.records import DataRecord
 
 _IMAGEFOLDER = "metadata"
-"""Stem of the file in which Hugging Face's imagefolder names its pictures."""
+"""Stem of the file in which Hugging Face's imagefolder lists its images."""
 
 
 class MissingColumn(ValueError):
-    """A row has no value for `name` ("question" or "answer"). The columns let a survey write one line for a whole file."""
+    """Error of a row without a value for `name` ("question" or "answer").
+
+    It carries the row's columns so that a survey can report one line for a whole file.
+    """
 
     def __init__(self, record: DataRecord, name: str, *, hint: str = "") -> None:
         self.where, self.name, self.columns = record.where, name, record.columns or tuple(record.row)
@@ -22,7 +25,10 @@ class MissingColumn(ValueError):
 
 
 def _hint_of_rows(record: DataRecord) -> str:
-    """Return what to do with a JSON file that is one object around its rows, as COCO and VQA v2 publish theirs."""
+    """Return a remedy for a JSON file that is a single object containing a list of rows.
+
+    COCO and VQA v2 are published in this form. The result is empty for all other rows.
+    """
     lists = [name for name, value in record.row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)]
     rows = [name for name in lists if not {"role", "from", "type"} & record.row[name][0].keys()]
     is_one = record.path.suffix.casefold() == ".json" and record.where.endswith(" row 0")
@@ -31,7 +37,7 @@ def _hint_of_rows(record: DataRecord) -> str:
 
 
 def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
-    """Return the columns that are there, and the setting that reads one of them as `name`.
+    """Return the existing columns and the setting that reads one of them as `name`.
 
     Example: `Columns: filename, label. Name yours: 'task.data.columns={answer: label}'`.
     """
@@ -43,10 +49,10 @@ def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
 
 
 def picture_columns(record: DataRecord) -> list[str]:
-    """Return the columns whose pictures belong to the question, numbered ones in numeric order.
+    """Return the columns that contain the question's images, numbered ones in numeric order.
 
     Raises:
-        ValueError: two columns name the pictures.
+        ValueError: two columns give the images.
     """
     filled = [name for name, value in record.row.items() if value not in ("", [], {})]
     groups: dict[str, list[tuple[int, str]]] = {}
@@ -69,7 +75,7 @@ def picture_columns(record: DataRecord) -> list[str]:
 
 
 def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str, object]:
-    """Return what mappings in columns of pictures hold beside their pictures, as `image.bbox`."""
+    """Return the further values of mappings in image columns, under keys such as `image.bbox`."""
     values = {name: parse_text_list(record.row[name]) for name in columns}
     pictures = [(name, item) for name, value in values.items() for item in (value if isinstance(value, list) else [value])]
     return {
@@ -82,9 +88,10 @@ def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str,
 
 
 def existing_columns(record: DataRecord, columns: Iterable[str]) -> list[str]:
-    """Return the columns without those that are one web address, or the name of one file that does not exist.
+    """Return the columns that do not name missing files.
 
-    These say where a picture comes from, if another column has it.
+    Left out are columns with a single web address or the name of a single missing file. Such a
+    column only gives the origin of an image that another column contains.
     """
     return [name for name in columns if not _is_absent(record, name)]
 
@@ -95,7 +102,10 @@ def _is_absent(record: DataRecord, name: str) -> bool:
 
 
 def _names_pictures(record: DataRecord, value: object) -> bool:
-    """Return True if a column of file names holds a picture: one that exists, or any in imagefolder's metadata."""
+    """Return True if a column of file names names image files.
+
+    The files must exist, except in the metadata file of imagefolder.
+    """
     values = value if isinstance(value, list) else [value]
     is_listed = record.path.stem.casefold() == _IMAGEFOLDER
     return all(

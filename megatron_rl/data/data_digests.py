@@ -1,7 +1,7 @@
-"""Digests of the data files that a run began with, recorded in its checkpoints: a run does not go on with other rows.
+"""Digests of a run's data files, stored in checkpoints so that a run never resumes with other rows.
 
-Which rows a step trains on follows from the seed and the rows in their order. Pictures that rows name by their paths are not part of
-the digests.
+The rows that a step trains on follow from the seed and the order of the rows. Images that rows name
+by path are not part of the digests.
 """
 
 import hashlib
@@ -13,7 +13,10 @@ from megatron_rl.io.sampled_digest import compute_sampled_digest
 
 
 def data_digests(data: DataSettings) -> dict[str, str]:
-    """Return a SHA-256 of the files of each of task.data.train, .eval and .demonstrations that names any, in their order."""
+    """Return a SHA-256 over the files of each data setting that names any, in their order.
+
+    The settings are task.data.train, task.data.eval and task.data.demonstrations.
+    """
     named = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
     return {f"task.data.{name}": _digest_of_files(names, f"task.data.{name}") for name, names in named.items() if names}
 
@@ -24,7 +27,10 @@ def _digest_of_files(names: list[str], key: str) -> str:
 
 
 def check_same_data(recorded: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Raise ValueError where the files of a setting are not the recorded ones, with both digests."""
+    """Raise ValueError if the files of a setting differ from the recorded ones.
+
+    The message contains both digests.
+    """
     for key in found:
         if recorded.get(key) != found[key]:
             raise ValueError(

@@ -1,8 +1,11 @@
-"""The files that a name in task.data stands for: a file, a folder of them, or a data set of Hugging Face's hub that this machine has.
+"""Resolves names in task.data to data files.
 
-A folder may be what `datasets` saved (save_to_disk; shards.py) or a copy of a repository. `NAME:SPLIT`
-takes the files of one split, told by their names and folders (data/train-00000-of-00002.parquet,
-test/data-00000-of-00001.arrow). Nothing is downloaded.
+A name may be that of a file, a folder of files, or a data set of the Hugging Face hub in the local
+cache.
+
+A folder may be the output of `datasets` (save_to_disk; shards.py) or a copy of a repository.
+`NAME:SPLIT` selects the files of one split, which is read from the names of files and folders
+(data/train-00000-of-00002.parquet, test/data-00000-of-00001.arrow). Nothing is downloaded.
 """
 
 import re
@@ -20,10 +23,11 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_data_files(name: str, *, key: str) -> list[Path]:
-    """Return the files in order of their names.
+    """Return the data files of a name, sorted by path.
 
     Raises:
-        ValueError: under `key`: there are none, a folder holds several splits and none is chosen, or files of the data set are missing.
+        ValueError: under `key`: there are no files, a folder contains several splits and none is
+            chosen, or files of the data set are missing.
     """
     if Path(name).is_file():
         return [Path(name)]
@@ -45,7 +49,10 @@ def find_data_files(name: str, *, key: str) -> list[Path]:
 
 
 def _data_files(folder: Path, *, key: str, name: str) -> list[Path]:
-    """Return the files in the folder and below it that may be data; where save_to_disk listed them, those alone."""
+    """Return the possible data files in the folder and below it.
+
+    In folders that save_to_disk wrote, only the files that it listed are returned.
+    """
     found = [path for path in sorted(folder.rglob("*")) if _suffix(path) in FORMATS and _is_data(path)]
     folders = sorted({path.parent for path in folder.rglob("state.json")})
     saved = find_saved_files(folders, key=key, name=name)
@@ -63,7 +70,11 @@ def _is_of_split(path: Path, split: str, saved: list[str]) -> bool:
 
 
 def _check_compressed(folder: Path, within: list[Path], *, key: str, name: str) -> None:
-    """Raise ValueError where a compressed file, or half a download, lies beside data of its format, or alone."""
+    """Raise ValueError for a compressed file or partial download.
+
+    Only files of the format of the folder's data count, or of any data format if the folder has no
+    data.
+    """
     wanted = {_suffix(found) for found in within} or {*FORMATS}
     for path in sorted(folder.rglob("*")):
         suffix = _suffix(path)
@@ -79,7 +90,12 @@ def _suffix(path: Path) -> str:
 
 
 def allowed_image_folders(name: str, *, key: str) -> list[Path]:
-    """Of a folder, that folder: files in one part of it may name pictures in another. In Hugging Face's cache files are links to blobs."""
+    """Return the folders in which rows of the files may name images.
+
+    Of a folder this is the folder itself, so that files in one part of it may name images in
+    another. In the Hugging Face cache it also includes the folder of blobs, to which files are
+    links.
+    """
     if Path(name).is_file():
         return []
     folder, path, _ = _resolve_folder(name, key=key)
@@ -87,7 +103,10 @@ def allowed_image_folders(name: str, *, key: str) -> list[Path]:
 
 
 def _resolve_folder(name: str, *, key: str) -> tuple[Path, Path, str]:
-    """The folder that a name stands for, what of the name says so, and the split that it chooses."""
+    """Return the folder of a name, the name without its split, and the split.
+
+    The split is "" if the name has none.
+    """
     path, split = Path(name), ""
     if not path.is_dir() and ":" in name:
         start, _, split = name.rpartition(":")
@@ -96,12 +115,12 @@ def _resolve_folder(name: str, *, key: str) -> tuple[Path, Path, str]:
 
 
 def describe_searched_path(name: str) -> str:
-    """Return where a relative path was looked for, in words."""
+    """Return the absolute form of a relative path, as text for an error message."""
     return "" if Path(name).is_absolute() else f" (looked at {Path(name).absolute()})"
 
 
 def _find_in_hub_cache(hub_name: str, name: str, *, key: str) -> Path:
-    """The folder of a data set in Hugging Face's cache."""
+    """Return the folder of a data set in the Hugging Face cache."""
     require(_HUB_NAME.fullmatch(hub_name) is not None, key, name, f"no such file{describe_searched_path(name)}")
     try:
         return Path(snapshot_download(hub_name, repo_type="dataset", local_files_only=True))
@@ -111,10 +130,17 @@ def _find_in_hub_cache(hub_name: str, name: str, *, key: str) -> Path:
 
 
 def _is_data(path: Path) -> bool:
-    """Not what a tool keeps beside the data: cache-*.arrow are intermediate results of `datasets`."""
+    """Return True for data files.
+
+    Excluded are files that tools store next to the data, such as the intermediate results
+    cache-*.arrow of `datasets`.
+    """
     return path.is_file() and not path.name.startswith((".", "cache-")) and path.name not in METADATA_FILES
 
 
 def _name_words(path: Path) -> set[str]:
-    """Example: data/train-00000-of-00002.parquet -> {data, train, 00000, of, 00002}."""
+    """Return the words of a path's parts.
+
+    Example: data/train-00000-of-00002.parquet -> {data, train, 00000, of, 00002}.
+    """
     return {word for part in path.with_suffix("").parts for word in re.split(r"[-_.]", part)}

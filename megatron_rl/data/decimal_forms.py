@@ -1,7 +1,9 @@
-"""Decimal forms of the numbers in files, as a reply would write them.
+"""Decimal forms of the numbers in data files, as a response would write them.
 
-A number of JSON has the digits that stand in the file. A float of 32 or 16 bits in Parquet or Arrow has the fewest that stand for it as
-such; one of 64 bits too, unless it is 32 bits that were widened: 0.1 of 32 bits is 0.10000000149011612 there, and a reply says 0.1.
+A number in JSON keeps the digits written in the file. A 32-bit or 16-bit float in Parquet or Arrow
+gets the fewest digits that identify it in its own type. A 64-bit float gets the fewest digits too,
+unless it is a widened 32-bit float: the 32-bit 0.1 is stored as 0.10000000149011612, but a response
+writes 0.1.
 """
 
 import re
@@ -11,29 +13,41 @@ import numpy as np
 import pyarrow as pa
 
 MOST_PLACES = 1000
-"""An exponent above is not written out: 1e-999999999 would take a gigabyte."""
+"""Largest exponent that is written out. Writing out 1e-999999999 would take a gigabyte."""
 MORE_DIGITS = 3
-"""A float of a narrow column keeps its exact value where that takes fewer digits more than its narrow form: 128.015625, not 128.01562."""
+"""Number of extra digits from which the narrow form of a float in a narrow column is used.
+
+With fewer extra digits the exact value is kept: 128.015625, not 128.01562.
+"""
 WIDENED_DIGITS = 8
-"""A double that takes so many digits more than the float32 of the same value is a widened one. Every decimal of up to five digits that was
-widened is, and no k/2 to k/8192 with k below 32,768 is taken for one. Longer ones earn by either form: one rounds to the other."""
+"""Number of extra digits over the float32 form from which a double counts as a widened 32-bit
+float.
+
+Every widened decimal of up to five digits is recognized, and no k/2 to k/8192 with k below 32,768
+is mistaken for one. For longer decimals either form earns the reward, because one rounds to the
+other.
+"""
 _NARROW = {pa.float32(): np.float32, pa.float16(): np.float16}
 
 
 class WrittenNumber(float):
-    """A number and its decimal form."""
+    """A float together with its decimal form."""
 
     text: str
-    """May have an exponent."""
+    """Decimal form of the number, possibly with an exponent."""
 
     def __new__(cls, value: float | str, text: str = "") -> "WrittenNumber":
+        """Create a number. Without `text` its decimal form is `str(value)`."""
         number = super().__new__(cls, value)
         number.text = text or str(value)
         return number
 
 
 def with_decimal_forms(value: object, kind: pa.DataType) -> object:
-    """Return the value of an Arrow column; floats of 32 and 16 bits, alone or in structs and maps, with their decimal forms."""
+    """Return the value of an Arrow column, its 32-bit and 16-bit floats as `WrittenNumber`.
+
+    Floats are converted as values of their own and within structs and maps.
+    """
     if isinstance(value, dict) and pa.types.is_struct(kind):
         return {name: with_decimal_forms(item, kind.field(name).type) for name, item in value.items()}
     if isinstance(value, dict) and pa.types.is_map(kind):
@@ -45,7 +59,10 @@ def with_decimal_forms(value: object, kind: pa.DataType) -> object:
 
 
 def decimal_text(value: float | Decimal) -> str | None:
-    """Return a finite number without an exponent, with the digits of its file, else with the fewest; None where they are too many.
+    """Return a finite number in decimal notation without an exponent.
+
+    It has the digits of its file if they are known, else the fewest that identify it. Return None
+    if the exponent is above MOST_PLACES.
 
     Example: 1e-05 -> 0.00001, 1e+22 -> 10000000000000000000000.
     """
@@ -60,7 +77,7 @@ def decimal_text(value: float | Decimal) -> str | None:
 
 
 def looks_widened(text: str) -> bool:
-    """Return whether a text is the 64-bit form of a float of 32 bits with fewer digits: `0.10000000149011612`."""
+    """Return True if a text is the 64-bit form of a shorter 32-bit float: `0.10000000149011612`."""
     try:
         value = float(text)
     except ValueError:
@@ -69,7 +86,11 @@ def looks_widened(text: str) -> bool:
 
 
 def _narrow_text(value: float, narrow: type, more_digits: int) -> str:
-    """Return the shortest text of a float; that of the narrow type where it has the same value and `more_digits` fewer digits."""
+    """Return the shortest text of a float.
+
+    The text in the narrow type is used if it has the same value and at least `more_digits` fewer
+    digits.
+    """
     with np.errstate(over="ignore"):
         short = narrow(value)
     wide = repr(float(value))

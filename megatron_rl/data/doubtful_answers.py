@@ -1,4 +1,4 @@
-"""Reference answers that a reply can match and that are probably not meant: each is a finding, which rows share."""
+"""Findings about reference answers that a response can match but that are probably mistakes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,10 @@ MISSING = re.compile(
     r"[-+]?(?:nan|NaN|NAN)|None|NONE|[nN]ull|NULL|[nN]/[aA]|NA|<NA>|<N/A>|<na>|<n/a>|<null>|<none>|#N/A|#NA|NaT|[nN]il|undefined|\\N"
     r"|[-\u2010-\u2015]+|\?+"
 )
-"""Missing values as pandas, numpy, Python, JSON, SQL and spreadsheets write them. `none` and `no` are answers of people."""
+"""Pattern of missing values as pandas, numpy, Python, JSON, SQL and spreadsheets write them.
+
+`none` and `no` do not match, because people write them as answers.
+"""
 _LETTER_COLUMN = re.compile(r"(?:option|choice)?_?[a-h1-9]", re.IGNORECASE)
 _MISSING_REMEDY = (
     "a reply must say that very word; leave these rows out, give their answer, or read another column: 'task.data.columns={answer: COLUMN}'"
@@ -21,7 +24,13 @@ _DROPPED_REMEDY = "a reply must give that one; write all values into one box, or
 
 
 def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping[str, object]) -> Iterator[UnreadFinding]:
-    """Yield what is doubtful about a row's answer. `given`: its value in the file; `unread`: the row's values that are not read."""
+    """Yield the doubts about a row's answer.
+
+    Args:
+        given: the answer's value in the file.
+        payload: payload of the row's example.
+        unread: the row's values that are not read, by column.
+    """
     answer, question = str(payload["answer"]), str(payload["question"])
     if MISSING.fullmatch(answer) and not _is_listed(answer, question, unread):
         yield UnreadFinding(
@@ -34,7 +43,7 @@ def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping
 
 
 def _is_listed(answer: str, question: str, unread: Mapping[str, object]) -> bool:
-    """Return whether the question, or a column of choices, has a word as one of its options."""
+    """Return True if a word is an option in the question or in a column of choices."""
     if answer[-1].isalpha() and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", question):
         return True
     if comparison_form(answer) in map(comparison_form, find_options(question).values()):
@@ -46,7 +55,7 @@ def _is_listed(answer: str, question: str, unread: Mapping[str, object]) -> bool
 
 
 def _are_several(given: str, answer: str) -> bool:
-    """Return whether a text marks another value as its answer beside the one that is read."""
+    """Return True if a text marks a further, different value as its answer."""
     blocks = TAGGED.findall(given)
     marked = [*blocks, *boxed_texts(blocks[-1] if blocks else given)]
     return any(comparison_form(extract_answer(text)) not in ("", comparison_form(answer)) for text in marked)

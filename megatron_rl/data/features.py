@@ -1,6 +1,7 @@
-"""Column types that `datasets` writes into the schema of Parquet and Arrow files, under the key `huggingface`.
+"""Column types that `datasets` writes into Parquet and Arrow schemas under the key `huggingface`.
 
-Example: {"info": {"features": {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}.
+Example: {"info": {"features": {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"],
+"_type": "ClassLabel"}}}}.
 """
 
 import json
@@ -13,11 +14,11 @@ MEDIA = ("Image", "Video", "Audio")
 _KEY = b"huggingface"
 
 Features = Mapping[str, object]
-"""Column -> its type, as the schema has it."""
+"""Maps a column to its type as the schema describes it."""
 
 
 def parse_features(metadata: Mapping[bytes, bytes] | None) -> Features:
-    """Return the types of the columns; nothing where the schema does not have them."""
+    """Return the types of the columns, or an empty mapping if the schema has none."""
     try:
         info = json.loads((metadata or {}).get(_KEY, b"{}"))
     except (ValueError, RecursionError):
@@ -27,7 +28,10 @@ def parse_features(metadata: Mapping[bytes, bytes] | None) -> Features:
 
 
 def media_types(features: Features) -> dict[str, str]:
-    """Return the columns, and the fields of structs as `column.field`, that hold pictures, videos or audio, alone or in lists."""
+    """Return the columns with images, videos or audio, alone or in lists, with their types.
+
+    Fields of structs are named `column.field`.
+    """
     return {path: kind for name, feature in features.items() for path, kind in _media_in(feature, name)}
 
 
@@ -47,7 +51,7 @@ def _media_in(feature: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def repeated_name(fields: Iterable[pa.Field]) -> str:
-    """Return a name that two columns, or two fields of one struct, have in common; "" where there is none."""
+    """Return a name that two columns, or two fields of one struct, share; "" without one."""
     fields = list(fields)
     twice = [name for name, count in Counter(field.name for field in fields).items() if count > 1]
     return next(iter(twice), "") or next((name for field in fields if (name := repeated_name(_fields_of(field.type)))), "")
@@ -58,7 +62,10 @@ def _fields_of(kind: pa.DataType) -> list[pa.Field]:
 
 
 def name_labels(value: object, feature: object) -> object:
-    """Replace the numbers of class labels by their names, at any depth. -1, which `datasets` has for no label, becomes None."""
+    """Replace the numbers of class labels with their names, at any depth.
+
+    -1, which `datasets` uses for a missing label, becomes None.
+    """
     if isinstance(feature, list) and feature:
         feature = {"_type": "List", "feature": feature[0]}
     if not isinstance(feature, Mapping) or value is None:

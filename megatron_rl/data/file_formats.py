@@ -1,18 +1,22 @@
-"""Formats of data files: which suffixes are read, and errors that name the format of other files."""
+"""Supported formats of data files, and errors that name the format of unsupported ones."""
 
 from pathlib import Path
 
 FORMATS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".tsv", ".csv")
-"""Suffixes that are read, in any case."""
+"""Suffixes that are read, regardless of case."""
 FORMATS_BY_PREFERENCE = ((".parquet",), (".arrow",), (".jsonl", ".ndjson"), (".json",), (".tsv", ".csv"))
-"""File suffixes in order of preference: a folder is read by the first kind that it has, its other files describe the data."""
+"""Groups of suffixes in order of preference.
+
+A folder is read by the first group of which it has files; its other files are taken as descriptions
+of the data.
+"""
 FORMATS_TEXT = "Parquet (.parquet), Arrow (.arrow), JSON lines (.jsonl, .ndjson), JSON (.json), tables (.tsv, .csv)"
 _TEXT = (".jsonl", ".ndjson", ".json", ".tsv", ".csv")
 COMPRESSED = {
     ".gz": "gunzip", ".tgz": "tar -xzf", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", ".lz4": "unlz4", ".zip": "unzip",
     ".7z": "7z x", ".tar": "tar -xf", ".rar": "unrar x",
 }  # fmt: skip
-"""Suffix -> the command that unpacks such a file."""
+"""Maps the suffix of a compressed file to the command that unpacks it."""
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".tmp")
 _PICKLE = ("is a pickle, which could run code", "write it as Parquet or JSON lines")
 _SHEET = ("is a spreadsheet", "save it as CSV in UTF-8")
@@ -24,7 +28,7 @@ UNSUPPORTED = {
     **dict.fromkeys((".db", ".sqlite", ".sqlite3"), _SQLITE),
     **dict.fromkeys((".feather", ".orc", ".h5", ".hdf5"), _COLUMNS),
 }
-"""Suffix -> what a file is, and what to do with it."""
+"""Maps an unsupported suffix to the kind of file and the remedy."""
 _MAGIC = {
     b"\x1f\x8b": ("is compressed (gzip)", "unpack it: gunzip"),
     b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", "unpack it: unzstd"),
@@ -39,15 +43,16 @@ _MAGIC = {
     b"\x80\x04\x95": _PICKLE,
     b"version https://git-lfs": ("is a pointer of Git LFS, not the data", "get the data: git lfs pull"),
 }
-"""First bytes of files that bear the name of a text format -> what they are, and what to do."""
+"""Maps the first bytes of a file to its real kind and a remedy, for files with a misleading name.
+"""
 
 
 class UnreadableFile(ValueError):
-    """The reason why a file cannot be read."""
+    """Error with the reason why a file cannot be read."""
 
 
 def check_format(path: Path) -> None:
-    """Raise UnreadableFile for a file whose suffix or first bytes are those of a format that is not read, with what to do about it."""
+    """Raise UnreadableFile, with a remedy, for an unsupported suffix or unsupported first bytes."""
     suffix = path.suffix.casefold()
     if suffix in COMPRESSED:
         raise UnreadableFile(f"is compressed; unpack it: {COMPRESSED[suffix]} {path.name}")

@@ -1,4 +1,4 @@
-"""Says what bytes that are no readable picture look like, and decodes the base64 of any kind that rows hold pictures in."""
+"""Decodes base64 images in all forms used by rows, and describes bytes that are not an image."""
 
 import base64
 import codecs
@@ -10,9 +10,9 @@ MAGIC = {
     b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"BM": "BMP",
     b"II*\0": "TIFF", b"MM\0*": "TIFF", b"II+\0": "TIFF", b"MM\0+": "TIFF",
 }  # fmt: skip
-"""Magic numbers of FORMATS; a WEBP begins with RIFF, its length and WEBP."""
+"""Magic numbers of FORMATS except WEBP, which begins with RIFF, its length and WEBP."""
 HEAD_BYTES = 512
-"""Bytes from the start of a file that are enough for `describe`."""
+"""Number of bytes from the start of a file that `describe_bytes` needs."""
 READABLE_FORMATS_TEXT = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read"
 _CONVERT = f"{READABLE_FORMATS_TEXT}: convert it"
 _OTHERS = {
@@ -55,19 +55,26 @@ _HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _SPACE = re.compile(r"\s+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]*={0,2}")
 _MIN_BASE64, _LONGEST_PATH = 64, 1024
-"""Characters from which on a text is taken for base64 if what it stands for is known, and whatever it stands for."""
+"""Text lengths from which base64 without an image is an error.
+
+The first applies if the decoded content is of a known kind, the second to any content: paths are
+not longer.
+"""
 _UNKNOWN = "is no picture that is known here"
 
 
 def picture_format(head: bytes) -> str:
-    """Return the format of FORMATS that a file with these first bytes claims to have, or an empty text."""
+    """Return the format, one of FORMATS, that these first bytes indicate, or ""."""
     if head.startswith(b"RIFF"):
         return "WEBP" if head[8:12] == b"WEBP" else ""
     return next((name for magic, name in MAGIC.items() if head.startswith(magic)), "")
 
 
 def describe_bytes(head: bytes) -> str:
-    """Return what a file with these first bytes is, as the end of a sentence with a remedy: `is an SVG; PNG, ... are read: convert it`."""
+    """Return a description of a file with these first bytes, as the end of a sentence.
+
+    Example: `is an SVG; PNG, ... are read: convert it`.
+    """
     if not head:
         return "is empty"
     if not head.strip(b"\0"):
@@ -100,7 +107,7 @@ def _describe_text(head: bytes) -> str:
     if lowered.startswith((b"{", b"[")):
         return "is JSON, not a picture"
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the slice may end within a character
         is_text = all(character.isprintable() or character.isspace() for character in text)
     except UnicodeDecodeError:
         is_text = False
@@ -110,9 +117,12 @@ def _describe_text(head: bytes) -> str:
 
 
 def decode_base64(text: str) -> bytes:
-    """Return what the base64 stands for: of the usual or the URL-safe alphabet, with or without padding, line breaks and blanks.
+    """Decode base64 of the standard or the URL-safe alphabet.
 
-    ValueError: it is not base64.
+    Padding is optional and white space is ignored.
+
+    Raises:
+        ValueError: the text is not base64.
     """
     plain = _SPACE.sub("", text)
     if not _BASE64.fullmatch(plain):
@@ -125,7 +135,11 @@ def decode_base64(text: str) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Return the bytes of a `data:` URL (RFC 2397), in base64 or percent-encoded. ValueError: it is none."""
+    """Return the bytes of a `data:` URL (RFC 2397), in base64 or percent-encoded.
+
+    Raises:
+        ValueError: the text is not a valid data: URL.
+    """
     head, comma, data = url.strip().partition(",")
     if not comma:
         raise ValueError("is a data: URL without a comma; write data:image/png;base64,...")
@@ -134,9 +148,12 @@ def decode_data_url(url: str) -> bytes:
 
 
 def decode_base64_image(text: str) -> bytes:
-    """Return the picture that a text is the base64 of; empty where it can be none, as a path can be.
+    """Return the image that a base64 text contains.
 
-    ValueError: it is base64 for sure, and no picture.
+    Return b"" if the text may be something else, such as a path.
+
+    Raises:
+        ValueError: the text is certainly base64, but not of an image.
     """
     try:
         content = decode_base64(text)
@@ -151,7 +168,11 @@ def decode_base64_image(text: str) -> bytes:
 
 
 def _require_no_broken_base64(text: str) -> bytes:
-    """Return nothing. ValueError: the text begins with the base64 of a picture, and is not base64 to its end."""
+    """Return b"".
+
+    Raises:
+        ValueError: the text begins with the base64 of an image but is not base64 to its end.
+    """
     start = re.match(r"[A-Za-z0-9+/_-]{16}", text.strip())
     if start and picture_format(decode_base64(start[0])):
         raise ValueError("begins with the base64 of a picture, but is not base64 to its end; write it again")

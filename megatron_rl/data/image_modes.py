@@ -1,7 +1,8 @@
-"""Converts a decoded picture of any mode to 8-bit RGB, and refuses the kinds whose colors Pillow would get wrong.
+"""Converts decoded images to 8-bit RGB, and refuses kinds that Pillow would convert wrongly.
 
-Samples of 16 (12) bits are scaled by their full range: the low 8 (4) bits are dropped. Color profiles are not applied.
-Checked against raw samples and OpenCV 5.0 with Pillow 13.0 (tests/data/test_data_image_modes.py).
+Samples of 16 (12) bits are scaled by their full range: the low 8 (4) bits are dropped. Color
+profiles are not applied. The conversion was checked against raw samples and OpenCV 5.0 with Pillow
+13.0 (tests/data/test_data_image_modes.py).
 """
 
 import math
@@ -14,9 +15,16 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 TiffImagePlugin.READ_LIBTIFF = True
-"""Pillow's own reader takes planes of 16 bits for 8, and leaves missing strips black; libtiff reads the first and refuses the second."""
+"""Makes Pillow decode TIFF files with libtiff.
+
+Pillow's own reader treats 16-bit planes as 8-bit and leaves missing strips black; libtiff decodes
+the former and refuses the latter.
+"""
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B", "I;16L")
-"""Modes of Pillow that become RGB without a choice of range. Not I and F (32 bits), nor LAB."""
+"""Pillow modes that convert to RGB without a choice of range.
+
+I and F (32 bits) and LAB are excluded.
+"""
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
 _UPRIGHT = {
@@ -28,23 +36,28 @@ _UPRIGHT = {
     7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }
-"""EXIF's orientation -> what undoes it (EXIF 2.3, tag 0x0112; as Pillow's exif_transpose)."""
+"""Maps an EXIF orientation to the transposition that undoes it.
+
+The values are those of EXIF 2.3, tag 0x0112, as in Pillow's exif_transpose.
+"""
 _UNSIGNED, _JPEG, _YCBCR, _RGB, _CMYK, _ALPHA = 1, 7, 6, 2, 5, 2
-"""Values of TIFF's SampleFormat, Compression, PhotometricInterpretation and ExtraSamples."""
+"""Values of the TIFF tags SampleFormat, Compression, PhotometricInterpretation and ExtraSamples."""
 _SAMPLE_FORMATS = {2: "signed integers", 3: "floating-point numbers"}
 _INK_SET, _CMYK_INKS = 332, 1
 SAVE_AGAIN = "save it as 8-bit RGB or gray, scaled as the model is to see it"
 
 
 def convert_to_rgb(picture: Picture) -> Picture:
-    """Return the picture as RGB, upright as its EXIF says, with transparent pixels on white.
+    """Return the image as RGB, upright by its EXIF data, with transparent pixels on white.
 
-    ValueError: a kind that cannot be converted, or samples of 16 bits so small that all would be black.
+    Raises:
+        ValueError: the image is of a kind that cannot be converted, or its 16-bit samples are so
+            small that all pixels would be black.
     """
     require_known_kind(picture)
     bits = sample_bits(picture)
     is_inverted = isinstance(picture, TiffImageFile) and picture.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
-    turn = None if isinstance(picture, TiffImageFile) else _UPRIGHT.get(orientation(picture))  # Pillow turns a TIFF when it decodes it
+    turn = None if isinstance(picture, TiffImageFile) else _UPRIGHT.get(orientation(picture))  # Pillow rotates a TIFF when it decodes it
     picture.load()
     upright = picture if turn is None else picture.transpose(turn)
     if upright.mode.startswith("I"):
@@ -52,7 +65,7 @@ def convert_to_rgb(picture: Picture) -> Picture:
     if not upright.has_transparency_data:
         flat = upright.convert("RGB")
     else:
-        if upright.mode == "L" and bits < 8 and "transparency" in upright.info:  # Pillow scales the pixels alone
+        if upright.mode == "L" and bits < 8 and "transparency" in upright.info:  # Pillow scales the pixels only
             upright.info["transparency"] *= 255 // ((1 << bits) - 1)
         layer = upright.convert("RGBA")
         flat = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
@@ -62,7 +75,10 @@ def convert_to_rgb(picture: Picture) -> Picture:
 
 
 def require_known_kind(picture: Picture) -> None:
-    """Raise ValueError, from the header alone, for a picture whose colors would not be those that it states."""
+    """Raise ValueError for an image with colors that would be decoded wrongly.
+
+    Only the header is read.
+    """
     if isinstance(picture, TiffImageFile):
         _require_known_tiff(picture)
     if picture.mode not in MODES:
@@ -92,7 +108,10 @@ def _require_known_tiff(picture: TiffImageFile) -> None:
 
 
 def _require_all_pieces(tags: TiffImagePlugin.ImageFileDirectory_v2, *, num_planes: int) -> None:
-    """ValueError: fewer strips or tiles than the picture's size asks for; libtiff would read them from the file's start."""
+    """Raise ValueError if a TIFF has fewer strips or tiles than the size of the image requires.
+
+    libtiff would read the missing ones from the start of the file.
+    """
     width, height = tags[TiffImagePlugin.IMAGEWIDTH], tags[TiffImagePlugin.IMAGELENGTH]
     offsets = tags.get(TiffImagePlugin.STRIPOFFSETS) or tags.get(TiffImagePlugin.TILEOFFSETS, ())
     rows = min(tags.get(TiffImagePlugin.TILELENGTH) or tags.get(TiffImagePlugin.ROWSPERSTRIP, height), height)
@@ -103,28 +122,38 @@ def _require_all_pieces(tags: TiffImagePlugin.ImageFileDirectory_v2, *, num_plan
 
 
 def sample_bits(picture: Picture) -> int:
-    """Return the bits of a sample as the file stores it (1, 2, 4, 8, 12 or 16), before the picture is decoded."""
+    """Return the number of bits per sample in the file: 1, 2, 4, 8, 12 or 16.
+
+    Call it before the image is decoded.
+    """
     if isinstance(picture, TiffImageFile):
         return max(picture.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
     if isinstance(picture, PngImageFile) and picture.tile:
-        depth = str(picture.tile[0].args).rpartition(";")[2]  # raw modes of Pillow: L, L;2, RGB;16B
+        depth = str(picture.tile[0].args).rpartition(";")[2]  # Pillow's raw modes: L, L;2, RGB;16B
         return {"1": 1, "2": 2, "4": 4, "16B": 16}.get(depth, 8)
     return 16 if picture.mode.startswith("I") else 8
 
 
 def orientation(picture: Picture) -> object:
-    """Return what the EXIF of the header says. EXIF behind a PNG's pixels is not read: PngImageFile.getexif would decode them for it."""
+    """Return the EXIF orientation in the header, or None.
+
+    EXIF data after the pixels of a PNG is not read, because PngImageFile.getexif would decode the
+    image to find it.
+    """
     return Picture.getexif(picture).get(_ORIENTATION)
 
 
 def upright_size(picture: Picture) -> tuple[int, int]:
-    """Return width and height of what `flatten` returns, from the header."""
-    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # in its size already
+    """Return width and height of the result of `convert_to_rgb`, from the header."""
+    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # already turned
     return picture.size[::-1] if (orientation(picture) in _SIDEWAYS) != is_turned else picture.size
 
 
 def _gray_of_16_bits(picture: Picture, *, bits: int, is_inverted: bool) -> Picture:
-    """Return the levels of gray samples of `bits` bits; one that is the transparent sample becomes white."""
+    """Convert gray samples of `bits` bits to RGB.
+
+    Samples equal to the transparent one become white.
+    """
     values_HW = np.asarray(picture).astype(np.uint16)
     levels_HW = (values_HW >> (bits - 8)).astype(np.uint8)
     _require_visible(bool(levels_HW.any()) or not values_HW.any(), bits)

@@ -1,4 +1,7 @@
-"""A picture where it lies: a file, or the bytes of a row. Its size is read from the header; it is decoded when it is opened, not before."""
+"""Images as stored files or bytes of a row.
+
+The header gives the size; decoding happens in `open`.
+"""
 
 import hashlib
 import os
@@ -28,15 +31,21 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
 MAX_PIXELS = 89_478_485
-"""Of a picture as it is stored; Pillow warns of a decompression bomb above it."""
+"""Maximum number of pixels of a stored image. Pillow warns of a decompression bomb above it."""
 MAX_ASPECT = 100
-"""Qwen's image processor refuses pictures of more than 200 (smart_resize, transformers 5.19), and what it rounds down may be twice as long
-as before: a server of vLLM looks at its result again."""
+"""Maximum ratio of the longer to the shorter side of an image.
+
+Qwen's image processor refuses ratios above 200 (smart_resize, transformers 5.19). Its rounding may
+double the ratio, and a vLLM server checks the resized image again.
+"""
 SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 MAX_FILE_BYTES = 256 << 20
-"""Of a picture as it is stored: 89 million pixels without compression."""
+"""Maximum size of a stored image in bytes, enough for 89 million uncompressed pixels."""
 MAX_SCANS = 64
-"""Passes over all pixels that a JPEG asks for, each in a few bytes; encoders make some ten."""
+"""Maximum number of scans in a JPEG.
+
+A scan is a pass over all pixels that takes a few bytes in the file; encoders write about ten.
+"""
 UNREADABLE = (
     OSError,
     ValueError,
@@ -49,26 +58,32 @@ UNREADABLE = (
     struct.error,
     Image.DecompressionBombError,
 )
-"""What Pillow 13 raises on bytes that are no picture, or half of one."""
+"""Exceptions that Pillow 13 raises on bytes that are no image, or an incomplete one."""
 _HEADER, _PNG_DEPTH = 32, 24
-"""Bytes that are read of a file's start, and where a PNG has the bits of its samples (PNG 1.2, 4.1.1)."""
+"""Number of bytes read from the start of a file, and the offset of the bit depth in a PNG (PNG 1.2,
+4.1.1).
+"""
 _JPEG, _SCAN = b"\xff\xd8\xff", b"\xff\xda"
 _END_MARKERS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
-"""What a file ends with that begins so."""
+"""Maps the first bytes of a format to the bytes at the end of a complete file."""
 
 
 @dataclass(slots=True, frozen=True)
 class StoredImage:
+    """An image that a row names: a file, or bytes."""
+
     source: Path | bytes = field(repr=False)
     where: str
-    """For messages: `train.parquet row 17: images[0]`."""
+    """Location for messages, such as `train.parquet row 17: images[0]`."""
     sha256: str = ""
-    """Of the file's bytes, where the row names the picture by it."""
+    """SHA-256 of the file's bytes, if the row names the image by it; else ""."""
 
     def read(self) -> bytes:
-        """The bytes as they are stored. The rollout fails where they cannot be had:
+        """Return the bytes as they are stored.
 
-        InfraError: the disk is in trouble. PermanentInfraError: the file is gone, or another, since the start.
+        Raises:
+            InfraError: reading from disk failed.
+            PermanentInfraError: the file was removed or replaced since the start.
         """
         try:
             return self.load_bytes()
@@ -78,7 +93,12 @@ class StoredImage:
             raise InfraError(f"{self.where}: cannot be read ({error})") from error
 
     def open(self) -> Picture:
-        """The picture as RGB, upright, what is transparent on white. As `read`; PermanentInfraError, too: it is broken since the start."""
+        """Return the decoded image as RGB, upright, with transparent pixels on white.
+
+        Raises:
+            InfraError: reading from disk failed.
+            PermanentInfraError: the file was removed, replaced or damaged since the start.
+        """
         content = self.read()
         try:
             num_scans = content.count(_SCAN) if content.startswith(_JPEG) else 0
@@ -90,7 +110,11 @@ class StoredImage:
             raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
 
     def size(self) -> tuple[int, int]:
-        """Width and height of what open() gives, from the header. ValueError: no picture, or one that is not to be decoded."""
+        """Return width and height of the result of `open`, from the header.
+
+        Raises:
+            ValueError: the file is not an image, or one that must not be decoded.
+        """
         try:
             with self._open_file() as file, _open_image(file, name=self._name) as picture:
                 return upright_size(picture)
@@ -98,10 +122,12 @@ class StoredImage:
             raise ValueError(f"{self.where}: {error}") from error
 
     def check_complete(self) -> None:
-        """ValueError: the file is cut off. Its end tells; one that does not end as its format has it is decoded, and need not be broken.
+        """Raise ValueError if the file is cut off.
 
-        A TIFF has no such end, and samples of 16 bits may be too small to be seen: these are always decoded. What is broken in the middle
-        of other files is found by open().
+        The end of the file shows it for most formats. A file without the usual end is decoded, as
+        it need not be damaged. TIFF files, which have no fixed end, and 16-bit PNG files, which may
+        have only samples too small to be visible, are always decoded. Damage in the middle of other
+        files is found by `open` only.
         """
         if isinstance(self.source, bytes):
             first, last, length = self.source[:_HEADER], self.source[-12:], len(self.source)
@@ -117,7 +143,11 @@ class StoredImage:
                 raise ValueError(str(fault)) from fault
 
     def load_bytes(self) -> bytes:
-        """The bytes as they are stored. ValueError: not those that the hash names."""
+        """Return the bytes as they are stored.
+
+        Raises:
+            ValueError: the bytes do not match `sha256`, or are too many.
+        """
         content = self.source if isinstance(self.source, bytes) else read_bytes(self.source, at_most=MAX_FILE_BYTES)
         _check_bytes(len(content))
         if self.sha256 and hashlib.sha256(content).hexdigest() != self.sha256:
@@ -137,11 +167,11 @@ class StoredImage:
 
 
 def _open_image(file: BinaryIO, *, name: str = "") -> Picture:
-    """The picture of an open file, not decoded yet. `name` begins what is said of one that cannot be read."""
+    """Open an image without decoding it. Errors about an unreadable one begin with `name`."""
     try:
         picture = Image.open(file, formats=FORMATS)
     except UNREADABLE as error:
-        is_ours = isinstance(error, OSError) and error.errno is not None  # of the disk
+        is_ours = isinstance(error, OSError) and error.errno is not None  # an error of the file system
         if is_ours or isinstance(error, MemoryError | Image.DecompressionBombError):
             raise
         file.seek(0)
@@ -164,13 +194,13 @@ def _check_bytes(size: int) -> None:
 
 
 def must_be_decoded(first: bytes) -> bool:
-    """Return True for a TIFF, and for a PNG of 16 bits, by the first bytes."""
+    """Return True for a TIFF and for a PNG of 16 bits, judged by the first bytes."""
     kind = picture_format(first)
     return kind == "TIFF" or (kind == "PNG" and first[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10")
 
 
 def has_valid_end(first: bytes, last: bytes, length: int) -> bool:
-    """Whether a file of this length with these first and last 12 bytes ends as its format says."""
+    """Return True if a file's length and its first and last 12 bytes fit the end of its format."""
     if first.startswith(b"RIFF"):
         return int.from_bytes(first[4:8], "little") + 8 <= length
     if first.startswith(b"BM"):
@@ -179,11 +209,16 @@ def has_valid_end(first: bytes, last: bytes, length: int) -> bool:
 
 
 def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Path] = ()) -> StoredImage:
-    """The picture that a row names: {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file in `folder`, a data: or a
-    file: URL.
+    """Return the image that a row names.
 
-    Bytes in JSON are base64. Text that names a file is a path, even where it might be base64. ValueError: none of these, no such file, or
-    one that lies, links followed, neither below `folder` nor below one of `roots`: rows may be a stranger's, and the disk is the user's.
+    Accepted are {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file in
+    `folder`, and data: and file: URLs. Bytes in JSON are base64. Text that names a file is a path,
+    even if it could be base64. Rows may come from an untrusted source, so a file must lie, with
+    links followed, below `folder` or one of `roots`.
+
+    Raises:
+        ValueError: the value is none of these, the file does not exist, or it lies outside those
+            folders.
     """
     if isinstance(value, Mapping):
         if not value.keys() & {"bytes", "path"}:
@@ -198,7 +233,7 @@ def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequenc
     if re.fullmatch("[0-9a-f]{64}", value):
         return StoredImage(check_inside_roots(_find_by_hash(value, folder, where), folder, roots, where), where, sha256=value)
     path = folder / _path_of_url(value, where)
-    if os.path.isfile(path):  # Path.is_file raises where a name is too long
+    if os.path.isfile(path):  # Path.is_file raises if a name is too long
         return StoredImage(check_inside_roots(path, folder, roots, where), where)
     try:
         if content := decode_base64_image(value):
@@ -209,7 +244,11 @@ def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequenc
 
 
 def _path_of_url(value: str, where: str) -> str:
-    """The path of a file: URL; any other text as it is. ValueError: a URL of another kind, or of another machine."""
+    """Return the path of a file: URL; any other text is returned unchanged.
+
+    Raises:
+        ValueError: a URL of another scheme or of another machine.
+    """
     if re.match("file:/", value, re.IGNORECASE):
         rest = value[len("file:") :]
         host, _, path = rest[2:].partition("/") if rest.startswith("//") else ("", "/", rest[1:])
@@ -222,7 +261,7 @@ def _path_of_url(value: str, where: str) -> str:
 
 
 def _remedy_of(value: str, folder: Path) -> str:
-    """Return the path to write instead of one that names no file, if that path is a file."""
+    """Return a remedy for a path that names no file, such as the spelling that names one."""
     spellings = {
         unquote(value): "percent signs are not decoded",
         value.replace("\\", "/"): "folders are separated by /",
@@ -238,7 +277,11 @@ def _remedy_of(value: str, folder: Path) -> str:
 
 
 def check_inside_roots(path: Path, folder: Path, roots: Sequence[Path], where: str) -> Path:
-    """The path, which lies below `folder` or one of `roots`, links followed. ValueError: it does not."""
+    """Return `path` unchanged if it lies, with links followed, below `folder` or one of `roots`.
+
+    Raises:
+        ValueError: the path lies elsewhere.
+    """
     real = os.path.realpath(path)
     if not any(real.startswith(os.path.join(os.path.realpath(home), "")) for home in (folder, *roots)):
         remedy = f"task.data.image_roots=[{os.path.dirname(real)}] lets rows name the pictures there"
@@ -247,13 +290,13 @@ def check_inside_roots(path: Path, folder: Path, roots: Sequence[Path], where: s
 
 
 def shorten(text: str) -> str:
-    """For messages: at most 80 characters on one line, the middle left out."""
+    """Return a text for messages: one line of at most 80 characters, with the middle left out."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
 
 
 def _decode_bytes(value: object, where: str) -> bytes:
-    """Decode the "bytes" of a row or a data: URL."""
+    """Decode the "bytes" value of a row or a data: URL."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):

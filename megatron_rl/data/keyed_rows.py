@@ -1,4 +1,7 @@
-"""Rows of a JSON file that is one object of objects by number, as MathVista and DynaMath publish theirs: `{"1": {...}, "2": {...}}`."""
+"""Row spans of a JSON file that is one object with numbers as keys: `{"1": {...}, "2": {...}}`.
+
+MathVista and DynaMath are published in this form.
+"""
 
 import json
 import re
@@ -14,17 +17,19 @@ _BYTE_ORDER_MARK = "\xef\xbb\xbf"
 
 
 def is_keyed_json(path: Path) -> bool:
-    """Return True for a .json file whose first key is a whole number."""
+    """Return True for a .json file with a whole number as its first key."""
     with path.open("rb") as file:
         start = file.read(_CHUNK).decode("latin-1").removeprefix(_BYTE_ORDER_MARK)
     return path.suffix == ".json" and _FIRST_KEY.match(start) is not None
 
 
 def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]:
-    """Return key, first byte and one-past-last byte of each value, by number.
+    """Return key, first byte and one-past-last byte of each value, sorted by key.
 
-    Raises UnreadableFile: a key that is no whole number or occurs twice, a value that is no object, no comma or two between rows,
-    a file that is cut off or goes on.
+    Raises:
+        UnreadableFile: a key is not a whole number or occurs twice, a value is not an object, two
+            rows are not separated by exactly one comma, the file is cut off, or text follows the
+            object.
     """
     found: dict[int, tuple[int, int, int]] = {}
     decoder = json.JSONDecoder()
@@ -51,9 +56,11 @@ def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, in
 
 
 def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool) -> tuple[str, int, int] | None:
-    """Return key, start and end of the next value; None where the text does not hold all of it, or not one comma before it.
+    """Return key, start and end of the next value.
 
-    Read as Latin-1, a character is a byte, and JSON's own characters are what they are.
+    Return None if the text does not contain the whole value, or not exactly one comma before it.
+    Positions are byte offsets: the file is decoded as Latin-1, in which a character is a byte and
+    JSON's own characters are unchanged.
     """
     key = _KEY.match(text, at)
     if key is None or (key[1] is None) != is_first:
@@ -62,12 +69,12 @@ def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool
         _, end = decoder.raw_decode(text, key.end())
     except (ValueError, RecursionError):
         return None
-    # a number or a word at the end of what was read may go on
+    # A number or literal at the end of the text may continue in the next chunk.
     return (key[2], key.end(), end) if end < len(text) else None
 
 
 def _check_key(key: str, first: str, found: dict[int, tuple[int, int, int]]) -> None:
-    """Raise UnreadableFile for a key that is no new whole number, or whose value does not begin like an object."""
+    """Raise UnreadableFile if a key is not a new whole number or its value is not an object."""
     remedy = "an object by number has whole numbers as keys, each once, and an object as every value; a JSON list needs no keys"
     if not (key.isdecimal() and len(key) <= 18):
         raise UnreadableFile(f"its key {json.dumps(key[:40])} is no whole number; {remedy}")

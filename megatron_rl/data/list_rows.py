@@ -1,4 +1,7 @@
-"""Rows of a JSON file that is one list of objects: one comma between two rows, and nothing behind the closing bracket."""
+"""Row spans of a JSON file that is one list of objects.
+
+Two rows are separated by one comma, and nothing follows the closing bracket.
+"""
 
 import json
 import re
@@ -16,8 +19,12 @@ _REMEDY = "write all rows into one list with a comma between two, or one object 
 def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield first and one-past-last byte of each element.
 
-    UnreadableFile, with the byte: the file is no list, holds more than one, or is cut off.
-    Read as Latin-1, a character is a byte, and JSON's own characters are what they are.
+    The file is decoded as Latin-1, in which a character is a byte and JSON's own characters are
+    unchanged.
+
+    Raises:
+        UnreadableFile: with the byte position: the file is not a list, contains more than one, or
+            is cut off.
     """
     decoder = json.JSONDecoder()
     with path.open("rb") as file:
@@ -30,7 +37,7 @@ def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
                 return
             try:
                 _, end = decoder.raw_decode(text, len(text) if start is None else start)
-                is_whole, reason = end < len(text), "the closing ] is missing"  # a number at the end of what was read may go on
+                is_whole, reason = end < len(text), "the closing ] is missing"  # a number at the end of the text may continue
             except (ValueError, RecursionError) as error:
                 is_whole, reason = False, str(error)
             if is_whole:
@@ -47,8 +54,11 @@ def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
-    """Return where the next row or the closing bracket stands; None where the text ends before. UnreadableFile: something else stands
-    there."""
+    """Return the position of the next row or closing bracket, or None if the text ends before.
+
+    Raises:
+        UnreadableFile: something else is at that position.
+    """
     at = _SPACE.match(text, at).end()
     if at == len(text) or text[at] == "]":
         return at if at < len(text) else None
@@ -62,7 +72,10 @@ def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
 
 
 def _check_end(file: BinaryIO, rest: str, at: int) -> None:
-    """Raise UnreadableFile where anything but blanks stands behind the closing bracket. `rest` begins at byte `at`."""
+    """Raise UnreadableFile if anything but white space follows the list.
+
+    `rest` begins at byte `at`.
+    """
     while (blank := _SPACE.match(rest).end()) == len(rest):
         at += len(rest)
         rest = file.read(_CHUNK).decode("latin-1")

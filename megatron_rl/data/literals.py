@@ -1,11 +1,11 @@
-"""Values that tables and other files hold as text, in JSON's or Python's notation."""
+"""Values that tables and other files contain as text in JSON or Python notation."""
 
 import ast
 import json
 
 
 def parse_literal(text: str) -> object:
-    """Return what a text holds in JSON's or Python's notation, None where it is neither."""
+    """Return the value of a text in JSON or Python notation, or None if it is neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text.strip())
@@ -15,7 +15,10 @@ def parse_literal(text: str) -> object:
 
 
 def parse_text_list(value: object) -> object:
-    """Return the list that a text is where it is one of texts in JSON's or Python's notation, as tables have it; else the value itself."""
+    """Parse a text that is a list of strings in JSON or Python notation, as tables contain them.
+
+    Any other value is returned unchanged.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     found = parse_literal(value)

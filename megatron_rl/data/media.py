@@ -1,4 +1,7 @@
-"""Tells pictures, videos and audio in the values of a row: by the type in the file's schema, by content, and by the column's name."""
+"""Detects images, videos and audio in the values of a row.
+
+Evidence is the type in the file's schema, the content, and the column's name.
+"""
 
 import base64
 import os
@@ -18,32 +21,35 @@ OTHER_PICTURES = (
 )  # fmt: skip
 SUFFIXES = {"pictures": (*PICTURE_SUFFIXES, *OTHER_PICTURES), "videos": VIDEO_SUFFIXES, "audio": AUDIO_SUFFIXES}
 FEATURES = {"Image": "pictures", "Video": "videos", "Audio": "audio"}
-"""Types of `datasets` -> what a column of that type holds."""
+"""Maps a `datasets` type to the kind of media in a column of that type."""
 _CONTAINERS = {b"WEBP": "pictures", b"AVI ": "videos", b"WAVE": "audio"}
 _MAGIC = {b"\x1aE\xdf\xa3": "videos", b"ID3": "audio", b"fLaC": "audio", b"OggS": "audio"}
 _DECODED = re.compile(r".?PNG\r?\n\x1a\n|.{0,6}(?:JFIF|Exif)\0", re.DOTALL)
-"""First characters of PNG and JPEG files, the same in every text encoding."""
+"""Pattern of the first characters of PNG and JPEG files, which are the same in every text encoding.
+"""
 _HEAD = 12
-"""First bytes by which formats are told apart."""
+"""Number of first bytes that identify a format."""
 _MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")
 MAX_PATH_CHARS = 4096
 MAX_DEPTH, MAX_ITEMS = 12, 1024
-"""Levels and elements of a value that are looked at."""
+"""Maximum depth of a value, and number of elements per level, that are inspected."""
 _MOST_PIXELS = 64
-"""Rows and columns of lists that may be pixels."""
+"""Number of rows and columns of nested lists that are inspected when looking for pixels."""
 
 
 @dataclass(slots=True, frozen=True)
 class Media:
+    """Media found in a value."""
+
     kind: str
-    """pictures, videos or audio."""
+    """Kind of media: "pictures", "videos" or "audio"."""
     description: str
     exists: bool = True
-    """False: names of files that do not exist, and web addresses."""
+    """False for names of files that do not exist and for web addresses."""
 
 
 def find_media(value: object, record: DataRecord, name: str = "", *, depth: int = 0) -> Media | None:
-    """Return what kind of media a value holds, at any depth down to DEEPEST; None where it holds none."""
+    """Return the media in a value down to a depth of MAX_DEPTH, or None if it has none."""
     feature = record.features.get(name)
     if feature in FEATURES and value not in ("", [], {}):
         return Media(FEATURES[feature], f"has the type {feature} in the file's schema")
@@ -59,7 +65,7 @@ def find_media(value: object, record: DataRecord, name: str = "", *, depth: int 
         return None
     if isinstance(value, Mapping) and value and value.keys() <= {"bytes", "path"}:
         inner = [media for item in value.values() if (media := find_media(item, record, depth=depth + 1))]
-        is_path = value.keys() == {"path"}  # of anything
+        is_path = value.keys() == {"path"}  # a path alone may be that of any file
         return inner[0] if inner else None if is_path else Media("pictures", "holds files as datasets stores them")
     if isinstance(value, list) and len(value) > _HEAD and all(isinstance(each, int) and 0 <= each < 256 for each in value[:_HEAD]):
         kind = _kind_of_bytes(bytes(value[:_HEAD]))
@@ -74,7 +80,11 @@ def find_media(value: object, record: DataRecord, name: str = "", *, depth: int 
 
 
 def _are_pixels(value: object) -> bool:
-    """Return True for lists of rows of pixels of 3 or 4 numbers, or of channels of rows of numbers: all of one length, as boxes are not."""
+    """Return True for nested lists that look like an image.
+
+    These are rows of pixels of 3 or more numbers, or channels of rows of numbers. All lists of a
+    level must have one length, which those of bounding boxes do not.
+    """
     if not (isinstance(value, list) and len(value) >= 2 and all(isinstance(row, list) and len(row) >= 2 for row in value)):
         return False
     widths = {len(row) for row in value}
@@ -94,7 +104,11 @@ def _kind_of_bytes(value: bytes) -> str:
 
 
 def _media_in_text(text: str, record: DataRecord) -> Media | None:
-    """Recognize data: URLs, web addresses and names with a suffix of media, files that exist, base64, and bytes decoded as text."""
+    """Detect media in a text.
+
+    Recognized are data: URLs, web addresses and names with a suffix of media, existing files,
+    base64, and bytes decoded as text.
+    """
     head = text[:11].casefold()
     for kind, word in (("pictures", "image"), ("videos", "video"), ("audio", "audio")):
         if head.startswith(f"data:{word}/"[:11]):
@@ -113,7 +127,7 @@ def _media_in_text(text: str, record: DataRecord) -> Media | None:
 
 
 def _media_in_file(record: DataRecord, text: str, kind: str) -> Media | None:
-    """Return what a text names where that is a file, by its suffix or by its first bytes."""
+    """Return the media of an existing file that a text names, by its suffix or its first bytes."""
     if "\0" in text or not os.path.isfile(path := record.folder / text):
         return None
     if not kind:
@@ -136,13 +150,16 @@ def _media_in_base64(text: str) -> Media | None:
     if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/]{24,}={0,2}", start):
         return None
     content = base64.b64decode(start[:24])
-    is_word = content.startswith(b"BM") and content[6:10] != bytes(4)  # two letters alone are no BMP
+    is_word = content.startswith(b"BM") and content[6:10] != bytes(4)  # two letters alone do not make a BMP
     kind = "" if is_word else _kind_of_bytes(content)
     return Media(kind, f"holds {kind} in base64") if kind else None
 
 
 def _kind_of_characters(text: str) -> str:
-    """Return what bytes are that were decoded as Latin-1, or as another encoding without those that it does not have."""
+    """Return the kind of media in bytes that were decoded as text.
+
+    The encoding may be Latin-1, or another one that dropped the bytes that it does not have.
+    """
     if text[:_HEAD].isprintable():
         return ""
     if _DECODED.match(text):
@@ -152,7 +169,10 @@ def _kind_of_characters(text: str) -> str:
 
 
 def find_media_by_name(name: str, value: object) -> Media | None:
-    """Take a column for what its name says, where its value may be a name or content of it."""
+    """Return the media that a column's name suggests, or None.
+
+    The value must be one that may be a file name or content.
+    """
     found = _MEDIA_NAME.fullmatch(name.removeprefix("extra_info.").casefold())
     are_words = isinstance(value, str) and " " in value.strip()
     if not found or are_words or not isinstance(value, str | list | Mapping):

@@ -1,27 +1,32 @@
-"""Words in texts that stand for media or objects in the files of other trainers, and that nothing fills here."""
+"""Placeholders for media or objects that other trainers' files use and that nothing fills here."""
 
 import re
 
 from megatron_rl.data.records import IMAGE_PLACEHOLDER
 
 PARTS_AS_TEXT = re.compile(r"\s*\[\s*\{\s*[\"']type[\"']\s*:\s*[\"'](text|image|image_url|input_text|input_image|video|audio)[\"']")
-"""The start of a list of content parts that was written as text."""
+"""Pattern of the start of a list of content parts that was written as text."""
 _MEDIA = re.compile(
     r"<\|?(?:images?|img|videos?|audios?)(?:[ _-]?(?:\d+|pad|start|end|begin|placeholder|soft_token|tokens?|context|here))?\|?>"
     r"|<\|media_\w+\|>|<im_(?:start|end|patch)>|<\|?(?:start|begin|end)_of_(?:image|video|audio)\|?>|<fake_token_around_image>"
     r"|\[(?:IMG|IMAGE)\]|(?<=<image>)(?:\./)?</image>",
     re.IGNORECASE,
 )
-"""Places of LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, GLM, Kimi, Idefics, MiniCPM, DeepSeek and ms-swift."""
+"""Media placeholders of LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, GLM, Kimi, Idefics,
+MiniCPM, DeepSeek and ms-swift.
+"""
 _OBJECTS = re.compile(r"<(bbox|ref-object|point|cot-process)>")
-"""ms-swift's places, which its column `objects` fills; closed by </..> they are the words of a reply."""
+"""Object placeholders of ms-swift, which fills them from its column `objects`.
+
+With a closing tag </..> they are part of a response's text.
+"""
 
 
 def find_media_placeholder(text: str) -> str:
-    """Return the first place of media in another notation than PLACE, "" where there is none."""
+    """Return the first media placeholder other than IMAGE_PLACEHOLDER, or "" if there is none."""
     return next((found[0] for found in _MEDIA.finditer(text) if found[0] != IMAGE_PLACEHOLDER), "")
 
 
 def find_object_placeholder(text: str) -> str:
-    """Return the first place of an object, "" where there is none."""
+    """Return the first object placeholder, or "" if there is none."""
     return next((found[0] for found in _OBJECTS.finditer(text) if f"</{found[1]}>" not in text), "")

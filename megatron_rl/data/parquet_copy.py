@@ -1,9 +1,11 @@
-"""A program of its own: copies a Parquet file to an Arrow file of one record a row, under limits that the kernel keeps.
+"""Standalone program that copies a Parquet file to an Arrow file under kernel resource limits.
 
-usage: parquet_copy.py SOURCE COPY      (rows.py starts it; it imports nothing of this project)
+usage: parquet_copy.py SOURCE COPY
 
-A page of Parquet may stand for any number of bytes (1 KB of zstd for 2.5 GB), and a file that lies about its sizes is no rarer than one
-that is honest, so that neither is believed: memory, disk and processor time are limited by what the file itself takes on the disk.
+The Arrow file has one record per row. rows.py starts this program, which imports nothing from this
+project. A Parquet page may expand to any number of bytes (1 KB of zstd to 2.5 GB), and the sizes
+that a file states may be wrong. Memory, disk and processor time are therefore limited by the size
+of the file on disk.
 """
 
 import os
@@ -15,21 +17,29 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 MEMORY_BYTES, MEMORY_FACTOR = 192 << 20, 8
-"""What reading may take beside the interpreter: so much, and so many times the file."""
+"""Memory for reading on top of that of the interpreter: a constant in bytes plus a multiple of the
+file size.
+"""
 COPY_BYTES, COPY_FACTOR = 100 << 20, 200
-"""The largest copy: text compresses, and a question's constant words most of all."""
+"""Maximum size of the copy: a constant in bytes plus a multiple of the file size.
+
+The factor is large because text compresses well, above all the constant words of questions.
+"""
 ROW_BYTES, ROW_FACTOR = 16 << 20, 8
-"""The largest row: its pictures do not compress."""
+"""Maximum size of a row: a constant in bytes plus a multiple of the file size.
+
+Images do not compress.
+"""
 CPU_S, BYTES_PER_CPU_S = 10, 100_000
 MAX_NESTING = 32
-"""Structs and lists within one another."""
+"""Maximum nesting depth of structs and lists."""
 _CHUNK = 1 << 20
 _FULL_SHARE = 2
-"""Of the disk's free space at most one part in so many."""
+"""Divisor of the free disk space: the copy takes at most one part in this many."""
 
 
 def limit_resources(file_bytes: int, folder: Path) -> None:
-    """From here on, this process can do no more than a file of this size may need."""
+    """Limit this process to the resources that a file of this size may need."""
     status = Path("/proc/self/status").read_text().split()
     taken = int(status[status.index("VmData:") + 1]) << 10
     disk = os.statvfs(folder)
@@ -46,16 +56,23 @@ def limit_resources(file_bytes: int, folder: Path) -> None:
 
 
 def type_depth(kind: pa.DataType) -> int:
+    """Return the nesting depth of an Arrow type; 1 for a type without fields."""
     return 1 + max((type_depth(kind.field(number).type) for number in range(kind.num_fields)), default=0)
 
 
 def copy_to_arrow(source: Path, target: Path) -> None:
+    """Copy a Parquet file to an Arrow file with one record batch per row.
+
+    Raises:
+        ValueError: the columns are nested too deeply, or a row is too large for the size of the
+            file.
+    """
     size = source.stat().st_size
     limit_resources(size, target.parent)
     file = pq.ParquetFile(source, pre_buffer=False, buffer_size=_CHUNK)
-    fields = file.schema_arrow  # an Arrow file has one dictionary a column, a Parquet file one a row group: values instead
+    fields = file.schema_arrow  # an Arrow file allows one dictionary per column, Parquet one per row group
     schema = pa.schema([field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field for field in fields])
-    schema = schema.with_metadata(fields.metadata)  # `datasets` writes there what columns hold (features.py)
+    schema = schema.with_metadata(fields.metadata)  # `datasets` stores the column types there (features.py)
     if max((type_depth(field.type) for field in schema), default=0) > MAX_NESTING:
         raise ValueError(f"its columns are nested deeper than {MAX_NESTING}")
     meta = file.metadata
@@ -72,7 +89,8 @@ def copy_to_arrow(source: Path, target: Path) -> None:
 
 
 def main() -> int:
-    pa.set_memory_pool(pa.system_memory_pool())  # the others take address space ahead of need, and so does each thread
+    """Copy the file that the command line names and return the exit status."""
+    pa.set_memory_pool(pa.system_memory_pool())  # other pools and extra threads reserve address space in advance
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     try:

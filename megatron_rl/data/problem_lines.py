@@ -1,4 +1,7 @@
-"""Collects problems of rows and columns into lines for messages. Rows with the same problem share one line."""
+"""Collects problems of rows and columns into lines for messages.
+
+Rows with the same problem share one line.
+"""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +11,7 @@ from megatron_rl.data.columns import MissingColumn, missing_remedy
 from megatron_rl.data.unread import UnreadFinding
 
 MAX_LINES = 20
-"""Lines that are kept; all rows are counted."""
+"""Maximum number of problems that get a line. Rows are counted for all problems."""
 _WHERE = re.compile(r"(.*?) row (\d+): (.*)", re.DOTALL)
 
 
@@ -17,23 +20,28 @@ class _Group:
     """Rows with the same problem."""
 
     first: str
-    """The first of these rows. Example: `row 17`."""
+    """Label of the first of these rows. Example: `row 17`."""
     hint: str = ""
     num_rows: int = 0
     files: dict[str, None] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
-    """Columns that the rows have, for the line of a missing one."""
+    """Columns of the rows, for the line about a missing column."""
 
 
 class ProblemLines:
-    """Problems by kind: a missing column, a column that is not read, or the message of a row, `train.jsonl row 3: answer: is empty`."""
+    """Problems grouped by kind.
+
+    A kind is a missing column, a column that is not read, or the message of a row, such as
+    `train.jsonl row 3: answer: is empty`.
+    """
 
     def __init__(self) -> None:
         self.num_rows = 0
-        """Rows with a problem; one that has two counts twice."""
+        """Number of rows with a problem. A row with two problems counts twice."""
         self._groups: dict[str | UnreadFinding | tuple[str, str], _Group] = {}
 
     def add_error(self, error: ValueError) -> None:
+        """Add the error of a row, grouped by column if it is MissingColumn."""
         if not isinstance(error, MissingColumn):
             return self.add_message(str(error))
         group = self._add(error.name, error.where, hint=error.hint)
@@ -42,19 +50,28 @@ class ProblemLines:
         return None
 
     def add_message(self, message: str) -> None:
+        """Add a message of the form `FILE row N: PROBLEM`, or any other text."""
         found = _WHERE.fullmatch(message)
         self._add((found[1], found[3]) if found else ("", message), message.partition(": ")[0])
 
     def add_finding(self, finding: UnreadFinding, where: str) -> None:
+        """Add a finding about the row at `where`."""
         self._add(finding, where)
 
     def format_lines(self, num_rows_of: Mapping[str, int]) -> list[str]:
-        """Return the lines, those of columns first. `num_rows_of`: file -> its rows, to tell whether all have a problem."""
+        """Return the lines, those about columns first.
+
+        Args:
+            num_rows_of: number of rows per file, used to report that all rows have a problem.
+        """
         columns_first = sorted(self._groups.items(), key=lambda item: isinstance(item[0], tuple))
         return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
 
     def move_errors_in_all_rows(self, others: "ProblemLines", num_rows_of: Mapping[str, int]) -> None:
-        """Take over the findings of `others` that are errors where all rows of their files have them, and all do."""
+        """Move findings from `others` that become errors when every row of their files has them.
+
+        Only findings with `is_error_in_all` that all rows have are moved.
+        """
         for problem, group in [*others._groups.items()]:
             is_all = 1 < group.num_rows == sum(num_rows_of.get(file, 0) for file in group.files)
             if isinstance(problem, UnreadFinding) and problem.is_error_in_all and is_all:
@@ -62,11 +79,11 @@ class ProblemLines:
                 self.num_rows, others.num_rows = self.num_rows + group.num_rows, others.num_rows - group.num_rows
 
     def num_omitted_rows(self) -> int:
-        """Return the number of rows that are in no line."""
+        """Return the number of rows with a problem that has no line."""
         return self.num_rows - sum(group.num_rows for group in self._groups.values())
 
     def _add(self, problem: str | UnreadFinding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:
-        """Count a row; None where there are enough groups already."""
+        """Count a row; return None if MAX_LINES problems have a group already."""
         self.num_rows += 1
         file, _, row = where.rpartition(" row ")
         group = self._groups.get(problem)

@@ -1,4 +1,7 @@
-"""How long prompts are, measured without rendering them: the words of a question, the tokens of its pictures, what stands around them."""
+"""Measures prompt lengths without rendering the prompts.
+
+A length is the sum of the tokens of the question, of its images, and of the surrounding prompt.
+"""
 
 from typing import Protocol
 
@@ -8,40 +11,54 @@ from megatron_rl.data.survey import Size
 from megatron_rl.types import Example, TokenSequence
 
 HIDDEN_IMAGE_ENV = "pyvision_gym_wo_image_hint"
-"""The `env_name` of examples whose pictures only the code sees."""
+"""`env_name` of examples with images that only code can access, not the policy."""
 
 
 class PromptMeasurer(Protocol):
-    """What is needed of a renderer."""
+    """The part of a renderer that measuring needs."""
 
     vision_token_side: int
-    """Side of the square of pixels that is one vision token."""
+    """Side in pixels of the square that one vision token represents."""
 
-    def count_tokens(self, text: str) -> int: ...
+    def count_tokens(self, text: str) -> int:
+        """Return the number of tokens in a text."""
+        ...
 
-    def final_size(self, width: int, height: int) -> Size: ...
+    def final_size(self, width: int, height: int) -> Size:
+        """Return width and height of an image after the processor's resizing."""
+        ...
 
 
 class PromptLengthChecker:
-    """Looks at one question after the other (survey.Look)."""
+    """Checks one question after the other; `check_question` is a survey.QuestionCheck."""
 
     def __init__(self, settings: Settings, measurer: PromptMeasurer, *, overhead_tokens: int = 0) -> None:
-        """`overhead_tokens`: tokens that the task and the chat template write around a question."""
+        """Create a checker.
+
+        Args:
+            settings: settings of the run.
+            measurer: renderer that counts tokens.
+            overhead_tokens: number of tokens that the task and the chat template add to a question.
+        """
         self.max_question_tokens = 0
-        """Tokens of the longest question with its pictures."""
+        """Number of tokens of the longest question so far, including its images."""
         self.does_not_fit: list[bool] = []
-        """Whether each question does not fit, in the order in which they were looked at."""
+        """One entry per checked question, in order: True if it does not fit."""
         self.max_images = settings.engine.max_images
         self.available_tokens = settings.engine.max_model_len - 1 - overhead_tokens
         self._settings, self._measurer, self._overhead_tokens = settings, measurer, overhead_tokens
 
     def measure_length(self, example: Example, sizes: list[Size]) -> int:
+        """Return the number of tokens of a question with its images."""
         sizes = [] if example.payload["env_name"] == HIDDEN_IMAGE_ENV else sizes
         text = str(example.payload["question"]).replace(IMAGE_PLACEHOLDER, "<|vision_start|><|vision_end|>")
         return self._measurer.count_tokens(text) + sum(map(self._vision_tokens, sizes))
 
     def check_question(self, example: Example, sizes: list[Size]) -> list[str]:
-        """What keeps a question from being played: a reply has at least one token."""
+        """Return the reasons why a question cannot be used.
+
+        The response needs at least one token.
+        """
         length = self.measure_length(example, sizes)
         self.max_question_tokens = max(self.max_question_tokens, length)
         wrong = []
@@ -54,8 +71,15 @@ class PromptLengthChecker:
         return wrong
 
     def check_enough_fit(self, split: str, *, num: int, example_error: str) -> None:
-        """ValueError: of the first `num` questions of a split more do not fit than run.max_failed_fraction allows. `example_error`: one of
-        them."""
+        """Raise ValueError if too many of the first `num` questions of a split do not fit.
+
+        The limit is run.max_failed_fraction.
+
+        Args:
+            split: "train" or "eval".
+            num: number of questions that count.
+            example_error: error of one question that does not fit, for the message.
+        """
         data, allowed, misfits = self._settings.task.data, self._settings.run.max_failed_fraction, sum(self.does_not_fit[:num])
         files = {"train": data.train, "eval": data.eval}[split]
         remedy = f"{misfits} of {num} prompts do not fit, run.max_failed_fraction={allowed}; {example_error}"
@@ -67,7 +91,14 @@ class PromptLengthChecker:
 
 
 def measure_prompt_overhead(example: Example, prompt: TokenSequence, settings: Settings, measurer: PromptMeasurer) -> int:
-    """Tokens that the task and the chat template write around a question, told by the prompt that they made of this one."""
+    """Return the number of tokens that the task and the chat template add to a question.
+
+    Args:
+        example: the question.
+        prompt: the prompt rendered from it.
+        settings: settings of the run.
+        measurer: renderer that counts tokens.
+    """
     alone = PromptLengthChecker(settings, measurer)
     alone.check_question(example, [image.size() for image in example.payload["images"]])
     return len(prompt.token_ids) - alone.max_question_tokens

@@ -1,4 +1,4 @@
-"""The options that a question lists in its text."""
+"""Options that a question lists in its text."""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +6,11 @@ from collections.abc import Sequence
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CAPITALS = re.compile(r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)\u3001]\s*(?=\S)|(?<=[^A-Za-z])\(([A-Z])\)\s*(?=\S)", re.MULTILINE)
 _SMALL = r"(?<![A-Za-z\d)\]])\(({0})\)\s*(?=[^\s,;:?!)\].]|\.\d)|(?:^|(?<=[\s;,]))({0})\)\s+(?=\S)|^[ \t]*({0})[.\u3001]\s+(?=\S)"
-"""`(a) 3`, `a) 3`, and `a. 3` at the front of a line; `f(1)` and `sides a: 3` list nothing."""
+"""Pattern of small letters and numbers as labels: `(a) 3`, `a) 3`, and `a. 3` at the start of a
+line.
+
+`f(1)` and `sides a: 3` do not match.
+"""
 _MARKS = (
     (_CAPITALS, LETTERS),
     (re.compile(_SMALL.format("[a-z]"), re.MULTILINE), LETTERS.lower()),
@@ -17,10 +21,12 @@ _LAST_WORD = re.compile(r"[\s;,(]*(?:\b(?:or|and)\s*)?\Z")
 
 
 def find_options(question: str) -> dict[str, str]:
-    """Return the options that a question lists, by capital letter or by number, without a gap from A or 1.
+    """Return the options that a question lists, by capital letter or by number.
 
-    Capital letters are written as in `A. red`, `(A) red`, `A) red` or `A: red`; small letters and numbers as in `(a) red`, `a) red`, or
-    `a. red` on a line of its own. Empty where fewer than two are listed. An option's text ends where the next one begins, or with its line.
+    Labels run from A or 1 without a gap. Capital letters are written as in `A. red`, `(A) red`, `A)
+    red` or `A: red`; small letters and numbers as in `(a) red`, `a) red`, or `a. red` on its own
+    line. An option ends at the next label or at the end of its line. The result is empty if fewer
+    than two options are listed.
     """
     question = question.translate(_FULL_WIDTH)
     return next((options for mark, labels in _MARKS if (options := _find_listed(question, mark, labels))), {})
@@ -32,7 +38,7 @@ def _find_listed(question: str, mark: re.Pattern[str], labels: Sequence[str]) ->
         before = max(0, found.start() - 1)
         is_next = len(marks) < len(labels) and next(filter(None, found.groups())) == labels[len(marks)]
         if is_next and ("(" in found[0] or question.rfind("(", 0, before) <= question.rfind(")", 0, before)):
-            marks.append(found)  # the 1 of `(0, 1)` is no label
+            marks.append(found)  # the 1 in `(0, 1)` is not a label
     ends = [*(each.start() for each in marks[1:]), len(question)]
     texts = [_LAST_WORD.sub("", question[each.end() : end].partition("\n")[0]) for each, end in zip(marks, ends, strict=False)]
     return dict(zip((label.upper() for label in labels), texts, strict=False)) if len(marks) > 1 else {}

@@ -1,15 +1,25 @@
-"""Questions with pictures and answers, from rows of several shapes (docs/data.md).
+r"""Questions with images and answers, read from rows of several shapes (docs/data.md).
 
-Those of the agents' training files:  prompt, data_source, ability, env_name, reward_model {ground_truth}, extra_info {question, answer,
-    index, ...}, and pictures in images (bytes, paths or hashes) or mm_hint {hint_path, hint_type}, which may also show videos.
-Raw validation records:  {id, question, answer, ability, data_source, image_path}.
-The user's own:  {question, answer}, with image, images or neither. For question also problem (R1-V), prompt (TRL: text or messages) or
-    messages (ms-swift); for answer also solution; for pictures see column_names.py. Other names are chosen by task.data.columns.
+Training files of agents: prompt, data_source, ability, env_name, reward_model {ground_truth},
+extra_info {question, answer, index, ...}, and images in `images` (bytes, paths or hashes) or
+mm_hint {hint_path, hint_type}, which may also name videos.
 
-An example's payload, whatever the shape: question (a picture's place is written <image>; pictures that have none come first), answer (out
-of <answer> and \\boxed), system (of messages that hold the question), images (a tuple of StoredImage), videos (of StoredVideo),
-data_source, ability, env_name, index, extra (every other column and every other key of extra_info); of a published benchmark also official
-(data/benchmarks/items.py).
+Raw validation records: {id, question, answer, ability, data_source, image_path}.
+
+Users' own files: {question, answer}, with `image`, `images` or neither. The question may also be in
+`problem` (R1-V), `prompt` (TRL: text or messages) or `messages` (ms-swift), the answer also in
+`solution`; column_names.py lists the names of image columns. task.data.columns selects other names.
+
+The payload of an example has the same keys for every shape:
+
+    question      text; <image> marks an image, unmarked images come first
+    system        text of the column system, or of the system messages before the question
+    answer        without <answer> tags and \boxed
+    images        tuple of StoredImage
+    videos        tuple of StoredVideo
+    data_source, ability, env_name, index
+    extra         every other column, and every other key of extra_info
+    official      for published benchmarks only (data/benchmarks/items.py)
 """
 
 import math
@@ -40,12 +50,12 @@ VIDEO_SUPPORT_TEXT = "only the code of task=visual_python task.tool_format=pyvis
 
 
 class QuestionDataset(Sequence[Example]):
-    """Examples that are read when they are asked for. A slice is a view."""
+    """Examples of data files, each read on access. A slice is a view."""
 
     def __init__(self, records: RecordFiles, *, name: str, row_indices: range | None = None, warnings: Sequence[str] = ()) -> None:
         self.records, self.name = records, name
         self.warnings = warnings
-        """About columns that are not read, where every row was looked at."""
+        """Warnings about columns that are not read, if every row was surveyed."""
         self._row_indices = range(len(records)) if row_indices is None else row_indices
 
     def __len__(self) -> int:
@@ -58,7 +68,7 @@ class QuestionDataset(Sequence[Example]):
 
     @property
     def column_mapping(self) -> Mapping[str, str]:
-        """Our names of columns -> those that task.data.columns gives."""
+        """Maps our column names to those that task.data.columns gives."""
         return self.records.column_mapping
 
     @property
@@ -67,11 +77,11 @@ class QuestionDataset(Sequence[Example]):
         return self.records.ignored_columns
 
     def locate(self, index: int) -> str:
-        """Return file and row without reading it: `train.jsonl row 17`."""
+        """Return file and row of an example without reading it: `train.jsonl row 17`."""
         return self.records.locate(self._row_indices[index])
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return an example, and what its row holds that is not read."""
+        """Return an example together with the values of its row that are not read."""
         example, record = self._example(self._row_indices[index])
         unread = _unread_values(record) | _unread_keys(record) | _other_answers(record, str(example.payload["answer"]))
         unread |= find_unread_prompts(record, example.payload, question_column=_question_column(record))
@@ -95,7 +105,7 @@ def open_questions(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None,
     convert_record: ConvertRecord | None = None,
 ) -> QuestionDataset:  # fmt: skip
-    """The questions of the files, not looked at yet."""
+    """Return the questions of the files without surveying them."""
     records = RecordFiles(
         paths, images_root=images_root, image_roots=image_roots, key=f"task.data.{name}", columns=columns, convert_record=convert_record
     )
@@ -106,7 +116,12 @@ def load_questions(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None,
     convert_record: ConvertRecord | None = None, allow_videos: bool = False,
 ) -> QuestionDataset:  # fmt: skip
-    """The same after a look at every row. ValueError names file and row of the first that cannot be used."""
+    """Return the questions of the files after a survey of every row.
+
+    Raises:
+        ValueError: a row cannot be used; the message names file and row of the first one. Rows with
+            videos are errors unless `allow_videos`.
+    """
     opened = open_questions(
         paths, images_root=images_root, image_roots=image_roots, name=name, columns=columns, convert_record=convert_record
     )
@@ -121,8 +136,12 @@ def load_questions(
 def load_split(
     data: DataSettings, split: str, *, convert_record: ConvertRecord | None = None, allow_videos: bool = False
 ) -> QuestionDataset:
-    """The questions of split train or eval, of the latter the first data.max_eval. ValueError: no files are given, or a row is no good: one
-    with a video is, where `allow_videos` are not for this task."""
+    """Return the questions of split "train" or "eval"; of the latter only the first data.max_eval.
+
+    Raises:
+        ValueError: no files are given, or a row cannot be used. Rows with videos are errors unless
+            `allow_videos`.
+    """
     paths = {"train": data.train, "eval": data.eval}[split]
     require(bool(paths), f"task.data.{split}", paths, "give the files of questions (docs/data.md)")
     chosen = load_questions(
@@ -138,7 +157,12 @@ def load_split(
 
 
 def build_payload(record: DataRecord, *, row_index: int) -> dict[str, object]:
-    """ValueError, naming file, row and field: something is missing, of the wrong type, or does not fit together."""
+    """Return the payload of a row's example; see the module docstring for its keys.
+
+    Raises:
+        ValueError: a value is missing, of the wrong type, or inconsistent; the message names file,
+            row and field.
+    """
     row = record.row
     extra = record.require_mapping(row.get("extra_info", {}), "extra_info")
     asked = _question(record, extra)
@@ -162,7 +186,7 @@ def build_payload(record: DataRecord, *, row_index: int) -> dict[str, object]:
 
 
 def _unread_values(record: DataRecord) -> dict[str, object]:
-    """Return what is not read of a row, by column; keys of extra_info as `extra_info.KEY`."""
+    """Return the values of a row that are not read, by column or `extra_info.KEY`."""
     extra = record.require_mapping(record.row.get("extra_info", {}), "extra_info")
     pictures = picture_columns(record)
     empty = [key for key, value in record.row.items() if is_picture_column(key) and value in ("", [], {})]
@@ -171,7 +195,7 @@ def _unread_values(record: DataRecord) -> dict[str, object]:
 
 
 def _unread_keys(record: DataRecord) -> dict[str, object]:
-    """Return what is not read of mm_hint, reward_model and mappings that hold pictures."""
+    """Return the keys that are not read in mm_hint, in reward_model and in mappings with images."""
     read = {"mm_hint": ("hint_type",) if picture_columns(record) else ("hint_type", "hint_path"), "reward_model": ("ground_truth", "style")}
     held = {column: record.require_mapping(record.row.get(column, {}), column) for column in read}
     keys = {f"{column}.{key}": value for column, struct in held.items() for key, value in struct.items() if key not in read[column]}
@@ -179,7 +203,7 @@ def _unread_keys(record: DataRecord) -> dict[str, object]:
 
 
 def _other_answers(record: DataRecord, answer: str) -> dict[str, object]:
-    """Return the answers that are not read, because another column has one, and that differ from it."""
+    """Return the answers in further columns that differ from the one that is read."""
     model, extra = (record.require_mapping(record.row.get(column, {}), column) for column in ("reward_model", "extra_info"))
     given = {"reward_model.ground_truth": model.get("ground_truth"), "extra_info.answer": extra.get("answer")}
     given |= {name: record.row.get(name) for name in ANSWER_COLUMNS}
@@ -188,12 +212,12 @@ def _other_answers(record: DataRecord, answer: str) -> dict[str, object]:
 
 
 def _is_number(value: object, answer: str) -> bool:
-    """Return whether an answer is the decimal form of a number."""
+    """Return True if a value is a number with the decimal form `answer`."""
     return isinstance(value, float) and math.isfinite(value) and decimal_text(value) == answer
 
 
 def _image_column(record: DataRecord, payload: Mapping[str, object]) -> str:
-    """Return the column that a question's pictures or video come from, "" where it has none."""
+    """Return the column of a question's images or video, or "" if it has none."""
     if not payload["images"] and not payload["videos"]:
         return ""
     hint = ["mm_hint.hint_path"] if "hint_path" in record.row.get("mm_hint", {}) else []
@@ -201,14 +225,14 @@ def _image_column(record: DataRecord, payload: Mapping[str, object]) -> str:
 
 
 def _question_column(record: DataRecord) -> str:
-    """Return which column gives the question, "" where none does."""
+    """Return the column of the question, or "" if there is none."""
     if "question" in record.require_mapping(record.row.get("extra_info", {}), "extra_info"):
         return "extra_info.question"
     return next((name for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) if name in record.row), "")
 
 
 def _question(record: DataRecord, extra: Mapping[str, object]) -> ChatPrompt:
-    """Read the question, the system message and the pictures that stand in messages."""
+    """Read the question, the system message and the images in messages."""
     system = record.require_text(record.row.get("system", ""), "system")
     if IMAGE_PLACEHOLDER in system:
         raise record.make_error("system", f"has {IMAGE_PLACEHOLDER}, and the system message shows no pictures; move it to the question")
@@ -228,7 +252,10 @@ def _question(record: DataRecord, extra: Mapping[str, object]) -> ChatPrompt:
 
 
 def _fill_placeholders(record: DataRecord, asked: ChatPrompt, listed: Sequence[StoredImage]) -> tuple[StoredImage, ...]:
-    """Return the pictures of a question in the order of their places: those of messages, and those of a column for the other places."""
+    """Return a question's images in the order of their placeholders.
+
+    Placeholders without an image in the messages take those of the image column.
+    """
     num_open = asked.images.count(None)
     if num_open == len(asked.images):
         return tuple(listed)
@@ -241,7 +268,7 @@ def _fill_placeholders(record: DataRecord, asked: ChatPrompt, listed: Sequence[S
 
 
 def _add_placeholders(record: DataRecord, text: str, *, num_images: int) -> str:
-    """Return the question with a place for each picture: at its front, unless it has them."""
+    """Return the question with a placeholder for each image, added at its start if it has none."""
     num_places = text.count(IMAGE_PLACEHOLDER)
     if num_places not in (0, num_images):
         raise record.make_error("question", f"has {num_places} {IMAGE_PLACEHOLDER} for {num_images} pictures")

@@ -1,4 +1,4 @@
-"""Rows of several files as one sequence, and the checks that name file, row and field."""
+"""Rows of several files as one sequence, and checks that name file, row and field."""
 
 import os
 from collections import Counter
@@ -13,7 +13,7 @@ from megatron_rl.data.images import StoredImage, make_stored_image
 from megatron_rl.data.rows import JsonRow, open_rows
 
 IMAGE_PLACEHOLDER = "<image>"
-"""Where a text shows a picture."""
+"""Placeholder of an image in a text."""
 SPECIAL_TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
@@ -24,7 +24,11 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
     "<|endoftext|>",
 )
-"""Qwen's own tokens: in the words of a transcript's assistant they would be read as the conversation's."""
+"""Special tokens of Qwen.
+
+Data must not contain them: within a message they would be tokenized as part of the conversation's
+structure.
+"""
 
 REQUIRED_COLUMNS = ("question", "answer")
 ALTERNATIVE_COLUMNS = {
@@ -32,29 +36,43 @@ ALTERNATIVE_COLUMNS = {
     "answer": ("reward_model", *ANSWER_COLUMNS),
     "images": ("mm_hint",),
 }
-"""Column -> others that would be read for the same; `images`: all columns of pictures too."""
+"""Maps a column to the columns that would otherwise be read for it; for `images` these are also all
+image columns.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class DataRecord:
+    """A row with its origin, and checks of its values."""
+
     row: JsonRow
     where: str
-    """`train.parquet row 17`."""
+    """File and row, such as `train.parquet row 17`."""
     path: Path
-    """The file."""
+    """Path of the file."""
     folder: Path
-    """Where relative paths of pictures start."""
+    """Folder that relative image paths start from."""
     roots: tuple[Path, ...] = ()
-    """Folders below which a row may name pictures, beside that one."""
+    """Further folders below which the row may name images."""
     features: Mapping[str, str] = field(default_factory=dict)
-    """Types of `datasets` of the file's columns, where its schema has them: Image, Video, Audio."""
+    """Media types of the file's columns (Image, Video or Audio), if its schema contains those of
+    `datasets`.
+    """
     columns: tuple[str, ...] = ()
     """Names of the row's columns as they are in the file."""
     benchmark_info: Mapping[str, object] = field(default_factory=dict)
-    """What a published benchmark scores a reply by (data/benchmarks/items.py). Never a row's own word."""
+    """Scoring information of a published benchmark (data/benchmarks/items.py).
+
+    It never comes from the row itself.
+    """
 
     def require_text(self, value: object, name: str) -> str:
-        """The value, which must be text that a tokenizer takes."""
+        """Return the value unchanged if it is text that a tokenizer accepts.
+
+        Raises:
+            ValueError: the value is not text or not valid Unicode, or it contains a NUL character
+                or a special token.
+        """
         if not isinstance(value, str):
             raise self.make_error(name, f"must be text, is {type(value).__name__}")
         try:
@@ -71,31 +89,47 @@ class DataRecord:
         return value
 
     def require_mapping(self, value: object, name: str) -> Mapping[str, object]:
+        """Return the value unchanged; raise ValueError if it is not a mapping."""
         if not isinstance(value, Mapping):
             raise self.make_error(name, f"must be a mapping, is {type(value).__name__}")
         return value
 
     def require_list(self, value: object, name: str) -> list:
+        """Return the value unchanged; raise ValueError if it is not a list."""
         if not isinstance(value, list):
             raise self.make_error(name, f"must be a list, is {type(value).__name__}")
         return value
 
     def load_image(self, value: object, name: str) -> StoredImage:
+        """Return the image that a value of this row names."""
         return make_stored_image(value, folder=self.folder, where=f"{self.where}: {name}", roots=self.roots)
 
     def make_error(self, name: str, what: str) -> ValueError:
+        """Return a ValueError that names file, row and field."""
         return ValueError(f"{self.where}: {name}: {what}")
 
 
 ConvertRecord = Callable[[DataRecord], DataRecord]
-"""A row as a benchmark has it -> a row as questions.py reads it. ValueError, by record.error: it is none of those."""
+"""Converts a row of a benchmark's file to one that questions.py reads.
+
+Raises ValueError, made by `record.make_error`, for a row of another shape.
+"""
 
 
 class RecordFiles(Sequence[DataRecord]):
-    """The rows of all files (dataset_files.py: what names stand for), one file after the other; `columns`: how they are called in them;
-    `read`: what makes a row that questions.py knows of one.
+    """Rows of all files, one file after the other.
 
-    Raises ValueError, under the setting `key`: no file, one that is not there or not of its format, no rows.
+    Args:
+        paths: names of files, folders or data sets (dataset_files.py).
+        images_root: folder that relative image paths start from; "" for that of each file.
+        image_roots: further folders below which rows may name images.
+        key: name of the setting, for error messages.
+        columns: names of the columns in the files.
+        convert_record: converts each row to one that questions.py reads.
+
+    Raises:
+        ValueError: under `key`: no files are given, a file does not exist or is not of its format,
+            or there are no rows.
     """
 
     def __init__(
@@ -108,7 +142,9 @@ class RecordFiles(Sequence[DataRecord]):
         self._files = [(path, label, open_rows(path, key=key)) for (_, path), label in zip(found, labels, strict=True)]
         self._folder, self._convert_record = images_root, convert_record
         self.column_mapping = configured_columns(columns) if columns else {}
-        """Our names -> those of the files, where task.data.columns names them."""
+        """Maps our column names to those in the files, for the columns that task.data.columns
+        names.
+        """
         self.ignored_columns = columns.ignored if columns else ()
         """Columns that no warning names."""
         self._roots = (*map(Path, image_roots), *(home for name in paths for home in allowed_image_folders(name, key=key)))
@@ -139,7 +175,7 @@ class RecordFiles(Sequence[DataRecord]):
 
 
 def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> None:
-    """Raise ValueError where two names stand for the same file: its rows would count twice."""
+    """Raise ValueError if two names resolve to the same file: its rows would count twice."""
     names: dict[str, str] = {}
     for name, path in found:
         other = names.setdefault(os.path.realpath(path), name)
@@ -147,14 +183,14 @@ def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> 
 
 
 def _file_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the names of files in messages: with as many of their folders as tell them apart."""
+    """Return the file names used in messages, with as many folders as needed to be unique."""
     names = Counter(path.name for path in paths)
     common = os.path.commonpath([path.parent.absolute() for path in paths]) if paths else ""
     return [path.name if names[path.name] < 2 else os.path.relpath(path.absolute(), common) for path in paths]
 
 
 def configured_columns(columns: ColumnSettings) -> dict[str, str]:
-    """Our names -> those of the files, where they are chosen."""
+    """Return a map from our names to those in the files, for the columns that are configured."""
     names = {
         "question": columns.question, "answer": columns.answer, "images": columns.images,
         "id": columns.id, "data_source": columns.data_source,
@@ -163,7 +199,10 @@ def configured_columns(columns: ColumnSettings) -> dict[str, str]:
 
 
 def rename_columns(record: DataRecord, columns: Mapping[str, str]) -> DataRecord:
-    """The record with our names for the columns that are chosen, and without those that might be read instead."""
+    """Return the record with its configured columns renamed to our names.
+
+    Columns that might be read in their place are removed.
+    """
     if not columns:
         return record
     row = dict(record.row)

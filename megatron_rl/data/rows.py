@@ -1,10 +1,14 @@
-"""Rows of the user's files, one at a time: JSON lists, JSON lines, tables, Parquet and Arrow, in memory that does not grow with the file.
+"""Rows of data files, one at a time: JSON lists, JSON lines, tables, Parquet and Arrow.
 
-JSON and tables (tables.py) are read where they lie: only each row's place is kept, 16 bytes a row. A page of Parquet cannot be entered in
-the middle, so a Parquet file is copied once, as one Arrow record a row, to a cache in the temporary folder (TMPDIR moves it) that the
-processes of a machine share. Memory there is a few times the file's largest page: 1,024 rows where pyarrow wrote it. What a file of a few
-bytes can stand for is bounded by its size, in memory, on the disk and in time (parquet_copy.py).
-Rows count from 0, as in pandas. Nulls are absent keys, so that a row reads alike from all formats.
+Memory does not grow with the size of the file. JSON and tables (tables.py) are read in place; only
+the position of each row is kept, 16 bytes per row. A Parquet page cannot be read from the middle,
+so a Parquet file is copied once, as one Arrow record per row, to a cache in the temporary folder
+(set by TMPDIR) that the processes of a machine share. Copying takes a few times the memory of the
+file's largest page, which is 1,024 rows in files written by pyarrow. The memory, disk space and
+time that a small file can take are limited by its size (parquet_copy.py).
+
+Rows count from 0, as in pandas. Nulls become absent keys, so that a row reads the same in all
+formats.
 """
 
 import fcntl
@@ -33,14 +37,21 @@ from megatron_rl.data.tables import SEPARATORS, TableRows, UnreadableFile, file_
 
 JsonRow = Mapping[str, object]
 MAX_ROW_BYTES = 256 << 20
-"""Of JSON: what is longer is taken for a file without line ends or without its closing bracket."""
+"""Maximum size of a JSON row in bytes.
+
+A longer one indicates missing line ends or a missing closing bracket.
+"""
 _CHUNK = 1 << 20
 _ARROW_MAGIC = b"ARROW1"
 _SPACE = " \t\r\n"
 
 
 def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
-    """The file's rows; a row that is no JSON object raises when it is read. ValueError, under `key`: no such file, or not of its format."""
+    """Return the rows of a file. A row that is not a JSON object raises when it is read.
+
+    Raises:
+        ValueError: under `key`: the file does not exist or is not of its format.
+    """
     require(path.is_file(), key, path, "no such file")
     suffix = path.suffix.casefold()
     try:
@@ -55,10 +66,13 @@ def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
 
 
 class JsonRows(Sequence[JsonRow]):
-    """A JSON list of objects, one object a line, or in a .json file one object over several, or an object of objects by number, whose
-    keys are the rows' `id` where they have none. Opens the file for each row: may be pickled and shared by threads.
+    """Rows of a JSON file.
 
-    A file that has changed since is a ValueError: the places of its rows are not what they were.
+    Supported are a list of objects, one object per line, and in a .json file also one object over
+    several lines or an object of objects with numbers as keys, which become the `id` of rows
+    without one. The file is opened for each row, so that instances can be pickled and shared by
+    threads. Reading a file that has changed raises ValueError, because the positions of its rows
+    are no longer valid.
     """
 
     features: Mapping[str, str] = {}
@@ -103,7 +117,7 @@ class JsonRows(Sequence[JsonRow]):
 
 
 class ParquetRows(Sequence[JsonRow]):
-    """The rows of a Parquet file, from its Arrow copy."""
+    """Rows of a Parquet file, read from its Arrow copy."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -124,7 +138,10 @@ class ParquetRows(Sequence[JsonRow]):
 
 
 class ArrowRows(Sequence[JsonRow]):
-    """The rows of an Arrow file where they lie: a stream, as `datasets` writes it, or Arrow's file format."""
+    """Rows of an Arrow file, read in place.
+
+    The file is a stream, as `datasets` writes it, or in Arrow's file format.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -135,10 +152,10 @@ class ArrowRows(Sequence[JsonRow]):
             _check_decompressed_size(pa.ipc.MessageReader.open_stream(source), source.size())
             source.seek(0)
             self._table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
-            if self._table.num_rows > 8 * source.size():  # columns of nulls alone, or of one run, take no bytes
+            if self._table.num_rows > 8 * source.size():  # columns of nulls or of a single run take no bytes
                 raise UnreadableFile(f"says that {source.size()} bytes are {self._table.num_rows} rows; write it anew")
             _check_column_names(self._table.schema)
-            self._table.validate(full=True)  # offsets that lead out of a column would be followed
+            self._table.validate(full=True)  # invalid offsets would read outside of a column
             self._features = parse_features(self._table.schema.metadata)
             self.features = media_types(self._features)
         except (pa.ArrowException, OSError, struct.error, IndexError) as error:
@@ -156,14 +173,17 @@ class ArrowRows(Sequence[JsonRow]):
 
 
 def _object_span(path: Path) -> list[tuple[int, int]]:
-    """Of a .json file whose first line opens an object and says no more, all of it; else nothing."""
+    """Return the whole file as one span if it is a .json file with only `{` on its first line.
+
+    Return an empty list for other files.
+    """
     with path.open("rb") as file:
         is_one = path.suffix.casefold() == ".json" and file.readline(MAX_ROW_BYTES).strip() == b"{"
     return [(0, path.stat().st_size)] if is_one else []
 
 
 def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
-    """First and one-past-last byte of each line that is not blank."""
+    """Yield first and one-past-last byte of each line that is not blank."""
     end = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
@@ -176,7 +196,10 @@ def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _arrow_copy(path: Path) -> Path:
-    """Where the file's copy lies; made by the first process that asks, while others wait. A changed file gets another."""
+    """Return the path of the file's Arrow copy, and create the copy if it does not exist.
+
+    Other processes wait for the one that creates it. A changed file gets a new copy.
+    """
     folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     require(folder.stat().st_uid == os.getuid(), "TMPDIR", folder, "belongs to somebody else; choose another temporary folder")
@@ -193,8 +216,14 @@ def _arrow_copy(path: Path) -> Path:
 
 
 def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
-    """UnreadableFile: it cannot be read, or stands for far more than it holds. In a process of its own, which the kernel keeps within
-    limits; it holds the lock, too, so that nobody writes the same copy beside one whose starter was killed."""
+    """Copy a Parquet file in a child process under resource limits of the kernel.
+
+    The child inherits the lock, so that no other process writes the same copy if this process is
+    killed.
+
+    Raises:
+        UnreadableFile: the file cannot be read, or expands far beyond its size.
+    """
     command = [sys.executable, "-P", parquet_copy.__file__, str(path), str(copy)]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False, pass_fds=(lock,)
@@ -208,10 +237,11 @@ def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
 
 
 def _check_decompressed_size(messages: pa.ipc.MessageReader, size: int) -> None:
-    """UnreadableFile: compressed buffers of an Arrow file would take far more memory than the file has bytes.
+    """Raise UnreadableFile if an Arrow file's compressed buffers expand far beyond its size.
 
-    pyarrow 26 does not tell whether they are: a RecordBatch's fourth field is its compression, its third where its buffers lie, and a
-    compressed buffer begins with its length (arrow/format/Message.fbs).
+    pyarrow 26 does not report compression. The fourth field of a RecordBatch is its compression and
+    the third lists its buffers; a compressed buffer begins with its uncompressed length
+    (arrow/format/Message.fbs).
     """
     total = 0
     for message in messages:
@@ -229,7 +259,10 @@ def _check_decompressed_size(messages: pa.ipc.MessageReader, size: int) -> None:
 
 
 def _flatbuffer_offset(flat: bytes, table: int, field: int) -> int:
-    """Where the table or vector of a field lies in a flat buffer, 0 if it is absent (flatbuffers, Internals)."""
+    """Return the offset of a field's table or vector in a FlatBuffer, or 0 if the field is absent.
+
+    The layout is described in the FlatBuffers documentation, "Internals".
+    """
     entries = table - struct.unpack_from("<i", flat, table)[0]
     slot = 4 + 2 * field
     offset = struct.unpack_from("<H", flat, entries + slot)[0] if slot < struct.unpack_from("<H", flat, entries)[0] else 0
@@ -237,10 +270,15 @@ def _flatbuffer_offset(flat: bytes, table: int, field: int) -> int:
 
 
 def _to_json_row(found: pa.Table | pa.RecordBatch, features: Features, *, where: str) -> JsonRow:
-    """Return the one row of a slice, class labels by their names, narrow floats with their decimal forms. ValueError: a map's key is there
-    twice."""
+    """Return the only row of a slice as JSON values.
+
+    Class labels become their names, and narrow floats get their decimal forms.
+
+    Raises:
+        ValueError: a map contains a key twice.
+    """
     try:
-        (row,) = found.to_pylist(maps_as_pydicts="strict")  # a map is a mapping, as in JSON
+        (row,) = found.to_pylist(maps_as_pydicts="strict")  # maps become mappings, as in JSON
     except KeyError as error:
         raise ValueError(f"{where}: a map has a key twice; keep one of the two ({error.args[0]})") from error
     row = {name: with_decimal_forms(value, found.schema.field(name).type) for name, value in row.items()}
@@ -254,11 +292,11 @@ def _check_column_names(schema: pa.Schema) -> None:
 
 
 class _RepeatedKey(ValueError):
-    """A JSON object has a key twice."""
+    """Error of a JSON object that contains a key twice."""
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the object that a JSON text holds. Raises _RepeatedKey where one value would replace another."""
+    """Return the object with these pairs; raise _RepeatedKey if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -268,7 +306,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def drop_nulls(value: object) -> object:
-    """Without the keys whose value is null, at any depth."""
+    """Return the value without keys that have the value null, at any depth."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,8 @@
-"""Which files of a folder are of its data set: what `datasets` wrote down in save_to_disk, and whether all shards are there.
+"""Determines which files of a folder belong to its data set, and checks that all shards are there.
 
-save_to_disk writes state.json beside the shards of a data set, whose `_data_files` lists them, and dataset_dict.json above several splits.
-Shards of an earlier save may lie beside them.
+`datasets.save_to_disk` writes state.json next to the shards of a data set, which its `_data_files`
+lists, and dataset_dict.json above several splits. Shards of an earlier save may be in the same
+folder.
 """
 
 import re
@@ -16,12 +17,12 @@ STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 METADATA_FILES = {STATE_FILE, SPLITS_FILE, "dataset_info.json", "dataset_infos.json"}
 """JSON files that describe a data set."""
 _SHARD = re.compile(r"(?P<prefix>.*?)(?P<number>(?<!\d)\d{1,6})(?P<of>[-_]of[-_])(?P<total>\d{1,6})([-_][0-9a-f]{8,16})?")
-"""Example: train-00000-of-00002, d_1_of_8."""
+"""Pattern of the stem of a shard. Examples: train-00000-of-00002, d_1_of_8."""
 _MOST_NAMED = 5
 
 
 def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
-    """Return the splits of a DatasetDict that was saved in the folder; nothing where it holds none.
+    """Return the splits of a DatasetDict saved in the folder, or an empty list if there is none.
 
     Raises:
         ValueError: the folder of a split is missing.
@@ -36,10 +37,10 @@ def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
 
 
 def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, list[Path]]:
-    """Return the files that state.json names, for each of the folders that has one with `_data_files`.
+    """Return the files that state.json lists, for each folder that has one with `_data_files`.
 
     Raises:
-        ValueError: one of the files is missing.
+        ValueError: one of the files is missing, or the data set was saved with indices.
     """
     found = {}
     for folder in folders:
@@ -59,7 +60,10 @@ def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Pa
 
 
 def check_shards(files: Sequence[Path], *, key: str, name: str) -> None:
-    """Raise ValueError unless the files NAME-NNNNN-of-MMMMM of each name are all there, once, and of one M."""
+    """Raise ValueError unless each set of shards NAME-NNNNN-of-MMMMM is complete.
+
+    Each number must be there exactly once, and all shards of a name must have the same total M.
+    """
     sets: dict[tuple[Path, str, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for file in files:
         if shard := _SHARD.fullmatch(file.stem):
@@ -73,7 +77,7 @@ def check_shards(files: Sequence[Path], *, key: str, name: str) -> None:
         twice = ", ".join(f"{prefix}{number}{of}{total}" for number, count in Counter(numbers).items() if count > 1)
         require(not twice, key, name, f"{folder} holds {twice} more than once; remove what is no longer of the data")
         there = {int(number) for number in numbers}
-        first = 1 if int(total) in there else 0  # some tools count shards from 1
+        first = 1 if int(total) in there else 0  # some tools number shards from 1
         missing = sorted({*range(first, int(total) + first)} - there)
         told = ", ".join(f"{prefix}{number:0{min(map(len, numbers))}d}{of}{total}{suffix}" for number in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""

@@ -1,4 +1,4 @@
-"""Looks at every row before a run starts: what is there, what a run cannot use, and what is only strange."""
+"""Survey of every question before a run starts: counts, errors and warnings."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,67 +13,83 @@ from megatron_rl.data.unread_names import ImageColumnCounts, UnreadColumns
 from megatron_rl.types import Example
 
 BOX_KEYS = ("bbox", "bboxes")
-"""Keys of a question's extra that hold boxes: x1, y1, x2, y2 in pixels of its first picture."""
+"""Keys of a question's extra that contain boxes: x1, y1, x2, y2 in pixels of its first image."""
 _BATCH_SIZE = 32
 _MOST_COLUMNS = 30
-"""Columns that a message names."""
+"""Maximum number of columns that a message lists."""
 _READS = "'task.data.columns={images: COLUMN}' reads one (so question, answer), and rewards of your own find them in extra"
 
 Size = tuple[int, int]
 QuestionCheck = Callable[[Example, list[Size]], list[str]]
-"""What is strange about a question, given the width and height of its pictures."""
+"""Returns the warnings about a question, given the width and height of its images."""
 
 
 class QuestionSource(Protocol):
-    """The part of a question that a survey reads."""
+    """The part of a question data set that a survey uses."""
 
     column_mapping: Mapping[str, str]
-    """Our names of columns -> those that task.data.columns gives."""
+    """Maps our column names to those that task.data.columns gives."""
     ignored_columns: Sequence[str]
     """Columns that no warning names."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of questions."""
+        ...
 
-    def examine_row(self, index: int) -> ExaminedRow: ...
+    def examine_row(self, index: int) -> ExaminedRow:
+        """Return a question together with the values of its row that are not read."""
+        ...
 
-    def locate(self, index: int) -> str: ...
+    def locate(self, index: int) -> str:
+        """Return file and row of a question: `train.jsonl row 17`."""
+        ...
 
 
 @dataclass(slots=True)
 class QuestionSurvey:
+    """Results of a survey of questions."""
+
     num_rows: int = 0
     num_images: int = 0
-    """Of the rows that can be used; so are the sources."""
+    """Number of images in usable rows."""
     first_video: str = ""
-    """Which row is the first that shows one."""
+    """Description of the first row with a video; "" if there is none."""
     sources: Counter[str] = field(default_factory=Counter)
+    """Number of usable rows per data source."""
     errors: list[str] = field(default_factory=list)
-    """One line for the rows of a file that cannot be used for the same reason."""
+    """Error lines. Rows of a file that cannot be used for the same reason share one line."""
     num_errors: int = 0
-    """Rows; in `num_more_errors` those that are in no line. So for warnings."""
+    """Number of rows with an error."""
     num_more_errors: int = 0
+    """Number of those rows that no line of `errors` covers."""
     column_warnings: list[str] = field(default_factory=list)
-    """Columns that seem to matter and are not read, and rows without pictures."""
+    """Warnings about columns that seem to matter but are not read, and about rows without images.
+    """
     unread_columns: list[str] = field(default_factory=list)
-    """One line with all columns that are not read, if there are any."""
+    """At most one line, which lists all columns that are not read."""
     warnings: list[str] = field(default_factory=list)
     num_warnings: int = 0
+    """Number of rows with a warning."""
     num_more_warnings: int = 0
+    """Number of those rows that no line of `warnings` covers."""
 
     def raise_on_errors(self) -> None:
-        """ValueError with the first error, if there is one."""
+        """Raise ValueError with the first error, if there is one."""
         if self.errors:
             others = len(self.errors) - 1 + self.num_more_errors
             raise ValueError(self.errors[0] + (f" (and {others} more problems; launch/doctor.py lists them)" if others else ""))
 
 
 def survey_questions(examples: QuestionSource, *, check_question: QuestionCheck | None = None) -> QuestionSurvey:
-    """Read every question and the two ends of every picture; `check_question` may find more that is strange."""
+    """Read every question, and the first and last bytes of every image.
+
+    `check_question` adds warnings of its own.
+    """
     found, errors, columns, warnings = QuestionSurvey(num_rows=len(examples)), ProblemLines(), ProblemLines(), ProblemLines()
     num_rows_of: Counter[str] = Counter()
     names: dict[str, None] = {}
     unread, pictured = UnreadColumns(examples.ignored_columns), ImageColumnCounts()
-    with ThreadPoolExecutor(max_workers=16) as pool:  # headers on a network disk are mostly waiting
+    with ThreadPoolExecutor(max_workers=16) as pool:  # reading headers from a network disk is mostly waiting
         for start in range(0, len(examples), _BATCH_SIZE):
             places = range(start, min(start + _BATCH_SIZE, len(examples)))
             num_rows_of.update(examples.locate(place).rpartition(" row ")[0] for place in places)
@@ -114,7 +130,10 @@ def _count(example: Example, sizes: list[Size], found: QuestionSurvey) -> None:
 
 
 def _missing_column_errors(chosen: Mapping[str, str], names: Mapping[str, None]) -> list[str]:
-    """Return an error for each column that task.data.columns names and no row has. Where no row can be used, others say why."""
+    """Return an error for each column that task.data.columns names but no row has.
+
+    Without a usable row there are none, because other errors give the reason.
+    """
     listed = ", ".join([*names][:_MOST_COLUMNS])
     return [
         f"task.data.columns.{ours}={theirs}: no row has that column; columns: {listed}"
@@ -144,7 +163,7 @@ def _image_sizes(row: ExaminedRow | ValueError) -> list[Size | ValueError]:
 
 
 def _video_errors(row: ExaminedRow | ValueError) -> list[ValueError]:
-    """What is wrong with its videos."""
+    """Return the errors of a row's videos."""
     wrong = []
     for clip in () if isinstance(row, ValueError) else row.example.payload["videos"]:
         try:
@@ -164,7 +183,7 @@ def _image_size(image: StoredImage) -> Size | ValueError:
 
 
 def find_invalid_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
-    """What is wrong with the boxes of a question. Example: `bbox [5, 0, 3, 9] is empty`."""
+    """Return the problems of a question's boxes. Example: `bbox [5, 0, 3, 9] is empty`."""
     wrong = []
     for key in BOX_KEYS:
         given = extra.get(key, [])

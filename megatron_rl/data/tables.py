@@ -1,7 +1,8 @@
-"""Rows of tables as text (.tsv, .csv), which is how several benchmarks are published. All values are text; what is empty is absent.
+"""Rows of text tables (.tsv, .csv), the format of several benchmarks. All values are text.
 
-Where a table has the columns index and image, an image of at most 64 characters is the index of the row that holds the picture: tables for
-VLMEvalKit write a picture once (vlmeval/dataset/image_base.py, 2025).
+Empty values are absent. If a table has the columns index and image, an image of at most 64
+characters is the index of the row that contains the image: tables for VLMEvalKit store each image
+once (vlmeval/dataset/image_base.py, 2025).
 """
 
 import csv
@@ -12,19 +13,26 @@ from typing import BinaryIO
 from megatron_rl.data.file_formats import UnreadableFile
 
 UNNAMED_COLUMN = "Unnamed: 0"
-"""The first column of a table that pandas wrote with its index, as pandas calls it."""
+"""Name of an unnamed first column, as in pandas, which writes such a column for the index of a
+table.
+"""
 INDEX, IMAGE = "index", "image"
 MAX_REFERENCE_CHARS = 64
 SEPARATORS = {".tsv": "\t", ".csv": ","}
 
 
 class TableRows(Sequence[dict[str, str]]):
-    """A row lies where it lies in the file, and is read when it is asked for."""
+    """Rows of a table, each read from the file on access."""
 
     features: Mapping[str, str] = {}
 
     def __init__(self, path: Path, *, max_row_bytes: int) -> None:
-        """UnreadableFile: no names in the first row, one that stands there twice, a row that is longer, or has not as many fields."""
+        """Find the rows of the file.
+
+        Raises:
+            UnreadableFile: the first row has no or repeated names, or a row is longer than
+                `max_row_bytes` or has another number of fields.
+        """
         self.path, self._separator = path, SEPARATORS[path.suffix.casefold()]
         csv.field_size_limit(max_row_bytes)
         self._stamp = file_fingerprint(path)
@@ -55,7 +63,7 @@ class TableRows(Sequence[dict[str, str]]):
         return len(self._spans)
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        """ValueError: the file was written since."""
+        """Return a row; raise ValueError if the file has changed since it was opened."""
         number = range(len(self))[index]
         row = self._read_row(number)
         if number in self._image_rows:
@@ -77,7 +85,7 @@ class TableRows(Sequence[dict[str, str]]):
 
 
 def _check_header(names: Sequence[str], separator: str) -> None:
-    """Raise UnreadableFile for a first row that is separated by something else, or is not in UTF-8."""
+    """Raise UnreadableFile for a first row that is not in UTF-8 or has another separator."""
     if any("\0" in name for name in names):
         raise UnreadableFile("its first row holds NUL bytes; is it in UTF-16? write it in UTF-8")
     found = [other for other in (";", "\t", "|", ",") if other != separator and len(names) == 1 and other in names[0]]
@@ -87,13 +95,16 @@ def _check_header(names: Sequence[str], separator: str) -> None:
 
 
 def file_fingerprint(path: Path) -> tuple[int, int]:
-    """What changes with a file's content: its size, and when it was written, in nanoseconds."""
+    """Return a file's size and modification time in nanoseconds, which change with its content."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[tuple[list[str], tuple[int, int]]]:
-    """The fields of each record that is not blank, and its first and one-past-last byte. The reader asks for as many lines as one has."""
+    """Yield the fields of each record that is not blank, with its first and one-past-last byte.
+
+    The CSV reader requests as many lines as a record has, so `end` is the end of the record.
+    """
     at = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
     file.seek(at)
     end = start = at

@@ -1,11 +1,15 @@
-"""Shapes of a transcript's row: which columns hold the conversation, which its pictures, and which are refused.
+"""Shapes of a transcript's row: columns of the conversation and of images, and refused columns.
 
-    messages, conversations or conversation     lists of messages: OpenAI, ms-swift, TRL, ShareGPT, LLaMA-Factory, Qwen's fine-tuning script
-    instruction and output, input, history      Alpaca, as LLaMA-Factory and ms-swift read it
-    query and response, history                 ms-swift's old form
-    prompt and completion                       TRL's, both lists of messages; replies in the prompt are not learned
+    messages, conversations or      lists of messages: OpenAI, ms-swift, TRL, ShareGPT,
+        conversation                    LLaMA-Factory, Qwen's fine-tuning script
+    instruction and output,         Alpaca, as LLaMA-Factory and ms-swift read it
+        input, history
+    query and response, history     the old form of ms-swift
+    prompt and completion           TRL's form, both lists of messages;
+                                        responses in the prompt are not trained on
 
-Beside each of them a column `system` (or system_prompt) is the first message, and pictures stand in one of IMAGE_COLUMNS.
+In each shape a column `system` (or system_prompt) is the first message, and images are in one of
+IMAGE_COLUMNS.
 """
 
 import re
@@ -28,9 +32,9 @@ FORMS: Mapping[str, tuple[str, ...]] = {
     "response": ("query", "response"),
     "completion": ("prompt", "completion"),
 }
-"""The column that holds what is learned -> all columns that such a row must have."""
+"""Maps the column with the trained response to all columns that such a row must have."""
 OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
-"""Further columns that are read with a form."""
+"""Further columns that are read with a shape."""
 _TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and leave this column out"
 _PREFERENCE = "belongs to preference data, and a warm start learns one reply; write the good one into messages, and leave this column out"
 REFUSED_COLUMNS = {
@@ -47,25 +51,39 @@ REFUSED_COLUMNS = {
     "input_ids": "is not read: the messages are tokenized, and replies masked by loss: false in theirs; leave this column out",
     "history": "is read beside instruction or query alone; write the earlier turns as messages",
 }
-"""Column -> what its error says, wherever it holds something and the row's form does not read it."""
+"""Maps a column to its error message.
+
+The error applies if the column is not empty and the row's shape does not read it.
+"""
 _MEDIA = "pictures stand in the column images; leave this column out, or the row where its words need it (videos and audio are not read)"
 MASK_COLUMNS = (
     "mask", "masks", "weights", "loss_masks", "loss_weight", "loss_weights", "sample_weight", "token_weights", "train_mask", "label_mask",
     "assistant_mask", "assistant_masks", "completion_mask", "train_on_input", "train_on_inputs", "mask_history",
 )  # fmt: skip
-"""Columns that change what is learned of the whole row; so do those of FLAGS, unless they are 1."""
+"""Columns that change what is trained on in the whole row.
+
+Those of LOSS_FLAGS do so too, unless they are 1.
+"""
 PROVENANCE_COLUMNS = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)|question|answer")
-"""Columns that may name a file that is not there: where a row comes from, and the words of a question (export/sft_transcripts.py)."""
+"""Pattern of columns that may name a missing file.
+
+They give the origin of a row, or the text of a question (export/sft_transcripts.py).
+"""
 EXPORT_COLUMNS = {"messages", "id", "source", "question", "answer", "step", "reward"}
-"""Columns of export/sft_transcripts.py's rows, whose messages say all that is learned."""
+"""Columns of the rows of export/sft_transcripts.py. Their messages contain everything that is
+trained on.
+"""
 _FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
 
 
 def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
-    """Return the column that holds what is learned, and the conversation with the column `system` as its first message.
+    """Return the column with the trained response, and the conversation.
+
+    The column `system` becomes the conversation's first message.
 
     Raises:
-        ValueError: no form of a transcript, several of them, or a column that changes what is learned and is not read.
+        ValueError: the row has no shape of a transcript, or several, or a column that changes what
+            is trained on but is not read.
     """
     row = record.row
     forms = [name for name, columns in FORMS.items() if all(column in row for column in columns)]
@@ -85,7 +103,13 @@ def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
 
 
 def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[str, object]:
-    """Return the columns that nothing reads. `form`: the column that holds what is learned; `images`: that of the pictures."""
+    """Return the columns that nothing reads.
+
+    Args:
+        record: the row.
+        form: the column with the trained response.
+        images: the column of images, or "".
+    """
     read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, *LOSS_FLAGS, images}
     if record.row.keys() == EXPORT_COLUMNS:
         return {}
@@ -94,11 +118,11 @@ def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[s
 
 
 def read_images(record: DataRecord) -> tuple[str, list[StoredImage]]:
-    """Return the column of pictures (empty: the row has none) and its pictures."""
+    """Return the column of images, or "" if the row has none, and its images."""
     given = [column for column in record.row if _holds_pictures(record, column)]
     if len(given) > 1:
         given = existing_columns(record, given) or given
-    if len(given) > 1:  # as in questions: names of files count where no other column has pictures
+    if len(given) > 1:  # as for questions, file names count only if no other column has images
         given = [column for column in given if column.casefold() not in FILE_NAME_COLUMNS] or given
     if len(given) > 1:
         raise record.make_error(" and ".join(given), "each name pictures; keep one of these columns")
@@ -118,7 +142,7 @@ def _holds_pictures(record: DataRecord, column: str) -> bool:
 
 
 def _check_columns(record: DataRecord, read: set[str]) -> None:
-    """Raise ValueError for a column that changes what is learned, or holds media, and is not read."""
+    """Raise ValueError for an unread column that changes what is trained on or contains media."""
     row = record.row
     for column, told in REFUSED_COLUMNS.items():
         if column not in read and not is_empty(row.get(column, "")):
@@ -141,7 +165,11 @@ def _check_columns(record: DataRecord, read: set[str]) -> None:
 
 
 def _read_alpaca(record: DataRecord) -> list[RawMessage]:
-    """Instruction and input, one under the other where both have words, ask; output answers."""
+    """Return the messages of an Alpaca row.
+
+    The user message is the instruction and the input, joined by a line break if both have text. The
+    output is the response.
+    """
     row = record.row
     asked = [record.require_text(row.get(column, ""), column) for column in ("instruction", "input")]
     text = "\n".join(words for words in asked if words)
@@ -159,7 +187,10 @@ def _read_query(record: DataRecord) -> list[RawMessage]:
 
 
 def _read_history(record: DataRecord) -> list[RawMessage]:
-    """Earlier turns, each a pair of what was asked and what was answered. They are learned, as LLaMA-Factory learns them."""
+    """Return earlier turns, each a pair of user and assistant text.
+
+    They are trained on, as in LLaMA-Factory.
+    """
     messages = []
     for number, pair in enumerate(record.require_list(record.row.get("history", []), "history")):
         name = f"history[{number}]"
@@ -186,4 +217,4 @@ _READERS = {
     "response": _read_query,
     "completion": _read_prompt_and_completion,
 }
-"""Form -> what reads its messages."""
+"""Maps a shape to the function that reads its messages."""

@@ -1,6 +1,6 @@
-"""Messages of transcripts: their keys, their roles, and the flags that keep a reply from being learned.
+"""Messages of transcripts: their keys, their roles, and the flags that mask a response.
 
-Every key of a message is read, known to be without effect, or refused.
+Every key of a message is read, known to have no effect, or refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,21 @@ from megatron_rl.data.images import shorten
 from megatron_rl.data.records import DataRecord
 
 ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"human": "user", "observation": "tool", "gpt": "assistant"}
-"""Role in the file -> role of the chat template. The last three are those of ShareGPT and LLaMA-Factory."""
+"""Maps the role in the file to that of the chat template.
+
+The last three are those of ShareGPT and LLaMA-Factory.
+"""
 ROLE_CONTENT_KEYS = (("role", "content"), ("from", "value"))
-"""Names of role and content: OpenAI's, then ShareGPT's."""
+"""Names of the keys of role and content: those of OpenAI, then those of ShareGPT."""
 LOSS_FLAGS = ("loss", "weight", "trainable", "train", "training", "loss_mask", "loss_scale")
-"""Keys that say whether a reply is learned: 0 or false masks its labels."""
+"""Keys that select whether a response is trained on: 0 or false masks its labels."""
 IGNORED_KEYS = (
     "id", "message_id", "parent_id", "uuid", "timestamp", "created", "created_at", "date", "time", "index", "turn", "turn_id",
     "tool_call_id",
 )  # fmt: skip
-"""Keys without effect on what the policy reads or learns, if they hold a text, a number or a time."""
+"""Keys without effect on what the policy reads or learns, provided that they contain text, a number
+or a time.
+"""
 TOOL_CALL_REMEDY = "write calls of tools into the assistant's content, as the words that it is to say"
 _CALL = f"is not read; {TOOL_CALL_REMEDY}, and leave this key out"
 _REASONING = (
@@ -37,29 +42,32 @@ REFUSED_KEYS = {
     "name": "is not read, and the chat template writes no names; put it into the content, or leave this key out",
     "prefix": "is not read; write the whole reply into the content, and leave this key out",
 }
-"""Key -> what its error says. Keys that are in no table of this module are refused, too."""
+"""Maps a key to its error message. Keys that this module does not list are refused too."""
 _UNKNOWN = f"is not understood; a message has role and content (or from and value), and {', '.join(LOSS_FLAGS)} mask a reply"
 
 
 @dataclass(slots=True, frozen=True)
 class RawMessage:
-    """A message as the row has it.
+    """A message as the row contains it.
 
-    Example: {"from": "gpt", "value": "Red.", "loss": 0}, second of the column conversations, is
-    RawMessage("conversations[1]", "assistant", "Red.", is_learned=False).
+    Example: {"from": "gpt", "value": "Red.", "loss": 0}, the second of the column conversations,
+    becomes RawMessage("conversations[1]", "assistant", "Red.", is_learned=False).
     """
 
     location: str
-    """Its place in the row, for errors."""
+    """Location in the row, for error messages."""
     role: str
     """One of the values of ROLES."""
     content: object
     is_learned: bool = True
-    """False: the labels of this reply are masked."""
+    """False if the labels of this response are masked."""
 
 
 def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -> list[RawMessage]:
-    """Return the messages of a column. `is_learned` holds for replies without a flag of their own."""
+    """Return the messages of a column.
+
+    `is_learned` applies to responses without a flag of their own.
+    """
     given = parse_messages(record, record.row[column], column)
     if not isinstance(given, list):
         raise record.make_error(column, f"must be a list of messages with role and content (or from and value), is {type(given).__name__}")
@@ -67,7 +75,10 @@ def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -
 
 
 def is_empty(value: object) -> bool:
-    """Return True for a value that says nothing, as files with one type for all rows hold it. False and 0 say something."""
+    """Return True for a value without content.
+
+    Formats with one type for all rows contain such values. False and 0 count as content.
+    """
     return value in ("", "[]", "{}", [], {})
 
 
@@ -105,7 +116,11 @@ def _read_flag(record: DataRecord, message: Mapping[str, object], field: str, ro
 
 
 def check_turns(record: DataRecord, messages: Sequence[RawMessage], *, column: str) -> None:
-    """Raise ValueError unless user (or tool) and assistant alternate behind an optional system message."""
+    """Raise ValueError unless user and assistant take turns after an optional system message.
+
+    A tool message counts as one of the user. The assistant must be last, and at least one of its
+    messages must be trained on.
+    """
     roles = [message.role for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if "system" in turns or any((role == "assistant") != (number % 2 == 1) for number, role in enumerate(turns)):

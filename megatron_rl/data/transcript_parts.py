@@ -1,7 +1,8 @@
-"""Contents of transcripts' messages as texts and pictures in order; what stands for other media is refused.
+"""Contents of transcript messages as an ordered list of texts and images.
 
-`<image>` in a text, and a part {"type": "image"} without a picture of its own, takes the next picture of the row's column of pictures.
-Without any such place the pictures come first in the first message that is not the system's, as in questions.
+`<image>` in a text, and a part {"type": "image"} without its own image, take the next image of the
+row's image column. Without any such placeholder the images come first in the first message that is
+not a system message, as in questions. Placeholders of other media are errors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,11 +13,14 @@ from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 from megatron_rl.data.transcript_messages import RawMessage, is_empty
 
 ContentPart = dict[str, object]
-"""{"type": "text", "text"} or {"type": "image", "image": StoredImage}; while a message is read, an image without "image" is a place."""
+"""A part {"type": "text", "text"} or {"type": "image", "image": StoredImage}.
+
+While a message is being read, an image part without "image" is a placeholder.
+"""
 IMAGE_ROLES = ("user", "tool")
-"""Roles whose messages may show pictures."""
+"""Roles of messages that may contain images."""
 IMAGE_KEYS = ("image", "path", "url", "base64")
-"""Keys of an image part that hold its picture: Qwen's first, then those of transformers."""
+"""Keys of an image part that contain its image: Qwen's first, then those of transformers."""
 _PUT = "put its words into a part of type text"
 _LEAVE = "is not read: transcripts show texts and pictures; leave the row out"
 PART_REMEDIES = {
@@ -25,16 +29,23 @@ PART_REMEDIES = {
     "input_image": "is not read; write type image or image_url",
     **dict.fromkeys(("refusal", "thinking", "reasoning", "tool_use", "tool_call", "tool_result"), f"is not read; {_PUT}"),
 }
-"""Type of a part -> what its error says."""
+"""Maps the type of a part to its error message."""
 
 
 def read_parts(
     record: DataRecord, messages: Sequence[RawMessage], images: Sequence[StoredImage], *, column: str
 ) -> list[list[ContentPart]]:
-    """Return the parts of each message with all pictures in their places. `column`: that of `images`, empty if the row has none.
+    """Return the parts of each message with all images filled in.
+
+    Args:
+        record: the row.
+        messages: messages of the row.
+        images: images of the row's image column.
+        column: name of that column, or "" if the row has none.
 
     Raises:
-        ValueError: places and pictures do not match, or a content holds something else than texts and pictures.
+        ValueError: placeholders and images do not match, or a content contains something else than
+            texts and images.
     """
     contents = [list(_read_content(record, message)) for message in messages]
     shown = [part for parts in contents for part in parts if part["type"] == "image"]
@@ -55,7 +66,7 @@ def read_parts(
 
 
 def _prepend_placeholders(parts: Sequence[ContentPart], num: int) -> Iterator[ContentPart]:
-    """Yield `num` places, each with a line end behind it, and the parts."""
+    """Yield `num` placeholders, each followed by a line break, and then the parts."""
     for _ in range(num - 1):
         yield from ({"type": "image"}, {"type": "text", "text": "\n"})
     yield {"type": "image"}
@@ -108,7 +119,7 @@ def _read_part(record: DataRecord, value: object, field: str, role: str) -> Iter
 
 
 def _own_picture(record: DataRecord, part: Mapping[str, object], field: str) -> ContentPart:
-    """Return {"image": the picture of an image part}, {} where it is a place for one of the column's."""
+    """Return {"image": ...} with the part's own image, or {} if the part is a placeholder."""
     if part["type"] == "image_url":
         given = part.get("image_url")
         if isinstance(given, Mapping):
@@ -141,7 +152,7 @@ def _check_role(record: DataRecord, role: str, field: str) -> None:
 
 
 def _split_text(record: DataRecord, value: object, field: str, role: str) -> Iterator[ContentPart]:
-    """Yield the text's pieces and a place for each <image> between them."""
+    """Yield the pieces of a text with an image placeholder for each <image> between them."""
     text = record.require_text(value, field)
     if place := find_media_placeholder(text):
         known = f"a picture's place is written {IMAGE_PLACEHOLDER}, and videos and audio are not read"

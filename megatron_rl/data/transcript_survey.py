@@ -1,4 +1,4 @@
-"""Survey of every transcript: counts, and one line for each kind of mistake."""
+"""Survey of every transcript: counts, and one line for each kind of error."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,23 +12,28 @@ from megatron_rl.data.unread_names import ImageColumnCounts, UnreadColumns
 from megatron_rl.types import Message
 
 CheckLength = Callable[[Sequence[Message], Sequence[Size]], None]
-"""(messages, width and height of their pictures) -> raises ValueError for a conversation that is too long."""
+"""Raises ValueError if a conversation is too long, given its messages and the width and height of
+its images.
+"""
 
 
 class TranscriptMeasurer(Protocol):
     """The part of a renderer that a survey uses."""
 
     max_positions: int
-    """Tokens that the model's positions are enough for."""
+    """Maximum number of positions of the model, in tokens."""
 
-    def transcript_length(self, messages: Sequence[Message], sizes: Sequence[Size]) -> int: ...
+    def transcript_length(self, messages: Sequence[Message], sizes: Sequence[Size]) -> int:
+        """Return the number of tokens of a conversation."""
+        ...
 
 
 def make_length_check(settings: Settings, measurer: TranscriptMeasurer) -> CheckLength:
-    """Return a check that a conversation is no longer than what memory is planned for. Nothing is ever cut off.
+    """Return a check that a conversation fits the sequence length for which memory is planned.
 
-    A conversation is one sequence in one micro-batch, which may be longer than batch.micro_batch_tokens. Memory is planned for the larger
-    one of that and engine.max_model_len (memory_plan/gpu_memory.py).
+    Conversations are never truncated. One of them is one sequence in one micro-batch, which may be
+    longer than batch.micro_batch_tokens. Memory is planned for the larger of that and
+    engine.max_model_len (memory_plan/gpu_memory.py).
     """
     planned = max(settings.batch.micro_batch_tokens, settings.engine.max_model_len)
 
@@ -54,41 +59,50 @@ _THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 @dataclass(slots=True, frozen=True)
 class ParsedTranscript:
-    """A row's conversation, and what else the row holds."""
+    """The conversation of a row, and the row's further values."""
 
     messages: list[Message]
-    """Contents are lists of parts, pictures are StoredImage; `loss` says whether a reply is learned."""
+    """Messages with lists of parts as contents, with images as StoredImage; `loss: False` marks a
+    masked response.
+    """
     unread_values: Mapping[str, object]
-    """The values of the columns that nothing reads."""
+    """Values that nothing reads, by column."""
     columns: tuple[str, ...]
     """Names of the row's columns."""
     image_column: str
-    """The column of its pictures; empty where it has none."""
+    """Column of the row's images; "" if it has none."""
 
 
 @dataclass(slots=True)
 class TranscriptSurvey:
-    """Counts of rows, and errors by kind: those of one kind differ in nothing but their row and their numbers."""
+    """Counts of rows, and errors by kind.
+
+    Errors of one kind differ only in their row and in numbers.
+    """
 
     num_rows: int
     num_images: int = 0
     num_replies: int = 0
     num_masked: int = 0
-    """Replies that are in the context and not learned."""
+    """Number of responses that are part of the sequence but not trained on."""
     num_only_thinking: int = 0
-    """Conversations that teach a reply without a word behind its thoughts."""
+    """Number of conversations that train a response with nothing but thoughts."""
     first_only_thinking: str = ""
     first_lines: dict[str, str] = field(default_factory=dict)
-    """Kind -> its first error, with file and row."""
+    """Maps a kind of error to its first message, with file and row."""
     num_rows_of: dict[str, int] = field(default_factory=dict)
-    """Kind -> rows with such an error."""
+    """Maps a kind of error to the number of rows with such an error."""
     columns: dict[str, None] = field(default_factory=dict)
-    """Names of the columns of rows that can be used."""
+    """Names of the columns of usable rows."""
     unread: UnreadColumns = field(default_factory=UnreadColumns)
     pictured: ImageColumnCounts = field(default_factory=ImageColumnCounts)
 
     def add_transcript(self, row: ParsedTranscript, *, where: str, check_length: CheckLength | None = None) -> None:
-        """Count a conversation. Raises ValueError: a picture of it is broken, or it is too long."""
+        """Count a conversation.
+
+        Raises:
+            ValueError: one of its images is damaged, or it is too long.
+        """
         messages = row.messages
         images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
         sizes = [image.size() for image in images]
@@ -112,7 +126,7 @@ class TranscriptSurvey:
 
     @property
     def warnings(self) -> list[str]:
-        """Lines with all columns that are not read, and conversations without pictures beside others, and replies that only think."""
+        """Warnings about unread columns, missing images, and responses with only thoughts."""
         return [*self.pictured.format_lines(), *self._thinking_lines(), *self.unread.format_lines(_READS)]
 
     def _thinking_lines(self) -> list[str]:
@@ -129,13 +143,16 @@ class TranscriptSurvey:
 
     @property
     def errors(self) -> list[str]:
-        """A line for each of the first SHOWN kinds, which says how many rows are alike; the last line counts the rest."""
+        """Error lines, one for each of the first MAX_LINES kinds with its number of rows.
+
+        A last line counts the rows of the other kinds.
+        """
         lines = [line + self._describe_count(kind) for kind, line in self.first_lines.items()]
         rest = sum(list(self.num_rows_of.values())[MAX_LINES:])
         return lines[:MAX_LINES] + ([f"and {rest} more rows"] if rest else [])
 
     def raise_on_errors(self) -> None:
-        """Raise ValueError with the first error and the number of rows that cannot be used, if there are any."""
+        """Raise ValueError with the first error and the number of unusable rows, if any."""
         if not self.first_lines:
             return
         (kind, line), *others = self.first_lines.items()
@@ -152,6 +169,6 @@ class TranscriptSurvey:
 
 
 def _only_thinks(reply: Message) -> bool:
-    """Return whether a reply is nothing but thoughts: `<think>..</think>`, closed or not."""
+    """Return True if a response is nothing but thoughts: `<think>..</think>`, closed or not."""
     text = "".join(str(part["text"]) for part in reply["content"] if part["type"] == "text")
     return "<think>" in text and not _THOUGHTS.sub("", text).strip()

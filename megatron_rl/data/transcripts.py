@@ -1,8 +1,10 @@
-"""Conversations for the supervised warm start, from JSON lines, JSON lists or Parquet.
+"""Conversations for supervised fine-tuning before RL, from JSON lines, JSON lists or Parquet.
 
-transcript_forms.py reads the columns of a row, transcript_messages.py the keys of its messages, transcript_parts.py their contents. After
-an optional system message, user (or tool) and assistant take turns, and the assistant is last. A reply is learned unless its message says
-`loss: false` (or another of FLAGS, 0 or false). Calls of tools stand in the assistant's words: `tools` and `tool_calls` are refused.
+transcript_forms.py reads the columns of a row, transcript_messages.py the keys of its messages,
+transcript_parts.py their contents. After an optional system message, user (or tool) and assistant
+alternate, and the assistant is last. A response is trained on unless its message has `loss: false`
+(or another of LOSS_FLAGS that is 0 or false). Tool calls are part of the assistant's text: `tools`
+and `tool_calls` are refused.
 """
 
 from collections.abc import Sequence
@@ -21,11 +23,14 @@ from megatron_rl.errors import InfraError
 from megatron_rl.types import Demonstration, Message
 
 TRANSCRIPTS_SPLIT = "transcripts"
-"""The one split of demonstrations (sft.splits) that the user's data has."""
+"""The only split of demonstrations (sft.splits) of user data."""
 
 
 class TranscriptDataset(Sequence[list[Message]]):
-    """Conversations that are read, and their pictures decoded, when they are asked for. A slice is a view."""
+    """Conversations of data files, each read on access and its images decoded.
+
+    A slice is a view.
+    """
 
     def __init__(self, records: RecordFiles, *, row_indices: range | None = None, warnings: Sequence[str] = ()) -> None:
         self.records, self.warnings = records, warnings
@@ -41,13 +46,21 @@ class TranscriptDataset(Sequence[list[Message]]):
     def __getitem__(self, index: slice) -> "TranscriptDataset": ...
 
     def __getitem__(self, index: int | slice) -> "list[Message] | TranscriptDataset":
-        """ValueError: a picture cannot be decoded."""
+        """Return the messages of a conversation, or a view for a slice.
+
+        Raises:
+            ValueError: an image cannot be decoded.
+        """
         if isinstance(index, slice):
             return TranscriptDataset(self.records, row_indices=self._row_indices[index], warnings=self.warnings)
         return self.load_demonstration(index).messages
 
     def load_demonstration(self, index: int) -> Demonstration:
-        """Return the conversation with decoded pictures and its file and row. Raises ValueError as __getitem__ does."""
+        """Return the conversation with decoded images, and with its file and row.
+
+        Raises:
+            ValueError: an image cannot be decoded.
+        """
         record = self.records[self._row_indices[index]]
         try:
             return Demonstration([_decode_images(message) for message in read_transcript(record).messages], where=record.where)
@@ -55,7 +68,7 @@ class TranscriptDataset(Sequence[list[Message]]):
             raise ValueError(str(fault)) from fault
 
     def parse(self, index: int) -> ParsedTranscript:
-        """The same with the pictures as StoredImage."""
+        """Return a conversation without decoding its images, which are StoredImage."""
         return read_transcript(self.records[self._row_indices[index]])
 
     def locate(self, index: int) -> str:
@@ -66,10 +79,10 @@ class TranscriptDataset(Sequence[list[Message]]):
 def open_transcripts(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
 ) -> TranscriptDataset:  # fmt: skip
-    """Return the files' conversations without reading them. `ignored`: columns that no warning names.
+    """Return the files' conversations without reading them. `ignored` columns cause no warnings.
 
     Raises:
-        ValueError: no files, or files without rows.
+        ValueError: there are no files, or they have no rows.
     """
     columns = ColumnSettings(ignored=list(ignored))
     return TranscriptDataset(
@@ -80,7 +93,11 @@ def open_transcripts(
 def load_transcripts(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
 ) -> TranscriptDataset:  # fmt: skip
-    """The files' conversations, after a look at every row and the header of every picture. ValueError names file and row."""
+    """Return the files' conversations after a survey of every row and the header of every image.
+
+    Raises:
+        ValueError: a row cannot be used; the message names file and row.
+    """
     opened = open_transcripts(paths, images_root=images_root, image_roots=image_roots, ignored=ignored)
     found = survey_transcripts(opened)
     found.raise_on_errors()
@@ -88,7 +105,10 @@ def load_transcripts(
 
 
 def survey_transcripts(opened: TranscriptDataset, *, check_length: CheckLength | None = None) -> TranscriptSurvey:
-    """Read every conversation and both ends of every picture. `check_length` raises ValueError for one that is too long."""
+    """Read every conversation, and the first and last bytes of every image.
+
+    `check_length` raises ValueError for a conversation that is too long.
+    """
     found = TranscriptSurvey(num_rows=len(opened), unread=UnreadColumns(opened.records.ignored_columns))
     for place in range(len(opened)):
         try:
@@ -101,7 +121,10 @@ def survey_transcripts(opened: TranscriptDataset, *, check_length: CheckLength |
 
 
 class ShuffledDemonstrations(Sequence[Demonstration]):
-    """Demonstrations in shuffled rounds of all conversations, read when they are asked for. Fewer are a prefix of more."""
+    """Demonstrations in shuffled passes over all conversations, read on access.
+
+    A smaller `num` gives a prefix of a larger one.
+    """
 
     def __init__(self, dataset: TranscriptDataset, *, num: int, seed: int) -> None:
         self._dataset, self.warnings = dataset, dataset.warnings
@@ -116,7 +139,10 @@ class ShuffledDemonstrations(Sequence[Demonstration]):
         return self._dataset.load_demonstration(self._row_indices[index])
 
     def check_lengths(self, check_length: CheckLength) -> None:
-        """Raise ValueError for conversations that `check_length` refuses, with file and row of the first."""
+        """Raise ValueError if `check_length` refuses a conversation.
+
+        The message names file and row of the first one.
+        """
         found = TranscriptSurvey(num_rows=len(set(self._row_indices)))
         for place in sorted(set(self._row_indices)):
             try:
@@ -127,7 +153,11 @@ class ShuffledDemonstrations(Sequence[Demonstration]):
 
 
 def load_demonstrations(data: DataSettings, split: str, *, num: int, seed: int) -> ShuffledDemonstrations:
-    """What a task of the user's data learns from before it is rewarded. ValueError: no files are given, or a row is no good."""
+    """Return the demonstrations of user data for supervised fine-tuning before RL.
+
+    Raises:
+        ValueError: no files are given, or a row cannot be used.
+    """
     words = f"'sft.splits=[{TRANSCRIPTS_SPLIT}]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
     require(split == TRANSCRIPTS_SPLIT, "sft.splits", split, f"this task learns from files of conversations: {words}")
     remedy = "give the files of conversations: JSON lines, JSON lists or Parquet"
@@ -137,10 +167,11 @@ def load_demonstrations(data: DataSettings, split: str, *, num: int, seed: int) 
 
 
 def read_transcript(record: DataRecord) -> ParsedTranscript:
-    """Return the conversation of a row, and what else the row holds.
+    """Return the conversation of a row together with the row's further values.
 
     Raises:
-        ValueError: it is none, or holds something that is neither read nor without effect; names file, row and field.
+        ValueError: the row is not a conversation, or has content that is neither read nor known to
+            have no effect. The message names file, row and field.
     """
     column, given = read_conversation(record)
     check_turns(record, given, column=column)

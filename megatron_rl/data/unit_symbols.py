@@ -1,8 +1,9 @@
-"""The case of unit symbols, which tells `5 mW` from `5 MW`, `5 pF` from `5 PF` and `5 Nm` from `5 nm`.
+"""Case of unit symbols, which distinguishes `5 mW` from `5 MW`.
 
-Every symbol of SI with every prefix that it takes is known in its own case. What is written in another case (`5 KM`, `5 Kg`, `5 Mpa`)
-stands for the known symbol with the most letters in the same case. In small letters alone, or as two capitals (`5 MM`), it stands for the
-first of these: without a prefix, with a small letter, with a capital.
+Further examples are `5 pF` and `5 PF`, `5 Nm` and `5 nm`. Every SI symbol with every prefix that it
+takes is known in its own case. A symbol in another case (`5 KM`, `5 Kg`, `5 Mpa`) stands for the
+known symbol that has the most letters in the same case. In lower case only, or as two capitals (`5
+MM`), it stands for the first of these: without a prefix, with a small letter, with a capital.
 """
 
 import re
@@ -18,11 +19,17 @@ _SOME_PREFIXES = {
     **{"M": ("", *"mun\u03bcp"), "G": "mk", "t": ("", *"kMG")},
     **dict.fromkeys(("h", "d", "min", "ft", "in", "yd", "mi", "lb", "oz", "gal", "pt", "Da", "au", "ha", "dB", "Cal"), ("",)),
 }
-"""Bytes, bits, moles per liter, gauss, tonnes, and symbols without prefixes."""
+"""Units with few prefixes: bytes, bits, moles per liter, gauss, tonnes; and symbols without
+prefixes.
+"""
 
 
 def _known_symbols() -> dict[str, list[str]]:
-    """Return the symbols that differ in case alone, by their form without case: without a prefix, with a small one, with a capital."""
+    """Return the known symbols by their case-folded form.
+
+    Symbols that differ in case only are ordered: without a prefix, with a small one, with a
+    capital.
+    """
     prefixes = dict.fromkeys(_ANY_PREFIX, _PREFIXES) | _SOME_PREFIXES
     by_form: dict[str, list[str]] = defaultdict(list)
     pairs = [(prefix, unit) for unit, allowed in prefixes.items() for prefix in allowed]
@@ -36,17 +43,17 @@ _UNITS = re.compile(
     r"(?:(?<=[\d}])|(?<=\\pi)|(?<=\u03c0))\s*[^\W\d_]+"
     r"(?:(?:\^?\{?-?\d\}?)?\s*(?:[/*\xb7\u22c5.]|per(?!\w))?\s*[^\W\d_]+){0,4}"
 )
-"""Behind a number: a unit, or several multiplied or divided."""
+"""Pattern of the text after a number that may be a unit, or several multiplied or divided."""
 _WORD = re.compile(r"[^\W\d_]+")
 
 
 def mark_unit_case(text: str) -> str:
-    """Return the text with a mark in units behind a number that casefold() would turn into another unit: `5 MW` -> `5 mw<1>`."""
+    """Return the text with a mark in units that casefold() would confuse: `5 MW` -> `5 mw<1>`."""
     return _UNITS.sub(lambda units: _WORD.sub(lambda word: _mark_word(word[0]), units[0]), text)
 
 
 def is_unit_symbol(word: str) -> bool:
-    """Return whether a word is the symbol of a unit, in any case."""
+    """Return True if a word is the symbol of a unit, in any case."""
     return word.casefold() in _KNOWN
 
 

@@ -1,7 +1,8 @@
-"""Finds columns of questions that are not read although they change what is asked or learned: pictures, videos, audio, choices, loss masks.
+"""Finds columns of questions that are not read although they change the question or the training.
 
-A column is told by its type in the file's schema (`datasets` features), by its values, and by its name. What is not read otherwise travels
-in the payload's `extra`.
+Examples are images, videos, audio, choices and loss masks. A column is recognized by its type in
+the file's schema (`datasets` features), by its values, and by its name. All other unread values are
+passed on in the payload's `extra`.
 """
 
 import os
@@ -24,7 +25,7 @@ CHOICE_NAMES = {
     "endings", "mc1_targets", "mc2_targets",
 }  # fmt: skip
 ANSWER_LISTS = {"answers", "aliases", "answer_aliases", "acceptable_answers", "direct_answers", "ground_truths", "gts", "labels"}
-"""Lists of answers that are all right, as several annotators gave them."""
+"""Columns of lists in which every answer is correct, as several annotators gave them."""
 _LETTER_NAME = re.compile(r"([a-h]|(option|choice)_?([a-h]|\d))")
 _LABEL = re.compile(r"^\s*\(?[A-Za-z0-9]{1,2}[).:]\s+")
 _OTHER_MEANINGS = (
@@ -74,60 +75,67 @@ _OTHER_MEANINGS = (
         "write it into the question, or remove the column",
     ),
 )
-"""Names of columns, what they look like, and what to do about them."""
+"""Column names, their likely meaning, and the remedy."""
 SUSPECT_COLUMNS = {name: (looks, remedy) for names, looks, remedy in _OTHER_MEANINGS for name in names}
 NUMERIC_NAMES = {"weight", "weights", "labels"}
-"""Names that have another meaning where their values are words."""
+"""Names that have another meaning if their values are words."""
 NEUTRAL_WEIGHTS = (1, "1", "1.0", True, "true")
-"""Weights that change nothing."""
+"""Weights without effect."""
 _MARKUP = re.compile(
     r"<img\b|data:image/|!\[[^\]]*\]\(|\\includegraphics\b|\[(?i:image|img|picture|photo|figure)\s*:|<\s+(?i:image)\s*/?>|<(?i:image)\s+/?>"
 )
-"""Pictures in HTML, Markdown, LaTeX and captions, and PLACE with a blank in it."""
+"""Pattern of images in HTML, Markdown, LaTeX and captions, and of IMAGE_PLACEHOLDER with a space in
+it.
+"""
 TASK_EXTRA_KEYS = {"image_file_name", "bbox", "bboxes"}
-"""Keys of `extra` that tasks and checks read of a row with pictures."""
+"""Keys of `extra` that tasks and checks read in rows with images."""
 _OPTION_KEYS = ("text", "content", "value", "option", "choice", "answer")
-"""Keys of an option's words, beside its label."""
+"""Keys of an option's text, next to that of its label."""
 _REPLIES = ("assistant", "gpt")
-"""Roles of replies."""
+"""Roles of responses."""
 MAX_CHOICES, MAX_CHOICE_CHARS = 26, 200
 
 
 @dataclass(slots=True, frozen=True)
 class UnreadFinding:
-    """Something in a column of a row that is not read. Rows with equal findings share one line."""
+    """A column of a row that is not read. Rows with equal findings share one line."""
 
     column: str
     description: str
-    """Example: `looks like paths of pictures that exist and is not read`."""
+    """Description of the column.
+
+    Example: `looks like paths of pictures that exist and is not read`.
+    """
     remedy: str
     is_error: bool
     is_error_in_all: bool = False
-    """True: it is an error where every row of a file has it."""
+    """True if the finding is an error once every row of a file has it."""
 
 
 @dataclass(slots=True, frozen=True)
 class ExaminedRow:
-    """An example and what else its row holds."""
+    """An example and the further values of its row."""
 
     example: Example
     findings: tuple[UnreadFinding, ...]
     columns: tuple[str, ...]
     """Names of the row's columns as they are in the file."""
     unread_values: Mapping[str, object]
-    """The values that nothing reads, by column; keys of structs as `extra_info.KEY`."""
+    """Values that nothing reads, by column; keys of structs are named `extra_info.KEY`."""
     image_column: str
-    """The column of its pictures, or of its video; empty where it has none."""
+    """Column of the row's images or video; "" if it has none."""
 
 
 def find_unread(
     record: DataRecord, payload: Mapping[str, object], *, unread_values: Mapping[str, object], question_column: str
 ) -> Iterator[UnreadFinding]:
-    """Yield what a row holds that its payload does not.
+    """Yield the findings about values of a row that its payload does not contain.
 
     Args:
-        unread_values: the values that are not read, by column; keys of extra_info as `extra_info.KEY`.
-        question_column: the column that gave the question.
+        record: the row.
+        payload: payload of the row's example.
+        unread_values: values that are not read, by column; keys of extra_info as `extra_info.KEY`.
+        question_column: column of the question.
     """
     for name, value in unread_values.items():
         if is_empty(value):
@@ -178,14 +186,18 @@ def _column_remedy(name: str, value: object) -> str:
 
 
 def _is_read(value: object, images: Sequence[StoredImage], record: DataRecord) -> bool:
-    """Return True if a column names pictures that another one names too."""
+    """Return True if a column names only images that another column names too."""
     names = value if isinstance(value, list) else [value]
     read = {os.path.realpath(image.source) for image in images if not isinstance(image.source, bytes)}
     return all(isinstance(name, str) and "\0" not in name and os.path.realpath(record.folder / name) in read for name in names)
 
 
 def _text_finding(name: str, value: object, payload: Mapping[str, object]) -> UnreadFinding | None:
-    """Recognize choices by name or by the answer among them, and columns that change what is learned by name."""
+    """Return the finding about a text column, if there is one.
+
+    Choices are recognized by the column's name or by the answer among them, columns that change the
+    training by name.
+    """
     plain, question = name.removeprefix("extra_info.").casefold(), str(payload["question"])
     options = parse_options(value)
     is_choice = plain in CHOICE_NAMES or (plain not in ANSWER_LISTS and _contains_answer(value, options, str(payload["answer"])))
@@ -203,7 +215,7 @@ _CHOICES = ("looks like the choices of the answer, which the question does not c
 
 
 def _contains_answer(value: object, options: Sequence[str], answer: str) -> bool:
-    """Return True for a mapping of letters, and for a list of short texts of which one is the answer."""
+    """Return True for a mapping by letters, or a list of short texts that contains the answer."""
     if isinstance(value, Mapping) and len(value) >= 2 and all(_LETTER_NAME.fullmatch(name.casefold()) for name in value):
         return True
     is_list = isinstance(value, list) and 2 <= len(value) <= MAX_CHOICES and all(isinstance(item, str) for item in value)
@@ -212,13 +224,19 @@ def _contains_answer(value: object, options: Sequence[str], answer: str) -> bool
 
 
 def _are_in_question(options: Sequence[str], question: str) -> bool:
-    """Return True if the question contains all options, or if they are letters, whose choices stand in the picture."""
+    """Return True if the question contains all options.
+
+    Options that are single letters count as contained, because their text is in the image.
+    """
     text = " ".join(question.casefold().split())
     return all((len(option) == 1 and option.isalpha()) or " ".join(option.casefold().split()) in text for option in options)
 
 
 def parse_options(value: object) -> list[str]:
-    """Return the options of a list, a mapping with a list of texts, or a text of one of these, without their letters."""
+    """Return the options without their letters.
+
+    The value is a list, a mapping with a list of texts, or a text of one of these.
+    """
     if isinstance(value, str):
         value = (parse_literal(value) if value.lstrip().startswith(("[", "{")) else None) or re.split(r"\n|;|\|", value)
     if isinstance(value, Mapping):
@@ -231,12 +249,12 @@ def parse_options(value: object) -> list[str]:
 
 
 def _option_words(option: Mapping[str, object]) -> object:
-    """Return the words of an option: {"label": "A", "text": "cat"} -> cat."""
+    """Return the text of an option: {"label": "A", "text": "cat"} -> cat."""
     return next((option[key] for key in _OPTION_KEYS if key in option), next(iter(option.values()), ""))
 
 
 def _find_letter_columns(names: Mapping[str, object], payload: Mapping[str, object]) -> Iterator[UnreadFinding]:
-    """Columns A, B, C, D or option_a, option_b, as tables have them."""
+    """Yield a finding about choices in columns A, B, C, D or option_a, option_b."""
     letters = [name for name in names if _LETTER_NAME.fullmatch(name.casefold()) and isinstance(names[name], str | int | float)]
     first = {name.casefold()[-1] for name in letters}
     if not ({"a", "b"} <= first or {"1", "2"} <= first):
@@ -246,7 +264,10 @@ def _find_letter_columns(names: Mapping[str, object], payload: Mapping[str, obje
 
 
 def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> Iterator[UnreadFinding]:
-    """Columns that would be the question if another one were not: pictures in them, and other words."""
+    """Yield findings about columns that would be the question if another one were not.
+
+    Findings are images in them, and text that differs from that of the question.
+    """
     for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS):
         if name == question_column or name not in record.row:
             continue
@@ -261,7 +282,11 @@ def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, 
 
 
 def find_unread_prompts(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> dict[str, object]:
-    """Return questions that do not hold that of extra_info, which is read, and a reply behind the question without its answer."""
+    """Return unread prompts of a row, by column.
+
+    If extra_info.question is read, these are the prompts that do not contain it. Otherwise it is a
+    last response without the answer.
+    """
     if question_column == "extra_info.question":
         asked = _extract_words(payload["question"]).casefold()
         others = {name: record.row[name] for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) if name in record.row}
@@ -277,7 +302,10 @@ def _all_words(value: object) -> str:
 
 
 def _is_same_question(value: object, asked: object) -> bool:
-    """Return True if two columns have the same words, places of pictures aside; one of them may be a single message of the user."""
+    """Return True if two columns have the same text, ignoring image placeholders.
+
+    Either of them may be a single user message.
+    """
     words = [_extract_words(each) for each in (value, asked)]
     return value == asked or (words[0] == words[1] != "")
 

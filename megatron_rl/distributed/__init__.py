@@ -1,0 +1,1 @@
+"""Process groups, collectives, image exchange and hang detection."""

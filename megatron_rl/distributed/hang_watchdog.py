@@ -1,13 +1,17 @@
-"""A watch over ranks that wait for each other: who lags, who is gone, and what each was at.
+"""Detects ranks that hang or die while other ranks wait for them, and reports the reason.
 
-A thread of every rank looks at the stack of the one that trains. Where that stands still for NEARLY of parallel.timeout_s, all ranks are
-asked: each writes its stacks to RUN/hang/rank_N.txt, and says where it is and whether it waits for others; a warning names those that do
-not. Where a collective fails, because it waited too long or because a peer has died, the run ends with one line a node. So it does where
-a rank leaves SILENT questions in a row without an answer, in whatever collective the others wait: one that is slow answers. Ranks talk
-through the store that torchrun's processes meet by. On CUDA torch's flight recorder writes the last collectives of NCCL beside the stacks,
-when NCCL ends a process that waited too long: this was never run.
+A thread on every rank watches the stack of the training thread. If it has not moved for
+NEAR_TIMEOUT of parallel.timeout_s, the rank requests reports from all ranks. Each rank then writes
+its stacks to RUN/hang/rank_N.txt and reports its location and whether it waits in a collective. A
+warning names the ranks that do not wait.
 
-Over 300 lines: both sides of one conversation between ranks.
+If a collective fails, because of a timeout or a dead peer, the run ends with one error line per
+node. It also ends if a rank misses MAX_MISSED_REPLIES requests in a row, in whatever collective the
+others wait; a rank that is merely slow still replies. Ranks communicate by the store at which
+torchrun's processes meet. On CUDA, torch's flight recorder writes the last NCCL collectives next to
+the stacks when NCCL ends a process after a timeout; this has not been tested.
+
+The file has over 300 lines because it holds both sides of one protocol.
 """
 
 import faulthandler
@@ -37,41 +41,52 @@ from megatron_rl.distributed.world import World, first_line, is_collective_error
 from megatron_rl.errors import PeerLost
 
 FOLDER = "hang"
+"""Name of the folder for stacks in a run directory."""
 NEAR_TIMEOUT = 0.9
-"""Of the time limit: when NCCL ends a process, that has nothing more to say."""
+"""Fraction of the timeout after which reports are requested, before NCCL ends a process that can
+then report nothing.
+"""
 POLLS_PER_TIMEOUT, POLL_S = 20, 0.5
-"""Between two looks: a part of the time limit, and no more than half a second."""
+"""Number of polls per timeout, and the longest interval between two polls in seconds."""
 REPLY_TIMEOUT_S = 5.0
-"""What the others have for their answers; who gives none is gone."""
+"""Seconds that ranks have to reply to a request. A rank without a reply counts as gone."""
 STACK_WRITE_TIMEOUT_S = 1.0
 """Seconds that a report waits for its stacks to be written."""
 EXIT_TIMEOUT_S = 6 * REPLY_TIMEOUT_S
-"""What the last word may take. A store whose process hangs, and has not ended, keeps a request for ever, whatever its time limit: torch
-2.13's TCPStore waits for the answer to its own cancellation."""
+"""Seconds that the final report may take. A store in a process that hangs but still exists blocks a
+request forever, whatever its timeout: torch 2.13's TCPStore waits for the reply to its own
+cancellation.
+"""
 MAX_MISSED_REPLIES = 3
-"""Questions in a row without an answer, after which a rank is given up, however long the others might wait for it
-(parallel.straggler_timeout_s)."""
+"""Number of missed requests in a row after which a rank is given up, however long the others may
+wait for it (parallel.straggler_timeout_s).
+"""
 _NO_REQUEST, _END_ALL = "0 nobody", "over"
-"""Values in place of a question, which is a number and who asks: before the first one, and when every rank is to end."""
+"""Special values of the request key, which otherwise holds the request's number and sender: before
+the first request, and when every rank must exit.
+"""
 _PACKAGE = Path(__file__).parents[1]
 _WAIT_HELPERS = (Path(__file__), _PACKAGE / "distributed/world.py")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RankReport:
-    """What a rank says when it is asked, or of itself when it ends."""
+    """Report of a rank, on request or when it exits."""
 
     node: str
     location: str = ""
-    """The line that it is at."""
+    """Line of code that the rank executes."""
     is_waiting: bool = False
-    """For others, in a collective."""
+    """True if the rank waits for others in a collective."""
     exit_reason: str = ""
-    """Why it has ended, where that was no collective's failure."""
+    """Reason for the rank's exit, unless it is the failure of a collective."""
 
 
 class HangWatchdog:
-    """As a context around what the ranks do together, on every rank; made before they meet. In a world of one it does nothing."""
+    """Context manager around the collective part of a run, on every rank.
+
+    Create it before the process group. In a world of size 1 it does nothing.
+    """
 
     def __init__(self, world: World, *, folder: Path, timeout_s: float) -> None:
         self._world, self._folder, self._timeout_s = world, folder / FOLDER, timeout_s
@@ -96,7 +111,7 @@ class HangWatchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """PeerLost instead of a collective's failure."""
+        """Publish this rank's last report. Raises PeerLost in place of a collective's error."""
         if self._world.size == 1:
             return
         parts = error is not None and is_collective_error(error)
@@ -110,13 +125,13 @@ class HangWatchdog:
             raise PeerLost from error
 
     def _watch_and_exit(self) -> None:
-        """In the thread, which has the last word, too: where memory is short no other one could be started."""
+        """Watch, then publish the last report from this thread; low memory may forbid a new one."""
         self._watch()
         self._is_leaving.wait()
         self._leave_fn()
 
     def _exit_with_reason(self, error: BaseException | None, trace: TracebackType | None, parts: bool) -> None:
-        """The last word of this rank, and why it parts, if it does."""
+        """Publish this rank's last report and, after a failed collective, the diagnosis."""
         try:
             if parts:
                 self._publish_report(
@@ -130,7 +145,7 @@ class HangWatchdog:
                 _print_to_stderr(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
 
     def _watch(self) -> None:
-        """Answer who asks, and ask where nothing moves."""
+        """Answer requests for reports, and send one when the training thread does not move."""
         before, since = None, time.monotonic()
         while not self._is_leaving.wait(min(POLL_S, self._timeout_s / POLLS_PER_TIMEOUT)):
             now = [(frame.f_code, frame.f_lasti) for frame, _ in self._frames()]
@@ -146,22 +161,25 @@ class HangWatchdog:
                     line = diagnose(answers, gone, stacks=self._folder)
                     _print_to_stderr(f"warning: rank {self._world.rank} has not moved for {still_s:.0f} s: {line}")
                     self._exit_for_lost_ranks(gone)
-            except dist.DistError:  # the first node is gone: the next collective will say so
+            except dist.DistError:  # the first node is gone; the next collective will fail and report it
                 return
-            except MemoryError:  # who trains will meet it, too, and say so
+            except MemoryError:  # the training thread will raise and report it
                 continue
 
     def _frames(self) -> list[tuple[FrameType, int]]:
-        """Of the one that trains, the outermost first."""
+        """Return the frames of the training thread, outermost first."""
         return list(traceback.walk_stack(sys._current_frames()[self._watched]))[::-1]
 
     def _request_reports(self) -> bool:
-        """Ask all ranks anew; False where another one did so at the same time."""
+        """Request new reports from all ranks; return False if another rank was faster."""
         mine = f"{_request_number(self._last_request) + 1} rank {self._world.rank}"
         return self._store.compare_set("watch/asked", self._last_request.decode(), mine).decode() == mine
 
     def _answer_request(self) -> bool:
-        """Answer, with the stacks in a file, where somebody has asked anew. Who is leaving has its last word instead."""
+        """Answer a new request with a report and a file of stacks; return True if there was one.
+
+        A rank that is leaving publishes its last report instead.
+        """
         asked = self._store.get("watch/asked")
         if asked == self._last_request or self._is_leaving.is_set():
             return False
@@ -176,7 +194,7 @@ class HangWatchdog:
         return True
 
     def _exit_for_lost_ranks(self, gone: Mapping[int, RankReport]) -> None:
-        """End the job where one of these has left too many questions in a row without an answer."""
+        """End the job if one of these ranks has missed MAX_MISSED_REPLIES requests in a row."""
         number = _request_number(self._last_request)
         silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= MAX_MISSED_REPLIES}
         if silent:
@@ -186,17 +204,20 @@ class HangWatchdog:
             self._exit_process()
 
     def _exit_process(self) -> NoReturn:
-        """End this process, whatever it waits for: no exception reaches a thread that is inside a collective."""
+        """Exit this process at once: an exception cannot reach a thread inside a collective."""
         self._print_once(self._store.get("watch/verdict").decode())
-        time.sleep(2 * POLL_S)  # the others read the same, and do not take the end of this process for the reason
+        time.sleep(2 * POLL_S)  # the other ranks read the diagnosis first and do not blame this exit
         os._exit(1)
 
     def _write_stacks_in_thread(self, answer: RankReport) -> None:
-        """Write the stacks. A disk that hangs keeps the thread that writes, and not the answer, and is not asked again."""
+        """Write the stacks in a thread, so that a hanging disk does not delay the report.
+
+        While a previous write hangs, no new one is started.
+        """
         if self._writer is not None and self._writer.is_alive():
             return
         self._writer = threading.Thread(target=self._write_stacks, args=(answer,), name="stacks", daemon=True)
-        with suppress(RuntimeError):  # where memory is short there is no thread, and what is said counts, too
+        with suppress(RuntimeError):  # low memory: no thread, but the report is still published
             self._writer.start()
             self._writer.join(STACK_WRITE_TIMEOUT_S)
 
@@ -212,32 +233,36 @@ class HangWatchdog:
             faulthandler.dump_traceback(file)
 
     def _report_failure(self, error: BaseException) -> None:
-        """Say why, once a node, and everywhere the same."""
+        """Print the diagnosis of a failed collective, once per node and the same on all nodes."""
         self._request_reports()
         line = self._exceeded_timeout(error) + diagnose(*self._read_reports(), stacks=self._folder)
         self._print_once(self._store.compare_set("watch/verdict", "", line).decode())
 
     def _print_once(self, line: str) -> None:
-        """Once a node."""
+        """Print an error line on one rank per node."""
         if self._store.add(f"watch/told/{self._world.node}", 1) == 1:
             _print_to_stderr(f"error: {line}")
 
     def _exceeded_timeout(self, error: BaseException) -> str:
-        """Return which time limit was exceeded, or ''. That of world.long_timeout_group differs from that of all other groups."""
+        """Return the exceeded timeout as text, or ''.
+
+        The timeout of world.long_timeout_group differs from that of all other groups.
+        """
         found = re.search(r"Timed out waiting (\d+)ms", str(error))
         if found is None:
             return ""
         limit_s, own_s = int(found[1]) / 1000, self._timeout_s
-        is_own = limit_s in (own_s, ceil(own_s), round_up_to_minutes(own_s) * 60)  # of torch's, vLLM's and Megatron's groups
+        is_own = limit_s in (own_s, ceil(own_s), round_up_to_minutes(own_s) * 60)  # timeouts of torch's, vLLM's and Megatron's groups
         return f"parallel.{'timeout_s' if is_own else 'straggler_timeout_s'}={limit_s:g}: a collective waited longer; "
 
     def _publish_report(self, when: str, answer: RankReport) -> None:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))
 
     def _read_reports(self) -> tuple[dict[int, RankReport], dict[int, RankReport]]:
-        """Return those of all ranks, which are waited for, and of each that gives none what it said at the beginning.
+        """Return the reports by rank, and the initial reports of ranks that did not reply in time.
 
-        Another rank may ask anew meanwhile: this one answers while it reads, and the answers to the newest question count.
+        Another rank may send a new request meanwhile. This rank answers it while reading, and
+        replies to the newest request count.
         """
         answers: dict[int, RankReport] = {}
         deadline = time.monotonic() + REPLY_TIMEOUT_S
@@ -256,7 +281,7 @@ class HangWatchdog:
 
 
 def exit_reason(error: BaseException | None) -> str:
-    """Return why a rank has ended: the line that the others end with."""
+    """Return the reason for a rank's exit, which other ranks print as their error."""
     if error is None:
         return "it is done, and others are not"
     if isinstance(error, MemoryError):
@@ -265,12 +290,19 @@ def exit_reason(error: BaseException | None) -> str:
 
 
 def _request_number(asked: bytes) -> int:
-    """Return the number of a question. Example: b"3 rank 1" -> 3"""
+    """Return the number of a request. Example: b"3 rank 1" -> 3."""
     return int(asked.split()[0])
 
 
 def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], *, stacks: Path) -> str:
-    """Who keeps the others waiting. A rank that has ended knows why; one that is gone has said nothing; the others are at work."""
+    """Return a line that names the ranks which keep the others waiting.
+
+    Args:
+        answers: Reports by rank. A report with an exit reason explains the failure best and is used
+            first.
+        gone: Initial reports of the ranks that did not reply.
+        stacks: Folder with the stacks.
+    """
     ended = {rank: answer for rank, answer in answers.items() if answer.exit_reason}
     waiting = {rank: answer for rank, answer in answers.items() if answer.is_waiting}
     lagging = {rank: answer for rank, answer in answers.items() if not (answer.is_waiting or answer.exit_reason)}
@@ -287,19 +319,19 @@ def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], 
 
 
 def _name_ranks(answers: Mapping[int, RankReport]) -> str:
-    """Example: `ranks 2 and 3 (node 1, n2)`."""
+    """Return ranks and their nodes as text. Example: `ranks 2 and 3 (node 1, n2)`."""
     nodes = "; ".join(dict.fromkeys(answer.node for answer in answers.values()))
     ranks = " and ".join(map(str, answers))
     return f"rank{'s' if len(answers) > 1 else ''} {ranks} ({nodes})"
 
 
 def _describe_reports(answers: Mapping[int, RankReport]) -> str:
-    """Where they are: each place once."""
+    """Return the distinct locations of the reports as text."""
     return ", ".join(dict.fromkeys(answer.location for answer in answers.values()))
 
 
 def innermost_place(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the innermost line of this package, and the innermost line of all behind it in parentheses.
+    """Return the innermost line of this package, and in parentheses that of all frames.
 
     Example: `training_loop.py:188 in attach (threading.py:320 in wait)`.
     """
@@ -313,7 +345,7 @@ def _is_package_file(path: Path) -> bool:
 
 
 def is_waiting(frames: Sequence[tuple[FrameType, int]]) -> bool:
-    """Return whether the innermost frame is a collective of torch, or waits for one (Megatron's, by .wait()).
+    """Return True if the innermost frame is in a torch collective or calls .wait() (Megatron).
 
     Code of torch.distributed.checkpoint waits for a disk and does not count.
     """

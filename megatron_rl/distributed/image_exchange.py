@@ -1,7 +1,9 @@
-"""A step's rollouts and their pictures among ranks: words go to all of them, a picture only to those that train on it, and once a node.
+"""Exchanges a step's rollouts and images between ranks.
 
-A rank keeps the pictures of what it rolled out. `fetch` brings those that others encode: within a node by memory that its processes share,
-between nodes from rank to rank. A picture travels as 3 bytes a pixel.
+Token data goes to all ranks. An image goes only to the ranks that train on it, and at most once to
+each node. A rank keeps the images of the rollouts it generated. `ImageExchange.fetch` brings those
+that other ranks encode: within a node by shared memory, between nodes by point-to-point transfer. A
+transferred image takes 3 bytes per pixel.
 """
 
 import mmap
@@ -22,12 +24,12 @@ from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 
 T = TypeVar("T")
 SIBLING_MEMORY = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid")
-"""Processes to which these say the same can open each other's memory."""
+"""Files with values that are equal for processes which can open each other's memory."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Transfer:
-    """A picture's way from the rank that rolled it out to the first rank of another node that encodes it."""
+    """Transfer of an image from its holder to the first rank of another node that encodes it."""
 
     key: str
     sender: int
@@ -36,37 +38,46 @@ class Transfer:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TransferPlan:
-    """Where the pictures of a step are shown: the same on every rank."""
+    """Transfers and shared-memory locations of a step's images; the same on every rank."""
 
     offsets: dict[int, dict[str, int]]
-    """By rank, the keys and offsets of what it shows to its node, or sends."""
+    """By rank, keys and offsets of images in the memory that it shares or sends from."""
     transfers: list[Transfer]
+    """Transfers between nodes."""
     sources: dict[int, dict[str, int]]
-    """By rank, the keys that it needs of others, and the rank of its node that shows each."""
+    """By rank, keys of images that it needs, and the rank of its node that shares each."""
 
 
 class ImageExchange:
-    """Exchanges rollouts and images between ranks. Every rank calls `gather_rollouts` and `fetch` together with the others."""
+    """Exchanges rollouts and images. All ranks call `gather_rollouts` and `fetch` together."""
 
     def __init__(self, *, patch_size: int, group: dist.ProcessGroup | None = None) -> None:
-        """`patch_size` is the side of a patch in pixels; rollouts come together in `group` (world.long_timeout_group), some much later than
-        others."""
+        """Exchange node names with all ranks.
+
+        Args:
+            patch_size: Side of a patch in pixels.
+            group: Group for gathering rollouts, which some ranks finish much later than others
+                (world.long_timeout_group).
+        """
         self._patch_size, self._group = patch_size, group
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._nodes = all_gather_object(_node_name(), group=group)
         self._rank_by_rollout: dict[tuple[int, int], int] = {}
-        """By group and sample, the rank that rolled it out last."""
+        """The rank that last generated a rollout, by (group, sample index)."""
         self._local_images: dict[str, Picture] = {}
         self._fetched: dict[str, memoryview] = {}
         self._memory_fd = -1
-        """The file descriptor of the memory that others read."""
+        """File descriptor of the memory that other ranks read; -1 without one."""
 
     def broadcast_rollouts(self, mine: T) -> list[T]:
-        """What every rank says of its rollouts, before they come together."""
+        """Return every rank's value in rank order, such as the state of its rollouts."""
         return all_gather_large_object(mine, group=self._group)
 
     def gather_rollouts(self, mine: list[Rollout] | None) -> list[Rollout]:
-        """The rollouts of all ranks on every rank (None: this one leads no engine). Those of others come without their pictures."""
+        """Return the rollouts of all ranks on every rank; those of other ranks come without pixels.
+
+        Pass None on a rank that leads no engine.
+        """
         if self._size == 1:
             return list(mine or [])
         parts = all_gather_large_object(None if mine is None else _encode_rollouts(mine), group=self._group)
@@ -80,7 +91,7 @@ class ImageExchange:
         return rollouts
 
     def fetch(self, needed: Mapping[int, Sequence[Image]], rollouts: Sequence[Rollout]) -> None:
-        """Bring what each rank needs of these rollouts to its node, until `release`. `image` returns it then."""
+        """Bring the images that each rank needs to its node, until `release`."""
         if self._size == 1:
             return
         holders: dict[str, int] = {}
@@ -105,7 +116,7 @@ class ImageExchange:
         for key in shelf.keys() - {route.key for route in mine if route.receiver == self._rank}:
             own[shelf[key] : shelf[key] + sizes[key]] = self._local_images[key].tobytes()
         self._transfer(mine, shelf, own, sizes)
-        addresses = all_gather_object((os.getpid(), self._memory_fd))  # all of them are filled
+        addresses = all_gather_object((os.getpid(), self._memory_fd))  # also a barrier: after it all memory is filled
         needs = plan.sources.get(self._rank, {})
         seen = {rank: own if rank == self._rank else _map_sibling_memory(*addresses[rank]) for rank in set(needs.values())}
         for key, rank in needs.items():
@@ -124,7 +135,7 @@ class ImageExchange:
             work.wait()
 
     def image(self, image: Image) -> Picture:
-        """Of an image of this rank's rollouts, or of one that it was shown."""
+        """Return the pixels of an image of this rank's rollouts, or of one that was fetched."""
         if image.pil is not None:
             return image.pil
         if image.key in self._local_images:
@@ -133,7 +144,7 @@ class ImageExchange:
         return pil.frombytes("RGB", (columns * self._patch_size, rows * self._patch_size), self._fetched[image.key])
 
     def release(self) -> None:
-        """The step is over: nothing of it is needed."""
+        """Free all images of the step."""
         self._local_images.clear()
         self._fetched.clear()
         self._rank_by_rollout.clear()
@@ -145,10 +156,16 @@ class ImageExchange:
 def plan_transfers(
     needed: Mapping[int, Sequence[str]], holders: Mapping[str, int], nodes: Sequence[object], sizes: Mapping[str, int]
 ) -> TransferPlan:
-    """Who shows what to whom. `needed` and `holders` are by rank and by key, and nodes[r] is where rank r is.
+    """Return the rank that shares or sends each image.
 
-    Example: rank 0 holds "a"; ranks 1, 2 and 3 need it, of which 2 and 3 are on another node. 0 shows it to 1 and sends it to 2, which
-    shows it to 3.
+    Example: rank 0 holds "a"; ranks 1, 2 and 3 need it; 2 and 3 are on another node. Rank 0 shares
+    it with rank 1 and sends it to rank 2, which shares it with rank 3.
+
+    Args:
+        needed: Keys of the images that each rank needs.
+        holders: Rank that holds each image, by key.
+        nodes: Node of each rank.
+        sizes: Size of each image in bytes, by key.
     """
     keys: dict[int, dict[str, None]] = {}
     routes: list[Transfer] = []
@@ -179,7 +196,7 @@ def _image_offsets(keys: Iterable[str], sizes: Mapping[str, int]) -> dict[str, i
 
 
 def _map_sibling_memory(pid: int, descriptor: int) -> memoryview:
-    """Another process's memory. It lives for as long as one of them looks at it."""
+    """Map another process's shared memory, which exists as long as one process maps it."""
     with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
@@ -190,11 +207,14 @@ def _node_name() -> tuple[str, int]:
 
 
 TokenData = tuple[Rollout, list[tuple]]
-"""A rollout without contexts, and what _flat makes of each of these."""
+"""A rollout without sequences, and each of its sequences as `_pack_context` encodes it."""
 
 
 def _encode_rollouts(rollouts: Sequence[Rollout]) -> list[TokenData]:
-    """The rollouts as they travel: 5 bytes for each token that was observed, 17 for each that was sampled, and no pictures."""
+    """Return the rollouts without pixels, in compact form.
+
+    A token takes 5 bytes, a sampled one 17.
+    """
     bare = {image.key: replace(image, pil=None, patch_PC=None) for rollout in rollouts for image in rollout.images}
 
     def without(images: Sequence[Image]) -> list[Image]:
@@ -213,7 +233,7 @@ def _decode_rollouts(words: Sequence[TokenData]) -> list[Rollout]:
 
 
 def _pack_context(context: TokenSequence, images: list[Image]) -> tuple:
-    """Return the sequence as arrays. Logprobs and versions are those of sampled tokens alone: observed ones have none."""
+    """Return the sequence as arrays, with logprobs and weight versions of sampled tokens only."""
     sampled = [place for place, is_sampled in enumerate(context.loss_mask) if is_sampled]
     return (
         array("i", context.token_ids),

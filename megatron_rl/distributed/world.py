@@ -1,4 +1,4 @@
-"""This process's place among its peers, and the group they talk through. Knows nothing of Megatron."""
+"""This process's rank and device, its process groups, and collectives for Python objects."""
 
 import ctypes
 import os
@@ -17,39 +17,51 @@ from megatron_rl.errors import InfraError, RunFailed
 
 T = TypeVar("T")
 MIN_OPEN_FILES, TARGET_OPEN_FILES = 256, 65536
-"""Open files of a process: a nano run on a CPU has 144, each server, judge or sandbox that is asked adds its connections."""
+"""Bounds on open files per process. A nano run on a CPU has 144; each connection to a server, judge
+or sandbox adds one.
+"""
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 """Options of glibc's mallopt (malloc.h)."""
 MMAP_THRESHOLD_BYTES = 4 << 20
-"""A block of as many is mapped by itself, and goes when it is freed; its pages are made and wiped again when the next one is written. With
-1 MiB, as large as activations of a small model, that took a quarter more of a run's processor time on a CPU (docs/log.md)."""
+"""Size from which glibc maps a block separately and returns it to the system when it is freed. The
+pages of such a block are zeroed again on each allocation: with 1 MiB, the size of activations of a
+small model, a run on a CPU took a quarter more processor time (docs/log.md).
+"""
 TRIM_THRESHOLD_BYTES = 64 << 20
-"""Kept of what is free at a heap's end: what the library comes to by itself."""
+"""Free bytes that glibc keeps at the end of a heap: the value that it reaches by its own
+adjustment.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class World:
+    """Rank and device of this process, and the sizes of the world and of its node."""
+
     rank: int
     size: int
     local_rank: int
     device: torch.device
     local_size: int = 1
-    """Processes of this node."""
+    """Number of processes on this node."""
     node: int = 0
     num_nodes: int = 1
 
     @property
     def is_main(self) -> bool:
+        """Return True on rank 0."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Of the processes of its node."""
+        """Return True on local rank 0 of each node."""
         return self.local_rank == 0
 
 
 def read_world() -> World:
-    """Read torchrun's variables; without torchrun this process is a world of one. A node is what one torchrun has started."""
+    """Read torchrun's environment variables; without torchrun this process is a world of size 1.
+
+    A node is the set of processes that one torchrun has started.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     return World(
@@ -60,9 +72,13 @@ def read_world() -> World:
 
 
 def connect(world: World, *, timeout_s: float) -> None:
-    """Join the default process group: gloo on CPUs, NCCL beside it on GPUs. A collective that waits longer than timeout_s raises.
+    """Join the default process group: gloo for CPU tensors and, on GPUs, NCCL for GPU tensors.
 
-    ValueError: this node has fewer GPUs than processes, or may open too few files, or its processes do not find the others in timeout_s.
+    A collective that waits longer than timeout_s raises an error.
+
+    Raises:
+        ValueError: This node has fewer GPUs than processes, its limit of open files is too low, or
+            not all processes joined within timeout_s.
     """
     raise_file_limit()
     timeout = timedelta(seconds=timeout_s)
@@ -70,7 +86,7 @@ def connect(world: World, *, timeout_s: float) -> None:
     if world.device.type == "cuda":
         require_gpu_per_rank(world)
         torch.cuda.set_device(world.device)
-    if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher, or this process was such a world before
+    if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher, or a second run in a process without one
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -85,7 +101,11 @@ def connect(world: World, *, timeout_s: float) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard one. ValueError: that allows fewer than a run needs."""
+    """Raise the soft limit of open files to the hard limit, at most TARGET_OPEN_FILES.
+
+    Raises:
+        ValueError: The hard limit is below MIN_OPEN_FILES.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max_open_files()
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -96,32 +116,42 @@ def raise_file_limit() -> None:
 
 
 def max_open_files() -> int:
-    """Return how many files this process may have open once its soft limit is raised."""
+    """Return the soft limit of open files that `raise_file_limit` sets."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return TARGET_OPEN_FILES if hard == resource.RLIM_INFINITY else min(TARGET_OPEN_FILES, hard)
 
 
 def expand_segments() -> None:
-    """Let segments of torch's memory on GPUs grow, where the environment says nothing of that memory: micro-batches differ in length, and
-    segments of fixed sizes fit none but the batch they were made for. To be called before the first tensor on a GPU.
+    """Enable expandable segments in torch's GPU allocator, unless the environment configures it.
 
-    In this process alone: the ranks of an engine of several, or of a judge's server that a run starts, hand each other blocks by cudaIpc,
-    which takes no segment that grows (vllm 0.32.0, distributed/device_communicators/custom_all_reduce.py).
+    Micro-batches differ in length, and segments of fixed size fit only the batch they were
+    allocated for. Call this before the first GPU tensor.
+
+    The setting applies to this process only. Ranks of a multi-rank engine, or of a judge server
+    that the run starts, exchange blocks by cudaIpc, which does not support expandable segments
+    (vllm 0.32.0, distributed/device_communicators/custom_all_reduce.py).
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def trim_malloc() -> None:
-    """Have the C library give large blocks back when they are freed. By itself it comes to keep those of up to 32 MB, as pictures and
-    activations are, in heaps with holes that the next ones do not fit (glibc 2.36, malloc/malloc.c, M_MMAP_THRESHOLD)."""
+    """Have the C library return large blocks to the system when they are freed.
+
+    By default glibc raises its thresholds and keeps blocks of up to 32 MB, the size of images and
+    activations, in heaps that fragment (glibc 2.36, malloc/malloc.c, M_MMAP_THRESHOLD).
+    """
     heap = ctypes.CDLL(None)
     for option, size in ((M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)):
         assert heap.mallopt(option, size), f"mallopt({option}, {size})"
 
 
 def require_gpu_per_rank(world: World) -> None:
-    """ValueError on every process of this node: it has fewer GPUs than processes."""
+    """Check that this node has a GPU for each of its processes.
+
+    Raises:
+        ValueError: It has fewer; raised on every process of the node.
+    """
     found, host, visible = torch.cuda.device_count(), socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if found >= world.local_size:
         return
@@ -136,50 +166,66 @@ def require_gpu_per_rank(world: World) -> None:
 
 
 def is_mig_slice(name: str) -> bool:
-    """Whether torch's name of a device is that of a part of a GPU (MIG). Example: NVIDIA A100-SXM4-40GB MIG 1g.5gb"""
+    """Return True if torch's device name is that of a part of a GPU (MIG).
+
+    Example: NVIDIA A100-SXM4-40GB MIG 1g.5gb.
+    """
     return " MIG " in name
 
 
 def disconnect() -> None:
-    """Leave the process group, if this process is still in one: vLLM's shutdown leaves it too."""
+    """Leave the process group, unless vLLM's shutdown has already done so."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
-    """A group of all ranks for collectives that some of them come to much later; None, which is the default group, in a world of one.
-    A rank that dies is noticed in it at once. All ranks together."""
+    """Return a group of all ranks for collectives that some ranks enter much later than others.
+
+    All ranks call this together. In a world of size 1 the result is None, which stands for the
+    default group. The group reports a dead rank at once.
+    """
     return None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def round_up_to_minutes(timeout_s: float) -> int:
-    """What groups wait whose maker takes minutes alone."""
+    """Return the timeout in minutes for libraries that accept only whole minutes.
+
+    It is rounded to the nearest minute and is at least 1.
+    """
     return max(1, round(timeout_s / 60))
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether it tells of peers: torch 2.13's own errors, and gloo's, which have no class but name their source."""
+    """Return True if the error comes from a failed collective.
+
+    These are torch 2.13's own errors and those of gloo, which have no class of their own but
+    contain its name.
+    """
     if isinstance(error, InfraError | RunFailed):
         return False
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def default_store() -> dist.Store:
-    """What the default process group's ranks met in, for numbers that they share without a collective."""
+    """Return the store of the default process group, for numbers shared without a collective."""
     return dist.group.WORLD.get_group_store()
 
 
 def all_gather_object(local_value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank hands in, in their order, on every rank."""
+    """Return the value of every rank, in rank order, on every rank."""
     everyones: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, local_value, group=group)
     return everyones
 
 
 def all_gather_large_object(local_value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """`gather` of what is long, on some ranks or on all: that one sends every rank as much from each as the longest has, however few ranks
-    have anything (torch 2.13, distributed_c10d.py, all_gather_object). Here a rank is sent what was said, twice as the ranks add it up, and
-    16 bytes a rank: no more in a large world than in a small one.
+    """Gather like `all_gather_object`, for values that are large on some ranks or on all.
+
+    torch's all_gather_object sends every rank the size of the largest value from each rank, even if
+    only a few ranks have one (torch 2.13, distributed_c10d.py). Here a rank receives the actual
+    values, twice because they are combined by an all-reduce, and 16 bytes per rank. Apart from
+    these 16 bytes the traffic per rank does not grow with the size of the world.
     """
     said = torch.frombuffer(bytearray(pickle.dumps(local_value)), dtype=torch.uint8)
     size_W = torch.zeros(dist.get_world_size(), dtype=torch.int64)
@@ -193,17 +239,18 @@ def all_gather_large_object(local_value: T, *, group: dist.ProcessGroup | None =
 
 
 class SharedValueError(ValueError):
-    """A mistake of the user that every rank raises with the same text: one line for the world is enough."""
+    """A user error that every rank raises with the same text, so one line is printed for all."""
 
 
 class SharedOSError(OSError):
-    """The same of the system."""
+    """A system error that every rank raises with the same text, so one line is printed for all."""
 
 
 def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """What every rank does for itself; where one of them meets an OSError or a ValueError, every rank raises it (the first of several).
+    """Run `fn` on every rank and return its result; if any rank raises, raise on all ranks.
 
-    It is told of whom it is, unless all have met it.
+    Applies to OSError and ValueError. Of several errors the first by rank is raised, and its text
+    names the rank unless all ranks failed.
     """
     result, met = None, None
     try:
@@ -221,11 +268,12 @@ def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None =
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
     return str(error).strip().partition("\n")[0]
 
 
 def run_on_rank_zero(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Let rank 0 do something while the others wait: its result, or the OSError or ValueError that it met, on every rank."""
+    """Run `fn` on rank 0; return its result or raise its OSError or ValueError on every rank."""
     told: list = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -1,0 +1,1 @@
+"""Entry points: train, evaluate, generate rollouts only, and rescore recorded rollouts."""

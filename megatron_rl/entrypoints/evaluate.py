@@ -1,6 +1,7 @@
-"""An evaluation by itself: engines, no trainer. Chunk by chunk, so that one that was stopped or killed goes on where it was.
+"""Entry point for evaluation: runs a task's episodes on engines or an endpoint, without a trainer.
 
-Episodes have the seeds that a run's own evaluations give them: of the same weights the same numbers come out.
+Results are saved chunk by chunk, so a stopped or killed evaluation resumes. Episodes have the same
+seeds as the evaluations within a run, so the same weights give the same metrics.
 """
 
 import json
@@ -64,26 +65,33 @@ from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 
 TABLE_WIDTH = 140
-"""Columns where nobody looks at a terminal."""
+"""Width in columns of the printed report if stdout is not a terminal."""
 
 
 @dataclass(slots=True, frozen=True)
 class EvaluationGenerator:
+    """Generates the rollouts of an evaluation, with our engines or an endpoint."""
+
     generate: Callable[[Sequence[Example], int], list[Rollout]]
-    """(examples, number of the first) -> their rollouts, by engines of ours or by an endpoint."""
+    """(examples, group number of the first) -> rollouts of these examples."""
     render_prompt: Callable[[Rollout], str]
-    """What the policy read before the first reply of the first of these, in words."""
+    """Returns the text that the policy received before its first response in this rollout."""
 
 
 def run_evaluation(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
-    """Play what evaluation.* says into run.dir. The figures, on every rank; None where it was asked to stop: the same command goes on."""
+    """Run the evaluation of evaluation.* and write its results to run.dir.
+
+    Returns:
+        The scores, on every rank; None if the evaluation was asked to stop. The same command then
+        resumes it.
+    """
     remedy = "are for a run; name servers that you started in engine.urls, or evaluate with engine.mode=colocated"
     require(not settings.engine.num_local_servers, "engine.num_local_servers", settings.engine.num_local_servers, remedy)
     world = read_world()
     waits = settings.parallel
     settings = replace(
         settings, parallel=ParallelSettings(timeout_s=waits.timeout_s, straggler_timeout_s=waits.straggler_timeout_s)
-    )  # no network is cut up here
+    )  # no model is sharded here
     with StopSignal(grace_s=settings.run.grace_s, close_timeout_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
         return run_in_own_thread(lambda: _evaluate_on_ranks(settings, plugins, world=world, stop=stop))
 
@@ -113,7 +121,10 @@ def _evaluate_on_ranks(settings: Settings, plugins: Plugins, *, world: World, st
 
 
 def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World) -> tuple[Task, TensorSource | None]:
-    """The task and the weights, None of an endpoint's, looked at before anything is started."""
+    """Return the checked task and weights, before anything is started.
+
+    Weights are None for an endpoint.
+    """
     splits = (settings.evaluation.split,)
     if not settings.evaluation.urls:
         return check_run(settings, plugins, world=world, needed=0, splits=splits), open_evaluated_weights(settings)
@@ -124,7 +135,11 @@ def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World
 
 
 def open_evaluated_weights(settings: Settings) -> TensorSource:
-    """The weights, proven to be exactly the model's. ValueError: they are not."""
+    """Open the weights to evaluate.
+
+    Raises:
+        ValueError: They are not exactly the weights of the model.
+    """
     path, given = Path(settings.model.path), settings.evaluation.weights
     spec = read_spec(settings.model.path)
     if given and (Path(given) / ADAPTER).is_file():
@@ -181,22 +196,26 @@ def _start_rollout_manager(
 def _generate_or_load(
     settings: Settings, examples: Sequence[Example], make_generator: Callable[[], EvaluationGenerator], *, world: World, stop: StopSignal
 ) -> Iterator[Rollout]:  # fmt: skip
-    """The episodes of all examples, lightened, chunk after chunk: read where they were played before. All ranks together.
+    """Yield the rollouts of all examples without images; load the chunks that are already saved.
 
-    GracefulStop: this was asked for. A chunk that failed on our side is kept as it is, and played again by the next life.
+    All ranks call this together. A chunk with infrastructure errors is saved as it is, and the next
+    attempt generates it again.
+
+    Raises:
+        GracefulStop: The evaluation was asked to stop.
     """
     given, folder = settings.evaluation, Path(settings.run.dir)
     firsts = range(0, len(examples), given.chunk)
     progress = ProgressDisplay(len(firsts), title="evaluate") if world.is_main else None
     for number, first in enumerate(firsts):
         part, path = examples[first : first + given.chunk], chunk_path(folder, number)
-        found = run_on_rank_zero(lambda: load_chunk(path, part, samples=given.samples))  # noqa: B023 - it is called here
+        found = run_on_rank_zero(lambda: load_chunk(path, part, samples=given.samples))  # noqa: B023 - called at once
         if found is None:
             stop.check()
             playing = make_generator()
             rollouts = playing.generate(part, first)
             if number == 0:
-                run_on_rank_zero(lambda: _save_prompt(folder, playing.render_prompt(rollouts[0])))  # noqa: B023 - it is called here
+                run_on_rank_zero(lambda: _save_prompt(folder, playing.render_prompt(rollouts[0])))  # noqa: B023 - called at once
             save_chunk(path, rollouts, chunk=number)
             found = [without_images(rollout) for rollout in rollouts]
         scores = [rollout.reward for rollout in found if rollout.reward is not None]
@@ -215,7 +234,7 @@ def _save_prompt(folder: Path, text: str) -> None:
 def _write_results(
     settings: Settings, task: Task, examples: Sequence[Example], rollouts: list[Rollout], scores: dict[str, float]
 ) -> dict[str, float]:
-    """The figures with their intervals, which are shown and kept."""
+    """Write and print the scores with their confidence intervals, and return them."""
     folder, lines = Path(settings.run.dir), collect_example_results(task, examples, rollouts)
     if "episodes" in scores:
         scores = scores | compute_success_statistics(lines, samples=settings.evaluation.samples)

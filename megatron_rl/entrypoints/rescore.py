@@ -1,9 +1,10 @@
-"""Recorded rollouts scored anew: by another reward, judge or rubric of the task, without an engine and without playing them again.
+"""Scores recorded rollouts again, with another reward, judge or rubric, without an engine.
 
-    OUT/rollouts/step_000012.parquet      the same rollouts with the new scores, to be replayed, looked at or exported
-    OUT/scores.json                       what changed
-Step by step: what was scored before a kill is not scored again. An episode that failed on our side stays failed; one whose judge is down
-fails here.
+    OUT/rollouts/step_000012.parquet    the same rollouts with new scores, for replay or export
+    OUT/scores.json                     summary of the changes
+
+The work is saved step by step, so a killed process resumes. An episode that failed with an
+infrastructure error stays failed; if a judge is down now, the episode fails.
 """
 
 import asyncio
@@ -45,16 +46,22 @@ from megatron_rl.services.service_launcher import enabled_services, resolve_addr
 from megatron_rl.types import Example, Image, Rollout, Status
 
 SCORES_FILE = "scores.json"
+"""Name of the summary file in the output directory."""
 SCORE_SETTINGS = ("task.", "model.path", "run.replay")
 """Settings, or groups of them, that scores depend on."""
 MAX_ATTEMPTS = 3
-"""Of a rollout whose judge was down."""
+"""Number of attempts to score a rollout while its judge is down."""
 
 
 def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
-    """Score run.replay's rollouts by the task into run.dir. What changed, which is kept and told; None where it was asked to stop.
+    """Score the rollouts in run.replay by the task, write them to run.dir and print a summary.
 
-    ValueError: nothing is recorded there, run.dir is that run's own, or an example is none of the task's.
+    Returns:
+        The summary, as in scores.json; None if the process was asked to stop.
+
+    Raises:
+        ValueError: run.replay has no recorded rollouts, run.dir is the directory of the recorded
+            run, or the task lacks one of the examples.
     """
     folder, out = Path(settings.run.replay), Path(settings.run.dir)
     paths = list_step_files(folder)
@@ -78,7 +85,10 @@ def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, f
 
 
 def _open_directory(out: Path, settings: Settings) -> None:
-    """ValueError: there are scores of another task, or of other rollouts."""
+    """Write the settings to the output directory.
+
+    Raises ValueError if it holds scores of other settings.
+    """
     new = yaml.safe_load(yaml.safe_dump(asdict(settings)))
     if (out / CONFIG_FILE).exists():
         try:
@@ -113,21 +123,25 @@ async def _rescore_steps(task: Task, paths: Sequence[Path], settings: Settings, 
 
 
 def find_example(examples: Mapping[str, Example], rollout: Rollout) -> Example:
-    """ValueError: the task has none of this name."""
+    """Return the task's example of a rollout.
+
+    Raises:
+        ValueError: The task has no example with this id.
+    """
     if rollout.example_id not in examples:
         raise ValueError(f"task.name: has no example {rollout.example_id!r:.80}; give the task and the data of the recorded run")
     return examples[rollout.example_id]
 
 
 async def rescore_rollout(task: Task, example: Example, rollout: Rollout, image_token_id: int) -> Rollout:
-    """What the task's rubric says of it; what the environment gave stays."""
+    """Return the rollout with new scores of the task's rubric; rewards of the environment stay."""
     if not rollout.is_scored:
         return rollout
     turns = [replace(turn, step_score=None, reward_delta=0.0) for turn in rollout.turns]
     bare = replace(
         without_training_columns(rollout), turns=turns, reward=None, outcome_reward=0.0, reward_terms={}, verdicts=[], scoring_s=0.0
     )
-    bare = replace(bare, **example_fields(example.payload))  # those that it is scored by now
+    bare = replace(bare, **example_fields(example.payload))  # question, answer and other fields may have changed
     clock = asyncio.get_running_loop().time
     for tried in range(1, MAX_ATTEMPTS + 1):
         started = clock()
@@ -149,7 +163,7 @@ async def rescore_rollout(task: Task, example: Example, rollout: Rollout, image_
 
 
 def find_prompt_images(rollout: Rollout, image_token_id: int) -> list[Image]:
-    """The pictures of the first prompt: those whose tokens stand before the first sampled one."""
+    """Return the images of the first prompt: those with all tokens before the first sampled one."""
     if not rollout.sequences:
         return []
     first = rollout.sequences[0]
@@ -164,7 +178,11 @@ def find_prompt_images(rollout: Rollout, image_token_id: int) -> list[Image]:
 
 
 def _write_summary(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
-    """Means before and after over what both have scored, how many scores are not the same, and whether they rank rollouts alike."""
+    """Write and return a summary of the changes.
+
+    It has the means before and after, the fraction of changed scores and the rank correlation. Only
+    rollouts that are scored before and after count.
+    """
     before, after, failed = [], [], 0
     for old, new in pairs:
         for one, other in zip(*(read_columns(path, ["reward"])["reward"].to_pylist() for path in (old, new)), strict=True):

@@ -1,6 +1,7 @@
-"""Rollouts alone (run.rollout_only): engines, no trainer. A step's episodes are those that training would begin with at these weights.
+"""Generates and records rollouts without a trainer (run.rollout_only).
 
-What was recorded before a kill is not played again.
+The episodes of a step are those that training with these weights would start from. Steps that were
+recorded before a kill are not generated again.
 """
 
 from contextlib import ExitStack
@@ -35,7 +36,10 @@ def run_rollout_only(
     settings: Settings, *, task: Task, algorithm: Algorithm, world: World, stop: StopSignal, supervisor: ServerSupervisor | None,
     closing: ExitStack,
 ) -> Result:  # fmt: skip
-    """Play and record the run's steps with the weights in model.path. All ranks together."""
+    """Generate and record the run's steps with the weights in model.path.
+
+    All ranks call this together.
+    """
     source = raise_on_all_ranks(lambda: open_source(Path(settings.model.path), read_spec(settings.model.path), key="model.path"))
     first, history = run_on_rank_zero(lambda: load_recorded_steps(Path(settings.run.dir)))
     run = Run(settings, world, num_steps=settings.run.steps, first_step=first, history=history)
@@ -87,7 +91,8 @@ def run_rollout_only(
 def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, num_gen_batches: int) -> dict[str, float]:
     """Return the metrics of a step, with the advantages that training would compute.
 
-    Advantages that need columns of models cannot be computed here, and whether a group would teach anything is left out.
+    Advantages that depend on model outputs cannot be computed here; the metrics about groups
+    without a training signal are then left out.
     """
     if not algorithm.required_columns(settings.algo):
         algorithm.advantage_fn(rollouts, settings.algo)
@@ -97,7 +102,7 @@ def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm:
 
 
 def load_recorded_steps(folder: Path) -> tuple[int, History]:
-    """Steps that an earlier life has recorded, rollouts and metrics, and what the run remembers of them."""
+    """Return the number of steps that earlier attempts recorded, and the run's history."""
     paths, history = list_step_files(folder / ROLLOUTS_FOLDER), History()
     if not paths:
         return 0, history

@@ -1,4 +1,7 @@
-"""The composition root: settings in, parts built on every rank, one stage run. Choices are plain dicts; a user's task is an argument."""
+"""Entry point for training: builds a run from its settings on every rank and runs one stage.
+
+Choices are plain dicts; a user's own tasks, rewards and algorithms are passed in as `Plugins`.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -47,18 +50,22 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrainingStage:
-    """A kind of run: its number of steps, the splits that it reads, and the function that trains."""
+    """A kind of run: its number of steps, the splits it reads, and the function that trains."""
 
     num_steps: Callable[[Settings], int]
+    """Returns the number of training steps for given settings."""
     splits: tuple[str, ...]
     """Splits of the task that must have examples."""
     is_rl: bool
-    """True: the policy is trained at algo.temperature, at which it samples, and a reference is kept."""
+    """True if the policy is trained at algo.temperature, its sampling temperature, and a reference
+    is kept.
+    """
     run: Callable[[Settings, TrainerContext], RolloutManager | None]
-    """Trains, and returns the engines with the trained weights, if there are any."""
+    """Trains, and returns the rollout manager with the trained weights, if there is one."""
 
 
 def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
+    """Run RL training with a rollout engine and return the rollout manager."""
     fleet = context.build_rollout_manager(settings)
     with context.run.step_timer("start"):
         report_prompts(settings, rollout_manager=fleet, log=context.run.log)
@@ -68,6 +75,7 @@ def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
 
 
 def run_replay(settings: Settings, context: TrainerContext) -> None:
+    """Run RL training on recorded rollouts (run.replay), without a rollout engine."""
     fleet = RolloutReplay(
         Path(settings.run.replay), world=context.world, gather_rollouts=context.image_exchange.gather_rollouts,
         generation_settings=generation_settings(settings), episode_settings=episode_settings(settings),
@@ -87,6 +95,7 @@ def _run_training_loop(
 
 
 def run_sft(settings: Settings, context: TrainerContext) -> RolloutManager:
+    """Run supervised fine-tuning and return a rollout manager for the final evaluation."""
     policy, run = context.policy, context.run
     parts = {"task": context.task, "renderer": context.renderer, "checkpoints": context.checkpoints, "stop_signal": context.stop}
     report_column_warnings({"eval": context.task.examples("eval")}, log=run.log)
@@ -101,14 +110,16 @@ STAGES: Mapping[str, TrainingStage] = {
     "rl": TrainingStage(num_steps=lambda s: s.run.steps, splits=("train", "eval"), is_rl=True, run=run_rl),
     "sft": TrainingStage(num_steps=lambda s: sum(s.sft.steps), splits=("eval",), is_rl=False, run=run_sft),
 }
+"""Training stages by `stage`."""
 REPLAY = TrainingStage(num_steps=lambda s: s.run.steps, splits=(), is_rl=True, run=run_replay)
-"""stage=rl with run.replay."""
+"""The stage for stage=rl with run.replay."""
 
 
 def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
-    """Run the stage, and say how it ended; None where run.dry asks for the plan alone. On every rank.
+    """Run the stage on every rank and return its result.
 
-    In a notebook, too, and again in the same process.
+    The result is None if run.dry only prints the memory plan. The function also works in a
+    notebook, and repeatedly in the same process.
     """
     world = read_world()
     if settings.run.dry:
@@ -122,7 +133,7 @@ def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
 
 
 def run_in_own_thread(action: Callable[[], T]) -> T:
-    """A notebook's thread runs an event loop already, and the engine has its own: there the act has a thread to itself."""
+    """Run `action` in a new thread if this thread has a running event loop, as in Jupyter."""
     try:
         has_loop = asyncio.get_running_loop().is_running()
     except RuntimeError:
@@ -134,7 +145,7 @@ def run_in_own_thread(action: Callable[[], T]) -> T:
 
 
 def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: StopSignal) -> Result:
-    """A life of the run, from the building of its parts to their end."""
+    """Run one attempt: build all parts, train, finalize, and close everything."""
     timeout_s, folder = settings.parallel.timeout_s, Path(settings.run.dir)
     stage = REPLAY if settings.run.replay else STAGES[settings.stage]
     trim_malloc()
@@ -182,10 +193,15 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
 
 
 def train_and_finalize(settings: Settings, context: TrainerContext, run_stage: Callable[[], RolloutManager | None]) -> str:
-    """Play and finish, or keep what is done. Returns what has stopped the run, where nobody asked for it.
+    """Run the stage and finalize it, or save progress if it stops early.
 
-    InfraOutage: this life has done no step, so that another one would only meet the same. RunDenied: no life goes on before the key is
-    right.
+    Returns:
+        The message of the InfraOutage that stopped the run; "" if it finished or was asked to stop.
+
+    Raises:
+        InfraOutage: This attempt completed no step, so another attempt would meet the same outage.
+        RunDenied: A server rejected the key or token. No attempt can continue until it is
+            corrected.
     """
     try:
         finalize(settings, context, run_stage())
@@ -203,8 +219,10 @@ def train_and_finalize(settings: Settings, context: TrainerContext, run_stage: C
 
 
 def finalize(settings: Settings, context: TrainerContext, rollout_manager: RolloutManager | None) -> None:
-    """Evaluate what was trained, where there are engines, and save it; it is saved although the evaluation failed, or the checkpoint had no
-    room."""
+    """Evaluate the trained policy, if there are engines, and save it as a Hugging Face folder.
+
+    The model is saved even if the evaluation failed or the last checkpoint could not be written.
+    """
     policy, record, checkpoints = context.policy, context.run, context.checkpoints
     context.stop.check()
     with record.step_timer("evaluate"):
@@ -213,12 +231,12 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
             record.log(f"final evaluation: {num} examples, {1 + settings.task.eval_samples} episodes each")
         evaluation, failure = final_evaluation(settings, rollout_manager) if rollout_manager else ({}, None)
     with record.step_timer("checkpoint"):
-        if failure is None and record.first_step == record.num_steps:  # all was trained by an earlier life
+        if failure is None and record.first_step == record.num_steps:  # an earlier attempt made all steps
             checkpoints.mark_evaluated(history=record.history, metrics=evaluation)
         try:
             checkpoints.finish_step(record.num_steps, history=record.history, metrics=evaluation)
             checkpoints.wait_for_save()
-        except OSError as error:  # the same on every rank; what was written of it is gone, which may make room for the model
+        except OSError as error:  # raised on every rank; the partial checkpoint was removed, so the model may fit on the disk
             failure = failure or error
     card = make_model_card(settings, metrics=evaluation, num_steps=record.num_steps, folder=record.final_folder)
     with record.step_timer("save"), explain_write_errors(record.folder), rollout_manager.offloaded() if rollout_manager else nullcontext():
@@ -233,7 +251,7 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
 
 
 def final_evaluation(settings: Settings, rollout_manager: RolloutManager) -> tuple[dict[str, float], RunFailed | None]:
-    """The last evaluation, or why there is none. That is for the run's end: what was trained is saved first."""
+    """Return the final evaluation's metrics and its error, which is raised after saving."""
     try:
         return evaluate_in_run(rollout_manager.task, settings, rollout_manager=rollout_manager), None
     except RunFailed as failure:

@@ -1,7 +1,9 @@
-"""A model behind an OpenAI-compatible endpoint as the policy of an evaluation: the same episodes, tools and rewards, in messages.
+"""Evaluation of a model behind an OpenAI-compatible endpoint, with our episodes, tools and rewards.
 
-Nothing is known of its tokens: a rollout has its words alone. A reply is cut behind a word at which the task has replies end (Task.stop) by
-us, because servers leave that word out. Trouble of the endpoint fails an episode (InfraError) and is never a score.
+The tokens of the model are unknown, so a rollout contains only its text. Servers omit the stop
+string from a response, so they get none: the client truncates a response after the first of the
+task's stop strings (Task.stop). Errors of the endpoint fail the episode (InfraError) and are never
+a score.
 """
 
 import asyncio
@@ -28,27 +30,40 @@ from megatron_rl.rollout.transcript_segments import extract_images
 from megatron_rl.types import Example, Image, Message, Rollout, StopReason, TokenSequence, Turn
 
 IMAGE_PLACEHOLDER_TEXT = "[picture]"
-"""In the place of one, where a prompt is told in words."""
+"""Replaces an image in the text form of a prompt."""
 PATCH_SIZE, MERGE_SIZE = 14, 2
-"""Pictures become multiples of 28 pixels, as Qwen2.5-VL's do: model.min_pixels and model.max_pixels mean what they mean elsewhere."""
+"""Sides of images are multiples of 28 pixels, as in Qwen2.5-VL, so model.min_pixels and
+model.max_pixels have their usual meaning.
+"""
 
 
 class EndpointMessage(BaseModel):
+    """Message of the model in a response."""
+
     content: str | None = None
-    """None where it had nothing to say but thoughts, or refuses: an empty reply, and the policy's own."""
+    """Text of the message; None if the model produced only reasoning or refused. This counts as an
+    empty response of the policy.
+    """
 
 
 class EndpointChoice(BaseModel):
+    """Choice in a response."""
+
     message: EndpointMessage
     finish_reason: str | None = None
 
 
 class EndpointCompletion(BaseModel):
+    """Response of the endpoint, reduced to the fields used here."""
+
     choices: list[EndpointChoice] = Field(min_length=1)
 
 
 class EndpointClient:
-    """The endpoint's servers, for as many episodes as there are. In the event loop that is running when it is made."""
+    """Client of the endpoint's servers, shared by all episodes.
+
+    It is bound to the event loop that is running at construction.
+    """
 
     def __init__(self, settings: EvaluationSettings, model: ModelSettings) -> None:
         self.model = model
@@ -61,10 +76,13 @@ class EndpointClient:
         )  # fmt: skip
         self._endpoints.start()
         self.num_truncated = 0
-        """Replies that ended because they were as long as is allowed."""
+        """Number of responses that were cut off at the token limit."""
 
     async def generate(self, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
-        """InfraError: no server answers, or each refuses."""
+        """Return the model's response to a conversation.
+
+        Raises InfraError if no server gives one.
+        """
         return await self._endpoints.request(lambda endpoint: self._request_reply(endpoint, messages, sampling))
 
     async def _request_reply(self, endpoint: Endpoint, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
@@ -82,11 +100,12 @@ class EndpointClient:
         return truncate_at_stop(choice.message.content or "", sampling.stop)
 
     async def close(self) -> None:
+        """Close the connections."""
         await asyncio.gather(*(client.close() for client in self._clients.values()))
 
 
 class ChatConversation:
-    """One episode's, in messages (rollout/conversation.py: Conversation)."""
+    """Conversation of one episode in messages, as in rollout/conversation.py (Conversation)."""
 
     def __init__(self, client: EndpointClient, limits: SequenceLimits) -> None:
         self._client, self._limits = client, limits
@@ -94,22 +113,28 @@ class ChatConversation:
         self.turns: list[Turn] = []
         self._messages: list[dict[str, object]] = []
         self.prompt_text = ""
-        """What it was shown first, in words."""
+        """First prompt of the episode, as text."""
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
+        """Add the first prompt. Returns a stop reason if it exceeds a limit."""
         self.prompt_text = "\n".join(map(message_to_text, messages))
         return await self._append_messages(messages, is_new_prompt=True)
 
     async def generate(self, sampling: SamplingSettings) -> str:
+        """Request the model's response and record it as a turn."""
         text = await self._client.generate(self._messages, sampling)
         self._messages.append({"role": "assistant", "content": text})
         self.turns.append(Turn(sequence=len(self.sequences) - 1, token_span=(0, 0), text=text))
         return text
 
     def char_to_token(self, char: int) -> None:
-        """It has no tokens."""
+        """Do nothing, because the tokens are unknown."""
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
+        """Add an observation, or a new prompt with `is_new_prompt`, which begins a new sequence.
+
+        Returns a stop reason if a limit is exceeded.
+        """
         end = await self._append_messages(messages, is_new_prompt=is_new_prompt)
         if end is None and not is_new_prompt:
             self.turns[-1].images = self.sequences[-1].images[-len(extract_images(messages)) :] if extract_images(messages) else []
@@ -130,7 +155,7 @@ class ChatConversation:
 
 
 def prepare_image(picture: Picture, model: ModelSettings) -> Image:
-    """At the size that the trainer's own renderer would give it."""
+    """Return an image at the size that the trainer's own renderer would use."""
     limits = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
     height, width = smart_resize(picture.height, picture.width, factor=PATCH_SIZE * MERGE_SIZE, **limits)
     resized = picture.convert("RGB").resize((width, height), Pictures.Resampling.BICUBIC)
@@ -139,7 +164,7 @@ def prepare_image(picture: Picture, model: ModelSettings) -> Image:
 
 
 def message_to_text(message: Message) -> str:
-    """A message for people: its role, and a picture as [picture]."""
+    """Return a message as readable text: its role and content, with [picture] for images."""
     content = message["content"]
     parts = (
         [content] if isinstance(content, str) else [part["text"] if part["type"] == "text" else IMAGE_PLACEHOLDER_TEXT for part in content]
@@ -148,7 +173,10 @@ def message_to_text(message: Message) -> str:
 
 
 def to_openai_message(message: Message, images: Iterator[Image]) -> dict[str, object]:
-    """A tool's message is a user's: there is no call that it could name."""
+    """Convert a message to OpenAI's format.
+
+    A tool message becomes a user message, because there is no tool call to which it could refer.
+    """
     role = "user" if message["role"] == "tool" else message["role"]
     if isinstance(message["content"], str):
         return {"role": role, "content": message["content"]}
@@ -162,31 +190,37 @@ def _to_openai_part(part: Mapping[str, object], images: Iterator[Image]) -> dict
 
 
 def encode_png_url(image: Image) -> str:
+    """Return a PNG data URL of an image."""
     encoded = io.BytesIO()
     image.pil.save(encoded, "PNG")
     return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
 
 
 def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Up to the first of these words, which stays."""
+    """Return the text up to and including the first stop string."""
     ends = [text.index(word) + len(word) for word in stop if word in text]
     return text[: min(ends, default=len(text))]
 
 
 class EndpointRolloutRunner:
-    """Plays a task's examples with an endpoint, chunk by chunk, in one event loop."""
+    """Runs a task's examples with an endpoint, chunk by chunk, in one event loop."""
 
     def __init__(self, task: Task, settings: EvaluationSettings, model: ModelSettings, episode: EpisodeSettings) -> None:
         self._task, self._episode = task, episode
         self.prompt_text = ""
-        """How the first episode that was played last began, in words."""
+        """First prompt of the first episode of the last chunk, as text."""
         self._runner = asyncio.Runner()
         self._runner.run(task.start())
         self.client = self._runner.run(_make_client(settings, model))
 
     def run_examples(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
-        """`samples` episodes of each, ordered by group and sample; those that trouble of ours has failed are failed. RunDenied: the
-        endpoint does not accept the key."""
+        """Run `samples` episodes of each example, ordered by group and sample index.
+
+        Episodes that hit an infrastructure error have the status failed.
+
+        Raises:
+            RunDenied: The endpoint does not accept the API key.
+        """
         rollouts = self._runner.run(self._run_episodes(examples, samples=samples, first_group=first_group))
         require_access(rollouts)
         return rollouts
@@ -211,6 +245,7 @@ class EndpointRolloutRunner:
         return rollouts
 
     def close(self) -> None:
+        """Close task and client; print the number of truncated responses, if any."""
         if self.client.num_truncated:
             print(f"{self.client.num_truncated} replies were cut off by task.max_new_tokens", flush=True)
         try:

@@ -1,4 +1,7 @@
-"""What an evaluation found, with its interval, and what must be said beside a number: harnesses alone have moved one by 7 points."""
+"""Report of an evaluation: scores with confidence intervals, and the conditions they depend on.
+
+The conditions are part of the report because the harness alone can change a score by 7 points.
+"""
 
 import hashlib
 import math
@@ -17,11 +20,16 @@ from megatron_rl.types import Example, Rollout
 
 NUM_RESAMPLES = 10_000
 RESULT_COLUMNS = ("solved", "credit", "rewards", "ends", "said")
-"""What a line has of each of its example's episodes. Credit is what its accuracy came to where that is told, else whether it is solved."""
+"""Columns with one entry per episode of an example. `credit` is the accuracy term if there is one,
+else whether the episode is solved.
+"""
 
 
 def collect_example_results(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
-    """A line for each example that has a scored episode: what each of its episodes came to, and the policy's words in them."""
+    """Return one record per example with a scored episode.
+
+    A record contains the results and replies of its scored episodes.
+    """
     lines: dict[int, dict[str, object]] = {}
     for rollout in rollouts:
         if not rollout.is_scored:
@@ -37,8 +45,11 @@ def collect_example_results(task: Task, examples: Sequence[Example], rollouts: S
 
 
 def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
-    """95% interval of the mean of examples' means: percentiles over examples drawn with replacement (Efron 1979), by a fixed seed. Where
-    all are alike nothing else can be drawn, and the interval is that point."""
+    """Return the 95% bootstrap confidence interval of the mean.
+
+    `means` are the examples' means; they are drawn with replacement (Efron 1979), with a fixed
+    seed. If all are equal, the interval is that point.
+    """
     values, dice = np.asarray(means), np.random.default_rng(SEED)
     drawn = [values[dice.integers(len(values), size=len(values))].mean() for _ in range(NUM_RESAMPLES)]
     low, high = np.percentile(drawn, INTERVAL_PERCENTILES)
@@ -46,14 +57,21 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at_k(k: int, solved: Sequence[Sequence[float]]) -> float:
-    """The chance that one of k episodes solves an example, over examples: 1 - C(n - c, k) / C(n, k) of n episodes with c solved, which is
-    without bias (arXiv 2107.03374, equation 1)."""
+    """Return the mean probability over examples that at least one of k episodes solves the example.
+
+    The estimator is unbiased: 1 - C(n - c, k) / C(n, k) for n episodes with c solved (arXiv
+    2107.03374, equation 1).
+    """
     counts = [(len(each), sum(value > 0 for value in each)) for each in solved]
     return sum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
 
 
 def compute_success_statistics(example_results: Sequence[Mapping[str, object]], *, samples: int) -> dict[str, float]:
-    """The interval of success where examples are a sample, and pass@k over those of which every episode was scored."""
+    """Return the confidence interval of success, and pass@k.
+
+    k is 1, 2, 4 and so on up to `samples`. The interval treats the examples as a sample. pass@k
+    uses only examples of which every episode was scored, and needs `samples` above 1.
+    """
     solved = [line["solved"] for line in example_results]
     low, high = bootstrap_interval([sum(each) / len(each) for each in solved])
     whole = [each for each in solved if len(each) == samples]
@@ -62,7 +80,10 @@ def compute_success_statistics(example_results: Sequence[Mapping[str, object]], 
 
 
 def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, str]:
-    """What a number depends on. `prompt`: what the policy read first of the first example, which PROMPT has."""
+    """Return the conditions on which the scores depend, as text by name.
+
+    `prompt` is the first prompt of the first example, which is stored in PROMPT_FILE.
+    """
     task, judge, given = settings.task, settings.task.judge, settings.evaluation
     turns, length = task.eval_max_turns or task.max_turns, settings.engine.max_model_len
     digest = hashlib.sha256(prompt.encode()).hexdigest()[:12]
@@ -90,6 +111,7 @@ def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -
 
 
 def print_report(scores: Mapping[str, float], conditions: Mapping[str, str], console: Console) -> None:
+    """Print scores and conditions as two tables."""
     found, beside = Table("figure", "value"), Table("stated with it", "")
     for name, value in scores.items():
         found.add_row(name, f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""Evaluation: the same episodes on a task's evaluation split, greedy and at the training temperature."""
+"""Evaluation during training, on the task's evaluation split."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +12,11 @@ from megatron_rl.types import Example, Rollout, Status
 
 
 def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutManager) -> dict[str, float]:
-    """Mean return and success over the evaluation examples, weighted as the task deals them where it says so.
+    """Return mean return, success and other scores on the evaluation examples.
 
-    greedy: one episode an example, the most likely token each time. sampled: task.eval_samples episodes each, at algo.temperature.
-    Whenever it takes place the episodes have the same seeds.
+    The metrics `eval/greedy_*` use one greedy episode per example, `eval/sampled_*` use
+    task.eval_samples episodes each at algo.temperature. Examples are weighted by their probability
+    if the task defines one. Seeds are the same in every evaluation.
     """
     examples, max_turns = task.examples("eval"), settings.task.eval_max_turns or settings.task.max_turns
     metrics: dict[str, float] = {}
@@ -28,14 +29,17 @@ def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutM
 
 
 def compute_eval_scores(task: Task, examples: Sequence[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
-    """Weighted mean success, return, each part of the reward, share of episodes in which a tool ran, success on each data source, and the
-    task's own figures.
+    """Return the weighted mean scores of the scored rollouts.
 
-    Group numbers are positions in `examples`. A part is a mean over the episodes that it has an opinion on.
+    These are success, return, tool use (fraction of episodes that ran a tool), each reward term,
+    success by data source, and the task's extra metrics. The group of a rollout is its position in
+    `examples`. A reward term is averaged over the episodes in which it did not abstain. `episodes`,
+    the number of scored rollouts, is included only if success is their plain mean: if examples have
+    a probability, or the task computes success itself, the examples are not a sample.
 
-    Over the episodes that were scored; where success is their plain mean, `episodes` is how many. Where a task says how often it deals an
-    example, or works its success out, the examples are no sample. RunFailed when more than `max_failed` of them failed on our side, or no
-    other is left; NonFiniteValue when one was rewarded what is no number: NaN is not above 0, and would be told as no success.
+    Raises:
+        RunFailed: More than the fraction `max_failed` of the rollouts failed, or all.
+        NonFiniteValue: A reward is not finite. NaN is not above 0, so it would count as no success.
     """
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):

@@ -1,4 +1,7 @@
-"""Two evaluations of the same examples, held against each other example by example: what examples have in common cancels out."""
+"""Paired comparison of two evaluations of the same examples.
+
+Differences are taken example by example, which cancels variation between examples.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,33 +16,44 @@ from megatron_rl.evaluation.results_directory import EVALUATION_FILE, EXAMPLES_F
 from megatron_rl.io.jsonl import read_json, read_lines
 
 COMPARED_CONDITIONS = ("model", "weights")
-"""What evaluations are compared for: these may differ."""
+"""Conditions that may differ between compared evaluations, because they are the subject of the
+comparison.
+"""
 ROUNDING_TOLERANCE = 1e-12
 
 
 @dataclass(slots=True, frozen=True)
 class EvaluationResult:
+    """Results of one evaluation, read from its directory."""
+
     folder: Path
     example_means: Mapping[str, float]
-    """By example, the mean credit of its episodes: where that is 1 or 0, the share that solved it."""
+    """Maps each example to the mean credit of its episodes; if credits are 1 or 0, this is the
+    fraction that solved it.
+    """
     conditions: Mapping[str, str]
     has_fractional_means: bool
-    """Means that are not 1 or 0: more than one episode an example, or half a credit."""
+    """True if a credit is not 1 or 0, or an example has more than one episode."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PairedDifference:
+    """Mean difference between two evaluations, with confidence interval and p-value."""
+
     num_examples: int
-    """Examples that both have."""
+    """Number of examples in both evaluations."""
     mean: float
     low: float
     high: float
     p_value: float
-    """Of a difference at least as large if the two did equally well."""
+    """Probability of a difference at least as large if both perform equally well."""
 
 
 def read_evaluation(folder: Path) -> EvaluationResult:
-    """ValueError: there is none, or its files are damaged."""
+    """Read an evaluation's directory.
+
+    Raises ValueError if there is none or its files are damaged.
+    """
     try:
         lines, stated = read_lines(folder / EXAMPLES_FILE), read_json(folder / EVALUATION_FILE)["stated"]
         credits = {str(line["id"]): line.get("credit", line["solved"]) for line in lines}
@@ -55,14 +69,20 @@ def read_evaluation(folder: Path) -> EvaluationResult:
 
 
 def find_different_conditions(baseline: EvaluationResult, candidate: EvaluationResult) -> list[str]:
-    """Conditions that are not the same: a difference in success may be theirs."""
+    """Return the names of conditions that differ, and so may explain a difference in success."""
     names = [name for name in dict.fromkeys([*baseline.conditions, *candidate.conditions]) if name not in COMPARED_CONDITIONS]
     return [name for name in names if baseline.conditions.get(name) != candidate.conditions.get(name)]
 
 
 def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult) -> PairedDifference:
-    """Of `candidate` less `baseline`, over the examples that both have: interval by bootstrap over examples; McNemar's exact test where
-    each has one episode an example, else a test by random signs. ValueError: they have no example in common."""
+    """Return the difference `candidate` minus `baseline` over the examples of both.
+
+    The interval is a bootstrap over examples. The p-value is McNemar's exact test if each has one
+    episode per example with credit 0 or 1, else a sign-flip test.
+
+    Raises:
+        ValueError: There is no common example.
+    """
     shared = sorted(baseline.example_means.keys() & candidate.example_means.keys())
     if not shared:
         raise ValueError(f"{candidate.folder}: has no example in common with {baseline.folder}; compare evaluations of the same data")
@@ -73,13 +93,20 @@ def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult)
 
 
 def mcnemar_p_value(differences: Sequence[float]) -> float:
-    """Exact and two-sided (McNemar 1947): of the examples that one alone has solved, how many are the other's."""
+    """Return the p-value of McNemar's exact two-sided test (McNemar 1947).
+
+    It is a binomial test on the examples that exactly one of both solved.
+    """
     won, lost = sum(gap > 0 for gap in differences), sum(gap < 0 for gap in differences)
     return float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
 
 
 def sign_flip_p_value(differences: Sequence[float]) -> float:
-    """The share of random signs of the gaps, the given ones among them, whose mean is at least as far from zero; by a fixed seed."""
+    """Return the p-value of a random sign-flip test of the mean, with a fixed seed.
+
+    It is the fraction of sign assignments, including the observed one, with a mean at least as far
+    from zero.
+    """
     values, dice = np.asarray(differences), np.random.default_rng(SEED)
     means = [(values * dice.choice((-1.0, 1.0), size=len(values))).mean() for _ in range(NUM_RESAMPLES)]
     return (sum(abs(mean) >= abs(values.mean()) - ROUNDING_TOLERANCE for mean in means) + 1) / (NUM_RESAMPLES + 1)

@@ -1,11 +1,16 @@
-"""The folder of an evaluation by itself: nobody else works in it, and what was played there is played once.
+"""Directory of a standalone evaluation, which is locked while in use and can be resumed.
 
-    DIR/config.yaml                        the settings; others are refused, unless run.overwrite moves the folder aside
-    DIR/weights.json                       which files the weights were read from: they must be the same when it goes on
-    DIR/rollouts/step_000003.jsonl         the episodes of a chunk of examples, as a run records its own (observe/recorder.py)
-    DIR/prompt.txt                         what the policy read first of the first example
-    DIR/examples.jsonl, evaluation.json    when all are played: a line an example, and the numbers with what must be said beside them
-An evaluation goes on with the chunks that are not there, and plays those again in which an episode failed on our side.
+    DIR/config.yaml                        settings; other settings are refused unless run.overwrite
+                                           moves the directory to a backup
+    DIR/weights.json                       files of the weights, which must be unchanged on resume
+    DIR/rollouts/step_000003.jsonl         episodes of a chunk of examples, in the format of a run
+                                           (observe/recorder.py)
+    DIR/prompt.txt                         first prompt of the first example
+    DIR/examples.jsonl, evaluation.json    written at the end: one line per example, and the scores
+                                           with their conditions
+
+A resumed evaluation runs the missing chunks, and repeats those with an episode that failed from an
+infrastructure error.
 """
 
 import json
@@ -28,16 +33,20 @@ from megatron_rl.types import Example, Rollout
 
 WEIGHTS_FILE, EXAMPLES_FILE, EVALUATION_FILE, PROMPT_FILE = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
 RESULT_SETTINGS = ("model.", "task.", "evaluation.", "run.seed", "engine.dtype", "engine.max_model_len", "engine.max_images")
-"""Settings, or groups of them, that results depend on."""
+"""Settings, or prefixes of settings, on which results depend."""
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt")
-"""Endings of the files that hold them."""
+"""Suffixes of files with model weights."""
 
 
 @contextmanager
 def locked_results_directory(settings: Settings) -> Iterator[None]:
-    """Hold run.dir inside the block. All ranks together. ValueError: somebody else holds it, or it holds something else."""
+    """Lock run.dir inside the block. Collective over all ranks.
+
+    Raises:
+        ValueError: Another process has locked it, or it contains something else.
+    """
     with ExitStack() as locks:
         run_on_rank_zero(lambda: _open_directory(settings, locks))
         yield
@@ -76,7 +85,10 @@ def _find_conflict(folder: Path, settings: Settings) -> str:
 
 
 def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
-    """Name, size and time of every file of the weights, and of those in model.path, which are an adapter's base."""
+    """Return name, size and modification time of every weight file.
+
+    The files in model.path are included, because they are the base model of an adapter.
+    """
     found: list[list[str | int]] = []
     for folder in dict.fromkeys(Path(given) for given in (settings.evaluation.weights, settings.model.path) if given):
         files = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHT_SUFFIXES)
@@ -85,25 +97,29 @@ def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
 
 
 def without_images(rollout: Rollout) -> Rollout:
-    """Without its tokens and pictures, which are in its file."""
+    """Return the rollout without sequences and images, which are in its file."""
     return replace(rollout, sequences=[], turns=[replace(turn, images=[]) for turn in rollout.turns])
 
 
 def chunk_path(folder: Path, number: int) -> Path:
+    """Return the path of a chunk's episodes."""
     return folder / ROLLOUTS / f"step_{number:06d}.jsonl"
 
 
 def save_chunk(path: Path, rollouts: Sequence[Rollout], *, chunk: int) -> None:
-    """Write a chunk's episodes, and the pictures that each rank has. All ranks together."""
+    """Write a chunk's episodes, and the images that each rank has. Collective over all ranks."""
     with explain_write_errors(path.parent.parent):
         raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
         run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=chunk, step_rollouts=rollouts))
 
 
 def load_chunk(path: Path, examples: Sequence[Example], *, samples: int) -> list[Rollout] | None:
-    """A chunk's episodes, lightened; None where they are to be played: they never were, or one failed on our side.
+    """Return a chunk's episodes without images, or None if they must be run.
 
-    ValueError: the file is damaged, or of other examples.
+    They must be run if the file is missing, or if an episode failed from an infrastructure error.
+
+    Raises:
+        ValueError: The file is damaged, or contains other examples.
     """
     if not path.is_file():
         return None

@@ -1,1 +1,1 @@
-"""A recorded step explained: played back through Hugging Face's model and the trainer's, and where they first differ."""
+"""Explains a recorded step by replaying it through Hugging Face's model and the trainer's model."""

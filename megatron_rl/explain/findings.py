@@ -1,4 +1,4 @@
-"""What was looked at and what was found, and what is normal for a precision."""
+"""Results of checks and comparisons, and the tolerances for each precision."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,13 +7,18 @@ import numpy as np
 import torch
 
 LAYER_TOLERANCE = 5e-5
-"""Of a row's length, that two float32 forward passes of one layer may differ by; 1e-6 is typical."""
+"""Relative difference of a row that two float32 forward passes of one layer may have; 1e-6 is
+typical.
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LogprobTolerance:
-    """What is normal for logprobs of sampled tokens: the largest difference to a float32 forward pass of Hugging Face's, the 99th of a
-    hundred, the mean (docs/numerics.md, docs/debugging.md)."""
+    """Tolerance for logprobs of sampled tokens.
+
+    The reference is a float32 forward pass of Hugging Face's model. The limits apply to the largest
+    difference, the 99th percentile and the mean (docs/numerics.md, docs/debugging.md).
+    """
 
     max_abs: float = float("inf")
     p99: float = float("inf")
@@ -21,15 +26,16 @@ class LogprobTolerance:
 
     @property
     def per_token(self) -> float:
-        """What one token may differ by before it is called the first that differs."""
+        """Difference from which a token counts as the first that differs."""
         return min(self.max_abs, self.p99)
 
     @property
     def is_per_token(self) -> bool:
-        """Whether every token has a bound, so narrow that one within it agrees."""
+        """True if each token has a limit that is tight enough to prove agreement."""
         return bool(np.isfinite(self.max_abs))
 
     def is_within(self, abs_diffs: Sequence[float]) -> bool:
+        """Return True if absolute differences are within all limits."""
         if not abs_diffs:
             return True
         p99, sums = float(np.quantile(abs_diffs, 0.99)), (max(abs_diffs), float(np.mean(abs_diffs)))
@@ -45,46 +51,48 @@ TOLERANCES = {"float32": LogprobTolerance(max_abs=1e-4), "bfloat16": LogprobTole
 
 @dataclass(slots=True)
 class CheckResult:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     num_checked: int = 0
-    """How often."""
+    """Number of checked items."""
     unit: str = "contexts"
     problems: list[str] = field(default_factory=list)
-    """A line for each thing that is wrong."""
+    """One line per problem."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LogprobComparison:
-    """Two who say something of the same sampled tokens."""
+    """Comparison of an implementation's logprobs of sampled tokens with the reference."""
 
     name: str
     abs_diffs: Sequence[float]
     tolerance: LogprobTolerance
     first_difference: str = ""
-    """The first token that differs, in words."""
+    """Description of the first token that differs."""
 
     @property
     def is_within_tolerance(self) -> bool:
+        """True if the differences are within the tolerance."""
         return self.tolerance.is_within(self.abs_diffs)
 
 
 @dataclass(slots=True)
 class FindingsPage:
-    """All that is said."""
+    """All findings about a step."""
 
     title: list[str]
     checks: list[CheckResult] = field(default_factory=list)
     comparisons: list[LogprobComparison] = field(default_factory=list)
     layer_differences: list[str] = field(default_factory=list)
-    """Where two networks first differ."""
+    """Descriptions of the first layers in which two networks differ."""
     explanations: list[str] = field(default_factory=list)
-    """What would make the numbers that differ."""
+    """Hypotheses that reproduce the differing logprobs."""
     skipped: list[str] = field(default_factory=list)
 
     @property
     def has_differences(self) -> bool:
+        """True if a check, a comparison or a layer shows a difference."""
         return (
             any(each.problems for each in self.checks)
             or any(not each.is_within_tolerance for each in self.comparisons)
@@ -93,7 +101,10 @@ class FindingsPage:
 
 
 def relative_row_diffs(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """By how much of its length each row differs: [rows]. What is all but zero is held against the rows' mean length."""
+    """Return the relative difference of each row: [rows].
+
+    Rows that are almost zero are compared relative to a tenth of the mean length of all rows.
+    """
     values, reference = (each.detach().double().flatten(1) for each in (values, reference))
     lengths = reference.norm(dim=1)
     return (values - reference).norm(dim=1) / lengths.clamp(min=max(0.1 * lengths.mean().item(), 1e-30))

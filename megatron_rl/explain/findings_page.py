@@ -1,4 +1,4 @@
-"""What is said of a step, as one page of plain text."""
+"""Renders the findings about a step as one page of plain text."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,10 +7,11 @@ import numpy as np
 from megatron_rl.explain.findings import CheckResult, FindingsPage, LogprobComparison
 
 MAX_LINES = 4
-"""Lines of one kind; the rest is counted."""
+"""Maximum number of lines per section. The rest is only counted."""
 
 
 def render_page(page: FindingsPage) -> str:
+    """Return the page as text."""
     return "\n".join(_render_lines(page))
 
 

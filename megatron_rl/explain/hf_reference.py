@@ -1,4 +1,4 @@
-"""Hugging Face's own model on recorded contexts: what everybody else is held against."""
+"""Hugging Face's model on recorded sequences, the reference for all comparisons."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,10 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
 class HfReferenceModel:
-    """In float32, a context at a time, with the weights of a source, of which up to `held_bytes` stay in memory."""
+    """Float32 reference model that processes one sequence at a time.
+
+    Up to `cache_bytes` of the weights stay in memory.
+    """
 
     def __init__(
         self, spec: ModelSpec, source: TensorSource, *,
@@ -32,7 +35,10 @@ class HfReferenceModel:
     def compute_logits(
         self, sequence: RecordedSequence, *, images: Sequence[Image] | None = None, position_3L: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[R, V] of the rows whose next token was sampled; with other pictures or positions in the place of its own."""
+        """Return the logits [R, V] of the rows with a sampled next token.
+
+        `images` and `position_3L` replace those of the sequence.
+        """
         shown = sequence.tokens.images if images is None else images
         ids = torch.tensor([sequence.tokens.token_ids], device=self._device)
         given: dict[str, object] = {}
@@ -51,7 +57,7 @@ class HfReferenceModel:
     def compute_logprobs(
         self, sequence: RecordedSequence, logits_RV: torch.Tensor, *, temperature: float, mask_banned: bool = True
     ) -> torch.Tensor:
-        """float64 [R] of the sampled tokens, on the host."""
+        """Return the float64 logprobs [R] of the sampled tokens, on the CPU."""
         scaled = logits_RV.double() / temperature
         if mask_banned:
             scaled = scaled.masked_fill(self.banned_mask, -torch.inf)
@@ -59,7 +65,7 @@ class HfReferenceModel:
         return scaled.log_softmax(-1).gather(1, target_R[:, None])[:, 0].cpu()
 
     def compute_positions(self, sequence: RecordedSequence) -> torch.Tensor:
-        """[3, L]: Hugging Face's own count."""
+        """Return the rotary positions [3, L] as Hugging Face computes them."""
         ids = torch.tensor([sequence.tokens.token_ids])
         if not sequence.tokens.images:
             return torch.arange(ids.shape[1]).expand(3, -1)
@@ -67,7 +73,7 @@ class HfReferenceModel:
         return self.model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0][:, 0]
 
     def record_layer_outputs(self, sequence: RecordedSequence) -> LayerOutputs:
-        """What passes through it, layer by layer."""
+        """Return the outputs of each layer."""
         language = self.model.model.language_model
         probes = ProbePoints(
             tower=self.model.model.visual, rotary=self.rotary, layers=language.layers, attention_name="self_attn", norm=language.norm,
@@ -79,7 +85,7 @@ class HfReferenceModel:
 
     @contextmanager
     def override_rope_sections(self, sections: Sequence[int]) -> Iterator[None]:
-        """Rotate by these sections inside the block."""
+        """Use these rope sections inside the block."""
         before = self.rotary.mrope_section
         self.rotary.mrope_section = list(sections)
         try:

@@ -1,7 +1,8 @@
-"""What would make the numbers that differ: each suspect is played through Hugging Face's model, and one that gives them is named.
+"""Tests hypotheses about differing logprobs by simulating each with Hugging Face's model.
 
-Of pictures only those are suspected that were shown between the last sampled token which agrees and the first which does not; in bfloat16,
-whose bound tells no single token that agrees, all that were shown by then.
+Only images between the last sampled token that agrees and the first one that differs are suspected.
+In bfloat16, in which the tolerance cannot prove that a single token agrees, all images up to the
+differing token are.
 """
 
 import math
@@ -23,52 +24,57 @@ from megatron_rl.types import Image
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 MAX_OTHER_IMAGES = 24
-"""Pictures of the step, beside those of the context, that are tried in one's place."""
+"""Maximum number of other images of the step that are tried in the place of one."""
 MAX_FITTED_TOKENS = 64
-"""Sampled tokens that a temperature is fitted to."""
+"""Maximum number of sampled tokens to which a temperature is fitted."""
 MIN_FITTED_TOKENS = 4
-"""Sampled tokens that one number, a temperature, does not explain by chance."""
+"""Minimum number of sampled tokens for fitting a temperature. Fewer may match by chance."""
 MIN_GAP_RATIO = 1.25
-"""How many times another's mean gap has to be as large before a suspect behind it is better: of a dozen tokens a wrong one that changes
-little was seen below the right one by a fifth, by the rounding of bfloat16 alone."""
+"""Ratio of mean differences from which a later hypothesis is preferred to an earlier one.
+
+With a dozen tokens, a wrong hypothesis of little effect was a fifth below the right one just from
+the rounding of bfloat16.
+"""
 LogprobsFn = Callable[[], torch.Tensor]
-"""float64 [R] of the sampled tokens of a context."""
+"""Returns the float64 logprobs [R] of a sequence's sampled tokens."""
 LogitsToLogprobs = Callable[[torch.Tensor], torch.Tensor]
-"""The same of logits [R, V]."""
+"""Converts logits [R, V] to such logprobs."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MismatchCase:
-    """A context of which somebody says other logprobs than Hugging Face's model."""
+    """A sequence with logprobs that differ from those of Hugging Face's model."""
 
     sequence: RecordedSequence
     observed_R: torch.Tensor
     mask_R: torch.Tensor
-    """bool: the tokens that are compared; not those of other weights."""
+    """Bool mask of the compared tokens. Tokens sampled by other weights are excluded."""
     temperature: float
     tolerance: LogprobTolerance
 
     def abs_diffs(self, logprob_R: torch.Tensor) -> list[float]:
+        """Return the absolute differences of the compared tokens."""
         return (logprob_R - self.observed_R).abs()[self.mask_R].tolist()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HypothesisInputs:
-    """What suspects are made of."""
+    """Data from which hypotheses are built."""
 
     reference: HfReferenceModel
     renderer: Renderer
     images: Mapping[str, Image]
-    """The pictures of the step, by key."""
+    """Images of the step by key."""
     older_source: TensorSource | None = None
-    """Other weights, of which one tensor, or all, may have stayed."""
+    """Older weights, of which one tensor or all may be stale."""
 
 
 def find_explanation(case: MismatchCase, inputs: HypothesisInputs) -> str:
-    """The suspect that gives what was said, in words; empty where none does.
+    """Return the hypothesis that reproduces the observed logprobs, or "" if none does.
 
-    One within float32's bound is it: no other is played. Of those that are only within a wider one the least mean gap counts, and the first
-    that has it, to CLEARER; the first of all is that nothing is wrong.
+    A hypothesis within the float32 tolerance is returned at once. Among those that are only within
+    the case's wider tolerance, the first one with a mean difference of at most MIN_GAP_RATIO times
+    the smallest is returned. The first candidate is that nothing is wrong, with the result "".
     """
     reference, looked = inputs.reference, case.sequence
     logits_RV = reference.compute_logits(looked)
@@ -103,7 +109,10 @@ def _hypotheses(case: MismatchCase, inputs: HypothesisInputs, logits_RV: torch.T
 
 
 def fit_temperature(case: MismatchCase, reference: HfReferenceModel, logits_RV: torch.Tensor) -> float:
-    """That which gives what was said with the least mean difference: a grid, then ever smaller parts of it."""
+    """Return the temperature with the smallest mean difference to the observed logprobs.
+
+    The search is a grid that is refined around its best point.
+    """
     kept = case.mask_R.nonzero()[:MAX_FITTED_TOKENS, 0]
     scaled = logits_RV[kept].double().masked_fill(reference.banned_mask, -torch.inf)
     rows = [case.sequence.sampled_rows[row] for row in kept.tolist()]
@@ -139,8 +148,11 @@ def _image_hypotheses(
 
 
 def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_token_id: int) -> list[int]:
-    """Those shown between the last token that agrees before the first that does not, and that one; where only their mean does not,
-    the last."""
+    """Return the indices of images that may cause the first differing token.
+
+    They lie between the last agreeing token and the first differing one. If only the mean differs,
+    the last token takes the place of the latter.
+    """
     wrong = [(logprob > case.tolerance.per_token).item() for logprob in (expected_R - case.observed_R).abs()]
     rows = [
         (row, is_wrong) for row, is_wrong, counts in zip(case.sequence.sampled_rows, wrong, case.mask_R.tolist(), strict=True) if counts
@@ -161,7 +173,10 @@ def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_toke
 
 
 def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[str, Image]) -> Iterator[tuple[str, list[Image]]]:
-    """Pictures with as many tokens: those of the context, exchanged, and the step's."""
+    """Yield the images with one of them replaced by another of as many tokens.
+
+    Other images of the sequence are swapped with it; those of the step replace it.
+    """
     shown = images[number]
     for place, other in enumerate(images):
         if other.key != shown.key and other.num_tokens == shown.num_tokens:
@@ -174,7 +189,10 @@ def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[
 
 
 def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]]:
-    """What a picture of its size is made by a second resize: by the run's limits, by the checkpoint's own, to halves."""
+    """Return sizes that a second resize of an image may produce.
+
+    They follow from the run's limits, from the checkpoint's own limits, and from halving.
+    """
     width, height = image.pil.size
     processor = renderer.processor.image_processor
     again = processor(images=[image.pil], do_resize=True, return_tensors="pt")["image_grid_thw"][0].tolist()
@@ -187,7 +205,10 @@ def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]
 
 
 def _resize_and_back(image: Image, size: tuple[int, int], *, scale_of: Image) -> Image:
-    """Through a size and back; of another picture through one that is as much smaller or larger."""
+    """Resize an image to a size and back. `scale_of` is the image to which the size applies.
+
+    Another image is scaled by the same ratio.
+    """
     (width, height), (own_width, own_height) = scale_of.pil.size, image.pil.size
     there = (max(1, round(size[0] * own_width / width)), max(1, round(size[1] * own_height / height)))
     picture = image.pil.resize(there, Resampling.BICUBIC).resize(image.pil.size, Resampling.BICUBIC)
@@ -214,7 +235,7 @@ def _position_hypotheses(case: MismatchCase, inputs: HypothesisInputs, to_logpro
 
 
 def alternative_rope_sections(sections: Sequence[int]) -> list[tuple[int, ...]]:
-    """Exchanged, or with one or all of an axis' pairs given to another."""
+    """Return wrong rope sections: permutations, and ones with pairs moved to another axis."""
     right, found = tuple(sections), list(permutations(sections))
     for giver in range(len(right)):
         for taker in range(len(right)):
@@ -242,7 +263,7 @@ def _weight_hypotheses(
 
 
 def find_changed_tensors(weights: StreamedModel, older_source: TensorSource) -> list[str]:
-    """Those that the older weights have otherwise."""
+    """Return the names of tensors that differ in the older weights."""
     return [name for name in weights.names if not _equal_in_dtype(older_source.read(name), weights.get_tensor(name))]
 
 

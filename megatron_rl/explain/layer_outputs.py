@@ -1,7 +1,12 @@
-"""What passes through a network, by names that Hugging Face's model and the trainer's share, in the order in which it is computed.
+"""Records the outputs of a network under names shared by Hugging Face's model and the trainer's.
 
-    patches, tower patches, tower block 0 .., tower output, embedding, rotary angles, layer 0 attention, layer 0 mlp, layer 0 .., last norm
-A decoder layer is looked at where the next one takes it up: what Qwen3-VL adds to it lies between.
+The names in the order of computation are
+
+    patches, tower patches, tower block 0 .., tower output, embedding, rotary angles,
+    layer 0 attention, layer 0 mlp, layer 0 .., last norm
+
+The output of a decoder layer is recorded as the input of the next one, which includes the features
+that Qwen3-VL adds between them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,28 +19,30 @@ from torch import nn
 from megatron_rl.explain.findings import LAYER_TOLERANCE, relative_row_diffs
 
 LayerOutputs = dict[str, torch.Tensor]
-"""[rows, ...] by name; rows are patches, vision tokens or tokens."""
+"""Maps a name to a tensor [rows, ...]. Rows are patches, vision tokens or tokens."""
 ToRows = Callable[[object], torch.Tensor]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ProbePoints:
-    """Where a network, or this rank's chunk of it, is looked at, and how what passes there becomes [rows, ...]."""
+    """Modules of a network, or of this rank's chunk, at which outputs are recorded."""
 
     tower: nn.Module | None
     rotary: nn.Module | None
     layers: Sequence[nn.Module]
-    """Each with .self_attn or .self_attention as `attention` says, and .mlp."""
+    """Decoder layers, each with `mlp` and with an attention module named `attention_name`."""
     attention_name: str
     norm: nn.Module | None
     first_layer: int = 0
-    """The global number of the first of `layers`."""
+    """Global index of the first of `layers`."""
     hidden_rows: ToRows
-    """Of hidden states."""
+    """Converts hidden states to [rows, ...]."""
     angle_rows: ToRows
+    """Converts rotary angles to [rows, ...]."""
 
 
 def layer_names(num_blocks: int, num_layers: int) -> list[str]:
+    """Return all names in the order of computation."""
     tower = ["patches", "tower patches", *(f"tower block {number}" for number in range(num_blocks)), "tower output"]
     parts = [f"layer {number}{part}" for number in range(num_layers) for part in (" attention", " mlp", "")]
     return [*tower, "embedding", "rotary angles", *parts, "last norm"]
@@ -43,7 +50,7 @@ def layer_names(num_blocks: int, num_layers: int) -> list[str]:
 
 @contextmanager
 def record_outputs(probes: ProbePoints) -> Iterator[LayerOutputs]:
-    """What passes inside the block, by name."""
+    """Record the outputs by name inside the block."""
     passed: LayerOutputs = {}
     with ExitStack() as closing:
 
@@ -82,37 +89,41 @@ def _input_name(number: int) -> str:
 
 
 def is_vision_output(name: str) -> bool:
-    """Whether its rows are of pictures, not of tokens."""
+    """Return True if the rows of an output belong to images instead of tokens."""
     return name == "patches" or name.startswith("tower")
 
 
 def copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the host: what follows a layer may add to its output in place, as Megatron's residual connections do."""
+    """Copy a tensor to the CPU.
+
+    The copy is needed because later modules may add to a layer's output in place, as Megatron's
+    residual connections do.
+    """
     return value.detach().float().cpu().clone()
 
 
 def first_tensor(value: object) -> torch.Tensor:
-    """The tensor of what a module gives or takes: itself, or the first of several."""
+    """Return the tensor in an input or output of a module: the value, or the first of a tuple."""
     return value[0] if isinstance(value, tuple) else value
 
 
 @dataclass(slots=True, frozen=True)
 class LayerDeviation:
-    """The first thing that two networks do not have alike."""
+    """First output in which two networks differ."""
 
     name: str
     row: int
-    """The first row that differs by more than it may; -1 where even the numbers of rows differ."""
+    """First row that exceeds the tolerance, or -1 if the shapes differ."""
     relative_diff: float
-    """That row's difference, relative to its length."""
+    """Relative difference of that row."""
     max_diff_before: float
-    """Of everything that is computed before."""
+    """Largest relative difference in all outputs computed before."""
 
 
 def find_first_deviation(
     outputs: LayerOutputs, reference: LayerOutputs, names: Sequence[str], *, tolerance: float = LAYER_TOLERANCE
 ) -> LayerDeviation | None:
-    """`reference` is what is right. None: they are alike wherever both were looked at."""
+    """Return the first deviation from `reference`, or None if all common outputs agree."""
     largest = 0.0
     for name in names:
         if name not in outputs or name not in reference:

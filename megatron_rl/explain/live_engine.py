@@ -1,7 +1,8 @@
-"""The engine that samples, alive, on recorded contexts: what it says of each sampled token now, asked in that token's place.
+"""Live rollout engine that computes the logprob of each sampled token in a recorded sequence.
 
-A request for one token stands for each; what they begin with lies in the engine's prefix cache. Every process has an engine, or a part of
-one that spans settings.tp neighbors, as in a run; the first is asked, and the others keep still.
+Each sampled token takes one request for a single token; the engine's prefix cache shares their
+common prefixes. Every process has an engine, or a part of one that spans settings.tp neighboring
+ranks, as in a run. Only the first engine receives requests; the others stay idle.
 """
 
 import asyncio
@@ -23,7 +24,10 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource, iterate_
 
 
 class LiveEngine:
-    """This process's engine, or its part of one, with the weights of a source. All ranks together."""
+    """This process's engine, or its part of one, with the weights of a source.
+
+    All ranks create it together.
+    """
 
     def __init__(
         self, model_path: str, settings: EngineSettings, renderer: Renderer, source: TensorSource, *, patches: ImageToPatches, world: World
@@ -41,7 +45,10 @@ class LiveEngine:
         self._engine.load_weights(iterate_tensors(source), version=0)
 
     def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, temperature: float) -> list[torch.Tensor]:
-        """float64 [R] of each context's sampled tokens, on the main rank; elsewhere nothing."""
+        """Return the float64 logprobs [R] of each sequence's sampled tokens.
+
+        The result is complete on the main rank and empty on ranks outside of the first engine.
+        """
         if not self._is_first:
             return []
 
@@ -53,17 +60,20 @@ class LiveEngine:
         return [torch.tensor(said, dtype=torch.float64) for said in self._engine.run(everything()) or []]
 
     def close(self) -> None:
-        """The last thing that a process does: vLLM leaves the process group."""
+        """Shut down the engine.
+
+        It must be the last action of a process, because vLLM leaves the process group.
+        """
         self._engine.close()
 
     async def _score_token(self, token_ids: list[int], images: list[Image], temperature: float) -> float:
-        """Of the last of these tokens, behind the others."""
+        """Return the logprob of the last token, given the tokens before it."""
         *before, token = token_ids
         sampling = SamplingSettings(max_tokens=1, temperature=temperature, seed=0, logprob_token_ids=(token,))
         return (await self._engine.generate(before, images, sampling)).requested_logprobs[0][0]
 
     def _token_requests(self, sequence: RecordedSequence) -> Iterator[tuple[list[int], list[Image]]]:
-        """For each sampled token the context up to it, with the pictures that were shown by then."""
+        """Yield the tokens up to each sampled token, with the images among them."""
         ids, images = sequence.tokens.token_ids, [replace(each, patch_PC=self._patches(each)) for each in sequence.tokens.images]
         for row in sequence.sampled_rows:
             num, shown = sum(token == self._image_token_id for token in ids[: row + 1]), []

@@ -1,4 +1,7 @@
-"""What a run has left of a step, and the weights that sampled it. What cannot be read is skipped and said, not guessed."""
+"""Recorded rollouts of a step, and the weights that sampled them.
+
+Unreadable parts are skipped and reported.
+"""
 
 import json
 import sys
@@ -17,15 +20,15 @@ from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER
 from megatron_rl.types import Rollout, TokenSequence
 
 MAX_ERROR_CHARS = 160
-"""Characters of an error that stand in a page."""
+"""Maximum length in characters of an error on the page."""
 
 
 @dataclass(slots=True, frozen=True)
 class RecordedSequence:
-    """A context of a recorded step."""
+    """A sequence of a recorded step."""
 
     rollout_index: int
-    """Its row or line, from 0."""
+    """Row or line of the rollout in its file, counting from 0."""
     index: int
     tokens: TokenSequence
 
@@ -34,18 +37,18 @@ class RecordedSequence:
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The entries whose next token was sampled."""
+        """Positions followed by a sampled token."""
         return [place - 1 for place, sampled in enumerate(self.tokens.loss_mask) if sampled and place > 0]
 
     @property
     def recorded_logprobs(self) -> list[float]:
-        """What the engine said of each of them."""
+        """Logprobs of the sampled tokens as the engine recorded them."""
         return [self.tokens.rollout_logprobs[row + 1] for row in self.sampled_rows]
 
 
 @dataclass(slots=True)
 class RecordedStep:
-    """The rollouts of a step that could be read, by row or line, and a line for each that could not."""
+    """Readable rollouts of a step by row or line, and a line for each unreadable one."""
 
     path: Path
     rollouts: dict[int, Rollout] = field(default_factory=dict)
@@ -53,6 +56,7 @@ class RecordedStep:
 
     @property
     def sequences(self) -> list[RecordedSequence]:
+        """Sequences with sampled tokens."""
         return [
             RecordedSequence(place, number, context)
             for place, rollout in self.rollouts.items()
@@ -62,38 +66,49 @@ class RecordedStep:
 
     @property
     def weight_versions(self) -> list[int]:
-        """Of the weights that sampled any of it, the newest first."""
+        """Versions of the weights that sampled tokens of this step, the newest first."""
         return sorted({version for each in self.sequences for version in each.tokens.weight_versions if version >= 0}, reverse=True)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ReplaySettings:
-    """What of a run's config.yaml is needed to play it back."""
+    """Settings of a run's config.yaml that a replay needs."""
 
     model: ModelSettings
     parallel: ParallelSettings
     engine: EngineSettings
-    """On this machine, over as many processes as in the run where the world is made of such parts, else in each alone."""
+    """Engine settings on this machine.
+
+    tp is that of the run if it divides the number of processes, else 1.
+    """
     temperature: float
     dtype: str
-    """The coarser of the engine's and the trainer's."""
+    """The less precise of the dtypes of engine and trainer."""
     num_steps: int
     max_staleness: int
-    """Of an evaluation and of rollouts alone, which one set of weights plays: no limit."""
+    """Maximum staleness; unlimited in evaluations and rollout-only runs, which use a single set of
+    weights.
+    """
     initial_weights: str
-    """Weights of version 0."""
+    """Path of the weights of version 0."""
     trains_subset: bool
-    """Only some of the weights move: others are frozen, or an adapter is trained."""
+    """True if only some weights change, because others are frozen or an adapter is trained."""
     allow_grounding_tokens: bool
 
 
 def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int = 1) -> ReplaySettings:
-    """`model_path` in the place of the run's model.path, where its files lie elsewhere now. ValueError: there are no settings of a run."""
+    """Return the replay settings of a run.
+
+    `model_path` replaces model.path if its files have moved.
+
+    Raises:
+        ValueError: the run directory has no valid settings.
+    """
     try:
         found = read_settings(run / CONFIG_FILE)
         given, engine, sampled, start = found["model"], found["engine"], found["algo"]["temperature"], ""
         is_evaluation = (run / EVALUATION_FILE).is_file()
-        if is_evaluation:  # greedily it tells logprobs at temperature 1
+        if is_evaluation:  # greedy evaluations record logprobs at temperature 1
             sampled, start = found["evaluation"]["temperature"] or 1.0, str(found["evaluation"]["weights"])
         stays = is_evaluation or found["run"].get("rollout_only", False)
         chosen = ModelSettings(
@@ -116,7 +131,11 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
 
 
 def read_step(run: Path, step: int) -> RecordedStep:
-    """All of a step where run.record=all kept it, else its best and worst. ValueError: nothing of it can be read."""
+    """Read all rollouts of a step if run.record=all saved them, else its best and worst.
+
+    Raises:
+        ValueError: no rollout of the step can be read.
+    """
     bank, lines = step_path(run / ROLLOUTS_FOLDER, step), run / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
     skipped: list[str] = []
     for path, rows in ((bank, _iterate_rows), (lines, _iterate_rollout_lines)):
@@ -135,11 +154,11 @@ def read_step(run: Path, step: int) -> RecordedStep:
 
 
 RolloutLoader = Callable[[bool], Rollout]
-"""With pictures or without."""
+"""Loads a rollout with or without its images."""
 
 
 def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) -> None:
-    """A rollout whose pictures are lost is still looked at, as far as that goes without them."""
+    """Load a rollout, without its images if they cannot be read."""
     try:
         recorded_step.rollouts[index] = load(True)
         return
@@ -153,7 +172,7 @@ def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) 
 
 
 def _iterate_rows(path: Path) -> Iterator[tuple[int, RolloutLoader]]:
-    """Read together where nothing is wrong, else one by one."""
+    """Yield the rows' loaders. The file is read at once if it has no errors, else row by row."""
     try:
         together = read_rollouts(path)
     except ValueError:
@@ -185,7 +204,11 @@ def _decode_line(line: bytes, load: Callable) -> Rollout:
 
 
 def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
-    """Where the weights of a version lie: those after so many steps. ValueError: they were not kept."""
+    """Return the path of the weights of a version, which is the number of steps before them.
+
+    Raises:
+        ValueError: the weights were not kept.
+    """
     kept = run / CHECKPOINTS_FOLDER / f"step_{version:08d}"
     if version == 0:
         return Path(settings.initial_weights)

@@ -1,4 +1,7 @@
-"""Recorded contexts played back, and held against Hugging Face's model: tokens first, then layers and tensors of whoever differs."""
+"""Replays recorded sequences and compares them with Hugging Face's model.
+
+Tokens are compared first, then layers and tensors of each implementation that differs.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,18 +26,20 @@ from megatron_rl.types import Image
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 MAX_EXPLAINED = 3
-"""Contexts of one party, the first that differ, for which suspects are looked for."""
+"""Maximum number of sequences per implementation for which hypotheses are tested, starting with the
+first that differ.
+"""
 RECORDED_ENGINE = "engine, recorded"
 SampledLogprobs = Sequence[torch.Tensor | None]
-"""Logprobs [R] of the sampled tokens of each context; None where they are not known."""
+"""Logprobs [R] of the sampled tokens of each sequence, or None if they are unknown."""
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What came of it; it travels from rank to rank."""
+    """Results of a replay, which are passed between ranks."""
 
     reference_logprobs: Sequence[torch.Tensor]
-    """By Hugging Face's model."""
+    """Logprobs of Hugging Face's model."""
     checks: list[CheckResult] = field(default_factory=list)
     comparisons: list[LogprobComparison] = field(default_factory=list)
     layer_differences: list[str] = field(default_factory=list)
@@ -43,7 +48,7 @@ class ReplayResult:
 
 @dataclass(slots=True, kw_only=True)
 class ForwardReplay:
-    """A step's contexts with what plays them. The reference is the first rank's."""
+    """Replay of a step's sequences. The reference model runs on the first rank."""
 
     spec: ModelSpec
     renderer: Renderer
@@ -54,20 +59,22 @@ class ForwardReplay:
     settings: ReplaySettings
     device: torch.device
     patches: ImageToPatches
-    """As the trainer makes them."""
+    """Computes patches as the trainer does."""
     images: Mapping[str, Image]
     max_model_bytes: int
-    """Of weights in float32 that one process may hold of Hugging Face's model, and of the trainer's."""
+    """Maximum size in bytes of the float32 weights that one process may keep, for each of Hugging
+    Face's and the trainer's model.
+    """
     reference: HfReferenceModel | None = None
     engine: LiveEngine | None = None
 
     @property
     def fits_one_process(self) -> bool:
-        """Whether one process has the trainer's network whole."""
+        """True if the trainer's whole network fits into one process."""
         return sum(spec.shape.numel() for spec in self.source.specs.values()) * torch.float32.itemsize <= self.max_model_bytes
 
     def compare_recorded(self, sequences: Sequence[RecordedSequence]) -> ReplayResult:
-        """What was said then, against Hugging Face's model in this process."""
+        """Compare the recorded logprobs with Hugging Face's model in this process."""
         reference = self.reference = HfReferenceModel(
             self.spec, self.source, banned_ids=self.renderer.banned_ids, patches=make_patch_fn(self.renderer), device=self.device,
             cache_bytes=self.max_model_bytes,
@@ -91,7 +98,7 @@ class ForwardReplay:
         return played
 
     def compare_one_process(self, result: ReplayResult, sequences: Sequence[RecordedSequence], layout: Layout) -> ReplayResult:
-        """Through the trainer's network in this process."""
+        """Compare the trainer's network in this process."""
         trainer = self._build_trainer(layout)
         result.checks.append(self._check_tensors(trainer, "weights in the trainer"))
         one, packed = (trainer.compute_logprobs(sequences, packed=together) for together in (False, True))
@@ -106,7 +113,7 @@ class ForwardReplay:
     def compare_live_engine(
         self, result: ReplayResult, sequences: Sequence[RecordedSequence], *, world: World, group: dist.ProcessGroup | None
     ) -> ReplayResult:
-        """By an engine that is started now; all ranks together."""
+        """Compare an engine that is started now. All ranks call it together."""
         given = self.settings
         self.engine = LiveEngine(given.model.path, given.engine, self.renderer, self.source, patches=self.patches, world=world)
         said = self.engine.compute_logprobs(sequences, temperature=given.temperature)
@@ -118,13 +125,14 @@ class ForwardReplay:
         return run_on_rank_zero(compare, group=group)
 
     def close(self) -> None:
+        """Shut down the engine, if there is one."""
         if self.engine is not None:
             self.engine.close()
 
     def compare_at_layout(
         self, result: ReplayResult, sequences: Sequence[RecordedSequence], layout: Layout, *, is_main: bool, group: dist.ProcessGroup | None
     ) -> ReplayResult:
-        """The same with the trainer cut over all ranks, each of which calls this."""
+        """Compare the trainer's network sharded over all ranks. All ranks call it together."""
         name = f"trainer, tp {layout.tp} x pp {layout.pp}" + (f" x vpp {layout.vpp}" if layout.vpp > 1 else "")
         trainer = self._build_trainer(layout)
         tensors, said = (
@@ -158,7 +166,10 @@ class ForwardReplay:
         *,
         tolerance: LogprobTolerance,
     ) -> int | None:
-        """Hold what one says against the reference, and look for what explains it; the first context that differs, if any does."""
+        """Compare logprobs with the reference and look for an explanation of differences.
+
+        Returns the index of the first sequence that differs, or None if all agree.
+        """
         known = [number for number, said_R in enumerate(observed) if said_R is not None]
         cases = list(
             self._build_cases(
@@ -172,7 +183,8 @@ class ForwardReplay:
             result.comparisons.append(compared)
             return None
         wrong = [number for number, each in enumerate(gaps) if not tolerance.is_within(each)]
-        wrong = wrong or [max(range(len(gaps)), key=lambda number: max(gaps[number], default=0.0))]  # each holds, all together do not
+        # Each sequence may be within the tolerance while all of them together are not.
+        wrong = wrong or [max(range(len(gaps)), key=lambda number: max(gaps[number], default=0.0))]
         told = self._describe_first_difference(*pairs[wrong[0]])
         result.comparisons.append(replace(compared, first_difference=told))
         suspicion = HypothesisInputs(reference=self.reference, renderer=self.renderer, images=self.images, older_source=self.older_source)
@@ -201,7 +213,7 @@ class ForwardReplay:
         )
 
     def _describe_token(self, sequence: RecordedSequence, place: int) -> str:
-        """A token with what it is; of a placeholder, whose."""
+        """Return a description of a token; for an image placeholder it includes the image."""
         ids, shown = sequence.tokens.token_ids, ""
         if ids[place] == self.spec.image_token_id:
             before = sum(token == self.spec.image_token_id for token in ids[:place])
@@ -210,11 +222,11 @@ class ForwardReplay:
         return f"token {place} {self.renderer.tokenizer.decode([ids[place]])!r}{shown}"
 
     def _compare_layers(self, name: str, sequence: RecordedSequence, outputs: LayerOutputs) -> list[str]:
-        """Where a network first differs from Hugging Face's on a context."""
+        """Describe the first layer that differs from Hugging Face's on a sequence."""
         spec, right = self.spec, self.reference.record_layer_outputs(sequence)
         names = layer_names(spec.vision.num_blocks, spec.num_layers)
         are_distinct = len({image.key for image in sequence.tokens.images}) == len(sequence.tokens.images)
-        names = names if are_distinct else [each for each in names if not is_vision_output(each)]  # the trainer encodes each once
+        names = names if are_distinct else [each for each in names if not is_vision_output(each)]  # the trainer encodes each only once
         found = find_first_deviation(outputs, right, names)
         if found is None:
             return [f"{name}: every layer agrees on {sequence}; the head, the temperature, the ids or what stands around it differs"]
@@ -244,7 +256,7 @@ class ForwardReplay:
         return result
 
     def _check_tensors(self, trainer: TrainerForward, name: str) -> CheckResult:
-        """What the trainer would send to engines is what the source holds."""
+        """Check that the weights exported by the trainer equal those of the source."""
         result = CheckResult(name, unit="tensors")
         for tensor_name, tensor in trainer.hf_weights():
             result.num_checked += 1
@@ -262,7 +274,7 @@ class ForwardReplay:
         return "; it is stale: it is that of the older weights"
 
     def _check_unchanged_tensors(self) -> list[CheckResult]:
-        """Where nearly all tensors have moved since the older weights, those that have not."""
+        """Report the tensors equal to the older weights if nearly all others have changed."""
         if self.older_source is None or self.settings.trains_subset:
             return []
         weights = self.reference.weights
@@ -275,6 +287,6 @@ class ForwardReplay:
 
 
 def _recorded_trainer_logprobs(sequence: RecordedSequence) -> torch.Tensor | None:
-    """What the trainer said at the time, of a context that it was asked of."""
+    """Return the recorded logprobs of the trainer, or None if the sequence has none."""
     old = sequence.tokens.old_logprobs
     return torch.tensor([old[row + 1] for row in sequence.sampled_rows], dtype=torch.float64) if old else None

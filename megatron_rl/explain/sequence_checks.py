@@ -1,4 +1,4 @@
-"""What can be wrong in a recorded step that is seen without a model. Every check gives the same kind of answer: findings.Checked."""
+"""Checks of a recorded step that need no model. Each returns a findings.CheckResult."""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -14,13 +14,20 @@ from megatron_rl.rollout.renderer import Renderer, image_key
 from megatron_rl.types import Image, Rollout
 
 PATCH_TOLERANCE = 1e-5
-"""Two ways to the same patches differ by rounding of a pixel's value, which is near 1."""
+"""Tolerance between two computations of the same patches.
+
+Pixel values are near 1, so that it covers rounding.
+"""
 
 
 def run_sequence_checks(
     step: RecordedStep, renderer: Renderer, spec: ModelSpec, *, step_number: int, max_staleness: int
 ) -> list[CheckResult]:
-    """All of them. `step_number` is the step's number: the newest weights that can have sampled it."""
+    """Return the results of all checks.
+
+    `step_number` is the number of the step and thus the newest weight version that can have sampled
+    it.
+    """
     keys = {image.key: image for rollout in step.rollouts.values() for image in rollout.images}
     return [
         check_masks(step),
@@ -33,7 +40,7 @@ def run_sequence_checks(
 
 
 def check_masks(step: RecordedStep) -> CheckResult:
-    """A token is sampled in the mask, in the spans of turns, in versions and in logprobs alike."""
+    """Check that mask, spans of turns, versions and logprobs agree on the sampled tokens."""
     result = CheckResult("masks, spans, logprobs")
     for each in step.sequences:
         result.num_checked += 1
@@ -60,7 +67,10 @@ def _sampled_positions(rollout: Rollout, number: int) -> set[int]:
 
 
 def check_placeholders(step: RecordedStep, spec: ModelSpec) -> CheckResult:
-    """As many placeholders as the grids ask for, in runs that fit them: positions can be counted."""
+    """Check that placeholders match the image grids in number and arrangement.
+
+    Otherwise positions cannot be computed.
+    """
     result = CheckResult("placeholders and grids")
     for each in step.sequences:
         result.num_checked += 1
@@ -80,6 +90,7 @@ def check_placeholders(step: RecordedStep, spec: ModelSpec) -> CheckResult:
 
 
 def check_banned_ids(step: RecordedStep, renderer: Renderer) -> CheckResult:
+    """Check that no banned token was sampled."""
     result, never = CheckResult("banned ids"), set(renderer.banned_ids)
     for each in step.sequences:
         result.num_checked += 1
@@ -91,12 +102,16 @@ def check_banned_ids(step: RecordedStep, renderer: Renderer) -> CheckResult:
 
 
 def check_versions(step: RecordedStep, *, step_number: int, max_staleness: int) -> CheckResult:
-    """A later token is of no older weights, none of weights that were not there yet, none older than the run allowed."""
+    """Check the weight versions of sampled tokens.
+
+    They must not decrease within a sequence, exceed the step's version, or be older than
+    `max_staleness` allows.
+    """
     result = CheckResult("weight versions")
     for each in step.sequences:
         result.num_checked += 1
         known = [(place, version) for place, version in enumerate(each.tokens.weight_versions) if version >= 0]
-        if not known:  # where it sampled, `masks` tells so
+        if not known:  # check_masks reports missing versions of sampled tokens
             continue
         for (_, before), (place, now) in pairwise(known):
             if now < before:
@@ -112,7 +127,7 @@ def check_versions(step: RecordedStep, *, step_number: int, max_staleness: int) 
 
 
 def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
-    """A picture's file holds the pixels that its key is of, at the size that its grid is of."""
+    """Check that an image's file has the pixels of its key and the size of its grid."""
     result = CheckResult("pictures' pixels", unit="pictures")
     for key, image in images.items():
         if image.pil is None:
@@ -130,7 +145,7 @@ def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult
 
 
 def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
-    """What the renderer makes of a picture again is what the paper's arithmetic makes of its pixels."""
+    """Check that the renderer computes the same patches from an image as `compute_patches`."""
     result = CheckResult("patches made again", unit="pictures")
     for key, image in images.items():
         if image.pil is None or image.pil.size != (image.grid[2] * renderer.patch_size, image.grid[1] * renderer.patch_size):
@@ -147,7 +162,10 @@ def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResul
 
 
 def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
-    """float32 [P, C]: scaled, centered, cut into squares in the order of the squares that are merged, the frame repeated."""
+    """Compute the patches, float32 [P, C], from the definition in the paper.
+
+    Pixels are scaled, centered and cut into squares in merge order; the frame is repeated.
+    """
     processor, patch, merge = renderer.processor.image_processor, renderer.patch_size, renderer.merge_size
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float64) / 255.0
     pixels = (pixels - np.array(processor.image_mean)) / np.array(processor.image_std)
@@ -158,11 +176,11 @@ def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
 
 
 ImageToPatches = Callable[[Image], torch.Tensor]
-"""float32 [P, C] of an image."""
+"""Returns the patches of an image, float32 [P, C]."""
 
 
 def make_patch_fn(renderer: Renderer) -> ImageToPatches:
-    """The processor's patches of the pixels that are recorded, past the renderer's memory."""
+    """Return a function that computes patches of recorded pixels without the renderer's cache."""
 
     def made(image: Image) -> torch.Tensor:
         return renderer.processor.image_processor(images=[image.pil], do_resize=False, return_tensors="pt")["pixel_values"]
@@ -171,7 +189,7 @@ def make_patch_fn(renderer: Renderer) -> ImageToPatches:
 
 
 def split_replayable(step: RecordedStep, spec: ModelSpec) -> tuple[list[RecordedSequence], list[str]]:
-    """The contexts that a network can be given, and a line for each that it cannot."""
+    """Return the sequences that a network can process, and a line for each of the others."""
     good, lines = [], []
     for each in step.sequences:
         context = each.tokens

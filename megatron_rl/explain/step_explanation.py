@@ -1,4 +1,7 @@
-"""A step explained: read, checked without a model, played back, compared. Every rank calls `explain`; what comes back is on every rank."""
+"""Explains a step: reads it, checks it without a model, replays it and compares the results.
+
+Every rank calls `explain_step` and gets the result.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,30 +27,47 @@ from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 
 GB = 1e9
 RANK_TIMEOUT_S = 86400.0
-"""How long ranks wait for the first one, which plays back through Hugging Face's model alone."""
+"""Timeout in seconds for ranks waiting for the first one, which alone replays with Hugging Face's
+model.
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ExplainRequest:
+    """A request to explain a step of a run."""
+
     run: Path
     step: int
     weights: str = ""
-    """A checkpoint of any format, or an adapter's folder; empty: the run's own of the version that sampled."""
+    """Path of a checkpoint of any format or of an adapter; "" takes the run's checkpoint of the
+    version that sampled.
+    """
     older_weights: str = ""
-    """Other weights, one tensor of which may have stayed; empty: the run's own before these."""
+    """Path of older weights, of which a tensor may be stale; "" takes the run's previous
+    checkpoint.
+    """
     model: str = ""
-    """Config, tokenizer and processor, where they do not lie at the run's model.path."""
+    """Path of config, tokenizer and processor if they are not at the run's model.path."""
     num_rollouts: int = 4
     with_model: bool = True
     with_engine: bool = False
     max_model_gb: float = 16.0
-    """Of weights in float32. As much of Hugging Face's model stays in memory; a larger one of the trainer's is played at a layout alone."""
+    """Maximum size in GB of float32 weights per process.
+
+    As much of Hugging Face's model stays in memory. A larger model of the trainer is replayed only
+    at a layout.
+    """
     parallel_sizes: tuple[tuple[str, int], ...] = ()
-    """Of the layout, by name; what is lacking is the run's."""
+    """Sizes of the parallel layout by name. Missing ones are those of the run."""
 
 
 def explain_step(request: ExplainRequest, world: World) -> FindingsPage:
-    """ValueError, OSError: there is nothing to look at."""
+    """Return the findings about a step.
+
+    Raises:
+        ValueError: the step, its settings or its weights cannot be used.
+        OSError: a file cannot be read.
+    """
     settings, step, renderer, spec = raise_on_all_ranks(lambda: _read_inputs(request, world))
     page = FindingsPage(title=[_title(request, step)], skipped=step.skipped)
     checks = {"step_number": request.step, "max_staleness": settings.max_staleness}
@@ -84,7 +104,10 @@ def _run_replay(
     page: FindingsPage, forward_replay: ForwardReplay, sequences: Sequence[RecordedSequence], *, parallel: ParallelSettings | None,
     use_engine: bool, world: World,
 ) -> None:  # fmt: skip
-    """Through Hugging Face and one process on the first rank, then at the layout on all; and an engine's parts are on all."""
+    """Replay with Hugging Face's model and one process on the first rank, then on all ranks.
+
+    The latter are the layout and the parts of the engine.
+    """
     waiting = long_timeout_group(timeout_s=RANK_TIMEOUT_S)
     played: ReplayResult = run_on_rank_zero(lambda: forward_replay.compare_recorded(sequences), group=waiting)
     if forward_replay.fits_one_process:
@@ -124,7 +147,10 @@ def _title(request: ExplainRequest, step: RecordedStep) -> str:
 
 
 def _open_weights(request: ExplainRequest, settings: ReplaySettings, step: RecordedStep, spec: ModelSpec) -> tuple[int, Path, TensorSource]:
-    """The newest version of which there are weights; those that are given are of the newest."""
+    """Return the newest version with available weights.
+
+    Weights given by the request count as the newest.
+    """
     require(bool(step.weight_versions), "--step", request.step, "nothing was sampled in it")
     if request.weights:
         return step.weight_versions[0], Path(request.weights), _open_checkpoint(request.weights, settings, spec, key="--weights")
@@ -155,7 +181,10 @@ def _open_checkpoint(checkpoint_path: str, settings: ReplaySettings, spec: Model
 
 
 def _select_sequences(sequences: Sequence[RecordedSequence], version: int, num_rollouts: int) -> list[RecordedSequence]:
-    """Contexts of so many rollouts: first those of which engine and trainer said the most different."""
+    """Return the sequences of at most `num_rollouts` rollouts.
+
+    Rollouts with the largest difference between engine and trainer logprobs come first.
+    """
     fitting = [each for each in sequences if version in each.tokens.weight_versions]
     gaps: dict[int, float] = {}
     for each in fitting:
@@ -166,7 +195,7 @@ def _select_sequences(sequences: Sequence[RecordedSequence], version: int, num_r
 
 
 def _parallel_settings(request: ExplainRequest, settings: ReplaySettings, spec: ModelSpec, world: World) -> ParallelSettings | None:
-    """How the processes share the model; None where each has all of it."""
+    """Return the parallel layout of the processes, or None if each of them has the whole model."""
     run, given = settings.parallel, dict(request.parallel_sizes)
     parallel = ParallelSettings(
         tp=given.get("tp", run.tp), pp=given.get("pp", run.pp), vpp=given.get("vpp", run.vpp),

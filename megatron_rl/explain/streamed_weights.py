@@ -1,7 +1,7 @@
-"""Hugging Face's model whose weights come when they are used: a module's right before its forward pass, gone right behind it.
+"""Hugging Face's model with weights that are loaded for each module's forward pass only.
 
-Up to `held_bytes` of them stay once they were read, those that are used first; so a small model is read once, and a large one takes little
-more than that. The numbers are the same either way.
+Up to `cache_bytes` of the weights used first are cached, so that a small model is read once and a
+large one takes little more memory than that. The results are the same in both cases.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
 class StreamedModel:
-    """In float32, with the weights of a source."""
+    """Float32 model with the weights of a source."""
 
     def __init__(self, spec: ModelSpec, source: TensorSource, *, cache_bytes: int, device: torch.device) -> None:
         self._source, self._cache_bytes_left, self._device = source, cache_bytes, device
         self._cached: dict[str, torch.Tensor] = {}
         self._overrides: dict[str, TensorSource] = {}
-        """By name, who has a tensor that stands in the place of the source's own."""
+        """Maps a tensor's name to the source that overrides it."""
         config = deepcopy(spec.config)
         config.dtype = torch.float32
         with torch.device("meta"):
@@ -38,7 +38,7 @@ class StreamedModel:
                 self._stream_module(module, own)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """float32, on the device."""
+        """Return a tensor as float32 on the device."""
         if name in self._overrides:
             return self._overrides[name].read(name).to(self._device, torch.float32)
         if name in self._cached:
@@ -51,7 +51,7 @@ class StreamedModel:
 
     @contextmanager
     def override_tensors(self, names: Sequence[str], source: TensorSource) -> Iterator[None]:
-        """Have these tensors of another source inside the block."""
+        """Use these tensors of another source inside the block."""
         self._overrides = dict.fromkeys(names, source)
         try:
             yield
@@ -59,7 +59,11 @@ class StreamedModel:
             self._overrides = {}
 
     def _stream_module(self, module: nn.Module, own: Mapping[str, tuple[str, nn.Parameter]]) -> None:
-        """`own`: by the name in the module, the tensor's canonical name and the parameter without data that stands for it."""
+        """Register hooks that load and free a module's own parameters.
+
+        `own` maps a name in the module to the tensor's canonical name and its placeholder parameter
+        without data.
+        """
 
         def come(module: nn.Module, _: tuple) -> None:
             for key, (name, _) in own.items():
@@ -74,7 +78,10 @@ class StreamedModel:
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Those of rotary angles, which no checkpoint has: made as transformers makes them for from_pretrained (5.19, modeling_utils.py)."""
+    """Fill the buffers of rotary angles, which checkpoints do not contain.
+
+    They are computed as transformers does in from_pretrained (5.19, modeling_utils.py).
+    """
     for module in model.modules():
         blanks = dict(module.named_buffers(recurse=False))
         for name, blank in blanks.items():

@@ -1,6 +1,7 @@
-"""The trainer's network on recorded contexts, at any layout, without an optimizer: the chunks, attention and distribution of policy/.
+"""Forward pass of the trainer's network on recorded sequences, at any parallel layout.
 
-A pipeline's stages are gone through one after the other, so that every layer can be looked at. Every rank calls every method.
+It needs no optimizer and uses the chunks, attention and token distribution of policy/. Pipeline
+stages run one after the other, so that every layer can be recorded. Every rank calls every method.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +32,10 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.stream import HfWeightIterator, ShardLocation, load_hf
 
 LOGIT_CHUNK_ROWS = 2048
-"""Rows whose logits exist at a time."""
+"""Number of rows for which logits exist at a time."""
 BUCKET_BYTES = 256 << 20
 MAX_TOKENS = 8192
-"""Of a packed micro-batch."""
+"""Maximum number of tokens in a packed micro-batch."""
 
 
 class TrainerForward:
@@ -60,11 +61,15 @@ class TrainerForward:
         self.distribution = TokenDistribution(banned_V, temperature, first, layout.tp_group, LOGIT_CHUNK_ROWS)
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights under their Hugging Face names."""
         return self.export.tensors()
 
     def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, packed: bool) -> list[torch.Tensor]:
-        """[R] of each context's sampled tokens, on every rank: one by one, or `packed`, packed as an update packs them, with what
-        contexts begin with computed once."""
+        """Return the logprobs [R] of each sequence's sampled tokens, on every rank.
+
+        Sequences run one by one or, if `packed`, in micro-batches as in an update, with common
+        prefixes computed once.
+        """
         rollouts = [Rollout("", "", 0, 0, sequences=[each.tokens]) for each in sequences]
         weighted = [PackItem(each.tokens, origin=(number, 0)) for number, each in enumerate(sequences)]
         shares = packed and can_share_prompts(self._device, torch.float32)
@@ -76,7 +81,10 @@ class TrainerForward:
         return [torch.tensor([columns[number, 0][row + 1] for row in each.sampled_rows]) for number, each in enumerate(sequences)]
 
     def record_layer_outputs(self, sequence: RecordedSequence) -> LayerOutputs:
-        """What passes through all chunks of all stages; without the tower where tensor-parallel ranks share the pictures out."""
+        """Return the outputs of all chunks of all stages.
+
+        The tower is left out if tensor-parallel ranks split the images between them.
+        """
         mine: LayerOutputs = {}
         with ExitStack() as closing:
             parts = [
@@ -97,7 +105,7 @@ class TrainerForward:
     @with_megatron_on_cpu
     @torch.no_grad()
     def _forward_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Logprob of each target [T]; 0 where the mask is."""
+        """Return the logprob of each target [T], 0 at other positions."""
         rows_R, logprob_T = batch.mask_T.nonzero()[:, 0], batch.weight_T.new_zeros(batch.num_tokens)
         peers, place = dist.get_process_group_ranks(self.layout.pp_group), self.layout.pp_rank
         for chunk in self.chunks:
@@ -121,6 +129,7 @@ class TrainerForward:
         return hidden
 
     def make_probe_points(self, chunk_index: int, chunk: ModelChunk) -> ProbePoints:
+        """Return the modules of a chunk at which outputs are recorded."""
         per_chunk = self.spec.num_layers // (self.layout.pp * self.layout.vpp)
         return ProbePoints(
             tower=chunk.vision if self.layout.tp == 1 else None,
@@ -133,7 +142,10 @@ class TrainerForward:
 
 
 def gather_sequence(value: object, *, layout: Layout) -> torch.Tensor:
-    """Hidden states [T, H] of all of a sequence that tensor-parallel ranks may have parts of."""
+    """Return the hidden states [T, H] of a whole sequence.
+
+    They are gathered if tensor-parallel ranks have parts of them.
+    """
     part = first_tensor(value)[:, 0]
     if not layout.sequence_parallel:
         return part

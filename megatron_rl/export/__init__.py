@@ -1,1 +1,1 @@
-"""What is done with rollouts that are recorded: training once more, other scores, transcripts; and recording without a trainer."""
+"""Export of recorded rollouts as SFT transcripts or for RL Logging Board."""

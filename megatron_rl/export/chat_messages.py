@@ -1,7 +1,7 @@
-"""A recorded context as the conversation that it was, in messages: the way back through a chat template of Qwen's kind.
+"""Conversion of a recorded token sequence back to messages, for chat templates of Qwen's format.
 
-What the way there (rollout/renderer.py) makes of the messages is held against the context, so that whatever cannot be told in messages
-is noticed and not guessed.
+The messages are rendered again (rollout/renderer.py) and compared with the sequence, so a sequence
+that messages cannot represent is detected instead of guessed.
 """
 
 import re
@@ -23,13 +23,15 @@ IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 class NotConvertible(ValueError):
-    """A context that no list of messages stands for, and why."""
+    """Raised if no list of messages represents a sequence; the message contains the reason."""
 
 
 def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_tokens: int) -> list[Message]:
     """Return the conversation up to the last reply, with its images.
 
-    Raises NotConvertible: the messages would not be rendered as this context, or the policy did not end a reply of `max_new_tokens`.
+    Raises:
+        NotConvertible: The messages would be rendered differently, contain invalid text, or a reply
+            was cut off at `max_new_tokens`.
     """
     if any(last - first >= max_new_tokens and context.token_ids[last - 1] != renderer.end_id for first, last in _reply_spans(context)):
         raise NotConvertible("a reply was cut off by task.max_new_tokens")
@@ -61,7 +63,11 @@ def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_
 
 
 def _decode_text(context: TokenSequence, renderer: Renderer) -> str:
-    """Its text with one placeholder a picture. A last reply that ended at a word of the task's (Task.stop) is closed, as others are."""
+    """Return the text with one placeholder per image.
+
+    A last reply that ended at a stop string (Task.stop) gets the end-of-message token of other
+    replies.
+    """
     sizes, ids, place = iter(context.images), [], 0
     while place < len(context.token_ids):
         token = context.token_ids[place]
@@ -79,12 +85,16 @@ def _split_parts(content: str, images: Iterator[Image]) -> Iterator[dict[str, ob
 
 
 def _reply_spans(context: TokenSequence) -> list[tuple[int, int]]:
-    """First and one-past-last token of what was sampled between two observations."""
+    """Return (start, stop) of each run of sampled tokens."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place, (before, now) in enumerate(pairwise(mask)) if before != now]
     return list(zip(borders[::2], borders[1::2], strict=True))
 
 
 def _decode_replies(context: TokenSequence, renderer: Renderer) -> list[str]:
-    """The replies as text: the same words may have other tokens, and their end need not have been sampled."""
+    """Return the replies as text, without the end-of-message token.
+
+    Text is compared because the same text may have other tokens, and the end need not have been
+    sampled.
+    """
     return [renderer.tokenizer.decode(context.token_ids[first:last]).removesuffix(END_OF_MESSAGE) for first, last in _reply_spans(context)]

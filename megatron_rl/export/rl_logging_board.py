@@ -1,8 +1,11 @@
-"""Recorded rollouts for RL Logging Board: a JSON line a scored rollout, token by token, in files of a bounded size.
+"""Export of recorded rollouts to RL Logging Board, one JSON line per scored rollout.
 
     OUT/rollout_data_rank0.jsonl, rollout_data_rank0.1.jsonl, ...
-Its fields are those that the board reads. The tokens are the sampled ones, of all turns; their rewards sum to the rollout's: what a turn
-gained lies on its last token, what the outcome was worth on the last of all. `ground_truth` is the recorded reference answer.
+
+The size of the files is bounded. The fields are those that the board reads. The tokens are the
+sampled ones of all turns. Their rewards sum to the rollout's: a turn's reward delta is on its last
+token, and the outcome reward is on the very last token. `ground_truth` is the recorded reference
+answer.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +21,11 @@ MIB = 1 << 20
 
 
 def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0) -> int:
-    """Rollouts of the steps from first_step on; how many. ValueError: a step is damaged, or nothing is recorded."""
+    """Write the rollouts of the steps from `first_step` on, and return their number.
+
+    Raises:
+        ValueError: A step is damaged, or nothing is recorded.
+    """
     paths = [path for path in list_step_files(folder) if step_number(path) >= first_step]
     if not paths:
         raise ValueError(f"{folder}: holds no step from {first_step} on that run.record=all wrote")
@@ -65,7 +72,10 @@ def _board_record(rollout: Rollout, step: int, renderer: Renderer, decode_token:
 
 
 def _sampled_tokens(rollout: Rollout) -> Iterator[tuple[int, float, float | None, float]]:
-    """Of every sampled token: itself, the engine's logprob, a critic's value where there is one, and its reward but for the outcome."""
+    """Yield (token id, rollout logprob, value, reward) of every sampled token.
+
+    The value is None without a critic. The reward excludes the outcome.
+    """
     for turn in rollout.turns:
         context, (first, last) = rollout.sequences[turn.sequence], turn.token_span
         for place in range(first, last):

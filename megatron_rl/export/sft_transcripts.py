@@ -1,8 +1,9 @@
-"""The best recorded rollouts as transcripts for a warm start: rejection sampling, where the run has done the sampling.
+"""Export of the best recorded rollouts as SFT transcripts (rejection sampling).
 
-OUT/transcripts.jsonl      a line a context: {"messages": [...], "id", "source", "question", "answer", "step", "reward"}, as
-                           task.data.demonstrations takes them; question and answer are those of the data
-OUT/images/KEY.png         their pictures, hard links where the disk allows
+OUT/transcripts.jsonl      one line per token sequence: {"messages": [...], "id", "source",
+                           "question", "answer", "step", "reward"}, the format of
+                           task.data.demonstrations; question and answer are those of the data
+OUT/images/KEY.png         their images, as hard links if the file system allows
 """
 
 import os
@@ -26,7 +27,7 @@ TRANSCRIPTS_FILE = "transcripts.jsonl"
 
 @dataclass(slots=True, frozen=True, order=True)
 class ScoredRollout:
-    """A rollout that was scored, and where it is."""
+    """A scored rollout and its location; ordered by reward, then by step."""
 
     reward: float
     step: int
@@ -35,7 +36,7 @@ class ScoredRollout:
 
 @dataclass(slots=True, frozen=True)
 class ConversionSettings:
-    """Back from tokens to messages."""
+    """Settings of the conversion from tokens to messages."""
 
     renderer: Renderer
     max_new_tokens: int
@@ -43,16 +44,16 @@ class ConversionSettings:
 
 @dataclass(slots=True)
 class ExportSummary:
-    """What came of it."""
+    """Counts of an export."""
 
     max_per_example: int
-    """Rollouts that were taken of each example, at most."""
+    """Maximum number of rollouts selected per example."""
     num_scored: int = 0
     rewards: list[float] = field(default_factory=list)
-    """Of the rollouts that were taken."""
+    """Rewards of the selected rollouts."""
     num_transcripts: int = 0
     skip_reasons: Counter[str] = field(default_factory=Counter)
-    """Contexts, by why they are none."""
+    """Number of token sequences skipped, by reason."""
 
     def __str__(self) -> str:
         mean = f", mean reward {statistics.fmean(self.rewards):.3f}" if self.rewards else ""
@@ -64,9 +65,13 @@ class ExportSummary:
 def export_transcripts(
     folder: Path, out: Path, renderer: Renderer, *, max_per_example: int, min_reward: float, max_new_tokens: int, first_step: int = 0
 ) -> ExportSummary:
-    """Export the `max_per_example` best rollouts of each example from first_step on, none below min_reward and no two of the same text.
+    """Export the best `max_per_example` rollouts of each example from `first_step` on.
 
-    max_new_tokens: see sequence_to_messages. ValueError: a step is damaged, or nothing is recorded.
+    Rollouts with a reward below `min_reward`, and repeated texts of an example, are left out. For
+    `max_new_tokens`, see `sequence_to_messages`.
+
+    Raises:
+        ValueError: A step is damaged, or nothing is recorded.
     """
     paths = {step_number(path): path for path in list_step_files(folder) if step_number(path) >= first_step}
     if not paths:
@@ -81,7 +86,10 @@ def export_transcripts(
 
 
 def select_best(paths: Mapping[int, Path], *, max_per_example: int, min_reward: float, summary: ExportSummary) -> list[ScoredRollout]:
-    """The places of the best by example, in the order of steps; of equal ones the later: it is nearer to the policy that there is now."""
+    """Return the locations of each example's best rollouts, ordered by step.
+
+    Of equal rewards the later step wins, because it is closer to the current policy.
+    """
     found: dict[str, dict[str, ScoredRollout]] = {}
     for step, path in paths.items():
         for row in read_columns(path, ["place", "example_id", "reward", "status", "said"]).to_pylist():
@@ -132,7 +140,13 @@ def _replace_images(message: Message, keys: Mapping[int, str]) -> Message:
 
 
 def link_images(folder: Path, out: Path, keys: Iterable[str]) -> None:
-    """Have the pictures of a folder of rollouts in another one, without a second copy where both are on one disk."""
+    """Link the images of a directory of rollouts into another one.
+
+    They are copied if both are on different file systems.
+
+    Raises:
+        ValueError: An image is a symbolic link.
+    """
     (out / image_file_name("x")).parent.mkdir(parents=True, exist_ok=True)
     for name in {image_file_name(key) for key in keys}:
         if (folder / name).is_symlink():

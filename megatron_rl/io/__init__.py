@@ -1,0 +1,1 @@
+"""File formats and bounded readers: JSON lines, rollout records, histograms and digests."""

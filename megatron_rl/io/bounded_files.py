@@ -1,7 +1,8 @@
-"""Readers for files that others may have written: regular files alone, and no more bytes than a limit.
+"""Readers of untrusted files: regular files only, and no more bytes than a limit.
 
-A FIFO or a device is refused, not waited for. Every ValueError is worded to follow the file's name. An OSError: it cannot be read.
-What is parsed takes some 30 times its bytes at most: YAML is read without aliases, which stand for any number of copies.
+A FIFO or a device is refused instead of waited for. Every ValueError is worded to follow the file's
+name. An OSError means that the file cannot be read. Parsing takes at most some 30 times a file's
+bytes: YAML is read without aliases, which stand for any number of copies.
 """
 
 import os
@@ -12,19 +13,26 @@ from typing import BinaryIO
 import yaml
 
 MAX_YAML_BYTES = 512 << 10
-"""A run's settings have 10 KB; the parser takes some 6 s for the worst of so many bytes."""
+"""Maximum size of a YAML file in bytes. A run's settings have 10 KB; the parser takes some 6 s for
+the worst file of this size.
+"""
 MAX_NUMBER_CHARACTERS = 100
-"""Limit of a number in YAML: 1:59:59 is one to the base of 60, which takes minutes for 500 KB, and a hexadecimal one may have more
-digits than can be printed."""
+"""Maximum length of a number in YAML. 1:59:59 is a number to the base of 60, which takes minutes
+for 500 KB, and a hexadecimal number may have more digits than can be printed.
+"""
 TAIL_BYTES = 64 << 10
-"""Bytes that are read of a log for its last lines."""
+"""Number of bytes that are read of a log for its last lines."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions of PyYAML 6: `!!int ""` is an IndexError, `!!timestamp x` an AttributeError."""
+"""Exceptions of PyYAML 6: `!!int ""` raises an IndexError, `!!timestamp x` an AttributeError."""
 
 
 def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
-    """Open a regular file for reading, without waiting for whoever writes a FIFO. ValueError: it is something else."""
+    """Open a regular file for reading, without waiting for the writer of a FIFO.
+
+    Raises:
+        ValueError: It is no regular file.
+    """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -34,7 +42,7 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
 
 
 def is_regular(path: Path, *, follow_link: bool = True) -> bool:
-    """Return whether a regular file is there; False for a name that no file can have."""
+    """Return True if a regular file exists; False for a name that no file can have."""
     try:
         return stat.S_ISREG(os.stat(path, follow_symlinks=follow_link).st_mode)
     except (OSError, ValueError):
@@ -42,22 +50,30 @@ def is_regular(path: Path, *, follow_link: bool = True) -> bool:
 
 
 def read_bytes(path: Path, *, at_most: int, follow_link: bool = True) -> bytes:
-    """Return the content of a file. ValueError: it has more than `at_most` bytes."""
+    """Return the content of a file.
+
+    Raises:
+        ValueError: It has more than `at_most` bytes.
+    """
     with open_regular(path, follow_link=follow_link) as file:
         size = os.fstat(file.fileno()).st_size
-        content = b"" if size > at_most else file.read(at_most + 1)  # it may grow meanwhile
+        content = b"" if size > at_most else file.read(at_most + 1)  # the file may grow meanwhile
     if max(size, len(content)) > at_most:
         raise ValueError(f"has {max(size, len(content))} bytes, more than {at_most}")
     return content
 
 
 def read_text(path: Path, *, at_most: int) -> str:
-    """Return the text of a file in UTF-8. ValueError: it is none, or has more than `at_most` bytes."""
+    """Return the text of a file in UTF-8.
+
+    Raises:
+        ValueError: It is no UTF-8, or has more than `at_most` bytes.
+    """
     return read_bytes(path, at_most=at_most).decode()
 
 
 def read_tail(path: Path, *, num_bytes: int = TAIL_BYTES, start: int = 0) -> str:
-    """Return the end of a log, of what lies behind byte `start`."""
+    """Return the last `num_bytes` bytes of a log as text, from byte `start` on at the earliest."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(start, size - num_bytes))
@@ -65,12 +81,20 @@ def read_tail(path: Path, *, num_bytes: int = TAIL_BYTES, start: int = 0) -> str
 
 
 def read_yaml(path: Path, *, at_most: int = MAX_YAML_BYTES, as_text: bool = False) -> object:
-    """Return what a YAML file holds. ValueError: it is too large, or `parse_yaml` refuses it."""
+    """Return the content of a YAML file.
+
+    Raises:
+        ValueError: It is too large, or `parse_yaml` rejects it.
+    """
     return parse_yaml(read_text(path, at_most=at_most), as_text=as_text)
 
 
 def parse_yaml(text: str, *, as_text: bool = False) -> object:
-    """Return plain values; `as_text` leaves every scalar the text that was typed. ValueError: no YAML, or an alias in it."""
+    """Return the plain values of a YAML text; `as_text` keeps every scalar as typed.
+
+    Raises:
+        ValueError: It is no YAML, or has an alias.
+    """
     try:
         return yaml.load(text, Loader=_TextLoader if as_text else _PlainLoader)
     except yaml.MarkedYAMLError as error:
@@ -81,7 +105,10 @@ def parse_yaml(text: str, *, as_text: bool = False) -> object:
 
 
 def to_printable(text: str) -> str:
-    """Return the text on one line, with ? in the place of what moves a terminal's cursor: words of files stand in errors."""
+    """Return the text on one line, with "?" in place of unprintable characters.
+
+    Errors contain text from files, which must not move a terminal's cursor.
+    """
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 

@@ -1,6 +1,6 @@
-"""Strict JSON lines, one record a line; and files of JSON that others wrote.
+"""Strict JSON lines with one record per line, and untrusted JSON files.
 
-Numbers that JSON lacks travel as the strings "NaN", "Infinity" and "-Infinity".
+Numbers that JSON lacks are written as the strings "NaN", "Infinity" and "-Infinity".
 """
 
 import errno
@@ -13,24 +13,34 @@ from pathlib import Path
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
 MAX_LINE_BYTES = 64 << 20
-"""A rollout of a million tokens has 40 MB."""
+"""Maximum size of a line in bytes; a rollout of a million tokens has 40 MB."""
 MAX_LINES_BYTES = 1 << 30
-"""Limit of a file of lines that is read as a whole."""
+"""Maximum size in bytes of a file of lines that is read whole."""
 MAX_DEPTH = 64
-"""Objects and lists within one another, in a file of settings or names."""
+"""Maximum nesting depth of objects and lists in a file of settings or names."""
 NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Maps the strings of numbers that JSON lacks to their values."""
 
 BROKEN_DISK = "the disk has an error (dmesg says which): check it and mount it anew, or choose another folder"
-"""The remedy of a write that fails, and of one that the kernel refuses because others have failed."""
+"""Remedy for a write that fails, and for one that the kernel refuses because others have failed."""
 
 
 def to_json_line(record: object) -> str:
-    """One line without its newline, in plain ASCII. Example: {"a": nan, "b": [1, -inf]} -> '{"a": "NaN", "b": [1, "-Infinity"]}'."""
+    """Return a record as one line of plain ASCII, without the newline.
+
+    Example: {"a": nan, "b": [1, -inf]} -> '{"a": "NaN", "b": [1, "-Infinity"]}'.
+    """
     return json.dumps(_replace_non_finite(record), allow_nan=False)
 
 
 def parse_number(value: float | str) -> float:
-    """A number as it was before `to_json_line`: "NaN", "Infinity" and "-Infinity" become floats again. ValueError: it is none."""
+    """Return a number as it was before `to_json_line`.
+
+    "NaN", "Infinity" and "-Infinity" become floats again.
+
+    Raises:
+        ValueError: It is no number.
+    """
     number = NON_FINITE_NUMBERS.get(value) if isinstance(value, str) else value
     if not isinstance(number, int | float) or (isinstance(number, int) and not -(1 << 63) <= number < 1 << 63):
         raise ValueError(f"{str(value)[:40]!r} is no number")
@@ -38,10 +48,13 @@ def parse_number(value: float | str) -> float:
 
 
 def iterate_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, at_most: int = MAX_LINES_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yield each complete line with its number, from 1. A last line without a newline was cut off by a kill, or is being written: it is
+    """Yield each complete line with its number, from 1.
+
+    A last line without a newline was cut off when its writer was killed, or is being written: it is
     left out.
 
-    ValueError, with file and line: a line, or all of them together, have more bytes than they may.
+    Raises:
+        ValueError: A line, or the whole file, has too many bytes. The message names file and line.
     """
     left = at_most
     try:
@@ -60,7 +73,12 @@ def iterate_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, at_most: 
 
 
 def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> list[dict]:
-    """Return the records of `iterate_lines`. ValueError, with file and line: one is not JSON, too, or it is no regular file."""
+    """Return the records of `iterate_lines`.
+
+    Raises:
+        ValueError: A line is not JSON or too long, or it is no regular file. The message names file
+            and line.
+    """
     records = []
     for number, line in iterate_lines(path, max_line_bytes=max_line_bytes):
         try:
@@ -71,10 +89,13 @@ def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> list[dict
 
 
 def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
-    """What a stranger's file holds. OSError: it cannot be read.
+    """Return the content of an untrusted JSON file.
 
-    ValueError, in words that follow a file's name: more than `at_most` bytes, no JSON, or deeper than DEEPEST (what goes through it
-    by recursion survives that).
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It has more than `at_most` bytes, is no JSON, or is nested deeper than
+            MAX_DEPTH, which recursive code can process. The message is worded to follow the file's
+            name.
     """
     content = read_bytes(path, at_most=at_most)
     try:
@@ -90,14 +111,18 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
 
 
 def write_error_line(key: str, path: Path, error: OSError) -> str:
-    """Return the line of an error that a setting's folder, or file, could not be written."""
+    """Return the error line for a folder or file of a setting that could not be written."""
     is_broken = any(os.strerror(number) in str(error) for number in (errno.EIO, errno.EROFS))
     remedy = BROKEN_DISK if is_broken else "free space or choose another folder"
     return f"{key}={path}: could not be written ({error}); {remedy}"
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is the old one or the new one whenever the program dies; on a full disk OSError, and the old one alone."""
+    """Write a file so that it is the old or the new one whenever the program dies.
+
+    Raises:
+        OSError: The disk is full, for example. Only the old file is left.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -111,7 +136,7 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 
 def write_lines_atomically(path: Path, records: Iterable[object]) -> None:
-    """Write a whole file of records; see `write_bytes_atomically`."""
+    """Write a whole file of records with `write_bytes_atomically`."""
     write_bytes_atomically(path, "".join(to_json_line(record) + "\n" for record in records).encode("ascii"))
 
 

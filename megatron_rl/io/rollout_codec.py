@@ -1,13 +1,15 @@
-"""The one codec of a rollout: `to_record` makes plain JSON values of it, and `from_record` the same rollout of them, bit for bit.
+"""Codec of rollouts: `to_record` returns plain JSON values, and `from_record` the same rollout.
 
-What travels is read off types.py: every field of Rollout, TokenSequence, Turn, ToolCall and JudgeResult under its own name, so that a
-field that is added there travels too (and VERSION goes up). Pictures leave and return by name, through the two functions that the caller
-hands in; their patches stay behind, and Renderer.patches makes them again. jsonl.to_line writes a record; NaN and infinities are strings
-in the line.
+The conversion is exact, bit for bit. The fields are those of types.py: every field of Rollout,
+TokenSequence, Turn, ToolCall and JudgeResult under its own name. A field that is added there is
+thus recorded too (and VERSION goes up). Images are saved and loaded by name, with two functions of
+the caller. Their patches are not recorded; Renderer.patches makes them again. jsonl.to_json_line
+writes a record; NaN and infinities are strings in the line.
 
-    {"version": 7, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}}, "task": "number_line", ...,
-     "sequences": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}], "turns": [{"sequence": 0, "token_span": [2, 3],
-     ...}]}
+    {"version": 7, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}},
+     "task": "number_line", ...,
+     "sequences": [{"token_ids": [5, 6, 7], "loss_mask": [0, 0, 1], ..., "images": [KEY]}],
+     "turns": [{"sequence": 0, "token_span": [2, 3], ...}]}
 """
 
 import math
@@ -26,17 +28,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 VERSION = 7
-"""Of the fields and their meaning. A record of another version is refused."""
+"""Version of the fields and their meaning. A record of another version is rejected."""
 IMAGE_KEY_PATTERN = re.compile(r"[0-9A-Za-z]{1,64}")
-"""A valid key of an image, which names a file."""
+"""Pattern of a valid image key, which names a file."""
 MAX_PATCHES = 1 << 24
-"""Of a picture, three gigapixels: a damaged grid must not take the memory of whoever believes it."""
+"""Maximum number of patches of an image, three gigapixels: a damaged grid must not make a reader
+allocate too much memory.
+"""
 RECORD_FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence, Turn, ToolCall, JudgeResult)}
-"""Of the records that travel: names and annotations."""
+"""Names and annotations of the fields of each recorded class."""
 
 
 def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str, Any]:
-    """A rollout as JSON values, and floats that JSON lacks. `save_image` keeps a picture and names it: once for each distinct image."""
+    """Return a rollout as JSON values and floats that JSON lacks.
+
+    `save_image` saves an image and returns its name. It is called once for each distinct image.
+    """
     images: dict[str, Image] = {}
     fields = _encode(Rollout, rollout, images)
     pictures = {key: {"name": save_image(image), "grid": list(image.grid), "merge": image.merge} for key, image in images.items()}
@@ -44,10 +51,13 @@ def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str,
 
 
 def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -> Rollout:
-    """The rollout that was given to `to_record`, but for Image.patch_PC, which is None. `load_image` gives the picture of a name, or None
-    for a reader who needs none.
+    """Return the rollout that was passed to `to_record`, with Image.patch_PC set to None.
 
-    ValueError, in one line: the record is damaged, or of another version. What it says is believed as little as any file of a stranger.
+    `load_image` returns the image of a name, or None for a reader that needs none. The record is
+    not trusted.
+
+    Raises:
+        ValueError: The record is damaged or of another version. The message is one line.
     """
     _require(isinstance(record, dict), "record", record, "not an object")
     _require(record.get("version") == VERSION, "version", record.get("version"), f"this program reads {VERSION}")
@@ -62,7 +72,7 @@ def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -
 
 
 def _encode(annotation: Any, value: Any, images: dict[str, Image]) -> Any:
-    """A value whose annotation is `annotation` as JSON; images are handed in by key."""
+    """Return a value of type `annotation` as JSON, and add its images to `images` by key."""
     parts = get_args(annotation)
     if annotation in RECORD_FIELDS:
         return {name: _encode(part, getattr(value, name), images) for name, part in RECORD_FIELDS[annotation].items()}
@@ -73,7 +83,7 @@ def _encode(annotation: Any, value: Any, images: dict[str, Image]) -> Any:
         return _ENCODERS[annotation](value)
     if get_origin(annotation) is dict:
         return {str(key): _encode(parts[1], each, images) for key, each in value.items()}
-    if get_origin(annotation) is list and parts[0] in _ENCODERS:  # thousands of tokens
+    if get_origin(annotation) is list and parts[0] in _ENCODERS:  # faster for thousands of tokens
         return list(map(_ENCODERS[parts[0]], value))
     if get_origin(annotation) is list:
         return [_encode(parts[0], each, images) for each in value]
@@ -86,7 +96,11 @@ def _encode(annotation: Any, value: Any, images: dict[str, Image]) -> Any:
 
 
 def _decode(annotation: Any, value: Any, where: str, images: Mapping[str, Image]) -> Any:
-    """What `_write` was given. ValueError: `value` cannot be one of that kind."""
+    """Return the value that was passed to `_encode`.
+
+    Raises:
+        ValueError: `value` cannot be of type `annotation`.
+    """
     parts = get_args(annotation)
     if annotation in RECORD_FIELDS:
         return _decode_fields(annotation, value, where, images)
@@ -194,5 +208,7 @@ def _refuse(where: str, value: object, why: str) -> NoReturn:
 
 
 _ENCODERS: Mapping[Any, Callable[[Any], Any]] = {int: index, float: float, str: str, bool: bool}
-"""What a user's own environment or reward left where one of these was meant becomes one: a number of numpy's, say."""
+"""Convert values of a user's own environment or reward, such as a number of numpy's, to the
+annotated type.
+"""
 _DECODERS: Mapping[Any, Callable[[Any, str], Any]] = {int: _integer, float: _number, str: _text, bool: _boolean}

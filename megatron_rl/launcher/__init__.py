@@ -1,0 +1,1 @@
+"""Launchers: local processes, Slurm jobs and sweeps."""

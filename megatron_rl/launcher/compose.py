@@ -1,4 +1,4 @@
-"""Settings of a command line that is not this process's own: of a task of a sweep, of a job to submit."""
+"""Composition of settings for other command lines, such as a sweep's task or a job to submit."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,12 @@ from megatron_rl.config import Settings
 
 
 def compose_settings(overrides: Sequence[str]) -> Settings:
-    """As launch/train.py would make them. ValueError: the line that it would end in."""
+    """Return the settings that launch/train.py would use.
+
+    Raises:
+        ValueError: The overrides are invalid; the message is the line that launch/train.py would
+            print.
+    """
     try:
         with initialize_config_module(CONFIG_SEARCH_PATH.removeprefix("pkg://"), version_base="1.3"):
             return resolve_settings(compose("train", overrides=list(overrides)))

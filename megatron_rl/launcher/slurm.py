@@ -1,9 +1,10 @@
-"""A run as a Slurm job: its script and its settings are written into the run folder, and the script is submitted (launch/submit.py).
+"""Submission of a run as a Slurm job (launch/submit.py).
 
-    RUN/job.sbatch    the script: what it asks Slurm for, and launch/slurm/train.sbatch with the run's words
-    RUN/job.yaml      every setting that the words made when it was submitted
-    RUN/logs          attempt_N of each attempt, latest, and slurm-JOB.out, what the job itself said
-Nothing is written before the words are settings, and the folder can take them.
+    RUN/job.sbatch    job script: Slurm options, and launch/slurm/train.sbatch with the overrides
+    RUN/job.yaml      all settings of the run at submission
+    RUN/logs          attempt_N of each attempt, latest, and slurm-JOB.out, the output of the job
+
+Nothing is written before the settings are validated and the run directory is checked.
 """
 
 import argparse
@@ -30,7 +31,10 @@ TRAIN_SCRIPT = "launch/slurm/train.sbatch"
 
 
 def render_job_script(settings: Settings, overrides: Sequence[str], sbatch_arguments: Sequence[str]) -> str:
-    """The text of the job's script, which works in this folder; `sbatch_arguments` words are sbatch's, and the last ones count."""
+    """Return the text of the job script, which runs in the current directory.
+
+    `sbatch_arguments` are additional sbatch options, which override the others.
+    """
     if not Path(TRAIN_SCRIPT).is_file():
         raise ValueError(f"{Path.cwd()}: has no {TRAIN_SCRIPT}; submit from the folder that holds launch/")
     slurm, folder = settings.slurm, Path(settings.run.dir).absolute()
@@ -46,7 +50,12 @@ def render_job_script(settings: Settings, overrides: Sequence[str], sbatch_argum
 
 
 def write_job(settings: Settings, script: str) -> Path:
-    """Write script and settings; returns the script. ValueError: the run folder holds what does not go on with these settings."""
+    """Write job script and settings into the run directory, and return the path of the script.
+
+    Raises:
+        ValueError: The run directory contains an active run or, without run.overwrite, a finished
+            run or one with other settings.
+    """
     folder = Path(settings.run.dir)
     stand = read_resume_state(folder, settings)
     if is_running(folder):
@@ -62,7 +71,11 @@ def write_job(settings: Settings, script: str) -> Path:
 
 
 def submit_job(script: Path) -> str:
-    """The job's number. ValueError: Slurm does not take it, or there is none."""
+    """Submit the script and return the job ID.
+
+    Raises:
+        ValueError: Slurm rejects the job, or sbatch is not installed.
+    """
     try:
         told = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=True)
     except FileNotFoundError as error:
@@ -73,6 +86,7 @@ def submit_job(script: Path) -> str:
 
 
 def submit_main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
     words, further = list(arguments), []
     if "--" in words:
         words, further = words[: words.index("--")], words[words.index("--") + 1 :]

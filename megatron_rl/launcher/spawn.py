@@ -1,8 +1,9 @@
-"""torchrun without its page: the same arguments, processes that are asked to stop instead of ended, and their word as the last one.
+"""Process launcher with torchrun's arguments, but a graceful stop and short error messages.
 
-torchrun (torch 2.13.0, distributed/elastic/multiprocessing/api.py) answers a signal by leaving its loop: it passes the signal on, waits
-shutdown_timeout, and dies of a SignalException, whatever the processes did. Here the signals of SIGNALS are passed on by handlers of our
-own, and torch's agent goes on watching: it sees how the processes end.
+On a signal, torchrun (torch 2.13.0, distributed/elastic/multiprocessing/api.py) leaves its loop: it
+forwards the signal, waits for shutdown_timeout, and exits with a SignalException, regardless of the
+processes' exit codes. Here our own handlers forward the signals in SIGNALS, and torch's agent keeps
+monitoring the processes, so their exit codes are known.
 """
 
 import logging
@@ -35,11 +36,13 @@ from megatron_rl.run.shutdown import (
 )
 
 IMMEDIATE_KILL_S = 5
-"""After a second SIGINT, or another signal ABORT_RETRY_S after the first."""
+"""Time in seconds before child processes are killed, after a second SIGINT or any signal
+SECOND_SIGNAL_S or more after the first.
+"""
 
 
 class ChildProcesses:
-    """What this process has started, and whether it was told to stop them."""
+    """Child processes of this launcher, and the signals that it received."""
 
     def __init__(self, *, shutdown_timeout_s: float) -> None:
         self._shutdown_timeout_s = shutdown_timeout_s
@@ -48,7 +51,7 @@ class ChildProcesses:
         self._has_processes = False
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on. Who does not end in time is killed."""
+        """Forward a signal to the child processes, and kill those that do not exit in time."""
         children = psutil.Process().children()
         if not children:
             raise SystemExit(128 + number)
@@ -61,25 +64,33 @@ class ChildProcesses:
         _send_signal(children, number)
 
     def hard_deadline(self, signals: Sequence[tuple[int, float]]) -> ForcedExit:
-        """While it waits for other nodes it has no processes, and hears nothing by itself (run/shutdown.py). Who had some knows their
-        end."""
+        """Return the deadline at which `SignalDeadline` ends this process (run/shutdown.py).
+
+        While the launcher waits for other nodes it has no child processes, and its signal handlers
+        do not run. Once it has had children, there is no deadline, because it exits when they do.
+        """
         number, first = signals[0]
         self._has_processes |= bool(psutil.Process().children())
         line = f"error: {signal.Signals(number).name}: ended while it waited for the launchers of other nodes"
         return ForcedExit(math.inf if self._has_processes else first + STARTUP_TIMEOUT_S / 2, line, 128 + number)
 
     def kill_children(self, number: int, frame: FrameType | None) -> None:
+        """Kill all child processes; signal handler of the timer."""
         _send_signal(psutil.Process().children(), signal.SIGKILL)
 
     def exit_code(self, exitcode: int) -> int:
-        """As a shell tells it. A process that died of the signal itself had not yet begun: it can be started again."""
+        """Return the exit code in the shell's convention.
+
+        A process that died of a forwarded signal had not installed its handlers yet, so it can be
+        restarted: EX_TEMPFAIL.
+        """
         if -exitcode in self._received:
             return os.EX_TEMPFAIL
         return exitcode if exitcode >= 0 else 128 - exitcode
 
 
 def launch_processes(arguments: Sequence[str]) -> int:
-    """Start the processes and wait for their end. Returns the exit code."""
+    """Start the processes, wait for them, and return the exit code."""
     try:
         raise_file_limit()
     except ValueError as error:
@@ -89,7 +100,7 @@ def launch_processes(arguments: Sequence[str]) -> int:
     num_processes = determine_local_world_size(given.nproc_per_node)
     num_threads = omp_num_threads(len(os.sched_getaffinity(0)), num_processes=num_processes, num_gpus=torch.cuda.device_count())
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    logging.disable(logging.CRITICAL)  # torch's own report of what the processes report themselves
+    logging.disable(logging.CRITICAL)  # suppress torch's report of errors that the processes print themselves
     given.signals_to_handle = "SIGHUP,SIGQUIT"
     patience_s = given.shutdown_timeout or parse_grace_s(given.training_script_args) + CLOSE_TIMEOUT_S
     processes = ChildProcesses(shutdown_timeout_s=patience_s)
@@ -120,12 +131,18 @@ def launch_processes(arguments: Sequence[str]) -> int:
 
 
 def omp_num_threads(num_cores: int, *, num_processes: int, num_gpus: int) -> int:
-    """OMP_NUM_THREADS of a process: its part of the cores beside a GPU. Without one it is 1: vLLM on a CPU is far slower with two."""
+    """Return OMP_NUM_THREADS of a process: its share of the cores with GPUs, else 1.
+
+    Without a GPU, vLLM is much slower with two threads.
+    """
     return max(1, num_cores // num_processes) if num_gpus else 1
 
 
 def parse_grace_s(overrides: Sequence[str]) -> float:
-    """run.grace_s of a command line, where it is given there; what is not a number is told by the run."""
+    """Return run.grace_s of a command line, or its default.
+
+    Return 0 for an invalid number, which the run itself will report.
+    """
     given = [override.partition("=")[2] for override in overrides if override.startswith("run.grace_s=")]
     try:
         return float(given[-1]) if given else RunSettings().grace_s

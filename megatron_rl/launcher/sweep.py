@@ -1,6 +1,7 @@
-"""The runs of a sweep (launcher/sweep_file.py): shown, played here, or one of them as a task of a Slurm array (launch/sweep.py).
+"""Execution of a sweep's runs: printed, run locally, or run as a Slurm array task.
 
-All are composed before any begins. What is finished is left alone; what was stopped, or failed, goes on where its folder says
+The sweep is defined in a YAML file (launcher/sweep_file.py). All settings are composed before any
+run starts. Finished runs are skipped. Stopped or failed ones resume from their run directory
 (run/directory.py).
 """
 
@@ -30,13 +31,16 @@ _POLL_S = 0.2
 
 @dataclass(slots=True, frozen=True)
 class LaunchScripts:
-    """How a run is started."""
+    """Scripts that start a run."""
 
     folder: Path
-    """launch/ of the tree: train.py, spawn.py, slurm/."""
+    """Directory launch/ of the checkout, with train.py, spawn.py and slurm/."""
 
     def command(self, overrides: Sequence[str], *, processes: int, environment: Mapping[str, str]) -> list[str]:
-        """On the nodes of this Slurm job where it has several, else here."""
+        """Return the command of a run.
+
+        It uses all nodes of the current Slurm job if there are several, else this machine.
+        """
         if int(environment.get("SLURM_NNODES", 1)) > 1:
             given = [f"--nproc_per_node={processes}"] if processes else []
             return ["bash", str(self.folder / "slurm" / "nodes.sh"), *given, *overrides]
@@ -46,7 +50,12 @@ class LaunchScripts:
 
 
 def compose_tasks(tasks: Sequence[SweepTask]) -> list[Settings]:
-    """Their settings, checked. ValueError: a line for each mistake, with the first task that has it."""
+    """Compose and validate the settings of all tasks.
+
+    Raises:
+        ValueError: Some are invalid; has one line per distinct error, with the first task that has
+            it.
+    """
     found: list[Settings] = []
     wrong: dict[str, int] = {}
     for task in tasks:
@@ -60,7 +69,11 @@ def compose_tasks(tasks: Sequence[SweepTask]) -> list[Settings]:
 
 
 def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings]) -> list[SweepTask]:
-    """Those that are not finished. ValueError: a line for each folder that holds something else, or is in use."""
+    """Return the tasks that are not finished.
+
+    Raises:
+        ValueError: Run directories are in use or contain something else; has one line for each.
+    """
     stands = [read_resume_state(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
     refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]
     refused += [(task.folder, "a run is under way in it") for task in tasks if is_running(task.folder)]
@@ -70,6 +83,7 @@ def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings])
 
 
 def print_sweep(sweep: Sweep) -> None:
+    """Print the tasks with the state of their runs, and the sbatch command."""
     width = max(len(str(task.folder)) for task in sweep.tasks)
     for task in sweep.tasks:
         print(f"{task.index:>3}  {read_status(task.folder).state:8}  {task.folder!s:{width}}  {' '.join(task.overrides[:-1])}")
@@ -77,7 +91,7 @@ def print_sweep(sweep: Sweep) -> None:
 
 
 class SweepRunner:
-    """Plays tasks, so many at once, and says a line of each that ends."""
+    """Runs tasks, up to a number in parallel, and prints a line for each that ends."""
 
     def __init__(self, sweep: Sweep, scripts: LaunchScripts, *, num_tasks: int) -> None:
         self._sweep, self._launch, self._num = sweep, scripts, num_tasks
@@ -88,7 +102,7 @@ class SweepRunner:
         self._bar = Progress(*columns, console=Console()) if is_terminal and num_tasks > 1 else None
 
     def run(self, tasks: Sequence[SweepTask], *, max_parallel: int, signals: SignalForwarder) -> None:
-        """Until all have ended; once this process is asked to stop, none begins."""
+        """Run the tasks until all have ended; after a stop signal no further task starts."""
         waiting = list(tasks)
         with self._bar or nullcontext():
             shown = self._bar.add_task("sweep", total=self._num, completed=self._num - len(tasks)) if self._bar else None
@@ -110,7 +124,7 @@ class SweepRunner:
         attempt = ManagedProcess(command, output=output)
         self._running[attempt] = task
         signals.processes.append(attempt)
-        if signals.received:  # in between
+        if signals.received:  # the signal arrived between the checks
             attempt.forward_signal(signal.SIGUSR1)
 
     def _finish(self, attempt: ManagedProcess, signals: SignalForwarder) -> None:
@@ -127,7 +141,7 @@ class SweepRunner:
 
 
 def run_sweep(sweep: Sweep, tasks: Sequence[SweepTask], scripts: LaunchScripts, *, max_parallel: int, should_requeue: bool = False) -> int:
-    """0: all are finished. Else the highest exit code."""
+    """Run the unfinished tasks; return 0 if all are finished, else the highest exit code."""
     with SignalForwarder() as hearing:
         settings = compose_tasks(sweep.tasks)
         todo = find_pending_tasks(tasks, [settings[task.index] for task in tasks])
@@ -143,6 +157,7 @@ def run_sweep(sweep: Sweep, tasks: Sequence[SweepTask], scripts: LaunchScripts, 
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="sweep.py", description="Many runs from one yaml (docs/cluster.md).")
     parser.add_argument("sweep", type=Path, metavar="SWEEP.YAML", help="overrides, and a grid, a list or random draws")
     what = parser.add_mutually_exclusive_group(required=True)
@@ -157,7 +172,10 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def sweep_main(arguments: Sequence[str], *, launch: Path) -> int:
-    """What launch/sweep.py does: a mistake is a line, and nothing is started."""
+    """Run the command line and return the exit code.
+
+    Errors in the sweep are printed, one line each, before anything starts.
+    """
     options = parse_options(arguments)
     try:
         if options.requeue:

@@ -1,12 +1,18 @@
-"""A sweep: a yaml that names many runs. Values stay the text that was typed; hydra reads them where they are composed (launcher/sweep.py).
+"""Definition of a sweep: a YAML file that lists many runs.
 
-    overrides: [experiment=numberline_grpo_cpu, run.steps=20]    # what all runs have in common
-    grid: {algo: [grpo, gspo], optim.lr: [1e-4, 2e-4]}           # every combination, the last key fastest; or
-    list: [{algo: grpo}, {algo: gspo, optim.lr: 1e-4}]           # these; or
-    random: {draws: 12, seed: 0, optim.lr: {log: [1e-5, 1e-3]}, algo.clip_ratio_high: {uniform: [0.2, 0.4]}, algo: [grpo, gspo]}
-    folder: runs/lr                                              # of the run folders; runs/NAME-OF-THE-YAML where it is not given
-    processes: 2                                                 # of each run; as many as Slurm gives GPUs, else 1, where it is not given
-More draws of a seed leave those before them as they are, and so does another key.
+    overrides: [experiment=numberline_grpo_cpu, run.steps=20]    # common to all runs
+    grid: {algo: [grpo, gspo], optim.lr: [1e-4, 2e-4]}           # all combinations
+    list: [{algo: grpo}, {algo: gspo, optim.lr: 1e-4}]           # or these runs
+    random: {draws: 12, seed: 0, optim.lr: {log: [1e-5, 1e-3]},  # or random draws
+             algo.clip_ratio_high: {uniform: [0.2, 0.4]}, algo: [grpo, gspo]}
+    folder: runs/lr                                              # parent of the run directories;
+                                                                 # default runs/NAME-OF-THE-YAML
+    processes: 2                                                 # per run; default: as many as
+                                                                 # Slurm gives GPUs, else 1
+
+Exactly one of grid, list and random is given; in a grid, the last key varies fastest. With the same
+seed, a larger number of draws or another key does not change the existing draws. Values stay text;
+Hydra parses them when the settings are composed (launcher/sweep.py).
 """
 
 import math
@@ -24,7 +30,7 @@ from megatron_rl.io.bounded_files import read_yaml
 SEARCH_KINDS = ("grid", "list", "random")
 SWEEP_KEYS = ("overrides", *SEARCH_KINDS, "folder", "processes")
 MAX_NAME_CHARS = 200
-"""Characters of a run folder's name; file systems take 255 bytes."""
+"""Maximum length of a run directory's name in characters; file systems allow 255 bytes."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -33,28 +39,35 @@ class SweepTask:
 
     index: int
     parameters: Mapping[str, str]
-    """{key: value} by which it differs from the others."""
+    """Maps the keys in which the run differs from the others to their values."""
     overrides: Sequence[str]
-    """All words of its command line, the run folder last."""
+    """All overrides of the run's command line; run.dir is the last."""
     folder: Path
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Sweep:
+    """A sweep, read from its YAML file."""
+
     path: Path
     folder: Path
     num_processes: int
-    """Of each run; 0 leaves it to what Slurm gives."""
+    """Number of processes per run; 0 uses as many as Slurm gives GPUs, else 1."""
     tasks: Sequence[SweepTask]
 
     def task(self, index: int) -> SweepTask:
+        """Return a task. Raises ValueError if there is no such index."""
         last = len(self.tasks) - 1
         require(0 <= index <= last, "--task", index, f"{self.path} has tasks 0 to {last}; sbatch --array=0-{last}")
         return self.tasks[index]
 
 
 def read_sweep(path: Path) -> Sweep:
-    """ValueError: it names no runs, or two runs with one folder. Nothing is composed here."""
+    """Read a sweep's YAML file, without composing the settings.
+
+    Raises:
+        ValueError: It is invalid, defines no runs, or two runs with the same directory.
+    """
     given = _read_yaml(path)
     unknown = sorted(given.keys() - {*SWEEP_KEYS})
     require(not unknown, f"{path}: {'.'.join(unknown[:1])}", "...", f"no such key of a sweep; it has {', '.join(SWEEP_KEYS)}")
@@ -84,7 +97,10 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
 
 def expand_grid(given: object, location: str) -> Iterator[dict[str, str]]:
-    """Every combination. Example: {a: [1, 2], b: [x, y]} -> a=1 b=x, a=1 b=y, a=2 b=x, a=2 b=y."""
+    """Yield every combination of values.
+
+    Example: {a: [1, 2], b: [x, y]} -> a=1 b=x, a=1 b=y, a=2 b=x, a=2 b=y.
+    """
     require(isinstance(given, dict), location, given, "expects keys with lists of values")
     for key, values in given.items():
         require(isinstance(values, list), f"{location}.{key}", values, f"expects a list of values; write [{values}]")
@@ -95,7 +111,7 @@ def expand_grid(given: object, location: str) -> Iterator[dict[str, str]]:
 
 
 def expand_list(given: object, location: str) -> Iterator[dict[str, str]]:
-    """Those that are named, one by one."""
+    """Yield the listed runs."""
     require(isinstance(given, list), location, given, "expects a list of {key: value, ...}")
     for number, own in enumerate(given):
         require(isinstance(own, dict), f"{location}[{number}]", own, "expects {key: value, ...}")
@@ -103,7 +119,10 @@ def expand_list(given: object, location: str) -> Iterator[dict[str, str]]:
 
 
 def expand_random(given: object, location: str) -> Iterator[dict[str, str]]:
-    """Draws of every key, each from a generator of its own: uniform, uniform in the logarithm, or one of a list."""
+    """Yield random draws, with one generator per key.
+
+    A key is drawn uniformly, log-uniformly, or from a list.
+    """
     require(isinstance(given, dict), location, given, "expects draws, seed, and keys with what they are drawn from")
     for key in ("draws", "seed"):
         require(str(given.get(key, "")).isdigit(), f"{location}.{key}", given.get(key, "(none)"), "expects a whole number")
@@ -118,7 +137,7 @@ EXPANDERS = {"grid": expand_grid, "list": expand_list, "random": expand_random}
 
 
 def _parse_range(candidates: object, where: str) -> list[str] | tuple[str, float, float]:
-    """A list to choose from, or (how, low, high)."""
+    """Return a list of choices, or (distribution, low, high)."""
     if isinstance(candidates, list):
         require(bool(candidates), where, "[]", "is empty; give values to choose from")
         return [_to_override_text(value, where) for value in candidates]
@@ -135,7 +154,7 @@ def _parse_range(candidates: object, where: str) -> list[str] | tuple[str, float
 
 
 def _draw_value(candidates: list[str] | tuple[str, float, float], generator: random.Random) -> str:
-    """Three digits: a folder is named by it."""
+    """Draw a value, rounded to three digits because it becomes part of a directory name."""
     if isinstance(candidates, list):
         return generator.choice(candidates)
     how, low, high = candidates
@@ -144,7 +163,10 @@ def _draw_value(candidates: list[str] | tuple[str, float, float], generator: ran
 
 
 def _to_override_text(value: object, where: str) -> str:
-    """As hydra's command line has it. Example: [vision, merger] -> [vision,merger]."""
+    """Return a value in Hydra's command-line syntax.
+
+    Example: [vision, merger] -> [vision,merger].
+    """
     if isinstance(value, list):
         return f"[{','.join(_to_override_text(each, where) for each in value)}]"
     require(isinstance(value, str), where, value, "expects a value or a list; name each key by itself, a.b: value")
@@ -171,7 +193,10 @@ def _make_task(index: int, parameters: Mapping[str, str], common: Sequence[str],
 
 
 def run_folder_name(parameters: Mapping[str, str]) -> str:
-    """Of a run folder. Neither hydra nor a shell needs quotes for it. Example: {algo: gspo, optim.lr: 2e-4} -> algo_gspo+optim.lr_2e-4."""
+    """Return a run directory's name, which needs no quotes for Hydra or a shell.
+
+    Example: {algo: gspo, optim.lr: 2e-4} -> algo_gspo+optim.lr_2e-4.
+    """
     return "+".join(f"{_sanitize(key)}_{_sanitize(value)}" for key, value in parameters.items()) or "as_it_is"
 
 

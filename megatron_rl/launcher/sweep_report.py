@@ -1,4 +1,4 @@
-"""All runs of a sweep, or of a folder, as a table and a picture: what differs, what each reached, how it stands (launch/sweep_table.py)."""
+"""Table and plot of all runs of a sweep or a directory (launch/sweep_table.py)."""
 
 import argparse
 import math
@@ -20,24 +20,33 @@ from megatron_rl.run.status import RunState, RunStatus, read_status
 
 HIDDEN_KEYS = ("run.dir",)
 TABLE_WIDTH = 200
-"""Columns where nobody looks at a terminal."""
+"""Width of the table in columns if the output is not a terminal."""
 
 
 @dataclass(slots=True, frozen=True)
 class SweepRow:
+    """Name, parameters and status of one run."""
+
     name: str
     parameters: Mapping[str, str]
     status: RunStatus
 
 
 def success_interval(evaluation: Mapping[str, float], kind: str) -> tuple[float, float] | None:
-    """Of greedy or sampled success, where that is of a sample."""
+    """Return the confidence interval of greedy or sampled success, or None.
+
+    There is none if the examples are not a sample (see evaluation/in_run.py).
+    """
     num = evaluation.get(f"{kind}_episodes")
     return None if num is None else wilson_interval(evaluation[f"{kind}_success"], int(num))
 
 
 def load_rows(place: Path) -> list[SweepRow]:
-    """Of a sweep's yaml, its tasks; of a folder, the runs right in it. ValueError: there are none."""
+    """Return the tasks of a sweep's YAML file, or the runs directly in a directory.
+
+    Raises:
+        ValueError: There are none.
+    """
     if place.is_file():
         return [SweepRow(str(task.index), task.parameters, read_status(task.folder)) for task in read_sweep(place).tasks]
     if not place.is_dir():
@@ -51,6 +60,7 @@ def load_rows(place: Path) -> list[SweepRow]:
 
 
 def format_cells(row: SweepRow, keys: Sequence[str]) -> list[str]:
+    """Return the cells of one run's row."""
     seen = row.status
     shares = [format_success(seen.evaluation, kind) for kind in ("greedy", "sampled")]
     steps = f"{seen.step}/{seen.num_steps}" if seen.num_steps else ""
@@ -58,7 +68,7 @@ def format_cells(row: SweepRow, keys: Sequence[str]) -> list[str]:
 
 
 def format_success(evaluation: Mapping[str, float], kind: str) -> str:
-    """Example: `83.3% (66.4-92.7)`."""
+    """Return success with its confidence interval as text. Example: `83.3% (66.4-92.7)`."""
     if f"{kind}_success" not in evaluation:
         return ""
     found = success_interval(evaluation, kind)
@@ -66,6 +76,7 @@ def format_success(evaluation: Mapping[str, float], kind: str) -> str:
 
 
 def print_table(rows: Sequence[SweepRow], console: Console) -> None:
+    """Print the table, the error of each failed run, and the number of runs by state."""
     keys = list(dict.fromkeys(key for row in rows for key in row.parameters))
     table = Table()
     for header in ("run", *keys, "greedy", "sampled", "steps", "hours", "state"):
@@ -82,6 +93,7 @@ def print_table(rows: Sequence[SweepRow], console: Console) -> None:
 
 
 def make_curve(row: SweepRow) -> SweepCurve:
+    """Return the returns and the success of a run for the plot."""
     path, evaluation = row.status.folder / METRICS_FILE, row.status.evaluation
     steps = [line for line in read_metrics(path) if RETURN_METRIC in line and math.isfinite(line[RETURN_METRIC])] if path.is_file() else []
     told = " ".join(f"{key}={value}" for key, value in row.parameters.items())
@@ -93,6 +105,7 @@ def make_curve(row: SweepRow) -> SweepCurve:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="sweep_table.py", description="Print and plot all runs of a sweep.")
     parser.add_argument("place", type=Path, metavar="SWEEP.YAML", help="a sweep, or a folder of run folders")
     parser.add_argument("--out", type=Path, metavar="PNG", help="of the picture; sweep.png in the folder of the runs where it is not given")

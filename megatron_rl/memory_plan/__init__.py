@@ -1,0 +1,1 @@
+"""Memory and time plans of a run, computed without GPUs or weights."""

@@ -1,9 +1,13 @@
-"""How much memory one micro-batch takes on a rank besides the weights: what autograd keeps, and what exists only in passing.
+"""Formula for the memory of one micro-batch on a rank besides the weights.
 
-A formula in the manner of Korthikanti et al. (arXiv 2205.05198), counted tensor by tensor from our own layers (policy/transformer.py
-without Transformer Engine, whose layers keep less; policy/vision.py) with the kernels of a GPU (policy/fused.py):
-tests/memory_plan/test_activations.py counts what autograd really keeps, with operations that keep what those keep.
-Numbers a token, or a patch: H hidden, A of queries, K of keys, F of the MLP. Attention is flash attention: linear in the length.
+It counts the activations saved by autograd and the temporary tensors, in the manner of Korthikanti
+et al. (arXiv 2205.05198), tensor by tensor for our own layers (policy/transformer.py without
+Transformer Engine, which saves less; policy/vision.py) with the GPU kernels of policy/fused.py.
+tests/memory_plan/test_activations.py compares it with what autograd really saves, using operations
+that save the same tensors as those kernels.
+
+Sizes per token or patch are H (hidden), A (queries), K (keys) and F (MLP). Attention is flash
+attention, so that its memory is linear in the sequence length.
 """
 
 from dataclasses import dataclass
@@ -16,7 +20,9 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
 
 LOGIT_BYTES = 24
-"""Of one entry of the logits at the peak of their backward pass: six fp32 numbers, whatever the model's type (logprobs.py)."""
+"""Bytes per logit at the peak of the backward pass: six fp32 numbers, whatever the model's dtype
+(logprobs.py).
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -24,14 +30,15 @@ class ActivationMemory:
     """Bytes of one micro-batch on one rank."""
 
     saved_bytes: int
-    """From the forward to the backward pass, for each micro-batch in flight..."""
+    """Bytes saved between forward and backward pass, per micro-batch in flight."""
     num_in_flight: float
-    """...of which a pipeline stage has so many."""
+    """Number of micro-batches in flight on a pipeline stage."""
     transient_bytes: int
-    """At most at once, of one layer or of the logits, beside what is kept."""
+    """Peak bytes of temporary tensors in one layer or in the logits, on top of the saved bytes."""
 
     @property
     def total_bytes(self) -> int:
+        """Number of bytes of all micro-batches in flight and of temporary tensors."""
         return int(self.saved_bytes * self.num_in_flight) + self.transient_bytes
 
 
@@ -39,15 +46,25 @@ def compute_activation_memory(
     model: ModelSpec, parallel: ParallelSettings, *,
     stage: int, num_tokens: int, max_patches: int, itemsize: int, lora: LoraSettings, frozen: list[str],
 ) -> ActivationMemory:  # fmt: skip
-    """Of `num_tokens` tokens, all of which may be an image's or sampled, on a rank of pipeline stage `stage`.
+    """Return the activation memory of one micro-batch on a rank of pipeline stage `stage`.
 
-    max_patches: of one image; the rank with most to encode has its share and at most one image more. itemsize: bytes of a number.
+    Args:
+        model: sizes of the model.
+        parallel: parallel layout and recomputation.
+        stage: index of the pipeline stage.
+        num_tokens: number of tokens in the micro-batch. All of them may be image tokens, and all
+            may be sampled.
+        max_patches: maximum number of patches per image. The rank with the most patches encodes its
+            share and at most one more image.
+        itemsize: bytes per activation value.
+        lora: adapters.
+        frozen: names of the frozen modules.
     """
     hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
     query, key = (heads * model.head_dim * itemsize / parallel.tp for heads in (model.num_heads, model.num_kv_heads))
     keys = (
         2 * MAX_KV_RATIO * key
-    )  # gathered for segments that begin alike (minibatches.cut), and kept instead of what they are gathered from
+    )  # keys and values gathered for segments with a common prefix (batching/minibatches.py) are saved instead of their sources
     layer = decoder_layer_bytes(model, parallel, itemsize=itemsize, lora=lora)
     most = layer + max(0, keys - query - 3 * key)
     layers = model.num_layers // parallel.pp
@@ -55,7 +72,8 @@ def compute_activation_memory(
     gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
     intermediate = model.ffn_size * itemsize / parallel.tp
     again = {"full": most, "selective": query + keys}.get(parallel.recompute, 0)
-    # Gradients in the MLP, or in attention: of gathered keys and values, and of what they are gathered from.
+    # Temporary gradients in the MLP or in attention; the latter are those of gathered keys and
+    # values and of their sources.
     working = num_tokens * (max(2 * intermediate, 2 * query + keys + 2 * key) + 2 * hidden + gathered + again)
     if stage == 0:
         vision_kept, vision_working = vision_tower_bytes(
@@ -66,11 +84,11 @@ def compute_activation_memory(
             itemsize=itemsize,
             is_trained=trains_vision(lora, frozen),
         )
-        # The tower works before the layers keep anything and after they have let go; a frozen one that is told to compute again holds on
-        # to its blocks' inputs.
+        # The tower runs before the layers save anything and after they have released it. A frozen
+        # tower with recomputation is an exception, because it keeps the inputs of its blocks.
         holds_on = parallel.recompute in ("vision", "full") and not trains_vision(lora, frozen)
         working = max(working, vision_working - (0 if holds_on else kept))
-        # What layers add of the pictures, and its gradient where the tower is trained.
+        # Image features that layers add (DeepStack), and their gradient if the tower is trained.
         kept += num_tokens * hidden * (1 + (2 if trains_vision(lora, frozen) else 1) * model.vision.num_deepstack_layers) + vision_kept
     if stage == parallel.pp - 1:
         logits = parallel.log_probs_chunk_size * padded_vocab(model.vocab_size, parallel.tp) // parallel.tp * LOGIT_BYTES
@@ -80,12 +98,14 @@ def compute_activation_memory(
 
 
 def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsize: int, lora: LoraSettings) -> float:
-    """Bytes a token that autograd keeps of one decoder layer.
+    """Return the bytes per token that autograd saves in one decoder layer.
 
-    Of each norm its input, its output and a statistic in fp32; of attention the fused projection, both rotated parts and the result
-    (A + 2 K, A, K, A), its softmax statistics and four rows of sines and cosines; of the MLP the fused projection and what the activation
-    makes of it (2 F, F). Selective recomputation saves the statistics only: flash attention keeps no scores. Norms of queries and keys
-    keep as much as other norms, of A and K numbers, and a statistic a head.
+    Each norm saves its input, its output and an fp32 statistic. Attention saves the fused
+    projection, both rotated parts and the result (A + 2 K, A, K, A), its softmax statistics and
+    four rows of sines and cosines. The MLP saves the fused projection and the output of the
+    activation (2 F, F). Selective recomputation saves only the softmax statistics, because flash
+    attention stores no scores. Norms of queries and keys save the same as other norms, of A and K
+    values, with one statistic per head.
     """
     tp, dim = parallel.tp, model.head_dim
     query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp
@@ -100,7 +120,7 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
 def vision_tower_bytes(
     model: ModelSpec, parallel: ParallelSettings, *, num_patches: int, max_patches: int, itemsize: int, is_trained: bool
 ) -> tuple[int, int]:
-    """Bytes kept and in passing of the tower, which encodes this rank's share of the patches."""
+    """Return the saved and the temporary bytes of the vision tower for this rank's patches."""
     vision = model.vision
     mine = num_patches if parallel.tp == 1 else min(num_patches, num_patches // parallel.tp + max_patches)
     hidden = vision.hidden_size * itemsize
@@ -117,9 +137,12 @@ def vision_tower_bytes(
 
 
 def vision_block_bytes(model: ModelSpec, *, itemsize: int) -> float:
-    """Bytes a patch that autograd keeps of one block: as in a decoder layer, but rotations are fp32, and the activation is transformers'
-    own: of a gated MLP gate, up, activation and product, F each; of quick_gelu its input, the sigmoid and the product; of gelu its input
-    and what it makes of it."""
+    """Return the bytes per patch that autograd saves in one vision block.
+
+    They are those of a decoder layer, except that rotations are fp32 and the activation is that of
+    transformers. A gated MLP saves gate, up, activation and product, F each; quick_gelu saves its
+    input, the sigmoid and the product; gelu saves its input and output.
+    """
     vision = model.vision
     norms = 2 * (2 * vision.hidden_size * itemsize + 4)
     attention = 6 * vision.hidden_size * itemsize + 2 * 4 * vision.head_dim + 4 * vision.num_heads
@@ -127,23 +150,32 @@ def vision_block_bytes(model: ModelSpec, *, itemsize: int) -> float:
 
 
 def vision_merger_bytes(model: ModelSpec, *, itemsize: int) -> float:
-    """Bytes a patch that autograd keeps of the merger: its input, the norm's output, and the MLP's numbers before and behind its
-    activation, all as wide as the patches that it merges; and the norm's statistic. Of a stacked one all but its input, which the next
-    block keeps."""
+    """Return the bytes per patch that autograd saves in the merger.
+
+    It saves its input, the norm's output, the MLP's values before and after the activation, all as
+    wide as the merged patches, and the norm's statistic. A DeepStack merger saves all of these
+    except its input, which the next block saves.
+    """
     vision = model.vision
     return vision.hidden_size * (4 + 3 * vision.num_deepstack_layers) * itemsize + 4 * (1 + vision.num_deepstack_layers)
 
 
 def trains_vision(lora: LoraSettings, frozen: list[str]) -> bool:
-    """Whether a gradient flows into the tower's blocks or its merger (which then counts as all of it)."""
+    """Return True if gradients reach the tower's blocks or its merger.
+
+    The merger alone counts as the whole tower.
+    """
     if lora.rank:
         return bool({"vision", "projector"} & set(lora.targets))
     return not {"vision", "merger"} <= set(frozen)
 
 
 def _num_in_flight(stage: int, parallel: ParallelSettings) -> float:
-    """Micro-batches between their forward and backward pass on a stage of 1F1B, where there are many; an interleaved schedule
-    (megatron-core 0.16.1, pipeline_parallel/schedules.py) counts chunks, each the vpp-th part of the stage."""
+    """Return the number of micro-batches between forward and backward pass on a stage.
+
+    The schedule is 1F1B with many micro-batches. An interleaved schedule (megatron-core 0.16.1,
+    pipeline_parallel/schedules.py) counts model chunks, each 1/vpp of the stage.
+    """
     behind = parallel.pp - stage - 1
     if parallel.vpp == 1:
         return behind + 1

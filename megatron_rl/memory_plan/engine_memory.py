@@ -1,7 +1,8 @@
-"""The plan of an engine's memory on one GPU: vLLM's own division of its share, told before vLLM is started.
+"""Memory plan of a rollout engine on one GPU: vLLM's use of its share, computed before it starts.
 
-tests/memory_plan/test_engine_memory.py holds these numbers against vLLM's own: its configuration for every recipe, the pictures of its
-profile, and the most that exists at once in its tower, its layers and its sampler. All of it on a CPU.
+tests/memory_plan/test_engine_memory.py compares these numbers with vLLM's own on a CPU: the
+configuration for every recipe, the images of its profiling run, and the peak memory of its vision
+tower, its layers and its sampler.
 """
 
 import math
@@ -14,12 +15,19 @@ from megatron_rl.memory_plan.gpu_specs import GB, GPU_SPECS, format_gb
 from megatron_rl.models.model_spec import ModelSpec
 
 MAX_BATCHED_TOKENS = {"l4": 8192, "l40s": 8192, "a100": 8192, "h100": 16384, "h200": 16384}
-"""Tokens of an offline engine's step at most (vllm 0.32.0, engine/arg_utils.py, get_batch_defaults)."""
+"""Maximum number of tokens per step of an offline engine (vllm 0.32.0, engine/arg_utils.py,
+get_batch_defaults).
+"""
 CUDA_GRAPH_BYTES = 15 * GB // 10
-"""CUDA graphs: estimated 1 to 2 GB. vLLM counts them in its share (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS) and keeps them in its sleep
-(config/model.py, sleep_mode_offload_cudagraph)."""
+"""Estimated size of the CUDA graphs, which is 1 to 2 GB.
+
+vLLM counts them in its share (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS) and keeps them while asleep
+(config/model.py, sleep_mode_offload_cudagraph).
+"""
 LOGIT_BYTES = 22
-"""Of one logit while a token is drawn: in bfloat16, and five numbers of fp32 (rollout/vllm/sampler.py, EngineNoise)."""
+"""Bytes per logit during sampling: one bfloat16 and five fp32 numbers (rollout/vllm/sampler.py,
+EngineNoise).
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -28,28 +36,40 @@ class EnginePlan:
 
     budget_bytes: int
     weight_bytes: int
-    """With what vLLM makes beside them for good: where layers add pictures, the rows that they add to a step's tokens."""
+    """Bytes of the weights and of permanent buffers: with DeepStack, the features added to a step's
+    tokens.
+    """
     step_bytes: int
-    """Of its largest step, which vLLM measures when it starts, and its graphs."""
+    """Bytes of the largest step, which vLLM measures when it starts, and of the CUDA graphs."""
     kv_bytes_per_token: int
-    """Keys and values of one."""
+    """Number of KV-cache bytes per token."""
 
     @property
     def cache_bytes(self) -> int:
+        """Number of bytes left for the KV cache."""
         return self.budget_bytes - self.weight_bytes - self.step_bytes
 
     @property
     def cache_tokens(self) -> int:
+        """Number of tokens that fit into the KV cache."""
         return self.cache_bytes // self.kv_bytes_per_token
 
 
 def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> EnginePlan:
-    """vLLM's share of a GPU: weights, the largest step, and a cache of the rest. `memory`: its bytes; 0 takes those of run.gpu. ValueError:
-    no room for them and one context."""
+    """Return the plan of vLLM's share of a GPU: weights, the largest step, and the KV cache.
+
+    Args:
+        model: sizes of the model.
+        settings: settings of the run.
+        memory: bytes of the GPU; 0 takes those of run.gpu.
+
+    Raises:
+        ValueError: the share is too small for them and a KV cache of one sequence.
+    """
     given = settings.engine
     width = getattr(torch, given.dtype).itemsize
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width // given.tp
-    # deepstack_input_embeds of its model (vllm 0.32.0): whole on every rank.
+    # deepstack_input_embeds of vLLM's model (0.32.0) is not sharded.
     added = model.vision.num_deepstack_layers * max_batched_tokens(settings) * model.hidden_size * width
     engine = EnginePlan(
         budget_bytes=int(given.gpu_memory_utilization * (memory or GPU_SPECS[settings.run.gpu].memory_bytes)),
@@ -68,13 +88,19 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
 
 
 def max_batched_tokens(settings: Settings) -> int:
-    """Of vLLM's step at most (engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args)."""
+    """Return the maximum number of tokens of a vLLM step.
+
+    See engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args.
+    """
     return min(MAX_BATCHED_TOKENS[settings.run.gpu], settings.engine.max_num_seqs * settings.engine.max_model_len)
 
 
 def num_profiled_image_tokens(model: ModelSpec, settings: Settings) -> int:
-    """Of the pictures that vLLM's profile encodes at once: as many of the largest as a step may have (vllm 0.32.0,
-    multimodal/encoder_budget.py)."""
+    """Return the number of image tokens that vLLM's profiling run encodes at once.
+
+    It encodes as many of the largest images as a step may contain (vllm 0.32.0,
+    multimodal/encoder_budget.py).
+    """
     given, largest = settings.engine, max_image_tokens(model, settings)
     budget = max(max_batched_tokens(settings), largest)
     a_prompt = max(1, min(given.max_images, given.max_model_len // largest))
@@ -82,8 +108,11 @@ def num_profiled_image_tokens(model: ModelSpec, settings: Settings) -> int:
 
 
 def max_image_tokens(model: ModelSpec, settings: Settings) -> int:
-    """Tokens: the most whose rectangle is at most 200 times as long as it is wide (model_executor/models/qwen2_vl.py,
-    get_image_size_with_most_features)."""
+    """Return the maximum number of tokens per image.
+
+    The image's rectangle of tokens may be at most 200 times as long as it is wide
+    (model_executor/models/qwen2_vl.py, get_image_size_with_most_features).
+    """
     most = settings.model.max_pixels // (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
     for count in range(most, 0, -1):
         side = max(side for side in range(1, math.isqrt(count) + 1) if count % side == 0)
@@ -93,32 +122,48 @@ def max_image_tokens(model: ModelSpec, settings: Settings) -> int:
 
 
 def _largest_step_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) -> int:
-    """The tower with all pictures of a profile, or the language model with all batched tokens, whichever needs more; and the logits."""
+    """Return the peak bytes of the engine's largest step.
+
+    It is the larger of the vision tower with all profiled images and the language model with all
+    batched tokens, plus the logits.
+    """
     pictures = num_profiled_image_tokens(model, settings)
     passing = max(
         max_batched_tokens(settings) * peak_values_per_token(model, tp=settings.engine.tp) * itemsize,
         pictures * vision_bytes_per_token(model, settings),
     )
-    # Of the profile, kept while the language model's is run; what layers add lies beside what enters the first.
+    # The profiled image embeddings are kept while the language model is profiled. DeepStack
+    # features are stored next to the embeddings for the first layer.
     embeddings = pictures * (1 + model.vision.num_deepstack_layers) * model.vision.out_hidden_size * itemsize
     return int(passing + embeddings) + settings.engine.max_num_seqs * model.vocab_size * LOGIT_BYTES
 
 
 def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
-    """At most at once of a decoder layer: hidden, residual, normalized and next rows, the MLP's fused projection and its product."""
+    """Return the peak number of values per token in a decoder layer.
+
+    They are the hidden, residual, normalized and next rows, the MLP's fused projection and its
+    product.
+    """
     return 4 * model.hidden_size + 3 * model.ffn_size / tp
 
 
 def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
-    """At most at once of a block of the tower, a patch: the row and its normalized one; in attention the fused projection, queries and keys
-    copied (2) and rotated (2), the values, and the result in three shapes. A block's MLP needs less. Beside them learned positions,
-    if there are any, and what earlier blocks left to be added behind layers."""
+    """Return the peak number of values per patch in a block of the vision tower.
+
+    They are the row and its normalized form; in attention the fused projection, the copied (2) and
+    rotated (2) queries and keys, the values, and the result in three shapes. A block's MLP needs
+    less. Learned position embeddings, if there are any, and DeepStack features of earlier blocks
+    are added.
+    """
     vision = model.vision
     left = vision.num_deepstack_layers * vision.out_hidden_size / vision.patches_per_token
     return (2 + 11 / tp + bool(vision.num_position_embeddings)) * vision.hidden_size + left
 
 
 def vision_bytes_per_token(model: ModelSpec, settings: Settings) -> float:
-    """Of one vision token: what its patches need in a block, and their pixels in fp32 and in the engine's type."""
+    """Return the bytes per vision token for its patches in a block and for their pixels.
+
+    Pixels exist in fp32 and in the engine's dtype.
+    """
     vision, width = model.vision, getattr(torch, settings.engine.dtype).itemsize
     return vision.patches_per_token * (peak_values_per_patch(model, tp=settings.engine.tp) * width + vision.patch_dim * (4 + width))

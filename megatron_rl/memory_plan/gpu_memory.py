@@ -1,10 +1,13 @@
-"""The plan of a run's memory on GPUs: policy and engine share each of them and take turns.
+"""GPU memory plan of a run in which policy and engine share each GPU and alternate.
 
-Three phases, of which the largest counts. Rollout: the engine has its share (engine.gpu_memory_utilization), beside it lies what of the
-policy is not on the host. Update: the engine sleeps (its weights discarded, its cache given back). Sync: the new weights go from one to
-the other. Weights, gradients and optimizer are counted on the real model (rank_shares.py), activations are a formula (activations.py), and
-the constants below are what neither covers; the engine's own plan is engine_memory.py. It was never compared with a GPU:
-tests/gpu/test_memory_on_gpu.py is there to do it.
+The largest of three phases determines the result. Rollout: the engine has its share
+(engine.gpu_memory_utilization) next to the parts of the policy that are not offloaded to the host.
+Update: the engine sleeps, with its weights discarded and its KV cache released. Sync: the new
+weights are transferred from the policy to the engine.
+
+Weights, gradients and optimizer are counted on the real model (rank_shares.py), activations by a
+formula (activations.py), the engine by engine_memory.py; the constants below cover the rest. The
+plan has not been compared with a GPU yet; tests/gpu/test_memory_on_gpu.py does so.
 """
 
 from dataclasses import dataclass
@@ -20,12 +23,17 @@ from megatron_rl.memory_plan.rank_shares import EMPTY_FOOTPRINT, ModelShare, com
 from megatron_rl.models.model_spec import ModelSpec
 
 CUDA_CONTEXT_BYTES = 6 * GB // 10
-"""CUDA's own of a process, kernels loaded: an estimate for Hopper with CUDA 13."""
+"""Bytes of a process's CUDA context with loaded kernels, estimated for Hopper with CUDA 13."""
 LIBRARY_BYTES = 4 * GB // 10
-"""cuBLAS's workspaces (32 MiB for each handle and stream on Hopper: torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp), Triton's, and the
-rounding of small blocks: an estimate."""
+"""Estimated bytes of library workspaces and of the rounding of small blocks.
+
+The workspaces are those of cuBLAS (32 MiB per handle and stream on Hopper: torch 2.13,
+aten/src/ATen/cuda/CublasHandlePool.cpp) and Triton.
+"""
 COMMUNICATOR_BYTES = 5 * GB // 10
-"""NCCL's buffers for one group of ranks: estimated 0.2 to 0.5 GB with NCCL 2.29's channels on NVLink."""
+"""Bytes of NCCL's buffers per group of ranks, estimated as 0.2 to 0.5 GB with the channels of NCCL
+2.29 on NVLink.
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -35,50 +43,65 @@ class RankMemoryPlan:
     rank_share: ModelShare
     activations: ActivationMemory
     optimizer_bytes: int
-    """What of the optimizer's state is on the GPU."""
+    """Bytes of the part of the optimizer state that is on the GPU."""
     rollout_bytes: int
     sync_bytes: int
     update_bytes: int
 
     @property
     def peak_bytes(self) -> int:
+        """Number of bytes in the largest phase."""
         return max(self.rollout_bytes, self.sync_bytes, self.update_bytes)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MemoryPlan:
+    """Memory plan of all ranks of a run."""
+
     gpu: str
     gpu_bytes: int
-    """Bytes of the GPU."""
+    """Bytes of one GPU."""
     world_size: int
     num_tokens: int
-    """Of the largest micro-batch."""
+    """Number of tokens of the largest micro-batch."""
     engine: EnginePlan
     host: HostMemoryPlan
-    """Of the rank with most."""
+    """Host memory plan of the rank that needs most."""
     ranks: list[RankMemoryPlan]
-    """One data-parallel replica's; the others hold the same."""
+    """Plans of the ranks of one data-parallel replica. Other replicas need the same."""
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank with most."""
+        """Number of bytes of the rank that needs most."""
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
     def usable_bytes(self) -> float:
-        """Of the GPU."""
+        """Number of usable bytes of a GPU."""
         return USABLE_FRACTION * self.gpu_bytes
 
     @property
     def fits(self) -> bool:
+        """True if the peak of every rank fits into the usable memory."""
         return self.peak_bytes <= self.usable_bytes
 
 
 def plan_gpu_memory(
     model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, uses_sandbox: bool = False, memory: int = 0
 ) -> MemoryPlan:  # fmt: skip
-    """has_values: the algorithm needs a critic; uses_sandbox: the task runs code in boxes beside the engines; memory: bytes of the GPU at
-    hand, 0 where it is the one of run.gpu. Raises ValueError where the engine has no room for its weights and one context."""
+    """Return the memory plan of a run.
+
+    Args:
+        model: sizes of the model.
+        settings: settings of the run.
+        world_size: number of ranks.
+        has_values: the algorithm needs a critic.
+        uses_sandbox: the task runs code in sandboxes on the nodes of the engines.
+        memory: bytes of the actual GPU; 0 takes those of run.gpu.
+
+    Raises:
+        ValueError: the engine's share is too small for its weights and one sequence.
+    """
     micro_batch = settings.batch.micro_batch_tokens
     num_tokens = max(micro_batch, settings.engine.max_model_len)
     engine = plan_engine(model, settings, memory=memory)
@@ -100,7 +123,11 @@ def plan_gpu_memory(
 
 
 def require_fit(planned: MemoryPlan) -> str:
-    """How well it fits the GPU, in words. ValueError: it does not."""
+    """Return a description of how the plan fits the GPU.
+
+    Raises:
+        ValueError: it does not fit.
+    """
     remedy = f"its {format_gb(planned.usable_bytes)} ({USABLE_FRACTION:.0%}) are less than the {format_gb(planned.peak_bytes)} needed"
     require(planned.fits, "run.gpu", planned.gpu, f"{remedy}; raise parallel.tp, offload, or lower the tokens")
     peak, usable = format_gb(planned.peak_bytes), format_gb(planned.usable_bytes)
@@ -108,9 +135,13 @@ def require_fit(planned: MemoryPlan) -> str:
 
 
 def unplanned_bytes(settings: Settings, *, world_size: int) -> int:
-    """Bytes of a GPU that nobody counts: CUDA's, the libraries', and NCCL's for each group with more than this rank: tensor-parallel,
-    stages, data-parallel, the world, and the engine's. With the engine's graphs 2.5 GB on one GPU, 4 GB on eight with parallel.tp=2; a
-    reading of the libraries expected 3.5 to 5 there."""
+    """Return the bytes of a GPU that no other part of the plan counts.
+
+    They belong to CUDA, to the libraries, and to NCCL for each group of more than one rank:
+    tensor-parallel, pipeline, data-parallel, world and engine. With the engine's graphs this is 2.5
+    GB on one GPU and 4 GB on eight with parallel.tp=2; 3.5 to 5 GB were expected there from reading
+    the libraries' sources.
+    """
     tp, pp = settings.parallel.tp, settings.parallel.pp
     groups = [tp, pp, world_size // (tp * pp), world_size, settings.engine.tp]
     return CUDA_CONTEXT_BYTES + LIBRARY_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
@@ -119,10 +150,11 @@ def unplanned_bytes(settings: Settings, *, world_size: int) -> int:
 def _plan_rank(
     rank_share: ModelShare, model: ModelSpec, settings: Settings, *, engine: EnginePlan, num_tokens: int, unplanned: int
 ) -> RankMemoryPlan:
-    """unplanned: the residue."""
+    """Return the plan of one rank. `unplanned` is the result of unplanned_bytes."""
     held, parallel = rank_share.total_footprint, settings.parallel
     itemsize = getattr(torch, settings.model.dtype).itemsize
-    # Megatron keeps the main weights on the GPU and offloads a copy of them with the moments (optimizer/distrib_optimizer.py, 0.16.1).
+    # Megatron keeps the main weights on the GPU and offloads a copy of them with the moments
+    # (optimizer/distrib_optimizer.py, 0.16.1).
     optimizer = held.main_weight_bytes if parallel.offload_optimizer else held.main_weight_bytes + held.moment_bytes
     awake = held.param_bytes + held.grad_bytes
     max_patches = settings.model.max_pixels // model.vision.patch_size**2
@@ -138,8 +170,8 @@ def _plan_rank(
     }
     passing = max(
         (compute_activation_memory(each, parallel, lora=lora, **given) for each, lora in trained), key=lambda found: found.total_bytes
-    )  # in turn
-    step = 0 if parallel.offload_optimizer else held.moment_bytes // 2  # torch's AdamW holds the roots of all second moments at once
+    )  # one model trains at a time
+    step = 0 if parallel.offload_optimizer else held.moment_bytes // 2  # torch's AdamW allocates the roots of all second moments at once
     largest = model.vocab_size * model.hidden_size * itemsize
     buckets = 2 * int(settings.engine.bucket_mib * 2**20) + largest
     playing, taking = (engine.budget_bytes, engine.weight_bytes) if settings.engine.mode == "colocated" else (0, 0)

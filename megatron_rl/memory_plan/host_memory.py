@@ -1,4 +1,4 @@
-"""The plan of main memory: what each rank of a node may need at most, and whether the node has it."""
+"""Host memory plan: maximum needs of each rank of a node, compared with the node's memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,10 @@ from megatron_rl.memory_plan.rank_shares import ModelShare
 from megatron_rl.models.model_spec import ModelSpec
 
 PROCESS_BYTES = 6 * GB
-"""Python, torch and vLLM in one process: an estimate for CUDA's libraries; 0.84 GB without them, of a nano (benchmarks/host_memory.py)."""
+"""Bytes of a process with Python, torch and vLLM, estimated for CUDA's libraries.
+
+Without them a nano model takes 0.84 GB (benchmarks/host_memory.py).
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -21,33 +24,43 @@ class HostMemoryPlan:
 
     optimizer_bytes: int
     weight_copy_bytes: int
-    """Of parameters: those that leave the GPU while the engine rolls out, and those of the reference policy."""
+    """Bytes of parameters offloaded while the engine generates, and of the reference model."""
     checkpoint_bytes: int
-    """What this rank writes and copies to the host first: of its part of weights, main weights and moments all with checkpoint.background,
-    else what is on the GPU."""
+    """Bytes copied to the host before this rank writes its part of a checkpoint.
+
+    With checkpoint.background these are its weights, main weights and moments, otherwise only the
+    parts on the GPU.
+    """
     image_bytes: int
-    """Of a step (memory_plan/image_memory.py)."""
+    """Bytes of a step's images (memory_plan/image_memory.py)."""
     sandbox_bytes: int
-    """In which episodes run code, each with as much as it may have."""
+    """Bytes of the sandboxes that run code, each with its maximum memory."""
     published_weight_bytes: int = 0
-    """Of the first rank alone: all weights as they were sent last to engines elsewhere, for one that comes back
-    (rollout/vllm/weight_sender.py). At the most: what ranks hold alike is counted for each."""
+    """Bytes of the last published weights, on the first rank only.
+
+    They are kept for remote engines that recover (rollout/vllm/weight_sender.py). This is an upper
+    bound, because parameters that ranks share are counted for each.
+    """
 
     def node_bytes(self, num_ranks: int) -> int:
+        """Return the bytes of a node with `num_ranks` ranks."""
         return num_ranks * self.rank_bytes + self.published_weight_bytes
 
     @property
     def rank_bytes(self) -> int:
-        """Of a rank."""
+        """Number of bytes of one rank."""
         return PROCESS_BYTES + self.optimizer_bytes + self.weight_copy_bytes + self.checkpoint_bytes + self.image_bytes + self.sandbox_bytes
 
 
 def plan_host_memory(
     rank_shares: Sequence[ModelShare], model: ModelSpec, settings: Settings, *, world_size: int, uses_sandbox: bool
 ) -> HostMemoryPlan:
-    """Return the plan of the rank that needs most. uses_sandbox: the task runs code, beside the engines."""
+    """Return the plan of the rank that needs most.
+
+    `uses_sandbox`: the task runs code on the nodes of the engines.
+    """
     replicas, sandbox = world_size // len(rank_shares), settings.task.sandbox
-    boxes = (sandbox.size * sandbox.memory_mib << 20) // settings.engine.tp if uses_sandbox else 0  # one pool an engine
+    boxes = (sandbox.size * sandbox.memory_mib << 20) // settings.engine.tp if uses_sandbox else 0  # one pool per engine
     seen = plan_image_bytes(model, settings, world_size=world_size)
     plans = (_plan_rank_host_memory(share, settings, replicas=replicas, image_bytes=seen, sandbox_bytes=boxes) for share in rank_shares)
     sent = sum(share.policy_footprint.param_bytes for share in rank_shares) if settings.engine.mode == "server" else 0
@@ -55,8 +68,11 @@ def plan_host_memory(
 
 
 def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: int, on_this_machine: bool = False) -> str:
-    """`run.host_gb=N: ...` where a node's main memory (this machine's, unless another is stated) cannot hold its ranks; else nothing.
-    on_this_machine: the run is on this machine, which may have less than is stated."""
+    """Return the error `run.host_gb=N: ...` if a node's memory is too small for its ranks, else "".
+
+    The memory is that of run.host_gb, or that of this machine if it is 0. With `on_this_machine`
+    the run is on this machine, which may have less than configured.
+    """
     ranks, stated, own = min(world_size, GPUS_PER_NODE), settings.run.host_gb, psutil.virtual_memory().total
     room, needed = min(stated * GB or own, own) if on_this_machine else stated * GB or own, host.node_bytes(ranks)
     if needed <= room:
@@ -75,10 +91,11 @@ def _plan_rank_host_memory(
 ) -> HostMemoryPlan:
     held, parallel = rank_share.total_footprint, settings.parallel
     state = rank_share.pinned_bytes + held.moment_bytes if parallel.offload_optimizer else 0
-    references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it changes places with the current
+    references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it is swapped with the policy
     copies = rank_share.policy_footprint.param_bytes * references + (held.param_bytes if parallel.offload_params else 0)
-    written = held.param_bytes // replicas + held.moment_bytes // 2 * 3  # policy/training_state.py; what is read is filled in place
-    # Without a background nothing is copied but what is on the GPU: Megatron keeps the main weights there, whatever is offloaded.
+    written = held.param_bytes // replicas + held.moment_bytes // 2 * 3  # policy/training_state.py; loading fills existing tensors
+    # Without `background` only data on the GPU is copied. Megatron keeps the main weights there
+    # even with offloading.
     far = held.param_bytes // replicas + held.moment_bytes // 2 * (1 if parallel.offload_optimizer else 3)
     checkpoint = written if settings.checkpoint.background else far
     return HostMemoryPlan(

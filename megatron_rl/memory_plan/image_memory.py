@@ -1,32 +1,41 @@
-"""The plan of what a step's pictures take on the host, on a rank, if every episode has as many and as large as it may and groups are dealt
-evenly (an engine that is faster may take more: rollout/load_balancer.py).
+"""Host memory plan of a step's images on one rank.
 
-While engines roll out: each picture as Pillow has it, and the patches that vLLM is given, until its episode is over. While the policy is
-trained: what is shown to other ranks and what they show (distributed/image_exchange.py), and the patches of the micro-batches that run and
-come next (policy/patches.py). In both the renderer remembers pictures of any step. Pictures as they are stored are counted once an
-episode, as large as what is shown: while an engine computes a step, threads render all of a round, and none of its episodes can let go.
-Not counted: what is larger of them, the episodes of an evaluation, and what a task of the user's own keeps.
+It assumes that every episode has the maximum number and size of images and that groups are
+distributed evenly; a faster engine may get more (rollout/load_balancer.py).
+
+During rollout each image exists as a Pillow image and as the patches passed to vLLM until its
+episode ends. During training there are the images exchanged with other ranks
+(distributed/image_exchange.py) and the patches of the current and the next micro-batch
+(policy/patches.py). In both phases the renderer caches images of any step. Source images are
+counted once per episode, at the size of the rendered ones: while the engine computes a step,
+threads render all images of a round, and none of its episodes can release them.
+
+Not counted are the larger size of source images, the episodes of an evaluation, and the memory of a
+user's own task.
 """
 
 from megatron_rl.config import Settings
 from megatron_rl.models.model_spec import ModelSpec
 
 PIL_BYTES_PER_PIXEL = 4
-"""Bytes of a pixel in a Pillow picture, whose colors lie in words of 32 bits."""
+"""Bytes per pixel of a Pillow image, which stores colors in 32-bit words."""
 TRANSFER_BYTES_PER_PIXEL = 3
-"""Bytes of a pixel where ranks show it to each other."""
+"""Bytes per pixel of images exchanged between ranks."""
 NUM_PREFETCHED_MICRO_BATCHES = 2
-"""Micro-batches whose patches exist at once: the one that runs, and the next."""
+"""Number of micro-batches with patches in memory: the current and the next one."""
 RENDER_BYTES_PER_PIXEL, NUM_RENDER_THREADS = 15, 4
-"""Bytes of a pixel beside picture and patches while these are made (measured: 43 with them), and pictures that are made at once."""
+"""Temporary bytes per pixel while an image is rendered, and number of images rendered at once.
+
+The bytes come on top of those of image and patches (measured: 43 in total).
+"""
 RENDERER_CACHE_BYTES = 1 << 30
-"""Of pictures with their patches that the renderer remembers (rollout/renderer.py)."""
+"""Bytes of the renderer's cache of images with their patches (rollout/renderer.py)."""
 ENGINE_CACHE_PATCHES = 1 << 20
-"""That the engine remembers until it sleeps (rollout/vllm/engine_core.py)."""
+"""Number of patches that the engine caches until it sleeps (rollout/vllm/engine_core.py)."""
 
 
 def plan_image_bytes(model: ModelSpec, settings: Settings, *, world_size: int) -> int:
-    """Bytes of one rank, which leads an engine."""
+    """Return the image bytes of a rank that runs an engine."""
     vision, batch, select = model.vision, settings.batch, settings.filter
     token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
     of_patches = 4 * vision.in_channels * vision.temporal_patch_size  # fp32
@@ -42,14 +51,14 @@ def plan_image_bytes(model: ModelSpec, settings: Settings, *, world_size: int) -
     shown = 0 if world_size == 1 else TRANSFER_BYTES_PER_PIXEL * (min(step_pixels, share * settings.engine.tp) + share)
     micro_batch = min(share, max(batch.micro_batch_tokens * token_pixels, episode))
     engine_bytes = ENGINE_CACHE_PATCHES * vision.patch_dim * 4
-    earlier = min(engine_bytes, of_patches * (step_pixels - round_pixels))  # rounds, whose patches the engine remembers
+    earlier = min(engine_bytes, of_patches * (step_pixels - round_pixels))  # rounds with patches in the engine's cache
     before = min(
         RENDERER_CACHE_BYTES, (PIL_BYTES_PER_PIXEL + of_patches) * (settings.run.steps - 1) * seen
-    )  # steps, of which the renderer remembers some
+    )  # steps with images in the renderer's cache
     rolling_out = (
         (PIL_BYTES_PER_PIXEL + of_patches) * round_pixels + earlier + before + RENDER_BYTES_PER_PIXEL * NUM_RENDER_THREADS * largest
     )
     remembered = min(RENDERER_CACHE_BYTES, (PIL_BYTES_PER_PIXEL + of_patches) * settings.run.steps * seen)
     training = remembered + shown + NUM_PREFETCHED_MICRO_BATCHES * of_patches * micro_batch + RENDER_BYTES_PER_PIXEL * largest
-    under_way = settings.run.max_staleness * round_pixels  # of episodes that go on over an update, patches and all
+    under_way = settings.run.max_staleness * round_pixels  # episodes that continue across an update, with their patches
     return PIL_BYTES_PER_PIXEL * step_pixels + (PIL_BYTES_PER_PIXEL + of_patches) * under_way + max(rolling_out, training)

@@ -1,5 +1,7 @@
-"""run.dry: what a run would need of every GPU and of the host, as tables, and the seconds that its steps are expected to take; nothing is
-loaded, no GPU and no weights are needed."""
+"""Report of a dry run (run.dry): memory of GPUs and host, and the expected time per step.
+
+Nothing is loaded; neither GPUs nor weights are needed.
+"""
 
 from itertools import groupby
 
@@ -17,9 +19,12 @@ from megatron_rl.models.model_spec import ModelSpec
 def print_memory_plan(
     model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, uses_sandbox: bool = False
 ) -> MemoryPlan:
-    """Print the plan and one verdict. Raises ValueError where it does not fit the GPU, or the main memory that is stated (run.host_gb).
+    """Print the plan and whether it fits.
 
-    This machine's main memory is not judged: the plan is of GPUs that may be elsewhere.
+    This machine's main memory is not checked, because the plan may be for another machine.
+
+    Raises:
+        ValueError: the plan does not fit the GPU, or the main memory given by run.host_gb.
     """
     planned = plan_gpu_memory(model, settings, world_size=world_size, has_values=has_values, uses_sandbox=uses_sandbox)
     console = Console(highlight=False)
@@ -41,7 +46,7 @@ def print_memory_plan(
 
 
 def _rank_table(planned: MemoryPlan) -> Table:
-    """A column for each run of tensor-parallel ranks with equal shares."""
+    """Return a table with one column for each range of tensor-parallel ranks with equal shares."""
     equal = [
         list(ranks)
         for _, ranks in groupby(planned.ranks, key=lambda rank: (rank.rank_share.pp_rank, rank.rank_share.total_footprint, rank.peak_bytes))

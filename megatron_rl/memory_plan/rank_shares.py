@@ -1,6 +1,7 @@
-"""What each rank of a layout would hold, counted on the real model: built on the meta device in a world that is made up.
+"""Memory footprint of each rank of a layout, counted on the real model.
 
-Every (tensor, pipeline) share is built as the first of its data-parallel replicas, whose part of the optimizer is the fullest.
+The model is built on the meta device in a fake process group. Every (tensor, pipeline) share is
+built as that of the first data-parallel replica, which has the largest part of the optimizer.
 """
 
 from collections.abc import Iterator
@@ -26,15 +27,18 @@ from megatron_rl.policy.transformer import HeadConfig, build_chunks
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MemoryFootprint:
-    """Bytes behind a rank's share for as long as it trains."""
+    """Bytes that a rank's share occupies during training."""
 
     param_bytes: int
     grad_bytes: int
-    """fp32, whatever the parameters are; padded as Megatron pads them."""
+    """Bytes of the fp32 gradients, whatever the dtype of the parameters, with Megatron's padding.
+    """
     main_weight_bytes: int
-    """fp32 weights of this data-parallel rank's part of the optimizer; 0 where the parameters are fp32 themselves."""
+    """Bytes of the fp32 weights in this data-parallel rank's part of the optimizer; 0 if the
+    parameters are fp32 themselves.
+    """
     moment_bytes: int
-    """Adam's two, of the same part."""
+    """Bytes of both Adam moments in the same part of the optimizer."""
 
     def __add__(self, other: "MemoryFootprint") -> "MemoryFootprint":
         sizes = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
@@ -46,30 +50,40 @@ EMPTY_FOOTPRINT = MemoryFootprint(param_bytes=0, grad_bytes=0, main_weight_bytes
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelShare:
+    """Parameters and footprint of one rank's share of the model."""
+
     tp_rank: int
     pp_rank: int
     num_params: int
     num_trained_params: int
     policy_footprint: MemoryFootprint
     pinned_bytes: int
-    """Bytes of page-locked main memory where its optimizer is on the host: copies of main weights and of gradients, fp32, each of which
-    torch rounds up to a power of two (2.13, ATen/core/CachingHostAllocator.h, allocate)."""
+    """Bytes of page-locked main memory if the optimizer is on the host.
+
+    It contains fp32 copies of main weights and gradients, each rounded up by torch to a power of
+    two (2.13, ATen/core/CachingHostAllocator.h, allocate).
+    """
     critic_footprint: MemoryFootprint = EMPTY_FOOTPRINT
-    """Of one with a trunk of its own."""
+    """Footprint of a critic with its own backbone."""
 
     @property
     def total_footprint(self) -> MemoryFootprint:
+        """Sum of the footprints of policy and critic."""
         return self.policy_footprint + self.critic_footprint
 
 
 def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> list[ModelShare]:
-    """One for each rank of the first data-parallel replica, stage by stage. has_values: the algorithm needs a critic."""
+    """Return the share of each rank in the first data-parallel replica, stage by stage.
+
+    `has_values`: the algorithm needs a critic.
+    """
     assert not dist.is_initialized(), "a plan makes up its own world"
     parallel = settings.parallel
     found = []
     for pp_rank in range(parallel.pp):
         for tp_rank in range(parallel.tp):
-            # Megatron numbers tensor-parallel ranks first, then data-parallel, then stages (parallel_state.py, order "tp-cp-ep-dp-pp").
+            # Megatron numbers tensor-parallel ranks first, then data-parallel, then pipeline stages
+            # (parallel_state.py, order "tp-cp-ep-dp-pp").
             with fake_process_group(tp_rank + pp_rank * world_size // parallel.pp, size=world_size):
                 found.append(_compute_share(model, settings, has_values=has_values))
             assert (found[-1].tp_rank, found[-1].pp_rank) == (tp_rank, pp_rank), found[-1]
@@ -78,7 +92,7 @@ def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: in
 
 @contextmanager
 def fake_process_group(rank: int, *, size: int) -> Iterator[None]:
-    """A process group whose other members do not exist."""
+    """Create a process group in which the other ranks do not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -113,14 +127,14 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
 
 
 def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
-    """Of the trunk of a critic's own: the policy's, unless another is named."""
+    """Return the model of a critic's own backbone: the policy's, unless critic.path is set."""
     return load_known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
 
 
 def _build_network(
     model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: HeadConfig
 ) -> tuple[nn.ModuleList, MemoryFootprint, int]:
-    """A network, what it holds, and what its optimizer would pin."""
+    """Return a network, its footprint, and the bytes that its optimizer would pin on the host."""
     chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
     parallel = wrap_with_grad_buffers(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_grad_reduce)
     optimizer = build_optimizer(settings.optim, parallel, offload=False)
@@ -129,7 +143,10 @@ def _build_network(
 
 
 def measure_footprint(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> MemoryFootprint:
-    """Of a model with or without memory behind it; parameters that share a buffer are counted with the whole buffer, once."""
+    """Return the footprint of a model, which may be on the meta device.
+
+    Parameters that share a buffer are counted once, with the whole buffer.
+    """
     parameters = {storage._cdata: storage.nbytes() for chunk in chunks for p in chunk.parameters() for storage in [p.untyped_storage()]}
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
     parts = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,8 +1,10 @@
-"""The stated model of time: the seconds that a step is expected to take, phase by phase, and the bytes that it sends over each link.
+"""Step-time model: expected seconds per step by phase, and bytes sent over each link.
 
-Sums of what limits each part: arithmetic, memory, a link. Left out on purpose: kernels too small to fill a GPU, overlap of sending and
-computing, stragglers among equal GPUs, a network that others use, further rounds of a selection that drops groups, a critic's own trunk.
-The constants are those of step_time_constants.py: nothing of this was measured on a GPU.
+Each part is limited by arithmetic, memory or a link, and parts are summed. Deliberately left out
+are kernels too small to fill a GPU, overlap of communication and computation, stragglers among
+equal GPUs, a network used by others, further generation batches of filters that drop groups, and a
+critic's own backbone. The constants are those of step_time_constants.py; none of this was measured
+on a GPU.
 """
 
 import math
@@ -27,80 +29,93 @@ from megatron_rl.memory_plan.step_time_constants import (
 from megatron_rl.models.model_spec import ModelSpec
 
 GRADIENT_BYTES, PARAMETER_BYTES = 4, 2
-"""Bytes that a data-parallel rank sends of each number it trains: the gradient in fp32, the new weight in bfloat16."""
+"""Bytes that a data-parallel rank sends per trained parameter: the fp32 gradient and the new
+bfloat16 weight.
+"""
 OPTIMIZER_STEP_BYTES = 30
-"""What AdamW reads and writes of a parameter: gradient, main weight, both moments there and back, the weight in bfloat16."""
+"""Bytes that AdamW moves per parameter: gradient; main weight and both moments, read and written;
+bfloat16 weight.
+"""
 CHECKPOINT_STATE_BYTES = 12
-"""Of a trained parameter in a checkpoint, beside the weights: main weight and both moments in fp32."""
+"""Bytes per trained parameter in a checkpoint besides the weights: main weight and both moments in
+fp32.
+"""
 COLLECTIVES_PER_LAYER = 4
-"""Of a layer and pass with tensor parallelism: gathered before attention and MLP, scattered behind them."""
+"""Number of collectives per layer and pass with tensor parallelism: a gather before and a scatter
+after attention and MLP.
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ParamCounts:
-    """Of a model, counted once: its shapes are those of a module that is built."""
+    """Parameter counts of a model, taken from the shapes of its tensors."""
 
     language: int
-    """Parameters that multiply a token of the language model."""
+    """Number of parameters that multiply a token of the language model."""
     vision: int
-    """Those that multiply a patch of the tower."""
+    """Number of parameters that multiply a patch of the vision tower."""
     total: int
     num_tensors: int
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepTimeInputs:
-    """A run on so many GPUs."""
+    """Model, settings and size of a run."""
 
     model: ModelSpec
     param_counts: ParamCounts
     settings: Settings
     world_size: int
     cache_tokens: int
-    """Of an engine."""
+    """Number of tokens in the KV cache of an engine."""
     num_trained_params: int
-    """Parameters that learn, of the whole model."""
+    """Number of trained parameters of the whole model."""
     speeds: StepTimeConstants = DEFAULT_CONSTANTS
 
     @property
     def gpu(self) -> GpuSpec:
+        """Specifications of the run's GPU."""
         return GPU_SPECS[self.settings.run.gpu]
 
     @property
     def episode(self) -> EpisodeEstimate:
+        """Mean episode of the run."""
         return estimate_mean_episode(self.model, self.settings, self.speeds)
 
     @property
     def num_replicas(self) -> int:
+        """Number of data-parallel replicas."""
         return max(1, self.world_size // (self.settings.parallel.tp * self.settings.parallel.pp))
 
     @property
     def num_engines(self) -> int:
+        """Number of rollout engines."""
         return max(1, self.world_size // self.settings.engine.tp)
 
     @property
     def num_episodes(self) -> int:
+        """Number of episodes per step."""
         return self.settings.batch.prompts_per_step * self.settings.batch.group_size
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Bytes a second to a GPU of the same node."""
+        """Bandwidth to a GPU of the same node in bytes per second."""
         return self.gpu.link_bytes_per_s * self.speeds.link_share
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number of the policy."""
+        """Number of bytes per value of the policy."""
         return getattr(torch, self.settings.model.dtype).itemsize
 
     @property
     def engine_itemsize(self) -> int:
-        """Bytes of a number of the engine."""
+        """Number of bytes per value of the engine."""
         return getattr(torch, self.settings.engine.dtype).itemsize
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepSeconds:
-    """Of one step, each phase with its parts; and of one checkpoint."""
+    """Seconds of one step, by phase and part, and of one checkpoint."""
 
     rollout: Mapping[str, float]
     update: Mapping[str, float]
@@ -109,14 +124,17 @@ class StepSeconds:
 
     @property
     def step_total(self) -> float:
-        """Without a checkpoint, which is written beside the next step."""
+        """Seconds of a step without the checkpoint, which is written during the next step."""
         return sum(self.rollout.values()) + sum(self.update.values()) + sum(self.sync.values())
 
 
 def make_step_time_inputs(
     model: ModelSpec, settings: Settings, memory_plan: MemoryPlan, speeds: StepTimeConstants = DEFAULT_CONSTANTS
 ) -> StepTimeInputs:
-    """trained: whole tensors stand on each tensor-parallel rank, and count once too often for each."""
+    """Return the inputs of the step-time model.
+
+    Trained tensors that are replicated across tensor-parallel ranks are counted once per rank.
+    """
     trained = sum(rank.rank_share.num_trained_params for rank in memory_plan.ranks)
     return StepTimeInputs(
         model=model, param_counts=count_params(model), settings=settings, world_size=memory_plan.world_size,
@@ -126,6 +144,7 @@ def make_step_time_inputs(
 
 
 def estimate_step_seconds(inputs: StepTimeInputs) -> StepSeconds:
+    """Return the expected seconds of a step and a checkpoint."""
     return StepSeconds(
         rollout=rollout_seconds(inputs),
         update=update_seconds(inputs),
@@ -135,6 +154,10 @@ def estimate_step_seconds(inputs: StepTimeInputs) -> StepSeconds:
 
 
 def count_params(model: ModelSpec) -> ParamCounts:
+    """Return the parameter counts of a model.
+
+    An input embedding that is not tied is a lookup and does not count as language parameters.
+    """
     counts = {name: math.prod(shape) for name, shape in model.shapes().items()}
     vision, total = sum(count for name, count in counts.items() if name.startswith("visual.")), sum(counts.values())
     looked_up = 0 if model.tie_word_embeddings else counts["model.embed_tokens.weight"]
@@ -142,7 +165,11 @@ def count_params(model: ModelSpec) -> ParamCounts:
 
 
 def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
-    """An engine draws for all its sequences at once; the last of a step's episodes keeps all GPUs waiting."""
+    """Return the seconds of a step's rollout by part.
+
+    An engine decodes all its sequences at once. The longest episode of a step keeps all GPUs
+    waiting.
+    """
     settings, episode = inputs.settings, inputs.episode
     mine = inputs.num_episodes / inputs.num_engines
     slots = max(1.0, min(settings.engine.max_num_seqs, mine, inputs.cache_tokens / episode.total_tokens))
@@ -150,13 +177,16 @@ def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     longest = min(most, episode.sampled_tokens * longest_to_mean_ratio(inputs.num_episodes, inputs.speeds))
     steps = max(mine * episode.sampled_tokens / slots, longest)
     running = mine * episode.sampled_tokens / steps
-    waited = episode.num_turns * inputs.speeds.tool_s if steps == longest else 0.0  # where others play on, nobody waits for a tool
+    waited = episode.num_turns * inputs.speeds.tool_s if steps == longest else 0.0  # else other episodes run while one waits for a tool
     return {"decode": steps * decode_step_seconds(inputs, num_running=running), "tools": waited, "prompts": prefill_seconds(inputs)}
 
 
 def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
-    """Seconds in which each of `num_running` sequences gets a token: the weights and all keys and values are read once, or so much is
-    multiplied; and two sums a layer over the engine's ranks."""
+    """Return the seconds of a decode step, which generates a token per running sequence.
+
+    The step reads the weights and all keys and values once, or is limited by arithmetic. With
+    tensor parallelism, two sums per layer over the engine's ranks are added.
+    """
     model, speeds, tp = inputs.model, inputs.speeds, inputs.settings.engine.tp
     language = inputs.param_counts.language
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * inputs.engine_itemsize
@@ -169,7 +199,10 @@ def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
 
 
 def prefill_seconds(inputs: StepTimeInputs) -> float:
-    """Seconds of an engine's prompts and pictures: those of a group once, those of an environment's answers each."""
+    """Return the seconds of the engines' prompts and images.
+
+    A group's prompt is computed once; every environment response is computed separately.
+    """
     episode, language, vision = inputs.episode, inputs.param_counts.language, inputs.param_counts.vision
     groups, further = inputs.settings.batch.prompts_per_step, inputs.num_episodes * (episode.num_images - 1) * episode.tokens_per_image
     tokens = groups * episode.prompt_tokens + further
@@ -178,7 +211,11 @@ def prefill_seconds(inputs: StepTimeInputs) -> float:
 
 
 def num_trained_tokens(inputs: StepTimeInputs) -> float:
-    """Of a step: a group's prompt stands once in every micro-batch that has some of it; what groups have in common is left out."""
+    """Return the number of tokens that a step trains on.
+
+    A group's prompt is counted once per micro-batch with a part of the group; further common
+    prefixes are ignored.
+    """
     batch, episode = inputs.settings.batch, inputs.episode
     replies = batch.group_size * (episode.total_tokens - episode.prompt_tokens)
     copies = min(batch.group_size, math.ceil((replies + episode.prompt_tokens) / max(batch.micro_batch_tokens, episode.total_tokens)))
@@ -186,7 +223,7 @@ def num_trained_tokens(inputs: StepTimeInputs) -> float:
 
 
 def update_seconds(inputs: StepTimeInputs) -> dict[str, float]:
-    """All updates of a step, and the passes before them."""
+    """Return the seconds of a step's updates and of the forward passes before them, by part."""
     settings, parallel, speeds = inputs.settings, inputs.settings.parallel, inputs.speeds
     num_updates = settings.batch.minibatches * settings.batch.epochs
     tokens = num_trained_tokens(inputs)
@@ -202,9 +239,13 @@ def update_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 
 
 def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
-    """Of all epochs, as the slowest stage sees them. A pass forwards takes 2 for each parameter and token, and 2 * layers * heads * size *
-    length for attention; a step 2 more for the input's gradient, 2 for the weight's, 2 again where layers are recomputed. The tower is the
-    first stage's."""
+    """Return the FLOPs of all epochs for the slowest pipeline stage.
+
+    A forward pass takes 2 FLOPs per parameter and token, and 2 * layers * heads * head size *
+    length for attention. An update takes 2 more for the gradient of the input, 2 for that of the
+    weight (not with LoRA), and 2 more with recomputation of the layers. The vision tower is on the
+    first stage.
+    """
     settings, model, episode = inputs.settings, inputs.model, inputs.episode
     language, vision = inputs.param_counts.language, inputs.param_counts.vision
     before, epochs = num_forward_passes_before_update(inputs), settings.batch.epochs
@@ -219,13 +260,19 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
 
 
 def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
-    """Forward passes over the step's tokens before its first update: the old logprobs, the reference's."""
+    """Return the number of forward passes before a step's first update.
+
+    They compute the old and the reference logprobs.
+    """
     algo, batch = inputs.settings.algo, inputs.settings.batch
     return needs_old_logprob_forward(algo, num_updates=batch.minibatches * batch.epochs) + needs_reference(algo)
 
 
 def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
-    """Sent by a rank to its tensor-parallel neighbors in a step: a pass forwards, two backwards, one again."""
+    """Return the bytes that a rank sends to its tensor-parallel group in a step.
+
+    An epoch takes one forward pass, two backward passes, and one more with recomputation.
+    """
     parallel, model = inputs.settings.parallel, inputs.model
     passes = inputs.settings.batch.epochs * (3 + (parallel.recompute == "full")) + num_forward_passes_before_update(inputs)
     row = model.hidden_size * inputs.itemsize * (parallel.tp - 1) / parallel.tp
@@ -233,7 +280,10 @@ def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
 
 
 def gradient_bytes(inputs: StepTimeInputs) -> float:
-    """Sent by a rank to the other replicas in one update: gradients scattered, weights gathered."""
+    """Return the bytes that a rank sends to other replicas in one update.
+
+    Gradients are reduce-scattered and weights are all-gathered.
+    """
     parallel = inputs.settings.parallel
     return (
         (GRADIENT_BYTES + PARAMETER_BYTES)
@@ -245,7 +295,7 @@ def gradient_bytes(inputs: StepTimeInputs) -> float:
 
 
 def gradient_link_bytes_per_s(inputs: StepTimeInputs) -> float:
-    """Bytes a second between replicas."""
+    """Return the bandwidth between replicas in bytes per second."""
     return (
         inputs.link_bytes_per_s
         if inputs.world_size <= GPUS_PER_NODE
@@ -254,7 +304,10 @@ def gradient_link_bytes_per_s(inputs: StepTimeInputs) -> float:
 
 
 def optimizer_seconds(inputs: StepTimeInputs) -> float:
-    """AdamW over this rank's part, on the GPU, or on the host, where the ranks of a node share its memory."""
+    """Return the seconds of AdamW for this rank's part of the parameters.
+
+    On the host, the ranks of a node share its memory bandwidth.
+    """
     mine = inputs.num_trained_params / inputs.world_size
     if not inputs.settings.parallel.offload_optimizer:
         return OPTIMIZER_STEP_BYTES * mine / (inputs.gpu.hbm_bytes_per_s * inputs.speeds.memory_share)
@@ -263,13 +316,17 @@ def optimizer_seconds(inputs: StepTimeInputs) -> float:
 
 
 def sync_bytes(inputs: StepTimeInputs) -> float:
-    """Received by a rank of the weights that others hold."""
+    """Return the bytes of weights that a rank receives from others in a weight sync."""
     shards = inputs.settings.parallel.tp * inputs.settings.parallel.pp
     return inputs.param_counts.total * inputs.itemsize * (1 - 1 / shards)
 
 
 def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
-    """The new weights into every engine; parameters and gradients to the host and back around the rollout."""
+    """Return the seconds of a weight sync by part.
+
+    The new weights are loaded into every engine. Offloaded parameters and gradients move to the
+    host and back around the rollout.
+    """
     parallel = inputs.settings.parallel
     shards = parallel.tp * parallel.pp
     away = (
@@ -286,13 +343,16 @@ def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 
 
 def checkpoint_seconds(inputs: StepTimeInputs) -> float:
-    """Until it lies on the disk: weights and state, every node its share."""
+    """Return the seconds until a checkpoint is on disk.
+
+    Every node writes its share of weights and optimizer state.
+    """
     total = inputs.param_counts.total * inputs.itemsize + CHECKPOINT_STATE_BYTES * inputs.num_trained_params
     return total / (math.ceil(inputs.world_size / GPUS_PER_NODE) * inputs.speeds.disk)
 
 
 def describe_step_time(inputs: StepTimeInputs) -> str:
-    """For the dry run and the doctor."""
+    """Return the summary line for the dry run and the doctor."""
     seconds, episode = estimate_step_seconds(inputs), inputs.episode
     phases = {"rollout": seconds.rollout, "update": seconds.update, "sync": seconds.sync}
     said = []

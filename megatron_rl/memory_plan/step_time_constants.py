@@ -1,7 +1,8 @@
-"""The constants of the stated model of time (step_time.py), and the mean episode that it reckons with.
+"""Constants of the step-time model (step_time.py), and the mean episode that it assumes.
 
-No line of this project has run on a GPU: every constant is an estimate or an assumption and says which; what GPUs are sold as is in
-gpu_specs.py. One that was measured is replaced here, and its name goes into MEASURED.
+No code of this project has been timed on a GPU: every constant is an estimate or an assumption, as
+its description states. The nominal specifications of GPUs are in gpu_specs.py. A measured constant
+replaces the value here and is listed in MEASURED_CONSTANTS.
 """
 
 import math
@@ -13,51 +14,95 @@ from megatron_rl.config import Settings
 from megatron_rl.models.model_spec import ModelSpec
 
 MEASURED_CONSTANTS: frozenset[str] = frozenset()
-"""Names of the fields of Speeds that were measured on a GPU; all others are assumed."""
+"""Names of the fields of StepTimeConstants that were measured on a GPU. All others are assumed."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepTimeConstants:
-    """The constants. Each says what it is of, and where it comes from."""
+    """Constants of the step-time model. Each field states its source."""
 
     training_share: float = 0.40
-    """Of the peak FLOP/s in layers of training with fused elementwise kernels. Estimate: 43 to 45% of an H200 at 7B and tp 2."""
+    """Fraction of the peak FLOP/s in training, with fused elementwise kernels.
+
+    Estimate: 43 to 45% of an H200 at 7B and tp 2.
+    """
     prefill_share: float = 0.50
-    """Of the peak FLOP/s in the engine's prompts and pictures. Assumption: large products without a backward pass."""
+    """Fraction of the peak FLOP/s for the engine's prompts and images.
+
+    Assumption: large products without a backward pass.
+    """
     memory_share: float = 0.70
-    """Of a GPU's memory bandwidth while tokens are decoded. Assumption: CUDA graphs, batches of some hundred sequences."""
+    """Fraction of a GPU's memory bandwidth during decoding.
+
+    Assumption: CUDA graphs, batches of some hundred sequences.
+    """
     link_share: float = 0.60
-    """Of the bandwidth between the GPUs of a node. Estimate: 18 of 32 GB/s over PCIe on an L40S; NCCL over NVLink does better."""
+    """Fraction of the bandwidth between GPUs of a node.
+
+    Estimate: 18 of 32 GB/s over PCIe on an L40S; NCCL over NVLink is better.
+    """
     network: float = 50e9
-    """Bytes a second from a GPU to another node. Assumption: a network card of 400 Gb/s for each GPU."""
+    """Bandwidth from a GPU to another node in bytes per second.
+
+    Assumption: one 400 Gb/s network card per GPU.
+    """
     network_share: float = 0.70
-    """Of it that NCCL reaches. Assumption."""
+    """Fraction of the network bandwidth that NCCL reaches. Assumption."""
     host_share: float = 0.60
-    """Of PCIe between a GPU and page-locked memory, all GPUs of a node at once. Assumption."""
+    """Fraction of PCIe bandwidth between GPU and page-locked memory, with all GPUs of a node
+    active. Assumption.
+    """
     host_memory: float = 200e9
-    """Bytes a second of a node's main memory, for the optimizer on the host. Assumption: two sockets with eight channels each."""
+    """Bandwidth of a node's main memory in bytes per second, for the optimizer on the host.
+
+    Assumption: two sockets with eight channels each.
+    """
     decode_floor_s: float = 0.004
-    """A decode step apart from reading memory: scheduler, sampler, launches. Assumption, with asynchronous scheduling."""
+    """Seconds of a decode step besides reading memory: scheduler, sampler, launches.
+
+    Assumption, with asynchronous scheduling.
+    """
     launch_s: float = 30e-6
-    """A sum over the ranks of an engine, apart from its bytes. Assumption, over PCIe; NVLink needs less."""
+    """Seconds of a sum over the ranks of an engine besides the transfer.
+
+    Assumption, over PCIe; NVLink needs less.
+    """
     tensor_s: float = 1e-3
-    """A tensor of a sync: gathered, checked, loaded. Estimate: 1 s for the 729 tensors of 7B, two thirds of it not bandwidth."""
+    """Seconds per tensor of a weight sync to gather, check and load it.
+
+    Estimate: 1 s for the 729 tensors of 7B, two thirds of it not bandwidth.
+    """
     wake_s: float = 1.0
-    """An engine's sleep, wake and cache, once a step. Assumption; an aim of 0.3 s is not yet measured."""
+    """Seconds per step for the engine's sleep, wake-up and KV cache.
+
+    Assumption; the goal of 0.3 s has not been measured yet.
+    """
     disk: float = 1e9
-    """Bytes a second of a node's checkpoints. Assumption: a file system that the nodes share, each by itself."""
+    """Bandwidth of a node's checkpoint writes in bytes per second.
+
+    Assumption: a shared file system, each node on its own.
+    """
     tool_s: float = 0.5
-    """An environment's answer to a turn. Assumption: a crop or a short program in the sandbox."""
+    """Seconds of an environment's response to a turn.
+
+    Assumption: a crop or a short program in the sandbox.
+    """
     turns_share: float = 0.4
-    """Share of task.max_turns that an episode takes on average. Assumption."""
+    """Fraction of task.max_turns in a mean episode. Assumption."""
     reply_share: float = 0.1
-    """Share of task.max_new_tokens that a response takes on average. Estimate: 2,000 tokens in five turns of 4,096 at most."""
+    """Fraction of task.max_new_tokens in a mean response.
+
+    Estimate: 2,000 tokens in five turns of 4,096 at most.
+    """
     picture_share: float = 0.35
-    """Share of model.max_pixels that an image has on average. Estimate: 0.7 of 2 megapixels."""
+    """Fraction of model.max_pixels in a mean image. Estimate: 0.7 of 2 megapixels."""
     prompt_tokens: float = 500.0
-    """Of text in a prompt. Assumption."""
+    """Number of text tokens in a prompt. Assumption."""
     spread: float = 0.6
-    """Standard deviation of the logarithm of an episode's sampled tokens. Assumption: the longest of 128 is 4 times the mean."""
+    """Standard deviation of the logarithm of an episode's sampled tokens.
+
+    Assumption: the longest of 128 is 4 times the mean.
+    """
 
 
 DEFAULT_CONSTANTS = StepTimeConstants()
@@ -65,30 +110,33 @@ DEFAULT_CONSTANTS = StepTimeConstants()
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EpisodeEstimate:
-    """The mean one."""
+    """Sizes of the mean episode."""
 
     num_turns: float
     sampled_tokens: float
-    """Tokens of all its replies."""
+    """Number of tokens of all responses."""
     num_images: float
     tokens_per_image: float
-    """Of one."""
+    """Number of tokens per image."""
     text_tokens: float
-    """Tokens of the prompt."""
+    """Number of text tokens in the prompt."""
 
     @property
     def prompt_tokens(self) -> float:
-        """Tokens that its group shares: text and the first picture."""
+        """Number of tokens that a group shares: text and the first image."""
         return self.text_tokens + self.tokens_per_image
 
     @property
     def total_tokens(self) -> float:
-        """Tokens at its end."""
+        """Number of tokens at the end of the episode."""
         return self.text_tokens + self.num_images * self.tokens_per_image + self.sampled_tokens
 
 
 def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> EpisodeEstimate:
-    """A picture in the prompt and one in each answer of a tool, as many as engine.max_images allows; cut to the context."""
+    """Return the mean episode, scaled down if it exceeds engine.max_model_len.
+
+    It has one image in the prompt and one in each tool response, at most engine.max_images.
+    """
     task, unit = settings.task, (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
     turns = max(1.0, speeds.turns_share * task.max_turns)
     picture = max(1.0, max(settings.model.min_pixels, speeds.picture_share * settings.model.max_pixels) / unit)
@@ -104,13 +152,16 @@ def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTime
 
 
 def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> float:
-    """The longest of `num_episodes` episodes over their mean, whose tokens are log-normal: the quantile at num / (num + 1)."""
+    """Return the ratio of the longest of `num_episodes` episodes to their mean.
+
+    Tokens are log-normal; the longest is the quantile at num / (num + 1).
+    """
     normal = torch.distributions.Normal(0.0, 1.0)
     quantile = float(normal.icdf(torch.tensor(num_episodes / (num_episodes + 1), dtype=torch.float64)))
     return max(1.0, math.exp(speeds.spread * quantile - speeds.spread**2 / 2))
 
 
 def sensitivity_ranges(speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> dict[str, tuple[float, float]]:
-    """{a constant: half of it, twice it}; shares at most 1."""
+    """Return half and twice the value of each constant by its name. Fractions are at most 1."""
     values = {field.name: getattr(speeds, field.name) for field in fields(StepTimeConstants)}
     return {name: (value / 2, min(2 * value, 1.0) if name.endswith("_share") else 2 * value) for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""Observability: metrics, rollout files, traces, plots and the viewer of runs."""

@@ -1,5 +1,6 @@
-"""TensorBoard's file of scalars, written by the caller's thread: errors of TensorBoard's own writer, which has another, come late and as a
-traceback.
+"""Writer of TensorBoard scalar files that writes in the calling thread.
+
+TensorBoard's own writer uses a background thread, so its errors arrive late and as a traceback.
 """
 
 import itertools
@@ -10,13 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _NUMBERS = itertools.count()
-"""Numbers the files of this process: TensorBoard orders files by their second, then by this number."""
+"""Counter of this process's files.
+
+TensorBoard orders files by their second, then by this number.
+"""
 
 
 class EventFile:
+    """A TensorBoard event file of scalars."""
+
     def __init__(self, folder: Path, *, start_step: int) -> None:
-        """A new file. Readers drop what earlier files of the folder have of `start_step` and later ones."""
-        from tensorboard.compat.proto.event_pb2 import Event  # here: ranks without a log do not need TensorBoard
+        """Create a new file.
+
+        Readers discard steps from `start_step` on in earlier files of the folder.
+        """
+        from tensorboard.compat.proto.event_pb2 import Event  # ranks without a log do not need TensorBoard
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,10 +36,15 @@ class EventFile:
         self._write(step=start_step, session_log={"status": "START"})
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Return when the operating system has them. OSError: it does not take them."""
+        """Write the metrics of a step and flush them to the operating system.
+
+        Raises:
+            OSError: the operating system cannot write them.
+        """
         self._write(step=step, summary={"value": [{"tag": name, "simple_value": value} for name, value in metrics.items()]})
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _write(self, **fields: object) -> None:

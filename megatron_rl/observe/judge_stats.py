@@ -1,4 +1,4 @@
-"""Counts what a run's judge was asked: metrics of each step, and one line at the end of the run."""
+"""Counts of the requests to a run's judge: metrics of each step, and a summary line of the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -6,40 +6,50 @@ from typing import Protocol
 from megatron_rl.types import Rollout
 
 COUNTERS = ("called", "cached", "failed")
-"""Verdicts that a server gave, verdicts that were there already, and requests that failed."""
+"""Names of the counters: results returned by a server, results found in the cache, and failed
+requests.
+"""
 Counts = dict[str, int]
 
 
 class CountedJudge(Protocol):
+    """The part of a judge that JudgeStats needs."""
+
     model: str
 
     def get_counts(self) -> Counts:
-        """Return the counts named in ASKED of this process, since it started."""
+        """Return this process's counts since its start, by the names in COUNTERS."""
 
 
 class JudgeStats:
-    """Adds up the counters of the judges of all processes. `total` is kept by the run (`History.judge`), over all its attempts."""
+    """Sums the counters of the judges of all processes.
+
+    The run stores `total` over all its attempts (`History.judge`).
+    """
 
     def __init__(self, judge: CountedJudge, *, gather: Callable[[Counts], Sequence[Counts]]) -> None:
-        """`gather` returns the counts of every rank, on every rank."""
+        """Create the statistics. `gather` returns the counts of every rank, on every rank."""
         self._judge, self._gather = judge, gather
         self._before = dict.fromkeys(COUNTERS, 0)
 
     def collect(self, total: Counts) -> dict[str, float]:
-        """Return what was asked since the last call as metrics, and add it to `total`. Called on every rank together."""
+        """Return the counts since the last call as metrics, and add them to `total`.
+
+        All ranks must call it together.
+        """
         now = self._judge.get_counts()
         parts = self._gather({name: now[name] - self._before[name] for name in COUNTERS})
         self._before = now
         return {f"judge/{name}": float(_add(total, name, sum(part[name] for part in parts))) for name in COUNTERS}
 
     def record_decided(self, rollouts: Sequence[Rollout], total: Counts) -> dict[str, float]:
-        """Return the share of the scored rollouts whose reward has a judge's verdict in it, and add both numbers to `total`."""
+        """Return the fraction of scored rollouts with a judge result; add the counts to `total`."""
         scored = [rollout for rollout in rollouts if rollout.is_scored]
         num = _add(total, "decided", sum(bool(rollout.verdicts) for rollout in scored))
         return {"judge/decided_fraction": num / max(_add(total, "answers", len(scored)), 1)}
 
     def format_summary(self, total: Mapping[str, int]) -> str:
-        """Return the line for the end of a run."""
+        """Return the summary line for the end of a run."""
         called, cached, failed, answers = (total.get(name, 0) for name in (*COUNTERS, "answers"))
         name = f"judge {self._judge.model}".rstrip()
         if not called + cached + failed:

@@ -1,4 +1,4 @@
-"""How much memory the processes of a run have taken, at most."""
+"""Peak memory of a run's processes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,12 @@ PROC_STATUS_FILE = Path("/proc/self/status")
 
 
 def peak_memory() -> dict[str, float]:
-    """Of this process, by metric. The host's: what was resident since it began (VmHWM; ru_maxrss would remember the process that it was
-    forked from). The device's: what torch's allocator held since the last call; an engine that sleeps holds its memory elsewhere."""
+    """Return the peak memory of this process by metric.
+
+    memory/host_gb is the peak resident memory since the process started (VmHWM; ru_maxrss would
+    include that of the process from which it was forked). memory/device_gb is the peak of torch's
+    allocator since the last call. A sleeping engine keeps its memory outside of that allocator.
+    """
     (kibibytes,) = re.findall(r"^VmHWM:\s*(\d+) kB$", PROC_STATUS_FILE.read_text(), flags=re.MULTILINE)
     found = {"memory/host_gb": int(kibibytes) * 1024 / GB}
     if torch.cuda.is_initialized():
@@ -22,5 +26,5 @@ def peak_memory() -> dict[str, float]:
 
 
 def max_over_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of all ranks' peaks."""
+    """Return the maximum of each metric over all ranks."""
     return {name: max(each[name] for each in ranks) for name in ranks[0]}

@@ -1,4 +1,4 @@
-"""What a run measures: metrics.jsonl, TensorBoard, W&B and trackio written together, and the spans that say where a step's time went."""
+"""Logs of a run's metrics (metrics.jsonl, TensorBoard, W&B, trackio), and its step timer."""
 
 import os
 import time
@@ -16,17 +16,19 @@ from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
 MAX_METRICS_BYTES = 1 << 20
-"""Limit of a line: a hundred times the size of a real one."""
+"""Maximum size of a line in bytes, a hundred times that of a typical line."""
 MAX_ID_BYTES = 1000
 PREDICTION_COLUMNS = ("step", "kind", "example", "sample", "reward", "end", "picture", "content")
-"""Columns of W&B's table of rollouts: the first picture, and all that the policy said."""
+"""Columns of W&B's rollout table. `picture` is the first image, `content` the text of all turns."""
 
 
 class MetricsLog:
-    """One line a step in metrics.jsonl, the same numbers in TensorBoard files and, if wandb.mode and trackio.mode say so, there.
+    """Log with one line per step in metrics.jsonl and the same metrics in TensorBoard files.
 
-    Only the main rank makes one. A log that starts at step k continues a metrics.jsonl of the steps before k (run/superseded_steps.py has
-    moved the later ones); TensorBoard readers are told to purge steps >= k, and trackio's run is written anew.
+    The metrics also go to W&B and trackio if wandb.mode and trackio.mode enable them. Only the main
+    rank creates a log. A log that starts at step k continues a metrics.jsonl that contains the
+    steps before k (run/superseded_steps.py has moved later ones away). TensorBoard readers discard
+    earlier data of steps >= k, and the trackio run is written again from its start.
     """
 
     def __init__(
@@ -42,9 +44,14 @@ class MetricsLog:
         self._trackio = _start_trackio(run_dir, trackio_settings, config, past=read_metrics(path)) if has_trackio else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a step. metrics.jsonl is flushed to the disk before this returns: a checkpoint has no step whose line may still be lost.
+        """Append a step.
 
-        OSError: the file is not the one that was opened: the run folder was removed, or moved away.
+        metrics.jsonl is flushed to disk before this returns, so that no checkpoint contains a step
+        that may still be lost from the log.
+
+        Raises:
+            OSError: the file at the path is not the one that was opened, because the run directory
+                was removed or moved.
         """
         if not os.path.samestat(self._path.stat(), os.fstat(self._lines.fileno())):
             raise FileExistsError(f"{self._path} is another run's: this one's folder was removed or moved")
@@ -58,8 +65,11 @@ class MetricsLog:
             self._trackio.log(dict(metrics), step=step)
 
     def log_rollouts(self, step: int, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, image_folder: Path) -> None:
-        """Rollouts of a step by kind (best, worst), for W&B alone: a table, `predictions`. `image_folder` holds KEY.png of Image.key; one
-        that is not there, because another node has it, is left out."""
+        """Log rollouts of a step by kind (best, worst) to W&B as the table `predictions`.
+
+        Other logs ignore them. `image_folder` contains KEY.png for each Image.key; an image that is
+        on another node is omitted.
+        """
         if self._wandb is None or not any(rollouts_by_kind.values()):
             return
         import wandb
@@ -74,7 +84,11 @@ class MetricsLog:
         self._wandb.log({"step": step, "predictions": wandb.Table(columns=list(PREDICTION_COLUMNS), data=rows)})
 
     def close(self) -> None:
-        """OSError: the last of a file could not be written; all are closed even so."""
+        """Close all logs.
+
+        Raises:
+            OSError: the end of a file could not be written. All files are closed nevertheless.
+        """
         with ExitStack() as closing:
             for others in (self._trackio, self._wandb):
                 if others is not None:
@@ -84,9 +98,12 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The steps of a metrics.jsonl in order, each {"step": ..., name: value ...}; NaN and infinities are floats again.
+    """Return the steps of a metrics.jsonl in order, each as {"step": ..., name: value ...}.
 
-    ValueError: a line has no step, or something that is no number.
+    NaN and infinities are restored as floats.
+
+    Raises:
+        ValueError: a line has no step, or a value that is not a number.
     """
     steps = []
     for number, line in enumerate(read_lines(path, max_line_bytes=MAX_METRICS_BYTES), 1):
@@ -100,7 +117,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def check_wandb(settings: WandbSettings) -> None:
-    """ValueError where W&B would ask for a key that neither the environment, nor .netrc, nor its own settings hold. Asks no server."""
+    """Raise ValueError if W&B would prompt for a key.
+
+    The key is looked up in the environment, in .netrc and in W&B's own settings. No server is
+    contacted.
+    """
     if settings.mode != "online":
         return
     import wandb
@@ -115,10 +136,13 @@ def check_wandb(settings: WandbSettings) -> None:
 
 
 def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, object]):  # noqa: ANN202 (wandb is imported only when used)
-    """A W&B run whose id lives in the run folder, so that a resumed run continues it. Its x axis is our step: re-run steps overwrite."""
+    """Start a W&B run with an id stored in the run directory, so that a resumed run continues it.
+
+    Its x axis is the training step: repeated steps overwrite.
+    """
     import wandb
 
-    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))  # else the pictures of offline tables wait in the home folder
+    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))  # else images of offline tables are stored in the home folder
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
         write_bytes_atomically(id_file, uuid.uuid4().hex[:8].encode("ascii"))
@@ -131,14 +155,17 @@ def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, objec
 
 
 def check_trackio(settings: TrackioSettings) -> None:
-    """ValueError where trackio is asked for and not installed."""
+    """Raise ValueError if trackio is enabled but not installed."""
     is_there = settings.mode == "disabled" or find_spec("trackio") is not None
     require(is_there, "trackio.mode", settings.mode, "the package is not installed: pip install trackio==0.43.0, or bash launch/install.sh")
 
 
 def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, object], *, past: list[dict[str, float]]):  # noqa: ANN202
-    """A local trackio run (0.43.0) with the steps that the run has behind it. That of an earlier life, whose id lies in the run folder, is
-    removed: trackio keeps every line that it was ever given for a step."""
+    """Start a local trackio run (0.43.0) with all previous steps.
+
+    The run of an earlier attempt, identified by the id in the run directory, is deleted, because
+    trackio keeps every line logged for a step.
+    """
     import trackio
 
     run = trackio.init(project=settings.project, name=run_dir.name, config=config, embed=False, auto_log_gpu=False, auto_log_cpu=False)
@@ -155,18 +182,30 @@ def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, o
 
 
 class StepTimer:
-    """Seconds by name, each second counted once: while an inner span is open, the clock of the outer one stands.
+    """Measures seconds by name.
 
-    Example: engine 0..5 s with a span environment 1..3 s inside, update 6..8 s, take() at 10 s gives
-        time/engine 3, time/environment 2, time/update 2, time/unaccounted 3, time/total 10.
-    For one thread; a span must not be left open across an await, because another coroutine would run inside it.
+    An inner span pauses the outer one, so that each second counts once.
+
+    Example: with a span "engine" 0..5 s, a span "environment" 1..3 s inside it, a span "update"
+    6..8 s and collect() at 10 s, the result is time/engine 3, time/environment 2, time/update 2,
+    time/unaccounted 3, time/total 10.
+
+    It is for a single thread. A span must not stay open across an await, because another coroutine
+    would run inside it.
     """
 
     def __init__(
         self, *, clock: Callable[[], float] = time.perf_counter, on_span: Callable[[str], None] | None = None,
         trace: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:  # fmt: skip
-        """`on_span` is told the name of every span that opens (a progress display, say); `trace` is entered with each (a trace)."""
+        """Create a timer.
+
+        Args:
+            clock: returns the current time in seconds.
+            on_span: called with the name of every span that opens, for example by a progress
+                display.
+            trace: returns a context manager that is entered for each span.
+        """
         self._clock, self._on_span, self._trace = clock, on_span, trace
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
@@ -174,6 +213,7 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Time the block under this name."""
         self._charge_open_span()
         self._open.append(name)
         if self._on_span is not None:
@@ -186,13 +226,16 @@ class StepTimer:
             self._open.pop()
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Credit seconds that were measured elsewhere and passed within the span that is open now: they are taken from that one."""
+        """Add seconds measured elsewhere, and subtract them from the currently open span."""
         self._add_to_span(name, seconds)
         if self._open:
             self._add_to_span(self._open[-1], -seconds)
 
     def collect(self) -> dict[str, float]:
-        """The seconds since the last take as time/NAME, with time/total and time/unaccounted (in no span). May be called inside a span."""
+        """Return the seconds since the last call as time/NAME, time/total and time/unaccounted.
+
+        time/unaccounted is the time outside of all spans. May be called inside a span.
+        """
         self._charge_open_span()
         total = self._mark - self._last_collected
         times = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
@@ -201,7 +244,7 @@ class StepTimer:
         return times
 
     def _charge_open_span(self) -> None:
-        """Credit the time since the last change to the span that was open."""
+        """Add the time since the last change to the open span."""
         now = self._clock()
         if self._open:
             self._add_to_span(self._open[-1], now - self._mark)

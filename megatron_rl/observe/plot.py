@@ -1,7 +1,9 @@
-"""Learning curves from metrics.jsonl: the mean return of each step, smoothed, and the evaluated success where there is one.
+"""Learning curves from metrics.jsonl: smoothed mean return per step, and evaluated success.
 
     python -m megatron_rl.observe.plot RUN_DIR... [--out PNG]
-One run is drawn into its own folder as reward_curve.png; several become labeled curves in one picture.
+
+The curve of one run is saved in its run directory as reward_curve.png. Several runs become labeled
+curves in one plot.
 """
 
 import argparse
@@ -23,7 +25,10 @@ SUCCESS_METRIC = "eval/greedy_success"
 
 
 def moving_average(values: Sequence[float], *, window: int) -> list[float]:
-    """Centered moving average over up to `window` (odd) values, fewer at the ends. Example: [0, 3, 6], window 3 -> [1.5, 3, 4.5]."""
+    """Return the centered moving average over up to `window` (odd) values, fewer at the ends.
+
+    Example: [0, 3, 6] with window 3 -> [1.5, 3, 4.5].
+    """
     assert window % 2 == 1, f"window {window} has no center"
     half = window // 2
     slices = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
@@ -31,12 +36,22 @@ def moving_average(values: Sequence[float], *, window: int) -> list[float]:
 
 
 def plot_reward_curve(metrics_path: Path, out_png: Path, *, window: int = 5) -> None:
-    """Draw one run. Raises ValueError when its metrics hold no return, as those of the warm start."""
+    """Plot one run.
+
+    Raises:
+        ValueError: its metrics contain no return, like those of supervised fine-tuning.
+    """
     plot_reward_curves({metrics_path.parent.name: metrics_path}, out_png, window=window)
 
 
 def plot_reward_curves(runs: Mapping[str, Path], out_png: Path, *, window: int = 5) -> None:
-    """Draw several runs, label -> metrics.jsonl, into one picture: return on the left axis, success on the right."""
+    """Plot several runs with return on the left axis and success on the right.
+
+    Args:
+        runs: maps the label of a run to its metrics.jsonl.
+        out_png: path of the plot.
+        window: number of steps to average over.
+    """
     figure = Figure(figsize=(7.2, 4.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     returns = figure.add_subplot()
@@ -75,6 +90,7 @@ def _plot_run(path: Path, *, label: str, color: str, returns: Axes, successes: A
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Plot the runs that the command line names and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.observe.plot", description="Draw the learning curves of runs.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"run folders, each with a {METRICS_FILE}")
     parser.add_argument("--out", type=Path, metavar="PNG", help=f"default: {CURVE_FILE} in the first run folder")

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal; elsewhere one aligned line a step, which grep and cut can read."""
+"""Progress of a run: a bar on a terminal, else one aligned line per step for grep and cut."""
 
 import sys
 import time
@@ -19,11 +19,17 @@ PROGRESS_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("update", ("time/update",), "6.2f"),
     ("sync", ("time/sync",), "6.3f"),
 )
-"""Label, the metrics that are summed for it, format. A column appears in the steps that have its metrics. Times are seconds."""
+"""Label, summed metrics and format of each column.
+
+A column appears in steps with its metrics. Times are in seconds.
+"""
 
 
 class ProgressDisplay:
-    """Made by the main rank. `step` counts from 0, as the run does, and is shown counting from 1."""
+    """Progress display of the main rank.
+
+    `step` counts from 0, as in the run, and is displayed counting from 1.
+    """
 
     def __init__(
         self, total: int, *, title: str, first_step: int = 0, stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic
@@ -37,12 +43,12 @@ class ProgressDisplay:
             self._bar.start()
 
     def set_phase(self, name: str) -> None:
-        """Say what the run is at now: engine, update, sync. Shown on a terminal only."""
+        """Display the current phase: engine, update or sync. Only a terminal displays it."""
         if self._bar is not None:
             self._bar.update(self._task, phase=name, refresh=True)
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, note: str = "") -> None:
-        """One more step is done. `note` is what must not go unseen in it."""
+        """Display a completed step. `note` is a remark that needs attention."""
         values = "  ".join(
             f"{label} {sum(metrics[name] for name in names if name in metrics):{form}}"
             for label, names, form in PROGRESS_COLUMNS
@@ -57,24 +63,28 @@ class ProgressDisplay:
         print(f"{self._title} step {step + 1:>{width}}/{self._total}  {values}  left {left}", file=self._stream, flush=True)
 
     def print_line(self, line: str) -> None:
-        """A line beside the steps."""
+        """Print a line between those of the steps."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
         print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
+        """Stop the bar."""
         if self._bar is not None:
             self._bar.stop()
 
     def _left_s(self, step: int) -> float:
-        """The mean time of this life's steps, times the steps that are left; the first line may be of a step of the life before."""
+        """Return the estimated remaining seconds from the mean step time of this attempt.
+
+        The first line may be of a step that an earlier attempt completed.
+        """
         done = max(step + 1 - self._first_step, 1)
         return (self._clock() - self._start) / done * (self._total - step - 1)
 
 
 def _make_bar(stream: TextIO) -> Bar:
-    """Drawn when something changes: no refresh thread takes time from the engine."""
+    """Create a bar that is drawn only on changes: a refresh thread would slow the engine."""
     return Bar(
         TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TaskProgressColumn(),
         TextColumn("{task.fields[phase]:<11}"), TextColumn("{task.fields[values]}"), TextColumn("left {task.fields[left]}"),

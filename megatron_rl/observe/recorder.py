@@ -1,9 +1,11 @@
-"""Rollouts in files: the best and the worst of every step for people, or whatever else is to be kept and played back.
+"""Rollout files: best and worst rollouts of every step for inspection, or any others for replay.
 
-    RUN/rollouts/step_000012.jsonl            a line a rollout: an Entry, whose rollout is a record of io/rollout_codec.py
-    RUN/rollouts/images/KEY.png               KEY is Image.key: equal pixels are stored once
-A file's pictures lie in the folder `images` beside it: both can be moved together. A rollout takes 25 bytes for each token that it
-observed and 56 for each that it sampled (37 and 98 where old and reference logprobs are known), about 1 kB, and its pictures.
+    RUN/rollouts/step_000012.jsonl      one RecordedRollout per line (io/rollout_codec.py)
+    RUN/rollouts/images/KEY.png         KEY is Image.key: equal pixels are stored once
+
+The images of a file are in the folder `images` next to it, so that both can be moved together. A
+rollout takes 25 bytes per observed token and 56 per sampled token (37 and 98 if old and reference
+logprobs are known), about 1 kB, and its images.
 """
 
 import io
@@ -28,31 +30,37 @@ from megatron_rl.types import Image, Rollout
 
 ROLLOUTS_FOLDER = "rollouts"
 IMAGES_FOLDER = "images"
-"""In the folder of a file."""
+"""Folder of images, relative to that of the rollout file."""
 NUM_WRITER_THREADS = 4
-"""That write pictures: each waits until the disk has its own."""
+"""Number of threads that write images. Each of them waits until its file is on disk."""
 MAX_IMAGE_BYTES, MAX_PIXELS = 256 << 20, 1 << 26
-"""Limits of a recorded picture that is read back: more than a policy is ever given."""
+"""Limits of a recorded image when it is read, larger than any image that a policy receives."""
 _IMAGE_REFERENCE = re.compile(IMAGES_FOLDER.encode() + rb"/([0-9A-Za-z]+)\.png")
 _IMAGE_NAME = re.compile(IMAGES_FOLDER + r"/[0-9A-Za-z]+\.png")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RecordedRollout:
-    """One line of a file."""
+    """A line of a rollout file."""
 
     step: int
     kind: str
-    """best or worst of its step; kept: the file holds all of them."""
+    """"best" or "worst" of its step, or "kept" if the file contains all rollouts."""
     num_rollouts: int
-    """Rollouts of the step in all..."""
+    """Number of rollouts in the whole step."""
     num_failed: int
-    """...and those among them that failed through our own fault, which are never the best or the worst."""
+    """Number of rollouts of the step that failed with an infrastructure error.
+
+    They are never best or worst.
+    """
     rollout: Rollout
 
 
 class BestWorstRecorder:
-    """Writes into one run folder, on the main rank. Steps that are done again were moved away before (run/superseded_steps.py)."""
+    """Writes rollouts to one run directory, on the main rank.
+
+    Files of repeated steps have been moved away before (run/superseded_steps.py).
+    """
 
     def __init__(self, run_dir: Path, *, num_best: int, num_worst: int) -> None:
         assert min(num_best, num_worst) >= 0, f"num_best={num_best}, num_worst={num_worst}"
@@ -60,9 +68,9 @@ class BestWorstRecorder:
         self._best, self._worst = num_best, num_worst
 
     def record(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write the best, then the worst of a step (select_best_and_worst).
+        """Write the best, then the worst rollouts of a step (select_best_and_worst).
 
-        Leaves no file when there is nothing to tell: no rollout was scored, or none is wanted.
+        No file is written if no rollout was scored or none is requested.
         """
         chosen = select_best_and_worst(rollouts, num_best=self._best, num_worst=self._worst)
         if any(chosen.values()):
@@ -70,15 +78,20 @@ class BestWorstRecorder:
 
 
 def select_best_and_worst(rollouts: Sequence[Rollout], *, num_best: int, num_worst: int) -> dict[str, list[Rollout]]:
-    """So many of either kind by reward; none twice; equal rewards in the order of group and sample."""
+    """Return the given numbers of best and worst rollouts by reward.
+
+    No rollout is in both. Equal rewards are ordered by group and sample index.
+    """
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     best_first = sorted(scored, key=lambda rollout: (-rollout.reward, rollout.group, rollout.sample_index))
     return {"best": best_first[:num_best], "worst": best_first[num_best:][::-1][:num_worst]}
 
 
 def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, step: int, step_rollouts: Sequence[Rollout]) -> None:
-    """Write a file of these rollouts of a step by kind, and what this rank has of their pictures beside it. `step_rollouts` is all that
-    the step rolled out."""
+    """Write rollouts of a step by kind, and those of their images that this rank has.
+
+    `step_rollouts` are all rollouts of the step.
+    """
     counts = {"step": step, "num_rollouts": len(step_rollouts), "num_failed": sum(not rollout.is_scored for rollout in step_rollouts)}
     save_images(path.parent, [rollout for rollouts in rollouts_by_kind.values() for rollout in rollouts])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,8 +104,11 @@ def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]]
 
 
 def save_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write the pictures of these rollouts, each the first time that its key is seen. A picture is its first rollout's, and is written by
-    the rank that has that one's: with the same rollouts on all ranks no two write the same file."""
+    """Write the images of these rollouts, each unless its file exists.
+
+    Of images with the same key only that of the first rollout is written, and only by the rank that
+    has it. With the same rollouts on all ranks, no two ranks write the same file.
+    """
     first: dict[str, Image] = {}
     for rollout in rollouts:
         for image in rollout.images:
@@ -111,9 +127,13 @@ def _save_image(folder: Path, image: Image) -> None:
 
 
 def read_recorded(path: Path, *, with_images: bool = True) -> list[RecordedRollout]:
-    """The entries of a file; without `with_images` their images are known by size and key alone, and lie at `image_path`.
+    """Return the rollouts of a file.
 
-    ValueError: the file is damaged, of another version, or lacks a picture; it names file and line.
+    Without `with_images` an image has only its size and key; its file is at `image_path`.
+
+    Raises:
+        ValueError: the file is damaged, of another version, or an image is missing. The message
+            names file and line.
     """
     load = make_image_loader(path.parent) if with_images else lambda name: None
     entries = []
@@ -126,17 +146,20 @@ def read_recorded(path: Path, *, with_images: bool = True) -> list[RecordedRollo
 
 
 def image_keys_in(path: Path) -> frozenset[str]:
-    """Of the pictures that a file names, whatever else of it can be read."""
+    """Return the keys of the images that a file names, even if the file is damaged otherwise."""
     return frozenset(key.decode() for key in _IMAGE_REFERENCE.findall(read_bytes(path, at_most=MAX_LINES_BYTES)))
 
 
 def image_path(path: Path, image: Image) -> Path:
-    """Where the picture of an image lies that was read from the file `path`."""
+    """Return the path of an image in a rollout that was read from the file `path`."""
     return path.parent / image_file_name(image.key)
 
 
 def make_image_loader(folder: Path) -> Callable[[str], Picture]:
-    """Gives the picture of a name (io/rollout_codec.from_record), each read once. ValueError: there is none that can be read."""
+    """Return a function that loads an image by its name (io/rollout_codec.from_record), each once.
+
+    The function raises ValueError for an image that is missing or damaged.
+    """
     return cache(partial(_load_image, folder))
 
 
@@ -151,7 +174,7 @@ def _decode_entry(line: object, load: Callable[[str], Picture | None]) -> Record
 
 
 def image_file_name(key: str) -> str:
-    """Of the file of the picture with this Image.key."""
+    """Return the file name of the image with this Image.key, relative to the rollout file."""
     assert key.isalnum() and key.isascii(), f"Image.key {key!r} cannot name a file"
     return f"{IMAGES_FOLDER}/{key}.png"
 

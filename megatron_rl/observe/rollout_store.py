@@ -1,8 +1,12 @@
-"""Every rollout of a run (run.record=all), a Parquet file a step: what people filter by lies in columns, which are read without the rest.
+"""Store of every rollout of a run (run.record=all), one Parquet file per step.
 
-    RUN/rollouts/step_000012.parquet       a row a rollout: SUMMARY, then every field of io/rollout_codec.py's record under its own name
-    RUN/rollouts/images/KEY.png            as observe/recorder.py keeps them, each once
-Numbers come back bit for bit. What they cost on disk is bounded: the oldest steps go first, with the pictures that nothing else shows.
+    RUN/rollouts/step_000012.parquet       one row per rollout: SUMMARY_SCHEMA, then the fields of
+                                           io/rollout_codec.py's record under their own names
+    RUN/rollouts/images/KEY.png            images as in observe/recorder.py, each once
+
+Values that users filter by are columns, which are read without the rest. Numbers are restored bit
+for bit. Disk space is limited: the oldest steps are evicted first, with the images that no other
+step uses.
 """
 
 import json
@@ -25,13 +29,13 @@ from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, image_file_name, image
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout
 
 ROW_GROUP_SIZE = 64
-"""Rollouts of a row group: what is decompressed to read one of them."""
+"""Number of rollouts per row group, all of which are decompressed to read one of them."""
 GB = 1e9
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
-"""Exceptions of a reader whose file is damaged."""
+"""Exceptions that reading a damaged file may raise."""
 STEP_NAME_PATTERN = re.compile(r"step_\d{6,}")
 MAX_ERROR_CHARS = 400
-"""Of what is wrong with a file."""
+"""Maximum length in characters of the error message about a file."""
 SCALAR_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), Image: pa.string()}
 IMAGE_TYPE = pa.struct([("name", pa.string()), ("grid", pa.list_(pa.int64())), ("merge", pa.int64())])
 SUMMARY_SCHEMA = pa.schema(
@@ -41,11 +45,14 @@ SUMMARY_SCHEMA = pa.schema(
         ("said", pa.string()),
     ]
 )  # fmt: skip
-"""Read off a rollout for those who look for one. `place` is its row; `said` are the policy's replies, a line between two."""
+"""Columns derived from a rollout for searching.
+
+`place` is the index of the row; `said` are the policy's responses, joined by line breaks.
+"""
 
 
 def arrow_type(annotation: Any) -> pa.DataType:
-    """Of the values that io/rollout_codec.py makes of a field whose annotation is `annotation`."""
+    """Return the Arrow type of a field with this annotation, as io/rollout_codec.py encodes it."""
     parts = get_args(annotation)
     if annotation in RECORD_FIELDS:
         return pa.struct([(name, arrow_type(part)) for name, part in RECORD_FIELDS[annotation].items()])
@@ -69,26 +76,29 @@ SCHEMA = pa.schema(
 
 @dataclass(slots=True, frozen=True)
 class StepFileInfo:
-    """Of one step's file."""
+    """Size and content of one step's file."""
 
     num_rollouts: int
     num_bytes: int
     image_keys: frozenset[str]
-    """Of the pictures that it shows."""
+    """Keys of the images that the file uses."""
 
 
 class RolloutStore:
-    """Writes into one run folder, on the main rank. Steps that are done again were moved away before (run/superseded_steps.py)."""
+    """Writes rollouts to one run directory, on the main rank.
+
+    Files of repeated steps have been moved away before (run/superseded_steps.py).
+    """
 
     def __init__(self, run_dir: Path, *, max_gb: float) -> None:
         self._folder, self._limit = run_dir / ROLLOUTS_FOLDER, max_gb * GB
         self._steps: dict[int, StepFileInfo] = {}
         self._image_sizes: dict[str, int] = {}
-        """Bytes of each picture that a step shows."""
+        """Maps the key of each image that a step uses to its size in bytes."""
         self._jsonl_keys: dict[Path, frozenset[str]] = {}
-        """By file, the pictures of the best and worst rollouts."""
+        """Maps a file of best and worst rollouts to the keys of its images."""
         self.num_evicted = 0
-        """Rollouts of this life's bank that made room for later ones."""
+        """Number of rollouts evicted by this attempt."""
         for path in list_step_files(self._folder):
             try:
                 self._index_step(path)
@@ -97,8 +107,11 @@ class RolloutStore:
                 raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
 
     def record_step(self, step: int, rollouts: Sequence[Rollout], *, num_gen_batches: int) -> None:
-        """Write a step for which `num_gen_batches` of prompts were dealt, and remove what the limit has no room for; the newest step
-        stays."""
+        """Write a step, and evict old steps until the store is within its limit.
+
+        The newest step is never evicted. `num_gen_batches` is the number of generation batches of
+        the step.
+        """
         path = step_path(self._folder, step)
         save_images(self._folder, rollouts)
         write_step(path, rollouts, step=step, num_gen_batches=num_gen_batches)
@@ -107,7 +120,7 @@ class RolloutStore:
             self._evict_step(min(self._steps))
 
     def metrics(self) -> dict[str, float]:
-        """What it holds, as metrics; none where it holds nothing."""
+        """Return the size of the store as metrics; none if the store is empty."""
         if not self._steps:
             return {}
         held = sum(each.num_rollouts for each in self._steps.values())
@@ -124,10 +137,13 @@ class RolloutStore:
         files = {key: self._folder / image_file_name(key) for key in keys - self._image_sizes.keys()}
         self._image_sizes |= {
             key: file.stat().st_size if file.exists() else 0 for key, file in files.items()
-        }  # somebody may have removed one
+        }  # a user may have removed one
 
     def _evict_step(self, step: int) -> None:
-        """Its file first: a picture that is left over harms nobody, one that is missing does."""
+        """Remove a step's file first, then its images.
+
+        An image that is left over is harmless, a missing one is not.
+        """
         gone = self._steps.pop(step)
         step_path(self._folder, step).unlink()
         self.num_evicted += gone.num_rollouts
@@ -138,27 +154,32 @@ class RolloutStore:
             (self._folder / image_file_name(key)).unlink(missing_ok=True)
 
     def _best_worst_image_keys(self) -> frozenset[str]:
-        """Of the pictures that the best and worst rollouts show, which stay."""
+        """Return the keys of images used by best and worst rollouts, which must not be deleted."""
         for path in set(self._folder.glob("step_*.jsonl")) - self._jsonl_keys.keys():
             self._jsonl_keys[path] = image_keys_in(path)
         return frozenset().union(*self._jsonl_keys.values())
 
 
 def step_path(folder: Path, step: int) -> Path:
+    """Return the path of a step's file."""
     return folder / f"step_{step:06d}.parquet"
 
 
 def step_number(path: Path) -> int:
+    """Return the step of a file."""
     return int(path.stem.removeprefix("step_"))
 
 
 def list_step_files(folder: Path) -> list[Path]:
-    """The files of a folder of rollouts, the first step's first; a copy that somebody made beside one is none."""
+    """Return the step files of a folder, sorted by name.
+
+    Files with other names, such as copies, are skipped.
+    """
     return sorted(path for path in folder.glob("step_*.parquet") if STEP_NAME_PATTERN.fullmatch(path.stem))
 
 
 def write_step(path: Path, rollouts: Sequence[Rollout], *, step: int, num_gen_batches: int) -> None:
-    """A whole step's rollouts, in their order, without their pictures."""
+    """Write all rollouts of a step in their order, without their images."""
     rows = [
         _replace_surrogates({**summarize_rollout(rollout, step=step, row_index=place), **_to_row(rollout)})
         for place, rollout in enumerate(rollouts)
@@ -172,6 +193,7 @@ def write_step(path: Path, rollouts: Sequence[Rollout], *, step: int, num_gen_ba
 
 
 def summarize_rollout(rollout: Rollout, *, step: int, row_index: int) -> dict[str, Any]:
+    """Return the values of SUMMARY_SCHEMA for a rollout."""
     calls = [turn.tool_call for turn in rollout.turns if turn.tool_call is not None]
     return {
         "step": step,
@@ -188,7 +210,7 @@ def summarize_rollout(rollout: Rollout, *, step: int, row_index: int) -> dict[st
 
 
 def image_keys_of_step(path: Path) -> frozenset[str]:
-    """Return the keys of the pictures that a step's file shows; of a damaged file none."""
+    """Return the keys of the images that a step's file uses; none if the file is damaged."""
     try:
         return _image_keys(_open_parquet(path).read(columns=["images"]))
     except _UNREADABLE:
@@ -196,18 +218,26 @@ def image_keys_of_step(path: Path) -> frozenset[str]:
 
 
 def _image_keys(table: pa.Table) -> frozenset[str]:
-    """Return the keys of the pictures, without those that are no valid file names."""
+    """Return the keys of images, except those that are not valid file names."""
     return frozenset(key for images in table["images"].to_pylist() for key, _ in images if IMAGE_KEY_PATTERN.fullmatch(key))
 
 
 def num_rows(path: Path) -> int:
-    """Rollouts of a step. ValueError: the file is damaged."""
+    """Return the number of rollouts of a step.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     with _errors_with_path(path):
         return _open_parquet(path).metadata.num_rows
 
 
 def read_num_gen_batches(path: Path) -> int:
-    """Rounds of prompts that were dealt for a step. ValueError: it is no step of a bank."""
+    """Return the number of generation batches of a step.
+
+    Raises:
+        ValueError: the file was not written by a rollout store.
+    """
     with _errors_with_path(path):
         about = (_open_parquet(path).schema_arrow.metadata or {}).get(b"megatron_rl")
         if about is None:
@@ -216,7 +246,11 @@ def read_num_gen_batches(path: Path) -> int:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
-    """Some columns of a step, as SCHEMA has them. ValueError: the file is damaged, or has other columns."""
+    """Return some columns of a step, with the types of SCHEMA.
+
+    Raises:
+        ValueError: the file is damaged, or lacks a column.
+    """
     with _errors_with_path(path):
         file = _open_parquet(path)
         lacking = set(names) - set(file.schema_arrow.names)
@@ -226,9 +260,13 @@ def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
 
 
 def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_images: bool = True) -> list[Rollout]:
-    """The rollouts at these places of a step, in this order; None: all of them. Only the row groups that hold them are read.
+    """Return the rollouts in these rows of a step, in this order, or all of them if None.
 
-    Without `with_images` their images are known by size and key alone. ValueError: the file is damaged, of another version, or lacks one.
+    Only row groups that contain them are read. Without `with_images` an image has only its size and
+    key.
+
+    Raises:
+        ValueError: the file is damaged, of another version, or an image is missing.
     """
     load = make_image_loader(path.parent) if with_images else lambda name: None
     with _errors_with_path(path):
@@ -239,14 +277,17 @@ def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_
 
 
 def without_training_columns(rollout: Rollout) -> Rollout:
-    """A rollout before credit, selection and networks said anything of it."""
+    """Return a copy of a rollout without the values that training adds.
+
+    These are the token columns computed by models and advantages, and the filter reason.
+    """
     contexts = [replace(context, **{name: [] for name in TOKEN_COLUMNS}) for context in rollout.sequences]
     return replace(rollout, sequences=contexts, filter_reason="")
 
 
 @contextmanager
 def _errors_with_path(path: Path) -> Iterator[None]:
-    """Whatever a damaged file makes of its reader is a ValueError of one line that begins with its name."""
+    """Turn errors of reading a damaged file into a one-line ValueError that names its path."""
     try:
         yield
     except _UNREADABLE as error:
@@ -254,9 +295,13 @@ def _errors_with_path(path: Path) -> Iterator[None]:
 
 
 def _open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a step's file, of which nothing is read ahead. ValueError: no regular file, or none that `write` wrote.
+    """Open a step's file without reading ahead.
 
-    In a group of a few rows, a dictionary's text cannot stand in a million of them.
+    Row groups are limited in size: with more rows per group, dictionary encoding could repeat a
+    long text millions of times from a small file.
+
+    Raises:
+        ValueError: the path is not a regular file, or `write_step` did not write it.
     """
     if not is_regular(path):
         raise ValueError("is no regular file")
@@ -285,7 +330,10 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
 
 
 def _replace_surrogates(value: Any) -> Any:
-    """Half characters, which no file of text can hold (a tool's output may be made of them), are question marks."""
+    """Replace surrogate characters, which text files cannot contain, with question marks.
+
+    The output of a tool may contain them.
+    """
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="replace").decode()
     if isinstance(value, dict):

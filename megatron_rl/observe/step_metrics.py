@@ -1,4 +1,4 @@
-"""What happened in a step, as metrics: of its episodes, and of its updates. docs/algorithm.md explains each."""
+"""Metrics of a step's rollouts and updates. docs/algorithm.md explains each of them."""
 
 import math
 import re
@@ -10,11 +10,17 @@ from megatron_rl.algo.filtering import FILTERS, used_groups
 from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_SOURCES = 32
-"""Of a step: those with the fewest rollouts are told together, as `others`."""
+"""Maximum number of data sources per step with metrics of their own.
+
+The least frequent ones are merged as `others`.
+"""
 
 
 def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[str, float]:
-    """What happened in a step's episodes, over those that were scored. `num_gen_batches` of prompts were rolled out."""
+    """Return the metrics of a step's rollouts, mostly over the scored ones.
+
+    `num_gen_batches` is the number of generation batches of the step.
+    """
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     groups, moving = groups_with_advantages(rollouts)
     metrics = {
@@ -49,7 +55,7 @@ def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[st
 
 
 def _length_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
-    """In tokens."""
+    """Return the metrics of lengths, in tokens."""
     replies = [turn.token_span[1] - turn.token_span[0] for rollout in scored for turn in rollout.turns]
     contexts = [len(context.token_ids) for rollout in scored for context in rollout.sequences]
     sampled = [rollout.num_sampled for rollout in scored]
@@ -65,7 +71,7 @@ def _length_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
 
 
 def group_by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """The rollouts whose data source is named, by a word for it that can stand in a metric's name."""
+    """Return the rollouts with a data source, by a name of it that is valid in metric names."""
     named = [(re.sub(r"[^\w.+-]", "_", rollout.source, flags=re.ASCII)[:64], rollout) for rollout in scored if rollout.source]
     frequent = {name for name, _ in Counter(name for name, _ in named).most_common(MAX_SOURCES)}
     found: dict[str, list[Rollout]] = {}
@@ -75,14 +81,17 @@ def group_by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def _mean_rewards(scored: Sequence[Rollout]) -> dict[str, float]:
-    """Means of the parts, each over the rollouts that it has an opinion on."""
+    """Return the mean of each reward term over the rollouts that have it."""
     names = dict.fromkeys(name for rollout in scored for name in rollout.reward_terms)
     return {name: statistics.fmean(rollout.reward_terms[name] for rollout in scored if name in rollout.reward_terms) for name in names}
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int) -> dict[str, float]:
-    """How old what a step trains on is: updates that its weights have made since each rollout's oldest token. num_stale episodes were given
-    up before it, as too old."""
+    """Return the staleness of the rollouts that a step trains on.
+
+    Staleness is the number of weight updates since the oldest token of a rollout was sampled.
+    `num_stale` is the number of rollouts that were dropped before the step as too stale.
+    """
     trained = [rollout for rollout in rollouts if rollout.is_trained_on and rollout.num_sampled]
     ages = [step - rollout.oldest_version for rollout in trained]
     versions = [len({each for context in rollout.sequences for each in context.weight_versions if each >= 0}) for rollout in trained]
@@ -96,43 +105,58 @@ def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int)
 
 
 class EngineBusyCounter:
-    """Seconds that an engine has worked, from one question to the next."""
+    """Measures the seconds in which an engine was busy between two calls."""
 
     def __init__(self) -> None:
         self._busy_s: Callable[[], float] = lambda: 0.0
         self._before: float | None = None
 
     def start(self, busy_s: Callable[[], float]) -> float:
-        """What `busy_s` says now; the first time that it is told, counting begins."""
+        """Set the source of busy seconds and return its current value.
+
+        Counting begins with the first call.
+        """
         self._busy_s, busy = busy_s, busy_s()
         self._before = busy if self._before is None else self._before
         return busy
 
     def busy_since_last(self) -> float:
+        """Return the busy seconds since the last call, or since the start of counting."""
         before, self._before = self._before, self._busy_s()
         return self._before - (before or 0.0)
 
 
 def idle_metrics(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
-    """The shares of a step (Spans.take) in which this process's engine had nothing to do, and in which its trainer waited for rollouts.
-    busy_s: what the engine worked from the last step's end to this one's, updates and evaluations included."""
+    """Return the fractions of a step in which the engine was idle and in which the trainer waited.
+
+    Args:
+        times: result of StepTimer.collect. The trainer waits during time/engine and
+            time/environment.
+        busy_s: busy seconds of this process's engine from the end of the last step to that of this
+            one, including updates and evaluations.
+    """
     waited, total = times.get("time/engine", 0.0) + times.get("time/environment", 0.0), times["time/total"]
     return {"rollout/engine_idle_fraction": 1 - busy_s / total, "trainer/idle_fraction": waited / total}
 
 
 def groups_with_advantages(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:
-    """Groups that could be credited, and those of them that were: whose members are not all alike."""
+    """Return the groups that can get advantages, and the groups with a nonzero advantage.
+
+    The former are all scored groups that were not filtered as "no_peer".
+    """
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     moving = {rollout.group for rollout in scored for context in rollout.sequences if any(context.advantages)}
     return {rollout.group for rollout in scored if rollout.filter_reason != "no_peer"}, moving
 
 
 def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """One step's metrics from its updates: means, and maxima where the name says so.
+    """Return one step's metrics from those of its updates: means, and maxima for names in _max.
 
-    The gap between engine and trainer is that of the first update, whose weights sampled; so is policy/first_ratio, which must be 1. It
-    is left out where a step makes one update, whose old logprobs are its own. Empty where every rollout of the step was dropped. Where
-    tokens of earlier weights are among them (rollout/on_policy_fraction) the gap is that of the others.
+    The mismatch of engine and trainer is that of the first update, which starts from the weights
+    that generated the rollouts. So is policy/first_ratio, which must be 1; it is omitted if the
+    step has a single update, because that uses its own logprobs as old ones. If some tokens are
+    from earlier weights (rollout/on_policy_fraction), the mismatch is that of the other tokens. The
+    result is empty if all rollouts of the step were filtered out.
     """
     if not updates:
         return {}
@@ -140,7 +164,7 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     first = updates[0]
     values = {name: [update[name] for update in updates] for name in first}
     merged = {name: _max_or_nan(each) if name.endswith("_max") else sum(each) / len(each) for name, each in values.items()}
-    if "policy/ratio" not in first:  # a critic alone was trained
+    if "policy/ratio" not in first:  # only a critic was trained
         return merged
     ratio = {"policy/first_ratio": first["policy/ratio"]} if len(updates) > 1 else {}
     gaps = {name: value for name, value in first.items() if name.startswith("rollout_mismatch/logprob_abs_diff")}
@@ -149,16 +173,21 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def mean_logprob_abs_diff(update: Mapping[str, float]) -> float:
-    """Return the mean rollout_mismatch/logprob_abs_diff over the tokens that the current weights sampled, 0 without any.
+    """Return the mean absolute logprob difference over the tokens that the current weights sampled.
 
-    An update's own mean is over all its tokens, of which those of older weights count 0.
+    It is the corrected rollout_mismatch/logprob_abs_diff. The result is 0 without such tokens. An
+    update's own mean is over all its tokens, and those of older weights count as 0 in it.
     """
     return update["rollout_mismatch/logprob_abs_diff"] / (update.get("rollout/on_policy_fraction", 1.0) or 1.0)
 
 
 def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
-    """In place of the mean square of the tokens' weights: (sum w)^2 / (n sum w^2), the share of the tokens that would say as much if all
-    weighed the same. 1 where they do, 0 where all are masked. Of stale tokens that nothing corrects, by the weights that would be right."""
+    """Replace the mean square of the tokens' IS weights with the effective sample size.
+
+    It is (sum w)^2 / (n sum w^2), the fraction of tokens that would carry as much information with
+    equal weights: 1 if all weights are equal, 0 if all tokens are masked. For stale tokens without
+    a rollout correction, it is computed from the weights that would correct them.
+    """
     metrics = dict(update)
     corrected, square = metrics.get("rollout_mismatch/is_weight"), metrics.pop("rollout_mismatch/is_weight_squared", None)
     importance, squared = metrics.pop("rollout_mismatch/importance", None), metrics.pop("rollout_mismatch/importance_squared", None)
@@ -169,8 +198,12 @@ def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
 
 
 def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str, float]:
-    """What a critic expected of a step's actions, and what they earned. explained_variance = 1 - var(return - value) / var(return): 1 for a
-    critic that knows, 0 for one that says the mean; left out where all returns are equal. Empty where nothing was trained on."""
+    """Return the metrics of a critic's values and the returns of a step's actions.
+
+    explained_variance is 1 - var(return - value) / var(return): 1 for a perfect critic, 0 for one
+    that predicts the mean. It is omitted if all returns are equal. The result is empty if nothing
+    was trained on.
+    """
     if not returns:
         return {}
     errors = [earned - value for value, earned in zip(values, returns, strict=True)]

@@ -1,4 +1,4 @@
-"""Many runs in one picture: the mean return of their steps, and what each reached, with its interval."""
+"""Plot of many runs: mean return of each step, and final success with its confidence interval."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,18 @@ from megatron_rl.observe.plot import moving_average
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SweepCurve:
-    """What is drawn of a run."""
+    """Data plotted for one run."""
 
     label: str
     steps: Sequence[int]
     returns: Sequence[float]
     success: float | None = None
-    """Greedy, of its last evaluation."""
+    """Greedy success of the last evaluation."""
     interval: tuple[float, float] | None = None
 
 
 def plot_sweep(curves: Sequence[SweepCurve], out_png: Path, *, window: int = 5) -> None:
+    """Plot the mean returns of a sweep on the left, success with its interval on the right."""
     figure = Figure(figsize=(11, max(3.6, 1.2 + 0.28 * len(curves))), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     returns, reached = figure.subplots(1, 2, width_ratios=(3, 2))

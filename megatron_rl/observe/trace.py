@@ -1,8 +1,11 @@
-"""When what happened, in a file that Perfetto and chrome://tracing open: spans of every rank, its episodes, and what these waited for.
+"""Execution trace for Perfetto and chrome://tracing: spans of every rank and of its episodes.
 
-    RUN/trace/step_000003.json      Chrome's trace event format, complete events (ph X), microseconds of this host's clock
-A process is a rank. Its first row has the spans of a step, each further row an episode: replies of the engine, steps of the environment
-(with the name of a tool that was called, and the wait for one), scoring (judges). Clocks of several nodes are not brought together.
+    RUN/trace/step_000003.json      Chrome's trace event format, complete events (ph X),
+                                    microseconds of this host's clock
+
+Each rank is a process of the trace. Its first row contains the spans of a step, each further row an
+episode: responses of the engine, steps of the environment (with the name of the called tool and the
+wait for it), and scoring (judges). Clocks of different nodes are not synchronized.
 """
 
 import json
@@ -16,13 +19,13 @@ from megatron_rl.io.jsonl import write_bytes_atomically
 
 TRACE_FOLDER = "trace"
 STEP_ROW = "step"
-"""The row of the spans."""
+"""Row of a step's spans."""
 TraceEvent = tuple[str, str, float, float]
-"""Row, name, begin and end in seconds of the clock."""
+"""Row, name, begin and end of an event; times are in seconds of the clock."""
 
 
 class StepTrace:
-    """Of one rank, for the first `num_steps` steps of a run's life."""
+    """Trace of one rank, for the first `num_steps` steps of an attempt."""
 
     def __init__(self, num_steps: int, *, clock: Callable[[], float] = time.time) -> None:
         self._left, self._clock = num_steps, clock
@@ -30,11 +33,12 @@ class StepTrace:
 
     @property
     def is_enabled(self) -> bool:
+        """True while further steps are to be traced."""
         return self._left > 0
 
     @contextmanager
     def __call__(self, row: str, name: str) -> Iterator[list[str]]:
-        """Time the block, which may add words to its name."""
+        """Time the block, which may append words to the event's name."""
         begin, words = self._clock(), [name]
         try:
             yield words
@@ -43,18 +47,18 @@ class StepTrace:
                 self._events.append((row, " ".join(words), begin, self._clock()))
 
     def episode_tracer(self, group: int, sample: int) -> Callable[[str], AbstractContextManager[list[str]]]:
-        """Times the parts of an episode, which have a row of their own."""
+        """Return a function that times the parts of an episode, which has a row of its own."""
         return partial(self, f"episode {group}#{sample}")
 
     def pop_events(self) -> list[TraceEvent]:
-        """What happened in a step that is over."""
+        """Return the events of a completed step and start the next one."""
         self._left -= 1
         events, self._events = self._events, []
         return events
 
 
 def write_trace(run_dir: Path, step: int, ranks: Sequence[Sequence[TraceEvent]]) -> None:
-    """A step's events, by rank."""
+    """Write a step's events, given by rank."""
     path = run_dir / TRACE_FOLDER / f"step_{step:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     told = [event for rank, events in enumerate(ranks) for event in _rank_events(rank, events)]

@@ -1,0 +1,1 @@
+"""Preflight checks of settings, machine, GPUs, nodes, data and services."""

@@ -1,4 +1,4 @@
-"""What the doctor found, and how it is shown."""
+"""Results of the doctor's checks and their output."""
 
 from dataclasses import dataclass, field
 
@@ -8,20 +8,25 @@ from rich.table import Table
 
 @dataclass(slots=True)
 class CheckReport:
+    """Findings, errors and warnings of the checks."""
+
     findings: list[tuple[str, str]] = field(default_factory=list)
-    """What was looked at, and what was found."""
+    """Pairs of a checked item and the result."""
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def add_finding(self, name: str, result: str) -> None:
+        """Add the result of a check."""
         self.findings.append((name, result))
 
     def add_failure(self, name: str, error: str) -> None:
+        """Add an error, and mark the item as not usable."""
         self.add_finding(name, "not usable")
         self.errors.append(error)
 
 
 def print_report(report: CheckReport, console: Console) -> None:
+    """Print the findings as a table, then warnings and errors as lines."""
     table = Table(show_header=False)
     for row in report.findings:
         table.add_row(*row)

@@ -1,4 +1,4 @@
-"""What a run needs, looked at before it is started, on the machine where it will run (launch/doctor.py)."""
+"""Checks of everything a run needs, on the machine where it will run (launch/doctor.py)."""
 
 import asyncio
 import os
@@ -38,14 +38,17 @@ from megatron_rl.tasks.visual_python.task import make_sandbox_client
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 
 SANDBOX_TASKS = ("visual_python", "visual_search")
-"""Tasks (task.name) whose episodes may run code."""
+"""Tasks (task.name) with episodes that may run code."""
 DATA_TASKS = ("visual_python", "vqa")
-"""Tasks of the user's data, and what of it each stage reads."""
+"""Tasks on the user's own data."""
 SPLITS_BY_STAGE = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
 
 
 def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
-    """Its folder, tokenizer and processor. Without them prompts cannot be measured."""
+    """Check the model's directory, tokenizer and processor.
+
+    Return the renderer, or None if one of them is unusable; prompts cannot be measured without it.
+    """
     if not check_model_folder(settings.model.path, report, key="model.path"):
         return None
     try:
@@ -56,7 +59,7 @@ def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
 
 
 def check_model_folder(path: str, report: CheckReport, *, key: str) -> bool:
-    """Whether a model's config is there, and the headers of all its tensors."""
+    """Return True if the model's config and the headers of all its tensors are readable."""
     try:
         spec, stored = read_spec(path, key=key), HfTensors(path, key=key).specs
     except (ValueError, OSError) as error:
@@ -71,11 +74,12 @@ def check_model_folder(path: str, report: CheckReport, *, key: str) -> bool:
 
 
 def folder_error_line(error: Exception, path: str, *, key: str) -> str:
+    """Return the error as one line that names the setting and the path."""
     return str(error) if str(error).startswith(key) else f"{key}={path}: {error_line(error)}"
 
 
 def check_task(settings: Settings, report: CheckReport, plugins: Plugins) -> Task | None:
-    """Whether the task takes its settings."""
+    """Build the task from its settings. Return None if they are invalid."""
     try:
         task = build_task(settings.task, plugins)
     except ValueError as error:
@@ -86,12 +90,12 @@ def check_task(settings: Settings, report: CheckReport, plugins: Plugins) -> Tas
 
 
 def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | None, task: Task | None) -> None:
-    """Every row of every file that the run names."""
+    """Check every row of every data file of the run."""
     data = settings.task.data
     given = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
     lacking = [split for split in SPLITS_BY_STAGE[settings.stage] if settings.task.name in DATA_TASKS and not given[split]]
     for split in lacking:
-        if not any(line.startswith(f"task.data.{split}=") for line in report.errors):  # the task may have said so
+        if not any(line.startswith(f"task.data.{split}=") for line in report.errors):  # the task may have reported it already
             report.add_failure(f"data.{split}", f"task.data.{split}=[]: give the files, JSON lists, JSON lines or Parquet")
     opened: dict[str, QuestionDataset] = {}
     for split in ("train", "eval"):
@@ -105,7 +109,7 @@ def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | 
         prompts = PromptLengthChecker(settings, renderer, overhead_tokens=beside) if renderer else None
         found = survey_questions(questions, check_question=prompts.check_question if prompts else None)
         report_questions(found, report, split=split, longest=prompts.max_question_tokens if prompts else None)
-        if prompts is not None and settings.stage == "rl":  # a warm start plays its evaluation alone, and starts all the same
+        if prompts is not None and settings.stage == "rl":  # SFT generates only evaluation episodes, and starts even if prompts do not fit
             num = (split == "eval" and data.max_eval) or len(questions)
             check_prompts_fit(prompts, report, split=split, num=num, example_error="".join(found.warnings[:1]))
     if data.demonstrations:
@@ -113,7 +117,7 @@ def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | 
 
 
 def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Renderer | None) -> None:
-    """Every row of the files of demonstrations; their lengths, where they can be measured."""
+    """Check every row of the demonstration files, and the lengths if there is a renderer."""
     data = settings.task.data
     try:
         roots = {"images_root": data.images, "image_roots": data.image_roots}
@@ -129,20 +133,23 @@ def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Rend
 
 
 def measure_overhead_tokens(settings: Settings, task: Task, questions_by_split: Mapping[str, QuestionDataset], renderer: Renderer) -> int:
-    """What the task writes around its questions, as a run measures it (preflight/prompts.py): by the first one. 0 where that cannot be
-    shown."""
+    """Return the number of tokens that the task adds around a question.
+
+    Like a run (preflight/prompts.py), this measures the first question. Return 0 if it cannot be
+    rendered.
+    """
     if settings.task.name not in DATA_TASKS or not questions_by_split:
         return 0
     try:
         example = next(iter(questions_by_split.values()))[0]
-    except ValueError:  # it is told with all other rows
+    except ValueError:  # reported together with the other rows
         return 0
     prompt = asyncio.run(render_prompt(task, example, renderer, seed=0))
     return 0 if prompt is None else measure_prompt_overhead(example, prompt, settings, renderer)
 
 
 def check_prompts_fit(prompts: PromptLengthChecker, report: CheckReport, *, split: str, num: int, example_error: str) -> None:
-    """Whether a run plays enough of the first `num` rows of a split."""
+    """Report an error if too few of the first `num` rows of a split fit."""
     try:
         prompts.check_enough_fit(split, num=num, example_error=example_error)
     except ValueError as error:
@@ -150,6 +157,7 @@ def check_prompts_fit(prompts: PromptLengthChecker, report: CheckReport, *, spli
 
 
 def report_questions(question_survey: QuestionSurvey, report: CheckReport, *, split: str, longest: int | None) -> None:
+    """Add the results of a survey of questions to the report."""
     sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in question_survey.sources.most_common())
     length = "" if longest is None else f", longest question {longest} tokens"
     report.add_finding(f"data.{split}", f"{question_survey.num_rows} rows, {question_survey.num_images} images{length}; {sources}")
@@ -167,11 +175,12 @@ def report_questions(question_survey: QuestionSurvey, report: CheckReport, *, sp
 
 
 def has_scoring_rule(source: str) -> bool:
+    """Return True if a data source has worked examples or a numeric rule of its own."""
     return find_example_family(source.casefold()) != "general" or source.casefold().endswith(NUMERIC_SOURCES)
 
 
 def check_judges(settings: Settings, report: CheckReport) -> None:
-    """What a run will think of its judges when it starts: a server answers, and serves the model that is asked for."""
+    """Check that the judge's servers respond and serve the requested model."""
     try:
         greetings = asyncio.run(_check_judge_endpoints(settings.task.judge))
         for url, greeting in greetings.items():
@@ -192,7 +201,7 @@ async def _check_judge_endpoints(judge: JudgeSettings) -> dict[str, HealthCheck]
 
 
 def check_sandbox(settings: Settings, report: CheckReport) -> None:
-    """The server answers, or this machine can wall code in."""
+    """Check that the sandbox server responds, or that this machine can isolate code."""
     chosen = settings.task.sandbox
     if settings.task.name not in SANDBOX_TASKS or service_of(chosen.url):
         return
@@ -201,7 +210,7 @@ def check_sandbox(settings: Settings, report: CheckReport) -> None:
             asyncio.run(_check_sandbox_server(chosen))
         except sandbox.SandboxAccessDenied as denied:
             report.add_failure("sandbox", f"task.sandbox.url={denied}: task.sandbox.token_file=FILE")
-        except (sandbox.SandboxError, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a page that is not there is BoxClosed
+        except (sandbox.SandboxError, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a 404 response raises BoxClosed
             report.add_failure("sandbox", f"task.sandbox.url={chosen.url}: {error_line(fault)}; start it: python -m sandbox serve")
         else:
             report.add_finding("sandbox", chosen.url)
@@ -219,7 +228,7 @@ def check_sandbox(settings: Settings, report: CheckReport) -> None:
 
 
 def private_paths(settings: Settings) -> dict[str, str]:
-    """What a run reads and writes that no box is to see: its key -> path."""
+    """Return the paths that no sandbox box may access, by setting."""
     data = settings.task.data
     files = {
         f"task.data.{name}": paths for name, paths in (("train", data.train), ("eval", data.eval), ("demonstrations", data.demonstrations))
@@ -230,7 +239,7 @@ def private_paths(settings: Settings) -> dict[str, str]:
 
 
 def check_trackers(settings: Settings, report: CheckReport) -> None:
-    """A run that shows itself online has a key."""
+    """Check the settings and credentials of W&B and trackio."""
     try:
         check_wandb(settings.wandb)
     except ValueError as error:
@@ -252,10 +261,12 @@ async def _check_sandbox_server(chosen: SandboxSettings) -> None:
 
 
 def error_line(error: Exception) -> str:
+    """Return an error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
+    """Run all checks on this machine."""
     report = CheckReport()
     check_machine(settings, report)
     renderer, trunk = check_model(settings, report), settings.critic.path
@@ -273,7 +284,10 @@ def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
 
 
 def run_doctor(settings: Settings, plugins: Plugins) -> int:
-    """Print a table, and a line for each problem: `error: key=value: remedy`. 0: a run can start; 1: it cannot. On all ranks of a job."""
+    """Run the checks, print the report, and return 0 if the run can start, else 1.
+
+    Problems are printed as `error: key=value: remedy`. Collective over all ranks of a job.
+    """
     world = read_world()
     report = (
         run_checks(settings, plugins) if world.size == 1 else run_checks_on_nodes(settings, world, lambda: run_checks(settings, plugins))

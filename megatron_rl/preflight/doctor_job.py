@@ -1,4 +1,8 @@
-"""The doctor in a job: what each node finds, whether nodes see the same, how fast ranks add up, clocks, and whether the time will do."""
+"""Checks of a multi-process job.
+
+They collect the findings of each node, and cover shared files, all-reduce bandwidth, clock skew and
+the time left in the job.
+"""
 
 import os
 import socket
@@ -18,19 +22,20 @@ from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.nodes import check_nodes
 
 RENDEZVOUS_TIMEOUT_S = 600.0
-"""What the processes of all nodes have to meet: one of them may have more data to look at than another."""
+"""Timeout of the rendezvous in seconds; some nodes may have to check more data than others."""
 ALL_REDUCE_BYTES, NUM_ROUNDS = 64 << 20, 5
 MIN_BYTES_PER_S = 1e9
-"""Bytes a second below which nodes with GPUs probably talk over the wrong network."""
+"""All-reduce bandwidth in bytes per second below which GPU nodes probably use the wrong network."""
 LAST_STEPS = 10
 STEP_TIMES = ("time/engine", "time/environment", "time/update", "time/checkpoint", "time/sync", "time/record")
 MAX_CLOCK_SKEW_S = 1.0
-"""Difference of two clocks that makes the times in logs and checkpoints misleading."""
+"""Clock skew in seconds that makes times in logs and checkpoints misleading."""
 
 
 def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Callable[[], CheckReport]) -> CheckReport:
-    """One report of all nodes, on every rank; each node's first rank examines it."""
-    mine = run_node_checks() if world.is_local_main else None  # before the ranks meet: the plan makes up a world of its own
+    """Return one report of all nodes, on every rank; the first rank of each node checks it."""
+    # before the rendezvous, because the memory plan creates a process group of its own
+    mine = run_node_checks() if world.is_local_main else None
     connect(world, timeout_s=RENDEZVOUS_TIMEOUT_S)
     try:
         found = [
@@ -48,7 +53,7 @@ def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Calla
 
 
 def merge_reports(reports: dict[str, CheckReport]) -> CheckReport:
-    """What all nodes say is said once; what some say, with their names."""
+    """Merge the reports of all nodes; an error of only some nodes gets their names."""
     whole = CheckReport(findings=[(f"{node}: {what}", found) for node, report in reports.items() for what, found in report.findings])
     for kind in ("errors", "warnings"):
         told = {node: getattr(report, kind) for node, report in reports.items()}
@@ -59,7 +64,10 @@ def merge_reports(reports: dict[str, CheckReport]) -> CheckReport:
 
 
 def check_job_nodes(settings: Settings, world: World, report: CheckReport) -> None:
-    """What a run on several nodes looks at first (preflight/nodes.py); a run folder that is not there is made, and goes again."""
+    """Run the multi-node checks of a run (preflight/nodes.py).
+
+    A missing run directory is created for them and removed afterwards.
+    """
     folder = Path(settings.run.dir)
     try:
         run_on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -73,19 +81,22 @@ def check_job_nodes(settings: Settings, world: World, report: CheckReport) -> No
 
 
 def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):  # it was there, and holds a run
+    with suppress(OSError):  # the directory is not empty: it contains a run
         folder.rmdir()
 
 
 def check_all_reduce(world: World, report: CheckReport) -> None:
-    """An all-reduce between all ranks, after one that builds the connections."""
+    """Measure the bandwidth of an all-reduce over all ranks.
+
+    The first round is ignored, because it opens the connections.
+    """
     number_T = torch.zeros(ALL_REDUCE_BYTES // 4, device=world.device)
     seconds = []
     for _ in range(NUM_ROUNDS):
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(number_T)
-        number_T[0].item()  # a GPU has done it when this is known
+        number_T[0].item()  # waits until the GPU has finished
         seconds.append(time.perf_counter() - began)
     speed = min(all_gather_object(ALL_REDUCE_BYTES * 2 * (world.size - 1) / world.size / min(seconds[1:])))
     report.add_finding("all-reduce", f"{world.size} ranks, {ALL_REDUCE_BYTES >> 20} MiB: {speed / 1e9:.1f} GB/s")
@@ -94,7 +105,7 @@ def check_all_reduce(world: World, report: CheckReport) -> None:
 
 
 def check_clocks(world: World, report: CheckReport) -> None:
-    """By the time that every rank reads when all have met: rank 0's is the measure."""
+    """Compare the clocks of all nodes with rank 0's, read after a barrier."""
     rounds = []
     for _ in range(NUM_ROUNDS):
         dist.barrier()
@@ -113,7 +124,10 @@ def _clock_offset(read: list[float], first: list[float]) -> float:
 
 
 def check_time_left(settings: Settings, report: CheckReport) -> None:
-    """Whether the steps that are left fit into the job (Slurm says when it ends), by what the last ones of an earlier life took."""
+    """Warn if the remaining steps do not fit into the Slurm job.
+
+    The estimate uses the last steps of an earlier attempt; the job's end is SLURM_JOB_END_TIME.
+    """
     end, metrics = os.environ.get("SLURM_JOB_END_TIME"), Path(settings.run.dir) / "metrics.jsonl"
     steps = [step for step in read_metrics(metrics) if "time/update" in step] if metrics.is_file() else []
     if end is None or not steps or settings.stage != "rl":

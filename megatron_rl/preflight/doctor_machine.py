@@ -1,4 +1,4 @@
-"""What the doctor says of a machine: processors, memory, the run folder's disk, GPUs and what drives them, and whether the plan fits."""
+"""Checks of a machine: CPU, memory, disk, GPUs, driver, kernels, packages and memory plan."""
 
 import os
 import re
@@ -24,15 +24,17 @@ from megatron_rl.registry import Plugins, has_critic, uses_sandbox
 
 GIB = 1 << 30
 LOCK_FOLDER = Path(__file__).resolve().parents[2] / "requirements"
-"""In a checkout; a wheel brings none."""
+"""Directory of the lock files in a checkout; a wheel contains none."""
 COMPILERS = ("cc", "gcc", "clang")
 DISK_TEST_BYTES = 64 << 20
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
-"""Of a checkpoint for each byte of the weights in bfloat16: main weights and both moments in float32, and the weights."""
+"""Checkpoint size per byte of the bfloat16 weights: float32 main weights and two moments (6), and
+the weights (1).
+"""
 
 
 def check_machine(settings: Settings, report: CheckReport) -> None:
-    """Processors, memory, disk, GPUs."""
+    """Check CPU, memory, disk, GPUs, kernels and package versions."""
     memory, folder = psutil.virtual_memory(), Path(settings.run.dir).absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     report.add_finding("machine", f"{os.cpu_count()} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB memory free")
@@ -50,7 +52,7 @@ def check_machine(settings: Settings, report: CheckReport) -> None:
 
 
 def check_open_files(report: CheckReport) -> None:
-    """Report how many files a process of the run may open."""
+    """Report the maximum number of open files of a process."""
     try:
         raise_file_limit()
     except ValueError as error:
@@ -60,7 +62,10 @@ def check_open_files(report: CheckReport) -> None:
 
 
 def check_disk_speed(settings: Settings, existing_folder: Path, report: CheckReport, *, weight_bytes: int) -> str:
-    """How fast it takes what is flushed to it, as words for its row; '' where it cannot be written."""
+    """Measure the write speed of the disk, including the flush.
+
+    Return it as text for the report, or an empty string if the directory is not writable.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=existing_folder, prefix=".doctor_") as file:
             began = time.perf_counter()
@@ -83,7 +88,7 @@ def check_disk_speed(settings: Settings, existing_folder: Path, report: CheckRep
 
 
 def check_visible_gpus(settings: Settings, report: CheckReport) -> None:
-    """Those that torch sees, and what keeps it from seeing them."""
+    """Check the GPUs that torch finds, the driver, and the compiler that Triton needs."""
     devices = gpus.visible_gpus()
     report.add_finding("GPUs", ", ".join(f"{device.name} {device.memory_bytes / GIB:.0f} GiB" for device in devices) or "none")
     driver = gpus.read_driver_version(gpus.DRIVER)
@@ -104,7 +109,10 @@ def check_visible_gpus(settings: Settings, report: CheckReport) -> None:
 
 
 def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: CheckReport) -> None:
-    """Whether the GPUs of this node go together, and have room to talk. Outside of a job: as many of them as run.world says, or all."""
+    """Check that the job's GPUs on this node fit together, and have enough shared memory.
+
+    Outside of a job, these are the first run.world GPUs, or all if it is 0.
+    """
     here, room = read_world(), shutil.disk_usage(gpus.SHARED_MEMORY).free
     size = here.size if here.size > 1 else settings.run.world or len(devices)
     mine = devices[: here.local_size if here.size > 1 else size]
@@ -116,15 +124,15 @@ def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: Chec
 
 
 def check_kernels(settings: Settings, report: CheckReport) -> None:
-    """Which ones run, from which package."""
-    from megatron_rl.policy.kernels import apex_error, describe_kernels, transformer_engine_error  # brings Megatron
+    """Report the implementation of each kernel."""
+    from megatron_rl.policy.kernels import apex_error, describe_kernels, transformer_engine_error  # imports Megatron
 
     report.add_finding("kernels", ", ".join(f"{what}: {whose}" for what, whose in describe_kernels(settings.lora).items()))
     report.warnings += [line for line in (transformer_engine_error(), apex_error()) if line]
 
 
 def check_versions(locks: Sequence[Path], report: CheckReport) -> None:
-    """Compare the installed versions with those of the lock files."""
+    """Compare the installed package versions with those of the lock files."""
     if not all(lock.is_file() for lock in locks):
         report.add_finding("versions", "no lock beside this package")
         return
@@ -138,7 +146,10 @@ def check_versions(locks: Sequence[Path], report: CheckReport) -> None:
 
 
 def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
-    """{package: the version that is installed instead}; '' of one that is not. A build's own suffix (+cpu) is no difference."""
+    """Return {package: installed version} of packages that differ from the lock files.
+
+    The version is empty if the package is not installed. A local build suffix (+cpu) is ignored.
+    """
     found = {}
     for name, wanted in pinned.items():
         try:
@@ -151,9 +162,12 @@ def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins) -> None:
-    """Whether a node's main memory holds what its ranks may need; and the GPUs, where there are any or run.world plans for some:
-    what fits, and the seconds that are expected."""
-    from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, require_fit  # brings Megatron
+    """Check that the memory plan fits host memory, and GPU memory if there are GPUs.
+
+    GPU memory is also planned without GPUs if run.world is set. The expected time per step is
+    reported, too.
+    """
+    from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, require_fit  # imports Megatron
     from megatron_rl.memory_plan.gpu_specs import closest_gpu_name, format_gb
     from megatron_rl.memory_plan.host_memory import host_memory_error, plan_host_memory
     from megatron_rl.memory_plan.rank_shares import compute_model_shares
@@ -177,7 +191,7 @@ def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins)
     if not (settings.run.world or torch.cuda.device_count()):
         return
     try:
-        memory = 0 if settings.run.world else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # of the GPUs that are here
+        memory = 0 if settings.run.world else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # memory of the installed GPUs
         at = (
             settings
             if not memory

@@ -1,4 +1,4 @@
-"""What the doctor says of the servers that a run starts for itself."""
+"""Checks of the servers that a run starts itself."""
 
 import torch
 
@@ -10,7 +10,7 @@ from megatron_rl.services.service_launcher import check_service, enabled_service
 
 
 def check_services(settings: Settings, report: CheckReport) -> None:
-    """What the run starts for itself can be started here."""
+    """Check that the run's services can be started on this machine."""
     taken = num_used_gpus(settings.engine, num_ranks=read_world().local_size)
     for name, service in enabled_services(settings.services).items():
         try:
@@ -24,7 +24,7 @@ def check_services(settings: Settings, report: CheckReport) -> None:
 
 
 def check_engine_servers(settings: Settings, report: CheckReport) -> None:
-    """What engines the run starts for itself, and where."""
+    """Check that the run's inference servers can be started, and report their placement."""
     engine, num_ranks = settings.engine, read_world().local_size
     if not engine.num_local_servers:
         return

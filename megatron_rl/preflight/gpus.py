@@ -1,4 +1,4 @@
-"""The GPUs of a node as its driver and torch show them, and why a run cannot start on them: a line each, before anything is loaded."""
+"""Checks of a node's GPUs and driver before a model is loaded, with one error line per problem."""
 
 import os
 import re
@@ -14,37 +14,50 @@ from megatron_rl.config import Settings
 from megatron_rl.distributed.world import World, is_mig_slice
 
 DRIVER = Path("/proc/driver/nvidia/version")
-"""Written by NVIDIA's kernel module, on the host and in its containers."""
+"""File written by NVIDIA's kernel module, on the host and in its containers."""
 NEEDS_DRIVER = {"12": 525, "13": 580}
-"""The oldest driver for each CUDA (NVIDIA's CUDA compatibility guide, minor version compatibility)."""
+"""Minimum driver version for each CUDA major version (NVIDIA's CUDA compatibility guide, minor
+version compatibility).
+"""
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = 256 << 20
-"""What NCCL may take in /dev/shm for each rank of a node."""
+"""Maximum size in bytes that NCCL may use in /dev/shm per rank of a node."""
 MIN_SHARED_BYTES = 64 << 20
-"""Less than this for a rank, and NCCL does not start: its segments have 10 to 33 MB, a few a rank. A container without --shm-size has 64 MB
-for all of them; the 1 GB that NVIDIA's containers ask for is twice what eight ranks need at least."""
+"""Minimum size in bytes of /dev/shm per rank below which NCCL does not start.
+
+Its segments have 10 to 33 MB, a few per rank. A container without --shm-size has 64 MB for all
+ranks. The 1 GB recommended for NVIDIA's containers is twice the minimum for eight ranks.
+"""
 HIDING_VARIABLES = ("", "-1")
-"""Values of CUDA_VISIBLE_DEVICES that hide every GPU: a run on the CPU is meant."""
+"""Values of CUDA_VISIBLE_DEVICES that hide every GPU, which requests a run on the CPU."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Gpu:
+    """Name and memory of a visible GPU."""
+
     name: str
-    """As torch tells it. Example: NVIDIA H100 80GB HBM3"""
+    """Name reported by torch. Example: NVIDIA H100 80GB HBM3"""
     memory_bytes: int
-    """Bytes in all, of a slice its own."""
+    """Total memory in bytes; for a MIG slice, that of the slice."""
 
 
 def visible_gpus() -> list[Gpu]:
-    """Those that torch sees, in CUDA's order."""
+    """Return the GPUs that torch finds, in CUDA's order."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [Gpu(name=device.name, memory_bytes=device.total_memory) for device in found]
 
 
 def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | OSError) -> None:
-    """ValueError: a run cannot start on this node's GPUs. `needed` are the plan's bytes on the fullest, 0 where there is no plan; or why
-    none could be made, which is raised where the GPUs go together: of a slice, or of the smallest of two kinds, a plan says what is wrong
-    with another thing."""
+    """Raise ValueError if a run cannot start on this node's GPUs.
+
+    Args:
+        settings: Settings of the run.
+        world: Ranks of the job.
+        needed: Planned bytes of the fullest GPU, 0 without a plan, or the error for which no plan
+            could be made. This error is raised only if the GPUs themselves are fine, because for a
+            MIG slice or mixed GPU types it would name the wrong cause.
+    """
     devices, driver = visible_gpus(), read_driver_version(DRIVER)
     troubles = []
     if driver and torch.version.cuda and settings.engine.device != "cpu" and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDING_VARIABLES:
@@ -63,7 +76,11 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
 
 
 def find_mismatches(settings: Settings, node_gpus: Sequence[Gpu], *, num_ranks: int) -> list[str]:
-    """What does not go together: the GPUs of a node, one a rank; they and the layout of a job of `num_ranks`."""
+    """Return the problems of a node's GPUs, one per rank, in a job of `num_ranks` ranks.
+
+    These are MIG slices in a job of several ranks, GPUs of different types, and a tensor-parallel
+    size that spans nodes.
+    """
     visible, found = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}", []
     slices = [gpu.name for gpu in node_gpus if is_mig_slice(gpu.name)]
     if slices and num_ranks > 1:
@@ -81,7 +98,10 @@ def find_mismatches(settings: Settings, node_gpus: Sequence[Gpu], *, num_ranks: 
 
 
 def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int) -> str:
-    """`engine.gpu_memory_utilization=0.9: ...` where a GPU is smaller than the plan; '' where none is."""
+    """Return an error if a GPU is smaller than the plan, else an empty string.
+
+    The error has the form `engine.gpu_memory_utilization=0.9: ...`.
+    """
     index, gpu = min(enumerate(node_gpus), key=lambda each: each[1].memory_bytes)
     if gpu.memory_bytes >= needed:
         return ""
@@ -91,7 +111,11 @@ def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int)
 
 
 def shared_memory_error(free: int, num_ranks: int, *, bytes_per_rank: int) -> str:
-    """`/dev/shm: ...` where the ranks of a node have less than `bytes_per_rank` there; NCCL_SHM_DISABLE=1 lets NCCL do without."""
+    """Return an error if /dev/shm has less than `bytes_per_rank` free per rank.
+
+    Return an empty string otherwise. There is none for a single rank, or with NCCL_SHM_DISABLE=1,
+    which lets NCCL work without shared memory.
+    """
     if num_ranks == 1 or free >= bytes_per_rank * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":
         return ""
     remedy = f"NCCL may need {SHARED_BYTES * num_ranks / 2**30:.1f}; start the container with --shm-size, or --ipc=host"
@@ -99,7 +123,7 @@ def shared_memory_error(free: int, num_ranks: int, *, bytes_per_rank: int) -> st
 
 
 def read_driver_version(version_file: Path) -> str:
-    """The version of NVIDIA's driver; '' where there is none. Example: 580.65.06"""
+    """Return the version of NVIDIA's driver, e.g. 580.65.06, or an empty string."""
     try:
         found = re.search(r"Module(?: for \S+)?\s+(\d+\.[\d.]+)", version_file.read_text())
     except OSError:
@@ -108,7 +132,10 @@ def read_driver_version(version_file: Path) -> str:
 
 
 def driver_error(driver: str, cuda_version: str | None, *, num_devices: int) -> str:
-    """Why torch sees no GPU though there is a driver; '' where it sees one."""
+    """Return the reason why torch finds no GPU despite a driver.
+
+    Return an empty string if it finds one.
+    """
     if num_devices:
         return ""
     if cuda_version is None:

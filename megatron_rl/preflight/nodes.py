@@ -1,6 +1,8 @@
-"""Several nodes: what all of them must see alike, and what must not span them, looked at before anything is built (docs/running.md).
+"""Checks of a job on several nodes, before anything is built (docs/running.md).
 
-A node is what one launcher has started. Files are asked for by names that nobody asked for before: no network disk answers from its cache.
+They test that all nodes have the same files, and that nothing spans nodes that must not. A node is
+the set of processes started by one launcher. Marker files have new, random names, so that network
+file systems cannot answer from a cache.
 """
 
 import hashlib
@@ -21,24 +23,27 @@ SHARED_FOLDER_REMEDY = "put it on a folder that all nodes share"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class NodeReport:
-    """What a node's first process sees."""
+    """Observations of a node's first process."""
 
     host: str
     node: int
     num_processes: int
     run_dir_error: str = ""
-    """Why the run folder is not the one that rank 0 writes into."""
+    """Reason why the run directory is not the one that rank 0 writes to; empty if it is."""
     file_fingerprints: Mapping[str, Mapping[str, object]]
-    """By setting: {file: what tells it from another} of all that is there."""
+    """Maps each setting to {file: fingerprint} of its existing files."""
     sees_judge_cache: bool = False
-    """Whether the judge's cache lies where rank 0 has it."""
+    """True if the node sees the directory of rank 0's judge cache."""
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.host})"
 
 
 def check_nodes(settings: Settings, world: World) -> None:
-    """ValueError on every rank: a node does not fit, or lacks something. All ranks together, while rank 0 holds the run folder."""
+    """Raise ValueError on every rank if a node does not fit or lacks files.
+
+    Collective over all ranks, while rank 0 holds the lock of the run directory.
+    """
     if world.num_nodes == 1:
         return
     nonce = run_on_rank_zero(lambda: uuid.uuid4().hex)
@@ -52,13 +57,17 @@ def check_nodes(settings: Settings, world: World) -> None:
 
 
 def marker_paths(settings: Settings, nonce: str) -> list[Path]:
-    """What rank 0 leaves for the others to find: in the run folder, and beside a judge's cache that is written."""
+    """Return the marker files that rank 0 creates for the other nodes.
+
+    They are in the run directory, and next to a judge's cache that will be written.
+    """
     cache = Path(settings.task.judge.cache)
     beside = [cache.with_name(f".node_{nonce}")] if cache.name and settings.task.judge.urls and cache.parent.is_dir() else []
     return [Path(settings.run.dir) / f".node_{nonce}", *beside]
 
 
 def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
+    """Return the observations of this node."""
     in_run, *beside = marker_paths(settings, nonce)
     own, trouble = in_run.with_name(f"{in_run.name}_{world.node}"), ""
     if not in_run.exists():
@@ -77,7 +86,7 @@ def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
 
 
 def source_files(settings: Settings) -> dict[str, list[str]]:
-    """By setting: the folders and files that every node reads for itself."""
+    """Return the files and directories that every node reads itself, by setting."""
     data = settings.task.data
     given = {
         "model.path": [settings.model.path], "lora.path": [settings.lora.path], "critic.path": [settings.critic.path],
@@ -87,7 +96,11 @@ def source_files(settings: Settings) -> dict[str, list[str]]:
 
 
 def describe_path(path: Path) -> dict[str, object]:
-    """What tells a file or a model's folder from another: sizes, and the digests of what says a model's shape. Nothing where it is not."""
+    """Return the fingerprints of a file, or of the files in a model directory.
+
+    A fingerprint is the size of a file, or the digest of a model's config file. The result is empty
+    for a missing path.
+    """
     if path.is_file():
         return {str(path): path.stat().st_size}
     shapes = {str(file): _digest(file) for file in sorted(path.glob("*config.json"))}
@@ -102,7 +115,7 @@ def _digest(file: Path) -> str:
 
 
 def require_same_nodes(settings: Settings, reports: Sequence[NodeReport]) -> None:
-    """Compare what the nodes see with what the first one does."""
+    """Raise ValueError if a node differs from the first one, or an engine would span nodes."""
     first, size = reports[0], settings.engine.tp if settings.engine.mode == "colocated" else 1
     for view in reports:
         num = view.num_processes

@@ -1,4 +1,7 @@
-"""What a run says of its prompts before the first step: the first one as the policy reads it, and those that have no room."""
+"""Checks of prompts before the first step.
+
+They log the first prompt, and report prompts that do not fit.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import indent
@@ -12,14 +15,20 @@ from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.types import Example, TokenSequence
 
 SHOWN_CHARACTERS = 500
-"""Of the first prompt, from its begin and from its end."""
+"""Number of characters logged from the start and from the end of the first prompt."""
 MAX_SHOWN_MISMATCHES = 5
-"""Lines for each split; the doctor has more of them."""
+"""Maximum number of warnings per split; the doctor lists more."""
 
 
 def report_prompts(settings: Settings, *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:
-    """On every rank; the main one does the looking. ValueError, on all: more questions cannot be played than run.max_failed_fraction
-    allows."""
+    """Log the first prompt, and warnings about columns, special tokens and long prompts.
+
+    Collective over all ranks; the main rank performs the checks.
+
+    Raises:
+        ValueError: More questions do not fit than run.max_failed_fraction allows; raised on all
+            ranks.
+    """
     prompt = rollout_manager.render_first_prompt()
     run_on_rank_zero(lambda: None if prompt is None else _report_first_prompt(settings, prompt, rollout_manager=rollout_manager, log=log))
 
@@ -46,7 +55,7 @@ def report_blanked_tokens(questions: dict[str, QuestionDataset], *, rollout_mana
 
 
 def report_column_warnings(examples: Mapping[str, Sequence[Example]], *, log: Callable[[str], None]) -> None:
-    """Name the columns that are not read, of each split that is read from files."""
+    """Warn of columns that are not used, for each split read from files."""
     for split, of_split in examples.items():
         for line in of_split.warnings if isinstance(of_split, QuestionDataset) else ():
             log(f"warning: task.data.{split}: {line}")
@@ -60,7 +69,10 @@ def report_long_prompts(
     rollout_manager: RolloutManager,
     log: Callable[[str], None],
 ) -> None:
-    """Name by file and row what cannot be played. What stands around a question is taken to be as long as in the first prompt."""
+    """Warn of questions that do not fit, by file and row.
+
+    The text around a question is assumed to be as long as in the first prompt.
+    """
     beside = measure_prompt_overhead(questions["train"][0], prompt, settings, rollout_manager.renderer)
     for split, of_split in questions.items():
         prompts = PromptLengthChecker(settings, rollout_manager.renderer, overhead_tokens=beside)

@@ -1,4 +1,4 @@
-"""The checks of a run before anything of it is built, and the plan of memory that run.dry prints."""
+"""Checks of a run before anything is built, and the memory plan that run.dry prints."""
 
 from dataclasses import replace
 
@@ -23,9 +23,11 @@ from megatron_rl.services.engine_servers import check_started
 def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int | ValueError | OSError:
     """Return the planned peak of the fullest GPU in bytes, or the error that no plan fits.
 
-    0 on CPUs, and on all processes but the first of a node. The memory is that of the smallest GPU here. Main memory is judged where
-    run.host_gb states it: a run seldom needs its maximum at once. Call it before the process groups exist, since the plan makes one of
-    its own; the error is returned so that all ranks can raise it."""
+    The result is 0 on CPUs, and on all processes but the first of a node. The plan is for the
+    smallest GPU of this node. Host memory is checked only if run.host_gb is set, because a run
+    seldom needs its maximum at once. Call it before the process groups exist, since the plan
+    creates one of its own. The error is returned so that all ranks can raise it.
+    """
     if world.device.type != "cuda" or not world.is_local_main:
         return 0
     try:
@@ -44,10 +46,13 @@ def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int
 
 
 def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int | ValueError | OSError, splits: tuple[str, ...]) -> Task:
-    """Build the task, and check everything that can be known of a run before anything else of it is built.
+    """Build the task, and check all of the run that can be checked before anything else is built.
 
     Args:
-        needed: See plan_gpu_bytes.
+        settings: Settings of the run.
+        plugins: The user's tasks, rewards and algorithms.
+        world: Ranks of the job.
+        needed: Result of `plan_gpu_bytes`.
         splits: Splits of the task that must have examples.
     """
     check_gpus(settings, world, needed=needed)
@@ -66,7 +71,10 @@ def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int
 
 
 def print_plan(settings: Settings, world: World, plugins: Plugins) -> None:
-    """Print the plan of memory on the main rank; a released model's name on the hub is enough of a model.path."""
+    """Print the memory plan on the main rank.
+
+    model.path may be the Hugging Face Hub name of a known model; its files are not needed.
+    """
     model, size = load_known_spec(settings.model.path), settings.run.world or world.size
     check_sizes(settings, model, size, plugins)
     if world.is_main:

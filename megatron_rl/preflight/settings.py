@@ -1,4 +1,4 @@
-"""Checks of settings against the model, the algorithm and the number of processes, before processes meet."""
+"""Checks of settings against model, algorithm and number of processes, before the rendezvous."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -19,7 +19,10 @@ from megatron_rl.weights.formats.open_checkpoint import check_tokenizer
 
 
 def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugins()) -> None:
-    """Raise ValueError, the same on every rank, where settings do not fit the model or the number of processes."""
+    """Raise ValueError if settings do not fit the model or the number of processes.
+
+    The error is the same on every rank.
+    """
     model, path = read_spec(settings.model.path), Path(settings.model.path)
     check_sizes(settings, model, world_size, plugins)
     check_tokenizer(path, model, key="model.path")
@@ -32,13 +35,19 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
 
 
 def check_examples(task: Task, splits: tuple[str, ...]) -> None:
-    """Whatever a run will read is looked at when it starts: an evaluation split may be needed only hours later."""
+    """Raise ValueError if a split has no examples.
+
+    This is checked at the start, because an evaluation split may be needed only hours later.
+    """
     for split in splits:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
 
 
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
-    """The algorithm; the layout, the frozen parts and the engine against the model and the number of processes."""
+    """Raise ValueError if the settings do not fit the model or the number of processes.
+
+    Checks algorithm, layout, frozen modules and engine.
+    """
     algorithms = {**ALGORITHMS, **plugins.algorithms}
     check_algorithm(settings.algo, algorithms)
     compares, drop = algorithms[settings.algo.name].needs_group, settings.filter.drop
@@ -69,7 +78,10 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
 
 
 def _check_staleness(settings: Settings, *, num_engines: int) -> None:
-    """Raise ValueError unless the engines hold all episodes that are in flight: one that waits would grow stale for no reason."""
+    """Raise ValueError unless the engines can run all episodes in flight.
+
+    A queued episode would become stale for no reason.
+    """
     staleness, batch, room = settings.run.max_staleness, settings.batch, settings.engine.max_num_seqs
     num = (staleness + 1) * batch.prompts_per_step * batch.group_size
     remedy = (
@@ -112,12 +124,17 @@ VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
     "vision_end_token_id": lambda spec: spec.vision_end_id,
     "mrope_interleaved": lambda spec: spec.family.has_interleaved_mrope,
 }
-"""Fields of config.json in which models that read the same batches agree."""
+"""Maps each config.json field that must be equal in models that read the same batches to its value
+in `ModelSpec`.
+"""
 
 
 def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> None:
-    """A critic reads the policy's batches: its patches, its placeholders, its tokens. ValueError: it would read something else. Sizes of a
-    vocabulary may differ, in the rows beyond the tokenizer (Qwen2.5-VL-3B has 128 fewer than 7B)."""
+    """Raise ValueError if the critic cannot read the policy's batches.
+
+    Its patches, placeholder tokens and positions must be the policy's. Vocabulary sizes may differ
+    in the rows beyond the tokenizer (Qwen2.5-VL-3B has 128 fewer than 7B).
+    """
     for name, of in VISION_KEYS.items():
         remedy = f"has {name}={of(critic)}, the policy {of(model)}; take a model of the policy's family: it reads the same batches"
         require(of(critic) == of(model), "critic.path", path, remedy)

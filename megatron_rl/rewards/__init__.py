@@ -1,0 +1,1 @@
+"""Rewards: rubrics, answer comparison, judges and their caches."""

@@ -1,6 +1,8 @@
-"""Whether an episode's answer is right: void answers first, then the rules, then a judge where the rules leave it open.
+"""Accuracy reward of tasks with questions.
 
-data_source tells which rule applies. A source that nobody knows is compared like the rest: text, choice or number, mathematics, judge.
+An answer is first checked for vetoes, then compared by rules, and then by a judge if the rules
+leave it undecided. `data_source` selects the rule. Answers of an unknown source are compared as
+text, choice, label or number, then as mathematics, then by the judge.
 """
 
 from collections.abc import Mapping
@@ -23,7 +25,7 @@ from megatron_rl.rewards.judge_prompt import load_judge_prompt
 from megatron_rl.rewards.rubric import RewardInput
 
 MATHS_SOURCES = ("thinklite_eureka", "xince")
-"""Mathematics by DeepEyes' rules (rubrics.py)."""
+"""Prefixes of data sources that DeepEyes' rules treat as mathematics (rubrics.py)."""
 EXAMPLE_FAMILIES = {
     "search": ("vstar", "hrbench", "high_res", "deepeyes", "minio3", "visual_search", "visualprobe", "vl_agent"),
     "chart": ("chart", "ecd"),
@@ -40,18 +42,28 @@ EXAMPLE_FAMILIES = {
         "geoqa",
     ),
 }
-"""Worked examples that the judge is shown, by how a data source begins; `general` for all others."""
+"""Maps each family of worked examples in the judge's prompt to the prefixes of its data sources;
+all other sources use `general`.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class AccuracyReward:
+    """Reward in [0, 1] for a correct answer: vetoes, then rules, then a judge."""
+
     read_answer: AnswerReader
     math_verifier: MathVerifier
     judge: Judge | None
 
     async def __call__(self, reward_input: RewardInput) -> float:
-        """1 or 0; mean relative accuracy for numeric sources; by a published benchmark's own rules for its questions. Without a judge what
-        the rules leave open is wrong. Raises InfraError."""
+        """Return 1 for a correct answer and 0 otherwise.
+
+        Numeric sources get the mean relative accuracy, and questions of a published benchmark its
+        own score. Without a judge, an answer that the rules leave undecided is wrong.
+
+        Raises:
+            InfraError: The judge or the math verifier failed.
+        """
         answer = self.read_answer(get_last_reply(reward_input))
         if answer is None or any(holds(reward_input) for holds in make_answer_vetoes(self.read_answer).values()):
             return 0.0
@@ -79,8 +91,10 @@ class AccuracyReward:
 
 
 def get_data_source(reward_input: RewardInput) -> str:
+    """Return the data source of the example, case-folded."""
     return str(reward_input.payload["data_source"]).casefold()
 
 
 def find_example_family(source: str) -> str:
+    """Return the family of worked examples for a data source."""
     return next((name for name, starts in EXAMPLE_FAMILIES.items() if source.startswith(starts)), "general")

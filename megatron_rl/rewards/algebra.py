@@ -1,15 +1,18 @@
-"""Symbolic equality of two short LaTeX expressions by math-verify, in a process that may be killed.
+"""Symbolic equality of two short LaTeX expressions, computed by math-verify in a killable process.
 
-The text is the policy's: an expression of ten characters can ask SymPy for a number with a billion digits. So a helper process imports
-SymPy once and forks for every question; the fork has two seconds of processor time and a bounded address space, and its exit status is the
-answer. What ends it early (SIGPROF, SIGSEGV, MemoryError) is "undecided". math-verify's own time-outs are signals to the caller's main
-thread; they are switched off (math-verify 0.9.0, parser.py and utils.py). Only its LaTeX reader is used: the one for plain expressions ends
-in SymPy's parse_expr, which evaluates Python.
+The text comes from the policy: an expression of ten characters can make SymPy compute a number with
+a billion digits. So a helper process imports SymPy once and forks for every question. The fork has
+two seconds of CPU time and a bounded address space, and its exit status is the verdict. If a limit
+ends it early (SIGPROF, SIGSEGV, MemoryError), the verdict is "undecided". The timeouts of
+math-verify rely on signals to the caller's main thread, so they are switched off (math-verify
+0.9.0, parser.py and utils.py). Only its LaTeX parser is used: the parser for plain expressions
+calls SymPy's parse_expr, which evaluates Python.
 
-Both sides are written as LaTeX first (typed_math.py). What is not asked: texts beyond LONGEST characters, texts with words, codes
-(`A12`), times, dates and other labels of digits (labels.py), quantities (`5 km`), statements about numbers alone (`1=1`). SymPy reads
-letters as a product: `listen` would equal `silent`, and `A12` would equal `12A`. math-verify's removal of units is switched off: `5 km`
-would equal `5 m`, and `x + 2t` would equal `x + 2`.
+Both sides are converted to LaTeX first (typed_math.py). Not compared are texts longer than
+MAX_EXPRESSION_CHARS, texts with words, codes (`A12`), times, dates and other labels of digits
+(labels.py), quantities (`5 km`) and statements about numbers alone (`1=1`). SymPy reads letters as
+a product: `listen` would equal `silent`, and `A12` would equal `12A`. The removal of units by
+math-verify is switched off, because `5 km` would equal `5 m`, and `x + 2t` would equal `x + 2`.
 """
 
 import asyncio
@@ -36,17 +39,23 @@ from megatron_rl.rewards.matrices import matrix
 from megatron_rl.rewards.typed_math import to_latex
 
 Chains = Sequence[tuple[str, str, bool]]
-"""Values that must agree (equations.links)."""
+"""Pairs of values that must agree, with a flag for the last pair (equations.links)."""
 MAX_EXPRESSION_CHARS = 200
 CPU_LIMIT_S = 2.0
 WALL_LIMIT_S = 30.0
-"""Of one question; the second is for a machine that is busy with other things."""
+"""Wall-clock limit per question in seconds, for machines that are too busy to give a fork its CPU
+time.
+"""
 MEMORY_LIMIT_MIB = 1024
-"""Of one question's address space."""
+"""Limit on the address space per question in MiB."""
 HELPER_TIMEOUT_S = 300.0
-"""What a helper may take for an answer, its own start with it; one that is silent longer hangs, and another takes its place."""
+"""Timeout of a helper's response in seconds, including its startup; a helper that exceeds it is
+replaced.
+"""
 MAX_ATTEMPTS = 2
-"""Helpers that a question may meet; the last one's end is a PermanentInfraError."""
+"""Maximum number of helpers tried per question; if the last one fails, PermanentInfraError is
+raised.
+"""
 _RIGHT, _WRONG, _UNDECIDED = 0, 1, 2
 _EXAMPLES = (
     ("1/2", "50%"),
@@ -58,48 +67,65 @@ _EXAMPLES = (
     ("x^2-1", "(x-1)(x+1)"),
     ("3", "4"),
 )
-"""Answered before the first question, because SymPy and ANTLR load much of themselves on first use and forks would do so every time."""
+"""Questions evaluated before the first fork, because SymPy and ANTLR import modules lazily and
+every fork would repeat that.
+"""
 _LETTERS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
 _NAMED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,2}(?:_\w|_\{\w*\}|\(\w\))?\s*=")
-r"""What a value is called: `x =`, `AB =`, `S_{10} =`, `f(x) =`."""
+"""Matches the name of a value: `x =`, `AB =`, `S_{10} =`, `f(x) =`."""
 _JOINED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:[\s~.}]|\\[ ,;:!])*\d|\d(?:[\s~]|\\[ ,;:!])+\d")
-"""A letter before a digit (`A12`, `No 7`), or a number before a number (math-verify adds the two: `1 2` would be 3, and `1 1/2` 1)."""
+"""Matches a letter before a digit (`A12`, `No 7`), or two adjacent numbers, which math-verify adds:
+`1 2` would be 3, and `1 1/2` would be 1.
+"""
 _SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])|\^\{[^{}]*[A-Za-z]")
-"""A sum, difference, inequality or power with a letter, which codes and quantities are not; a sign at the front makes none."""
+"""Matches a sum, difference, inequality or power with a letter, which codes and quantities do not
+contain; a leading sign does not match.
+"""
 _UNREADABLE = re.compile(
     r"[^ -~]|\.\s*\.|\\[lc]?dots|[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|\d\s*(?:\\?\{|\[)"
     r"|(?:(?:\A|[^A-Za-z}\]_^\\])\{[^{}]*\}|\\\}|(?<!sqrt)\[[^\[\]]*\]|\\circ)\s*(?:[\d({\[]|\\\{|\\[dtc]?(?:frac|binom))"
     r"|\\log_\{[^{}]*\}\s*\{[^{}]*\}(?!\s*(?:\Z|[-+=<>/,;)]|\\(?:cdot|times)))"
     r"|\^\s*(?:\w|\{[^{}]*\})\s*\^|(?<![\w}\])${.,:;])~|\\(?:not)?in(?![A-Za-z])\s*(?:[A-Za-z]|\\(?!\{|mathbb|emptyset|varnothing))"
 )
-"""Characters that math-verify drops (`5\u2295`), dots that go on, two signs in a row, a ratio or a time inside of something else, a number
-with an index (`101_2`, which it reads as 101), groups in a row (`{3}{3}`, `3[4]`, `3^\\circ7`, which it adds), powers of powers without
-braces (`2^3^2`, which it groups from the left), negations (`~p`), members of a set with a name
-(`a \\in A`, which it takes for equal)."""
+r"""Matches notation that math-verify misreads.
+
+These are characters that it drops (`5\u2295`), ellipses, two signs in a row, a ratio or a time
+inside an expression, a number with an index (`101_2`, read as 101), adjacent groups, which it adds
+(`{3}{3}`, `3[4]`, `3^\circ7`), powers of powers without braces (`2^3^2`, grouped from the left),
+negations (`~p`), and membership in a named set (`a \in A`, read as equality).
+"""
 _FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
-"""Statements about numbers alone (`1=1`, `3>2`): math-verify finds any two true ones equal, and any two false ones."""
+"""Matches a relation. Math-verify treats any two true statements about numbers alone (`1=1`, `3>2`)
+as equal, and any two false ones.
+"""
 _VECTORS = re.compile(
     r".*\\nabla|(?=.*(?:\\times|\xd7))(?=.*(?:\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm|pmb|bf)(?![A-Za-z])|\*\*))", re.DOTALL
 )
-"""Products of vectors: math-verify takes every product for one of numbers, in any order."""
+"""Matches products of vectors, which math-verify reads as commutative products of numbers."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
-"""Letters that stand behind a number as variables and not as a unit: `3x`, `2ab`."""
+"""Matches letters that are variables behind a number and not a unit: `3x`, `2ab`."""
 
 
 _DEGREES_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\n]*\\circ")
-"""math-verify reads 30^\\circ as 30, of which the sine is -0.99."""
+r"""Matches a trigonometric function of degrees: math-verify reads 30^\circ as 30, which has the
+sine -0.99.
+"""
 _DECIMAL_BEFORE_BRACKETS = re.compile(r"\.\d+\(\d+\)", re.ASCII)
-"""`0.1(6)`: a product, a repeating decimal or an uncertainty."""
+"""Matches `0.1(6)`, which is ambiguous: a product, a repeating decimal or an uncertainty."""
 _THOUSANDS = re.compile(r"(?<![\d.,(\[{])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)")
-"""`1,000`, not at the front of a list in brackets: `(100,200)` is a pair."""
+"""Matches `1,000`, but not at the front of a list in brackets: `(100,200)` is a pair."""
 _THOUSANDS_IN_A_LIST = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)")
 _ALTERNATIVES = re.compile(r"\\(?:pm|mp)(?![A-Za-z])|(?<![A-Za-z])or(?![A-Za-z])")
 
 
 class MathVerifier:
-    """One helper process, started by the first question and ended with this object; questions are asked one after another."""
+    """Compares expressions in a helper process.
+
+    The process starts with the first question and ends with this object. Questions are processed
+    one at a time.
+    """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="algebra")
@@ -107,10 +133,13 @@ class MathVerifier:
         self._finalizer: Callable[[], object] | None = None
 
     async def is_equal(self, truth: str, answer: str) -> bool | None:
-        """Return whether both are the same mathematically; None if one is no mathematics or the check times out. Raises
-        PermanentInfraError.
+        """Return True if both texts are mathematically equal, None if undecided.
 
-        Several named values (`x = 1, y = 2`) are compared name by name; beside a text without names they are left open.
+        The result is None if a text is not mathematics or the check times out. Several named values
+        (`x = 1, y = 2`) are compared by name; against a text without names they are undecided.
+
+        Raises:
+            PermanentInfraError: MAX_ATTEMPTS helpers failed.
         """
         if (rows := matrix(truth)) and (others := matrix(answer)):
             return await self._equal_by_entry(rows, others)
@@ -152,7 +181,10 @@ class MathVerifier:
         raise PermanentInfraError(f"algebra: no answer by {MAX_ATTEMPTS} helpers; the last: {reasons[-1]}")
 
     def _ensure_helper(self) -> subprocess.Popen[str]:
-        """The helper that lives, or a new one. Raises OSError where the machine has no room for one."""
+        """Return the running helper, or start a new one.
+
+        Raises OSError if no process can be started.
+        """
         if self._helper is not None and self._helper.poll() is None:
             return self._helper
         self._stop_helper()
@@ -170,7 +202,12 @@ class MathVerifier:
 
 
 def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
-    """Raises OSError where the helper ends (BrokenPipeError: it had ended already), hangs (TimeoutError) or says that it cannot fork."""
+    """Send a question to the helper and return its verdict.
+
+    Raises:
+        OSError: The helper exited (BrokenPipeError if before the question), timed out
+            (TimeoutError) or cannot fork.
+    """
     assert helper.stdin is not None and helper.stdout is not None
     helper.stdin.write(question + "\n")
     helper.stdin.flush()
@@ -188,10 +225,11 @@ def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
 
 
 def is_mathematics(text: str) -> bool:
-    r"""Return whether a text is mathematics and nothing else.
+    r"""Return True if a text is mathematics and nothing else.
 
-    It is short, has a digit or a LaTeX command, is no label and no statement about numbers alone, and is without words (three letters that
-    are no `\command`), inner dollars and lines.
+    Such a text is short, contains a digit, a LaTeX command or a sum or power of single letters, is
+    neither a label nor a statement about numbers alone, and has no words (three letters that are
+    not a `\command`), inner dollar signs or line breaks.
     """
     inside = to_latex(text).strip("$") if len(text) <= MAX_EXPRESSION_CHARS and "\n" not in text.strip() and not ends_in_dots(text) else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside) or not are_known(inside):
@@ -206,13 +244,19 @@ def is_mathematics(text: str) -> bool:
 
 
 def _without_thousands(text: str) -> str:
-    """Write `1,000` as `1000`; where a blank or a semicolon parts a list in brackets, its first element, too."""
+    """Write `1,000` as `1000`.
+
+    In a list in brackets separated by `, ` or `;`, this includes its first element.
+    """
     pattern = _THOUSANDS_IN_A_LIST if re.search(r",\s|;", text) else _THOUSANDS
     return pattern.sub(lambda found: found[0].replace(",", ""), text)
 
 
 def _bracket_kind(text: str) -> str:
-    """Return `set` for {a, b}, `pair` for (a, b) and intervals, which math-verify takes for the set; nothing for other texts."""
+    """Return `set` for {a, b}, `pair` for (a, b) and intervals, else an empty string.
+
+    Math-verify would equate a pair with the set.
+    """
     inside = to_latex(text).strip("$ ")
     if "," not in inside:
         return "set" if _ALTERNATIVES.search(inside) else ""
@@ -220,9 +264,11 @@ def _bracket_kind(text: str) -> str:
 
 
 def _is_label(text: str) -> bool:
-    r"""A code or a quantity: letters beside a number that no operator ties to it (`A12`, `K7-2`, `12A`, `5 km`, `7\text{ m}`, `30 km/h`).
+    r"""Return True for a code or a quantity: a number next to letters without an operator.
 
-    `3x`, `2x + 6` and `2k + 1` are none. `3m` is, and so is `\frac{1}{2}mv^2`: nothing tells their letters from units.
+    Examples: `A12`, `K7-2`, `12A`, `5 km`, `7\text{ m}`, `30 km/h`. `3x`, `2x + 6` and `2k + 1` are
+    none. `3m` and `\frac{1}{2}mv^2` are labels, because their letters cannot be distinguished from
+    units.
     """
     bare = _NAMED.sub("=", re.sub(r"(?<![A-Za-z])or(?![A-Za-z])", ",", text))
     if _JOINED.search(bare):
@@ -233,7 +279,10 @@ def _is_label(text: str) -> bool:
 
 
 def _helper_environment() -> dict[str, str]:
-    """The helper reads untrusted text: it is not given the caller's keys."""
+    """Return a minimal environment.
+
+    The helper reads untrusted text and must not have the caller's keys.
+    """
     return {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME") if name in os.environ}
 
 
@@ -243,19 +292,18 @@ def _kill_helper(helper: subprocess.Popen[str]) -> None:
 
 
 def _verify_in_fork(truth: str, answer: str, chains: Chains) -> bool | None:
-    """Raises OSError where the machine has no room for another process."""
+    """Compute the verdict in a forked process. Raises OSError if the process cannot be forked."""
     from megatron_rl.rewards.math_verdict import verdict
 
     child = os.fork()
     if child == 0:
         status = _UNDECIDED
         try:
-            os.close(sys.stdout.fileno())  # the caller sees the helper's end while a fork of it still works
+            os.close(sys.stdout.fileno())  # otherwise the caller would not notice the helper's exit while this fork runs
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_MIB << 20,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.setitimer(
-                signal.ITIMER_PROF, CPU_LIMIT_S
-            )  # nobody handles SIGPROF and SIGALRM: they end the process, whatever it is doing
+            # SIGPROF and SIGALRM have no handlers, so they always end the process
+            signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
             signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
             status = {True: _RIGHT, False: _WRONG, None: _UNDECIDED}[verdict(truth, answer, chains)]
         finally:
@@ -265,7 +313,7 @@ def _verify_in_fork(truth: str, answer: str, chains: Chains) -> bool | None:
 
 
 def _serve_questions() -> None:
-    logging.disable(logging.CRITICAL)  # math-verify warns that its time-outs are off
+    logging.disable(logging.CRITICAL)  # math-verify warns that its timeouts are off
     from megatron_rl.rewards import math_verdict
 
     for truth, answer in _EXAMPLES:

@@ -1,8 +1,9 @@
-r"""Answers: how they are read from a reply, what makes one void, and the rules that compare one with the truth.
+"""Answers: extraction from replies, vetoes, and rules that compare them with the truth.
 
-Formats and constants follow PyVision-RL (strict boxed answer, mean relative accuracy, 1000 characters), CodeV and DeepEyes (tagged answer).
-Every rule works on the extracted answer: what a reply says on the way to it is never scored. Replies are untrusted; every pattern here is
-linear in their length.
+Formats and constants follow PyVision-RL (strict boxed answer, mean relative accuracy, 1000
+characters), CodeV and DeepEyes (tagged answer). Every rule works on the extracted answer; the rest
+of the reply is never scored. Replies are untrusted, so every pattern here takes time linear in
+their length.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,25 +29,31 @@ from megatron_rl.rewards.numbers import parse_number, same_number, same_numbers
 from megatron_rl.rewards.rubric import RewardInput, VetoFn
 
 AnswerReader = Callable[[str], str | None]
-"""The answer in an episode's last reply, or None where it has none in the format asked for."""
+"""Returns the answer in an episode's last reply, or None if it has none in the required format."""
 NUMERIC_SOURCES = ("vsi_numerical", "rule_verifiable")
-"""Data sources with one of these names, or a name that ends in one, are scored by mean relative accuracy."""
+"""Suffixes of data sources that are scored by mean relative accuracy."""
 MRA_THRESHOLDS = tuple(Fraction(percent, 100) for percent in range(50, 100, 5))
-"""Those of mean relative accuracy: 0.50, 0.55, ..., 0.95 (Yang et al. 2024, "Thinking in Space", section 3)."""
+"""Thresholds of mean relative accuracy: 0.50, 0.55, ..., 0.95 (Yang et al. 2024, "Thinking in
+Space", section 3).
+"""
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def read_strict_boxed(reply: str) -> str | None:
-    r"""The inside of `<answer>\n\boxed{...}\n</answer>`, its braces balanced and nothing else between the tags. The last one counts."""
+    r"""Return the content of the last `<answer>\n\boxed{...}\n</answer>`, or None.
+
+    The braces must be balanced, and there may be nothing else between the tags.
+    """
     _, found, body = _text_after_thinking(reply).rpartition(f"{_OPEN}\n{BOX_COMMAND}")
     inside = text_before_closing_brace(body) if found else None
     return inside if inside is not None and body[len(inside) :].startswith(f"}}\n{_CLOSE}") else None
 
 
 def read_tagged(reply: str) -> str | None:
-    r"""Return what the last <answer> block behind the last </think> holds, out of \boxed{}; without a block what the last box holds.
+    r"""Return the content of the last <answer> block after the last </think>, without \boxed{}.
 
-    A reply without either may end as GSM8K's solutions do: `#### 18`.
+    Without a block, return the content of the last box, or else the end of a reply in GSM8K's
+    format: `#### 18`.
     """
     spoken = _text_after_thinking(reply)
     blocks = _answer_blocks(spoken)
@@ -54,11 +61,12 @@ def read_tagged(reply: str) -> str | None:
 
 
 def get_last_reply(reward_input: RewardInput) -> str:
+    """Return the text of the last turn, or an empty string without turns."""
     return reward_input.turns[-1].text if reward_input.turns else ""
 
 
 def make_answer_vetoes(read_answer: AnswerReader) -> dict[str, VetoFn]:
-    """What makes an answer void, whatever it says: it takes every bonus with it."""
+    """Return the checks that make an answer void; a veto removes all positive rewards."""
 
     def long_answer(outcome: RewardInput) -> bool:
         return len(read_answer(get_last_reply(outcome)) or "") >= MAX_ANSWER_CHARS
@@ -76,14 +84,21 @@ def make_answer_vetoes(read_answer: AnswerReader) -> dict[str, VetoFn]:
 
 
 def same_text(truth: str, answer: str) -> bool:
-    """Return whether both are the same words: but for case, style, white space, enclosing quotation marks, a full stop at the end."""
+    """Return True if both are the same text.
+
+    Differences in case, style, whitespace, enclosing quotation marks and a final full stop are
+    ignored. An empty text equals nothing.
+    """
     return comparison_form(truth) == comparison_form(answer) != ""
 
 
 def mean_relative_accuracy(truth: str, answer: str, *, question: str = "") -> float:
-    """Mean over THRESHOLDS t of 1[ |answer - truth| / |truth| < 1 - t ]. A truth of 0 asks for equality; so does one that is no number.
+    """Return the mean over MRA_THRESHOLDS t of 1[ |answer - truth| / |truth| < 1 - t ].
 
-    Example: truth 100, answer 88: off by 0.12, which is below 1 - t up to t = 0.85: 8 of 10 thresholds, 0.8.
+    Equal texts score 1. If the truth is 0 or not a number, the answer must be equal.
+
+    Example: truth 100 and answer 88 have error 0.12, which is below 1 - t up to t = 0.85. That is 8
+    of 10 thresholds: 0.8.
     """
     if same_text(truth, answer):
         return 1.0
@@ -97,10 +112,10 @@ def mean_relative_accuracy(truth: str, answer: str, *, question: str = "") -> fl
 
 
 def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | None:
-    """Return what the texts alone decide, None where mathematics or a judge has to.
+    """Return the verdict of the text rules, or None if mathematics or a judge must decide.
 
-    Equal texts are right; of two choices (with the options that the question lists), two labels of digits such as times and dates, two
-    numbers and two lists of numbers the same ones are.
+    Equal texts are right. Two choices (with the options listed in the question), two labels of
+    digits such as times and dates, two numbers and two lists of numbers are compared by value.
     """
     options = find_options(question)
     if same_text(truth, answer):
@@ -114,7 +129,7 @@ def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | N
 
 
 def _has_similar_options(text: str, options: Mapping[str, str]) -> bool:
-    """Return whether several options differ from a text in case or marks alone, as `BB` and `bb` do."""
+    """Return True if several options differ from a text only in case or marks (`BB`, `bb`)."""
     forms = [comparison_form(option) for option in options.values()]
     return forms.count(comparison_form(text)) > 1
 
@@ -124,6 +139,9 @@ def _text_after_thinking(reply: str) -> str:
 
 
 def _answer_blocks(spoken: str) -> list[str]:
-    """Bodies between the tags, by their closings: every body reaches back to the opening before it, whatever tags it holds."""
+    """Return the texts between tags.
+
+    Each begins at the first opening tag after the previous closing tag.
+    """
     pieces = spoken.split(_CLOSE)[:-1]
     return [piece.partition(_OPEN)[2] for piece in pieces if _OPEN in piece]

@@ -1,7 +1,8 @@
-"""Numbers and options that an answer to a published benchmark names, read as a whole or not at all.
+"""Numbers and options in answers to published benchmarks, for the rules in benchmark_rules.py.
 
-A number is read with its sign, decimals and exponent. Where one of them cannot be read, there is no number: `-(5)`, `5^2`, `1:2` and `A12`
-are neither 5 nor 12. All functions run in time linear in the text.
+A number is read with its sign, decimals and exponent. If one of them cannot be parsed, there is no
+number: `-(5)`, `5^2`, `1:2` and `A12` are neither 5 nor 12. All functions take time linear in the
+text.
 """
 
 import math
@@ -17,7 +18,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SIGNS = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"} | {0xFF0B: "+", 0xFF0C: ",", 0x3001: ","}
 _MINUS_WORD = re.compile(r"\b(?:minus|negative)\s+(?=\.?\d)", re.IGNORECASE)
 _LOOSE_SIGN = re.compile(r"(?<![\d)\]%])(?<![\d)\]%]\s)-\s+(?=\.?\d)")
-"""`- 5` but not `3 - 5`."""
+"""Matches a sign apart from its number, as in `- 5` but not in `3 - 5`."""
 _BULLETS = re.compile(r"\s*(?:[-*\u2022]\s+\d[^\n]*(?:\n|\Z)\s*){2,}")
 _BULLET = re.compile(r"^\s*[-*\u2022]\s+", re.MULTILINE)
 _NUMERAL = r"(?:(?<![\d)\]%])[-+])?(?:\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,2})?"
@@ -26,25 +27,31 @@ _PAIR = re.compile(rf"(?<![\w.+-])({_NUMERAL})\s*,\s*({_NUMERAL})", re.ASCII)
 _PLAIN = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,300})?|\.\d{1,300})(?:[eE][-+]?\d{1,2})?", re.ASCII)
 _RUN = re.compile(r"[\d\s,]+", re.ASCII)
 _GOES_ON = re.compile(r"\d|[.eE/:^][-+]?\d|[\^\u03c0]")
-"""After the digits of a number: more of it, so that they are not all of it."""
+"""Matches a continuation of a number after its digits, which means that they are only part of it.
+"""
 _CHANGED = re.compile(
     r"-[^\w\s-]+\.?\d|[\u221a\u221b\u03c0]|\^(?!\s*\{?\s*\\circ)|\d\s*!|\d\s*pi\b|\bpi\b"
     r"|[A-Za-z]\(?-?\.?\d|\b(?:hundred|thousand|million|billion|dozen|half)\b"
     r"|\\(?!text|mathrm|mathbf|mbox|circ|degree|approx|left|right)[A-Za-z]",
     re.IGNORECASE,
 )
-"""Makes another value or a label of the one number: `-(5)`, `\\sqrt{5}`, `5 million`, `A12`, `f(0)`."""
+r"""Matches text that changes the value of the only number or makes it a label: `-(5)`, `\sqrt{5}`,
+`5 million`, `A12`, `f(0)`.
+"""
 _PI = re.compile(r"\\pi(?![A-Za-z])|\u03c0|(?<![A-Za-z])pi(?![A-Za-z])")
 _AFTER_PI = re.compile(r"\s*(?:/\s*(\d{1,9}))?(?:\s+[A-Za-z\u00b0 ]{1,20})?\.?\s*", re.ASCII)
 _BARE = re.compile(r"\(([A-Za-z])\)|\[([A-Za-z])\]|<([A-Za-z])>|([A-Za-z])[).:]?")
 _LABELED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[).:])\s*(\S.*)", re.DOTALL)
 _MARKS = " \t\n*`$\"'"
-"""Around an answer: Markdown, LaTeX and quotation marks."""
+"""Markdown, LaTeX and quotation marks that may enclose an answer."""
 _DOTTED = re.compile(r"^([A-Z])\.(?=\s)")
 
 
 def read_number(text: str) -> Fraction | None:
-    """Return the one number of a text. Examples: `-2.5 cm` -> -5/2, `1e3` -> 1000, `3 or 4` -> None."""
+    """Return the only number in a text, or None.
+
+    Examples: `-2.5 cm` -> -5/2, `1e3` -> 1000, `3 or 4` -> None.
+    """
     text = normalize_signs(text).strip()
     if _PLAIN.fullmatch(text):
         return Fraction(text)
@@ -52,7 +59,10 @@ def read_number(text: str) -> Fraction | None:
 
 
 def read_number_with_pi(text: str) -> float | None:
-    """Return the number of a text that may hold one pi. Examples: `2.5\u03c0` -> 7.853981633974483, `-\u03c0/2` -> -1.5707963267948966."""
+    """Return the only number in a text, which may be a multiple of pi.
+
+    Examples: `2.5π` -> 7.853981633974483, `-π/2` -> -1.5707963267948966.
+    """
     before, *rest = _PI.split(normalize_signs(text))
     if not rest:
         found = read_number(before)
@@ -69,7 +79,10 @@ def read_number_with_pi(text: str) -> float | None:
 
 
 def read_numbers(text: str) -> list[Fraction] | None:
-    """Return all numbers of a text in order; None where a digit belongs to a label (`A12`), a time, a ratio or a power."""
+    """Return all numbers in a text in order.
+
+    Return None if a digit belongs to a label (`A12`), a time, a ratio or a power.
+    """
     found: list[Fraction] = []
     text = normalize_signs(text)
     for numeral in _NUMBER.finditer(text):
@@ -83,14 +96,17 @@ def read_numbers(text: str) -> list[Fraction] | None:
 
 
 def read_pair(text: str) -> tuple[Fraction, Fraction] | None:
-    """Return the first two numbers that a comma parts."""
+    """Return the first two numbers separated by a comma, or None."""
     text = normalize_signs(text)
     found = _PAIR.search(text)
     return None if found is None or _GOES_ON.match(text, found.end()) else (Fraction(found[1]), Fraction(found[2]))
 
 
 def read_grid(text: str, side: int) -> list[int]:
-    """Return the first run of side * side whole numbers, parted by commas or blanks; an empty list where there is none."""
+    """Return the first run of side * side integers, or an empty list.
+
+    They are separated by commas or blanks.
+    """
     text = normalize_signs(text)
     for run in _RUN.finditer(text):
         before, digits = text[max(0, run.start() - 1) : run.start()], re.findall(r"\d+", run[0])
@@ -103,16 +119,22 @@ def read_grid(text: str, side: int) -> list[int]:
 
 
 def read_bare_letter(answer: str) -> str:
-    """Return the letter of an answer that is nothing else, as it is written: `B`, `b`, `(B)`, `[B]`, `B.`, `B)`; else an empty text."""
+    """Return the letter of an answer that is only a letter, or an empty string.
+
+    The case is kept.
+
+    Examples: `B`, `b`, `(B)`, `[B]`, `B.`, `B)`.
+    """
     bare = _BARE.fullmatch(answer.strip(_MARKS))
     return next((letter for letter in bare.groups() if letter), "") if bare else ""
 
 
 def find_option(answer: str, options: Sequence[str]) -> str | None:
-    """Return the letter of the option that an answer names; an empty text for a letter beyond the options, None where it names none.
+    """Return the letter of the option that an answer selects.
 
-    A letter is a letter before it is the words of an option: with the options `B`, `C`, `D`, the answer `C` is the third one. So is
-    `C. red` where `red` stands for another letter.
+    Return an empty string for a letter beyond the options, and None if no option is selected. A
+    letter takes precedence over the text of an option: with the options `B`, `C`, `D`, the answer
+    `C` selects the third one. The same applies to `C. red` if `red` is the text of another letter.
     """
     answer, letters, letter = answer.strip(_MARKS), LETTERS[: len(options)], read_bare_letter(answer)
     if letter and letter.upper() in letters and (letter.isupper() or answer not in options):
@@ -131,7 +153,10 @@ def find_option(answer: str, options: Sequence[str]) -> str | None:
 
 
 def normalize_signs(text: str) -> str:
-    """Return the text with `-` for every minus sign, directly before its number, and without the marks of a list of several lines."""
+    """Return the text with `-` directly before the number for every minus sign, without bullets.
+
+    Bullets are removed only if every line of the text has one and there are at least two.
+    """
     text = text.translate(_SIGNS)
     if _BULLETS.fullmatch(text):
         text = _BULLET.sub("", text)

@@ -1,7 +1,8 @@
-"""Scoring rules of published benchmarks, on the answer that was read from the reply. No model extracts the answer.
+"""Scoring rules of published benchmarks, applied to the answer extracted from the reply by rules.
 
-Sources: the benchmarks' own scripts, of November 2026 (docs/evaluation.md names them and lists every deliberate difference). A rule returns
-None where its benchmark would ask a model: text, mathematics and the judge then decide as for any question (accuracy.py).
+Sources: the benchmarks' own scripts, of November 2026 (docs/evaluation.md names them and lists
+every deliberate difference). A rule returns None if its benchmark would use a model; text,
+mathematics and the judge then decide as for any other question (accuracy.py).
 """
 
 import re
@@ -25,16 +26,21 @@ from megatron_rl.rewards.answer_values import (
 )
 
 ScoringRule = Callable[[str, str, Mapping[str, object]], float | None]
-"""(truth, answer, what the benchmark scores by) -> from 0 to 1, or None."""
+"""Maps (truth, answer, item of the benchmark) to a score in [0, 1], or None if undecided."""
 DYNAMATH_MARGIN = 0.001
 VSI_ERRORS = tuple(float(error) for error in 1 - np.linspace(0.5, 0.95, 10))
-"""Largest relative errors, in the floats of thinking-in-space: `1 - 0.8` is 0.19999999999999996 there, so an error of 0.2 is above it."""
+"""Largest relative errors, in the floats of thinking-in-space. There `1 - 0.8` is
+0.19999999999999996, so an error of 0.2 is above it.
+"""
 _WHOLE = re.compile(r"[-+]?\d+", re.ASCII)
 _IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
 
 
 def score_by_benchmark(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Return the score by the benchmark of the question (data/benchmarks/items.py), None where its rules leave it open."""
+    """Return the score by the rules of the question's benchmark, or None if undecided.
+
+    `item` is described in data/benchmarks/items.py. An answer of MAX_ANSWER_CHARS or more scores 0.
+    """
     rule = SCORING_RULES.get(str(item["benchmark"]))
     if rule is None:
         return None
@@ -42,7 +48,10 @@ def score_by_benchmark(truth: str, answer: str, item: Mapping[str, object]) -> f
 
 
 def score_letter(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score `B`, `(B)`, `B. red`, or the words of one option. None where the truth is no letter, or the answer is neither."""
+    """Score an answer `B`, `(B)`, `B. red`, or the text of one option.
+
+    Return None if the truth is not an option letter, or if the answer selects no option.
+    """
     options = _options(item)
     if truth not in [*LETTERS[: len(options)]]:
         return None
@@ -51,7 +60,10 @@ def score_letter(truth: str, answer: str, item: Mapping[str, object]) -> float |
 
 
 def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score by letter; the words of the right option are right too where they are another option's letter (MATH-V, evaluate.py)."""
+    """Score by letter, or by the text of the right option.
+
+    The text is also right if it is another option's letter (MATH-V, evaluate.py).
+    """
     options = _options(item)
     if truth in [*LETTERS[: len(options)]] and same_text(options[LETTERS.index(truth)], answer):
         return 1.0
@@ -59,7 +71,12 @@ def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> flo
 
 
 def score_mathvista(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score choices by the named or the nearest one, numbers cut to whole ones or rounded, lists as text (calculate_score.py)."""
+    """Score choices, numbers and lists as MathVista does (calculate_score.py).
+
+    A choice is the selected option or the one with the smallest edit distance. Numbers are
+    truncated to integers or rounded to the item's precision. Lists are compared as text without
+    whitespace.
+    """
     kind = item["answer_type"]
     if kind == "choice":
         options = _options(item)
@@ -75,7 +92,10 @@ def score_mathvista(truth: str, answer: str, item: Mapping[str, object]) -> floa
 
 
 def score_vsi_bench(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score letters; numbers by mean relative accuracy in the arithmetic of thinking-in-space (tasks/vsibench/utils.py)."""
+    """Score letters, and numbers by mean relative accuracy.
+
+    The arithmetic is that of thinking-in-space (tasks/vsibench/utils.py).
+    """
     if _options(item):
         return score_letter(truth, answer, item)
     given, wanted = read_number(answer), read_number(truth)
@@ -88,7 +108,10 @@ def score_vsi_bench(truth: str, answer: str, item: Mapping[str, object]) -> floa
 
 
 def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score by task (calculate_score.py). The letter nearest to an answer's words is not looked for."""
+    """Score by task as TIR-Bench does (calculate_score.py).
+
+    Unlike there, the letter nearest to the answer's text is not searched.
+    """
     answer = answer.replace("*", "").strip()
     match item["task"]:
         case "ocr":
@@ -107,7 +130,10 @@ def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> floa
 
 
 def score_dynamath(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score decimals within a thousandth, choices by the first three characters, text by the truth that it contains (DynaMath)."""
+    """Score as DynaMath does: decimals within 0.001, choices by letter, text by substring.
+
+    A choice without a letter is right if its first three characters contain the truth.
+    """
     answer = answer.strip()
     if item["answer_type"] == "float":
         given, wanted = read_number_with_pi(answer), read_number_with_pi(truth)
@@ -119,7 +145,7 @@ def score_dynamath(truth: str, answer: str, item: Mapping[str, object]) -> float
 
 
 def score_vlmblind(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score numbers, pairs of them, a letter or a word, out of braces."""
+    """Score numbers, pairs of numbers, a letter or a word, without enclosing braces."""
     if wanted := read_numbers(truth):
         return float(read_numbers(answer) == wanted)
     return float(same_text(truth, answer.strip().strip("{}")))
@@ -136,11 +162,16 @@ SCORING_RULES: Mapping[str, ScoringRule] = {
     "dynamath": score_dynamath,
     "vlmblind": score_vlmblind,
 }
-"""By benchmark. MathVerse and VisualProbe have no rules: their own scoring is a judge's."""
+"""Maps each benchmark to its rule. MathVerse and VisualProbe have none, because a judge scores
+them.
+"""
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Return Levenshtein's distance: characters to insert, to delete or to change. Example: kitten, sitting -> 3."""
+    """Return the Levenshtein distance: the number of insertions, deletions and substitutions.
+
+    Example: kitten, sitting -> 3.
+    """
     row = list(range(len(other) + 1))
     for number_, left in enumerate(one, start=1):
         before, row[0] = row[0], number_
@@ -150,7 +181,7 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def _nearest_option(answer: str, options: Sequence[str]) -> str:
-    """Return the option of a letter, of equal words, of a letter before words or in brackets, else the first of the nearest words."""
+    """Return the option that an answer selects by letter or text, else the nearest text."""
     letters = [*LETTERS[: len(options)]]
     bracketed = _IN_BRACKETS.search(answer)
     for given in (read_bare_letter(answer).upper(), find_option(answer, options), bracketed[1].upper() if bracketed else ""):
@@ -162,7 +193,7 @@ def _nearest_option(answer: str, options: Sequence[str]) -> str:
 
 
 def _score_letters(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score one letter, several of them in any order and however parted, or a word."""
+    """Score a single letter, several letters in any order and with any separators, or a word."""
     if len(truth) == 1:
         given = find_option(answer, _choices(item))
         return None if given is None else float(given == truth)
@@ -172,7 +203,10 @@ def _score_letters(truth: str, answer: str, item: Mapping[str, object]) -> float
 
 
 def _jaccard(given: Sequence[Fraction] | None, wanted: Sequence[Fraction] | None) -> float:
-    """Return what share of all places is in both; 1 where there is none in either, 0 where one cannot be read."""
+    """Return the Jaccard index of two sets of numbers.
+
+    It is 1 if both are empty, and 0 if one could not be read.
+    """
     if given is None or wanted is None:
         return 0.0
     places = {*given, *wanted}
@@ -180,9 +214,10 @@ def _jaccard(given: Sequence[Fraction] | None, wanted: Sequence[Fraction] | None
 
 
 def _contains(answer: str, truth: str) -> bool:
-    """Return whether an answer is the truth but for case and blanks, or holds it as it is written.
+    """Return True if an answer equals the truth up to case and blanks, or contains it verbatim.
 
-    Digits at its ends, and letters of a label (`AC`, `Product A`), must not go on: `135` is not in `1352`, `-135` or `135.5`.
+    A truth that begins or ends in a digit, or is a label (`AC`, `Product A`), must not be part of a
+    longer number or word: `135` is not in `1352`, `-135` or `135.5`.
     """
     if "".join(truth.casefold().split()) == "".join(answer.casefold().split()) != "":
         return True
@@ -201,7 +236,7 @@ def _options(item: Mapping[str, object]) -> Sequence[str]:
 
 
 def _choices(item: Mapping[str, object]) -> Sequence[str]:
-    """Return the options that stand in the question's own words; where they were not found there, a place for each letter."""
+    """Return the options found in the question's text, or else one empty string per letter."""
     choices = item.get("choices") or ("",) * len(LETTERS)
     assert isinstance(choices, tuple), f"{item}"
     return choices

@@ -1,14 +1,15 @@
-r"""Equations in answers: values with names (`x = 1, y = 2`), and equations that name no value (`x + y = 3`).
+"""Equations in answers: named values (`x = 1, y = 2`), and others (`x + y = 3`).
 
-math-verify drops what stands before the last equals sign: `x = 1, y = 2` would equal `2, 1`, and `x + y = 3` would equal `3`. So several
-named values are compared name by name, and only an equation that names one value equals a text without an equals sign.
+Math-verify drops everything before the last equals sign: `x = 1, y = 2` would equal `2, 1`, and `x
++ y = 3` would equal `3`. So several named values are compared by name, and only an equation that
+names one value can equal a text without an equals sign.
 """
 
 import re
 from itertools import pairwise
 
 PART_SEPARATOR = re.compile(r"[,;](?!\d{3}(?!\d))(?![^()\[\]]*[)\]])|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
-"""Between the parts of a list: no comma of thousands or between brackets."""
+"""Matches a separator of list items; commas of thousands and within brackets do not match."""
 _TOKEN = re.compile(r"[()\[\]{}]|=|\\(?:approx(?:eq)?|simeq|doteq)(?![A-Za-z])")
 _DECIMAL = re.compile(r"[(+-]*\d*\.(\d*)(?:\s*\\(?:times|cdot)\s*10\^\{?([-+]?\d{1,2})\}?)?\)?", re.ASCII)
 _NAME = re.compile(
@@ -16,14 +17,18 @@ _NAME = re.compile(
     r"(?:[A-Za-z]{1,2}|[A-Z]{3}|\\(?:alpha|beta|gamma|delta|Delta|theta|lambda|mu|sigma|phi|omega))\}?"
     r"'*(?:_\{?\w+\}?)?(?:\s*\([\w, ]*\))?"
 )
-r"""Names of values: `x`, `AB`, `S_{10}`, `f(x)`, `\angle A`."""
+r"""Matches names of values: `x`, `AB`, `S_{10}`, `f(x)`, `\angle A`."""
 
 
 def links(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
-    r"""Return a text with every name before its value and nothing behind \approx, and the pairs of values that must agree for it to be one.
+    r"""Normalize equations in a text, and return the pairs of values in them that must agree.
 
-    Each pair is of neighbors in a chain (`x = 2+3 = 5`), with whether it is the last one, which must agree even if it holds no numbers.
-    Example: `5 = x` -> `x = 5`; `x = \frac{1}{3} \approx 0.33` -> `x=\frac{1}{3}`, of which 1/3 and 0.33 must agree.
+    The returned text has every name before its value and nothing after \approx. A pair consists of
+    neighbors in a chain (`x = 2+3 = 5`) and a flag for the last pair, which must agree even if it
+    contains no numbers.
+
+    Example: `5 = x` -> `x = 5`; `x = \frac{1}{3} \approx 0.33` -> `x=\frac{1}{3}`, for which 1/3
+    and 0.33 must agree.
     """
     pieces, pairs, at = [], [], 0
     for separator in [*PART_SEPARATOR.finditer(text), None]:
@@ -55,7 +60,7 @@ def _read_chain(part: str) -> tuple[str, list[tuple[str, str, bool]]]:
 
 
 def _relation_signs(part: str) -> list[re.Match[str]]:
-    """Return the signs of equality outside of brackets."""
+    """Return the equality signs outside brackets."""
     depth, found = 0, []
     for token in _TOKEN.finditer(part):
         depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -65,7 +70,10 @@ def _relation_signs(part: str) -> list[re.Match[str]]:
 
 
 def read_named_values(text: str) -> dict[str, str]:
-    """Return the values of `x = 1, y = 2` by name; empty for other texts, and where a name occurs twice (`x = 1 or x = 2`)."""
+    """Return the values of `x = 1, y = 2` by name.
+
+    The result is empty for other texts, and if a name occurs twice (`x = 1 or x = 2`).
+    """
     equations = [[side.strip() for side in part.split("=")] for part in _split_parts(text) if part.strip()]
     if not all(len(sides) == 2 and _NAME.fullmatch(sides[0]) and sides[1] for sides in equations):
         return {}
@@ -74,19 +82,22 @@ def read_named_values(text: str) -> dict[str, str]:
 
 
 def count_names(text: str) -> int:
-    """Return how many different names stand before an equals sign."""
+    """Return the number of different left-hand sides of equations."""
     sides = [part.partition("=") for part in _split_parts(text)]
     return len({"".join(left.split()) for left, equals, _ in sides if equals})
 
 
 def is_value_equation(text: str) -> bool:
-    """Return whether each equation of a text has a name alone on one side, as `x = 5` and `2x = y` have and `x + y = 3` has not."""
+    """Return True if each equation in a text has a single name on one side.
+
+    Examples: `x = 5` and `2x = y` do, `x + y = 3` does not.
+    """
     chains = [[side.strip() for side in part.split("=")] for part in _split_parts(text) if "=" in part]
     return all(_NAME.fullmatch(sides[0]) or _NAME.fullmatch(sides[-1]) for sides in chains)
 
 
 def rounding_of(one: str, other: str) -> float | None:
-    """Return half a unit in the last place of the shorter of two decimals, None where neither is a decimal."""
+    """Return half a unit in the last place of the less precise decimal, None without one."""
     places = [int(found[2] or 0) - len(found[1]) for text in (one, other) if (found := _DECIMAL.fullmatch(text))]
     return 0.5 * 10.0 ** max(places) if places else None
 

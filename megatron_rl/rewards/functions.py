@@ -1,9 +1,12 @@
-"""A plain function as a reward: sync or async, its arguments picked by name, a number or None returned.
+"""Rewards defined by plain functions.
+
+A function may be sync or async, receives arguments by name and returns a number or None:
 
     def short(reply):                        def right(reply, answer):
         return -len(reply) / 1000                return float(answer in reply)
 
-What goes wrong in it fails the rollout, as any trouble that is not the policy's, and says which function on which example.
+An exception in it fails the rollout like any error that is not the policy's, and names the function
+and the example.
 """
 
 import inspect
@@ -24,15 +27,21 @@ REWARD_ARGUMENTS: Mapping[str, Callable[[RewardInput], object]] = {
     "rollout": lambda outcome: outcome.rollout,
     "extra": lambda outcome: outcome.payload["extra"],
 }
-"""What a function may ask for: the example's question, its answer and its other columns, the last reply, types.Turn of every reply, the
-whole types.Rollout."""
+"""Maps each argument name that a reward function may have to its value.
+
+These are the question, the answer and the extra columns of the example, the last reply, the list of
+types.Turn, and the types.Rollout.
+"""
 
 
 def from_function(reward_names: str, rubric: Rubric, user_functions: Mapping[str, Callable[..., object]]) -> Rubric:
-    """The rubric of task.reward, `reward_names`: names joined by +. `rubric` is that of what is not one of the user's `user_functions`
-    functions.
+    """Return the rubric of task.reward with the user's functions as reward terms.
 
-    Functions alone replace it; beside another name they are further parts of it.
+    Args:
+        reward_names: Value of task.reward: names joined by +.
+        rubric: Rubric of the names that are not in `user_functions`. It is replaced if all names
+            are functions, and extended otherwise.
+        user_functions: The user's functions by name.
     """
     names = [name for name in reward_names.split("+") if name in user_functions]
     if not names:
@@ -44,7 +53,12 @@ def from_function(reward_names: str, rubric: Rubric, user_functions: Mapping[str
 
 
 def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn:
-    """ValueError: it is no function, or asks for what there is not."""
+    """Return a reward function that calls `function` with the arguments it declares.
+
+    Raises:
+        ValueError: `function` is not a Python function, or requires an argument that is not in
+            REWARD_ARGUMENTS.
+    """
     require(inspect.isfunction(function) or inspect.ismethod(function), f"rewards[{name!r}]", function, "is no function written in Python")
     parameters = inspect.signature(function).parameters.values()
     asked = [argument for argument in parameters if argument.name in REWARD_ARGUMENTS or argument.default is inspect.Parameter.empty]
@@ -64,7 +78,7 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
                 value = await value
         except InfraError:
             raise
-        except Exception as error:  # the user's code may raise whatever it likes, and one reply of a thousand does not end a run
+        except Exception as error:  # user code may raise anything, and one bad reply must not end the run
             frames = traceback.extract_tb(error.__traceback__)
             place = [frame for frame in frames if frame.filename == inspect.getsourcefile(function)] or frames
             told = f"{type(error).__name__}: {error} ({place[-1].filename}:{place[-1].lineno})"

@@ -1,10 +1,12 @@
-"""A model behind OpenAI-compatible servers that gives verdicts; every trouble of its own is a InfraError and never a score.
+"""Judge: a model behind OpenAI-compatible servers that gives verdicts.
 
-One verdict is: looked up in the cache; else asked for, together with whoever asks the same at the same time, of one of the servers
-(clients/endpoint_pool.py: the least busy healthy one, several tries, rests); kept. Its reply is a JSON object of one key
-(judge_prompt.py), which servers that can are made to produce by JSON schema. openai 3.52.0; its own retries are off.
+Failures of the judge are InfraErrors and never a score. A verdict is looked up in the cache.
+Otherwise it is requested from one of the servers (clients/endpoint_pool.py: the least busy healthy
+one, with retries and backoff) and cached; concurrent identical requests share one call. The reply
+is a JSON object with one key (judge_prompt.py), enforced by a JSON schema on servers that support
+it. The retries of the openai client (3.52.0) are switched off.
 
-Without urls a Judge is a recorded one: it reads the verdicts of `cache` and asks nobody.
+A Judge without urls reads recorded verdicts from `cache` and sends no requests.
 """
 
 import asyncio
@@ -30,19 +32,24 @@ from megatron_rl.rewards.verdict_cache import VerdictCache
 from megatron_rl.types import JudgeResult, Rollout
 
 MAX_IMAGE_SIDE, MIN_IMAGE_SIDE = 1024, 28
-"""Pixels of a picture that a judge is shown; a larger one is shrunk, no side below what Qwen2.5-VL takes for one patch."""
+"""Side lengths in pixels of an image for the judge: the longest is at most MAX_IMAGE_SIDE, and
+shrinking leaves none below MIN_IMAGE_SIDE, one patch of Qwen2.5-VL.
+"""
 
 
 MAX_REASONING_CHARS = 500
-"""Characters that are kept of what a judge thought."""
+"""Maximum number of characters kept of a judge's reasoning."""
 MAX_CACHED_REASONINGS = 10_000
-"""Verdicts whose words are there for who asks the same again."""
+"""Maximum number of reasoning texts kept in memory for repeated requests."""
 Judgement = tuple[float, str]
-"""A verdict, and the words before it."""
+"""Pair of a verdict and the judge's reasoning."""
 
 
 class Judge:
-    """Counts of its work: `counts`, and those of `servers`."""
+    """Requests verdicts from the judge's servers and caches them.
+
+    Its counters are in `get_counts` and in `endpoints`.
+    """
 
     def __init__(self, settings: JudgeSettings, *, backoff_s: float = 0.5) -> None:
         require(bool(settings.urls or settings.model), "task.judge.model", settings.model, "recorded verdicts are kept by model; name it")
@@ -53,26 +60,33 @@ class Judge:
             outage_timeout_s=settings.outage_timeout_s, concurrency=settings.concurrency, backoff_s=backoff_s,
         )  # fmt: skip
         self.num_requests = self.cache_hits = 0
-        """Verdicts that a server gave; verdicts that were kept, or that another request under way brought."""
+        """Numbers of verdicts given by a server, and of verdicts from the cache or from a
+        concurrent identical request.
+        """
         self._clients: dict[str, openai.AsyncOpenAI] = {}
         self._api_key = ""
-        """The servers' key, from `start` on."""
+        """API key of the servers, set by `start`."""
         self._without_schema: set[str] = set()
-        """Servers that have refused a JSON schema and gone on without."""
+        """URLs of servers that rejected a JSON schema but accepted the request without it."""
         self._pending: dict[str, asyncio.Task[Judgement]] = {}
         self._reasonings: dict[str, str] = {}
-        """By the key of a verdict, where there were some."""
+        """Maps the cache key of a verdict to its reasoning, if there was any."""
         self._cache: VerdictCache | None = None
-        """From `start` on."""
+        """Cache of verdicts, opened by `start`."""
 
     async def start(self) -> None:
-        """Connect in the running event loop. InfraError: no server answers, or none serves the model. Where only some do, a line says
-        so."""
+        """Connect to the servers in the running event loop.
+
+        A warning is printed if only some servers respond.
+
+        Raises:
+            InfraError: No server responds, or none serves the model.
+        """
         self._cache = VerdictCache(self.settings.cache, read_only=not self.settings.urls)
         self.endpoints.start()
         self._api_key = api_key(self.settings.token_file)
         for url in dict.fromkeys(self.settings.urls):
-            self._clients[url] = make_client(url, secret=self._api_key)  # `servers` hold it to its time
+            self._clients[url] = make_client(url, secret=self._api_key)  # the timeout is enforced by `endpoints`
         warning = health_warning(
             await check_endpoints(self._clients, model=self.model, secret=self._api_key, token_file=self.settings.token_file)
         )
@@ -81,6 +95,7 @@ class Judge:
         self.model = self.model or await self.endpoints.request(self._find_served_model)
 
     async def close(self) -> None:
+        """Cancel pending requests and close clients and cache."""
         for task in self._pending.values():
             task.cancel()
         await asyncio.gather(*self._pending.values(), return_exceptions=True)
@@ -90,30 +105,39 @@ class Judge:
             self._cache.close()
 
     def get_counts(self) -> dict[str, int]:
-        """Return what this process has asked (observe/judge_stats.py)."""
+        """Return the counts of requested, cached and failed verdicts (observe/judge_stats.py)."""
         return {"called": self.num_requests, "cached": self.cache_hits, "failed": self.endpoints.failures}
 
     async def score_rollout(
         self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None
     ) -> float:  # fmt: skip
-        """What is `said`, which the rollout keeps: of this turn, or of the whole."""
+        """Return the verdict and record it in the rollout, for one turn or the whole episode.
+
+        Raises InfraError like `get_judgement`.
+        """
         clock = asyncio.get_running_loop().time
         asked = clock()
         value, words = await self.get_judgement(prompt, fields=fields, images=images)
         said = JudgeResult(
             judge=self.model, prompt=f"{prompt.name} {prompt.version}", value=value, turn=turn, wall_s=clock() - asked, reasoning=words
         )
-        if said not in rollout.verdicts:  # by another part of the reward
+        if said not in rollout.verdicts:  # another reward term may have requested the same verdict
             rollout.verdicts.append(said)
-            rollout.verdicts.sort(key=lambda each: (each.turn is None, each.turn or 0, each.prompt))  # whoever answered first
+            # make the order independent of response times
+            rollout.verdicts.sort(key=lambda each: (each.turn is None, each.turn or 0, each.prompt))
         return value
 
     async def score(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> float:
-        """`said`, without the words."""
+        """Return the verdict without the reasoning. Raises InfraError like `get_judgement`."""
         return (await self.get_judgement(prompt, fields=fields, images=images))[0]
 
     async def get_judgement(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> Judgement:
-        """Raises InfraError, naming server and reason, after the last try."""
+        """Return verdict and reasoning, from the cache or from a server.
+
+        Raises:
+            InfraError: The last attempt failed; names server and reason.
+            PermanentInfraError: Retrying cannot help, e.g. the recorded verdicts lack this one.
+        """
         urls = await asyncio.to_thread(lambda: [encode_data_url(picture) for picture in images])
         key = cache_key(self.model, prompt, fields, urls)
         found = self._cache.find(key)
@@ -128,7 +152,7 @@ class Judge:
         if key not in self._pending:
             self._pending[key] = asyncio.create_task(self._request(key, prompt, fields, urls))
             self._pending[key].add_done_callback(lambda _: self._pending.pop(key))
-        return await asyncio.shield(self._pending[key])  # one who is no longer interested takes nothing from the others
+        return await asyncio.shield(self._pending[key])  # cancelling one caller must not cancel the request for the others
 
     async def _request(self, key: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: list[str]) -> Judgement:
         text = prompt.render(fields)
@@ -152,7 +176,7 @@ class Judge:
                 )
             except RequestRejected:
                 reply = await self._chat_completion(endpoint, messages)
-                self._without_schema.add(endpoint.url)  # what it refused was the schema
+                self._without_schema.add(endpoint.url)  # the schema was the reason for the rejection
                 return parse_judgement(reply, prompt, secret=self._api_key)
         return parse_judgement(await self._chat_completion(endpoint, messages), prompt, secret=self._api_key)
 
@@ -173,43 +197,57 @@ class Judge:
 
 
 def parse_judgement(message: ChatMessage, prompt: JudgePrompt, *, secret: str) -> Judgement:
-    """Malformed: there is no verdict in it. Words are without a secret that the server repeated."""
+    """Return verdict and reasoning of a reply, with `secret` redacted. Raises MalformedVerdict."""
     words = message.thoughts.replace(secret, "***") if secret else message.thoughts
     return parse_verdict(message.content, prompt, secret=secret), words[:MAX_REASONING_CHARS]
 
 
 def parse_verdict(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
-    """Malformed: see JudgePrompt.read; a secret that the server repeated is not told."""
+    """Return the verdict in a reply.
+
+    Raises MalformedVerdict, without a secret repeated by the server.
+    """
     try:
         return prompt.parse_verdict(reply)
     except MalformedVerdict:
         if not secret:
             raise
-        return prompt.parse_verdict(reply.replace(secret, "***"))  # no verdict either: told without the secret
+        return prompt.parse_verdict(reply.replace(secret, "***"))  # raises again, with the secret redacted in the message
 
 
 def check_cached_verdict(found: object, prompt: JudgePrompt, *, path: str) -> None:
-    """PermanentInfraError: a file of verdicts holds something that this prompt's judge can never have said."""
+    """Raise PermanentInfraError if a cached value is not a possible verdict of this prompt."""
     if not isinstance(found, float) or found not in prompt.values:
         what = f"{found!r:.40} for {prompt.name} {prompt.version}, which is no verdict of it"
         raise PermanentInfraError(f"judge: {path} holds {what}; remove the file")
 
 
 def make_judge(settings: JudgeSettings) -> Judge | None:
-    """A judge where there are servers to ask or verdicts to read. ValueError: one is chosen (it has a model) and has neither."""
+    """Return a judge if there are servers or a file of recorded verdicts, else None.
+
+    Raises:
+        ValueError: The settings name a judge's model but neither servers nor a file.
+    """
     chosen = f"a judge is chosen, {settings.model}; give the addresses of its servers, or its recorded verdicts (task.judge.cache)"
     require(bool(settings.urls or settings.cache or not settings.model), "task.judge.urls", settings.urls, chosen)
     return Judge(settings) if settings.urls or settings.cache else None
 
 
 def cache_key(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: Sequence[str]) -> str:
-    """Of everything that a verdict depends on: what the judge reads, so that a prompt or a quotation that has changed is no trap."""
+    """Return a hash of everything on which a verdict depends.
+
+    It covers the rendered prompt, so a change of the prompt or of the quoting invalidates old
+    verdicts.
+    """
     words = [model, prompt.name, prompt.version, prompt.system, prompt.render(fields), list(urls)]
     return hashlib.blake2b(json.dumps(words).encode(), digest_size=20).hexdigest()
 
 
 def encode_data_url(picture: Picture) -> str:
-    """JPEG of quality 85, transparency over white, the longest side at most MAX_IMAGE_SIDE."""
+    """Return a JPEG data URL of quality 85, with transparency over white.
+
+    The longest side is at most MAX_IMAGE_SIDE.
+    """
     shrink = min(1.0, MAX_IMAGE_SIDE / max(picture.size))
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")

@@ -1,11 +1,11 @@
-"""A judge's instructions, one file a prompt in rewards/prompts/, with a version; and the only form that a verdict may have.
+"""Prompts of judges, one versioned file each in rewards/prompts/, and parsing of their verdicts.
 
 version: 2
-key: correct                 the verdict is {"correct": true} or {"correct": false}, the whole reply and nothing else
+key: correct                 the reply must be exactly {"correct": true} or {"correct": false}
 values: [true, false]
 system: ...
-user: ... $question ...      fields are filled in as quotations (text_quoting.py), of which the system is told
-examples:                    families of worked examples, of which $examples becomes one
+user: ... $question ...      fields are quoted (text_quoting.py), which the system prompt explains
+examples:                    families of worked examples; $examples is replaced by one of them
   chart: [{question: ..., reference: ..., answer: ..., correct: true}, ...]
 """
 
@@ -23,20 +23,24 @@ from megatron_rl.clients.endpoint_pool import InvalidReply
 from megatron_rl.rewards.text_quoting import QUOTING_LEGEND, quote_text
 
 MAX_VERDICT_CHARS = 200
-"""A verdict is one key and one value; a longer reply is none, and is not parsed."""
+"""Maximum length of a reply that is parsed; a verdict has only one key and one value."""
 
 
 IMAGE_PLACEHOLDER = "<image>"
-"""Placeholder of a picture in a question (data/records.py). Judges without vision get none, others have the pictures behind the text."""
+"""Placeholder of an image in a question (data/records.py). It is removed from the text: judges with
+vision get the images after it, others get none.
+"""
 _IMAGE_PLACEHOLDER = re.compile(rf"\s*{IMAGE_PLACEHOLDER}\s*")
 
 
 class MalformedVerdict(InvalidReply):
-    """A reply that is no verdict."""
+    """Raised if a reply is not a valid verdict."""
 
 
 @dataclass(slots=True, frozen=True)
 class JudgePrompt:
+    """A judge's prompt, with the JSON key and the possible values of its verdict."""
+
     name: str
     version: int
     key: str
@@ -46,17 +50,22 @@ class JudgePrompt:
 
     @property
     def schema(self) -> dict[str, object]:
-        """Of the verdict, for servers that hold their model to one."""
+        """JSON schema of the verdict, for servers with structured output."""
         boolean = isinstance(self.values[0], bool)
         value = {"type": "boolean"} if boolean else {"type": "number", "enum": list(self.values)}
         return {"type": "object", "properties": {self.key: value}, "required": [self.key], "additionalProperties": False}
 
     def render(self, fields: Mapping[str, str]) -> str:
-        """The user's message. Raises KeyError for a field that the prompt has and `fields` lacks."""
+        """Return the user message. Raises KeyError if `fields` lacks a field of the prompt."""
         return Template(self.user).substitute({name: quote_text(remove_image_placeholders(value)) for name, value in fields.items()})
 
     def parse_verdict(self, reply: str) -> float:
-        """The verdict as a number. Raises Malformed unless the whole reply is one JSON object with this key and one of these values."""
+        """Return the verdict as a number.
+
+        Raises:
+            MalformedVerdict: The reply is not exactly one JSON object with this key and one of
+                these values.
+        """
         try:
             pairs = json.loads(reply, object_pairs_hook=tuple) if len(reply) <= MAX_VERDICT_CHARS else ()
         except (ValueError, RecursionError):
@@ -68,9 +77,10 @@ class JudgePrompt:
 
 
 def remove_image_placeholders(text: str) -> str:
-    """Return the text without the places of pictures; what stood on both sides of one stays apart.
+    r"""Return the text without image placeholders, with a blank or line break in their place.
 
-    Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` (numbered names are the data set's own words).
+    Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` Numbered names
+    are part of the data's text.
     """
     if IMAGE_PLACEHOLDER not in text:
         return text
@@ -79,7 +89,7 @@ def remove_image_placeholders(text: str) -> str:
 
 @functools.cache
 def load_judge_prompt(name: str, *, examples: str = "") -> JudgePrompt:
-    """prompts/<name>.yaml, with that family of its examples."""
+    """Load prompts/<name>.yaml with one family of its worked examples."""
     written = yaml.safe_load((Path(__file__).with_name("prompts") / f"{name}.yaml").read_text())
     key, user = written["key"], written["user"]
     if examples:

@@ -1,6 +1,7 @@
-"""Labels made of digits: times, dates, scores, ratios, ranges, codes. They are compared as what they are and never evaluated.
+"""Labels made of digits: times, dates, scores, ratios, ranges, codes.
 
-As arithmetic 2:20 would equal 1:10, and 2023-05-04 would equal 2023-04-05.
+They are compared as labels and never evaluated: as arithmetic, 2:20 would equal 1:10, and
+2023-05-04 would equal 2023-04-05.
 """
 
 import re
@@ -10,10 +11,10 @@ from megatron_rl.data.answer_text import normalize_text
 
 MAX_LABEL_CHARS = 60
 _DECORATION = re.compile(r"\\?%|\xb0|\^?\\circ(?![A-Za-z])|\\text|[$\[\]{}]")
-"""Beside digits and marks of a label: of `3-5%`, `30\xb0-60\xb0`, `[3-2]`."""
+r"""Matches decoration of a label: the marks in `3-5%`, `30\xb0-60\xb0` (degree signs), `[3-2]`."""
 _SIZE = re.compile(r"\d[\d.,]*(?:\s*(?:[xX\xd7]|\\times)\s*\d[\d.,]*){1,2}", re.ASCII)
 _CODE = re.compile(r"(?=[^A-Z]*[A-Z])[A-Z\d]+(?:[-/.:][A-Z\d]+){2,}", re.ASCII)
-"""`0-8044-2957-X`, `A-12-34`."""
+"""Matches codes with letters: `0-8044-2957-X`, `A-12-34`."""
 _TIME = re.compile(r"(\d{1,2})(?::(\d\d)(?::(\d\d))?)?(?:\s*([ap])\.?\s?m\.?)?", re.IGNORECASE | re.ASCII)
 _YEAR_FIRST = re.compile(r"(\d{4})([-/.])(\d{1,2})\2(\d{1,2})", re.ASCII)
 _YEAR_LAST = re.compile(r"(\d{1,2})([-/.])(\d{1,2})\2(\d{4})", re.ASCII)
@@ -21,19 +22,28 @@ _DIGITS_ONLY = re.compile(r"[#+]?[(\d][\d\s().:/\-,+#_]*", re.ASCII)
 _MIXED_NUMBER = re.compile(r"-?\s*\d+\s+\d+/\d+", re.ASCII)
 _RANGE = re.compile(r"[+#]?\(?\d[\d.,]*(?:\s*-\s*\d[\d.,]*)+\)?", re.ASCII)
 _MARKS = re.compile(r"\d\s*:\s*\d|\d/\d+/\d|\d\.\d+\.\d|(?<![\d.,])0\d|,\s*0\d(?!\d(?!\d))|\)\s*\d|\d\s*_|#\s*\d|\d\s+\(?\d", re.ASCII)
-"""Labels that are no arithmetic: `2:20`, `1/2/2023`, `1.2.3`, `007`, `(555) 1234`, `12_3`, `#5`, `555 1234`."""
+"""Matches labels that are not arithmetic: `2:20`, `1/2/2023`, `1.2.3`, `007`, `(555) 1234`, `12_3`,
+`#5`, `555 1234`.
+"""
 _SEPARATOR = re.compile(r"\s*([-:/.,])\s*")
 
 
 @dataclass(slots=True, frozen=True)
 class DigitLabel:
+    """A label of digits in normalized form."""
+
     kind: str
-    """`time`, `time with seconds`, `time of day` (with am or pm), `date` (year first), `date, year last`, or `code`."""
+    """Kind of label: `time`, `time with seconds`, `time of day` (with am or pm), `date` (year
+    first), `date, year last`, or `code`.
+    """
     value: tuple[int | str, ...]
 
 
 def read_digit_label(text: str) -> DigitLabel | None:
-    """Return the label that a text is, None for any other text: for numbers, fractions (`3/4`), sums and lists of numbers."""
+    """Return the label that a text is, or None for any other text.
+
+    Numbers, fractions (`3/4`), sums and lists of numbers are no labels.
+    """
     label = normalize_text(text).strip("\"'`$ ").rstrip(".").strip() if len(text) <= 2 * MAX_LABEL_CHARS else ""
     time = _TIME.fullmatch(label)
     if time and (time[2] or time[4]):
@@ -53,11 +63,13 @@ def read_digit_label(text: str) -> DigitLabel | None:
 
 
 def same_label(truth: str, answer: str) -> bool | None:
-    """Return whether two labels are the same; None where one is no label, or where their kinds leave it open (`7:30` and `7:30 pm`, `1:30`
-    and `1:30:00`, which may be minutes and hours).
+    """Return True if two labels are the same, None if undecided.
 
-    Two different codes are left open, too: a judge may know that a ratio of 1:2 is one of 2:4. Sizes are compared in their order:
-    `1920 x 1080` is `1920\xd71080` and not `1080\xd71920`; beside any other text a size is a product.
+    The result is None if one text is not a label, or if the kinds are ambiguous: `7:30` and `7:30
+    pm`, or `1:30` and `1:30:00`, which may be minutes and hours. Two different codes are also
+    undecided, because a judge may know that a ratio of 1:2 equals 2:4. Sizes are compared in order,
+    with any multiplication sign: `1920 x 1080` does not equal `1080 x 1920`. Against any other
+    text, a size is a product and no label.
     """
     size, other_size = _read_size(truth), _read_size(answer)
     if size and other_size:
@@ -77,6 +89,6 @@ def same_label(truth: str, answer: str) -> bool | None:
 
 
 def _read_size(text: str) -> tuple[str, ...]:
-    """Return the sides of a size such as `3 x 4` or `3\\times4`; nothing for other texts."""
+    r"""Return the sides of a size such as `3 x 4` or `3\times4`; empty for other texts."""
     size = normalize_text(text).strip("\"'`$ .") if len(text) <= 2 * MAX_LABEL_CHARS else ""
     return tuple(re.findall(r"\d[\d.]*", size.replace(",", ""))) if _SIZE.fullmatch(size) else ()

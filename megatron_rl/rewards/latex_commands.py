@@ -1,6 +1,7 @@
-r"""The LaTeX commands that math-verify is known to read as what they mean.
+r"""LaTeX commands that math-verify is known to interpret correctly.
 
-It drops what it does not know: `3\phantom{7}` would be 3 + 7. A text with any other command is no mathematics, and is left open.
+It drops unknown commands: `3\phantom{7}` would be 3 + 7. A text with any other command is not
+treated as mathematics, so it is left undecided.
 """
 
 import re
@@ -24,5 +25,5 @@ _COMMAND = re.compile(r"\\([A-Za-z]+)")
 
 
 def are_known(text: str) -> bool:
-    """Return whether a text has no command but those in READ."""
+    """Return True if all LaTeX commands in a text are in READ."""
     return READ.issuperset(_COMMAND.findall(text))

@@ -1,6 +1,7 @@
-r"""The case of letters in formulas: math-verify reads `R` as `r`, so that `\frac{R}{R+r}` would equal `\frac{r}{R+r}`.
+r"""Letter case in formulas.
 
-Case counts where one text holds a letter in both cases, and always for Greek letters. Elsewhere `X^2` is `x^2`.
+Math-verify reads `R` as `r`, so `\frac{R}{R+r}` would equal `\frac{r}{R+r}`. Case counts if a text
+contains a letter in both cases, and always for Greek letters. Otherwise `X^2` equals `x^2`.
 """
 
 import re
@@ -16,11 +17,16 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FORMULA = re.compile(r"[\\+*/^_=<>|()\u2208-]")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _SPARE = "abcfghjklmnopqrstuvwxyz"
-"""Letters that may stand for another: neither the number e, nor the imaginary i, nor the d of a derivative."""
+"""Letters that may replace another one; excluded are the number e, the imaginary unit i and the d
+of a derivative.
+"""
 
 
 def differ_in_case(one: str, other: str) -> bool:
-    """Return whether two formulas that are the same but for case are different: a letter is used in both cases, or is Greek."""
+    """Return True if two formulas that are equal up to case differ in meaning.
+
+    They do if a Greek letter differs in case, or if one of them uses a letter in both cases.
+    """
     one, other = normalize_text(one), normalize_text(other)
     if _greek(one) != _greek(other):
         return True
@@ -31,9 +37,10 @@ def differ_in_case(one: str, other: str) -> bool:
 
 
 def distinguish_cases(one: str, other: str) -> tuple[str, str] | None:
-    r"""Return two formulas in LaTeX with another letter for each capital whose case counts; None where there are not letters enough.
+    r"""Replace capitals by unused letters in two LaTeX formulas, where case counts.
 
-    Example: `\frac{R}{R+r}` -> `\frac{a}{a+r}`; `\Delta` beside `\delta` becomes a letter, too.
+    Return None if there are not enough unused letters. Example: `\frac{R}{R+r}` -> `\frac{a}{a+r}`.
+    `\Delta` is also replaced if `\delta` occurs.
     """
     bare, other_bare = (_COMMAND.sub(" ", text) for text in (one, other))
     capitals = [letter.upper() for letter in sorted(_in_both_cases(bare) | _in_both_cases(other_bare))]
@@ -52,7 +59,7 @@ def distinguish_cases(one: str, other: str) -> tuple[str, str] | None:
 
 
 def _greek(text: str) -> list[str]:
-    """Return the Greek letters of a text: its commands, and characters beside which no other letter stands."""
+    """Return the Greek letters of a text, as commands or as characters without adjacent letters."""
     characters = re.findall(r"(?<![^\W\d_])[\u0391-\u03c9](?![^\W\d_])", text)
     return _GREEK_COMMAND.findall(text) + [unicodedata.name(character) for character in characters]
 

@@ -1,6 +1,7 @@
-"""Compares two expressions in LaTeX by math-verify, and leaves open what it misreads (parsed_math.py).
+"""Comparison of two LaTeX expressions by math-verify.
 
-Imported by the algebra's helper process only: SymPy loads slowly.
+Expressions that math-verify misreads are left undecided (parsed_math.py). Only the helper process
+of algebra.py imports this module, because SymPy loads slowly.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ from megatron_rl.rewards.equations import rounding_of
 
 
 def verdict(truth: str, answer: str, chains: Sequence[tuple[str, str, bool]] = ()) -> bool | None:
-    """Return whether two expressions are equal, None where that cannot be told; `chains` are values that must agree (equations.links)."""
+    """Return True if two expressions are equal, or None if undecided.
+
+    `chains` are pairs of values that must agree (equations.links); otherwise the result is None.
+    """
     one, other = _parsed(truth), _parsed(answer)
     if one is None or other is None or not all(_agree(*pair) for pair in chains):
         return None
@@ -41,7 +45,10 @@ def _are_same(one: Expr, other: Expr) -> bool:
 
 
 def _agree(one: str, other: str, is_last: bool) -> bool:
-    """Return whether two neighbors in a chain of equality are one value: numbers up to the rounding of the shorter decimal."""
+    """Return True if two neighbors in a chain of equalities agree.
+
+    Numbers may differ by the rounding of the less precise decimal.
+    """
     value, next_value = _parsed(one), _parsed(other)
     if value is None or next_value is None:
         return not is_last
@@ -51,7 +58,10 @@ def _agree(one: str, other: str, is_last: bool) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """Return the text as one formula; math-verify reads a percentage by the sign behind it."""
+    """Return the text as one formula.
+
+    A percent sign is placed after it, where math-verify expects it.
+    """
     inside = text.strip().strip("$").strip()
     bare = inside.removesuffix("%").removesuffix("\\")
     return f"${bare}$%" if inside.endswith("%") else f"${inside}$"

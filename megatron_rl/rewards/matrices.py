@@ -1,6 +1,6 @@
-r"""Matrices in LaTeX, read as rows of entries: `\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}`.
+r"""LaTeX matrices, parsed into rows of entries: `\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}`.
 
-A determinant (`vmatrix`) is none. Round and square brackets are the same.
+Determinants (`vmatrix`) are not matrices. Round and square brackets are equivalent.
 """
 
 import re
@@ -13,7 +13,10 @@ _MATRIX = re.compile(r"[\s$]*\\begin\{([pb]?matrix)\}(.*)\\end\{\1\}[\s$.]*", re
 
 
 def matrix(text: str) -> Sequence[Sequence[str]] | None:
-    """Return the entries of a matrix row by row; None for other texts, for rows of unequal length and for more than MOST_ENTRIES."""
+    """Return the entries of a matrix, row by row.
+
+    Return None for other texts, for rows of unequal length and for more than MOST_ENTRIES entries.
+    """
     found = _MATRIX.fullmatch(text) if len(text) < 1000 else None
     if found is None or "\\begin" in found[2]:
         return None

@@ -1,7 +1,7 @@
-"""Multiple choice: the letters that a text chooses.
+"""Multiple choice: the option letters that a text selects.
 
-Of the right choice its letter, its letter with its text, its text alone and its place in the list (from 1) are accepted; several letters
-are a set.
+The right option may be given by its letter, its letter with its text, its text alone, or its
+position in the list (from 1). Several letters are a set.
 """
 
 import re
@@ -14,28 +14,35 @@ from megatron_rl.rewards.labels import same_label
 from megatron_rl.rewards.numbers import same_number
 
 MAX_CHOICE_CHARS = 200
-"""Characters of a text that is looked at as several letters."""
+"""Maximum length of a text that is parsed as several letters."""
 _CHOICE = re.compile(r"(?:[(\[]([A-Za-z])[)\]][.:]?|([A-Z])[:)]|([a-z])\))(?:\s|\Z)|([A-Z])\.?\Z")
 _ONE_OF_SEVERAL = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|\(([a-z])\)|([a-z])\)")
 _NAMED_IN_WORDS = re.compile(r"(?<!\w)[A-Z](?!\w)|[(\[][a-z][)\]]|(?<!\w)[a-z]\)")
 _BETWEEN = re.compile(r"\s*(?:[,;&]\s*(?:and\s)?|\s(?:and\s)?)\s*")
 _BETWEEN_OF_OPTIONS = re.compile(r"\s*(?:[,;&/+]\s*(?i:and\s)?|\s(?i:and\s)?)\s*")
-"""Without options `A/B` and `A + B` are formulas."""
+"""Matches a separator of letters if the question lists options; without options, `A/B` and `A + B`
+are formulas.
+"""
 _NUMBER_WORD = re.compile(
     r"\d|(?<!\w)(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|none|single|double|triple|once|twice|half|pair|dozen"
     r"|first|second|third|fourth|fifth|last|[IVX]+)(?!\w)",
     re.IGNORECASE,
 )
-"""Numbers in an option's text: an answer that is a number may then be a value instead of a place."""
+"""Matches a number in an option's text. Then an answer that is a number may be a value instead of a
+position.
+"""
 _OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})(?:[)\]]|\s*[-.:,(]|\s)+(.*?)\)?", re.DOTALL)
-"""`B - red`, `b. red`, `B (red)`: a choice where these are the words of that option."""
+"""Matches `B - red`, `b. red`, `B (red)`, which selects option B if its text is `red`."""
 _BARE_LABEL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})[)\]]?[.:]?")
-"""A letter of either case or a number alone, where the question lists options."""
+"""Matches a single letter of either case or a number, for questions that list options."""
 _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
 
 
 def read_choice(text: str) -> str | None:
-    """Return the letter of `B`, `(B)`, `B.`, `(b)`, `B) a dog`; None for other texts (`B. Obama`), and where the rest names a letter."""
+    """Return the letter of `B`, `(B)`, `B.`, `(b)`, `B) a dog`, or None.
+
+    The result is None for other texts (`B. Obama`), and if the rest contains another letter.
+    """
     text = normalize_text(text)
     found = _CHOICE.match(text)
     if not found or _NAMED_IN_WORDS.search(text, found.end()):
@@ -44,7 +51,10 @@ def read_choice(text: str) -> str | None:
 
 
 def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the letters of `A, C`, `(A) and (C)`, `A C`; of `AC` and `a, c`, too, where options are known and have these letters."""
+    """Return the letters of `A, C`, `(A) and (C)`, `A C`, or None.
+
+    `AC` and `a, c` also count if the options are known and have these letters.
+    """
     text = normalize_text(text) if len(text) <= MAX_CHOICE_CHARS else ""
     text = text.removesuffix(".").removeprefix("\\{").removesuffix("\\}").strip("{}[] ")
     if options and re.fullmatch(r"[A-Z]{2,}", text) and len(set(text)) == len(text) and set(text) <= options.keys():
@@ -59,10 +69,12 @@ def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | N
 
 
 def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = None) -> bool | None:
-    """Return whether both choose the same; None where one chooses nothing, or where neither is a bare letter and their words differ.
+    """Return True if both texts select the same options, None if undecided.
 
-    `options` are those of the question: a text then chooses by being an option's, and `B. red` is a choice, which is otherwise read like
-    `B. Obama`. A number that is the text of no option is the place of one in the list.
+    The result is None if one text selects nothing, or if neither is a bare letter and their texts
+    differ. With `options`, those of the question, the text of an option selects it, and `B. red` is
+    a choice; without them, it is read like `B. Obama`. A number that is not the text of an option
+    is a position in the list.
     """
     options = options or {}
     wanted = _read_choice(truth, options)
@@ -78,7 +90,7 @@ def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = 
 class _ChosenLetters:
     letters: frozenset[str]
     words: str = ""
-    """Behind the letter."""
+    """Text after the letter; empty for a bare letter."""
 
     @property
     def is_bare(self) -> bool:
@@ -107,7 +119,10 @@ def _read_choice(text: str, options: Mapping[str, str]) -> _ChosenLetters | None
 
 
 def _bare_label(text: str, options: Mapping[str, str]) -> str:
-    """Return the small letter or number of an option that a text is; nothing where it may be the text of an option instead."""
+    """Return the lower-case letter or number of an option, in upper case, or an empty string.
+
+    It is empty if the text may be that of an option instead.
+    """
     bare = _BARE_LABEL.fullmatch(text)
     if bare is None or bare[1].upper() not in options or bare[1].isupper():
         return ""

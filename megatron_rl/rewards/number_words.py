@@ -1,7 +1,8 @@
-"""The words beside a number in an answer: which ones leave its value as it is.
+"""Words next to a number in an answer, and their effect on its value.
 
-A closed rule: articles, units, `the answer is`, `about` and the words of the question and of the reference answer are harmless, and any
-other word may change the value (`a tenth of 5`, `5 pairs`, `anything but 5`). Words that change a value do so in a question's words, too.
+The rule is closed: articles, units, `the answer is`, `about` and the words of the question and the
+reference answer are harmless, and any other word may change the value (`a tenth of 5`, `5 pairs`,
+`anything but 5`). Words that are known to change a value do so even if they occur in the question.
 """
 
 import re
@@ -12,7 +13,7 @@ from megatron_rl.data.unit_symbols import is_unit_symbol
 
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 _NAME = re.compile(r"(?<![^\W\d_])[^\W\d_]\s*[=:]")
-"""`x =`"""
+"""Matches the name before a value, as in `x =`."""
 _HARMLESS_WORDS = """
     a an the this that these those it its it's is are was were be there there's here i i'd i'm we you he she they has have had with and so
     then thus hence therefore of in on at to for from by as which my our your would will should must can say see think guess believe find
@@ -44,14 +45,14 @@ _CHANGING_WORDS = """
     inverse opposite
 """
 _LARGE_NUMERALS = frozenset("\u767e\u5343\u4e07\u4ebf\u842c\u5104\u500d\u534a")
-"""Hundred, thousand, ten thousand, hundred million, -fold and half in Chinese."""
+"""Chinese characters for hundred, thousand, ten thousand, hundred million, -fold and half."""
 
 
 def keeps_value(before: str, after: str, context: str) -> bool:
-    """Return whether the words before and behind a number leave its value as it is.
+    """Return True if the words before and after a number do not change its value.
 
-    `context` is the question with the reference answer. Where it has no word, a noun behind the number may be any that is not known to
-    change a value (`5 chairs`).
+    `context` is the question with the reference answer. If it contains no words, any noun after the
+    number is allowed unless it is known to change a value (`5 chairs`).
     """
     known = _with_plurals(_words(context)) - _CHANGING
 
@@ -74,7 +75,7 @@ def _changes_value(word: str) -> bool:
 
 
 def _is_part_of(word: str, context: str) -> bool:
-    """Return whether a word of a script without blanks stands in the question."""
+    """Return True if a word of a script without blanks occurs in the question."""
     return not word.isascii() and not _changes_value(word) and word in context.casefold()
 
 

@@ -1,7 +1,8 @@
-"""Numbers in answers: the one number of a text, a text that is a number and nothing else, and lists of such.
+"""Numbers in answers: the only number in a text, texts that are just a number, and lists.
 
-A number whose sign or exponent cannot be read is no number. Values are exact; texts are normalized first (data/answer_text.py), so that
-every minus sign, full-width digit and thin space is read alike.
+A number with an unreadable sign or exponent is no number. Values are exact. Texts are normalized
+first (data/answer_text.py), so all minus signs, full-width digits and thin spaces are treated
+alike.
 """
 
 import re
@@ -14,9 +15,9 @@ from megatron_rl.data.answer_text import normalize_text
 from megatron_rl.rewards.number_words import keeps_value
 
 MAX_NUMBER_CHARS = 30
-"""Characters of a number that is read out of a text."""
+"""Maximum length of a number that is read from a text."""
 ROUNDED_DIGITS = 6
-"""A decimal of at least so many digits equals a longer one that rounds to it."""
+"""Minimum number of digits of a decimal that equals a longer one rounding to it."""
 _DIGITS = r"((?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 _EXPONENT = r"[-+]?\d{1,2}"
 _TEN_TO_THE = rf"10\s*\^\s*(?:\{{\s*({_EXPONENT})\s*\}}|\(\s*({_EXPONENT})\s*\)|({_EXPONENT}))"
@@ -28,22 +29,26 @@ _LEADING_ZERO = re.compile(r"0\d")
 _SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative|neg\.?)|plus|positive)\Z", re.IGNORECASE)
 _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
 _UNREADABLE_BEFORE = re.compile(r"(?:[/*!_^]|\\(?!approx|sim)[A-Za-z]+|(?<![^\W_])[-+][^\W\d_]+)\Z")
-"""`-USD 5` is one, too."""
+"""Matches text before a number that makes its value unreadable, including `-USD 5`."""
 _NAME_BEFORE = re.compile(r"[^\W\d_\u3040-\u9fff\uac00-\ud7af]\(?\Z")
-"""The prefix of `A12` and `f(5)`; Chinese, Japanese and Korean have no blank before a number."""
+"""Matches the prefix of `A12` and `f(5)`; Chinese, Japanese and Korean have no blank before a
+number.
+"""
 _DOTS = re.compile(r"\s*\.\s*\.")
 _UNREADABLE_AFTER = re.compile(
     r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5+\xb1\u2030\u2031]|[eEkKMBi](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|pi\b|\u221e"
     r"|-\s*(?:[^\W\d_](?![^\W\d_])|\Z))|!|[\u0300-\u036f]"
 )
-"""Makes another value of a number: an operator, a factorial, the bar of a repeating decimal."""
+"""Matches text after a number that changes its value: an operator, a factorial, the bar of a
+repeating decimal.
+"""
 _OPENING = " $\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba([{\"'`\\"
 """Characters allowed between a sign and its number: currencies, brackets, quotation marks."""
 _READABLE_SYMBOLS = "+-=~\u2248\u223c\u2243\u2245\u2261\u2234\u2190\u2192\u21d2\u27f9\u27f6"
 _UNIT_POWER = re.compile(r"(?<=[^\W\d_])\^\{?-?\d+\}?", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d.])\s*(?:\\?[%\uff05]|percent|per cent|pct)[\s.$]*\Z", re.IGNORECASE)
 _CURRENCY = re.compile(r"\\\$|[\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba]|\A[^$]*\$[^$]*\Z")
-"""Two dollar signs enclose a formula."""
+"""Matches a currency sign; two dollar signs enclose a formula instead."""
 _MARKS = re.compile(
     r"\\?[%$\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba\xb0^{}]|\\circ(?![A-Za-z])|percent|per cent|pct|deg(?:rees?)?", re.IGNORECASE
 )
@@ -52,16 +57,20 @@ _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNO
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _GROUPS_OF_THREE = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d*)?", re.ASCII)
 _NUMBERS_IN_GROUPS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:,[1-9]\d{0,2}(?:,\d{3})+)+", re.ASCII)
-"""`12,345,67,890`: two numbers."""
+"""Matches two numbers with thousands separators: `12,345,67,890`."""
 _PART = re.compile(r"\s*;\s*|\s*,\s+(?:and\s+)?|\s+and\s+|\s+,\s*")
 _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
 
 
 def parse_number(text: str, context: str = "") -> Fraction | None:
-    """Return the one number of a text; None where there is another digit, where its sign or exponent cannot be read, and beside words
-    that may change its value (number_words.py; `context` is the question with the reference answer).
+    """Return the only number in a text, or None.
 
-    Example: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`, `+-5`, `5k`, `half of 5` are none.
+    The result is None if there is another digit, if the sign or exponent cannot be read, and next
+    to words that may change the value (number_words.py). `context` is the question with the
+    reference answer.
+
+    Examples: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`,
+    `+-5`, `5k`, `half of 5` are not.
     """
     text = normalize_text(text)
     found = _VALUE.search(text)
@@ -83,9 +92,10 @@ def parse_number(text: str, context: str = "") -> Fraction | None:
 
 
 def parse_exact_number(text: str) -> Fraction | None:
-    """Return the value of a text that is a number and nothing else: `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5`, `7.`.
+    """Return the value of a text that is just a number, or None.
 
-    A whole number with a leading zero is a code and no number (labels.py).
+    Examples: `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5`, `7.`. An integer with a leading zero is a
+    code and not a number (labels.py).
     """
     sign, literal = _signed_literal(text)
     if power := _POWER_OF_TEN.fullmatch(literal):
@@ -95,10 +105,11 @@ def parse_exact_number(text: str) -> Fraction | None:
 
 
 def same_number(truth: str, answer: str) -> bool | None:
-    """Return whether two texts are numbers of the same value; None where one is not a number and nothing else.
+    """Return True if two texts are numbers of equal value, None if one is not just a number.
 
-    A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593 and 3.14159265. A percentage
-    equals its number and its fraction: 22.5% and 22.5, 22.5% and 0.225. A percentage, an amount of money and an angle are different.
+    A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593
+    and 3.14159265. A percentage equals its number and its fraction: 22.5% and 22.5, 22.5% and
+    0.225. A percentage, an amount of money and an angle differ from each other.
     """
     if len({_unit_mark(truth), _unit_mark(answer)} - {None}) > 1:
         return False
@@ -111,7 +122,7 @@ def same_number(truth: str, answer: str) -> bool | None:
 
 
 def _unit_mark(text: str) -> re.Pattern[str] | None:
-    """Return which kind of mark stands beside a number, None for none and for other texts."""
+    """Return the pattern of the unit mark next to a number, or None."""
     if len(text) > 2 * MAX_NUMBER_CHARS or parse_exact_number(_MARKS.sub("", normalize_text(text))) is None:
         return None
     return next((mark for mark in (_PERCENT, _CURRENCY, _DEGREES) if mark.search(text)), None)
@@ -129,10 +140,11 @@ def _same_percentage(truth: str, answer: str) -> bool | None:
 
 
 def same_numbers(truth: str, answer: str) -> bool | None:
-    """Return whether two lists of numbers are the same; None where one is no list, or where their brackets mean different things.
+    """Return True if two lists of numbers are equal, None if undecided.
 
-    In braces the order and repetitions do not count; without brackets on both sides the order does not count; else both do. A set is
-    no pair and no interval.
+    The result is None if one text is not a list, or if the brackets differ in meaning. In braces,
+    order and repetitions are ignored; without brackets on both sides, order is ignored; otherwise
+    both count. A set differs from a pair and from an interval.
     """
     (kind, wanted), (other_kind, given) = _parse_list(truth), _parse_list(answer)
     if not wanted or not given or len(wanted) == len(given) == 1:
@@ -146,7 +158,7 @@ def same_numbers(truth: str, answer: str) -> bool | None:
 
 
 def _sign_at_end(before: str) -> int | None:
-    """Return the sign of a number behind this text, None where it has one that cannot be read."""
+    """Return the sign of a number after this text, or None if it cannot be read."""
     body, symbols = before.rstrip(_OPENING), _symbols_at_end(before)
     if not body:
         return 1
@@ -157,7 +169,7 @@ def _sign_at_end(before: str) -> int | None:
         is_apart, is_joined = len(words) < len(body) - 1, before[len(body) : len(body) + 1] != " "
         is_signed = words.rstrip(_OPENING)[-1:] in ("+", "-")
         if words and (is_signed or ((words[-1].isalnum() or words[-1] in ")]}%") and not (is_apart and is_joined))):
-            return None  # `--5`, `A-5` and `total - 5`; `is -5` and `x = - 5` are signs
+            return None  # `--5`, `A-5` and `total - 5`; in `is -5` and `x = - 5` it is a sign
         return -1 if body[-1] == "-" else 1
     if word := _SIGN_WORDS.search(body):
         return None if _PLUS_OR_MINUS.search(body) else -1 if word[1] else 1
@@ -174,12 +186,15 @@ def _symbols_at_end(text: str) -> str:
 
 
 def _num_open(text: str) -> int:
-    """Return how many more brackets a text opens than it closes."""
+    """Return the number of opening minus closing brackets in a text."""
     return sum((character in "([{") - (character in ")]}") for character in text)
 
 
 def _is_operator(character: str) -> bool:
-    """Return whether a symbol changes or hides the value beside it: `|`, `<`, a root, a dash or line that is no minus sign."""
+    """Return True if a symbol changes or hides the adjacent value.
+
+    Examples: `|`, `<`, a root, a dash or line that is not a minus sign.
+    """
     if character in _READABLE_SYMBOLS:
         return False
     return unicodedata.category(character) in ("Sm", "Pd") or "\u2500" <= character <= "\u257f" or character == "\u23af"
@@ -201,7 +216,7 @@ def _ten_to_the(exponents: tuple[str | None, ...]) -> Fraction:
 
 
 def _is_rounding(short: str, long: str) -> bool:
-    """Whether a decimal without an exponent is what another rounds to."""
+    """Return True if a decimal without exponent is the rounding of another number."""
     (sign, one), (other_sign, other) = _signed_literal(short), _signed_literal(long)
     digits = one.replace(",", "")
     if sign != other_sign or not re.fullmatch(r"\d*\.\d+", digits) or len(digits.replace(".", "").lstrip("0")) < ROUNDED_DIGITS:
@@ -213,7 +228,7 @@ def _is_rounding(short: str, long: str) -> bool:
 
 
 def _parse_list(text: str) -> tuple[str, list[Fraction]]:
-    """The kind of brackets and the values of a list; no values where it is none."""
+    """Return the kind of brackets and the values of a list; no values if the text is not a list."""
     inside, kind = normalize_text(text).strip("$. "), ""
     for (start, end), name in _BRACKETS.items():
         if inside.startswith(start) and inside.endswith(end):
@@ -226,7 +241,10 @@ def _parse_list(text: str) -> tuple[str, list[Fraction]]:
 
 
 def _elements(inside: str) -> list[str]:
-    """Part a list where a semicolon, `and` or a comma with a blank behind stands; a comma without one where its part is no `1,000`."""
+    """Split a list at semicolons, `and` and commas.
+
+    A comma without a blank after it does not split `1,000`.
+    """
     parts = _PART.split(inside)
     if len(parts) == 1 and _NUMBERS_IN_GROUPS.fullmatch(inside):
         return [found[0] for found in _GROUPS_OF_THREE.finditer(inside)]

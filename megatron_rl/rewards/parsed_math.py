@@ -1,7 +1,9 @@
-r"""Checks of parsed expressions that math-verify would evaluate away. Imported by the algebra's helper process only: SymPy loads slowly.
+r"""Checks of parsed expressions for differences that math-verify's evaluation removes.
 
-math-verify solves equations and evaluates both sides: `f(2)=4` has no unknown, `x^2=-1` has no real solution and \frac{dy}{dx} is 0, so
-each of them would equal any other of its kind. A limit, a sum or an integral would equal its value, which is what a question asks for.
+Only the helper process of algebra.py imports this module, because SymPy loads slowly. Math-verify
+solves equations and evaluates both sides: `f(2)=4` has no unknown, `x^2=-1` has no real solution
+and \frac{dy}{dx} is 0, so each would equal any other of its kind. A limit, a sum or an integral
+would equal its value, which usually is the answer to be computed.
 """
 
 from collections.abc import Sequence
@@ -43,44 +45,58 @@ _UNEVALUATED = (AppliedUndef, Derivative, Integral, Limit, Product, Sum)
 
 
 def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
-    """Return both sides with one symbol for each unevaluated part, the same for the same part, and whether there was such a part."""
+    """Replace each unevaluated part of both sides by a symbol, equal parts by the same symbol.
+
+    The second result is True if there was such a part.
+    """
     parts = sorted(set().union(*(_unevaluated_parts(side) for side in sides)), key=str)
     symbols = {part: Symbol(f"#{place}", real=True) for place, part in enumerate(parts)}
     return [side.xreplace(symbols) for side in sides], bool(parts)
 
 
 def is_undefined(side: Expr) -> bool:
-    """Return whether a side is no value: it divides by zero, it is an interval without points, or a statement that SymPy has found
-    true or false."""
+    """Return True if a side has no value.
+
+    It divides by zero, is an empty interval, or is a statement that SymPy evaluated to true or
+    false.
+    """
     return isinstance(side, BooleanAtom | EmptySet) or side.has(nan, zoo)
 
 
 def is_always_or_never_true(side: Expr) -> bool:
-    """Return whether an equation or inequality of a side holds for every real value of its unknowns, or for none."""
+    """Return True if an equation or inequality of a side holds for all real values, or for none."""
     relations = side.atoms(Relational)
     return any(map(_is_trivial, [each for each in relations if each.free_symbols] or relations))
 
 
 def with_exact_exponents(side: Expr) -> Expr:
-    """Return a side with fractions for the decimals in its exponents: SymPy would not find x^{1.5} equal to x\\sqrt{x}."""
+    r"""Return a side with fractions instead of decimals in exponents.
+
+    Otherwise SymPy would not find x^{1.5} equal to x\sqrt{x}.
+    """
     powers = [power for power in side.atoms(Pow, exp) if power.exp.has(Float)]
     return side.xreplace({power: Pow(power.base, nsimplify(power.exp, rational=True)) for power in powers})
 
 
 def are_numbers(*sides: Expr) -> bool:
+    """Return True if all sides are finite numbers."""
     return all(isinstance(side, Expr) and side.is_number and side.is_finite for side in sides)
 
 
 def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
-    """Return whether two numbers differ by more than a margin, without one by more than SHARE of the larger."""
+    """Return True if two numbers differ by more than `margin`.
+
+    Without a margin, the limit is RELATIVE_TOLERANCE times the larger one.
+    """
     size = Abs(one - other).evalf()
     return bool(size > (RELATIVE_TOLERANCE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + RELATIVE_TOLERANCE)))
 
 
 def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
-    """Return whether two numbers, or two in the same place of lists, sets, intervals and named values, differ by more than SHARE.
+    """Return True if corresponding numbers differ by more than RELATIVE_TOLERANCE.
 
-    math-verify rounds to six places, where 1e-7 equals 2e-7.
+    The sides are numbers, lists, sets, intervals or named values. Math-verify rounds to six decimal
+    places, so 1e-7 would equal 2e-7.
     """
     values, others = _values(truth), _values(answer)
     if values is None or others is None or len(values) != len(others):
@@ -89,14 +105,20 @@ def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
 
 
 def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
-    """Return whether one of two formulas that are not written alike holds a number that is 0 at six places."""
+    """Return True if one of two differently written formulas contains a number that rounds to 0.
+
+    Math-verify rounds to six decimal places.
+    """
     if _values(truth) is not None and _values(answer) is not None:
         return False
     return any(map(_holds_tiny, (truth, answer))) and truth.doit() != answer.doit()
 
 
 def are_interval_and_list(truth: Expr, answer: Expr) -> bool:
-    """Return whether one side is an interval and the other the values at its ends: `2<x<5` beside `2, 5`, `(-3,3)` beside `x=\\pm3`."""
+    r"""Return True if one side is an interval and the other the list of its end points.
+
+    Examples: `2<x<5` and `2, 5`, `(-3,3)` and `x=\pm3`.
+    """
     return {_form(truth), _form(answer)} in ({"range", "values"}, {"range", "list"}, {"interval", "values"})
 
 
@@ -109,7 +131,10 @@ def _form(side: Expr) -> str:
 
 
 def _values(side: Expr) -> list[Expr] | None:
-    """Return the numbers of a number, a named value, a list, a set or an interval, None for a formula; without the infinite ones."""
+    """Return the finite numbers in a side, or None for a formula.
+
+    A side may be a number, named value, list, set or interval.
+    """
     if isinstance(side, Interval):
         return _values_of(side.args[:2])
     if isinstance(side, FiniteSet | Union | And):
@@ -149,5 +174,5 @@ def _is_trivial(relation: Relational) -> bool:
         return False
     try:
         return solve(relation, relation.free_symbols) in ([], true, false)
-    except (NotImplementedError, ValueError):  # unsolvable, or an inequality of several unknowns: math-verify has not solved it either
+    except (NotImplementedError, ValueError):  # math-verify cannot solve it either, e.g. an inequality of several unknowns
         return False

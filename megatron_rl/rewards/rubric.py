@@ -1,8 +1,11 @@
-"""A rubric: named async reward functions with weights. What it returns can be read part by part.
+"""Rubric: named async reward functions with weights, and scores that can be inspected term by term.
 
 Rubric(
-    parts={"accuracy": Part(accuracy), "code": Part(executed_code_turns, weight=0.1, needs="accuracy")},
-    turn_parts={"evidence": TurnRewardTerm(judged_crops, weight=0.5)},
+    terms={
+        "accuracy": RewardTerm(accuracy),
+        "code": RewardTerm(count_executed_code, weight=0.1, requires="accuracy"),
+    },
+    turn_terms={"evidence": TurnRewardTerm(judged_crops, weight=0.5)},
     vetoes={"too long": answer_is_too_long},
 )
 """
@@ -17,75 +20,99 @@ from megatron_rl.types import Image, Rollout, StopReason, Turn
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RewardInput:
-    """What is scored: the example's payload, the policy's turns with what came of them, and how the episode ended."""
+    """Input of a reward function: the example's payload and the finished episode."""
 
     payload: Mapping[str, object]
     rollout: Rollout
-    """The episode, which has no reward yet."""
+    """Rollout to score; its reward is not set yet."""
     prompt_images: list[Image] = field(default_factory=list)
-    """Those of the first prompt."""
+    """Images of the first prompt."""
 
     @property
     def turns(self) -> list[Turn]:
+        """Turns of the policy, with their tool calls and observed images."""
         return self.rollout.turns
 
     @property
     def stop_reason(self) -> StopReason:
+        """Reason why the episode ended."""
         return self.rollout.stop_reason
 
     @property
     def replies(self) -> list[str]:
+        """Text of the policy in each turn."""
         return [turn.text for turn in self.turns]
 
 
 RewardFn = Callable[[RewardInput], Awaitable[float | None]]
-"""None where it has no opinion: the part then counts nothing, and is not among the rewards."""
+"""Returns a reward, or None to abstain: the term is then omitted from the sum and from the reward
+terms.
+"""
 TurnRewardFn = Callable[[RewardInput], Awaitable[list[float | None]]]
-"""One value a turn; None for a turn that is no step in the sense of this reward."""
+"""Returns one value per turn; None for a turn that this reward does not count as a step."""
 VetoFn = Callable[[RewardInput], bool]
 CORRECT_THRESHOLD = 0.5
-"""A part that others need counts as met from here on."""
+"""Minimum value at which a term counts as met, for terms that require it and for `solved_term`."""
 
 
 @dataclass(slots=True, frozen=True)
 class RewardTerm:
+    """A reward function for the whole episode, with its weight."""
+
     reward_fn: RewardFn
     weight: float = 1.0
     requires: str = ""
-    """The part that must be at least CORRECT for this one to count: a bonus. Otherwise it is 0 and its function is not called."""
+    """Name of the term that must reach CORRECT_THRESHOLD for this one to count. Otherwise this one
+    is 0, and its function is not called.
+    """
 
 
 @dataclass(slots=True, frozen=True)
 class TurnRewardTerm:
+    """A reward function with one value per turn, with its weight."""
+
     reward_fn: TurnRewardFn
     weight: float = 1.0
     averages_turns: bool = True
-    """The episode gets the mean over the turns that are steps (0 without any), or else their sum."""
+    """Reward the episode with the mean over the turns that are steps (0 without any); False uses
+    their sum.
+    """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RubricScore:
+    """Score of an episode, in total, by term and by turn."""
+
     reward: float
-    """Sum of all weighted parts, turn parts included."""
+    """Weighted sum of all terms, including turn terms."""
     outcome_reward: float
-    """The same without the turn parts."""
+    """Weighted sum of the terms without turn terms."""
     reward_terms: dict[str, float]
-    """By part that had an opinion, unweighted; a veto that holds is there with 1."""
+    """Unweighted value of each term that did not abstain; vetoes are included, with 1 if they hold.
+    """
     step_scores: list[float | None]
-    """What each turn is worth as a step of the turn parts, weighted; None where it is no step of any."""
+    """Weighted sum of the turn terms for each turn; None for a turn that is a step of none."""
     reward_deltas: list[float]
-    """What each turn changed in `reward`: they and `outcome` sum to it. For a part that is a mean: how far it moved the mean so far."""
+    """Change of `reward` by each turn; these and `outcome_reward` sum to `reward`. For a term that
+    averages turns, this is the change of the running mean.
+    """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Rubric:
-    """A veto that holds takes every positive part away and spares the penalties; its reward functions are then called all the same."""
+    """Terms, turn terms and vetoes of a task's reward.
+
+    A veto removes all positive values and keeps the penalties. The reward functions are called
+    nevertheless.
+    """
 
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)
     turn_terms: Mapping[str, TurnRewardTerm] = field(default_factory=dict)
     vetoes: Mapping[str, VetoFn] = field(default_factory=dict)
     solved_term: str = ""
-    """The part that says whether an episode is solved: at least CORRECT. Empty: every reward above 0 does."""
+    """Name of the term that must reach CORRECT_THRESHOLD for the episode to be solved; if empty,
+    any positive reward counts.
+    """
 
     def __post_init__(self) -> None:
         names = [*self.terms, *self.turn_terms, *(f"veto {name}" for name in self.vetoes)]
@@ -96,7 +123,15 @@ class Rubric:
                 raise ValueError(f"rubric: {name} needs {part.requires!r}, which is no part, or itself needs one")
 
     async def score(self, reward_input: RewardInput) -> RubricScore:
-        """An exception of a part is the caller's: it fails the rollout, it is never a 0. PermanentInfraError: no part has an opinion."""
+        """Compute the score of an episode.
+
+        Exceptions of reward functions propagate: the caller marks the rollout as failed, and they
+        never become a reward of 0.
+
+        Raises:
+            PermanentInfraError: All terms abstain.
+            ValueError: A turn term returned a wrong number of values.
+        """
         free = [name for name, part in self.terms.items() if not part.requires]
         values, turn_values = await asyncio.gather(
             asyncio.gather(*(self.terms[name].reward_fn(reward_input) for name in free)),
@@ -134,12 +169,15 @@ class Rubric:
         )
 
     def is_solved(self, rollout: Rollout) -> bool:
-        """Whether a rollout that it scored is solved."""
+        """Return True if a rollout scored by this rubric is solved."""
         return rollout.reward_terms.get(self.solved_term, 0.0) >= CORRECT_THRESHOLD if self.solved_term else rollout.reward > 0
 
 
 def cumulative(steps: Sequence[float | None], *, mean: bool) -> list[float]:
-    """The sum of the steps up to each turn, or their mean; None is no step. Example: [1, None, 0], mean -> [1, 1, 0.5]."""
+    """Return the running sum or mean of the steps up to each turn; None is no step.
+
+    Example: [1, None, 0] with mean=True -> [1, 1, 0.5].
+    """
     values, total, count = [], 0.0, 0
     for step in steps:
         if step is not None:
@@ -149,6 +187,8 @@ def cumulative(steps: Sequence[float | None], *, mean: bool) -> list[float]:
 
 
 async def environment_rewards(reward_input: RewardInput) -> list[float | None]:
-    """Return the reward that the environment gave each turn. With TurnRewardTerm(mean=False) the episode's reward is its undiscounted
-    return."""
+    """Return the environment's reward of each turn.
+
+    With TurnRewardTerm(averages_turns=False), the episode's reward is the undiscounted return.
+    """
     return [turn.reward for turn in reward_input.turns]

@@ -1,14 +1,16 @@
-"""The rubrics of tasks with questions (task.reward), with the constants of the systems they come from.
+"""Rubrics of tasks with questions (task.reward), with the constants of the published systems.
 
     accuracy   acc
-    pyvision   acc + 0.1 for every executed code turn, where the answer is right
-    deepeyes   0.8 acc + 0.2 format (0, -1) + 1.2 where a call brought an image and the answer is right;
-               1.2 acc + 0.4 format for its mathematics
-    codev      1.0 acc + 0.3 format + 0.5 process, one judgement of the whole episode by kind of question: as CodeV was released
-    tapo       1.0 acc + 0.5 mean step reward, a judgement of each call (1, 0.25, 0; -1 for red lines): as CodeV's paper has it
+    pyvision   acc + 0.1 for every executed code turn, if the answer is right
+    deepeyes   0.8 acc + 0.2 format (0, -1) + 1.2 if a call returned an image and the answer is
+               right; 1.2 acc + 0.4 format for its mathematics
+    codev      1.0 acc + 0.3 format + 0.5 process, one verdict on the whole episode by kind of
+               question: CodeV's release
+    tapo       1.0 acc + 0.5 mean step reward, a verdict on each call (1, 0.25, 0; -1 for
+               violations): CodeV's paper
 
-The part `accuracy` is in all of them; an episode is solved where it is at least rubric.CORRECT. A void answer (answer.vetoes) leaves
-nothing but penalties.
+All of them contain the term `accuracy`; an episode is solved if it reaches
+rubric.CORRECT_THRESHOLD. For a void answer (answer.make_answer_vetoes), only penalties remain.
 """
 
 import asyncio
@@ -32,9 +34,13 @@ from megatron_rl.rewards.tool_use import (
 
 SEARCH_SOURCES = ("vstar", "chart", "high_res", "visual_search")
 COUNTING_SOURCES = ("iconqa",)
-"""CodeV's kinds of questions, by how a data source begins; all others are calculation."""
+"""Prefixes of the data sources of CodeV's counting questions; SEARCH_SOURCES are those of search,
+and all others are calculation.
+"""
 MAX_RESPONSE_CHARS = 6000
-"""Characters of an episode's replies, from their end, that the process judge reads."""
+"""Maximum number of characters of an episode's replies that the process judge reads, taken from
+their end.
+"""
 MAX_PROCESS_IMAGES = 3
 
 
@@ -42,8 +48,13 @@ REWARD_NAMES = ("accuracy", "pyvision", "deepeyes", "codev", "tapo")
 
 
 def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> Rubric:
-    """`tool_format` tells how answers are written: PyVision's are boxed. Raises ValueError where a reward needs a judge and there is
-    none."""
+    """Return the rubric of a reward name.
+
+    `tool_format` determines the answer format: boxed for pyvision, tagged otherwise.
+
+    Raises:
+        ValueError: The name is unknown, or the reward needs a judge and there is none.
+    """
     require_choice("task.reward", reward_name, REWARD_NAMES)
     needs = f"task.reward={reward_name} is given by a judge; name the servers of one (or recorded verdicts, task.judge.cache)"
     require(judge is not None or reward_name not in ("codev", "tapo"), "task.judge.urls", [], needs)
@@ -63,7 +74,10 @@ def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> 
 
 
 def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
-    """0.8 acc + 0.2 format + 1.2 tool; for mathematics 0.4 acc + 0.2 format more, and no tool."""
+    """Return DeepEyes' terms: 0.8 acc + 0.2 format + 1.2 tool.
+
+    For mathematics, 0.4 acc + 0.2 format are added, and the tool term is 0.
+    """
 
     def for_maths(reward: RewardFn, *, wanted: bool = True) -> RewardFn:
         async def routed(outcome: RewardInput) -> float:
@@ -82,15 +96,20 @@ def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
 
 @dataclass(slots=True, frozen=True)
 class ToolUseJudgeReward:
-    """CodeV's process reward in [0, 1]: the judge sees question, first image, replies (reasoning and code) and up to three images made."""
+    """CodeV's process reward in [0, 1], a verdict on the whole episode.
+
+    The judge receives the question, the first image, the replies (reasoning and code) and up to
+    three generated images.
+    """
 
     judge: Judge
 
     async def __call__(self, reward_input: RewardInput) -> float:
+        """Return the verdict; 0 for search and counting questions without executed code."""
         source = get_data_source(reward_input)
         kind = "search" if source.startswith(SEARCH_SOURCES) else "counting" if source.startswith(COUNTING_SOURCES) else "calculation"
         if kind != "calculation" and not await count_executed_code(reward_input):
-            return 0.0  # a red flag of these two that needs no judge
+            return 0.0  # for these two kinds, no executed code is a violation that needs no judge
         made = [image.pil for turn in reward_input.turns for image in turn.images][:MAX_PROCESS_IMAGES]
         fields = {"question": str(reward_input.payload["question"]), "response": "\n".join(reward_input.replies)[-MAX_RESPONSE_CHARS:]}
         shown = [*(image.pil for image in reward_input.prompt_images[:1]), *made]
@@ -99,11 +118,16 @@ class ToolUseJudgeReward:
 
 @dataclass(slots=True, frozen=True)
 class TapoStepReward:
-    """TAPO's step reward: -1 for a red line, 0 for a call without an image, else a judge's who knows neither the words nor the code."""
+    """TAPO's step reward for each tool call.
+
+    It is -1 for a violation and 0 for a call without an image. Otherwise it is the verdict of a
+    judge that sees neither the replies nor the code.
+    """
 
     judge: Judge
 
     async def __call__(self, reward_input: RewardInput) -> list[float | None]:
+        """Return the reward of each turn, None for turns without a tool call."""
         crossed = step_violations(reward_input)
         return await asyncio.gather(*(self._score_turn(reward_input, number, is_violation=cross) for number, cross in enumerate(crossed)))
 

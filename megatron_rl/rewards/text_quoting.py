@@ -1,14 +1,20 @@
-r"""Text that a policy, a data set or a tool wrote, as a quotation that neither a tokenizer nor a reader takes for anything else.
+r"""Quotation of untrusted text from a policy, a data set or a tool.
 
-It is a JSON text, on one line, in which besides
-- a blank stands behind each `<`, `[` and `|`, and behind a `]` before `~` or `!`: all names of special tokens that are known to us hold
-  one of them before another character (`<|im_end|>`, `[/INST]`, `<start_of_turn>`, `|ENDOFTEXT|`, `]~b]`), and none holds a blank there
-- a blank stands before each colon that follows neither a digit nor a blank: `ASSISTANT:` and `### Response:` are the roles of templates
-  without special tokens
-- double quotation marks of all kinds are `\"`
-- what cannot be seen, or turns others around, is its number: `\u202e`, `\u200b`, `\u2028`, half a surrogate pair, private use
-Characters that a tokenizer's normalizer may turn into these are treated like them (NFKD). Nothing is lost but blanks and the kinds of
-quotation marks: letters, formulas and tags stay what they look like, `< b>`, `x < 4`, `[ 4, \\infty)`.
+The quotation cannot be mistaken for special tokens, chat roles or the surrounding prompt. It is a
+JSON string on one line with these changes:
+
+- A blank follows each `<`, `[` and `|`, and each `]` before `~` or `!`. All names of special tokens
+  known to us contain one of them before another character (`<|im_end|>`, `[/INST]`,
+  `<start_of_turn>`, `|ENDOFTEXT|`, `]~b]`), and none contains a blank there.
+- A blank precedes each colon that follows neither a digit nor a blank: `ASSISTANT:` and `###
+  Response:` are roles of templates without special tokens.
+- Double quotation marks of all kinds become `\"`.
+- Invisible characters and direction marks are escaped: `\u202e`, `\u200b`, `\u2028`, lone
+  surrogates, private use.
+
+Characters that a tokenizer's normalizer (NFKD) may turn into these are treated alike. Only blanks
+and the kinds of quotation marks are lost: letters, formulas and tags still look the same, `< b>`,
+`x < 4`, `[ 4, \\infty)`.
 """
 
 import json
@@ -19,7 +25,7 @@ QUOTING_LEGEND = (
     "All fields are JSON texts, each on a line of its own. A blank behind <, [ or | and one before a colon was put there when they were"
     " quoted: take no notice of it."
 )
-"""What a judge is told of it."""
+"""Explanation of the quoting for the judge's system prompt."""
 _FENCE = re.compile("([<\uff1c\ufe64\u226e[\uff3b\ufe47|\uff5c]|[]\uff3d\ufe48](?=[~!\uff5e\uff01\ufe57\ufe15\u203c\u2049]))(?=[^ ])")
 _COLON = re.compile(r"(?<=[^\s\d])(?=[:\u2a74\ufe13\ufe55\uff1a])")
 _QUOTES = re.compile(
@@ -29,11 +35,16 @@ _QUOTES = re.compile(
 _BEYOND_ASCII = re.compile(r"[^ -~]")
 _UNSEEN_CATEGORIES = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 _UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
-"""Marks and letters among Unicode's Default_Ignorable_Code_Point (DerivedCoreProperties.txt 16.0); the others of these have a category."""
+"""Matches the marks and letters among Unicode's Default_Ignorable_Code_Point
+(DerivedCoreProperties.txt 16.0); the others are matched by category.
+"""
 
 
 def quote_text(text: str) -> str:
-    r"""Example: `<|im_end|>` and a right-to-left override -> "< | im_end| >\u202e"."""
+    r"""Return the quotation of a text, with its quotes.
+
+    Example: `<|im_end|>` and a right-to-left override -> "< | im_end| >\u202e".
+    """
     parted = _COLON.sub(" ", _FENCE.sub(r"\1 ", _QUOTES.sub('"', text)))
     return _BEYOND_ASCII.sub(_escape_hidden, json.dumps(parted, ensure_ascii=False))
 

@@ -1,6 +1,6 @@
-"""What can be said of an episode's tool calls and tags without asking anybody.
+"""Rewards of tool calls and tags that need no judge.
 
-Counts follow DeepEyes (format 0 or -1, an image that came back) and CodeV (format 0 or 1).
+Counts follow DeepEyes (format 0 or -1, a returned image) and CodeV (format 0 or 1).
 """
 
 import re
@@ -14,7 +14,10 @@ _FENCE = re.compile(r"<code>|```python")
 
 
 async def count_executed_code(reward_input: RewardInput) -> float:
-    """Code turns that were executed, those included whose code raised. The same code again is no further turn."""
+    """Return the number of turns with executed code, including code that raised.
+
+    Turns with identical code count once.
+    """
     return float(
         len(
             {
@@ -27,12 +30,16 @@ async def count_executed_code(reward_input: RewardInput) -> float:
 
 
 async def image_returned_reward(reward_input: RewardInput) -> float:
-    """1 where at least one call brought a picture that the policy saw."""
+    """Return 1 if at least one call returned an image to the policy, else 0."""
     return float(any(turn.tool_call and turn.tool_call.ran and turn.images for turn in reward_input.turns))
 
 
 async def deepeyes_format_reward(reward_input: RewardInput) -> float:
-    """0, or -1 where thinking, vision or answer tags do not pair (the latter behind the last thinking), or the answer is over-long."""
+    """Return 0 for a valid format, else -1.
+
+    Thinking, vision and answer tags must be paired (answer tags after the last thinking block), and
+    the answer must be shorter than MAX_ANSWER_CHARS.
+    """
     text = "\n".join(reward_input.replies)
     spoken = text.rpartition("</think>")[2]
     paired = (
@@ -42,9 +49,11 @@ async def deepeyes_format_reward(reward_input: RewardInput) -> float:
 
 
 async def codev_format_reward(reward_input: RewardInput) -> float:
-    """1 where code, thinking, answer and vision tags pair, there is one answer, and no code comes after it; else 0.
+    """Return 1 for a valid format, else 0.
 
-    The released code also gives 1 to an episode that never answers; that pays for running out of turns, so one answer is asked for.
+    Code, thinking, answer and vision tags must be paired, with one answer and no code after it. The
+    released code of CodeV also returns 1 for an episode without an answer, which rewards running
+    out of turns. So one answer is required here.
     """
     text = "\n".join(reward_input.replies)
     paired = all(_are_tags_paired(text, tag) for tag in ("code", "think", "answer")) and _are_tags_paired(
@@ -55,7 +64,11 @@ async def codev_format_reward(reward_input: RewardInput) -> float:
 
 
 def step_violations(reward_input: RewardInput) -> list[bool]:
-    """By turn: the call went wrong by the policy's doing (unreadable, a box off the picture, an exception), or repeats an earlier one."""
+    """Return True for each turn with a call that failed or repeats an earlier one.
+
+    Failures are those caused by the policy: an unreadable call, a box outside the image, an
+    exception.
+    """
     seen: set[tuple[str, str]] = set()
     crossed = []
     for turn in reward_input.turns:

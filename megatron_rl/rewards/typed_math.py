@@ -1,6 +1,8 @@
-"""Mathematics as people type it -> LaTeX that math-verify reads: `sqrt(2)/2`, `x**2`, `2*pi`, `1e-5`, `90 degrees`, `<=`, `1 1/2`.
+"""Conversion of plainly typed mathematics to LaTeX that math-verify reads.
 
-math-verify 0.9.0 reads LaTeX alone; typed names would be products of their letters, and some characters are dropped or refused.
+Examples are `sqrt(2)/2`, `x**2`, `2*pi`, `1e-5`, `90 degrees`, `<=`, `1 1/2`. Math-verify 0.9.0
+reads only LaTeX: typed names would be products of their letters, and some characters are dropped or
+rejected.
 """
 
 import re
@@ -32,18 +34,23 @@ _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d+)(?:\s+|\s+and\s+)(\d+)/(\d+)(?![\w
 _DECIMAL = r"(?:\d+(?:\.\d+)?|\.\d+)"
 _EXPONENT = re.compile(rf"\^\s*(?:\(([^()]*)\)|([-+]?\s*{_DECIMAL}))")
 _EXPONENT_OF_E = re.compile(r"(?<=e)\^\s*([-+]\s*\d+(?:\.\d+)?[a-z]|\d*\.\d+[a-z])(?![A-Za-z])", re.ASCII)
-"""`e^-0.02t` is typed for `e^{-0.02t}`; LaTeX would raise the minus sign alone."""
+"""Matches an exponent such as `e^-0.02t`, which is typed for `e^{-0.02t}`; LaTeX would raise only
+the minus sign.
+"""
 _REPEATING = re.compile(
     r"(?<![\w.,])(\d*)\.(\d*)(?:\\(?:overline|bar)\s*\{(\d+)\}|\\dot\s*\{(\d)\}(?:(\d*)\\dot\s*\{(\d)\})?|(?<=\.)\((\d+)\))", re.ASCII
 )
-"""`0.1\\overline{6}`, `0.\\dot{3}`, `0.(3)`; `0.1(6)` may be a product."""
+r"""Matches repeating decimals: `0.1\overline{6}`, `0.\dot{3}`, `0.(3)`; `0.1(6)` may be a product.
+"""
 _RELATIONS = (("<=", "\\le "), (">=", "\\ge "), ("!=", "\\ne "), ("==", "="), ("**", "^"))
 _FRACTION_OF_DIGITS = re.compile(r"(\\[dtc]?frac)\s*(\d)\s*(\d)", re.ASCII)
 _INDEX = re.compile(r"(?<=[A-Za-z])\s*_(\d+|\w)")
 _PRODUCT_OF_GROUPS = re.compile(
     r"(?<=[)\d])\s*(?=\()|(?<=\))\s*(?=\d)|(?<=\d)\s*(?=\\(?:[dt]?binom|max|min|gcd|lcm|sum|prod|int|lim|lceil)(?![A-Za-z]))"
 )
-"""math-verify adds a number and the group behind it: `3(4)` would be 7."""
+"""Matches the position between adjacent factors; math-verify adds a number and the group after it:
+`3(4)` would be 7.
+"""
 _GROUP = re.compile(r"\\[dtc]?(?:frac|binom)(?![A-Za-z])")
 _FACTOR_BEHIND = re.compile(r"\s*(?:[\d(\[{]|\\\{|\\[dtc]?(?:frac|binom)(?![A-Za-z]))")
 _FACTOR_BEFORE = re.compile(r"[\d)]\s*\Z")
@@ -52,9 +59,10 @@ _FRACTION = re.compile(r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", re.A
 
 
 def to_latex(text: str) -> str:
-    r"""Return a short expression as LaTeX; what is LaTeX already stays, and words stay words.
+    r"""Return a short expression as LaTeX; LaTeX and words are unchanged.
 
-    Example: `2*sqrt(3)/3` -> `2\cdot \sqrt{3}/3`; `x**-2` -> `x^{-2}`; `1 1/2` -> `1\frac{1}{2}`; `50 %` -> `50\%`.
+    Examples: `2*sqrt(3)/3` -> `2\cdot \sqrt{3}/3`; `x**-2` -> `x^{-2}`; `1 1/2` -> `1\frac{1}{2}`;
+    `50 %` -> `50\%`.
     """
     text = normalize_text(text).removesuffix(".")
     for typed, command in _RELATIONS:
@@ -84,7 +92,10 @@ def _write_repeating(found: re.Match[str]) -> str:
 
 
 def _write_products(text: str) -> str:
-    """Write a product of fractions, binomials and what stands beside them with its sign, but for mixed numbers and derivatives."""
+    """Insert product signs between fractions, binomials and adjacent factors.
+
+    Mixed numbers and derivatives are left unchanged.
+    """
     signs: set[int] = set()
     for found in _GROUP.finditer(text):
         end = _end_of_arguments(text, found.end())
@@ -98,13 +109,16 @@ def _write_products(text: str) -> str:
 
 
 def _is_mixed(text: str, at: int) -> bool:
-    """Return whether the fraction at a place is below 1 and behind a whole number, as in `3\\frac{1}{2}`."""
+    r"""Return True if the fraction at `at` is below 1 and follows an integer: `3\frac{1}{2}`."""
     fraction = _FRACTION.match(text, at)
     return bool(fraction and _MIXED_GROUP.search(text[:at]) and 0 < int(fraction[1]) < int(fraction[2]))
 
 
 def _end_of_arguments(text: str, at: int) -> int | None:
-    """Return where the second argument behind a place ends, None where there are no two: each is in braces or one character."""
+    """Return the end of the second argument after `at`, or None without two arguments.
+
+    An argument is in braces or a single character.
+    """
     for _ in range(2):
         at += len(text[at:]) - len(text[at:].lstrip())
         inside = text_before_closing_brace(text[at + 1 :]) if text[at : at + 1] == "{" else ""
@@ -115,7 +129,7 @@ def _end_of_arguments(text: str, at: int) -> int | None:
 
 
 def _write_roots(text: str) -> str:
-    """Write `sqrt(...)` and `sqrt2` with braces; a root whose bracket is not closed stays as it is."""
+    """Write `sqrt(...)` and `sqrt2` with braces; unclosed brackets are left unchanged."""
     pieces, at = [], 0
     for found in _ROOT.finditer(text):
         bare = _RADICAND.match(text, found.end())

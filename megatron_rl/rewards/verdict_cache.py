@@ -1,6 +1,7 @@
-"""Verdicts that were given before: a SQLite file that the processes of one machine may share, or memory where there is no file.
+"""Cache of verdicts, in a SQLite file or in memory.
 
-A file made by one run answers another in which no judge is running (Judge without urls): a recorded judge.
+The processes of one machine may share a file. The file of one run can replace the judge of another:
+a Judge without urls reads recorded verdicts.
 """
 
 import sqlite3
@@ -17,10 +18,16 @@ T = TypeVar("T")
 
 
 class VerdictCache:
-    """Only verdicts are kept; failures never are. The file must not lie on a network file system (SQLite's write-ahead log)."""
+    """Key-value store of verdicts; failures are never stored.
+
+    The file must not be on a network file system, because SQLite uses a write-ahead log.
+    """
 
     def __init__(self, path: str, *, read_only: bool, config_key: str = "task.judge.cache") -> None:
-        """Raises ValueError, under the setting `config_key`, where the file cannot be opened as what it should be."""
+        """Open the file.
+
+        Raises ValueError, naming `config_key`, if it cannot be opened as a verdict file.
+        """
         self.path, self._key = path, config_key
         try:
             if path and read_only:
@@ -35,10 +42,12 @@ class VerdictCache:
             raise ValueError(f"{config_key}={path}: {error}; name a file of verdicts, or one in a folder that exists") from error
 
     def find(self, key: str) -> float | None:
+        """Return the verdict stored under a key, or None."""
         row = self._run_query(lambda: self._file.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone())
         return None if row is None else row[0]
 
     def store(self, key: str, *, model: str, prompt: str, fields: str, verdict: float) -> None:
+        """Store a verdict, unless the key already has one."""
         row = (key, model, prompt, fields, verdict)
         self._run_query(lambda: self._file.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?, ?, ?)", row))
 
@@ -47,17 +56,22 @@ class VerdictCache:
             return rows.fetchone()[0]
 
     def close(self) -> None:
+        """Close the database."""
         self._file.close()
 
     def _run_query(self, act: Callable[[], T]) -> T:
         try:
             return act()
-        except sqlite3.Error as error:  # a full disk, a lock that nobody gives back
+        except sqlite3.Error as error:  # e.g. a full disk or a lock that is never released
             raise InfraError(f"{self._key}={self.path}: {error}") from error
 
 
 def _enable_wal(file: sqlite3.Connection) -> None:
-    """SQLite waits for no other process that begins one: it says at once that the file is locked (sqlite.org/wal.html, 8)."""
+    """Switch to the write-ahead log, retrying for up to _BUSY_S.
+
+    SQLite does not wait if another process does the same, but fails at once with SQLITE_BUSY
+    (sqlite.org/wal.html, section 8).
+    """
     deadline = time.monotonic() + _BUSY_S
     while True:
         try:

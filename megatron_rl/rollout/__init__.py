@@ -1,0 +1,1 @@
+"""Generates rollouts: episodes, rendering, rollout engines and the scheduling of prompts."""

@@ -1,10 +1,12 @@
-"""The engine in this process: vLLM behind `await generate(...)` for episodes that are coroutines, on one rank or several.
+"""Rollout engine in this process: vLLM behind `await generate(...)`, on one rank or several.
 
-`run(main)` drives an asyncio loop. Episodes await `generate`; a pump adds what they asked for, steps vLLM once for all of them (continuous
-batching), wakes those whose turn has ended, and gives way to the loop, so that a slow tool delays only its own episode.
+`run(main)` drives an asyncio loop. Episodes await `generate`. A pump task adds their requests,
+steps vLLM once for all of them (continuous batching), wakes the episodes with finished turns, and
+yields to the loop, so that a slow tool delays only its own episode.
 
-An engine that spans several ranks (settings.tp > 1, vLLM's external launcher) has a scheduler on each of them. The leader, rank 0 of the
-engine's group, alone runs `main`; before each step it broadcasts what is new and what is aborted, and every rank steps.
+An engine that spans several ranks (settings.tp > 1, vLLM's external launcher) has a scheduler on
+each of them. Only the leader, rank 0 of the engine's group, runs `main`. Before each step it
+broadcasts new and aborted requests, and then every rank steps.
 """
 
 import asyncio
@@ -29,14 +31,15 @@ from megatron_rl.types import Image
 
 T = TypeVar("T")
 _LOOP_ITERATIONS = 3
-"""Of the event loop between two steps: from a thread that has rendered a picture it is two rounds to its episode, and one more to the
-others of its group."""
+"""Number of event-loop iterations between two steps. The result of a rendering thread takes two
+iterations to reach its episode, and one more to reach the others of its group.
+"""
 HEARTBEAT_S = 20.0
-"""Followers hear from an idle leader this often, well within any collective's time limit."""
+"""Maximum seconds between an idle leader's messages, well within any collective's timeout."""
 
 
 def _common_name(group: dist.ProcessGroup | None) -> str:
-    """A name that no other engine has, the same on all ranks of this one."""
+    """Return a name that no other engine has, the same on all ranks of this one."""
     names = [uuid.uuid4().hex]
     if group is not None:
         dist.broadcast_object_list(names, group_src=0, group=group)
@@ -45,7 +48,7 @@ def _common_name(group: dist.ProcessGroup | None) -> str:
 
 @dataclass(slots=True)
 class _StepMessage:
-    """What the leader tells the followers before a step."""
+    """Message of the leader to the followers before a step."""
 
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -57,10 +60,12 @@ class _StepMessage:
 
 
 class ColocatedEngine:
-    """One vLLM engine, spanning the ranks of `group` (None: this process alone).
+    """One vLLM engine that spans the ranks of `group` (None: this process alone).
 
-    Every rank of the default process group constructs its engine at the same time, because vLLM builds its groups over all of them.
-    banned_ids are never sampled and have no probability; exactly stop_ids end a turn; the model folder's generation config has no say.
+    Every rank of the default process group constructs its engine at the same time, because vLLM
+    creates its groups over all of them. `banned_ids` have no probability and are never sampled.
+    Only `stop_ids` and a request's stop strings end a turn; the model folder's generation config is
+    ignored.
     """
 
     def __init__(
@@ -78,9 +83,14 @@ class ColocatedEngine:
         timeout_s: float = 600.0,
         cached_patches: int = CACHED_PATCHES,
     ) -> None:
-        """Without the weights of model_path it starts sooner, and plays after the first load_weights. pixels: the fewest and the most of a
-        picture that will come; None takes the limits of the folder's processor. timeout_s: how long ranks wait for one another in
-        vLLM's groups, which all of the world make together. cached_patches: of pictures that are kept between requests."""
+        """Build the engine.
+
+        Without `reads_weights` the engine starts faster and generates only after the first
+        `load_weights`. `pixels` are the minimum and maximum number of pixels of an image; None
+        takes the limits of the folder's processor. `timeout_s` is the timeout of vLLM's process
+        groups, which all ranks create together. `cached_patches` is the number of image patches
+        kept between requests.
+        """
         assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
         self._settings = settings
         self._image_token_id = image_token_id
@@ -93,24 +103,32 @@ class ColocatedEngine:
         self._has_weights = reads_weights
         self.weight_version = weight_version
         self.busy_s = 0.0
-        """Seconds spent preparing requests and inside vLLM's step, since construction."""
+        """Seconds spent preparing requests and in vLLM's steps since construction."""
         self._ids = itertools.count()
         self._pending_message = _StepMessage()
         self._delayed: list[Request] = []
-        """Whose prompt another request has brought in this step: a step later it lies in vLLM's prefix cache, and is computed once."""
+        """Requests with the same prompt as another request of this step. They start one step later,
+        when vLLM's prefix cache has the prompt, which is then computed only once.
+        """
         self._wake_event = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._error: BaseException | None = None
         self._loop = asyncio.Runner(loop_factory=PausableEventLoop)
-        """One event loop for the engine's life: a sandbox or a judge that episodes share lives from one `run` to the next, and so does an
-        episode that is not over."""
+        """Event loop of the engine, kept from one `run` to the next: shared sandboxes and judges,
+        and unfinished episodes, depend on it.
+        """
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        """Sample one turn after `token_ids`, whose image placeholders are expanded: one image_token_id for each vision token.
+        """Sample one turn after `token_ids`.
 
-        A context without room for one more token gives an empty, unfinished completion. Cancelling the coroutine aborts the request.
-        Raises RuntimeError when the placeholders are not those of the images, ValueError for what vLLM does not take (such as a temperature
-        above 2), PermanentInfraError when the engine has failed.
+        `token_ids` has one image_token_id for each vision token. A sequence at max_model_len
+        returns an empty completion that is not stopped. Cancelling the coroutine aborts the
+        request.
+
+        Raises:
+            RuntimeError: The placeholders do not match the images.
+            ValueError: vLLM rejects the request, for example a temperature above 2.
+            PermanentInfraError: The engine has failed.
         """
         if self._error is not None:
             raise PermanentInfraError(f"the engine has failed: {self._error!r}")
@@ -139,10 +157,11 @@ class ColocatedEngine:
             raise
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main` to its end on the leader and return its result; followers serve it meanwhile and return None.
+        """Run `main` on the leader and return its result; followers step with it and return None.
 
-        What main raises comes out of here, and the followers raise RuntimeError. A failing step fails every waiting `generate`. What main
-        leaves behind goes on in the next run (engine.RolloutEngine).
+        An exception of `main` is raised here, and the followers raise RuntimeError. A failing step
+        fails every waiting `generate`. Tasks that `main` leaves behind continue in the next run
+        (engine.RolloutEngine).
         """
         if self._group is not None and self._group.rank() != 0:
             main.close()
@@ -151,7 +170,10 @@ class ColocatedEngine:
         return self._loop.run(self._run_as_leader(main))
 
     def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main`, which asks nothing of the engine, on the leader without its followers; they return None at once."""
+        """Run `main`, which must not use the engine, on the leader without its followers.
+
+        The followers return None at once.
+        """
         if self._group is not None and self._group.rank() != 0:
             main.close()
             return None
@@ -206,7 +228,7 @@ class ColocatedEngine:
                 return
 
     def _run_step(self) -> _StepMessage:
-        """What every rank does in step: hear the news, add and abort, compute."""
+        """Run one step, on every rank: exchange the message, add and abort requests, compute."""
         news = self._broadcast_message()
         started = time.perf_counter()
         self._add_requests(news)
@@ -219,7 +241,10 @@ class ColocatedEngine:
         return news
 
     def _broadcast_message(self) -> _StepMessage:
-        """Take the news and, as the leader of several ranks, broadcast it; as a follower, receive it."""
+        """Return the message of this step.
+
+        The leader of several ranks broadcasts its pending message; a follower receives it.
+        """
         news, self._pending_message = self._pending_message, _StepMessage()
         if self._group is None:
             return news
@@ -253,7 +278,7 @@ class ColocatedEngine:
                 self._add(request)
         self._core.abort(message.aborted)
         self._delayed = [request for request in self._delayed if request.id not in message.aborted]
-        if not self._delayed:  # they may show an image whose patches came with another request
+        if not self._delayed:  # delayed requests may need patches that came with another request
             self._core.trim_images()
 
     def _add(self, request: Request) -> None:
@@ -265,30 +290,43 @@ class ColocatedEngine:
                 future.set_exception(error)
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights in place (every tensor exactly once, proven: vllm/weight_receiver.py) and forget what the old ones computed.
+        """Replace the weights in place and discard everything that the old ones computed.
 
-        On a sleeping CUDA engine this wakes the weights' memory, not yet the cache's. What is under way goes on with these weights.
+        It is verified that every tensor arrives exactly once (vllm/weight_receiver.py). On a
+        sleeping CUDA engine this restores the memory of the weights, not yet that of the cache.
+        Turns in progress continue with the new weights.
         """
         self._core.load_weights(tensors, version=version)
         self._has_weights, self.weight_version = True, version
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that load_weights takes, by the newer spelling of their names in Hugging Face's checkpoints."""
+        """Shapes of the tensors that `load_weights` takes, by name.
+
+        The names are in the newer spelling of Hugging Face checkpoints.
+        """
         return self._core.weights.shapes
 
     def sleep(self) -> None:
-        """Give memory back while the trainer works; on CUDA (never run) the weights are discarded too, since every step sends them anew."""
+        """Free memory for the trainer.
+
+        On CUDA (not tested on hardware yet) the weights are discarded too, since every step sends
+        all of them.
+        """
         self._core.sleep()
 
     def wake(self) -> None:
-        """Take the cache's memory back; after sleep on CUDA, load_weights comes first."""
+        """Restore the cache's memory; after `sleep` on CUDA, call `load_weights` first."""
         self._core.wake()
 
     def metrics(self) -> dict[str, float]:
+        """Return no metrics."""
         return {}
 
     def close(self) -> None:
-        """Shut vLLM down. It destroys the default process group on the way, so this is the last thing a process does."""
+        """Shut vLLM down.
+
+        vLLM also destroys the default process group, so this must be the last call of a process.
+        """
         self._loop.close()
         self._core.close()

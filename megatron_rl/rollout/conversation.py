@@ -1,7 +1,8 @@
-"""A conversation with the policy: an episode speaks messages and hears text, and what was said is written down as contexts and turns.
+"""Conversation of an episode with the policy, recorded as sequences and turns.
 
-The limits of a context (tokens, images, pixels) are here and nowhere else. They are looked at between turns: what the policy said is kept
-whole, and an observation that no longer fits is not shown. Pictures are rendered beside the event loop.
+An episode exchanges messages and text with it. The limits of a sequence (tokens, images, pixels)
+are enforced only here. They are checked between turns: a response is always kept whole, and an
+observation that does not fit is not added. Large images are rendered outside the event loop.
 """
 
 import asyncio
@@ -20,14 +21,20 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SequenceLimits:
+    """Limits of one sequence."""
+
     max_sequence_tokens: int
-    """Tokens of a context at most, the policy's included."""
+    """Maximum number of tokens of a sequence, including sampled ones."""
     max_images: int
+    """Maximum number of images of a sequence."""
     max_pixels: int = 0
-    """Pixels of a context's images together, at their final sizes; 0 sets no limit."""
+    """Maximum number of pixels of all images of a sequence at final size; 0 sets no limit."""
 
     def exceeds(self, context: TokenSequence, added: TokenSequence) -> StopReason | None:
-        """The limit that `context` would overrun if `added` were added. A context keeps room for one token of the policy."""
+        """Return the limit that `context` would exceed with `added` appended, or None.
+
+        A sequence always keeps space for one sampled token.
+        """
         if len(context.images) + len(added.images) > self.max_images:
             return StopReason.MAX_IMAGES
         if self.max_pixels and count_pixels([*context.images, *added.images]) > self.max_pixels:
@@ -38,32 +45,52 @@ class SequenceLimits:
 
 
 class Conversation(Protocol):
-    """Single use: made for one episode. `sequences` and `turns` grow while it goes on, and are those of the episode's rollout."""
+    """Conversation of one episode, used once.
+
+    `sequences` and `turns` grow during the episode and are shared with its rollout.
+    """
 
     sequences: list[TokenSequence]
     turns: list[Turn]
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
-        """Show the prompt. Returns the limit that it overruns by itself; it is written down all the same, so that its size can be told."""
+        """Add the prompt and return the limit that it exceeds by itself, or None.
+
+        A prompt that exceeds a limit is recorded all the same, so that an error can report its
+        size.
+        """
         ...
 
     async def generate(self, sampling: SamplingSettings) -> str:
-        """Let the policy reply, with no more tokens than its context has room for. The reply is the last of `turns`."""
+        """Generate a response and return its text. The response becomes the last of `turns`.
+
+        The number of sampled tokens is limited to the space in the sequence.
+        """
         ...
 
     def char_to_token(self, char: int) -> int | None:
-        """The token of the last reply, by its number in its context, that holds this character of its text; None where it has none."""
+        """Return the index of the token that has character `char` of the last response.
+
+        The index counts from the start of the sequence. Returns None for a conversation without
+        tokens.
+        """
         ...
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Show the policy what came of its reply, or return the limit that forbids it. `is_new_prompt`: the messages are a whole new
-        prompt."""
+        """Add the observation that follows a response, or return the limit that it would exceed.
+
+        `is_new_prompt`: `messages` are a complete new prompt.
+        """
         ...
 
 
 class SharedPrompt:
-    """How the episodes of a group begin. They meet the same world, so the prompt of the first to come is rendered and the others are shown
-    a copy; one whose messages are not the same after all has its own rendered. Nothing is kept once all of them have begun."""
+    """Prompt of a group, rendered once.
+
+    All episodes of a group start with the same messages. The first episode renders the prompt and
+    the others receive a copy. An episode with different messages renders its own. Nothing is kept
+    once all of them have started.
+    """
 
     def __init__(self, renderer: Renderer, group_size: int) -> None:
         self._renderer, self._num_waited_for = renderer, group_size
@@ -73,12 +100,12 @@ class SharedPrompt:
         self._is_rendered = asyncio.Event()
 
     async def get_prompt(self, messages: Sequence[Message]) -> TokenSequence:
-        """A context of the caller's own."""
+        """Return the prompt as a new sequence that belongs to the caller."""
         try:
             return await self._copy_or_render(messages)
         finally:
             self._num_waited_for -= 1
-            if self._num_waited_for <= 0:  # one that begins anew is alone
+            if self._num_waited_for <= 0:  # a retried episode renders its own prompt
                 self._messages = self._prompt = None
 
     async def _copy_or_render(self, messages: Sequence[Message]) -> TokenSequence:
@@ -105,12 +132,15 @@ class SharedPrompt:
 
 
 class TokenConversation:
-    """The conversation that is trained on: what an engine sampled stays as it is, and only what the environment says is tokenized."""
+    """Conversation that is trained on.
+
+    Sampled tokens are kept as they are; only the messages of the environment are tokenized.
+    """
 
     def __init__(
         self, engine: InferenceEngine, renderer: Renderer, limits: SequenceLimits, shared_prompt: SharedPrompt | None = None
     ) -> None:
-        """Episodes that share their `shared_prompt` have their prompt rendered once."""
+        """Create a conversation; one prompt is rendered for all with the same `shared_prompt`."""
         self._engine, self._renderer, self._limits = engine, renderer, limits
         self._shared_prompt = shared_prompt or SharedPrompt(renderer, 1)
         self.sequences: list[TokenSequence] = []
@@ -119,15 +149,20 @@ class TokenConversation:
 
     @property
     def first_token_version(self) -> int | None:
-        """Of the weights that sampled its first token, or that were asked for it; None before. Later tokens are of these or newer ones."""
+        """Weight version that sampled the first token, or that was requested to; None before that.
+
+        Later tokens have this version or a newer one.
+        """
         first = (turn for turn in self.turns if turn.token_span[0] < turn.token_span[1])
         return next((self.sequences[turn.sequence].weight_versions[turn.token_span[0]] for turn in first), self._requested_version)
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
+        """Render the prompt as the first sequence; return the limit that it exceeds, or None."""
         self.sequences.append(await self._shared_prompt.get_prompt(messages))
         return self._limits.exceeds(TokenSequence(), self.sequences[0])
 
     async def generate(self, sampling: SamplingSettings) -> str:
+        """Sample a turn with the engine, append it to the last sequence, and return its text."""
         context = self.sequences[-1]
         start = len(context.token_ids)
         room = self._limits.max_sequence_tokens - start
@@ -140,10 +175,12 @@ class TokenConversation:
         return text
 
     def char_to_token(self, char: int) -> int:
+        """Return the index of the last response's token with character `char`, in its sequence."""
         start, stop = self.turns[-1].token_span
         return start + self._renderer.char_to_token(self.sequences[-1].token_ids[start:stop], char)
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
+        """Render an observation and append it, or return the limit that it would exceed."""
         context = TokenSequence() if is_new_prompt else self.sequences[-1]
         render = partial(self._renderer.prompt if is_new_prompt else partial(self._renderer.observation, context), messages)
         more = await render_off_loop(self._renderer, render, messages)
@@ -159,10 +196,14 @@ class TokenConversation:
 
 
 async def render_off_loop(renderer: Renderer, render_fn: Callable[[], T], messages: Sequence[Message]) -> T:
-    """What `render_fn` makes of these messages; in a thread where their pictures are not small (Renderer.max_inline_pixels)."""
+    """Return the result of `render_fn`, which renders `messages`.
+
+    It runs in a thread unless the images are small (fewer pixels than Renderer.max_inline_pixels).
+    """
     pixels = sum(picture.width * picture.height for picture in extract_images(messages))
     return render_fn() if pixels < renderer.max_inline_pixels else await renderer.run_in_thread(render_fn)
 
 
 def count_pixels(images: Sequence[Image]) -> int:
+    """Return the total number of pixels of the images."""
     return sum(image.pil.width * image.pil.height for image in images)

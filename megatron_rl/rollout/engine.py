@@ -1,7 +1,8 @@
-"""What an engine is: token ids and images in, sampled token ids with their logprobs out. Episodes know this much of it and no more.
+"""Defines the rollout engine interface: token ids and images in, token ids and logprobs out.
 
-Token in, token out: a request's ids are final (image placeholders are expanded), its patches are those that the trainer sees, and what was
-sampled comes back as ids. colocated.py is the engine in this process; its requests to vLLM are vllm/engine_core.py's.
+The input of a request is final: image placeholders are expanded, and the patches are those that the
+trainer uses. Sampled tokens are returned as ids. Episodes depend on nothing else of an engine.
+colocated.py is the engine in this process; vllm/engine_core.py passes its requests to vLLM.
 """
 
 from __future__ import annotations
@@ -22,43 +23,55 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True)
 class SamplingSettings:
+    """Sampling settings of one turn."""
+
     max_tokens: int
     temperature: float
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     seed: int
     stop: tuple[str, ...] = ()
-    """Texts that end the turn. They and the token that completed one stay in it."""
+    """Stop strings that end the turn. The string and the token that completes it stay in it."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Tokens whose logprobs are wanted wherever one is sampled; vLLM tells of 128 at most."""
+    """Token ids with logprobs requested at every sampled token; vLLM supports at most 128."""
 
 
 @dataclass(slots=True, frozen=True)
 class Completion:
+    """Tokens sampled for one turn."""
+
     token_ids: list[int]
     logprobs: list[float]
-    """Logprobs of the sampled tokens under the policy: the model at the sampling temperature with the banned ids removed."""
+    """Logprobs of the sampled tokens under the policy: the model at the sampling temperature with
+    the banned ids removed.
+    """
     is_stopped: bool
-    """True: the last of token_ids is a stop id or completes a stop text. False: max_tokens or the context ran out."""
+    """True if the last token is a stop id or completes a stop string; False if max_tokens or the
+    sequence's limit was reached.
+    """
     weight_versions: list[int]
-    """Version of the weights that sampled each token; they never go down."""
+    """Version of the weights that sampled each token; never decreases."""
     requested_logprobs: list[list[float]] = field(default_factory=list)
-    """For each sampled token the logprobs of SamplingSettings.logprob_token_ids in its place; empty where none were asked."""
+    """Logprobs of SamplingSettings.logprob_token_ids at each sampled token; empty without any."""
 
 
 @dataclass(slots=True, frozen=True)
 class ImageInput:
-    """An image in a context: where its placeholders begin and how many they are, its patches unless the receiver has them already."""
+    """Image of a request: its patches, and the position and number of its placeholders.
+
+    `patch_PC` is None if the receiver has the patches already.
+    """
 
     key: str
     grid: tuple[int, int, int]
     offset: int
+    """Index of the image's first placeholder in Request.token_ids."""
     num_tokens: int
     patch_PC: torch.Tensor | None
 
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One turn to be sampled, as it travels to the model that samples it."""
+    """Request for one turn in the form that is sent to the model."""
 
     id: str
     token_ids: list[int]
@@ -67,57 +80,84 @@ class Request:
 
 
 class InferenceEngine(Protocol):
-    """What an episode talks to."""
+    """Engine interface that episodes use."""
 
     weight_version: int
     """Version of the weights that are served now."""
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        """Sample one turn after `token_ids`. Raises PermanentInfraError when the engine has failed."""
+        """Sample one turn after `token_ids`.
+
+        Raises:
+            PermanentInfraError: The engine has failed.
+        """
         ...
 
 
 class RolloutEngine(InferenceEngine, Protocol):
-    """An engine that samples what is trained: the trainer hands its weights over. One in the trainer's processes (colocated.py) uses the
-    trainer's devices in turn with it; one elsewhere (server_engine.py) goes on meanwhile."""
+    """Engine that samples from the policy in training and receives its weights from the trainer.
+
+    An engine in the trainer's processes (colocated.py) alternates with the trainer on its devices.
+    An engine in other processes (server_engine.py) continues while the trainer works.
+    """
 
     busy_s: float
-    """Seconds of work since construction; of servers elsewhere the mean of those in which each had something under way."""
+    """Seconds of work since construction. With servers: seconds with a request in flight, averaged
+    over the servers.
+    """
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main`, which may await `generate`, to its end. Its result on the engine's leader, None on its other ranks.
+        """Run `main`, which may await `generate`, until it ends.
 
-        Tasks that `main` leaves behind stand still until the next run of an engine in this process, as does their clock (the event loop's).
-        What they ask is kept: tokens that were sampled stay, and what follows is sampled by the weights that are served by then, which
-        compute the whole context anew. Where `main` raises, all that was asked is given up.
+        Returns its result on the engine's leader and None on the engine's other ranks.
+
+        Tasks that `main` leaves behind are paused until the next run of an engine in this process,
+        and so is their clock (the event loop's). Their requests are kept: tokens sampled so far
+        stay, and the weights served by then sample the rest, after they have recomputed the whole
+        sequence. If `main` raises, all requests are aborted.
         """
         ...
 
     def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main`, which asks nothing of the engine, without the engine's other ranks, which may be gone."""
+        """Run `main`, which must not use the engine, without the engine's other ranks.
+
+        The other ranks may be gone.
+        """
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights, by Hugging Face's names. Raises RuntimeError unless every tensor has arrived as it was sent."""
+        """Replace the weights, given by their Hugging Face names.
+
+        Raises:
+            RuntimeError: A tensor did not arrive as it was sent. A server engine marks the server
+                unhealthy instead.
+        """
         ...
 
     def sleep(self) -> None:
-        """Leave the device to the trainer; load_weights and then wake bring the engine back."""
+        """Free the device for the trainer; `load_weights` and then `wake` restore the engine."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Take the device back, after `load_weights`."""
+        ...
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last load_weights, by name."""
+        """Return the metrics of the last `load_weights` by name."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close the engine."""
+        ...
 
 
 def placeholder_offsets(token_ids: list[int], images: list[Image], *, image_token_id: int) -> list[int]:
-    """Where each image's placeholders begin. Raises RuntimeError unless the runs of image_token_id have the images' lengths, in order.
+    """Return the index of each image's first placeholder.
 
     Example (image_token_id 9, images of 2 and 1 tokens): [5, 9, 9, 6, 9, 7] gives [1, 4].
+
+    Raises:
+        RuntimeError: The runs of `image_token_id` do not have the lengths of `images`, in order.
     """
     offsets: list[int] = []
     expanded: list[int] = []

@@ -1,6 +1,7 @@
-"""One episode as a coroutine: prompt, reply, observation, and so on until it ends; then the score.
+"""Runs one episode as a coroutine (prompt, response, observation, and so on) and scores it.
 
-The limits of an episode (turns, seconds, errors) and its clocks are here; those of a context are in conversation.py.
+This module has the limits of an episode (turns, seconds, errors) and its timing. The limits of a
+sequence are in conversation.py.
 """
 
 import asyncio
@@ -20,33 +21,44 @@ from megatron_rl.types import Example, Rollout, Status, StopReason
 
 T = TypeVar("T")
 TimerFn = Callable[[str], AbstractContextManager[list[str]]]
-"""Around each part of an episode, by its name, to which the part may add words."""
+"""Returns a context manager that encloses one part of an episode, given the part's name. The part
+may append texts to the list.
+"""
 
 
 def no_timer(name: str) -> AbstractContextManager[list[str]]:
+    """Return a context manager that records nothing."""
     return nullcontext([])
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EpisodeSettings(SequenceLimits):
+    """Settings of one episode, with the limits of its sequences."""
+
     temperature: float
     max_turns: int
     max_new_tokens: int
     max_seconds: float = 0.0
-    """Wall time; 0 sets no limit."""
+    """Maximum wall time of an episode's turns in seconds, checked after every environment step; 0
+    sets no limit.
+    """
     env_timeout_s: float = 0.0
-    """Of the environment's reset and of each step; 0 sets no limit."""
+    """Timeout in seconds of each call of the environment (reset, step, close); 0 sets no limit."""
     stop_on_tool_error: bool = False
+    """True to end the episode when a tool call fails."""
     seed: int
-    """With group, sample and turn it makes every request's seed."""
+    """Base seed; a request's seed is derived from it, group, sample index and turn."""
 
     def at_step(self, step: int) -> Self:
-        """The same with a seed of the step's own, made of the run's that stands here: a resumed run samples what the unbroken one would."""
+        """Return the settings with a seed derived from the run's seed (`self.seed`) and `step`.
+
+        A resumed run thus samples the same tokens as an uninterrupted one.
+        """
         return replace(self, seed=derive_seed(self.seed, step))
 
 
 def derive_seed(*parts: int) -> int:
-    """A 31-bit seed that depends on every part and on their order."""
+    """Return a 31-bit seed that depends on every part and on their order."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -55,17 +67,20 @@ async def run_episode(
     task: Task, example: Example, *, conversation: Conversation, settings: EpisodeSettings, group: int, sample_index: int,
     timer: TimerFn = no_timer,
 ) -> Rollout:  # fmt: skip
-    """Play one episode and score it. A fault of ours (InfraError) fails the rollout; it is never a score."""
+    """Run one episode, score it and return its rollout.
+
+    An InfraError marks the rollout as failed; it never becomes a reward.
+    """
     rollout = Rollout(
         task=task.name, example_id=example.id, source=example.source, group=group, sample_index=sample_index,
         **example_fields(example.payload),
         sequences=conversation.sequences, turns=conversation.turns,
     )  # fmt: skip
     env = task.env(example)
-    clock = asyncio.get_running_loop().time  # it stands while an engine does
+    clock = asyncio.get_running_loop().time  # stops while a colocated engine is paused
     started = clock()
     try:
-        # The members of a group meet the same world: its seed leaves the sample out.
+        # The rollouts of a group share the environment's seed, so it excludes the sample index.
         with timer("prompt"):
             reset = env.reset(derive_seed(settings.seed, group))
             end = await conversation.start(await _with_timeout(reset, settings.env_timeout_s, task=task.name))
@@ -101,7 +116,7 @@ def _stop_reason_of(fault: InfraError) -> StopReason:
 
 
 def require_access(rollouts: Sequence[Rollout]) -> None:
-    """Raise RunDenied where a server that one of these rollouts needed did not accept this run's key or token."""
+    """Raise RunDenied if a server needed by these rollouts rejected this run's key or token."""
     denied = next((rollout.reason for rollout in rollouts if rollout.stop_reason is StopReason.ACCESS_DENIED), "")
     if denied:
         raise RunDenied(denied)
@@ -110,7 +125,7 @@ def require_access(rollouts: Sequence[Rollout]) -> None:
 async def _run_turns(
     rollout: Rollout, env: Env, conversation: Conversation, *, settings: EpisodeSettings, stop: tuple[str, ...], timer: TimerFn
 ) -> StopReason:  # fmt: skip
-    """Reply and observation in turns until the episode ends; returns why it did."""
+    """Alternate responses and observations until the episode ends, and return its stop reason."""
     clock = asyncio.get_running_loop().time
     started = clock()
     while True:
@@ -147,28 +162,35 @@ async def _run_turns(
 
 
 async def _with_timeout(work: Awaitable[T], limit_s: float, *, task: str) -> T:
-    """PermanentInfraError: an environment that hangs, which the next try would wait for as long again. What it was doing is cancelled."""
+    """Await `work` and raise PermanentInfraError after `limit_s` seconds.
+
+    The timeout cancels `work`. The error is permanent because a retry would wait just as long.
+    """
     try:
         async with asyncio.timeout(limit_s or None) as limit:
             return await work
     except TimeoutError as error:
         if not limit.expired():
-            raise  # the environment's own
+            raise  # raised by the environment itself
         raise PermanentInfraError(f"task={task}: its environment took more than {limit_s:g} s (task.env_timeout_s)") from error
 
 
 async def _close_env(env: Env, limit_s: float) -> None:
-    """One that does not end is left to itself: its episode is over."""
+    """Close the environment, but stop waiting after `limit_s` seconds: the episode is over."""
     try:
         async with asyncio.timeout(limit_s or None) as limit:
             await env.close()
     except TimeoutError:
         if not limit.expired():
-            raise  # the environment's own
+            raise  # raised by the environment itself
 
 
 def _prompt_too_large(example: Example, rollout: Rollout, end: StopReason) -> PermanentInfraError:
-    """A question that does not fit is a matter of settings, and no failure of the policy. A run names such rows when it starts."""
+    """Return the error of a prompt that exceeds a limit.
+
+    Such a prompt is a matter of settings and no failure of the policy. A run reports these examples
+    when it starts.
+    """
     (prompt,) = rollout.sequences
     raised = {
         StopReason.MAX_IMAGES: "engine.max_images",

@@ -1,21 +1,30 @@
-"""An event loop whose clock stands while it does: who waits with a time limit is not charged for the trainer's turn on the device."""
+"""Event loop with a clock that stops while the loop is paused.
+
+Timeouts do not count the time in which the trainer uses the device.
+"""
 
 import asyncio
 
 
 class PausableEventLoop(asyncio.SelectorEventLoop):
-    """What comes meanwhile (a tool's answer) is there when it goes on, and no limit has run out for that."""
+    """Selector event loop that excludes pauses between two runs from its clock.
+
+    Results that arrive during a pause, such as a tool's, are available when the loop resumes, and
+    no timeout expires because of the pause.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._paused_s = 0.0
         self._paused_at: float | None = None
-        """When it last stopped, by its own clock."""
+        """Time at which the loop was last paused, by its own clock."""
 
     def time(self) -> float:
+        """Return the loop's time in seconds, without pauses."""
         return super().time() - self._paused_s
 
     def run_forever(self) -> None:
+        """Run the loop; the pause since its last run does not count."""
         if self._paused_at is not None:
             self._paused_s += self.time() - self._paused_at
         try:

@@ -1,18 +1,23 @@
-"""The fields of an example that are recorded with each of its rollouts: question, reference answer, and what else the data says."""
+"""Extracts the fields of an example that are recorded with each of its rollouts.
+
+These are the question, the reference answer, and other fields of the data.
+"""
 
 from collections.abc import Mapping
 
 from megatron_rl.io.jsonl import to_json_line
 
 MAX_CHARACTERS = 4000
-"""Largest number of characters of a text in `extra`; longer texts are cut and marked as cut."""
+"""Maximum number of characters of a text in `extra`; longer texts are cut and marked as cut."""
 MAX_DEPTH = 16
+"""Maximum nesting depth of `extra`; deeper lists and mappings are replaced by '...'."""
 
 
 def example_fields(payload: Mapping[str, object]) -> dict[str, str]:
-    """Return `question`, `answer` and `extra` of an example's payload as texts, each empty if the payload lacks it.
+    """Return `question`, `answer` and `extra` of an example's payload as texts.
 
-    `extra` holds the JSON values of the payload's mapping of that name. Bytes, pictures and other objects are left out.
+    Each is empty if the payload lacks it. `extra` has the JSON values of the payload's mapping of
+    that name, without bytes, images and other objects.
 
     Example: {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG..."}} gives
     {"question": "How many?", "answer": "4", "extra": '{"index": 7}'}.

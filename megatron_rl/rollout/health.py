@@ -1,7 +1,10 @@
-"""Who of the servers is well: a task for each looks every second, in the loop of the episodes.
+"""Monitors the health of the inference servers, with one task per server.
 
-Out is who does not say what weights it has (it has died, or its engine hangs), who has others than are served, and who samples nothing
-though it says all is well. In is who has said so, and sampled by them. Who has come back with other weights is given all of them first.
+The tasks run in the event loop of the episodes and check every second. A server is unhealthy if it
+does not report its weight version (it has crashed, or its engine hangs), if it has other weights
+than those that are served, or if it reports to be healthy but generates no tokens. It becomes
+healthy after reporting the expected version and generating a token with it. A server that comes
+back with other weights first receives all current weights.
 """
 
 import asyncio
@@ -17,42 +20,69 @@ from megatron_rl.rollout.vllm.weight_sender import WeightSender, run_in_daemon_t
 from sandbox.bounded_http import BoundedClient
 
 POLL_S = 1.0
-"""Between two looks."""
+"""Seconds between two checks of a server."""
 MISSED_UPDATE = "was not there when the weights changed"
-"""Why a server is out that was not looked at, or for a reason that was told before."""
+"""Reason for a server that was left out of a weight update. It does not replace a failure that was
+recorded before.
+"""
 MAX_FAILED_POLLS = 3
-"""Looks in a row without an answer, over engine.health_timeout_s at least, after which a server that runs is taken for one that hangs."""
+"""Number of consecutive failed checks, over at least engine.health_timeout_s, after which a running
+server is treated as unresponsive.
+"""
 PROBE_REQUEST = GenerateRequest([0], [], SamplingSettings(max_tokens=1, temperature=1.0, seed=0))
+"""Request for one token, which tests that a server generates."""
 PROGRESS_METRICS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
-"""Counts of /metrics that stand still where nothing is computed."""
+"""Counters in /metrics that do not change while nothing is computed."""
 MAX_METRICS_BYTES = 16 << 20
-"""Bytes."""
+"""Maximum size of a /metrics response in bytes."""
 
 
 class ServerSupervisor(Protocol):
-    """The servers that the run has started itself (services/engine_servers.py). Its calls may take a while."""
+    """Supervisor of the servers that the run started (services/engine_servers.py).
+
+    Its calls may block.
+    """
 
     def report_alive(self, url: str) -> None:
-        """It says what weights it has."""
+        """Record that the server has reported its weight version."""
         ...
 
     def report_healthy(self, url: str) -> None:
-        """It serves."""
+        """Record that the server is healthy."""
         ...
 
     def restart(self, url: str, *, is_unresponsive: bool) -> None:
-        """It does not answer: start it again if it has ended, or `is_unresponsive` and has answered since it was started, and may be."""
+        """Restart a server that does not respond, if it has exited or is unresponsive.
+
+        `is_unresponsive` counts only if the server has responded since it was started. Nothing
+        happens while a restart is not allowed.
+        """
         ...
 
 
 class HealthMonitor:
+    """Monitors all servers and keeps `VllmServer.is_healthy` up to date."""
+
     def __init__(
         self, servers: Sequence[VllmServer], *, http: BoundedClient, client: GenerateClient, health_timeout_s: float,
         expected_label: Callable[[], str], cache_salt: Callable[[], str], sender: WeightSender | None,
         supervisor: ServerSupervisor | None, log: Callable[[str], None], outage_timeout_s: float,
     ) -> None:  # fmt: skip
-        """`expected_label` is the label of the weights that are served; empty while nobody may ask. `sender` gives weights, where this
-        process does. `client` has health_timeout_s as its limit. `outage_timeout_s`: for which those who ask wait while nobody is in."""
+        """Create a monitor; `start` begins the checks.
+
+        Args:
+            servers: Servers to monitor.
+            http: Connections in the episodes' event loop.
+            client: Client of probe requests, with `health_timeout_s` as its timeout.
+            health_timeout_s: Timeout of a check.
+            expected_label: Returns the label of the weights that are served; empty during an
+                update.
+            cache_salt: Returns the salt of the servers' prefix caches.
+            sender: Sends weights to servers that come back; None if another process does.
+            supervisor: Restarts servers; None if the run did not start them.
+            log: Prints one line.
+            outage_timeout_s: Maximum wait of requests while no server is healthy, for the log.
+        """
         self._servers, self._http, self._client, self._health_timeout_s, self._expected_label, self._cache_salt = (
             servers,
             http,
@@ -63,16 +93,20 @@ class HealthMonitor:
         )
         self._sender, self._supervisor, self.log, self._outage_timeout_s = sender, supervisor, log, outage_timeout_s
         self.unhealthy_since: float | None = None
-        """Since when nobody is in, on time.monotonic's clock; None where somebody is, or nothing was served yet."""
+        """Time since when no server is healthy, on time.monotonic's clock. None if one is, or if no
+        weights were served yet.
+        """
         self.last_failure = ""
-        """The last failure of a server, with its address."""
+        """Last failure of a server, with its address."""
 
     def start(self) -> None:
+        """Start one monitoring task per server in the running event loop."""
         for server in self._servers:
             server.failure = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._monitor(server)) for server in self._servers]
 
     async def stop(self) -> None:
+        """Cancel the monitoring tasks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -105,7 +139,10 @@ class HealthMonitor:
                 await self._check_server(server, label, expected)
 
     async def _check_server(self, server: VllmServer, label: str, expected: str) -> None:
-        """Of one that calls its weights so. Where these change meanwhile nothing is said of it."""
+        """Update the health of a server that reports the weights `label`.
+
+        A probe's result is ignored if the expected label has changed meanwhile.
+        """
         if server.is_healthy and self._supervisor is not None:
             self._supervisor.report_healthy(server.url)
         if label != expected:
@@ -124,18 +161,21 @@ class HealthMonitor:
                 await (self._recover(server) if self._supervisor is None else self._restart(server, is_unresponsive=True))
 
     async def _probe_generation(self, server: VllmServer, label: str) -> bool | None:
-        """Whether it samples a token, or anything for others; None where another rank has had it give up all that it does."""
+        """Return True if the server generates a token, or makes progress on other requests.
+
+        Returns None if another rank has aborted all of the server's requests.
+        """
         before = await self._read_progress(server)
         try:
             part = await self._client.generate(
                 server, PROBE_REQUEST, Completion([], [], is_stopped=False, weight_versions=[]), label=label, salt=self._cache_salt()
             )
             return None if part.finish_reason == ABORTED else True
-        except (EndpointError, ValueError, RuntimeError):  # the latter two of an answer that is none
+        except (EndpointError, ValueError, RuntimeError):  # the latter two come from invalid replies
             return before != await self._read_progress(server)
 
     async def _read_progress(self, server: VllmServer) -> list[str]:
-        """What it has computed so far, as it says itself; nothing where it does not."""
+        """Return the server's progress counters, or an empty list if it does not respond."""
         try:
             answer = await server.call_in_loop(self._http, "/metrics", limit_s=self._health_timeout_s, max_bytes=MAX_METRICS_BYTES)
         except EndpointError:
@@ -147,7 +187,7 @@ class HealthMonitor:
             await asyncio.wrap_future(run_in_daemon_thread(lambda: self._supervisor.restart(server.url, is_unresponsive=is_unresponsive)))
 
     async def _recover(self, server: VllmServer) -> None:
-        """Give one that has come back the weights that are served, all of them, if they are this process's to give."""
+        """Send all current weights to a server that came back, if this process is the sender."""
         if self._sender is None or server.endpoint.backoff_until > time.monotonic():
             return
         began = time.monotonic()
@@ -158,11 +198,17 @@ class HealthMonitor:
             self.log(f"engine {server.url}: {fault}")
 
     async def check_version(self, server: VllmServer) -> str:
-        """What a server calls its weights. Through its engine core: one that hangs does not answer."""
+        """Return the label of the server's weights.
+
+        The reply passes through the server's engine core, so that a hanging engine does not answer.
+        """
         return server_label(await server.call_in_loop(self._http, "/weight_info", limit_s=self._health_timeout_s))
 
     def mark_unhealthy(self, server: VllmServer, reason: str) -> None:
-        """It is out until its weights were looked at; what it has to do is asked of others."""
+        """Mark a server as unhealthy until its weights were checked.
+
+        Its requests are sent to other servers.
+        """
         if reason != MISSED_UPDATE or not self.last_failure:
             self.last_failure = f"{server.url}: {reason}"
         if server.is_healthy:
@@ -172,7 +218,11 @@ class HealthMonitor:
             self.update_outage()
 
     def update_outage(self) -> None:
-        """Whether nobody is in, and since when: all who wait give up together, however late they have begun to ask."""
+        """Record since when no server is healthy.
+
+        All waiting requests share this time, so that they give up together, however late they
+        started.
+        """
         if any(server.is_healthy for server in self._servers):
             self.unhealthy_since = None
         elif self.unhealthy_since is None:
@@ -180,6 +230,7 @@ class HealthMonitor:
             self.log(f"no engine is well; replies wait for one up to {self._outage_timeout_s:g} s (engine.outage_timeout_s)")
 
     def readmit(self, server: VllmServer) -> None:
+        """Mark a server as healthy, so that it receives requests again."""
         if not server.is_healthy:
             server.is_healthy, server.failure = True, asyncio.get_running_loop().create_future()
             server.known_images.clear()

@@ -1,8 +1,10 @@
-"""Which engine plays which group of a round, where several play side by side.
+"""Assigns the groups of a generation batch to the engines.
 
-Every engine begins with groups dealt by their numbers: with all of them where it can hold its even share at once, so that nothing depends
-on who is faster. What is too much for that is nobody's at first, and goes to whoever has room, told apart by a counter that all share. A
-group stays whole, because its members share a prompt that its engine has cached.
+Every engine starts with groups chosen by their position in the batch. If an engine can hold its
+even share at once, that is all of its share, and the assignment does not depend on the engines'
+speed. The groups beyond that have no engine at first: an engine with free capacity takes them,
+using a counter that all engines share. A group is never split, because its members share a prompt
+that their engine has cached.
 """
 
 import asyncio
@@ -14,35 +16,45 @@ from typing import Protocol
 from megatron_rl.types import Rollout
 
 StartGroupFn = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
-"""From a group to its episodes."""
+"""Returns the episodes of a group as coroutines."""
 
 
 class SharedCounter(Protocol):
-    """Numbers by name that all engines share: torch.distributed.Store is one."""
+    """Named counters that all engines share, such as torch.distributed.Store."""
 
     def add(self, key: str, amount: int) -> int:
-        """Raise a number, which begins with 0, and return it. May wait for the network."""
+        """Add `amount` to a counter, which starts at 0, and return the sum.
+
+        May wait for the network.
+        """
         ...
 
-    def delete_key(self, key: str) -> bool: ...
+    def delete_key(self, key: str) -> bool:
+        """Delete a counter."""
+        ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineRank:
-    """An engine's place among those that play side by side."""
+    """Index and capacity of an engine among all engines."""
 
     index: int = 0
     num_engines: int = 1
     max_episodes: int = 1
-    """Episodes that an engine computes at once."""
+    """Number of episodes that an engine computes at once."""
     counter: SharedCounter | None = None
-    """None: it plays alone."""
+    """Counter shared by all engines; None for a single engine."""
 
     def assign(self, groups: Sequence[int], sizes: Mapping[int, int], *, assignment_id: int) -> "GroupAssignment":
-        """What this engine plays of a round of `groups`. `sizes` has the episodes of those that are played, all or some; `assignment_id`
-        is this dealing's alone.
+        """Return the groups that this engine runs of a generation batch.
 
-        An engine holds max_episodes, and at least half of its even share: some of its episodes will wait for tools. One alone holds all.
+        An engine holds max_episodes episodes, and at least half of its even share, because some of
+        its episodes will wait for tools. A single engine holds all groups.
+
+        Args:
+            groups: All groups of the batch.
+            sizes: Number of episodes of each group to start, which may be only some of `groups`.
+            assignment_id: Unique number of this assignment.
         """
         share, size = math.ceil(len(groups) / self.num_engines), max(sizes.values(), default=1)
         num_held = share if self.num_engines == 1 else min(share, max(self.max_episodes // size, math.ceil(share / 2)))
@@ -55,8 +67,15 @@ class EngineRank:
         )  # fmt: skip
 
     def assign_by_load(self, groups: Sequence[int], *, size: int, loads: Sequence[int]) -> "GroupAssignment":
-        """What this engine plays of further groups, of `size` episodes each, beside those that all engines have under way (loads, in
-        groups): each goes to the engine that then has fewest. Nothing is left over: who is faster has less under way the next time."""
+        """Return the groups that this engine runs; each group goes to the least-loaded engine.
+
+        No group remains without an engine. A faster engine has a lower load at the next assignment.
+
+        Args:
+            groups: Groups to assign.
+            size: Number of episodes per group.
+            loads: Number of groups that each engine has in progress.
+        """
         loads, own = list(loads), []
         for group in groups:
             engine = min(range(self.num_engines), key=loads.__getitem__)
@@ -69,38 +88,43 @@ class EngineRank:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GroupAssignment:
-    """What an engine plays of a round."""
+    """Groups of a generation batch that one engine runs."""
 
     own_groups: list[int]
-    """Groups that are this engine's from the beginning."""
+    """Groups that this engine has from the beginning."""
     remaining: list[int]
-    """Groups that are nobody's before they are taken."""
+    """Groups that have no engine until one takes them."""
     even_share: int
-    """Groups of the round for each engine, rounded up."""
+    """Number of groups of the batch per engine, rounded up."""
     capacity: int
-    """Episodes that it plays at once."""
+    """Number of episodes that the engine runs at once."""
     group_size: int
-    """Episodes of the largest group."""
+    """Number of episodes of the largest group."""
     counter_key: str
+    """Name of the shared counter that numbers the groups taken from `remaining`."""
     engine_rank: EngineRank
 
     async def requested(self, episodes: list[asyncio.Task[Rollout]], num_groups: int) -> int:
-        """Groups that there is room for, once there is. Where an episode failed, which goes quickly, no more than the even share: what is
-        broken here may be whole elsewhere, and where it is not every group is still played."""
+        """Wait until there is capacity for a group, and return how many further groups fit.
+
+        Once an episode has failed, the engine gets no more than its even share. Failures are quick,
+        so a broken engine would otherwise take groups that a healthy one could run. If all engines
+        are broken, every group still runs.
+        """
         while len(playing := [episode for episode in episodes if not episode.done()]) + self.group_size > self.capacity:
             done, _ = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
             for episode in done:
-                episode.result()  # what it raised is not kept until there is room
+                episode.result()  # raise its exception now, not once there is capacity
         num = (self.capacity - len(playing)) // self.group_size
         has_failed = any(episode.done() and not episode.result().is_scored for episode in episodes)
         return min(num, self.even_share - num_groups) if has_failed else num
 
     async def take_groups(self, num: int) -> list[int]:
-        """At most so many of what is left; none when all are taken."""
+        """Take at most `num` of the remaining groups; return an empty list if none is left."""
         end = await asyncio.to_thread(self.engine_rank.counter.add, self.counter_key, num)
         return self.remaining[end - num : end]
 
     def clear(self) -> None:
-        """Once every engine has played its hand."""
+        """Delete the shared counter, after every engine has run its assignment."""
         if self.remaining and self.engine_rank.index == 0:
             self.engine_rank.counter.delete_key(self.counter_key)

@@ -1,6 +1,7 @@
 """Runs episodes on all engines and returns their rollouts to the training loop.
 
-Each group is assigned to one engine (load_balancer.py), so that its prefix and image caches serve the whole group.
+Each group is assigned to one engine (load_balancer.py), so that its prefix and image caches serve
+the whole group.
 """
 
 import asyncio
@@ -25,31 +26,43 @@ from megatron_rl.types import Example, Rollout, StopReason, TokenSequence
 T = TypeVar("T")
 _MAX_ATTEMPTS = 3
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
-"""Before what is down is tried again; each pause is twice the one before."""
+"""Shortest and longest pause in seconds before failed rollouts are run again; each pause is twice
+the previous one.
+"""
 GatherRolloutsFn = Callable[[list[Rollout] | None], list[Rollout]]
-"""From this engine's rollouts (None on ranks that do not lead one) to those of all engines, in any order, on every rank."""
+"""Returns the rollouts of all engines, in any order, on every rank. A rank passes its engine's
+rollouts, or None if it does not lead one.
+"""
 AllGatherFn = Callable[[BufferState | None], list[BufferState | None]]
-"""What every rank says, in their order, on every rank."""
+"""Returns the buffer states of all ranks, in rank order, on every rank."""
 MakeCoroutine = Callable[[], Coroutine[object, object, T]]
 
 
 async def run_to_completion(run: MakeCoroutine[T]) -> T | None:
+    """Run the coroutine until it ends and return its result."""
     return await run()
 
 
 class Offloadable(Protocol):
-    """What shares its device with an engine: it leaves when the engine's turn comes, and comes back."""
+    """Trainer state that shares a device with an engine and can be moved off it."""
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        """Free the device for the engine."""
+        ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Take the device back."""
+        ...
 
 
 class RolloutManager:
-    """Engines, of which this process holds one or a part of one, or which it asks. Every rank calls every method, together with the others.
+    """Runs episodes on the rollout engines and updates the engines' weights.
 
-    A device that both use is the engine's from the beginning, the trainer's from `offloaded` on, the engine's again from `update_weights`
-    on.
+    Each process has an engine, a part of one, or a client of engine servers. Every rank calls every
+    method together with the other ranks.
+
+    The engine has a device that it shares with the trainer from the beginning, the trainer has it
+    from `offloaded` on, and the engine again from `update_weights` on.
     """
 
     def __init__(
@@ -59,10 +72,13 @@ class RolloutManager:
         run_with_grace: Callable[[MakeCoroutine[T]], Coroutine[object, object, T | None]] = run_to_completion,
         outage_timeout_s: float = 0.0, log: Callable[[str], None] = print, make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer,
     ) -> None:  # fmt: skip
-        """`episode_settings` is how training plays, with the run's seed; `engine_rank` is this process's engine's place among all.
+        """Create a manager without episodes in progress.
 
-        `run_with_grace` plays, and returns None where it gave up. What is down is waited for up to outage_timeout_s, and `log` says so.
-        `make_timer` gives, by group and sample, what stands around an episode's parts.
+        `episode_settings` are those of training, with the run's seed. `engine_rank` is the index of
+        this process's engine among all engines. `run_with_grace` runs a coroutine and returns None
+        if it gave up. Infrastructure that is down is waited for up to `outage_timeout_s` seconds,
+        which `log` reports. `make_timer` returns an episode's timer, given its group and sample
+        index.
         """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.gather_rollouts, self.all_gather, self.episode_settings, self.generation_settings = (
@@ -80,25 +96,32 @@ class RolloutManager:
         )
         self.scheduler = PromptScheduler(lambda: self._examples, settings=generation_settings, episode_settings=episode_settings)
         self.num_stale = 0
-        """Episodes that were given up before the last step's, because they were too old to be trained on."""
+        """Number of episodes dropped before the last step because they were too stale to be trained
+        on.
+        """
         self.is_offloaded = False
         self._work_buffer = WorkBuffer()
-        """What this engine plays for training."""
+        """Training episodes in progress on this engine."""
         self._buffer_states: list[BufferState] = []
-        """What each engine had under way when the last step had enough."""
+        """Buffer state of each engine when the last step had enough groups."""
         self._num_assignments = 0
-        """Of this fleet so far, on every rank the same."""
+        """Number of assignments so far; the same on every rank."""
 
     @cached_property
     def _examples(self) -> Sequence[Example]:
-        """The training split, asked for by the first step: a run that only evaluates need not have one."""
+        """Training split of the task.
+
+        The first step loads it, because a run that only evaluates need not have one.
+        """
         return self.task.examples("train")
 
     def generate(self, step: int, *, is_enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
-        """The rollouts of a training step: round after round until `is_enough` holds of all of them together, or max_num_gen_batches are
-        played.
+        """Return the rollouts of a training step.
 
-        Groups are numbered through from round to round. With generation_settings.max_staleness those come first that were begun first.
+        Generates batches until `is_enough` returns True for all rollouts together, or
+        max_num_gen_batches batches were generated. Group numbers continue from batch to batch. With
+        generation_settings.max_staleness > 0, finished groups are used in the order in which they
+        started.
         """
         rollouts: list[Rollout] = []
         stale = self.scheduler.drop_stale(step, self._oldest_versions())
@@ -113,7 +136,10 @@ class RolloutManager:
         return {group: oldest for each in self._buffer_states for group, oldest in each.oldest_versions.items()}
 
     def _generate_batch(self, step: int, stale: Sequence[int]) -> list[Rollout]:
-        """The rollouts of a round's number of groups: of those under way, which all play on, those that are played to their end."""
+        """Generate until num_prompts groups have finished, and return their rollouts.
+
+        All active groups run meanwhile; the others stay in progress.
+        """
         assert not self.is_offloaded, "the device is the trainer's: serve weights before episodes"
         num, samples = self.generation_settings.num_prompts, range(self.generation_settings.group_size)
         new, waiting = self.scheduler.schedule(step), self.scheduler.active_groups
@@ -131,8 +157,12 @@ class RolloutManager:
     def _run_groups(
         self, new: Mapping[int, ScheduledGroup], num: int, stale: Sequence[int], *, step: int
     ) -> tuple[dict[int, ScheduledGroup], list[Rollout]]:  # fmt: skip
-        """The first `num` groups of those under way that are played, those that are due among them. What every engine has is told once,
-        when all together have enough, so that all choose the same; an engine that has played all that it has waits there for the others."""
+        """Run active groups until `num` have finished, including all due ones; return these groups.
+
+        The engines exchange their states once, when all together have enough groups, so that all
+        choose the same groups. An engine that has finished all its groups waits there for the
+        others.
+        """
         size, waiting = self.generation_settings.group_size, self.scheduler.active_groups
         self._num_assignments += 1
         loads = [len([group for group in each.running if group in waiting]) for each in self._buffer_states] or [
@@ -168,10 +198,14 @@ class RolloutManager:
     def run_examples(
         self, examples: Sequence[Example], *, num_samples: int, settings: EpisodeSettings, first_group: int = 0
     ) -> list[Rollout]:
-        """`num_samples` episodes of each example, ordered by group and sample. A group's number is first_group and its place in `examples`.
-        What is under way for training goes on meanwhile.
+        """Return `num_samples` rollouts of each example, sorted by group and sample index.
 
-        GracefulStop, on every rank, where the grace of one engine ended before its episodes did.
+        A group's number is `first_group` plus the index in `examples`. Training episodes in
+        progress continue meanwhile.
+
+        Raises:
+            GracefulStop: On every rank, if the grace period of one engine ended before its episodes
+                did.
         """
         scheduled = {first_group + place: ScheduledGroup(example=example, settings=settings) for place, example in enumerate(examples)}
         assert not self.is_offloaded, "the device is the trainer's: serve weights before episodes"
@@ -180,12 +214,15 @@ class RolloutManager:
         )
 
     def _retry_failed(self, scheduled: Mapping[int, ScheduledGroup], rollouts: list[Rollout]) -> list[Rollout]:
-        """All of them, ordered; those that failed because something was down are played again, with their own seeds, until it is back or
-        outage_timeout_s have passed. That time is read from the rollouts themselves, which are everywhere the same: all ranks give up
-        together.
+        """Run rollouts that failed on infrastructure again, and return all rollouts, sorted.
 
-        What was waited for already (InfraTimeout) is tried once more and waited for no longer: it may be back by now. RunDenied: a server
-        does not accept this run's key, which is waited for in no way.
+        Rollouts with StopReason.INFRA_ERROR are run again with their own seeds until none is left
+        or outage_timeout_s has passed. The time is computed from the rollouts, which are the same
+        on all ranks, so that all ranks give up together. Rollouts with INFRA_TIMEOUT have waited
+        already: they run once more, in case the service is back, without a further wait.
+
+        Raises:
+            RunDenied: A server rejects this run's key. This is never retried.
         """
         require_access(rollouts)
         if waited_for := [rollout for rollout in rollouts if rollout.stop_reason is StopReason.INFRA_TIMEOUT]:
@@ -217,7 +254,10 @@ class RolloutManager:
         self, scheduled: Mapping[int, ScheduledGroup], samples: Mapping[int, Sequence[int]], *,
         work_buffer: WorkBuffer, started: Collection[int] = (), stale: Sequence[int] = (), pause: float = 0.0,
     ) -> list[Rollout]:  # fmt: skip
-        """These samples of groups, to their end, after a pause; `started` are those that are at the table already."""
+        """Run these samples of the groups to their end, after a pause, and return their rollouts.
+
+        `started` are groups whose episodes are in the work buffer already.
+        """
         self._num_assignments += 1
         sizes = {group: len(of_group) for group, of_group in samples.items()}
         new = {group: size for group, size in sizes.items() if group not in started}
@@ -251,7 +291,7 @@ class RolloutManager:
     async def _run_episode_with_retries(
         self, scheduled: ScheduledGroup, work_buffer: WorkBuffer, *, shared_prompt: SharedPrompt, group: int, sample_index: int
     ) -> Rollout:
-        """An episode that fails because something was down is played again, _MAX_ATTEMPTS times in all."""
+        """Run one episode, up to _MAX_ATTEMPTS times while it fails with INFRA_ERROR."""
         failed_s, settings = 0.0, scheduled.settings
         for _ in range(_MAX_ATTEMPTS):
             conversation = work_buffer.conversations[group, sample_index] = TokenConversation(
@@ -269,7 +309,10 @@ class RolloutManager:
         return rollout
 
     def render_first_prompt(self) -> TokenSequence | None:
-        """How the first training example will begin, on the leader of the first engine; None elsewhere, and where it cannot."""
+        """Render the prompt of the first training example on the leader of the first engine.
+
+        Returns None on other ranks, and if the prompt cannot be rendered.
+        """
 
         async def opened() -> TokenSequence | None:
             first = self.engine_rank.index == 0
@@ -282,9 +325,9 @@ class RolloutManager:
         return self.engine.run(opened())
 
     def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the engines' weights by these, proven to have arrived, and give the device to the engine.
+        """Replace the engines' weights, verify their arrival, and give the device to the engine.
 
-        `tensors` may be views of the trainer's: it is awake while they are read.
+        `tensors` may be views of the trainer's weights: the trainer is awake while they are read.
         """
         with self.offloaded():
             self.engine.load_weights(tensors, version=version)
@@ -294,7 +337,10 @@ class RolloutManager:
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """The device is the trainer's inside the block, and stays so after it until `update_weights`: a sleeping engine has no weights."""
+        """Give the device to the trainer, inside the block and after it until `update_weights`.
+
+        The device stays with the trainer because a sleeping engine has no weights.
+        """
         if not self.is_offloaded:
             self.engine.sleep()
             self.trainer.wake()
@@ -306,16 +352,22 @@ class RolloutManager:
         return self.engine.metrics()
 
     def busy_s(self) -> float:
-        """Seconds that this process's engine has worked."""
+        """Return the seconds that this process's engine has worked."""
         return self.engine.busy_s
 
     def start(self) -> None:
+        """Start the task on the leader of each engine."""
         self.engine.run(self.task.start())
 
     def close(self, *, all_ranks: bool = True) -> None:
-        """The last thing a process does: ColocatedEngine.close ends its process group too.
+        """Cancel all episodes, close the task and then the engine.
 
-        all_ranks: all ranks are here. After a failure others may be elsewhere or gone, and nobody is waited for.
+        This must be the last call of a process: ColocatedEngine.close also destroys the process
+        group.
+
+        Args:
+            all_ranks: True if all ranks take part. Pass False after a failure, when other ranks may
+                be busy or gone; nothing waits for them then.
         """
 
         async def ending() -> None:
@@ -332,7 +384,11 @@ class RolloutManager:
 
 
 async def render_prompt(task: Task, example: Example, renderer: Renderer, *, seed: int) -> TokenSequence | None:
-    """How an example begins, without an engine; None where it cannot: its episodes will fail for the same reason, and say so."""
+    """Render the prompt of an example without an engine.
+
+    Returns None after an InfraError; the example's episodes then fail with the same error and
+    report it.
+    """
     env = task.env(example)
     try:
         return renderer.prompt(await env.reset(seed))

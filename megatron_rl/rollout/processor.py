@@ -1,4 +1,4 @@
-"""Loads a checkpoint's processor and chat template, and refuses those that cannot be trained with."""
+"""Loads a checkpoint's processor and chat template, and rejects those unusable for training."""
 
 import json
 import subprocess
@@ -18,25 +18,33 @@ from megatron_rl.rollout import template_probe
 from megatron_rl.types import Message
 
 SIZE_FORMS = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
-"""The forms of an image processor's `size`, both in pixels of the whole picture."""
+"""Accepted sets of keys in an image processor's `size`; both are in pixels of the whole image."""
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
-"""Exceptions of a chat template that is itself at fault."""
+"""Exceptions that a faulty chat template raises."""
 TEMPLATE_CPU_S, TEMPLATE_MEMORY_BYTES = 10, 1 << 30
-"""Limits of processor time and of memory for trying a chat template."""
+"""Limits of CPU time (seconds) and memory (bytes) for trying a chat template."""
 _PROBE_S = 300
-"""Seconds by the clock: the kernel has ended the process long before, however busy the machine is."""
+"""Wall-time limit in seconds of the test process. The kernel's CPU limit ends the process long
+before, however busy the machine is.
+"""
 _SYSTEM, _QUESTION, _REPLY, _NEXT = "Probe\n\n  system", 'Probe:\n\n  is 1 < 2 & "x"?', "probe reply", "probe observation"
-"""Probe texts with all that a template may change: capitals, blanks, empty lines, characters that HTML and JSON escape."""
+"""Probe texts with everything that a template may change: capitals, spaces, empty lines, and
+characters that HTML and JSON escape.
+"""
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _VARYING = {"strftime_now": "the time of day", "lipsum": "random text", "random": "a random choice"}
-"""Names that make the text of a chat template another one each time, in transformers' environment and Jinja's own."""
+"""Names that make the output of a chat template change between renderings, in transformers'
+environment and Jinja's own.
+"""
 _REMEDY = "copy chat_template.jinja from where the model came from"
 
 
 def load_processor(path: str) -> ProcessorMixin:
     """Return the processor of a Hugging Face folder with its chat template in place.
 
-    Raises ValueError, naming model.path and the file, for files that are damaged, missing or of another kind of model.
+    Raises:
+        ValueError: Files are damaged, missing or belong to another kind of model. The message names
+            model.path and the file.
     """
     folder = Path(path)
     there = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
@@ -54,7 +62,10 @@ def load_processor(path: str) -> ProcessorMixin:
 
 
 def _image_file(folder: Path) -> str:
-    """The name of the file that transformers reads the image processor from; the first one wins where both have one."""
+    """Return the name of the file from which transformers reads the image processor, or ''.
+
+    The first one is used if both exist.
+    """
     return next((name for name in ("processor_config.json", "preprocessor_config.json") if (folder / name).is_file()), "")
 
 
@@ -70,10 +81,14 @@ def _check_classes(processor: ProcessorMixin, path: str, *, file: str) -> None:
 
 
 def find_template(processor: ProcessorMixin, path: str) -> str:
-    """Return the chat template, from wherever transformers keeps one.
+    """Return the chat template, from any of the places where transformers stores one.
 
-    These are chat_template.jinja, additional_chat_templates/, chat_template.json, processor_config.json and tokenizer_config.json. Of
-    several named ones it is `default`. Raises ValueError where there is none.
+    These are chat_template.jinja, additional_chat_templates/, chat_template.json,
+    processor_config.json and tokenizer_config.json. If there are several named templates, `default`
+    is used.
+
+    Raises:
+        ValueError: There is no template.
     """
     for found in (processor.chat_template, processor.tokenizer.chat_template):
         if isinstance(found, str) and found.strip():
@@ -89,8 +104,11 @@ def find_template(processor: ProcessorMixin, path: str) -> str:
 
 
 def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> None:
-    """Raise ValueError where a processor cuts pictures otherwise than the model's vision tower, numbers its tokens otherwise, or
-    resizes in another way than the renderer."""
+    """Raise ValueError if the processor does not match the model.
+
+    It must cut images into patches as the model's vision tower does, use the same token ids, and
+    resize with the same method as the renderer.
+    """
     images, numbers = processor.image_processor, processor.tokenizer.get_added_vocab()
     for what, found, field, stated in (
         ("patch_size", images.patch_size, "vision_config.patch_size", spec.vision.patch_size),
@@ -108,7 +126,10 @@ def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> No
 
 
 def check_determinism(template: str, path: str) -> None:
-    """Raise ValueError where a chat template uses a name by which its text changes from one rendering to the next."""
+    """Raise ValueError if a chat template uses a name from `_VARYING`.
+
+    Such a name changes the template's output from one rendering to the next.
+    """
     names = {value for _, kind, value in Environment().lex(template) if kind == "name"}
     for name, what in _VARYING.items():
         remedy = f"its chat template uses {name}, {what}: prompts would differ between processes, and after a resume; write a fixed text"
@@ -117,7 +138,10 @@ def check_determinism(template: str, path: str) -> None:
 
 @cache
 def require_bounded_template(template: str, path: str) -> None:
-    """Raise ValueError where a chat template takes too much time or memory for a short conversation, tried in a process of its own."""
+    """Raise ValueError if a chat template takes too much time or memory.
+
+    It is tried on a short conversation, in a separate process.
+    """
     parts = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
     begun = [
         _make_message("system", _SYSTEM),
@@ -133,9 +157,14 @@ def require_bounded_template(template: str, path: str) -> None:
 
 
 def check_template(render: Callable[[Sequence[Message], bool], str], path: str) -> None:
-    """Raise ValueError unless the chat template keeps a system message, a question with two pictures and a reply as they are.
+    """Raise ValueError unless the chat template preserves a system message and a question.
 
-    `render` gives the text of messages; its second argument asks for the start of the next reply.
+    The question has text and two images. The template must also begin the response.
+
+    Args:
+        render: Returns the text of messages; its second argument requests the beginning of the next
+            response.
+        path: Value of model.path, for the error message.
     """
     parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": _QUESTION}]
     asked = [_make_message("system", _SYSTEM), {"role": "user", "content": parts}]
@@ -153,10 +182,11 @@ def check_template(render: Callable[[Sequence[Message], bool], str], path: str) 
 
 
 def find_continuation_problem(render: Callable[[Sequence[Message], bool], str], path: str) -> str:
-    """Return why a conversation cannot go on behind a reply by appending text, or ''.
+    """Return why text cannot be appended after a response, or '' if it can.
 
-    Episodes of several turns, and transcripts, append what the template writes behind an earlier reply. A template that rewrites or
-    leaves out earlier messages, or thoughts in them, would have the policy trained on a context that it never sees in use.
+    Episodes of several turns, and transcripts, append the text that the template writes after an
+    earlier response. With a template that rewrites or drops earlier messages, or thoughts in them,
+    the policy would be trained on a sequence that never occurs in use.
     """
     for reply, what in ((_REPLY, "earlier messages"), (f"<think>\n{_SYSTEM}\n</think>\n\n{_REPLY}", "thoughts of earlier turns")):
         begun = [_make_message("user", _QUESTION), _make_message("assistant", reply)]
@@ -185,5 +215,8 @@ def _render_checked(
 
 
 def find_banned_ids(vocab: dict[str, int], spec: ModelSpec, *, never_sampled: Sequence[str]) -> list[int]:
-    """Return the token ids that no engine may sample: markers of pictures, and rows of the vocabulary that are no token."""
+    """Return the token ids that no engine may sample.
+
+    These are image and video markers, and vocabulary rows without a token.
+    """
     return sorted({*(vocab[token] for token in never_sampled), *(set(range(spec.vocab_size)) - set(vocab.values()))})

@@ -1,6 +1,8 @@
-"""Between messages and tokens: chat template, one image-processor call, and deltas that never re-tokenize what the policy sampled.
+"""Renders messages as tokens: chat template, image processing, and observations as deltas.
 
-A picture is resized here, once, to its final grid; neither the engine nor the trainer resizes again. Threads may render side by side.
+Tokens that the policy sampled are never tokenized again. An image is resized once, to its final
+grid; neither the engine nor the trainer resizes it again. Several threads may render at the same
+time.
 """
 
 import asyncio
@@ -39,34 +41,52 @@ from megatron_rl.types import Image, Message, TokenSequence
 
 T = TypeVar("T")
 MAX_INLINE_PIXELS = 1 << 17
-"""Pictures of fewer take less than 8 ms, which is less than a decode step of a large model."""
+"""Images with fewer pixels take less than 8 ms, less than a decode step of a large model."""
 _THREADS = 4
-"""Beside an event loop: a picture of 2,000,000 pixels takes one about 100 ms and, meanwhile, 100 MB."""
+"""Number of rendering threads. An image of 2,000,000 pixels takes a thread about 100 ms and,
+meanwhile, 100 MB.
+"""
 _CACHED_BYTES = 1 << 30
-"""Of pictures that are remembered with their patches; one of 2,000,000 pixels takes 8 MB with 48 MB of them."""
+"""Maximum bytes of cached images with their patches. An image of 2,000,000 pixels takes 8 MB, and
+its patches 48 MB.
+"""
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-"""How byte-level tokenizers spell a byte."""
+"""Maps each character in the tokens of byte-level tokenizers to its byte."""
 _NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+"""Markers of images and videos, which the policy must not sample."""
 
 GROUNDING_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end"))
-"""Tokens of Qwen2-VL's grounding data. They control nothing."""
+"""Tokens of Qwen2-VL's grounding data, which control nothing."""
 
 
 def max_inline_pixels(engine: EngineSettings) -> int:
-    """Pictures of fewer are rendered in the event loop itself, for an engine in this process: its requests come in the same order every
-    time, so that a run on a CPU repeats bit for bit. Engines elsewhere are asked as it happens, and every picture is rendered beside the
-    loop."""
+    """Return the number of pixels from which on images are rendered in a thread.
+
+    For an engine in this process smaller images are rendered in the event loop itself: its requests
+    then come in the same order every time, so that a run on a CPU repeats bit for bit. Requests to
+    servers have no fixed order, and every image is rendered in a thread.
+    """
     return 1 if engine.mode == "server" else MAX_INLINE_PIXELS
 
 
 class Renderer:
-    """Renders for one checkpoint. `banned_ids` and `stop_ids` are the same for engine and trainer."""
+    """Renders messages for one checkpoint.
+
+    `banned_ids` and `stop_ids` are the same for engine and trainer.
+    """
 
     def __init__(
         self, model: ModelSettings, *, max_inline_pixels: int = MAX_INLINE_PIXELS, allow_grounding_tokens: bool = False,
         cache_bytes: int = _CACHED_BYTES,
     ) -> None:  # fmt: skip
-        """`max_inline_pixels`: see the function of this name; `allow_grounding_tokens`: see DataSettings; `cache_bytes`: of pictures."""
+        """Load and check the processor and the chat template.
+
+        Args:
+            model: Checkpoint and limits of image sizes.
+            max_inline_pixels: Described in the function `max_inline_pixels`.
+            allow_grounding_tokens: Described in DataSettings.
+            cache_bytes: Maximum bytes of cached images.
+        """
         self.max_inline_pixels, self._cache_bytes = max_inline_pixels, cache_bytes
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
         self._path, self.processor = model.path, load_processor(model.path)
@@ -87,39 +107,42 @@ class Renderer:
         self.vision_token_side = self.patch_size * self.merge_size
         check_model_fit(self.processor, spec, model.path)
         self._images: OrderedDict[str, Image] = OrderedDict()
-        """What is remembered, by Image.key; the one used longest ago comes first."""
+        """Cached images by Image.key, least recently used first."""
         self._final_key_by_source: dict[str, str] = {}
-        """From the digest of a picture as it was given to the key of what it became, while that is remembered."""
+        """Maps the digest of a source image to the key of its cached final image."""
         self._sources_by_final_key: dict[str, set[str]] = {}
-        """The same from key to digests."""
+        """Maps the key of a cached final image to the digests of its source images."""
         self._num_bytes = 0
         self._lock = Lock()
-        """Held while what is remembered changes."""
+        """Held while the cache changes."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
         require_bounded_template(self.processor.chat_template, model.path)
         check_template(self._apply_template, model.path)
         self.continuation_problem = find_continuation_problem(self._apply_template, model.path)
-        """Why no text can be appended behind an earlier reply; empty where it can."""
+        """Reason why no text can be appended after a response; empty if it can."""
         check_determinism(self.processor.chat_template, model.path)
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._render_messages(dummy).removesuffix("\n")
 
     def require_continuation(self) -> None:
-        """Raise ValueError where the chat template does not let messages be appended behind a reply."""
+        """Raise ValueError unless the chat template allows appending after a response."""
         remedy = f"{self.continuation_problem}; give a chat_template.jinja that keeps every message as it is"
         require(not self.continuation_problem, "model.path", self._path, remedy)
 
     async def run_in_thread(self, fn: Callable[[], T]) -> T:
-        """What `fn` returns, computed in a thread: the event loop, in which an engine steps, goes on meanwhile."""
+        """Run `fn` in a rendering thread and return its result.
+
+        The event loop, in which an engine steps, continues meanwhile.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, fn)
 
     def image(self, picture: Picture) -> Image:
-        """The picture at its final size with its patches; remembered by what was given."""
+        """Return `picture` at its final size with its patches, cached by its digest."""
         digest, size = image_key(picture), self.final_size(picture.width, picture.height)
         known = self._find_cached(self._final_key_by_source.get(digest))
         if known is not None:
             return known
-        plain = picture if picture.mode == "RGB" else picture.convert("RGB")  # which would copy all of a large original
+        plain = picture if picture.mode == "RGB" else picture.convert("RGB")  # convert would copy a large original
         resized = plain.resize(size, Resampling.BICUBIC)
         is_final = (picture.mode, picture.size) == (resized.mode, resized.size)
         image = self._process_resized(resized, key=digest if is_final else image_key(resized))
@@ -130,7 +153,10 @@ class Renderer:
         return image
 
     def _process_resized(self, resized: Picture, *, key: str) -> Image:
-        """The patches of a picture that has its final size. It must not be resized again: smart_resize of its own result may differ."""
+        """Return the image with the patches of `resized`, which has its final size.
+
+        It must not be resized again: smart_resize of its own result may differ.
+        """
         known = self._find_cached(key)
         if known is not None:
             return known
@@ -145,7 +171,7 @@ class Renderer:
             return self._images.get(key)
 
     def _cache_image(self, image: Image) -> Image:
-        """The image; the one that is remembered, where another thread has made it meanwhile."""
+        """Cache the image; return the cached one if another thread was first."""
         with self._lock:
             if image.key not in self._images:
                 self._images[image.key], self._sources_by_final_key[image.key] = image, set()
@@ -158,49 +184,57 @@ class Renderer:
             return self._images.get(image.key, image)
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height of a picture of this size after the resize: multiples of `vision_token_side`, the side of a vision token."""
+        """Return width and height of an image of this size after the resize.
+
+        Both are multiples of `vision_token_side`, the side of a vision token in pixels.
+        """
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         rows, columns = smart_resize(height, width, factor=self.vision_token_side, **limits)
         return columns, rows
 
     @property
     def final_pixels(self) -> tuple[int, int]:
-        """Pixels of a picture after the resize, at the least and at the most: what it has made stays as it is in a resize within these.
+        """Minimum and maximum number of pixels of an image after the resize.
 
-        It rounds up what is too small and down what is too large, and so leaves its own limits where these are close to each other. At the
-        most: (a + side)(b + side) of a picture that is enlarged to ab = min_pixels, one token times the longer side of one that is made
-        smaller; a : b is 200 at the most (smart_resize of transformers 5.19)."""
+        A final image stays unchanged in a resize within these limits. smart_resize rounds images
+        that are too small up and images that are too large down, and so exceeds its own limits if
+        they are close to each other. The maximum is the largest of max_pixels, (a + side)(b + side)
+        for an image that is enlarged to ab = min_pixels, and one token times the longer side of an
+        image that is reduced; a : b is at most 200 (smart_resize of transformers 5.19).
+        """
         side, longest = self.vision_token_side, 200**0.5
         enlarged = self.min_pixels + side * (longest + 1 / longest) * self.min_pixels**0.5 + side**2
         return side**2, max(self.max_pixels, math.ceil(enlarged), math.ceil(side * longest * self.max_pixels**0.5))
 
     def count_tokens(self, text: str) -> int:
+        """Return the number of tokens of a text."""
         return len(self._tokenize(text))
 
     def describe_sequence(self, context: TokenSequence) -> str:
-        """The context in words, for people: a picture is its size."""
+        """Return the sequence as readable text, with the size of each image in its place."""
         pixels = ([side * self.vision_token_side // image.merge for side in image.grid[:0:-1]] for image in context.images)
         sizes = iter(f"[{width}x{height}]" for width, height in pixels)
         words = self.tokenizer.decode(context.token_ids)
         return re.sub(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>", lambda _: next(sizes), words)
 
     def patches(self, image: Image, load_image: Callable[[Image], Picture]) -> torch.Tensor:
-        """float32 [P, C] of an image, made again of its picture where they are no longer remembered."""
+        """Return the patches of an image, float32 [P, C]; recompute them if they are not cached."""
         if image.patch_PC is not None:
             return image.patch_PC
         known = self._find_cached(image.key)
         return (known or self._process_resized(load_image(image), key=image.key)).patch_PC
 
     def prompt(self, messages: Sequence[Message]) -> TokenSequence:
-        """A new context that ends where the assistant speaks."""
+        """Render messages as a new sequence that ends where the assistant's response begins."""
         context = TokenSequence()
         self._append_text(context, self._render_messages(messages, add_generation_prompt=True), self._process_images(messages))
         return context
 
     def observation(self, context: TokenSequence, messages: Sequence[Message]) -> TokenSequence:
-        """What the environment said after the assistant's turn, as it continues `context`: only these messages are tokenized.
+        """Render the messages that follow a response as the continuation of `context`.
 
-        A turn that ran out of tokens is closed first; the closing token was not sampled and is masked.
+        Only these messages are tokenized. A turn that ran out of tokens is closed first; the
+        closing token was not sampled and is masked.
         """
         whole = self._render_messages([*self._dummy, *messages], add_generation_prompt=True)
         assert whole.startswith(self._dummy_text), self.continuation_problem
@@ -210,8 +244,15 @@ class Renderer:
         return more
 
     def transcript(self, messages: Sequence[Message]) -> TokenSequence:
-        """A whole conversation for supervised learning: the mask is 1 on each assistant message and the token that ends it, but for those
-        with "loss": False. ValueError: see split_transcript; or a reply holds tokens that are never sampled."""
+        """Render a whole conversation for supervised learning.
+
+        The loss mask is 1 on each assistant message and the token that ends it, except for messages
+        with "loss": False.
+
+        Raises:
+            ValueError: `split_transcript` rejects the messages, or a reply has tokens that are
+                never sampled.
+        """
         context = TokenSequence()
         for piece in split_transcript(messages, self._render_messages):
             self._append_text(context, piece.observation, self._process_images(piece.messages))
@@ -224,7 +265,10 @@ class Renderer:
         return context
 
     def transcript_length(self, messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the number of tokens of `transcript`, given the width and height of its pictures instead of their pixels."""
+        """Return the number of tokens of `transcript` without loading its images.
+
+        `sizes` has the width and height of each image.
+        """
         num_text = sum(
             len(self._tokenize(text))
             for piece in split_transcript(messages, self._render_messages)
@@ -234,13 +278,14 @@ class Renderer:
         return num_text - len(sizes) + sum(each // self.vision_token_side**2 for each in pixels)
 
     def decode_response(self, token_ids: list[int]) -> str:
-        """What the policy said, without the token that ended it."""
+        """Return the text of a response without the token that ended it."""
         return self.tokenizer.decode(token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids)
 
     def char_to_token(self, token_ids: Sequence[int], char: int) -> int:
-        """The number of the token that holds this character of the text of these tokens.
+        """Return the index of the token with character `char` of the decoded `token_ids`.
 
-        Tokens are runs of bytes, and where a character is cut by a border between two it belongs to the later one, which completes it.
+        Tokens are runs of bytes. A character that is split between two tokens belongs to the later
+        one, which completes it.
         """
         decoder, length = codecs.getincrementaldecoder("utf-8")("replace"), 0
         for number, token in enumerate(self.tokenizer.convert_ids_to_tokens(token_ids)):
@@ -260,7 +305,11 @@ class Renderer:
         return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def _escape_message(self, message: Message) -> Message:
-        """The message with the names of special tokens kept from being read as tokens: a data set, a user or a tool wrote them as text."""
+        """Return the message with names of special tokens in its text escaped.
+
+        A data set, a user or a tool wrote them as text, so they must not be tokenized as special
+        tokens. Messages of the assistant stay unchanged.
+        """
         content = message["content"]
         if message["role"] == "assistant":
             return message
@@ -270,7 +319,10 @@ class Renderer:
         return {**message, "content": parts}
 
     def find_special_token(self, text: str) -> str:
-        """Return the first name of a special token in a text of the data, which is written with a blank; '' where there is none."""
+        """Return the first name of a special token in a text of the data, or ''.
+
+        Prompts contain the name with a space inserted.
+        """
         found = self._special_token_pattern.search(text)
         return found[0] if found else ""
 
@@ -294,12 +346,15 @@ class Renderer:
 
 
 def _image_bytes(image: Image) -> int:
-    """Of its patches, and of its picture: Pillow has a pixel's colors in a word of 32 bits."""
+    """Return the bytes of an image and its patches; Pillow stores a pixel in a word of 32 bits."""
     return image.patch_PC.nbytes + 4 * image.pil.width * image.pil.height
 
 
 def image_key(picture: Picture) -> str:
-    """Of its pixels, mode and size: Image.key of a picture that has its final size."""
+    """Return a digest of an image's pixels, mode and size.
+
+    For an image at its final size this is Image.key.
+    """
     content = hashlib.sha256(picture.tobytes())
     content.update(f"{picture.mode} {picture.size}".encode())
     return content.hexdigest()[:32]

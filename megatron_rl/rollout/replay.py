@@ -1,6 +1,7 @@
-"""Training once more on steps that a run has recorded (run.record=all): what the training loop talks to where there is no engine.
+"""Replaces the rollout manager to train again on the recorded steps of a run (run.record=all).
 
-With the settings and the weights of that run every loss, gradient and weight is that run's, whatever the layout of the trainer.
+With the settings and weights of that run, every loss, gradient and weight is the same as in that
+run, whatever the parallel layout of the trainer.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +20,11 @@ from megatron_rl.types import Rollout
 
 
 class RolloutReplay:
-    """In the place of a fleet (rollout/manager.py). Every rank calls every method, together with the others, and reads its share of a
-    step's pictures."""
+    """Recorded rollouts behind the interface of RolloutManager (rollout/manager.py).
+
+    Every rank calls every method together with the other ranks, and reads its share of a step's
+    images.
+    """
 
     num_stale = 0
 
@@ -37,7 +41,11 @@ class RolloutReplay:
         self.scheduler = PromptScheduler(lambda: (), settings=generation_settings, episode_settings=episode_settings)
 
     def generate(self, step: int, *, is_enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
-        """The rollouts of a step as they were played. ValueError: its file is damaged, or lacks a picture."""
+        """Return the recorded rollouts of a step.
+
+        Raises:
+            ValueError: The step's file is damaged or lacks an image.
+        """
         path = step_path(self._folder, step)
         rollouts = self._gather(raise_on_all_ranks(lambda: self._read_share(path)))
         self.scheduler.num_generation_batches += read_num_gen_batches(path)
@@ -50,22 +58,24 @@ class RolloutReplay:
         return [without_training_columns(rollout) for rollout in read_rollouts(path, mine)]
 
     def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Nobody plays with them."""
+        """Do nothing: no engine needs the weights."""
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """The device is the trainer's always."""
+        """Do nothing: the trainer always has the device."""
         yield
 
     def metrics(self) -> dict[str, float]:
+        """Return no metrics."""
         return {}
 
     def busy_s(self) -> float:
+        """Return 0: there is no engine."""
         return 0.0
 
 
 def require_recorded_steps(settings: Settings) -> None:
-    """ValueError: a step that is to be trained on was not recorded."""
+    """Raise ValueError if a step of the run was not recorded."""
     for step in range(settings.run.steps):
         path = step_path(Path(settings.run.replay), step)
         remedy = f"step {step} is not there; give RUN/rollouts of a run with run.record=all, or fewer run.steps"

@@ -1,8 +1,10 @@
-"""Which prompts are under way, on every rank the same: how many are dealt in a step, in which order, and what is dealt again.
+"""Schedules prompts: how many are active in a step, in which order, and which are run again.
 
-A round is num_prompts of them. A step begins with max_staleness + 1 rounds under way: the capacity of AReaL (arXiv 2505.24298, eq. 3), in
-whole groups. It ends when a round's number of prompts is played, among them all that would be too old for the next step; what remains goes
-on under the next weights. With max_staleness 0 every step plays its own round, and nothing else.
+The schedule is the same on every rank. A generation batch has num_prompts prompts. A step begins
+with max_staleness + 1 generation batches in progress: the capacity of AReaL (arXiv 2505.24298, eq.
+3), in whole groups. It ends when num_prompts groups have finished, including all groups that would
+be too stale for the next step; the other groups continue with the next weights. With max_staleness
+0 every step runs its own generation batch and nothing else.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,56 +18,76 @@ from megatron_rl.types import Example
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationSettings:
-    """How many episodes a training step asks for."""
+    """Number of episodes that a training step generates."""
 
     num_prompts: int
-    """Prompts of one round."""
+    """Number of prompts of one generation batch."""
     group_size: int
-    """Episodes of one prompt."""
+    """Number of episodes per prompt."""
     max_num_gen_batches: int
-    """Rounds of one step at most."""
+    """Maximum number of generation batches per step."""
     max_staleness: int = 0
-    """Versions that the weights may have gone on since a rollout's oldest token, when it is trained on."""
+    """Maximum staleness, in weight versions, of a rollout's oldest token when it is trained on."""
     num_steps: int | None = None
-    """Steps of the run: no more is dealt than they train on. None: not known."""
+    """Number of training steps of the run, which limits the prompts that are scheduled. None if
+    unknown.
+    """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ScheduledGroup:
-    """A prompt whose episodes are to be played, are under way, or are done and not yet trained on."""
+    """Prompt with episodes that are scheduled, in progress, or finished and not yet trained on."""
 
     example: Example
     settings: EpisodeSettings
-    """With the seed of the step that it was dealt in."""
+    """Episode settings with the seed of the step that scheduled the group."""
     prompt_index: int = 0
-    """In the order of all prompts that a run ever deals."""
+    """Index of the prompt in the order of all prompts of a run."""
 
 
 class PromptScheduler:
-    """Groups are numbered as they are dealt, from 0 wherever a step begins with none under way."""
+    """Decides which groups are in progress.
+
+    Groups are numbered in the order in which they are scheduled. Numbering restarts at 0 whenever a
+    step begins without active groups.
+    """
 
     def __init__(
         self, examples: Callable[[], Sequence[Example]], *, settings: GenerationSettings, episode_settings: EpisodeSettings
     ) -> None:
         self._examples, self._settings, self._episode_settings = examples, settings, episode_settings
         self.num_generation_batches = 0
-        """Rounds that were dealt: where the sampler stands. A resumed run sets it."""
+        """Number of generation batches drawn so far, which is the state of the prompt sampler. A
+        resumed run sets it.
+        """
         self.pending_prompt_indices: list[int] = []
-        """Places of prompts that were dealt and not played to their end, or not trained on: they are dealt again before any other."""
+        """Indices of prompts that were drawn but not finished, or not trained on. They are
+        scheduled before any other prompt.
+        """
         self.active_groups: dict[int, ScheduledGroup] = {}
-        """Under way, by group."""
+        """Groups in progress, by group number."""
         self._next = 0
 
     def due_groups(self, step: int, oldest_versions: Mapping[int, int | None]) -> set[int]:
-        """The groups that this step is the last to be trained on. `oldest_versions` as in drop_stale. At most a round: each step takes
-        one's number, and begins no more than that."""
+        """Return the groups for which `step` is the last step that may train on them.
+
+        `oldest_versions` is described in `drop_stale`. There are at most num_prompts such groups,
+        because each step uses that number of groups and starts no more than that.
+        """
         limit = step - self._settings.max_staleness
         return {group for group in self.active_groups if oldest_versions.get(group) is not None and oldest_versions[group] <= limit}
 
     def drop_stale(self, step: int, oldest_versions: Mapping[int, int | None]) -> list[int]:
-        """The groups that must not be trained on in this step or later; their prompts are owed. `oldest_versions` has the version of each
-        group's oldest weights, None where none were asked yet. A step waits for those that are due: what is left was asked of a server
-        whose answer told its version too late."""
+        """Drop the groups that are too stale for this step, and return their numbers.
+
+        Their prompts become pending again. A step waits for groups at the staleness limit
+        (`due_groups`). The groups dropped here came from servers that reported their weight version
+        too late.
+
+        Args:
+            step: Step that is about to begin.
+            oldest_versions: Oldest weight version of each group; None before the first request.
+        """
         if not self.active_groups:
             self._next = 0
         limit = step - self._settings.max_staleness
@@ -74,7 +96,11 @@ class PromptScheduler:
         return stale
 
     def schedule(self, step: int) -> dict[int, ScheduledGroup]:
-        """More groups, until max_staleness + 1 rounds are under way, or all that the run's steps will need."""
+        """Start further groups and return them.
+
+        Afterwards max_staleness + 1 generation batches are in progress, or as many as the remaining
+        steps of the run need.
+        """
         size, num_batches = self._settings.num_prompts, self._settings.max_staleness + 1
         if self._settings.num_steps is not None:
             num_batches = min(num_batches, self._settings.num_steps - step)
@@ -99,20 +125,25 @@ class PromptScheduler:
         return [prompts[place // size][place % size] for place in indices]
 
     def finish(self, groups: Sequence[int]) -> None:
-        """These are trained on: they are under way no more."""
+        """Remove these groups, which are trained on, from the active groups."""
         for group in groups:
             del self.active_groups[group]
 
     @property
     def unfinished_prompt_indices(self) -> list[int]:
-        """Places of all prompts that were dealt and of which nothing was trained on: what the run's next life deals first."""
+        """Indices of drawn prompts that were not trained on.
+
+        The run's next attempt schedules them first.
+        """
         return sorted([dealt.prompt_index for dealt in self.active_groups.values()] + self.pending_prompt_indices)
 
 
 def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, batch_index: int) -> list[Example]:
-    """The examples of one round, a function of seed and round alone, so that a resumed run deals what the unbroken one would have.
+    """Return the examples of one generation batch.
 
-    Where the task states how often it deals each example, drawn with those probabilities; otherwise without repetition within an epoch.
+    They depend on seed and batch index alone, so that a resumed run uses the same prompts as an
+    uninterrupted one. Examples with a `probability` are drawn with it; other examples are drawn
+    without repetition within an epoch.
     """
     if examples[0].probability is not None:
         generator = np.random.default_rng(derive_seed(seed, batch_index, 0))

@@ -1,10 +1,13 @@
-"""Engines in other processes, on this node or others: servers of vLLM behind the same `await generate(...)` as the engine in this process.
+"""Rollout engine in other processes, on any node: vLLM servers behind `await generate(...)`.
 
-An episode stays with its server, whose caches know it; a new one goes to the least busy. What a server does not end, because its weights
-change or it falls, is asked for again with the tokens that are there, of this server or another: noise depends on seed and place alone, so
-nothing else changes. Weights are told apart by a label, the run's name and their version, which each server says with all that it samples.
+An episode stays with its server, which has cached its sequence; a new episode goes to the least
+busy server. A request that a server does not finish, because of a weight update or a failure, is
+sent again with the tokens sampled so far, to this server or another one. Sampling noise depends on
+seed and position alone (on CPUs, vllm/sampler.py), so this changes nothing else. Weights are
+identified by a label, the run's name and their version, which each server returns with all tokens
+that it samples.
 
-The event loop has a thread of its own, so that episodes go on while the trainer computes.
+The event loop has its own thread, so that episodes continue while the trainer computes.
 """
 
 import asyncio
@@ -32,15 +35,18 @@ from sandbox.bounded_http import BoundedClient
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 5
-"""Of one turn, before its episode fails."""
+"""Number of failed requests for one turn after which its episode fails."""
 POLL_S, ABORT_RETRY_S = 0.1, 0.3
-"""Between two looks for a server that is well; two requests to give up what one still has."""
+"""Seconds between two searches for a healthy server, and between two abort requests to a server."""
 KEEPALIVE_S = 2.0
-"""Idle connections; uvicorn closes its own after 5."""
+"""Seconds for which idle connections are kept; uvicorn closes its own after 5."""
 
 
 class ServerEngine:
-    """All servers, as one rank's episodes see them. Every rank has one; `sender` is that of the rank that gives them their weights."""
+    """All inference servers, as the episodes of one rank use them.
+
+    Every rank has one. `sender` is set on the rank that sends the weights.
+    """
 
     def __init__(
         self, servers: Sequence[VllmServer], settings: EngineSettings, *,
@@ -49,9 +55,21 @@ class ServerEngine:
         first_server: int = 0,
         log: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
-        """`name` is the run's alone, and begins the label of its weights. `all_gather` brings what every rank says to all. `supervisor`,
-        beside `sender`: those of servers that the run starts itself. `first_server`: the server that is asked first where several are as
-        busy."""
+        """Start the event loop's thread and the health monitor.
+
+        Args:
+            servers: All servers.
+            settings: Settings of the engine.
+            name: Unique name of the run, which begins the label of its weights.
+            image_token_id: Id of the image placeholder.
+            stop_ids: Ids that end a turn.
+            decode_tokens: Returns the text of token ids.
+            all_gather: Gathers the values of all ranks on every rank.
+            sender: Sends the weights; None on the other ranks.
+            supervisor: Restarts servers that the run started; set on the rank of `sender`.
+            first_server: Index of the preferred server among equally busy ones.
+            log: Prints one line.
+        """
         self._servers, self._settings, self._name = list(servers), settings, name
         self._image_token_id, self._stop_ids, self._decode_tokens = image_token_id, stop_ids, decode_tokens
         self._all_gather, self._sender, self._supervisor, self._log = all_gather, sender, supervisor, log
@@ -67,7 +85,7 @@ class ServerEngine:
 
     async def _set_up(self) -> None:
         probe_s = self._settings.health_timeout_s
-        self._http = BoundedClient(token=self._servers[0].token, keepalive_s=KEEPALIVE_S)  # one token is that of all
+        self._http = BoundedClient(token=self._servers[0].token, keepalive_s=KEEPALIVE_S)  # all servers share one token
         make_client = partial(
             GenerateClient, http=self._http, image_token_id=self._image_token_id, stop_ids=self._stop_ids, connect_s=probe_s
         )
@@ -84,44 +102,54 @@ class ServerEngine:
         self._health_monitor.start()
 
     def run(self, main: Coroutine[object, object, T]) -> T:
-        """Run `main` to its end, in the loop's thread. What it leaves behind goes on meanwhile, and while nothing is run."""
+        """Run `main` in the event loop's thread and return its result.
+
+        Tasks that `main` leaves behind continue, also between two calls of `run`.
+        """
         future = asyncio.run_coroutine_threadsafe(main, self._loop)
         try:
             return future.result()
         finally:
-            future.cancel()  # where this thread was interrupted; one that is done stays as it is
+            future.cancel()  # if this thread was interrupted; has no effect on a finished future
 
     run_alone = run
 
     @property
     def weights_label(self) -> str:
-        """What the weights that are served now are called by the servers."""
+        """Label of the weights that are served now."""
         return f"{self._name}.{self.weight_version}"
 
     @property
     def cache_salt(self) -> str:
-        """Of the prefixes that a server has cached: none serves other weights than computed it."""
+        """Salt of the servers' prefix caches; separates prefixes computed by different weights."""
         return self.weights_label
 
     @property
     def urls(self) -> list[str]:
+        """Addresses of all servers."""
         return [server.url for server in self._servers]
 
     def metrics(self) -> dict[str, float]:
-        """Of the last update of the weights: how long nobody could ask, and how much of that the weights took to come."""
+        """Return the times of the last weight update in seconds.
+
+        weight_sync/pause_s is the time without requests; weight_sync/transfer_s is the part of it
+        spent on sending the weights, on the rank of `sender`.
+        """
         return dict(self._metrics)
 
     @property
     def busy_s(self) -> float:
-        """In which turns of this process were under way; of several servers the mean."""
+        """Seconds with turns of this process in flight, averaged over the servers."""
         now = time.perf_counter()
         return statistics.fmean(server.busy_timer.busy_seconds(now) for server in self._servers)
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        """Sample one turn after `token_ids`, whose image placeholders are expanded, as ColocatedEngine.generate does.
+        """Sample one turn after `token_ids`, with the conventions of ColocatedEngine.generate.
 
-        Raises InfraError after MAX_ATTEMPTS servers in trouble, InfraTimeout where none was well for engine.outage_timeout_s, AccessDenied
-        where one asks for a key.
+        Raises:
+            InfraError: MAX_ATTEMPTS requests failed.
+            InfraTimeout: No server was healthy for engine.outage_timeout_s.
+            AccessDenied: A server rejects this run's token.
         """
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
@@ -137,7 +165,7 @@ class ServerEngine:
                 try:
                     part = await self._await_reply(reply, server)
                 except KeyRefused:
-                    continue  # the next look for a server names it
+                    continue  # the next _select_server raises AccessDenied
                 except EndpointError as fault:
                     self._health_monitor.last_failure = f"{server.url}: {fault}"
                     failed_urls.append(server.url)
@@ -150,7 +178,7 @@ class ServerEngine:
         return completion
 
     def _append_part(self, completion: Completion, part: PartialCompletion, sampling: SamplingSettings, *, version: int) -> bool:
-        """Take what a server sampled; whether a stop id or text ends it."""
+        """Append a server's tokens; return True if a stop id or stop string ends the turn."""
         before = len(completion.token_ids) + part.num_from_first_request
         completion.token_ids.extend(part.token_ids)
         completion.logprobs.extend(part.logprobs)
@@ -162,8 +190,11 @@ class ServerEngine:
         return end is not None or part.finish_reason == "stop"
 
     async def _select_server(self, failed_urls: Sequence[str]) -> VllmServer:
-        """The episode's own, if it is in; else the least busy one, if possible none that has just failed. InfraTimeout, AccessDenied: see
-        generate."""
+        """Return the episode's own server if it is healthy, else the least busy healthy one.
+
+        A server that has just failed is avoided if possible. Raises InfraTimeout and AccessDenied
+        like `generate`.
+        """
         task, backing_off_since = asyncio.current_task(), None
         while True:
             await self._is_serving.wait()
@@ -178,7 +209,7 @@ class ServerEngine:
                 server = min(candidates, key=lambda each: (each.endpoint.in_flight, self._order[each.url]))
                 self._server_by_task[task] = server
                 return server
-            backing_off_since = backing_off_since or now  # those that are in
+            backing_off_since = backing_off_since or now  # all healthy servers are backing off
             since = backing_off_since if self._health_monitor.unhealthy_since is None else self._health_monitor.unhealthy_since
             if now - since > self._settings.outage_timeout_s:
                 waited = f"none of {', '.join(self.urls)} was well for {self._settings.outage_timeout_s:g} s (engine.outage_timeout_s)"
@@ -186,8 +217,12 @@ class ServerEngine:
             await asyncio.sleep(POLL_S)
 
     async def _await_reply(self, request: Coroutine[object, object, PartialCompletion], server: VllmServer) -> PartialCompletion:
-        """Await a request to a server. EndpointError as soon as the server is marked unhealthy."""
-        task, failure = asyncio.ensure_future(request), server.failure  # it may be back, with another one, before this task goes on
+        """Await a request to a server.
+
+        Raises:
+            EndpointError: The request failed, or the server was marked unhealthy meanwhile.
+        """
+        task, failure = asyncio.ensure_future(request), server.failure  # readmission replaces the future, maybe before this task resumes
         server.busy_timer.start(time.perf_counter())
         self._num_in_flight += 1
         server.endpoint.in_flight += 1
@@ -203,9 +238,10 @@ class ServerEngine:
             server.busy_timer.stop(time.perf_counter())
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Give all servers these weights. Turns that are under way stop where they are, and go on with them. All ranks together.
+        """Send weights to all servers. All ranks call it together.
 
-        A server that does not take them, proven, is out; RuntimeError never.
+        Turns in progress stop and continue with the new weights. A server that does not provably
+        receive them is marked unhealthy; this method never raises RuntimeError for it.
         """
         began = time.perf_counter()
         self.run(self._pause_requests())
@@ -224,13 +260,20 @@ class ServerEngine:
             self._metrics["weight_sync/transfer_s"] = self._sender.transfer_s
 
     def _update_targets(self) -> list[str]:
-        """Those that are given an update: who does not answer is not waited for. All of them where none does, or none was looked at."""
+        """Return the servers that receive an update.
+
+        Servers that do not respond are left out. If none responds, or none was checked yet, all are
+        returned.
+        """
         answering = [server.url for server in self._servers if server.is_healthy or server.is_responding]
         return answering or self.urls
 
     async def _pause_requests(self) -> None:
-        """Nobody asks any more, and all that was asked has come back, with the tokens that are there. Turns that waited for
-        a picture may ask after this began: they are given up in the next round."""
+        """Stop new requests and abort the ones in flight, which return the tokens sampled so far.
+
+        Turns that waited for an image may still send a request after this started. The next
+        iteration aborts them.
+        """
         self._is_serving.clear()
         began = time.monotonic()
         while self._num_in_flight:
@@ -259,12 +302,12 @@ class ServerEngine:
         await self._http.close()
 
     def sleep(self) -> None:
-        """It has devices of its own."""
+        """Do nothing: the servers have their own devices."""
 
     wake = sleep
 
     def close(self) -> None:
-        """Leave the servers to whoever comes next."""
+        """Stop the event loop and release the servers, which keep running for the next run."""
         self.run(self._shut_down())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,6 +1,7 @@
-"""What a task is to the rest of the program: examples, single-use environments that speak messages, and a rubric.
+"""Defines the task interface: examples, single-use environments and a rubric.
 
-A task of your own is a subclass that has `examples` and `env`; all else has defaults (docs/extend.md).
+A custom task subclasses `Task` and implements `examples` and `env`; everything else has a default
+(docs/extend.md).
 """
 
 from abc import ABC, abstractmethod
@@ -13,102 +14,132 @@ from megatron_rl.data.transcripts import load_demonstrations
 from megatron_rl.rewards.rubric import Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
-if TYPE_CHECKING:  # it brings openai
+if TYPE_CHECKING:  # imports openai
     from megatron_rl.rewards.judge import Judge
 
 
 @dataclass(slots=True, frozen=True)
 class Step:
-    """What the environment says after a reply of the policy."""
+    """Result of one environment step, which follows a response of the policy."""
 
     messages: list[Message]
-    """The next observation; empty when done."""
+    """Messages of the next observation; empty when `done`."""
     reward: float
+    """Reward given by the environment for this step."""
     done: bool
     reason: str = ""
-    """Why the episode ended, when done."""
+    """Reason why the episode ended, when `done`."""
     tool_call: ToolCall | None = None
-    """What the reply asked for, if it asked for anything."""
+    """Tool call made by the response, or None."""
     action_char: int | None = None
-    """Character of the reply at which the action begins, behind the thoughts (algo.thought_logprob_scale), if the reply has such parts."""
+    """Index of the first character of the action in the response, after the thoughts
+    (algo.thought_logprob_scale). None if the response has no such parts.
+    """
     is_new_prompt: bool = False
-    """The messages are a whole new prompt (the state is in them) instead of a continuation of the last one."""
+    """True if `messages` are a complete new prompt, which contains the state, instead of a
+    continuation.
+    """
 
 
 class Env(ABC):
-    """Single use: made for one example, run for one episode, closed however that ends. Raises InfraError for trouble that is ours."""
+    """Environment of one episode.
+
+    An environment is created for one example, used for one episode, and closed however the episode
+    ends. Its methods raise InfraError for infrastructure failures.
+    """
 
     @property
     def state(self) -> str:
-        """A name for the state that the next reply answers, the same in every episode of an example that comes to that state, at whatever
-        turn. Empty: it is not told, and algo.turn_credit=gigpo compares the turn with no other."""
+        """Name of the state that the next response answers; empty if unknown.
+
+        Episodes of one example that reach the same state must have the same name for it, at
+        whatever turn. algo.turn_credit=gigpo compares a turn without a name with no other turn.
+        """
         return ""
 
     @abstractmethod
-    async def reset(self, seed: int) -> list[Message]: ...
+    async def reset(self, seed: int) -> list[Message]:
+        """Start the episode and return the messages of the prompt."""
+        ...
 
     @abstractmethod
-    async def step(self, text: str) -> Step: ...
+    async def step(self, text: str) -> Step:
+        """Apply the policy's response `text` and return the result."""
+        ...
 
     async def close(self) -> None:
-        """Give back what the episode took."""
+        """Release the resources of the episode."""
         return
 
 
 class Task(ABC):
-    """A family of examples with their environment and score."""
+    """Family of examples with their environment and reward."""
 
     Options: ClassVar[type | None] = None
-    """A dataclass of settings that this task alone has; settings.options is one of it."""
+    """Dataclass of settings specific to this task; `settings.options` is an instance of it."""
     reward_names: ClassVar[Sequence[str]] = ()
-    """Names that task.reward may have besides those of a user's own functions. Empty: the task is scored in one way only."""
+    """Values of task.reward in addition to the names of user-defined reward functions. Empty: the
+    task has a single way of scoring.
+    """
     rubric: Rubric = Rubric(turn_terms={"return": TurnRewardTerm(environment_rewards, averages_turns=False)})
-    """The undiscounted sum of what the environment gives, where a task does not say otherwise."""
+    """Rubric that scores the episodes; the default sums the environment's rewards, undiscounted."""
     judge: "Judge | None" = None
-    """Whom its rubric asks."""
+    """Judge used by the rubric."""
     runs_code: ClassVar[bool] = False
-    """Its episodes have boxes of task.sandbox."""
+    """True if episodes run code in the sandbox (task.sandbox)."""
     appends_to_sequence: ClassVar[bool] = True
-    """Whether its environments append messages behind a reply. False where an episode has one reply, or every turn is a new prompt."""
+    """True if environments append messages after a response. False if an episode has a single
+    response, or every turn is a new prompt.
+    """
     stop: Sequence[str] = ()
-    """A reply ends where it has written one of these (which stays in it), or where the policy ends it."""
+    """Stop strings. A response ends after one of them, which stays in it, or where the policy ends.
+    """
 
     def __init__(self, settings: TaskSettings) -> None:
         self.settings, self.name = settings, settings.name
 
     async def start(self) -> None:
-        """Take what episodes share (sandbox, judge), in the event loop that runs them. Called once, on the leader of each engine."""
+        """Acquire resources that episodes share (sandbox, judge), in the event loop that runs them.
+
+        Called once, on the leader of each engine.
+        """
         return
 
     async def close(self) -> None:
-        """Give it back."""
+        """Release the resources acquired by `start`."""
         return
 
     @abstractmethod
     def examples(self, split: str) -> Sequence[Example]:
-        """Those of split train or eval."""
+        """Return the examples of `split`, which is train or eval."""
 
     @abstractmethod
     def env(self, example: Example) -> Env:
-        """A new environment for one episode."""
+        """Return a new environment for one episode."""
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
-        """Of a split; each is asked for when it is trained on, and may be made only then. A task that makes none has the user's transcripts
-        alone, which every task has (sft.py)."""
+        """Return demonstrations of a split for supervised training.
+
+        Each one is accessed when it is trained on, and may be created only then. The default
+        returns the transcripts of the user, which every task supports (sft.py).
+        """
         return load_demonstrations(self.settings.data, split, num=num, seed=seed)
 
     def success(self, rollout: Rollout) -> bool:
-        """Whether a scored episode counts as solved in evaluations."""
+        """Return True if a scored rollout counts as solved in evaluations."""
         return self.rubric.is_solved(rollout)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """What an evaluation says of these scored episodes besides, as eval/greedy_NAME: `success` and `return` take the place of the means
-        where a task knows better. Rollout.group is a position in `examples`."""
+        """Return further evaluation metrics of these scored rollouts, logged as eval/greedy_NAME.
+
+        The names `success` and `return` replace the default means. Rollout.group is an index into
+        `examples`.
+        """
         return {}
 
 
 def require_task(name: str, task: object) -> None:
-    """ValueError: what a user's own file calls a task is none, or only half of one."""
+    """Raise ValueError unless a task of the user is a complete subclass of `Task`."""
     key = f"tasks[{name!r}]"
     require(isinstance(task, type) and issubclass(task, Task), key, task, "must be a class below megatron_rl.rollout.task.Task")
     lacking = ", ".join(sorted(task.__abstractmethods__))

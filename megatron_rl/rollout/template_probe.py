@@ -1,8 +1,9 @@
-"""A program of its own: renders a chat template with Jinja alone, under limits that the kernel enforces
-(processor.require_bounded_template).
+"""Standalone program that renders a chat template under resource limits of the kernel.
 
-A template is a program, and its loops may have no end. Reads {"template", "seconds", "num_bytes", "conversations"} as JSON. Ends with 0
-unless a limit was met; other errors of the template are left to processor.check_template.
+A template is a program, and its loops may never end. processor.require_bounded_template runs this
+program, which uses Jinja alone. It reads {"template", "seconds", "num_bytes", "conversations"} as
+JSON. It exits with 0 unless a limit was exceeded; processor.check_template reports other errors of
+the template.
 """
 
 import json
@@ -15,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 def main() -> None:
+    """Set the limits and render the conversations."""
     given = json.load(sys.stdin)
     for kind, most in ((resource.RLIMIT_CPU, given["seconds"]), (resource.RLIMIT_AS, given["num_bytes"]), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]

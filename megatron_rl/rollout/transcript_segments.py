@@ -1,4 +1,4 @@
-"""A demonstration cut into what the policy observes and what it replies, as the chat template writes both."""
+"""Splits a demonstration into observations and replies, as the chat template writes them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,29 +8,33 @@ from PIL.Image import Image as Picture
 from megatron_rl.types import Message
 
 RenderFn = Callable[..., str]
-"""(messages, *, speak) -> their text; with `speak` it ends where the assistant's reply begins. ValueError: the template refuses them."""
+"""(messages, *, add_generation_prompt) -> text of the messages. With add_generation_prompt it ends
+where the assistant's reply begins. Raises ValueError if the template rejects the messages.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class TranscriptSegment:
-    """A reply and the text before it, behind the reply of the piece before.
+    r"""A reply and the text before it, from the end of the previous reply on.
 
-    Example: of "<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nYes<|im_end|>\\n" the one piece observes all up to "Yes", and its
-    reply is "Yes<|im_end|>".
+    Example: "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n" is a single
+    segment. Its observation is everything before "Yes", and its reply is "Yes<|im_end|>".
     """
 
     observation: str
     reply: str
     messages: Sequence[Message]
-    """Return the pieces whose text is `observed`."""
+    """Messages that `observation` renders."""
     is_trained: bool
+    """False for a reply with "loss": False."""
 
 
 def split_transcript(messages: Sequence[Message], render: RenderFn) -> list[TranscriptSegment]:
-    """Return a piece for each message of the assistant.
+    """Return one segment for each message of the assistant.
 
     Raises:
-        ValueError: the chat template refuses the messages, or writes earlier ones in another way when later ones follow.
+        ValueError: The chat template rejects the messages or writes earlier ones differently when
+            later ones follow, or a message of the assistant has an image.
     """
     pieces, done, answered = [], "", -1
     for index, message in enumerate(messages):
@@ -51,6 +55,6 @@ def split_transcript(messages: Sequence[Message], render: RenderFn) -> list[Tran
 
 
 def extract_images(messages: Sequence[Message]) -> list[Picture]:
-    """Return the pictures of messages in order."""
+    """Return the images of the messages in order."""
     parts = [part for message in messages if not isinstance(message["content"], str) for part in message["content"]]
     return [part["image"] for part in parts if part["type"] == "image"]

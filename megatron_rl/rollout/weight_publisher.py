@@ -1,7 +1,8 @@
-"""Services that answer with the policy in training, for a partner's run (tasks/lewis/server/weight_updates.py): they are sent its weights
-by HTTP.
+"""Publishes the policy's weights over HTTP to services that answer with the policy in training.
 
-A service that takes them serves them from then on; one that does not goes on with those that it has, is told of, and is sent the next ones.
+These services are partners in another run (tasks/lewis/server/weight_updates.py). A service that
+accepts an update serves it from then on. A service that does not is logged, continues with the
+weights that it has, and is sent the next update.
 """
 
 import base64
@@ -21,7 +22,7 @@ from sandbox.bounded_http import DENIED_STATUSES, NoResponse, send_request
 from sandbox.token import read_token
 
 MAX_RESPONSE_BYTES = 64 << 10
-"""Limit of an answer."""
+"""Maximum size of a response in bytes."""
 
 TensorsFn = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
@@ -32,21 +33,36 @@ class _SentWeights(BaseModel):
 
 
 class WeightPublisher:
-    """All services of a run. Every rank has one; the main rank's sends."""
+    """Sends weight updates to all services of a run.
+
+    Every rank has a publisher; only the main rank's sends.
+    """
 
     def __init__(self, settings: WeightPublishSettings, *, run: str, is_main: bool, log: Callable[[str], None] = print) -> None:
-        """ValueError: the file of the token cannot be read."""
+        """Read the token of the services.
+
+        Raises:
+            ValueError: The token file cannot be read.
+        """
         self._settings, self._run, self._is_main, self._log = settings, run, is_main, log
         self._token = read_token(Path(settings.token_file)) if settings.token_file else ""
 
     def publish_initial(self, tensors: TensorsFn, *, step: int) -> None:
-        """Send the weights that a life of the run begins with. All ranks together. ValueError, on each: a service does not take them."""
+        """Send the weights that an attempt of the run starts with. All ranks call it together.
+
+        Raises:
+            ValueError: On every rank, if a service did not accept the weights.
+        """
         behind = self._send_all(tensors, step=step).get("weight_publish/num_behind", 0.0)
         remedy = f"{behind:.0f} did not take the weights that the run begins with; start them, or correct the addresses"
         raise_on_all_ranks(lambda: require(not behind, "weight_publish.urls", self._settings.urls, remedy))
 
     def publish(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
-        """Send the weights after so many steps, where they are due; how many services do not have them. All ranks together."""
+        """Send the weights after `step` steps, if an update is due. All ranks call it together.
+
+        Returns the metric weight_publish/num_behind on the main rank: the number of services
+        without these weights.
+        """
         return {} if step % self._settings.every else self._send_all(tensors, step=step)
 
     def _send_all(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
@@ -69,7 +85,11 @@ class WeightPublisher:
         return {"weight_publish/num_behind": float(len(faults))}
 
     def _send_with_retries(self, url: str, parts: list[str], update: str) -> str:
-        """Why the service does not have them; empty where it does. ValueError: it does not accept the token, which is no outage."""
+        """Send an update to one service; return why it failed, or '' if it succeeded.
+
+        Raises:
+            ValueError: The service rejects the token, which is no outage.
+        """
         fault = ""
         for _ in range(self._settings.max_attempts):
             try:

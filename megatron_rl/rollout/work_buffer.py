@@ -1,7 +1,8 @@
-"""What an engine has under way: groups of episodes, from when they are begun until they are taken.
+"""Buffer of the episodes in progress on an engine, from their start until they are collected.
 
-An episode is a task of the engine's event loop. Where the loop stands, because the device is the trainer's, the episode stands too, with
-all that it has: tokens, pictures, its environment, a box. When the loop goes on, so does the episode.
+An episode is an asyncio task of the engine's event loop. While the loop is paused because the
+trainer has the device, the episode keeps its tokens, images, environment and sandbox. It continues
+when the loop does.
 """
 
 import asyncio
@@ -15,25 +16,27 @@ from megatron_rl.types import Rollout
 
 DUE = "due"
 POLL_S = 0.1
-"""After so long at most an engine sees what others have played."""
+"""Maximum seconds until an engine notices the groups that other engines have finished."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepTarget:
-    """So many groups that all engines together play to their end, from its beginning on."""
+    """Number of groups that all engines together must finish for a step."""
 
     num_groups: int
     name: str
-    """This goal's alone."""
+    """Unique name of this target's counter."""
     counter: SharedCounter | None
-    """None: an engine plays alone."""
+    """Counter shared by all engines; None for a single engine."""
     due: frozenset[int] = frozenset()
-    """Groups that must be among them."""
+    """Groups that must be among the finished ones."""
     has_reached: int = 0
+    """Number of groups that were finished at the last check."""
     num_due_reached: int = 0
+    """Number of due groups that were finished at the last check."""
 
     async def is_met(self, completed: Collection[int]) -> bool:
-        """Whether enough are played, these further ones by this engine."""
+        """Add the groups newly `completed` by this engine; return True if enough are finished."""
         num_due = len(self.due.intersection(completed))
         if self.counter is None:
             self.has_reached += len(completed)
@@ -47,28 +50,34 @@ class StepTarget:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BufferState:
-    """What one engine has under way."""
+    """Groups in progress on one engine."""
 
     engine: int
+    """Index of the engine."""
     finished: list[int]
-    """Groups all of whose episodes have ended."""
+    """Groups with all episodes finished."""
     running: list[int]
-    """The others."""
+    """Groups with unfinished episodes."""
     oldest_versions: dict[int, int | None]
-    """By group, the version of the oldest weights that any of its episodes asked; None before the first has."""
+    """Oldest weight version used by the episodes of each group; None before the first request."""
 
 
 @dataclass(slots=True)
 class WorkBuffer:
+    """Groups of episodes in progress on one engine."""
+
     conversations: dict[tuple[int, int], TokenConversation] = field(default_factory=dict)
-    """By group and sample, what the episode that is under way, or has ended, has said."""
+    """Conversation of each unfinished or finished episode, by group and sample index."""
     _groups: dict[int, list[asyncio.Task[Rollout]]] = field(default_factory=dict)
     _counted: set[int] = field(default_factory=set)
-    """Groups that have ended and were counted."""
+    """Finished groups that were already counted for a target."""
 
     async def run(self, assignment: GroupAssignment, start_episode: StartGroupFn, *, target: StepTarget | None = None) -> None:
-        """Begin the hand's groups, and more of what is left as soon as there is room. Play until all groups here have ended, or the goal is
-        met. What an episode raises comes out of here, the others end."""
+        """Start the assigned groups and run until all groups in the buffer end or `target` is met.
+
+        Remaining groups of the assignment start as soon as there is capacity. An exception of an
+        episode is raised here, after all other episodes were cancelled.
+        """
         async with AsyncExitStack() as failing:
             failing.push_async_callback(self.cancel_all)
             await self._start_groups(assignment, start_episode)
@@ -101,7 +110,7 @@ class WorkBuffer:
                 return
             done, _ = await asyncio.wait(playing, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             for episode in done:
-                episode.result()  # what it raised is not kept
+                episode.result()  # raise its exception now
 
     def _episodes(self) -> list[asyncio.Task[Rollout]]:
         return [episode for episodes in self._groups.values() for episode in episodes]
@@ -110,7 +119,11 @@ class WorkBuffer:
         return [group for group, episodes in self._groups.items() if all(episode.done() for episode in episodes)]
 
     def state(self, *, engine: int) -> BufferState:
-        """Who plays next sets a goal of what is not played by now."""
+        """Return the groups in the buffer.
+
+        Their finished groups are marked as counted, since the next target excludes groups finished
+        by now.
+        """
         played = self._finished_groups()
         self._counted.update(played)
         oldest: dict[int, int | None] = {}
@@ -122,14 +135,20 @@ class WorkBuffer:
         )
 
     def collect_rollouts(self, groups: Iterable[int]) -> list[Rollout]:
-        """The rollouts of those of these groups that are here. They have ended."""
+        """Remove the given groups from the buffer and return their rollouts.
+
+        The groups have finished. Groups of other engines are ignored.
+        """
         mine = [group for group in groups if group in self._groups]
         rollouts = [episode.result() for group in mine for episode in self._groups[group]]
         self._remove(mine)
         return rollouts
 
     async def cancel_groups(self, groups: Collection[int]) -> None:
-        """Give up those of these groups that are here, and close what they have open."""
+        """Cancel the episodes of the given groups and remove them from the buffer.
+
+        Waits until their environments are closed. Groups of other engines are ignored.
+        """
         mine = [group for group in groups if group in self._groups]
         episodes = [episode for group in mine for episode in self._groups[group]]
         for episode in episodes:
@@ -138,11 +157,12 @@ class WorkBuffer:
         self._remove(mine)
 
     async def cancel_all(self) -> None:
+        """Cancel all episodes and remove them from the buffer."""
         await self.cancel_groups(list(self._groups))
 
     def _remove(self, groups: Collection[int]) -> None:
         for group in groups:
             del self._groups[group]
         self._counted.difference_update(groups)
-        for key in [key for key in list(self.conversations) if key[0] in groups]:  # others may begin meanwhile (server_engine.py)
+        for key in [key for key in list(self.conversations) if key[0] in groups]:  # a copy: episodes may start meanwhile (server_engine.py)
             del self.conversations[key]

@@ -1,0 +1,1 @@
+"""A run on disk and as processes: run directory, checkpoints, records, signals and status."""

@@ -1,4 +1,4 @@
-"""State of a run in its checkpoints, beside the tensors: run/state.json, with a digest of its own."""
+"""State of a run in its checkpoints, apart from tensors: run/state.json with its own digest."""
 
 import hashlib
 import json
@@ -15,38 +15,46 @@ from megatron_rl.run.record import History
 from megatron_rl.weights.formats.digests import MAX_STATE_BYTES, STATE, check_records
 
 _OWN_DIGEST = "sha256"
-"""Key of run/state.json: the digest of its other values."""
+"""Key in run/state.json of the digest of all its other values."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class InputDigests:
-    """Digests of what a run reads again when it goes on."""
+    """Digests of the inputs that a resumed run reads again."""
 
     model: dict[str, str] = field(default_factory=dict)
     """Digests of the files in model.path, by name (weights/formats/model_digests.py)."""
     data: dict[str, str] = field(default_factory=dict)
-    """Digests of the files of task.data.train, .eval and .demonstrations, by setting (data/data_digests.py)."""
+    """Digests of the files of task.data.train, .eval and .demonstrations, by setting
+    (data/data_digests.py).
+    """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CheckpointState:
-    """State of a run after `step` steps, beside its policy; without arguments, of a new run."""
+    """State of a run after `step` steps, apart from its policy; without arguments, of a new run."""
 
     step: Annotated[int, Ge(0)] = 0
     history: History = field(default_factory=History)
     success: float | None = None
-    """Greedy success of the evaluation that followed this step, if there was one."""
+    """Greedy success of the evaluation after this step, if there was one."""
     settings: dict = field(default_factory=dict)
     inputs: InputDigests = field(default_factory=InputDigests)
     files: dict[str, dict[str, int | str]] = field(default_factory=dict)
-    """Size and digest of every file of the checkpoint but this one, by its name relative to the checkpoint (digests.py)."""
+    """Size and digest of every other file of the checkpoint, by relative name
+    (weights/formats/digests.py).
+    """
 
 
 _STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """Return what a checkpoint's run/state.json holds. ValueError: it is not there, or not what a run wrote."""
+    """Return the contents of a checkpoint's run/state.json.
+
+    Raises:
+        ValueError: The file is missing or damaged.
+    """
     path = checkpoint / STATE
     try:
         read = read_json(path, at_most=MAX_STATE_BYTES)
@@ -67,6 +75,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
 
 
 def write_state(path: Path, values: Mapping[str, object]) -> None:
+    """Write run/state.json atomically, with a digest of `values`."""
     write_bytes_atomically(path, json.dumps({_OWN_DIGEST: _digest_of(values), **values}, indent=1).encode())
 
 

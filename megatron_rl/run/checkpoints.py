@@ -1,12 +1,16 @@
-"""A run's checkpoints: begun after a step's updates, published when they are complete, thinned out, found again by the run's next life.
+"""Checkpoints of a run: saving, publishing when complete, deleting old ones, restoring.
 
-    RUN/checkpoints/step_00000003/            complete, after 3 steps: the policy's training state (policy/training_state.py) beside
-        critic/                               of a run whose critic has a trunk of its own: the critic's
-        hf/                                   the Hugging Face folder without its weights, for tools/convert/merger.py
-        adapter/                              of a run that trains a LoRA adapter: this, in PEFT's format
-        run/state.json                        what the run itself remembers, and size and digest of every other file
-    RUN/checkpoints/.step_00000004.partial/   on its way, or on its way out; what a kill leaves of it the next start removes
-What is a function of seed and step (who is dealt, how is sampled) needs no state.
+    RUN/checkpoints/step_00000003/            complete, after 3 steps: the policy's training state
+                                              (policy/training_state.py), and
+        critic/                               training state of a critic with its own backbone
+        hf/                                   the Hugging Face folder without weights, for
+                                              tools/convert/merger.py
+        adapter/                              LoRA adapter in PEFT format, if one is trained
+        run/state.json                        state of the run, size and digest of all other files
+    RUN/checkpoints/.step_00000004.partial/   being written or deleted; the next start removes the
+                                              leftovers of a kill
+
+Everything that is a function of seed and step (choice of prompts, sampling seeds) needs no state.
 """
 
 import os
@@ -38,10 +42,14 @@ _REMEDY = "no older checkpoint is intact; restore this one from a copy, or move 
 
 
 def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, CheckpointState]:
-    """Return the newest intact checkpoint and its state, (None, CheckpointState()) in a new run. All ranks together, waiting in `group`.
+    """Return the newest intact checkpoint and its state; (None, CheckpointState()) for a new run.
 
-    A damaged checkpoint moves to RUN/superseded/checkpoints, with one line in the log, if an older one is intact. Leftovers of a kill are
-    removed. Whether a run may go on there at all is decided by run/directory.py. ValueError: all are damaged.
+    All ranks call this together and wait in `group`. Damaged checkpoints newer than an intact one
+    move to RUN/superseded/checkpoints, with one log line each. Leftovers of a kill are removed.
+    run/directory.py decides whether the run may resume at all.
+
+    Raises:
+        ValueError: All checkpoints are damaged.
     """
     folder = Path(settings.run.dir) / CHECKPOINTS_FOLDER
     with explain_write_errors(folder.parent):
@@ -68,7 +76,10 @@ def _try_load(checkpoint: Path) -> tuple[CheckpointState | None, str]:
 
 
 def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.ProcessGroup | None) -> str:
-    """Return the first difference between a checkpoint's files and their record, "" if there is none; every rank reads its share."""
+    """Return the first difference between a checkpoint's files and their record, or "".
+
+    Each rank reads its share of the files.
+    """
     by_size = sorted(state.files, key=lambda name: (-state.files[name]["bytes"], name))
     share = by_size[dist.get_rank() :: dist.get_world_size()]
     found = raise_on_all_ranks(lambda: find_difference(checkpoint, state.files, share), group=group)
@@ -77,7 +88,7 @@ def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.Proces
 
 
 def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None:
-    """Move damaged checkpoints out of the way of those that the run writes when it does their steps again."""
+    """Move damaged checkpoints away, because the run writes new ones of the same steps."""
     for checkpoint, damage in damaged.items():
         into.mkdir(parents=True, exist_ok=True)
         target = find_free_path(into / checkpoint.name)
@@ -86,9 +97,10 @@ def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None
 
 
 def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
-    """Which checkpoints go, given {step: greedy success, None without an evaluation}. Of equally good ones the later is the better.
+    """Return the steps to delete, given {step: greedy success, or None without an evaluation}.
 
-    Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1}, keep_last 1, keep_best 1 -> {1, 3}.
+    Of equally good checkpoints the later is kept. Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1},
+    keep_last 1, keep_best 1 -> {1, 3}.
     """
     last = sorted(successes)[-keep_last:]
     evaluated = [step for step, success in successes.items() if success is not None]
@@ -98,7 +110,7 @@ def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best:
 
 @dataclass(slots=True)
 class _Pending:
-    """A checkpoint that is on its way."""
+    """A checkpoint that is being written."""
 
     folder: Path
     step: int
@@ -107,14 +119,23 @@ class _Pending:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run. Every rank calls every method, together with the others."""
+    """Writes and restores the checkpoints of one run. All ranks call every method together."""
 
     def __init__(
         self, settings: Settings, policy: Policy, critic: Critic | None = None, *,
         resume_from: Path | None, inputs: InputDigests, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`resume_from` is the checkpoint that `find_checkpoint` found; `inputs` are the digests of the run's model and data; `group` is
-        where ranks wait for those that write longer (world.long_timeout_group)."""
+        """Prepare for writing; nothing is read or written yet.
+
+        Args:
+            settings: Settings of the run.
+            policy: Policy to save and restore.
+            critic: Critic with its own backbone, if there is one.
+            resume_from: Checkpoint that `find_checkpoint` returned.
+            inputs: Digests of the run's model and data.
+            group: Group in which ranks wait for slower writers (world.long_timeout_group).
+            clock: Time in seconds, for checkpoint.every_s.
+        """
         self._settings, self._policy, self._critic, self._resume_from, self._group = settings, policy, critic, resume_from, group
         self._inputs = inputs
         self._run = Path(settings.run.dir)
@@ -122,20 +143,27 @@ class Checkpoints:
         self._clock, self._last = clock, clock()
 
     def restore(self) -> None:
-        """Let the policy go on where the run's last life stopped. After all else is built: that may draw from the generators."""
+        """Restore policy and critic from the checkpoint to resume from, if there is one.
+
+        Call this after everything else is built, because building may draw from the random
+        generators.
+        """
         if self._resume_from is not None:
             self._policy.load(self._resume_from, seed=self._settings.run.seed)
             if self._critic is not None:
                 self._critic.load(self._resume_from / CRITIC, seed=self._settings.run.seed)
 
     def begin_step(self, step: int, *, is_last: bool = False) -> None:
-        """Begin the checkpoint of `step` done steps if it is due; its state is that of this moment. The policy is awake."""
+        """Start writing the checkpoint of `step` completed steps if one is due.
+
+        It has the state at the time of this call. The policy must not be offloaded.
+        """
         every, save_last = self._settings.checkpoint.every, self._settings.checkpoint.save_last
         if (every and step % every == 0) or (is_last and save_last) or self._is_late():
             self._begin(step)
 
     def _is_late(self) -> bool:
-        """Whether the last one was begun every_s seconds ago, by rank 0's clock."""
+        """Return True if the last save began checkpoint.every_s or more ago, by rank 0's clock."""
         limit = self._settings.checkpoint.every_s
         return limit > 0 and run_on_rank_zero(lambda: self._clock() - self._last >= limit)
 
@@ -156,7 +184,10 @@ class Checkpoints:
         self._pending = _Pending(folder, step, saves)
 
     def finish_step(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
-        """A step is recorded: what was begun learns how it ended, and is published as soon as it is written."""
+        """Add the run's state to the pending checkpoint, and publish it if it is written.
+
+        Call this after the step is recorded, so that the state includes its evaluation.
+        """
         pending = self._pending
         if pending is None:
             return
@@ -168,7 +199,10 @@ class Checkpoints:
             self.wait_for_save()
 
     def save(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
-        """Have the checkpoint of `step` done steps, to its end, be it due or not. The policy is awake."""
+        """Write and publish the checkpoint of `step` completed steps, due or not.
+
+        The policy must not be offloaded.
+        """
         checkpoint = self._run / CHECKPOINTS_FOLDER / step_name(step)
         is_begun = self._pending is not None and self._pending.step == step
         if step > 0 and not is_begun and not run_on_rank_zero(checkpoint.exists):
@@ -177,7 +211,11 @@ class Checkpoints:
         self.wait_for_save()
 
     def wait_for_save(self) -> None:
-        """Wait for the checkpoint that is on its way, if any, and publish it. OSError on every rank where it could not be written."""
+        """Wait for the pending checkpoint, if any, and publish it.
+
+        Raises:
+            OSError: On every rank, if it could not be written.
+        """
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -193,9 +231,10 @@ class Checkpoints:
 
     @contextmanager
     def wait_for_save_on_failure(self, run: Run) -> Iterator[None]:
-        """A run that stops by its own judgement (RunFailed, which every rank sees alike) keeps the checkpoint that is on its way.
+        """Publish the pending checkpoint if the block raises RunFailed.
 
-        Where the evaluation of its own step failed, that is still owed.
+        All ranks raise this error alike. If the evaluation of the checkpoint's own step failed, the
+        step's metrics stay pending, so a resumed run evaluates again.
         """
         try:
             yield
@@ -207,7 +246,7 @@ class Checkpoints:
             raise
 
     def mark_evaluated(self, *, history: History, metrics: Mapping[str, float]) -> None:
-        """The evaluation that was owed when the run's last life ended is made: its checkpoint learns of it."""
+        """Add the evaluation that the last attempt did not complete to its checkpoint."""
 
         def write() -> None:
             state = replace(read_state(self._resume_from), history=history, success=metrics.get(_SUCCESS))
@@ -217,7 +256,7 @@ class Checkpoints:
             run_on_rank_zero(write)
 
     def _publish(self, pending: _Pending) -> None:
-        """Rename what is flushed to disk; then, and only then, remove what is no longer wanted."""
+        """Flush the checkpoint to disk and rename it; only then delete expired checkpoints."""
         folder, checkpoint = pending.folder, pending.folder.with_name(step_name(pending.step))
         digests = {path: sha256 for save in pending.saves for path, sha256 in save.digests.items()}
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -241,7 +280,7 @@ class Checkpoints:
 
 
 def _hidden_name(step: int) -> str:
-    """The name while it is not complete: on its way, or on its way out."""
+    """Return the folder name of a checkpoint that is being written or deleted."""
     return f".{step_name(step)}.partial"
 
 
@@ -251,7 +290,10 @@ def _remove_partial(folder: Path) -> None:
 
 
 def _create_folder(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
-    """An empty checkpoint but for its copy of the Hugging Face folder's small files, with the limits of pixels that are trained with."""
+    """Create a checkpoint folder with a copy of the small Hugging Face files.
+
+    The copied processor files have the pixel limits of training.
+    """
     (folder / Path(STATE).parent).mkdir(parents=True)
     if with_critic:
         (folder / CRITIC).mkdir()

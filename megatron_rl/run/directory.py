@@ -1,17 +1,23 @@
-"""One rule for a run folder: nobody else runs in it, and what a run is about to do there loses nothing.
+"""Locking and resuming a run directory: one run at a time, and no run destroys results.
 
-    no step was recorded in it                               the run begins, whatever the settings were
-    finished, and the settings are the same                  nothing is left to do
-    the same settings, more steps, or changes of FREE        the run goes on from its newest checkpoint, or begins again where there is none
-    the same, but the run has finished, or stopped in        refused without checkpoint.allow_repeat
-      order, behind its newest checkpoint
-    a checkpoint under the name of another step              refused
-    any other change                                         refused, unless run.overwrite moves the folder aside
-A finished run (eval.json, and final/ with all its weights) has done all its steps, as has one whose final/ was lost since; one that
-stopped in order wrote ended.json, with the step of the checkpoint that it left. After all other ends (a kill, an error) the steps behind
-the newest checkpoint are done again, and run/superseded_steps.py keeps what was recorded of them.
-Settings are compared with those of config.yaml; one that only one of the two has is a change, too. The lock is one of fcntl's, on
-RUN/.lock, held by rank 0; on NFS it was not tried.
+    Directory                                                 Action
+    no step recorded                                          start, whatever the settings were
+    finished, same settings except MUTABLE_KEYS               nothing to do
+    more steps, or only MUTABLE_KEYS changed                  resume from the newest checkpoint,
+                                                              or start again if there is none
+    as above, but finished or stopped gracefully at a         refuse without checkpoint.allow_repeat
+      later step than its newest checkpoint
+    a checkpoint named after another step                     refuse
+    any other change                                          refuse, unless run.overwrite moves
+                                                              the directory aside
+
+A finished run (eval.json, and final/ with all its weights) has done all its steps; so has one that
+lost its final/ later. A run that stopped gracefully wrote ended.json with the step of its last
+checkpoint. After any other end (a kill, an error) the steps after the newest checkpoint are
+repeated, and run/superseded_steps.py keeps their old records.
+
+Settings are compared with config.yaml; a setting that only one of them has counts as changed. The
+lock is an fcntl lock on RUN/.lock, held by rank 0; it has not been tested on NFS.
 """
 
 import fcntl
@@ -50,9 +56,11 @@ from megatron_rl.run.superseded_steps import SUPERSEDED
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
 LOCK = ".lock"
+"""Name of the lock file in a run directory."""
 ENDED = "ended.json"
-"""How the last attempt ended if it did not finish: {"state": "stopped" or "failed", "line": why, "step": of the newest checkpoint}. A kill
-leaves none."""
+"""Name of the file about the end of the last attempt, unless it finished: {"state": "stopped" or
+"failed", "line": reason, "step": of the newest checkpoint}. A killed attempt leaves none.
+"""
 MUTABLE_KEYS = (
     "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry",
     "run.overwrite", "run.grace_s", "run.max_failed_fraction", "run.max_logprob_abs_diff", "run.outage_timeout_s", "run.host_gb",
@@ -63,33 +71,38 @@ MUTABLE_KEYS = (
     "task.options.held_out_listeners.", "task.options.held_out_token_files.", "task.options.log", "task.options.sheets", "evaluation.urls",
     "evaluation.timeout_s", "evaluation.outage_timeout_s", "evaluation.max_attempts", "evaluation.concurrency",
 )  # fmt: skip
-"""Settings, or groups of them, that say where and how a run is computed, and not what it learns: they may change while it goes on."""
+"""Settings, or groups of them, that may change when a run resumes: they decide where and how the
+run is computed, not what it learns.
+"""
 _OPEN_LOCKS = ("optim.lr_by_module", "task.options")
-"""Settings whose keys are the user's: they are compared as a whole where they have other keys than before."""
+"""Settings with user-defined keys. If their keys differ, they are compared as a whole."""
 ABSENT = "absent"
-"""Stands for the value of a setting that is not there."""
+"""Stands for the value of a missing setting."""
 STEPS_KEYS = {"rl": "run.steps", "sft": "sft.steps"}
-"""By stage: the setting that says how long a run takes."""
+"""Name of the setting for the length of a run, by stage."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ResumeState:
-    """How a folder stands to a run's settings."""
+    """Result of comparing a run directory with the settings of a run."""
 
     newest_checkpoint: Path | None = None
-    """The checkpoint to go on from."""
+    """Checkpoint to resume from."""
     changes: dict[str, tuple[object, object]] = field(default_factory=dict)
-    """{dotted key: (old, new)} of the settings that may change, since the folder's run last began or went on."""
+    """{dotted key: (old, new)} of the mutable settings that changed since the last attempt."""
     is_finished: bool = False
     evaluation: dict[str, float] = field(default_factory=dict)
-    """The last evaluation of a finished run."""
+    """Final evaluation of a finished run."""
     missing_file: str = ""
-    """The file of final/ for which a run with a last evaluation is not finished."""
+    """File missing in final/, because of which a run with a final evaluation is not finished."""
     refusal: str = ""
-    """Why the run cannot go on here."""
+    """Reason why the run cannot use this directory; empty if it can."""
 
     def describe_start(self, folder: Path, checkpoint: Path | None) -> str:
-        """Return the line that says from where a run goes on, given the checkpoint that was found intact; "" for a new run."""
+        """Return the log line about where the run resumes; "" for a new run.
+
+        `checkpoint` is the newest intact one.
+        """
         if checkpoint is None and not self.changes:
             return ""
         begins = f"resume: {checkpoint}" if checkpoint else f"begin again: {folder}"
@@ -99,10 +112,15 @@ class ResumeState:
 
 @contextmanager
 def locked(settings: Settings) -> Iterator[ResumeState]:
-    """Hold the run folder inside the block, ready for the run. All ranks together.
+    """Lock the run directory inside the block and prepare it for the run.
 
-    Yields how the folder stands to the settings; of a run that is finished there is nothing to do. ValueError: another run holds it, or it
-    holds another run.
+    All ranks call this together.
+
+    Yields the state of the directory. A finished run needs no further work.
+
+    Raises:
+        ValueError: Another run has locked the directory, or it holds a run that these settings
+            cannot resume.
     """
     with ExitStack() as locks:
         yield run_on_rank_zero(lambda: _lock_and_check(settings, locks))
@@ -112,7 +130,7 @@ def _lock_and_check(settings: Settings, locks: ExitStack) -> ResumeState:
     folder = Path(settings.run.dir)
     with explain_write_errors(folder):
         locks.enter_context(lock(folder))
-        locks.callback(_remove_if_new, folder)  # while it is still held
+        locks.callback(_remove_if_new, folder)  # runs while the lock is still held
         standing = read_resume_state(folder, settings)
         if settings.run.overwrite and (standing.refusal or standing.is_finished):
             moved = backup_path(folder)
@@ -132,7 +150,10 @@ def _lock_and_check(settings: Settings, locks: ExitStack) -> ResumeState:
 
 
 def lock(folder: Path) -> TextIO:
-    """The folder's lock, held until it is closed; its text says by whom."""
+    """Lock the directory and return the open lock file; closing it releases the lock.
+
+    The file's text names the holder. Raises ValueError if another process holds the lock.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / LOCK).open("a+")
     try:
@@ -149,33 +170,36 @@ def lock(folder: Path) -> TextIO:
 
 
 def _remove_if_new(folder: Path) -> None:
-    """A folder that came to hold nothing but its lock goes: a model that could not be read begins no run."""
+    """Remove the directory if it holds only its lock, as after a failure to read the model."""
     if _entry_names(folder) == [LOCK]:
-        with suppress(OSError):  # the disk may be what the run ends for
+        with suppress(OSError):  # the run may be ending because of this disk
             (folder / LOCK).unlink()
             folder.rmdir()
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Small files that a life before has not written to their end (jsonl.replace_bytes): it was killed, or met a read-only disk."""
+    """Remove partial small files (io/jsonl.py) of an attempt that was killed or could not write."""
     for half in (*folder.glob(".*.partial"), *(folder / ROLLOUTS).glob(".*.partial")):
         if half.is_file():
             half.unlink()
 
 
 def _entry_names(folder: Path) -> list[str]:
-    """Of what lies in it; nothing where somebody has removed it: what the run ends for is told, and not this."""
+    """Return the names in the directory; empty if it was removed.
+
+    A removed directory must not raise here and hide the error that ends the run.
+    """
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """Why this life ended; while the folder is held, and of a run that began."""
+    """Write ended.json if the run started but did not finish. The directory is still locked."""
     if (folder / EVALUATION_FILE).exists() or _entry_names(folder) in ([], [LOCK]):
         return
     is_stopped = error is None or isinstance(error, KeyboardInterrupt)
     line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
     ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": newest_saved_step(folder)}
-    with suppress(OSError):  # the disk may be what the run ends for
+    with suppress(OSError):  # the run may be ending because of this disk
         write_bytes_atomically(folder / ENDED, json.dumps(ended).encode())
 
 
@@ -185,7 +209,7 @@ def newest_saved_step(folder: Path) -> int:
 
 
 def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
-    """What a run with these settings would meet in the folder."""
+    """Return how a run with these settings can use the directory."""
     metrics, newest = folder / METRICS_FILE, next(reversed(list_checkpoints(folder / CHECKPOINTS_FOLDER)), None)
     if newest is None and not (metrics.is_file() and metrics.stat().st_size):
         return ResumeState()
@@ -214,7 +238,10 @@ def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
 
 
 def _find_renamed(folder: Path) -> str:
-    """Return what a checkpoint is that has another step's name, "" if there is none. Of what is damaged nothing is known."""
+    """Return an error about a checkpoint with another step's name, or "".
+
+    Damaged checkpoints are ignored.
+    """
     for checkpoint in list_checkpoints(folder / CHECKPOINTS_FOLDER):
         with suppress(ValueError):
             step = read_state(checkpoint).step
@@ -224,7 +251,7 @@ def _find_renamed(folder: Path) -> str:
 
 
 def _read_stopped_step(folder: Path) -> int:
-    """Return the step of the checkpoint that a run left when it stopped in order, 0 if it ended in another way."""
+    """Return the checkpoint's step of a run that stopped gracefully, 0 after any other end."""
     try:
         ended = read_json(folder / ENDED)
         return int(ended["step"]) if ended["state"] == "stopped" else 0
@@ -233,7 +260,7 @@ def _read_stopped_step(folder: Path) -> int:
 
 
 def _repeated_error(folder: Path, newest: Path | None, *, num_done: int) -> str:
-    """Return why a run that has done num_done steps does not go on from an older checkpoint unasked."""
+    """Return the error for a run that would have to repeat completed steps."""
     saved = step_of(newest) if newest else 0
     has = f"the newest checkpoint is of step {saved}" if newest else "there is no checkpoint"
     return (
@@ -252,7 +279,13 @@ def _read_evaluation(folder: Path) -> dict[str, float]:
 
 
 def read_settings(path: Path) -> dict[str, object]:
-    """A run's config.yaml. ValueError, in words that follow the file's name: it holds no settings. OSError: it cannot be read."""
+    """Return the contents of a run's config.yaml.
+
+    Raises:
+        ValueError: The file holds no settings. The message is a predicate, to follow the file's
+            name.
+        OSError: The file cannot be read.
+    """
     found = read_yaml(path)
     if not isinstance(found, dict):
         raise ValueError(f"is a {type(found).__name__}, no settings")
@@ -260,7 +293,7 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
-    """{dotted key: (old, new)} of the settings that differ; ABSENT where one of them lacks the key."""
+    """Return {dotted key: (old, new)} of settings that differ, with ABSENT for a missing key."""
     changes: dict[str, tuple[object, object]] = {}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key, ABSENT), new.get(key, ABSENT)
@@ -273,18 +306,23 @@ def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: s
 
 
 def is_mutable_key(key: str, old: object, new: object) -> bool:
-    """Whether a run that goes on with the new value is still that run. Stages of a warm start stand where they did: only the last grows."""
+    """Return True if a resumed run may use the new value.
+
+    run.steps may grow. Of sft.steps only the last entry may grow, because earlier stages must end
+    where they did.
+    """
     if key in STEPS_KEYS.values() and old != ABSENT:
         return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]
     return any(key.startswith(free) if free.endswith(".") else key == free for free in MUTABLE_KEYS)
 
 
 def describe_changes(changes: Mapping[str, tuple[object, object]]) -> str:
+    """Return changed settings as text: `run.steps=80 (was 40), ...`."""
     return ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changes.items())
 
 
 def backup_path(folder: Path) -> Path:
-    """DIR.1, or the next number that is free."""
+    """Return DIR.1, or the path with the next free number."""
     own, number = folder.absolute(), 1
     while own.with_name(f"{own.name}.{number}").exists():
         number += 1

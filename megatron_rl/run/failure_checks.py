@@ -1,4 +1,4 @@
-"""Checks that end a run: too many failed rollouts, numbers that are not finite, an engine that differs from the trainer, no improvement."""
+"""Checks that end a run: failed rollouts, non-finite numbers, logprob mismatch, no improvement."""
 
 import math
 import statistics
@@ -10,7 +10,9 @@ from megatron_rl.observe.step_metrics import mean_logprob_abs_diff
 from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_LOGPROB_ABS_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
-"""By the coarser dtype of engine and trainer: the mean that rounding does not reach (docs/numerics.md has what was measured)."""
+"""Bound on the mean absolute logprob difference, by the coarser dtype of engine and trainer.
+Rounding alone stays below it (measurements in docs/numerics.md).
+"""
 _CAUSES = (
     "likely causes: a part of the model that one of them does not compute (rope scaling, sliding window), a server with other weights, "
     "another temperature, other picture sizes"
@@ -18,7 +20,11 @@ _CAUSES = (
 
 
 def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
-    """End the run when more than `limit` of a step's rollouts failed through our own fault."""
+    """Check that infrastructure errors failed at most `limit` (a fraction) of a step's rollouts.
+
+    Raises:
+        RunFailed: More rollouts failed; see `make_failure`.
+    """
     failed, num = [rollout for rollout in rollouts if rollout.status is Status.FAILED], len(rollouts)
     if len(failed) > limit * num:
         raise make_failure(failed, f"{len(failed)} of {num} rollouts failed, above run.max_failed_fraction={limit}", num=num, limit=limit)
@@ -27,7 +33,9 @@ def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
 def make_failure(failed: Sequence[Rollout], line: str, *, num: int, limit: float) -> RunFailed:
     """Return the error of a run in which more than `limit` of its `num` rollouts failed.
 
-    An InfraOutage, unless failures that no waiting mends (StopReason.PERMANENT_INFRA_ERROR) exceed the limit alone."""
+    It is an InfraOutage, unless permanent failures (StopReason.PERMANENT_INFRA_ERROR) alone exceed
+    the limit.
+    """
     lasting = [rollout.reason for rollout in failed if rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR]
     if len(lasting) > limit * num or len(lasting) == num:
         return RunFailed(f"{line}; first reason: {lasting[0]}")
@@ -36,7 +44,12 @@ def make_failure(failed: Sequence[Rollout], line: str, *, num: int, limit: float
 
 
 def require_finite(rollouts: list[Rollout]) -> None:
-    """NonFiniteValue: a reward is no number, or an engine's logprob is none: the weights that it serves are broken."""
+    """Check that rewards and the engine's logprobs are finite.
+
+    Raises:
+        NonFiniteValue: A reward is not finite, or a logprob is not, which means that the engine
+            serves broken weights.
+    """
     for rollout in rollouts:
         name = f"{rollout.example_id}#{rollout.sample_index}"
         if rollout.reward is not None and not math.isfinite(rollout.reward):
@@ -48,22 +61,26 @@ def require_finite(rollouts: list[Rollout]) -> None:
 
 
 class MismatchCheck:
-    """Compares engine and trainer once in each attempt, in the first update that has tokens of the current weights."""
+    """Compares engine and trainer once per attempt, in the first update with on-policy tokens."""
 
     def __init__(self, settings: Settings) -> None:
-        """A replay trains on what other weights may have sampled, and is not compared."""
+        """Disable the check for replays, because other weights may have sampled their tokens."""
         self._accepted = settings.run.max_logprob_abs_diff
         self._dtype = "bfloat16" if "bfloat16" in (settings.model.dtype, settings.engine.dtype) else "float32"
         self._is_due = not settings.run.replay
 
     def __call__(self, update: Mapping[str, float]) -> None:
-        """Check an update's metrics, reduced over all ranks, before the optimizer's step. LogprobMismatch: they are above the bound."""
+        """Check the metrics of an update, reduced over all ranks, before the optimizer step.
+
+        Raises:
+            LogprobMismatch: The mean absolute logprob difference exceeds its bound.
+        """
         if not self._is_due or update["tokens"] == 0 or update.get("rollout/on_policy_fraction") == 0:
             return
         self._is_due = False
         mean, largest = mean_logprob_abs_diff(update), update["rollout_mismatch/logprob_abs_diff_max"]
         bound = self._accepted or MAX_LOGPROB_ABS_DIFF[self._dtype]
-        if not mean <= bound:  # NaN, too
+        if not mean <= bound:  # also true for NaN
             source = "run.max_logprob_abs_diff" if self._accepted else f"of {self._dtype}"
             raise LogprobMismatch(
                 f"engine and trainer differ: the mean absolute difference of their logprobs of the sampled tokens is {mean:.2g} (largest "
@@ -72,7 +89,11 @@ class MismatchCheck:
 
 
 def check_improvement(returns: list[float]) -> None:
-    """End the run with an error unless its last 10 steps return more than its first 10."""
+    """Check that the mean return of the last 10 steps exceeds that of the first 10.
+
+    Raises:
+        RunFailed: It does not.
+    """
     first, last = statistics.fmean(returns[:10]), statistics.fmean(returns[-10:])
     if last <= first:
         raise RunFailed(f"no improvement: mean return {last:.3f} over the last 10 steps, {first:.3f} over the first 10")

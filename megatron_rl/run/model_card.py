@@ -1,4 +1,4 @@
-"""The model card (README.md) of a trained model: what it was trained from, how, and how to use it."""
+"""Model card (README.md) of a trained model: base model, training, metrics and usage."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -12,12 +12,17 @@ from megatron_rl.io.bounded_files import parse_yaml, read_bytes
 from megatron_rl.models.known_models import HUB_IDS
 
 GROUPS = ("algo", "batch", "filter", "optim", "critic", "sft", "lora", "model", "task")
-"""Groups of settings that decide what is learned. Others hold machines and services."""
+"""Groups of settings that decide what is learned. Other groups concern machines and services."""
 PRIVATE = ("url", "token_file", "path", "log", "image_roots")
-"""Settings whose names hold one of these are left out: they name machines and folders."""
+"""Parts of setting names that exclude a setting from the card, because it names a machine or a
+folder.
+"""
 PACKAGES = ("megatron-rl", "megatron-core", "torch", "transformers", "vllm")
+"""Packages listed with their versions."""
 LICENSE = ("license", "license_name", "license_link")
+"""Keys of license metadata that are copied from the base model's card."""
 MAX_README_BYTES = 1 << 20
+"""Number of bytes read at most from the base model's README.md."""
 
 
 def make_model_card(settings: Settings, *, metrics: Mapping[str, float], num_steps: int, folder: Path) -> str:
@@ -52,7 +57,7 @@ def make_model_card(settings: Settings, *, metrics: Mapping[str, float], num_ste
 
 
 def _metadata_of(base: Path) -> dict[str, object]:
-    """Return the metadata at the top of the base model's card; empty where there is none that can be read."""
+    """Return the metadata of the base model's card; empty if there is no valid one."""
     try:
         _, _, rest = read_bytes(base / "README.md", at_most=MAX_README_BYTES).decode(errors="replace").partition("---\n")
         head, end, _ = rest.partition("\n---")
@@ -63,10 +68,10 @@ def _metadata_of(base: Path) -> dict[str, object]:
 
 
 def _base_name(base: Path, metadata: Mapping[str, object]) -> str:
-    """Return the base model's name on the hub where it is known, else its folder's name."""
+    """Return the base model's name on the Hugging Face Hub if known, else its folder's name."""
     released = {hub.partition("/")[2]: hub for hub in HUB_IDS}
     for part in reversed(base.absolute().parts):
-        name = part.rpartition("--")[2]  # the cache of the hub calls a folder models--Qwen--NAME
+        name = part.rpartition("--")[2]  # folders in the Hub's cache are named models--Qwen--NAME
         if name in released:
             return released[name]
     stated = metadata.get("base_model")
@@ -94,5 +99,5 @@ def _versions() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         try:
             yield package, version(package)
-        except PackageNotFoundError:  # it is not installed, as vLLM beside engines elsewhere
+        except PackageNotFoundError:  # not installed, as vLLM where engines run on other machines
             continue

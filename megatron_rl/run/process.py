@@ -1,10 +1,12 @@
-"""Attempts at a run: their output kept one by one, signals passed on, and a Slurm job put back into the queue when its time is over.
+"""Attempts of a run as processes: captured output, forwarded signals, requeueing of Slurm jobs.
 
-    RUN/logs/attempt_1/output.txt    what the first one said
-    RUN/logs/latest                  a link to the newest
-The output is locked (fcntl.lockf) while its attempt is under way. SIGUSR1 is what Slurm sends before a time limit (sbatch
---signal=B:USR1@300). A preemption sends SIGTERM to the steps of a job alone, and Slurm (22.05) does not requeue one that then ends by
-itself. scancel sends SIGTERM, too; who was canceled does not come back.
+    RUN/logs/attempt_1/output.txt    output of the first attempt
+    RUN/logs/latest                  link to the newest attempt
+
+The output file is locked (fcntl.lockf) while its attempt runs. Slurm sends SIGUSR1 before a time
+limit (sbatch --signal=B:USR1@300). A preemption sends SIGTERM to the steps of a job only, and Slurm
+22.05 does not requeue a job that then exits by itself. scancel sends SIGTERM too, but a canceled
+job is not requeued.
 """
 
 import fcntl
@@ -23,11 +25,11 @@ from megatron_rl.run.shutdown import SIGNALS, die_with_parent, handling_signals
 
 LOGS, OUTPUT = "logs", "output.txt"
 LATEST = f"{LOGS}/latest/{OUTPUT}"
-"""Of a run folder: what the newest attempt said."""
+"""Path of the newest attempt's output, relative to the run directory."""
 
 
 def open_output(logs: Path) -> Path:
-    """The output file of the next attempt: its folder is new, and what `latest` links to."""
+    """Create the next attempt's folder, link `latest` to it, and return its output path."""
     logs.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         folder = logs / f"attempt_{number}"
@@ -43,10 +45,10 @@ def open_output(logs: Path) -> Path:
 
 
 class ManagedProcess:
-    """A command under way, in a session of its own; it does not outlive this process."""
+    """A running command in its own session, killed when this process dies."""
 
     def __init__(self, command: Sequence[str], *, output: Path | None = None) -> None:
-        """Without an output file it speaks where this process does."""
+        """Start the command. Without an output file it inherits stdout and stderr."""
         self.output_path = output
         self._output_file: IO[bytes] | None = None
         if output is not None:
@@ -58,12 +60,19 @@ class ManagedProcess:
         )  # fmt: skip
 
     def forward_signal(self, number: int) -> None:
-        """Ask it to stop. srun takes SIGTERM for its own end; SIGUSR1 it passes on."""
+        """Request a stop. Sends SIGINT for SIGINT and SIGUSR1 for all other signals.
+
+        srun would end at SIGTERM, but it forwards SIGUSR1.
+        """
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1)
 
     def poll(self) -> int | None:
-        """Its exit code as a shell has it, once it has ended. Who died of the question to stop had not yet begun."""
+        """Return the exit code as a shell reports it, or None while the process runs.
+
+        A process killed by the stop request (SIGUSR1) had installed no handler yet, so its code is
+        EX_TEMPFAIL.
+        """
         code = self._process.poll()
         if code is None:
             return None
@@ -74,17 +83,18 @@ class ManagedProcess:
         return code if code >= 0 else 128 - code
 
     def wait(self) -> int:
+        """Wait for the process and return its exit code as `poll` does."""
         self._process.wait()
         return self.poll()
 
     def last_line(self) -> str:
-        """What it said last, '' if nothing."""
+        """Return the last non-empty line of the output, or '' without one."""
         lines = read_tail(self.output_path).split("\n") if self.output_path else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 class SignalForwarder:
-    """As a context: what this process is asked, the attempts under way are asked."""
+    """Context manager that forwards stop signals of this process to running attempts."""
 
     def __init__(self) -> None:
         self.processes: list[ManagedProcess] = []
@@ -105,12 +115,16 @@ class SignalForwarder:
 
 
 def require_job() -> None:
+    """Raise ValueError if this process is not part of a Slurm job."""
     if "SLURM_JOB_ID" not in os.environ:
         raise ValueError("--requeue: this is no Slurm job; submit it with sbatch, or leave it out")
 
 
 def requeue_job(received: Container[int]) -> None:
-    """Put this Slurm job back into the queue, as it was submitted, where its time was over or another one goes before."""
+    """Requeue this Slurm job if its time limit was near (SIGUSR1) or it was preempted.
+
+    The job is requeued as it was submitted.
+    """
     job = os.environ["SLURM_JOB_ID"]
     if signal.SIGUSR1 not in received and not _is_preempted(job):
         return
@@ -125,7 +139,13 @@ def _is_preempted(job: str) -> bool:
 
 
 def run_attempt(command: Sequence[str], *, logs: Path | None = None, requeues: bool = False) -> int:
-    """One attempt, to its end; returns its exit code. `requeues`: where Slurm wanted its end, this job is put back into the queue."""
+    """Run one attempt to its end and return its exit code.
+
+    Args:
+        command: Command of the attempt.
+        logs: Folder for the output of attempts; None lets the attempt inherit stdout and stderr.
+        requeues: Requeue this Slurm job if Slurm ended it.
+    """
     if requeues:
         require_job()
     output = open_output(logs) if logs else None
@@ -134,7 +154,7 @@ def run_attempt(command: Sequence[str], *, logs: Path | None = None, requeues: b
     with SignalForwarder() as hearing:
         begun = ManagedProcess(command, output=output)
         hearing.processes.append(begun)
-        if hearing.received:  # in between
+        if hearing.received:  # a signal arrived before the process was registered
             begun.forward_signal(signal.SIGUSR1)
         code = begun.wait()
         if output:

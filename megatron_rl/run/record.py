@@ -1,6 +1,6 @@
-"""What a run remembers and leaves behind: its folder, its clock, its metrics, its evaluation; and the checks that end it.
+"""History, metrics, evaluations and recorded rollouts of a run.
 
-Over 300 lines: one record of the run, with its counters, on every rank.
+The file has over 300 lines because it is one record of the run, with its counters, on every rank.
 """
 
 import json
@@ -33,36 +33,46 @@ from megatron_rl.run.superseded_steps import find_gaps, supersede_records
 from megatron_rl.types import MicroBatch, Rollout, StopReason
 
 CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, CHECKPOINTS_FOLDER = "config.yaml", "eval.json", "final", "checkpoints"
-"""Of a run folder: its settings, the mark that it is finished, the model, and the training states."""
+"""Names in a run directory: its settings, the final evaluation (which marks a finished run), the
+trained model, and the checkpoints.
+"""
 PROMPTS_FILE, ADAPTER_FOLDER = "prompts.jsonl", "adapter"
-"""Of a run folder: the statistics of each example, and the LoRA adapter that was trained."""
+"""Names in a run directory: statistics per example, and the trained LoRA adapter."""
 
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What a run's past steps leave for its later ones, beside the policy. The same on every rank."""
+    """State that past steps leave for later ones, apart from the policy. The same on every rank."""
 
     returns: list[float] = field(default_factory=list)
-    """Mean return of every step that rolled out."""
+    """Mean return of every step with rollouts."""
     num_generation_batches: int = 0
-    """Rounds of prompts that were dealt: where the sampler stands."""
+    """Number of prompt batches scheduled so far, which is the position of the prompt sampler."""
     in_flight_prompts: list[int] = field(default_factory=list)
-    """Places of prompts, in the order in which all are dealt, that were dealt and not trained on: under run.max_staleness episodes of
-    theirs are under way. The run's next life deals them first."""
+    """Indices, in scheduling order, of prompts that were scheduled but not trained on, because with
+    run.max_staleness > 0 their episodes are still running. The next attempt schedules them first.
+    """
     prompts: dict[str, list[float]] = field(default_factory=dict)
-    """By example: scored episodes, the sum of their rewards, and the step they were last seen in."""
+    """Per example: number of scored episodes, sum of their rewards, and last step with such an
+    episode.
+    """
     has_learned: int = 0
-    """Steps in which something was credited."""
+    """Number of steps with at least one nonzero advantage."""
     bad_examples: dict[str, str] = field(default_factory=dict)
-    """Example id -> the first fault of it that waiting cannot mend (StopReason.PERMANENT_INFRA_ERROR)."""
+    """Example id -> its first error that no retry can fix (StopReason.PERMANENT_INFRA_ERROR)."""
     judge: dict[str, int] = field(default_factory=dict)
-    """Counts over all steps, where there is a judge: those of observe/judge_stats.py, scored answers, and answers that it decided."""
+    """Judge counts over all steps, if there is a judge: those of observe/judge_stats.py, scored
+    answers, and answers that the judge decided.
+    """
     kl_coef: float | None = None
-    """Weight of the KL in the next step, where algo.kl_target moves it; None before the first such step: algo.kl_coef."""
+    """KL coefficient of the next step if algo.kl_target adapts it; None before the first one."""
     pending_metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of a step that is trained but not yet recorded: the run was stopped in the evaluation that belongs to it."""
+    """Metrics of a step that is trained but not recorded, because the run stopped in the evaluation
+    after it.
+    """
 
     def add(self, step: int, rollouts: Sequence[Rollout], *, num_new_batches: int, unfinished_prompts: Sequence[int] = ()) -> None:
+        """Add the rollouts of a step."""
         self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
         self.num_generation_batches += num_new_batches
         self.in_flight_prompts = list(unfinished_prompts)
@@ -75,23 +85,26 @@ class History:
 
 
 class Run:
-    """The run folder, written by the main rank alone; the clock and the history exist on every rank."""
+    """The run directory, written by rank 0 only; timer and history exist on every rank."""
 
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
-        """`first_step` steps were done by an earlier life of the run, with this history; records of later ones move to superseded/."""
+        """Open the run directory after `first_step` steps of earlier attempts with this history.
+
+        Records of later steps move to superseded/.
+        """
         self.folder = Path(settings.run.dir)
         self.final_folder = self.folder / FINAL_FOLDER
         self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step
         self.num_done = first_step
-        """Steps whose updates are made."""
+        """Number of steps with completed updates."""
         self.is_finished = False
         self.judge_stats: JudgeStats | None = None
-        """Set by the composition root where the task has one, on every rank."""
+        """Judge statistics, set on every rank by the entry point if the task has a judge."""
         self.metrics: dict[str, float] = {}
-        """Of the last step that was done in this life."""
+        """Metrics of the last step of this attempt."""
         self.evaluation: dict[str, float] = {}
-        """Of the last evaluation in this life, as in eval.json."""
+        """Scores of the last evaluation of this attempt, as in eval.json."""
         self.is_main, self._rank, self._is_alone = world.is_main, world.rank, world.size == 1
         self._is_async = settings.run.max_staleness > 0
         self._recorded = {"num_best": settings.run.record_best, "num_worst": settings.run.record_worst}
@@ -124,7 +137,11 @@ class Run:
 
     @contextmanager
     def timed_rollout(self, busy_s: Callable[[], float]) -> Iterator[None]:
-        """Time a rollout: the seconds that the engine was busy are its own, the rest is environment and reward."""
+        """Time a rollout.
+
+        Seconds in which the engine was busy count as "engine", the rest (environments, rewards) as
+        "environment".
+        """
         busy = self._busy_tracker.start(busy_s)
         with self.step_timer("environment"):
             yield
@@ -132,9 +149,10 @@ class Run:
 
     @contextmanager
     def dump_on_error(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
-        """Where a number is not finite, leave the step's rollouts in the run folder (observe.recorder.read reads them).
+        """If the block raises NonFiniteValue, keep the step's rollouts in the run directory.
 
-        Every rank has the same rollouts and meets the same number: each writes the pictures that it has, the main one the rest.
+        All ranks have the same rollouts and raise the same error. Each writes the images that it
+        holds, rank 0 the rest.
         """
         try:
             yield
@@ -149,8 +167,12 @@ class Run:
     def dump_batches_on_error(
         self, batches: Sequence[MicroBatch], *, step: int, load_image_patches: Callable[[MicroBatch], MicroBatch]
     ) -> Iterator[None]:
-        """Where a number is not finite, leave this rank's micro-batches in the run folder (torch.load(weights_only=True) reads them), with
-        the patches that `load_image_patches` adds: a file each, because an update's patches may be more than the host has room for."""
+        """If the block raises NonFiniteValue, keep this rank's micro-batches in the run directory.
+
+        torch.load(weights_only=True) reads them. `load_image_patches` adds the patches. Each
+        micro-batch has its own file, because the patches of a whole update may exceed the host's
+        memory.
+        """
         try:
             yield
         except NonFiniteValue as error:
@@ -160,12 +182,12 @@ class Run:
                 for number, batch in enumerate(batches):
                     kept = {**asdict(replace(batch, images=[])), "patch_PC": load_image_patches(batch).patch_PC}
                     torch.save(kept, folder / f"step_{step:08d}_rank_{self._rank}_micro_batch_{number}.pt")
-                    del kept  # before the next one's are made
+                    del kept  # free the patches before the next micro-batch's are made
             raise NonFiniteValue(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
 
     @contextmanager
     def recording_mismatch(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
-        """Record the best and worst rollouts of a step that ends the run with a LogprobMismatch, for launch/explain.py."""
+        """Record best and worst rollouts for launch/explain.py on a LogprobMismatch."""
         try:
             yield
         except LogprobMismatch as error:
@@ -179,13 +201,16 @@ class Run:
             raise LogprobMismatch(f"step {step}: {error}; {remedy}") from error
 
     def log(self, line: str) -> None:
-        """One line for whoever watches the run."""
+        """Print one line for the user, on rank 0."""
         if self.progress is not None:
             self.progress.print_line(line)
 
     def log_step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """A step's updates are made: best and worst rollouts, and a line for each example that met its first fault of those that waiting
-        cannot mend. Its metrics are owed until `record`."""
+        """Save a step's rollouts after its updates: the best and worst, or all with run.record=all.
+
+        Also logs each example that met its first permanent infrastructure error. The metrics stay
+        pending until `record`.
+        """
         _, moving = groups_with_advantages(rollouts)
         self.history.has_learned += bool(moving)
         metrics["rollout/bad_prompts"] = float(len(self.history.bad_examples))
@@ -211,7 +236,7 @@ class Run:
                 self.rollout_store.record_step(step, rollouts, num_gen_batches=int(metrics["rollout/num_gen_batches"]))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Close a step: metrics with the step's times, one line on the terminal."""
+        """Record a step's metrics with its times, and print one line about it."""
         self.num_done, self.metrics, self.history.pending_metrics = step + 1, metrics, {}
         self.evaluation = _evaluation(metrics) or self.evaluation
         if self.trace.is_enabled:
@@ -231,7 +256,7 @@ class Run:
         self.progress.log_step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
 
     def finish(self, metrics: dict[str, float]) -> None:
-        """Leave the final evaluation as eval.json (greedy_success, sampled_success, ...) and in the metrics."""
+        """Write the final evaluation (greedy_success, ...) to eval.json and to the metrics."""
         values = self.evaluation = _evaluation(metrics)
         self.is_finished = True
         metrics = {**metrics, **(self.judge_stats.collect(self.history.judge) if self.judge_stats else {})}
@@ -252,29 +277,31 @@ class Run:
             write_lines_atomically(self.folder / PROMPTS_FILE, lines)
 
     def close(self) -> None:
-        """Close the logs and the display; what was written stays."""
+        """Close logs and progress display; all files stay."""
         if self.is_main:
             self.progress.close()
-            with explain_write_errors(self.folder):  # what could not be written is tried again
+            with explain_write_errors(self.folder):  # closing retries writes that failed before
                 self.metrics_log.close()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Result:
-    """How a run ended. The same on every rank."""
+    """Result of a run. The same on every rank."""
 
     folder: Path
     step: int
-    """Steps that are done."""
+    """Number of completed steps."""
     num_steps: int
     metrics: dict[str, float]
-    """Of the last evaluation, as in eval.json (greedy_success, ...); of a stopped run that of its last life, if it had one."""
+    """Scores of the last evaluation, as in eval.json (greedy_success, ...). For a stopped run that
+    of the last attempt, if it made one.
+    """
     is_finished: bool
-    """False: the run was stopped, and the same settings go on where it was."""
+    """False if the run stopped early; the same settings resume it."""
     is_new: bool = True
-    """False: it was finished before, and nothing was done."""
+    """False if the run was already finished and nothing was done."""
     reason: str = ""
-    """The message of the InfraOutage that stopped the run; '' where none did."""
+    """Message of the InfraOutage that stopped the run, or ''."""
 
     def __str__(self) -> str:
         if not self.is_finished:
@@ -284,22 +311,25 @@ class Result:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of RUN/checkpoints, oldest first; a copy that somebody made under another name is none."""
+    """Return the complete checkpoints of RUN/checkpoints, oldest first.
+
+    Copies with other names are ignored.
+    """
     return sorted(path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
 
 
 def step_name(step: int) -> str:
-    """Return the name of the checkpoint of so many steps."""
+    """Return the folder name of the checkpoint after `step` steps."""
     return f"step_{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of steps that a published checkpoint is of."""
+    """Return the number of steps of a published checkpoint."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
-    """What an evaluation found, as in `greedy 83.3%, sampled 74.3%`."""
+    """Return evaluation scores as text: `greedy 83.3%, sampled 74.3%`."""
     if not metrics:
         return "not evaluated"
     return ", ".join(f"{kind} {metrics[f'{kind}_success']:.1%}" for kind in ("greedy", "sampled"))
@@ -311,7 +341,7 @@ def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Name the setting and the remedy when the run folder cannot be written."""
+    """Name setting and remedy in the OSError if the run directory cannot be written."""
     try:
         yield
     except OSError as error:

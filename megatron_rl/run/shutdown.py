@@ -1,13 +1,21 @@
-"""Stopping: what a signal asks of a run, where all ranks agree to it, and how long a step may take until then.
+"""Stopping a run: signals, agreement of all ranks, and time limits.
 
-SIGTERM, SIGUSR1 and SIGINT ask this process to stop; nothing is interrupted. At the end of a step all ranks agree (`check`). Rollouts that
-are not done grace_s after the signal are given up (`within_grace`): the step is played again by the run's next life. A second SIGINT ends
-the process at once, and so does any other signal that comes ABORT_RETRY_S or more after the first, where there is no launcher.
+SIGTERM, SIGUSR1 and SIGINT request a stop of this process, without interrupting anything. At the
+end of a step all ranks agree on it (`StopSignal.check`). Rollouts that are not complete grace_s
+after the signal are cancelled (`StopSignal.run_with_grace`), and the next attempt repeats the step.
+A second SIGINT ends the process at once. Without a launcher, so does any other signal that arrives
+SECOND_SIGNAL_S or more after the first.
 
-Python's handlers run when the main thread comes back from C: in a collective, or where ranks wait for each other to begin, that may take
-minutes. `SignalDeadline` therefore hears signals in a thread, and ends a process that has not acted in time: START_S after the signal
-before the first `check`, IMMEDIATE_KILL_S after a second one; later on grace_s + close_timeout_s after it, or without a launcher CLOSING_S
-after the main thread was last seen to move beyond the grace.
+Python runs signal handlers only when the main thread returns from C code. In a collective, or while
+ranks wait for each other at startup, that may take minutes. `SignalDeadline` therefore receives
+signals in a thread and ends a process that has not stopped in time:
+
+    STARTUP_TIMEOUT_S after the signal              before the first `check`
+    IMMEDIATE_S after the second signal             if a second one arrives
+    grace_s + close_timeout_s after the signal      otherwise
+
+Without a launcher the last limit is CLOSE_TIMEOUT_S after the grace period or after the last
+movement of the main thread, the later of both, if that is earlier.
 """
 
 import asyncio
@@ -35,21 +43,29 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STARTUP_TIMEOUT_S = 10.0
-"""What a process has after a signal before its first step: nothing is lost."""
+"""Seconds that a process has after a signal before its first step, with nothing to save yet."""
 SECOND_SIGNAL_S = 5.0
-"""A further signal that comes sooner is the same one on another way: of a launcher, a queue, a terminal."""
+"""Seconds within which a further signal counts as the same request, delivered twice: by a launcher,
+a queue, a terminal.
+"""
 IMMEDIATE_S = 3.0
+"""Seconds that a process has after a second signal."""
 CLOSE_TIMEOUT_S = 120.0
-"""Beyond the grace: a step's updates, its checkpoint and the end of the engine."""
+"""Seconds beyond the grace period for a step's updates, its checkpoint and the shutdown of the
+engine.
+"""
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a process that was asked twice."""
+"""Exit code of a process that received a second signal."""
 _LOOK_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
 def handling_signals(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Inside the block these signals have these handlers. Python hears signals in the main thread alone: in another one nothing changes."""
+    """Install these signal handlers inside the block.
+
+    Python allows this in the main thread only; in other threads nothing changes.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()} if is_main else {}
     try:
@@ -61,16 +77,20 @@ def handling_signals(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 @dataclass(slots=True, frozen=True)
 class ForcedExit:
-    """How a process ends that does not act on a signal."""
+    """Time and way in which a process is ended that does not stop by itself."""
 
     deadline: float
-    """On time.monotonic's clock."""
+    """Time of the exit on the clock of time.monotonic."""
     message: str
     exit_code: int
 
 
 class SignalDeadline:
-    """As a context of the main thread: ends this process at a time that `rule` gives for the signals heard, (number, time), so far."""
+    """Context manager that ends this process at a deadline after a signal.
+
+    `rule` returns the deadline, given the (number, time) of all signals received so far. It works
+    in the main thread only.
+    """
 
     def __init__(self, rule: Callable[[Sequence[tuple[int, float]]], ForcedExit]) -> None:
         self._rule = rule
@@ -95,13 +115,13 @@ class SignalDeadline:
             self._reader.close()
 
     def _close_in_child(self) -> None:
-        """In a forked process: its signals are not this one's."""
+        """Detach a forked child process, which must not pass its signals to the parent."""
         if self._writer.fileno() >= 0:
             signal.set_wakeup_fd(-1)
             self._writer.close()
 
     def _watch(self) -> None:
-        """In the thread, until the other end of the line is closed."""
+        """Thread that receives signals until the socket is closed."""
         while True:
             if select.select([self._reader], [], [], _LOOK_S if self._received else None)[0]:
                 numbers = self._reader.recv(64)
@@ -115,17 +135,23 @@ class SignalDeadline:
 
 
 def has_launcher() -> bool:
-    """Return True under torchrun and launch/spawn.py: they have time limits of their own, and send signals to who is left when one ends."""
+    """Return True under torchrun and launch/spawn.py.
+
+    Launchers have their own time limits and signal the remaining processes when one exits.
+    """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_reporting_rank() -> bool:
-    """Return True for the process that reports what all processes of a launcher meet, each of which hears the same signals."""
+    """Return True for the one process of a launcher that reports signals."""
     return not has_launcher() or os.environ.get("RANK", "0") == "0"
 
 
 def main_thread_location() -> str:
-    """Return where the main thread is. Example: `world.py:71 in connect`"""
+    """Return the innermost line of this package in the main thread.
+
+    Example: `world.py:71 in connect`.
+    """
     frame = sys._current_frames()[threading.main_thread().ident]
     own = frame
     while own.f_back is not None and not Path(own.f_code.co_filename).is_relative_to(Path(__file__).parents[1]):
@@ -134,7 +160,7 @@ def main_thread_location() -> str:
 
 
 class StopSignal:
-    """Whether this process was asked to stop, and since when. As a context it hears the signals."""
+    """Context manager that receives stop signals and coordinates the stop across ranks."""
 
     def __init__(self, *, grace_s: float, close_timeout_s: float = CLOSE_TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._grace_s, self._close_timeout_s, self._clock = grace_s, close_timeout_s, clock
@@ -163,7 +189,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _forced_exit(self, received: Sequence[tuple[int, float]]) -> ForcedExit:
-        """See SignalDeadline."""
+        """Return when and how SignalDeadline ends this process; see the module docstring."""
         number, first = received[0]
         interrupts = [at for other, at in received if other == signal.SIGINT]
         again = interrupts[1:] + [at for _, at in received if at - first >= SECOND_SIGNAL_S and not has_launcher()]
@@ -181,7 +207,7 @@ class StopSignal:
         return ForcedExit(at, line, os.EX_TEMPFAIL)
 
     def _last_move(self) -> float:
-        """Return when the main thread was last seen at another place than before, on time.monotonic's clock."""
+        """Return the time.monotonic at which the main thread last moved in the code."""
         frame = sys._current_frames()[threading.main_thread().ident]
         if (frame.f_code, frame.f_lasti) != self._last_location:
             self._last_location, self._last_move_at = (frame.f_code, frame.f_lasti), time.monotonic()
@@ -189,28 +215,34 @@ class StopSignal:
 
     @property
     def is_requested(self) -> bool:
-        """Of this process; other ranks may know better."""
+        """True if this process received a stop signal.
+
+        Other ranks may have received one earlier.
+        """
         return self._since is not None
 
     def mark_started(self) -> None:
-        """From now on there may be something to save."""
+        """Declare that from now on there may be something to save."""
         self._has_started = True
 
     def check(self) -> None:
-        """Raise GracefulStop on every rank if one of them was asked. All ranks together, from the first step on."""
+        """Raise GracefulStop on every rank if any rank received a stop signal.
+
+        All ranks call this together, from the first step on.
+        """
         self.mark_started()
         self.check_start()
 
     def check_start(self) -> None:
-        """As check, while the run starts."""
+        """Raise GracefulStop like `check`, but during startup."""
         asked = torch.tensor(int(self.is_requested))
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if asked.item():
-            self.mark_started()  # what was opened is closed in order
+            self.mark_started()  # allow more than STARTUP_TIMEOUT_S for an orderly close
             raise GracefulStop
 
     async def run_with_grace(self, run: Callable[[], Coroutine[object, object, T]]) -> T | None:
-        """What `run` returns; None where this process was asked to stop grace_s ago and it was cancelled."""
+        """Return the result of `run`, or None if it was cancelled grace_s after a stop signal."""
         work = asyncio.create_task(run())
         while not work.done():
             await asyncio.wait({work}, timeout=_LOOK_S)
@@ -222,5 +254,5 @@ class StopSignal:
 
 
 def die_with_parent() -> None:
-    """From now on this process is killed when the one that started it dies, however that dies (prctl(2))."""
+    """Have the kernel kill this process when its parent dies for any reason (prctl(2))."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,11 +1,13 @@
-"""A run folder as it is seen from outside, by any process that can read it: how its run stands, how far it is, what it reached.
+"""Status of a run as read from its directory, by any process that can read it.
 
-    waiting     nothing was begun in it
-    running     a process holds its lock, or an attempt at it (run/process.py) is under way
-    finished    eval.json and all of final/ are there
-    stopped     it was asked to stop; the same command goes on
-    failed      all else, with the line that says why
-A folder on several machines shows a run on another one only where its file system passes locks of fcntl on.
+    waiting     nothing was started in the directory
+    running     a process holds its lock, or an attempt at it (run/process.py) runs
+    finished    eval.json and all of final/ exist
+    stopped     the run stopped on request; the same command resumes it
+    failed      anything else, with the line of the error
+
+On a shared file system, a run on another machine counts as running only if the file system supports
+fcntl locks.
 """
 
 import fcntl
@@ -31,6 +33,8 @@ _EVALUATED = "eval/"
 
 
 class RunState(StrEnum):
+    """State of a run; see the module docstring."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -40,26 +44,30 @@ class RunState(StrEnum):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RunStatus:
-    """What a folder shows of its run."""
+    """Status of a run, as read from its directory."""
 
     folder: Path
     state: RunState
     error: str = ""
-    """Why it failed."""
+    """Error line of a failed run."""
     step: int = 0
-    """Steps that are recorded."""
+    """Number of recorded steps."""
     num_steps: int = 0
-    """Steps that it is to have; 0 where its settings are not there."""
+    """Number of steps that the run will have; 0 if its settings are missing."""
     train_hours: float = 0.0
-    """What the recorded steps took. What was lost with a life, and the starts, are not in it."""
+    """Hours that the recorded steps took. Startup and steps lost with an attempt do not count."""
     evaluation: Mapping[str, float]
-    """The last one, as in eval.json: greedy_success, ..."""
+    """Scores of the last evaluation, as in eval.json: greedy_success, ..."""
     settings: Mapping[str, object]
     """{dotted key: value} of config.yaml."""
 
 
 def read_status(folder: Path) -> RunStatus:
-    """ValueError: a file of the folder cannot be read."""
+    """Read the status of a run.
+
+    Raises:
+        ValueError: A file of the directory is damaged.
+    """
     path = folder / METRICS_FILE
     steps = read_metrics(path) if path.is_file() else []
     settings = _settings_of(folder)
@@ -76,7 +84,10 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether another process has locked the file (fcntl.lockf), on any machine that sees it. Takes no lock itself."""
+    """Return True if another process has locked the file (fcntl.lockf).
+
+    It may run on any machine with this file system. This function takes no lock itself.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -89,12 +100,12 @@ def is_locked(path: Path) -> bool:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a run is under way in it, or an attempt that will come to one."""
+    """Return True if a run holds the directory's lock or an attempt is starting one."""
     return is_locked(folder / LOCK) or is_locked(folder / LATEST)
 
 
 def is_finished(folder: Path) -> bool:
-    """It has its last evaluation and all of its weights, and nobody is at it."""
+    """Return True if the final evaluation and all weights exist and no run is active."""
     return not is_running(folder) and (folder / EVALUATION_FILE).is_file() and not find_missing_file(folder / FINAL_FOLDER)
 
 
@@ -116,7 +127,7 @@ def _determine_state(folder: Path, *, has_begun: bool) -> tuple[RunState, str]:
 
 
 def _read_ended(path: Path) -> tuple[float, RunState, str] | None:
-    """When the run wrote how it ended, and what."""
+    """Return the time at which ended.json was written, with its state and its line."""
     if not path.is_file():
         return None
     try:
@@ -127,7 +138,7 @@ def _read_ended(path: Path) -> tuple[float, RunState, str] | None:
 
 
 def _read_last_line(path: Path) -> tuple[float, RunState, str] | None:
-    """When the newest attempt last said something, and how it ended, if it told."""
+    """Return the time of the newest attempt's last output, with the reported state and error."""
     if not path.is_file():
         return None
     for line in reversed(read_tail(path).splitlines()):
@@ -147,7 +158,7 @@ def _settings_of(folder: Path) -> dict[str, object]:
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Return nested settings with dotted keys. Example: {"a": {"b": 1}} -> {"a.b": 1}."""
     found: dict[str, object] = {}
     for key, value in values.items():
         found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

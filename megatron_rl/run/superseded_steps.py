@@ -1,12 +1,14 @@
-"""Keeps the records of steps that a resumed run does again.
+"""Keeps the records of steps that a resumed run repeats.
 
-    RUN/superseded/step_00000006/            the run went on behind step 6 although later steps were recorded
-        metrics.jsonl                        the lines of those steps
-        eval.json, prompts.jsonl             results of a run that had finished, and is made longer
-        final/, adapter/                     its model, if steps of it are done again
-        rollouts/                            recorded rollouts of those steps, with their pictures
-    RUN/superseded/checkpoints/step_00000008/    a damaged checkpoint that the run did not go on from (run/checkpoints.py)
-A second folder of that name is step_00000006.1. Nothing in RUN/superseded is read or removed by the program.
+    RUN/superseded/step_00000006/            the run resumed after step 6; later steps were recorded
+        metrics.jsonl                        metrics of those steps
+        eval.json, prompts.jsonl             results of a finished run that was extended
+        final/, adapter/                     its model, if any of its steps are repeated
+        rollouts/                            recorded rollouts of those steps, with their images
+    RUN/superseded/checkpoints/step_00000008/    a damaged checkpoint (run/checkpoints.py)
+
+A second folder of that name is step_00000006.1. The program neither reads nor removes anything in
+RUN/superseded.
 """
 
 import os
@@ -21,24 +23,28 @@ from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, image_file_name, image
 from megatron_rl.observe.rollout_store import STEP_NAME_PATTERN, image_keys_of_step, step_number
 
 SUPERSEDED = "superseded"
+"""Name of the folder in a run directory."""
 IMAGE_KEY_READERS = {".jsonl": image_keys_in, ".parquet": image_keys_of_step}
-"""By suffix of a file of rollouts: what gives the keys of its pictures."""
+"""Functions that return the image keys of a rollout file, by its suffix."""
 
 
 def supersede_records(
     run_dir: Path, *, first_step: int, first_line: int, num_steps: int, results: Sequence[str], models: Sequence[str]
 ) -> tuple[Path, int] | None:
-    """Move the records of steps from `first_step` on out of the way of a run that does them again.
+    """Move the records of steps from `first_step` on out of the way of a run that repeats them.
 
     Args:
-        first_line: First step whose metrics are written again; `first_step - 1` if its evaluation is still to be made.
-        num_steps: Steps that the run is to have. Beyond `first_step`, the final evaluation of the
-            shorter run moves into the line of its last step, where a periodic evaluation has it.
+        run_dir: Run directory.
+        first_step: First step that is repeated.
+        first_line: First step with metrics that are written again; `first_step - 1` if its
+            evaluation is pending.
+        num_steps: Number of steps that the run will have. Beyond `first_step`, the final evaluation
+            of the shorter run moves into the line of its last step, like a periodic evaluation.
         results: Names of files that a finished run leaves.
-        models: Names of folders that a finished run leaves; they move only if a step is done again.
+        models: Names of folders that a finished run leaves; they move only if a step is repeated.
 
     Returns:
-        The folder they are in now and the number of steps in it; None if there were none.
+        The folder with the records and the number of steps in it; None if there were none.
     """
     path = run_dir / METRICS_FILE
     lines = read_metrics(path) if path.is_file() else []
@@ -52,14 +58,17 @@ def supersede_records(
         _move_rollouts(files, superseded / ROLLOUTS_FOLDER)
         for name in names:
             (run_dir / name).rename(superseded / name)
-    if path.is_file():  # last: a kill before leaves the lines here, and they are moved by the next attempt
+    if path.is_file():  # last, so that after a kill the next attempt still finds the lines and moves them
         kept = [line for line in lines if line["step"] < first_line]
         write_lines_atomically(path, _with_evaluation(kept, repeated) if num_steps > first_step else kept)
     return (superseded, num_repeated) if superseded else None
 
 
 def find_gaps(run_dir: Path, *, first_line: int) -> str:
-    """Return what is wrong with the steps before `first_line` in metrics.jsonl, which has a line of each in order; "" if nothing is."""
+    """Return an error about the lines of metrics.jsonl before `first_line`, or "".
+
+    The file must have one line for each step, in order.
+    """
     path = run_dir / METRICS_FILE
     found = [int(line["step"]) for line in read_metrics(path)] if path.is_file() else []
     missing = sorted(set(range(first_line)) - set(found))
@@ -70,12 +79,12 @@ def find_gaps(run_dir: Path, *, first_line: int) -> str:
 
 
 def _is_final_evaluation(line: Mapping[str, float]) -> bool:
-    """Return True for the line that a finished run adds behind its last step."""
+    """Return True for the line that a finished run adds after its last step."""
     return all(name == "step" or name.startswith(("eval/", "time/")) for name in line)
 
 
 def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Add the final evaluation to the line of the step that it followed, if it directly follows what is kept."""
+    """Add the final evaluation to the line of its step, if that is the last line kept."""
     if not (kept and repeated and _is_final_evaluation(repeated[0]) and repeated[0]["step"] == kept[-1]["step"] + 1):
         return list(kept)
     evaluation = {name: value for name, value in repeated[0].items() if name.startswith("eval/")}
@@ -93,7 +102,7 @@ def _new_folder(wanted: Path) -> Path:
 
 
 def find_free_path(wanted: Path) -> Path:
-    """Return the path if nothing is there, else the same with the first free number behind it."""
+    """Return the path if it does not exist, else the path with the first free number added."""
     path, number = wanted, 0
     while path.exists():
         number += 1
@@ -102,7 +111,7 @@ def find_free_path(wanted: Path) -> Path:
 
 
 def _move_rollouts(files: Sequence[Path], to: Path) -> None:
-    """Move files of rollouts, each behind links to its pictures: other steps may show the same ones."""
+    """Move rollout files, after linking their images, which other steps may share."""
     for file in files:
         for name in map(image_file_name, IMAGE_KEY_READERS[file.suffix](file)):
             source, target = file.parent / name, to / name
@@ -116,5 +125,5 @@ def _move_rollouts(files: Sequence[Path], to: Path) -> None:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         shutil.copyfile(source, target)

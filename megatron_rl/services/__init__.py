@@ -1,0 +1,1 @@
+"""Servers that a run starts itself: engines, judges, sandboxes and partner models."""

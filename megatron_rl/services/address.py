@@ -1,7 +1,9 @@
-"""Where a service is: a file in the run folder, and a name that the service itself says when it is asked.
+"""Address of a service: a file in the run directory, and a nonce that the service reports itself.
 
     RUN/services/judge.json      {"url": "http://10.0.0.1:40123/v1", "nonce": "5c1f..."}
-A server that has died leaves its file, and another may have its port by now: an address is used where the one that answers says the nonce.
+
+A dead server leaves its file behind, and another server may have its port by now. An address is
+therefore used only if the server that answers there reports the nonce.
 """
 
 import hmac
@@ -26,9 +28,9 @@ from sandbox.token import read_token
 
 SERVICES_FOLDER = "services"
 HEALTH_TIMEOUT_S, MAX_HEALTH_BYTES = 2.0, 64 << 10
-"""Limits of a server's answer to a health check, in seconds and bytes."""
+"""Limits of a server's reply to a health check, in seconds and bytes."""
 MAX_ADDRESS_BYTES = 16 << 10
-"""Limit of a file that names an address."""
+"""Maximum size of an address file in bytes."""
 
 
 class _ServedModel(BaseModel):
@@ -50,17 +52,23 @@ class _PublishedAddress(BaseModel):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ServiceKind:
-    """How servers of a kind are started and asked."""
+    """Command and health check of a kind of server."""
 
     command: list[str]
     make_options: Callable[[ServiceSettings, str, str, Path], list[str]]
-    """(settings, its name, its nonce, the file of its token) -> arguments of the command, beside --host and --port."""
+    """Returns the arguments of the command, except --host and --port, from (settings, name, nonce,
+    token file).
+    """
     url_path: str
-    """Of the address that clients are given."""
+    """Path of the address that clients use."""
     health_path: str
+    """Path of the health check, after the address."""
     read_names: Callable[[bytes], list[str]]
-    """Of the answer's body: what it calls itself. ValidationError: it is another server."""
+    """Returns the names that a health check's body reports. Raises ValidationError for the body of
+    another server.
+    """
     key_remedy: str = "another server has its port, or it was started with another token; start it anew"
+    """Remedy in the error about a server that rejects the token."""
 
 
 def _vllm_options(settings: ServiceSettings, name: str, nonce: str, token: Path) -> list[str]:
@@ -92,28 +100,37 @@ SERVICE_KINDS: Mapping[str, ServiceKind] = {
 
 
 def address_file(run: Path, name: str) -> Path:
+    """Return the path of a service's address file."""
     return run / SERVICES_FOLDER / f"{name}.json"
 
 
 def token_file(run: Path, name: str) -> Path:
-    """The file of the token that the run makes for a server; only the run's user reads it."""
+    """Return the path of the token file that the run makes for a server.
+
+    Only the run's user can read it.
+    """
     return run / SERVICES_FOLDER / f"{name}.token"
 
 
 def publish_address(run: Path, name: str, *, url: str, nonce: str) -> None:
+    """Write the address file of a service."""
     write_bytes_atomically(address_file(run, name), (json.dumps({"url": url, "nonce": nonce}) + "\n").encode())
 
 
 def can_prove_token(settings: ServiceSettings) -> bool:
-    """Return whether the service proves that it knows its token before that is sent (sandbox/access.py).
+    """Return True if the service proves that it knows its token before it is sent.
 
-    A vLLM server that may have an environment of its own (services.X.command) has no gate, and cannot.
+    The proof is described in sandbox/access.py. A vLLM server with a command of its own
+    (services.X.command) may have another environment. It has no gate, and cannot prove it.
     """
     return settings.kind != "vllm" or not settings.command
 
 
 def find_address(run: Path, name: str, kind: str, *, is_gated: bool = True) -> str:
-    """The published address, if the service is there that published it; else nothing. `is_gated`, KeyRefused: see is_there."""
+    """Return the published address if its service is running, else ''.
+
+    `is_gated` and KeyRefused are described in `is_service_running`.
+    """
     try:
         published = _PublishedAddress.model_validate_json(read_bytes(address_file(run, name), at_most=MAX_ADDRESS_BYTES))
     except (OSError, ValueError):
@@ -123,10 +140,14 @@ def find_address(run: Path, name: str, kind: str, *, is_gated: bool = True) -> s
 
 
 def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated: bool = True) -> bool:
-    """Return whether the service of this nonce answers at the address. It receives its own token and no key of the user.
+    """Return True if the service with this nonce answers at the address.
 
-    Whoever lists processes knows its port and its nonce: without a proof of the token (`is_gated`, see proves) a stranger who takes the
-    port first is taken for it. KeyRefused: one answers that does not accept the token.
+    The request carries the service's own token and no key of the user. Everyone who can list
+    processes knows the port and the nonce. Without a proof of the token (`is_gated`, see
+    `has_proven_token`) a foreign server that takes the port first is mistaken for the service.
+
+    Raises:
+        KeyRefused: A server answers that rejects the token.
     """
     try:
         own = read_token(token)
@@ -138,12 +159,15 @@ def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated
         if answer.status in DENIED_STATUSES:
             raise KeyRefused(f"{url} answers {answer.status}, {to_one_line(answer.text)}: {SERVICE_KINDS[kind].key_remedy}")
         return nonce in SERVICE_KINDS[kind].read_names(answer.content)
-    except (NoResponse, ValueError):  # no token; pydantic's ValidationError is a ValueError
+    except (NoResponse, ValueError):  # ValueError: no token, or pydantic's ValidationError
         return False
 
 
 def has_proven_token(url: str, *, token: str) -> bool:
-    """Return whether the server proves that it knows the token, without sending it the token (sandbox/access.py)."""
+    """Return True if the server proves that it knows the token, without receiving it.
+
+    The proof is described in sandbox/access.py.
+    """
     challenge = secrets.token_hex(16)
     try:
         answer = send_request(

@@ -1,8 +1,10 @@
-"""The engines that a run starts for itself (engine.num_local_servers): servers of vLLM beside rank 0, on devices that no rank has.
+"""Engine servers that a run starts itself (engine.num_local_servers), on devices of rank 0's node.
 
-Rank 0 starts them before anything is built and waits until they answer. One that ends or hangs later is started again, after rests that
-grow, until it has ended too often in a row; who is given weights, and asked, is the matter of rollout/health.py. What a server says is in
-RUN/services/engine_N.log. However the run ends, its keeper (supervisor.py) ends it.
+They are vLLM servers on GPUs or CPU cores that no rank uses; with too few cores they share those of
+the ranks. Rank 0 starts them before anything is built and waits until they respond. A server that
+exits or hangs later is restarted, after backoffs that grow, until it has failed too often in a row.
+rollout/health.py decides which servers receive weights and requests. The output of a server is in
+RUN/services/engine_N.log. However the run ends, the server's supervisor (supervisor.py) ends it.
 """
 
 import os
@@ -28,20 +30,24 @@ from megatron_rl.services.supervised_process import SupervisedProcess, find_free
 from sandbox.token import write_token
 
 ENGINES_TOKEN_NAME = "engines"
-"""The name of their token's file: RUN/services/engines.token."""
+"""Name of the servers' token file: RUN/services/engines.token."""
 MAX_RESTARTS = 5
-"""Of one server in a row: with the next end it stays away."""
+"""Maximum number of consecutive restarts of a server; after the next failure it stays down."""
 STABLE_S = 60.0
-"""What a server must have served for, in one life, for its earlier ends to be forgotten."""
+"""Seconds after a server's first healthy report since its start, from which on a further report
+clears its earlier failures.
+"""
 MIN_BACKOFF_S, MAX_BACKOFF_S = 2.0, 60.0
-"""Before the second start again in a row, twice as long with each further one; the first is at once."""
+"""Shortest and longest backoff in seconds. The first restart in a row is immediate; the backoff of
+the second is the shortest, and doubles with each further one.
+"""
 
 SHARED_CORES_TEXT = "cores that they share with the ranks"
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineServer:
-    """One server, in one life or more."""
+    """One engine server with its current process."""
 
     name: str
     url: str
@@ -50,32 +56,50 @@ class EngineServer:
     token: str
     log: Path
     process: SupervisedProcess | None = None
-    """Its process, until it is known to have ended."""
+    """Process of the server; None once it is known to have ended."""
     started_at: float = 0.0
+    """Time of the last start on time.monotonic's clock."""
     is_ready: bool = False
-    """It has answered in this life."""
+    """True if the server has responded since its last start."""
     healthy_since: float | None = None
+    """Time of the first healthy report since the last start, on time.monotonic's clock; None before
+    it.
+    """
     consecutive_exits: int = 0
-    """In a row."""
+    """Number of consecutive failures (exits and hangs)."""
     restart_after: float = 0.0
+    """Earliest time of the next restart on time.monotonic's clock."""
     lock: Lock = field(default_factory=Lock)
 
     def start(self) -> None:
-        """Its noise, where that is vLLM's own, is like no other's and like that of no earlier life."""
+        """Start the process with a new random seed.
+
+        vLLM's own sampling noise then differs from that of other servers and of earlier starts.
+        """
         self.started_at, self.is_ready, self.healthy_since = time.monotonic(), False, None
         command = [*self.command, "--seed", str(secrets.randbelow(2**31))]
         self.process = SupervisedProcess(command, log=self.log, environment=self.environment)
 
     def probe_ready(self) -> bool:
-        """Return whether it takes requests; another server at its port does not know the token."""
+        """Return True if the server accepts requests.
+
+        Another server at its port does not know the token.
+        """
         return has_proven_token(self.url, token=self.token)
 
 
 class EngineServers:
-    """All of them; rank 0's."""
+    """All engine servers of a run; only rank 0 has them."""
 
     def __init__(self, settings: Settings, *, host: str, num_ranks: int, cores: Sequence[Sequence[int]]) -> None:
-        """`cores` of each server on a CPU; none where there are not enough."""
+        """Create the servers, which are not started yet.
+
+        Args:
+            settings: Settings of the run.
+            host: Host at which the servers listen.
+            num_ranks: Number of ranks on this node, which use its first devices.
+            cores: CPU cores of each server; empty if there are not enough, or on GPUs.
+        """
         self._startup_timeout_s, self._is_stopped, self._reported_at = settings.engine.startup_timeout_s, False, time.monotonic()
         self._engines: dict[str, EngineServer] = {}
         words, on_gpu = server_command_line(settings), is_on_gpu(settings.engine)
@@ -95,14 +119,20 @@ class EngineServers:
 
     @property
     def urls(self) -> list[str]:
+        """Addresses of the servers."""
         return list(self._engines)
 
     def start(self) -> None:
+        """Start all servers."""
         for engine in self._engines.values():
             engine.start()
 
     def are_ready(self) -> bool:
-        """Whether all answer. ValueError: one has ended, or its time is over."""
+        """Return True if all servers have responded.
+
+        Raises:
+            ValueError: A server has exited, or exceeds engine.startup_timeout_s.
+        """
         for engine in self._engines.values():
             if engine.is_ready:
                 continue
@@ -125,16 +155,18 @@ class EngineServers:
         return not late
 
     def report_alive(self, url: str) -> None:
+        """Record that the server has responded."""
         self._engines[url].is_ready = True
 
     def report_healthy(self, url: str) -> None:
+        """Record that the server is healthy; after STABLE_S, forget its earlier failures."""
         engine, now = self._engines[url], time.monotonic()
         engine.healthy_since = engine.healthy_since or now
         if now - engine.healthy_since >= STABLE_S:
             engine.consecutive_exits = 0
 
     def restart(self, url: str, *, is_unresponsive: bool) -> None:
-        """See health.ServerSupervisor."""
+        """Restart a server that does not respond; see health.ServerSupervisor."""
         engine, now = self._engines[url], time.monotonic()
         with engine.lock:
             if self._is_stopped:
@@ -145,7 +177,7 @@ class EngineServers:
                 engine.start()
 
     def _stop_if_failed(self, engine: EngineServer, now: float, *, is_unresponsive: bool) -> None:
-        """End what is left of one that has ended or hangs."""
+        """End the remaining processes of a server that has exited or hangs."""
         code = engine.process.exit_code()
         if code is not None:
             why = f"has ended with exit code {code}"
@@ -168,6 +200,8 @@ class EngineServers:
         print(f"{engine.name} ({engine.url}): {why}, and {then}; {words}", flush=True)
 
     def stop(self) -> None:
+        """Stop all servers and delete their token."""
+
         def ended(engine: EngineServer) -> None:
             with engine.lock:
                 if engine.process is not None:
@@ -180,9 +214,10 @@ class EngineServers:
 
 
 def split_cores(cores: Sequence[int], settings: EngineSettings, *, num_ranks: int) -> tuple[list[int], list[list[int]]]:
-    """Of a CPU's cores: those of the ranks, and those of each server; nothing where there are fewer than processes that compute.
+    """Return the CPU cores of the ranks, and those of each server.
 
-    Example: 2 cores, a rank and a server -> [0], [[1]].
+    Both are empty if there are fewer cores than processes that compute. Example: 2 cores, a rank
+    and a server -> [0], [[1]].
     """
     size = len(cores) // (num_ranks + settings.num_local_servers * settings.tp)
     if size == 0:
@@ -193,7 +228,7 @@ def split_cores(cores: Sequence[int], settings: EngineSettings, *, num_ranks: in
 
 
 def describe_placement(settings: EngineSettings, *, num_ranks: int) -> str:
-    """Where the servers would be on this node, in words."""
+    """Return a text with the devices that the servers would use on this node."""
     if is_on_gpu(settings):
         return ", ".join(f"GPU {'-'.join(map(str, place))}" for place in settings.places(num_ranks=num_ranks))
     _, own = split_cores(sorted(os.sched_getaffinity(0)), settings, num_ranks=num_ranks)
@@ -201,7 +236,11 @@ def describe_placement(settings: EngineSettings, *, num_ranks: int) -> str:
 
 
 def check_started(settings: Settings, *, num_ranks: int) -> None:
-    """ValueError: an engine or a service that the run starts has no place on this node, beside so many ranks."""
+    """Check that this node has devices for the engines and services that the run starts.
+
+    Raises:
+        ValueError: One of them has no device besides those of `num_ranks` ranks.
+    """
     num_gpus = torch.cuda.device_count()
     check_engines(settings.engine, num_ranks=num_ranks, num_gpus=num_gpus)
     for name, service in enabled_services(settings.services).items():
@@ -209,12 +248,15 @@ def check_started(settings: Settings, *, num_ranks: int) -> None:
 
 
 def num_used_gpus(settings: EngineSettings, *, num_ranks: int) -> int:
-    """GPUs that the run computes on, on rank 0's node: its first ones."""
+    """Return the number of GPUs that the run computes on, on rank 0's node.
+
+    They are the node's first ones.
+    """
     return num_ranks + settings.num_local_servers * settings.tp
 
 
 def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) -> None:
-    """ValueError: this node has fewer GPUs than its ranks and the servers need."""
+    """Raise ValueError if this node has fewer GPUs than its ranks and the servers need."""
     most, host = max(0, num_gpus - num_ranks) // settings.tp, socket.gethostname()
     needed = num_used_gpus(settings, num_ranks=num_ranks)
     remedy = (
@@ -233,8 +275,16 @@ def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) ->
 def run_engine_servers(
     settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]
 ) -> Iterator[tuple[list[str], EngineServers | None]]:
-    """The servers inside the block: their addresses, and on the main rank their keeper. All ranks together; `raise_if_stopped` may end the
-    wait for them by raising. On a CPU the ranks of this node keep to cores of their own meanwhile."""
+    """Run the servers inside the block. All ranks call it together.
+
+    Yields their addresses, and on the main rank the servers. On a CPU the ranks of rank 0's node
+    are bound to cores of their own meanwhile.
+
+    Args:
+        settings: Settings of the run.
+        world: Ranks of the run.
+        raise_if_stopped: May end the wait for the servers by raising.
+    """
     own: list[EngineServers] = []
     with ExitStack() as running:
 
@@ -260,9 +310,9 @@ def run_engine_servers(
 
 
 def bind_threads(core_ids: Sequence[int]) -> None:
-    """All threads of this process, and those that they will start."""
+    """Bind all threads of this process, and those that they will start, to these cores."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), core_ids)
-        except ProcessLookupError:  # it has ended
+        except ProcessLookupError:  # the thread has ended
             continue

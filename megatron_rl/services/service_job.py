@@ -1,4 +1,4 @@
-"""Services as a job of their own (launch/serve.py): what the run waits for, on whatever node this is."""
+"""Runs a run's services as a job of their own (launch/serve.py), on any node."""
 
 import socket
 import time
@@ -15,8 +15,15 @@ from megatron_rl.services.service_launcher import POLL_S, LaunchedService, check
 
 
 def serve_external_services(settings: Settings, *, is_run_finished: Callable[[], bool]) -> bool:
-    """Start the services that are marked `elsewhere`, publish their addresses, and end them when the run is over or this job is asked to
-    stop; whether the run was over. One that was over before is waited for: it is to go on. ValueError: a service has ended."""
+    """Run the services that are marked `external` until the run ends.
+
+    Starts them and publishes their addresses. Returns True if the run ended, and False if this job
+    was requested to stop. A run that had ended before this job started is expected to be continued,
+    so the job waits for it.
+
+    Raises:
+        ValueError: A service has exited.
+    """
     require(not settings.run.overwrite, "run.overwrite", True, "moves the folder aside, addresses included; start both in a new run.dir")
     marked = {name: replace(service, external=False) for name, service in enabled_services(settings.services).items() if service.external}
     remedy = "nothing is to be started by another job; mark it in the run's settings and here: services.judge.external=true"

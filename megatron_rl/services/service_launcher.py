@@ -1,7 +1,8 @@
-"""The servers that a run starts for itself: rank 0 starts them, waits until they answer, and ends them with the run.
+"""Services that a run starts itself.
 
-Each has a keeper (supervisor.py), so that none is left however the run dies, a log RUN/services/NAME.log, and its address in a file beside
-it (address.py).
+Rank 0 starts them, waits until they respond, and ends them with the run. Each has a supervisor
+(supervisor.py), so that none survives however the run dies, a log RUN/services/NAME.log, and next
+to it a file with its address (address.py).
 """
 
 import os
@@ -45,19 +46,31 @@ from sandbox.token import write_token
 P = TypeVar("P", JudgeSettings, ListenerSettings, SpeakerSettings)
 
 POLL_S, REPORT_INTERVAL_S = 0.5, 10.0
-"""Between two questions whether a service answers, and between two lines about one that does not."""
+"""Seconds between two health checks, and between two log lines about a missing response."""
 
 
 class LaunchedService:
-    """One service. `look` until it has an address; `end` however that went."""
+    """One service of a run.
+
+    Call `poll` until it has an address, and `stop` in any case.
+    """
 
     def __init__(self, name: str, settings: ServiceSettings, *, run: Path, host: str) -> None:
-        """`host` is where it listens unless its settings say otherwise; check_service has passed.
-        ValueError: that is no address of this node."""
+        """Start the service unless it is external. `check_service` must have passed.
+
+        Args:
+            name: Name of the service.
+            settings: Settings of the service.
+            run: Run directory.
+            host: Host at which it listens, unless its settings name one.
+
+        Raises:
+            ValueError: The host is no address of this node.
+        """
         self.name, self._settings, self._run, self._kind = name, settings, run, SERVICE_KINDS[settings.kind]
         self._nonce, self._started_at, self._reported_at = secrets.token_hex(8), time.monotonic(), time.monotonic()
         self.url = ""
-        """From the moment on when it is up."""
+        """Address of the service; empty until it is up."""
         self.log = run / SERVICES_FOLDER / f"{name}.log"
         self._process: SupervisedProcess | None = None
         if not settings.external:
@@ -73,12 +86,16 @@ class LaunchedService:
         command = [*(self._settings.command or self._kind.command), *options, "--host", host, "--port", str(port), *self._settings.args]
         address_file(self._run, self.name).unlink(missing_ok=True)
         file = token_file(self._run, self.name)
-        own = {"VLLM_API_KEY": write_token(file), TOKEN_FILE: str(file.absolute())}  # vLLM's variable, and that of our gate before it
+        own = {"VLLM_API_KEY": write_token(file), TOKEN_FILE: str(file.absolute())}  # variables of vLLM and of our gate
         own = own if self._settings.kind == "vllm" else {}
         self._process = SupervisedProcess(command, log=self.log, environment=make_environment(os.environ, self._settings.gpus) | own)
 
     def poll(self) -> None:
-        """Ask whether it answers, and then publish where. ValueError: it has ended, or its time is over."""
+        """Check the service, and publish its address once it responds.
+
+        Raises:
+            ValueError: It has exited, or exceeds its startup_timeout_s.
+        """
         if self.url and not self._settings.external:
             self._require_alive()
         if self.url:
@@ -88,7 +105,7 @@ class LaunchedService:
             self.url = self._published_url() if self._settings.external else self._own_url()
         except KeyRefused as refused:
             refusal = str(refused)
-        if refusal and not self._settings.external:  # a server elsewhere may have died, and left its port to a stranger
+        if refusal and not self._settings.external:  # an external server may have died and another one taken its port
             self._fail("kind", self._settings.kind, refusal)
         if self.url:
             print(f"service {self.name}: {self.url}, after {passed:.0f} s", flush=True)
@@ -118,13 +135,13 @@ class LaunchedService:
         raise ValueError(f"services.{self.name}.{key}={value}: {what}; {self._log_tail()}")
 
     def _log_tail(self) -> str:
-        """The end of its log, which is told on one line."""
+        """Return the end of the service's log for an error line."""
         if self._settings.external:
             return f"{address_file(self._run, self.name)} is to be written by launch/serve.py in another job"
         return self._process.log_tail()
 
     def stop(self) -> None:
-        """Take the address back and end the server, if it is this run's."""
+        """Remove the address and end the server, if this run has started it."""
         if self._process is None:
             return
         for file in (address_file(self._run, self.name), token_file(self._run, self.name)):
@@ -133,15 +150,17 @@ class LaunchedService:
 
 
 def enabled_services(services: ServicesSettings) -> dict[str, ServiceSettings]:
-    """Those that are started, by name."""
+    """Return the settings of the services that are configured, by name."""
     named = {"judge": services.judge, "listener": services.listener, "sandbox": services.sandbox, "speaker": services.speaker}
     return {name: service for name, service in named.items() if service.kind}
 
 
 @contextmanager
 def run_services(settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]) -> Iterator[dict[str, str]]:
-    """The services inside the block: their addresses by name. All ranks together; `raise_if_stopped` may end the wait for them by
-    raising."""
+    """Run the services inside the block and yield their addresses by name.
+
+    All ranks call it together. `raise_if_stopped` may end the wait for the services by raising.
+    """
     own: list[LaunchedService] = []
     with ExitStack() as running:
 
@@ -158,13 +177,17 @@ def run_services(settings: Settings, world: World, *, raise_if_stopped: Callable
 
 
 def are_ready(services: Sequence[LaunchedService]) -> bool:
+    """Poll all services; return True if each has an address."""
     for service in services:
         service.poll()
     return all(service.url for service in services)
 
 
 def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path) -> TaskSettings:
-    """The task's settings with the addresses of services in the place of their names, and the file of the token that one asks for."""
+    """Return the task's settings with addresses in place of the names of services.
+
+    The token files of these services are set, too.
+    """
     sandbox, name = task.sandbox, service_of(task.sandbox.url)
     if name:
         sandbox = replace(sandbox, url=urls[name], token_file=str(token_file(run, name)))
@@ -173,15 +196,20 @@ def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path)
 
 
 def _resolve_partner(partner: P, urls: Mapping[str, str], *, run: Path) -> P:
-    """With addresses and token of what the run has started for it."""
+    """Return a partner's settings with the addresses and token of the run's services."""
     own = [service_of(url) for url in partner.urls if service_of(url)]
     token = str(token_file(run, own[0])) if own else partner.token_file
     return replace(partner, urls=[urls.get(service_of(url), url) for url in partner.urls], token_file=token)
 
 
 def check_service(name: str, settings: ServiceSettings, *, num_used_gpus: int, num_gpus: int) -> None:
-    """ValueError: its command does not exist here, its port is taken, or it has no share of the GPUs of this node, the first of which the
-    run has taken for its ranks and engines."""
+    """Check that a service can be started on this node.
+
+    The run's ranks and engines use the first `num_used_gpus` of the node's `num_gpus` GPUs.
+
+    Raises:
+        ValueError: Its command does not exist, its port is taken, or it has no share of the GPUs.
+    """
     key, host = f"services.{name}", socket.gethostname()
     if settings.external:
         return
@@ -198,5 +226,5 @@ def check_service(name: str, settings: ServiceSettings, *, num_used_gpus: int, n
 
 
 def rank_zero_host(world: World) -> str:
-    """Where all ranks find what listens on rank 0's node."""
+    """Return the host at which all ranks reach servers on rank 0's node."""
     return os.environ["MASTER_ADDR"] if world.num_nodes > 1 else "127.0.0.1"

@@ -1,4 +1,7 @@
-"""A command under its keeper (supervisor.py), so that none is left however the run dies, and the log of what it says."""
+"""Command that runs under a supervisor, with a log of its output.
+
+The supervisor (supervisor.py) ends the command however the run dies.
+"""
 
 import socket
 import subprocess
@@ -15,20 +18,23 @@ from megatron_rl.services import supervisor
 from sandbox.token import USER_KEY_VARIABLES
 
 STOP_TIMEOUT_S = 3 * supervisor.TERM_GRACE_S
-"""What a keeper may take to end its server (once TERMINATE_TIMEOUT_S), and what that leaves behind (once more)."""
+"""Seconds that a supervisor may take to end its server (once TERM_GRACE_S) and the server's
+remaining descendants (once more).
+"""
 MAX_LOG_TAIL_CHARS = 300
-"""Of the last line of a log."""
+"""Maximum number of characters of a log's last line in an error."""
 TORCHRUN_PREFIXES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_",
     "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_",
 )  # fmt: skip
-"""Beginnings of the variables that tell a rank its place: a server is no rank."""
+"""Prefixes of the variables with which torchrun describes a rank; a server is no rank."""
 
 
 class SupervisedProcess:
-    """One process with all that it starts."""
+    """One process with all its descendants."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
+        """Start `command` with this environment; its output is appended to `log`."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log = log
         with log.open("ab") as said:
@@ -41,38 +47,42 @@ class SupervisedProcess:
             )  # fmt: skip
 
     def exit_code(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self._supervisor.poll()
 
     def log_tail(self) -> str:
-        """The end of what it has logged, which is told on one line."""
+        """Return the last line of the process's output, for an error line."""
         lines = read_tail(self._log, start=self._log_start).strip().splitlines()
         return f"{self._log} ends: {lines[-1].strip()[:MAX_LOG_TAIL_CHARS]}" if lines else f"{self._log} has no word of it yet"
 
     def stop(self) -> None:
-        """Ask it to end; what does not is ended."""
+        """End the process gracefully; kill it if that takes too long."""
         self._supervisor.stdin.close()
         try:
             self._supervisor.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # a keeper that hangs ends nobody
+        except subprocess.TimeoutExpired:  # a hanging supervisor does not end its command
             self.kill()
 
     def kill(self) -> None:
-        """At once."""
+        """Kill the process and its descendants immediately."""
         if self._supervisor.poll() is None:
             kill_process_tree(psutil.Process(self._supervisor.pid))
         self._supervisor.wait()
 
 
 def kill_process_tree(root: psutil.Process) -> None:
-    """A process and all below it, which it did not end itself."""
+    """Kill a process and all its descendants."""
     for process in (*root.children(recursive=True), root):
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def make_environment(base: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
-    """Of a server, from the run's: without its place among ranks and the user's keys, and with its share of the GPUs that the run sees."""
+    """Return the environment of a server, derived from the run's.
+
+    It lacks torchrun's variables and the user's keys. CUDA_VISIBLE_DEVICES has the server's share
+    of the GPUs that the run sees.
+    """
     kept = {name: value for name, value in base.items() if not name.startswith(TORCHRUN_PREFIXES) and name not in USER_KEY_VARIABLES}
     if gpus:
         visible = [number for number in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
@@ -81,6 +91,7 @@ def make_environment(base: Mapping[str, str], gpus: Sequence[int]) -> dict[str, 
 
 
 def is_port_free(port: int) -> bool:
+    """Return True if no other process has the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -91,6 +102,7 @@ def is_port_free(port: int) -> bool:
 
 
 def find_free_port(host: str) -> int:
+    """Return a port that is free at this host."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

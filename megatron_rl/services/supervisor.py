@@ -1,9 +1,10 @@
-"""Keeps a service: starts its command, and ends it with all that it has started when nobody holds this process's standard input any more.
+"""Runs a command, and ends it with all its descendants when this process's standard input closes.
 
 usage: supervisor.py COMMAND ...
 
-Whoever started it may die in any way, the kernel closes the pipe. What the command leaves behind is adopted and ended, too (prctl(2),
-PR_SET_CHILD_SUBREAPER). The exit code is that of the command. A script that imports nothing of this project.
+The parent holds the other end of the pipe. However it dies, the kernel closes the pipe. Descendants
+that the command leaves behind are adopted and ended, too (prctl(2), PR_SET_CHILD_SUBREAPER). The
+exit code is that of the command. The script imports nothing of this project.
 """
 
 import ctypes
@@ -18,14 +19,15 @@ from contextlib import suppress
 import psutil
 
 TERM_GRACE_S = 10.0
-"""Between the request to end and the end by force."""
+"""Seconds between SIGTERM and SIGKILL."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 
 
 def supervise(command: list[str]) -> int:
+    """Run a command until it exits or standard input closes; return its exit code."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # its holder decides; the command would inherit SIG_IGN
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # only stdin ends it; SIG_IGN would be inherited
         signal.signal(number, lambda number, frame: None)
     service = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_supervisor)
     ended = os.pidfd_open(service.pid)

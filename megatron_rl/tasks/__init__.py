@@ -1,0 +1,1 @@
+"""Built-in tasks: data, environments and rubrics."""

@@ -1,4 +1,7 @@
-"""Settings that a task of ours alone has, as task.options. They lie outside gym_cards/ so that the door knows them without gymnasium."""
+"""Settings of individual built-in tasks (`task.options`).
+
+They are defined outside of gym_cards/ so that the config can be validated without gymnasium.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,28 +14,35 @@ CARD_ART_NAMES = ("large", "classic", "night")
 
 @dataclass
 class GameOptions:
-    """What every game takes."""
+    """Options of every GymCards game."""
 
     reading: str = "json"
-    """How a reply is read: json takes one JSON object with an action, rl4vlm the only action that is named in a free text."""
+    """Reply format: json expects one JSON object with an action; rl4vlm accepts free text that
+    names exactly one action.
+    """
     invalid: str = "penalize"
-    """What a reply without an action does: penalize pays -1, repeat pays 0 and shows the same again, noop plays a move that changes nothing
-    (the points games have one, a blank), random plays any action, as RL4VLM does."""
+    """Effect of a reply without an action: penalize pays -1, repeat pays 0 and repeats the
+    observation, noop takes a move that changes nothing (points games only: a blank), random takes a
+    random action, as RL4VLM does.
+    """
 
     def __post_init__(self) -> None:
         require_choice("task.options.reading", self.reading, ("json", "rl4vlm"))
         require_choice("task.options.invalid", self.invalid, ("penalize", "repeat", "noop", "random"))
 
     def refuse_noop(self) -> None:
+        """Raise ValueError if `invalid` is noop, which this game does not support."""
         require(self.invalid != "noop", "task.options.invalid", self.invalid, "this game has no move that changes nothing; use repeat")
 
 
 @dataclass
 class NumberLineOptions(GameOptions):
-    """What NumberLine takes besides."""
+    """Options of NumberLine."""
 
     eval_max_number: int = 5
-    """Largest number of the line in evaluations; above 5 they hold the starts that training never deals: a number beyond 5 in each."""
+    """Largest number of the line in evaluations (5..20). Above 5, evaluation uses only starts that
+    training never uses: those with a number beyond 5.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,12 +52,12 @@ class NumberLineOptions(GameOptions):
 
 @dataclass
 class CardOptions(GameOptions):
-    """What every game of cards takes besides."""
+    """Options of every card game."""
 
     eval_art: str = "large"
-    """How cards are drawn in evaluations: large (as in training), classic or night."""
+    """Card art in evaluations: large (as in training), classic or night."""
     eval_card_scale: float = 1.0
-    """Size of a card in evaluations, as a share of its size in training."""
+    """Card size in evaluations, as a fraction of the size in training (0.25..1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,31 +67,34 @@ class CardOptions(GameOptions):
 
 @dataclass
 class EZPointsOptions(CardOptions):
-    """What EZPoints takes besides."""
+    """Options of EZPoints."""
 
     legacy_rules: bool = False
-    """Whether training reads a formula as Python reads its text, as RL4VLM does: neighbors concatenate. Evaluations never do."""
+    """Evaluate training formulas as Python text, as RL4VLM does: adjacent numbers concatenate.
+    Never applies to evaluations.
+    """
     eval_target: int = 12
-    """What is to be made in evaluations; in training it is 12."""
+    """Target number in evaluations; training uses 12."""
 
 
 @dataclass
 class Points24Options(CardOptions):
-    """What Points24 takes besides."""
+    """Options of Points24."""
 
     legacy_rules: bool = False
-    """Whether training reads a formula as Python reads its text, as RL4VLM does: 2 and 4 are 24, ** is a power, // divides without rest.
-    Evaluations never do."""
+    """Evaluate training formulas as Python text, as RL4VLM does: 2 followed by 4 is 24, ** is a
+    power, // is integer division. Never applies to evaluations.
+    """
     faces: str = "ten"
-    """What J, Q and K count: ten, or rank (11, 12, 13)."""
+    """Value of J, Q and K: ten, or rank (11, 12, 13)."""
     solvable: bool = False
-    """Whether only hands are dealt that have a solution."""
+    """Deal only hands that have a solution."""
     train_hands: int = 4096
-    """Hands to train on."""
+    """Number of training hands."""
     eval_hands: int = 500
-    """Hands to evaluate on, of numbers that no hand of training has."""
+    """Number of evaluation hands; no training hand has the same four numbers as one of them."""
     eval_target: int = 24
-    """What is to be made in evaluations; in training it is 24."""
+    """Target number in evaluations (1..100); training uses 24."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,16 +105,20 @@ class Points24Options(CardOptions):
 
 @dataclass
 class BlackjackOptions(CardOptions):
-    """What Blackjack takes besides."""
+    """Options of Blackjack."""
 
     natural: bool = False
-    """Whether a win with an ace and a ten-valued card as dealt pays 1.5."""
+    """Pay 1.5 for a win with an initial hand of an ace and a ten-valued card."""
     sab: bool = False
-    """Whether the rules are those of Sutton and Barto: such a hand wins unless the dealer has one too; natural then has no say."""
+    """Use the rules of Sutton and Barto: an initial hand of an ace and a ten-valued card wins
+    unless the dealer has one too. Overrides natural.
+    """
     train_hands: int = 4096
-    """Starts to train on: the player's two cards and the one that the dealer shows."""
+    """Number of training starts: the player's two cards and the dealer's visible card."""
     eval_drawings: int = 3
-    """Hands in which an evaluation asks about each of the 280 positions, in drawings (suits) that no start of training has."""
+    """Number of hands in which an evaluation queries each of the 280 positions; no training start
+    has their suits.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,24 +129,32 @@ class BlackjackOptions(CardOptions):
 
 @dataclass
 class AlfworldOptions:
-    """What ALFWorld takes."""
+    """Options of ALFWorld."""
 
     reading: str = "json"
-    """How a reply is read: json takes one JSON object with an action, rl4vlm the first admissible command in a free text."""
+    """Reply format: json expects one JSON object with an action; rl4vlm takes the first admissible
+    command in free text.
+    """
     invalid: str = "penalize"
-    """What a reply without a command does: penalize pays -1, repeat pays 0, random gives any command; no command changes nothing."""
+    """Effect of a reply without an admissible command: penalize adds -1, repeat adds 0, random runs
+    a random command. penalize and repeat leave the game unchanged.
+    """
     progress: str = "level"
-    """What a step pays for the goal's conditions: level the share of them that holds (RL4VLM), change what it changed of that share."""
+    """Step reward for the goal's conditions: level pays the fraction that holds (as RL4VLM), change
+    pays the change of that fraction.
+    """
     observation: str = "both"
-    """Where the text of an observation is: both in the picture and in the prompt, or in the picture alone."""
+    """Location of the observation text: both for image and prompt, picture for the image only."""
     eval_picture: str = "drawn"
-    """What evaluations show: drawn as in training, or blank to see what a policy does without pictures."""
+    """Images in evaluations: drawn as in training, or blank to test the policy without images."""
     history: int = 0
-    """Commands before this one that the prompt lists at most; 0 lists none, as RL4VLM."""
+    """Maximum number of previous commands listed in the prompt (0..50). 0 lists none, as RL4VLM."""
     processes: int = 64
-    """Processes of TextWorld at once, one an episode; further episodes wait for one."""
+    """Maximum number of TextWorld processes, one per episode; further episodes wait."""
     call_s: float = 60.0
-    """Seconds that TextWorld may take to begin a game or to play a command; after them the episode has failed."""
+    """Timeout in seconds for TextWorld to start a game or run a command; the episode fails when it
+    is exceeded.
+    """
 
     def __post_init__(self) -> None:
         require_choice("task.options.reading", self.reading, ("json", "rl4vlm"))
@@ -144,12 +169,14 @@ class AlfworldOptions:
 
 @dataclass
 class LewisOptions:
-    """What both players of the Lewis game take."""
+    """Options of both Lewis tasks."""
 
     variant: str = "code"
-    """Whose numbers the rewards have where the game's two accounts differ: readme or code (tasks/lewis/rewards.py)."""
+    """Source of the reward constants where the game's README and code differ: readme or code
+    (tasks/lewis/rewards.py).
+    """
     log: str = ""
-    """A file to which every prediction is written, one line of JSON each: time, reward, content, solution. Empty writes none."""
+    """JSON-lines file for predictions (time, reward, content, solution). Empty writes none."""
 
     def __post_init__(self) -> None:
         require_choice("task.options.variant", self.variant, ("readme", "code"))
@@ -157,20 +184,28 @@ class LewisOptions:
 
 @dataclass
 class LewisSpeakerOptions(LewisOptions):
-    """What the speaker takes besides."""
+    """Options of the Lewis speaker."""
 
     parts: list[str] = field(default_factory=lambda: ["accuracy", "format"])
-    """What the reward is the sum of: any of accuracy, format, length, overlap."""
+    """Reward terms to sum: any of accuracy, format, length, overlap."""
     accuracy: str = ""
-    """What accuracy pays: binary 1 for the right pick, soft_gated the listener's reward_score for it, soft_always that for any pick. Empty
-    is the variant's own: soft_gated of the code, binary of the README, which knows no other."""
+    """Accuracy reward: binary pays 1 for a correct pick, soft_gated pays the listener's
+    reward_score for a correct pick, soft_always pays it for any pick. Empty uses soft_gated with
+    variant=code and binary with variant=readme, which allows only binary.
+    """
     held_out_listeners: dict[str, str] = field(default_factory=dict)
-    """Addresses of listeners that hear held-out games and never reward, by the names of their figures: {frozen: http://HOST:9002}. One that
-    is called frozen gives the drift: how much more often the partner picks the target than it does."""
+    """Listener URLs that are used on held-out games only and never reward, by metric name: {frozen:
+    http://HOST:9002}. A listener named frozen also defines the metric drift: partner accuracy minus
+    its accuracy.
+    """
     held_out_token_files: dict[str, str] = field(default_factory=dict)
-    """Files with the tokens that witnesses ask for, by the same names; one that is not named is told none."""
+    """Files with the access tokens of held-out listeners, by the same names. Listeners without an
+    entry are sent no token.
+    """
     sheets: str = ""
-    """A folder for a contact sheet of each evaluation: target, candidates, description, the listener's probabilities. Empty draws none."""
+    """Folder for one contact sheet per evaluation: target, candidates, description and the
+    listener's probabilities. Empty draws none.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,18 +233,21 @@ class LewisSpeakerOptions(LewisOptions):
 
     @property
     def accuracy_mode(self) -> str:
-        """How accuracy is paid."""
+        """Effective accuracy mode: `accuracy`, or the default of `variant` if it is empty."""
         return self.accuracy or {"readme": "binary", "code": "soft_gated"}[self.variant]
 
 
 @dataclass
 class LewisListenerOptions(LewisOptions):
-    """What the listener takes besides."""
+    """Options of the Lewis listener."""
 
     reward: str = "consistency"
-    """What is asked and paid: consistency pays a right yes or no on two pictures, weighted punishes a wrong one, selection asks for the
-    candidate that shows what the query shows, heard pays a right yes or no on a description and a picture, asked as the listener's service
-    asks (both with rows as the speaker's; descriptions are those of task.speaker, or name colors where that has no address)."""
+    """Question and reward: consistency pays a correct yes/no on two images, weighted also penalizes
+    a wrong one, selection asks for the candidate that shows the same object as the query, heard
+    pays a correct yes/no on a description and one image, with the listener service's prompt.
+    selection and heard read speaker rows; the descriptions of heard come from task.speaker, or name
+    colors if it has no URL.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,4 +263,4 @@ TASK_OPTIONS: Mapping[str, type] = {
     "points24": Points24Options,
     "blackjack": BlackjackOptions,
 }
-"""By task.name."""
+"""Maps task.name to its options dataclass."""

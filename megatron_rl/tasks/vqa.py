@@ -1,7 +1,9 @@
-"""Plain questions about pictures, or about nothing but words: one reply each, no tools. The user's data and the accuracy rubric.
+r"""Single-turn visual question answering, with or without images, and without tools.
 
-The policy sees the question with its pictures and how to answer, which task.prompt may say in other words; the reply ends the episode. What
-is between <answer> and </answer> counts, or in the last \\boxed{} of a reply that has no such block.
+The user provides the data; the accuracy rubric scores the reply. The prompt contains the question
+with its images and an instruction on the answer format, which `task.prompt` can replace. The reply
+ends the episode. The answer is the text between <answer> and </answer>, or the last \boxed{} of a
+reply without such a block.
 """
 
 import asyncio
@@ -20,23 +22,38 @@ PROMPT = "{question}" + ANSWER
 
 
 class VqaEnv(Env):
+    """One question, answered by one reply."""
+
     def __init__(self, example: Example, *, prompt: str, system: str) -> None:
-        """`prompt` has {question} in it; without a `system` of the task that of the example's row speaks, if there is one."""
+        """Create the environment of one example.
+
+        Args:
+            example: Question, images and optional system message.
+            prompt: Template of the user message; contains {question}.
+            system: System message; if empty, the one in the example's row is used, if any.
+        """
         self.example, self.prompt = example, prompt
         self.system = system or str(example.payload["system"])
 
     async def reset(self, seed: int) -> list[Message]:
-        """Nothing is drawn here. InfraError: a picture cannot be opened."""
+        """Return the prompt. The seed is not used.
+
+        Raises:
+            InfraError: An image cannot be opened.
+        """
         pictures = [await asyncio.to_thread(image.open) for image in self.example.payload["images"]]
         before, _, behind = self.prompt.partition("{question}")
         asked = insert_images(str(self.example.payload["question"]), pictures, lambda _, picture: [picture])
         return [*([make_message("system", self.system)] if self.system else []), make_message("user", before, *asked, behind)]
 
     async def step(self, text: str) -> Step:
+        """End the episode with the reply as the answer."""
         return Step(messages=[], reward=0.0, done=True, reason="answer")
 
 
 class VqaTask(Task):
+    """Questions from the user's files, scored by the accuracy rubric."""
+
     reward_names = ("accuracy",)
     appends_to_sequence = False
     stop = ("</answer>",)
@@ -50,26 +67,33 @@ class VqaTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
+        """Start the judge, if there is one."""
         if self.judge is not None:
             await self.judge.start()
 
     async def close(self) -> None:
+        """Close the judge, if there is one."""
         if self.judge is not None:
             await self.judge.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Every row is looked at the first time. ValueError names the first that is no good."""
+        """Return the questions of a split. The first call checks every row.
+
+        Raises:
+            ValueError: A row cannot be used; the message names the first one.
+        """
         if split not in self._splits:
             self._splits[split] = load_benchmark_questions(self.settings.data, split)
         return self._splits[split]
 
     def env(self, example: Example) -> VqaEnv:
+        """Return a new environment for one question."""
         return VqaEnv(example, prompt=self.prompt, system=self.system)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Those that are quoted of task.data.benchmark."""
+        """Return the metrics that `task.data.benchmark` reports."""
         return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Replies that earn full marks."""
+        """Return replies that earn the full reward."""
         return [f"<answer>{example.payload['answer']}</answer>"]

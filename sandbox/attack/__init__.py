@@ -1,4 +1,7 @@
-"""Attacks on the sandbox, each with a control that shows that it would succeed without what it attacks: `python -m sandbox attack`."""
+"""Attacks on the sandbox, each with a control: `python -m sandbox attack`.
+
+The control runs without the layers that the attack targets and shows that the attack then succeeds.
+"""
 
 from sandbox.attack import blame, calls, crosstalk, files, hoards, network, privileges, processes, resources
 from sandbox.attack.probe import AttackProbe

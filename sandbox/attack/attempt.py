@@ -1,6 +1,10 @@
-"""One attack on one pool, and its control: the same with layers lifted, inside the outer bounds, in a process of its own.
+"""Run of one attack on a pool, and of its control.
 
-python -m sandbox.attack.attempt PROBE LAYER,LAYER,...       (what the suite starts; prints one line of JSON)
+The control is the same attack with layers lifted, inside the outer bounds, in its own process:
+
+python -m sandbox.attack.attempt PROBE LAYER,LAYER,...
+
+The suite starts it this way; it prints one line of JSON.
 """
 
 import argparse
@@ -26,19 +30,21 @@ from sandbox.types import BoxLimits, CallResult, Fault
 ATTACK_LIMITS = BoxLimits(call_timeout_s=2.0, open_timeout_s=120.0, memory=256 << 20, processes=16, disk=16 << 20, inodes=512, file=8 << 20)
 CONTROL_TIMEOUT_S = 180.0
 SETTLE_S = 0.3
-"""After a box was closed, before its survivors are looked for."""
+"""Seconds between closing a box and checking for surviving processes."""
 
 
 @dataclass(frozen=True)
 class AttackOutcome:
+    """Outcome of one run of an attack."""
+
     succeeded: bool
     stopped_by: str
-    """What stopped the code, or how far it got, in a few words."""
+    """Short description of the error or limit that stopped the code, or of its last output."""
     host_fault: bool = False
 
 
 async def run_attack(probe: AttackProbe, *, pool: SandboxPool, oracle: AttackOracle) -> AttackOutcome:
-    """Run the probe's calls in a box of the pool, next to a second box with a secret in it."""
+    """Run the probe's calls in a box of the pool, with a second box open that holds a secret."""
     picture = Image.new("RGB", (64, 48), (200, 30, 30))
     before = oracle.snapshot_state()
     async with (
@@ -68,8 +74,8 @@ def _describe_outcome(results: list[CallResult]) -> str:
 
 
 def lift_layers(layers: Layers, lifted_layers: frozenset[str]) -> Layers:
-    """`layers` but for the lifted ones and those that cannot be without them."""
-    if layers.user_ns and "user_ns" in lifted_layers:  # the others are made by its rights
+    """Return `layers` without the lifted ones and those that depend on them."""
+    if layers.user_ns and "user_ns" in lifted_layers:  # the other namespaces are created with its privileges
         lifted_layers |= {name for name in LAYER_NAMES if name.endswith("_ns")}
     if "mount_ns" in lifted_layers:
         lifted_layers |= {"read_only_root", "private_tmp"}
@@ -77,6 +83,7 @@ def lift_layers(layers: Layers, lifted_layers: frozenset[str]) -> Layers:
 
 
 async def run_control(probe: AttackProbe, layers: Layers) -> AttackOutcome:
+    """Run an attack with the given layers in a pool of its own, or as a plain child process."""
     with AttackOracle(ATTACK_LIMITS) as witness:
         if probe.uses_plain_child:
             return _run_plain_child(probe, witness)
@@ -85,7 +92,11 @@ async def run_control(probe: AttackProbe, layers: Layers) -> AttackOutcome:
 
 
 def _run_plain_child(probe: AttackProbe, oracle: AttackOracle) -> AttackOutcome:
-    """As simple runners do it: the server's environment and descriptors inherited, at the time-out the process group killed."""
+    """Run the probe as simple code runners do.
+
+    The child inherits the server's environment and descriptors, and only its process group is
+    killed at the timeout.
+    """
     command = [sys.executable, "-c", oracle.build_source(PRELUDE + probe.calls[0], patience_s=ATTACK_LIMITS.call_timeout_s / 3)]
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(command, close_fds=False, stdout=output, stderr=output, start_new_session=True)
@@ -101,6 +112,7 @@ def _run_plain_child(probe: AttackProbe, oracle: AttackOracle) -> AttackOutcome:
 
 
 def main() -> None:
+    """Run the control of one probe inside the outer bounds and print its outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("probe", choices=[probe.name for probe in PROBES])
     parser.add_argument("layers", help="names of the layers that stay, separated by commas")

@@ -1,10 +1,13 @@
-"""Attacks on the truth of whose fault a call is: code that has the host blamed is tried again, and not scored."""
+"""Attacks on the diagnosis of faults.
+
+Code that gets the host blamed for its own failure is run again and not scored.
+"""
 
 from sandbox.attack.probe import AttackProbe, Evidence
 
 SECCOMP_LAYERS = frozenset({"seccomp"})
 FROM_KERNEL = "info = (ctypes.c_int * 32)()\ninfo[0], info[2] = {number}, 0x80\n"
-"""A siginfo_t of this signal that says SI_KERNEL."""
+"""Source of a siginfo_t for signal `{number}` that claims to be from the kernel (SI_KERNEL)."""
 
 PROBES = (
     AttackProbe(

@@ -1,4 +1,4 @@
-"""Attacks by system calls that are newer than most filters, and by some that are older than most memories."""
+"""Attacks by system calls that are newer than most filters, and by obsolete ones."""
 
 from sandbox.attack.files import FILE_LAYERS
 from sandbox.attack.privileges import MOUNT_LAYERS, SYSCALL_LAYERS, UNSHARE_SNIPPET

@@ -1,4 +1,7 @@
-"""Attacks by what boxes and host have in common: files that all of them read, the kernel's figures, the channel to the pool."""
+"""Attacks through state shared by boxes and host.
+
+It is the files that all of them read, the kernel's statistics, and the channel to the pool.
+"""
 
 from sandbox.attack.probe import AttackProbe, Evidence
 
@@ -22,7 +25,7 @@ for number in range(3, 64):
         if error.errno not in (errno.EBADF, errno.ENOTSOCK):
             raise
 """
-"""The only socket that a box begins with."""
+"""Source that runs `{ask}` on the channel, the only socket that a box starts with."""
 
 CROSSTALK = (
     AttackProbe(

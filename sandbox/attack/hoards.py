@@ -1,11 +1,11 @@
-"""Attacks by memory that no process seems to own, by dodging whoever counts, and by taking cores."""
+"""Attacks by memory that no process owns, by evading the resource counting, and by taking cores."""
 
 from sandbox.attack.probe import AttackProbe, Evidence
 from sandbox.attack.resources import MEMORY_LAYERS, SLOW_LIMITS
 
 SECCOMP_MEMORY_LAYERS = MEMORY_LAYERS | {"seccomp"}
 CROWD_SIZE, SMALL_CROWD_SIZE = 14, 4
-"""Processes of an attack, all of them together under a box's limit."""
+"""Number of processes of an attack, chosen so that all together stay below a box's limit."""
 START = """
 done, tell = os.pipe()
 got = dead = 0
@@ -38,7 +38,11 @@ if got == {num} and not dead:
 
 
 def make_crowd_calls(work: str, *, num: int = CROWD_SIZE, waits: bool = True) -> tuple[str, ...]:
-    """Calls that let `num` children do `work` side by side, over more time than one call has; all must get through and live."""
+    """Return calls in which `num` children run `work` concurrently.
+
+    They have more time than one call. The attack succeeds if all children finish their work and
+    stay alive.
+    """
     begin = f"{START}\n{work}\nfor _ in range({num}):\n    if os.fork() == 0:\n        leave_when_told(work)"
     return (begin, GATHER.format(num=num, waits=waits), JUDGE.format(num=num, waits=waits))
 

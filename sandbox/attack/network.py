@@ -1,11 +1,11 @@
-"""Attacks by sockets of every family, and on what the host's processes share with one another."""
+"""Attacks by sockets of every family, and on IPC objects shared by the host's processes."""
 
 from sandbox.attack.files import FILE_LAYERS
 from sandbox.attack.probe import AttackProbe, Evidence
 
 NETWORK_LAYERS = frozenset({"net_ns", "seccomp", "landlock"})
 RAW_SOCKET_LAYERS = NETWORK_LAYERS | {"drop_uid", "capabilities"}
-"""Raw sockets take a capability on top."""
+"""Layers against raw sockets, which additionally need a capability."""
 
 
 def _make_send_snippet(family: str, kind: str, address: str) -> str:

@@ -1,9 +1,10 @@
-"""The bounds around a control: a run of an attack with layers lifted must not harm the host that it runs on.
+"""Outer bounds of a control, so that an attack with layers lifted does not harm the host.
 
-Namespaces of every kind (a user namespace too, without root), every file system read-only but fresh small ones for /tmp, /var/tmp and
-/dev/shm (an interpreter that lies there stays in sight), no network but a loopback, limits on processes, memory, time and file size
-(control groups of version 1 where they are had, rlimits everywhere). Whoever enters is process 1 of a process namespace:
-when it ends, by itself or at the time limit, nothing of it is left.
+They are namespaces of every kind (without root also a user namespace), every file system read-only,
+small new ones for /tmp, /var/tmp and /dev/shm (an interpreter below them stays visible), no network
+but a loopback, and limits on processes, memory, time and file size (v1 control groups where
+available, rlimits everywhere). The process inside is process 1 of a pid namespace: when it ends, by
+itself or at the time limit, all its descendants are killed.
 """
 
 import fcntl
@@ -30,7 +31,10 @@ SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 
 
 def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
-    """Do `work` in a process inside the bounds; returns its exit status, 124 for what was still running after `timeout_s`."""
+    """Run `work` in a process inside the bounds and return its exit status.
+
+    The status is 124 if it was still running after `timeout_s`.
+    """
     uid, gid = os.getuid(), os.getgid()
     privileged = is_privileged()
     if not privileged:
@@ -61,7 +65,10 @@ def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
 
 
 def _make_outer_group() -> cgroups.ControlGroups | None:
-    """A control group around the control, below which its own pool makes more. Version 2 cannot nest them like that."""
+    """Create a control group around the control, in which its own pool creates others.
+
+    Returns None without permission, and for v2, which does not allow this nesting.
+    """
     try:
         groups = cgroups.ControlGroups(size=1, limits=OUTER_LIMITS)
     except OSError:
@@ -85,7 +92,10 @@ def _wait_for_child(child: int, *, timeout_s: float) -> int:
 
 
 def _mount_fresh(target: str, *, mode: str) -> None:
-    """A fresh small file system over `target`, with what the pool runs on still in it where the interpreter or the checkout lies there."""
+    """Mount a small new file system over `target`.
+
+    The interpreter and the checkout are bind-mounted into it again if they are below `target`.
+    """
     own = str(Path(__file__).resolve().parents[1])
     inside = {path: os.open(path, os.O_PATH) for path in (*mounts.system_paths(), own) if Path(path).is_relative_to(target)}
     kernel.mount("tmpfs", target, kind="tmpfs", flags=kernel.MS_NOSUID, data=f"size={FRESH_BYTES},mode={mode}")
@@ -95,7 +105,10 @@ def _mount_fresh(target: str, *, mode: str) -> None:
 
 
 def _confine(*, root: bool) -> None:
-    """Mounts first: what follows cannot be done before /proc is this namespace's own."""
+    """Enter the bounds inside the new namespaces.
+
+    Mounts come first, because the rest needs this pid namespace's own /proc.
+    """
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     hierarchies = [line.split()[:4] for line in Path("/proc/self/mounts").read_text().splitlines() if " cgroup" in line]
     kernel.harden_mount("/", kernel.MOUNT_ATTR_RDONLY)
@@ -103,10 +116,11 @@ def _confine(*, root: bool) -> None:
         _mount_fresh(target, mode=mode)
     kernel.mount("proc", "/proc", kind="proc")
     if root:
-        for _, target, kind, options in hierarchies:  # cgroups stay usable: a control lifts some layers and keeps the others
+        # Control groups stay usable, because a control lifts some layers and keeps the others.
+        for _, target, kind, options in hierarchies:
             if kind in ("cgroup", "cgroup2"):
                 controllers = [name for name in options.split(",") if name not in ("rw", "ro", "nosuid", "nodev", "noexec", "relatime")]
-                kernel.umount(target)  # the same file system is not mounted over itself
+                kernel.umount(target)  # a file system cannot be mounted over itself
                 kernel.mount(kind, target, kind=kind, data=",".join(controllers) if kind == "cgroup" else "")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))

@@ -1,11 +1,11 @@
-"""Attacks on the kernel's own interfaces: mounts, namespaces, devices, and calls that have been the way out of containers before."""
+"""Attacks on kernel interfaces: mounts, namespaces, devices, and calls that escape containers."""
 
 from sandbox.attack.files import FILE_LAYERS
 from sandbox.attack.probe import AttackProbe, Evidence
 
 MOUNT_LAYERS = FILE_LAYERS | {"seccomp"}
 UNSHARE_SNIPPET = "libc.unshare(0x10000000 | 0x00020000)"
-"""A user namespace of the attacker's own, with every capability in it, if the kernel lets him."""
+"""Source that creates a user namespace with all capabilities in it, if the kernel permits it."""
 
 MOUNTS = (
     AttackProbe(

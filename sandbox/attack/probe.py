@@ -1,28 +1,32 @@
-"""One attack: the code that a policy might write, the layers and limits it attacks, and what counts as its success."""
+"""Definition of an attack: its code, the layers and limits it targets, and its evidence."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 
 class Evidence(StrEnum):
-    """How a witness sees that an attack succeeded. Whatever can be seen from outside the box is not taken from what the code prints."""
+    """Evidence that an attack succeeded.
 
-    PRINTED = "told"  # the code printed the witness's word, which it does only once it got what it wanted
-    SECRET = "secret"  # a secret of the host, unknown to the code, is in what came back
-    REACHED = "reached"  # a listener of the host heard the word
-    CHANGED = "changed"  # a file, a process or a setting of the host is not what it was
-    SURVIVED = "survived"  # a process of the box is alive after the call that should have ended it
-    FLOODED = "flooded"  # more came back than the limits allow
-    HOST_BLAMED = "blamed"  # the host was told to be at fault for what the code did
-    OVERWRITTEN = "overwritten"  # the input image is not what it was
+    Effects that are visible outside the box are checked there, not in the output of the code.
+    """
+
+    PRINTED = "told"  # the code printed the oracle's marker, which it does only after success
+    SECRET = "secret"  # the output contains a secret of the host, which the code does not know
+    REACHED = "reached"  # a listener of the host received the marker
+    CHANGED = "changed"  # a file, process or setting of the host has changed
+    SURVIVED = "survived"  # a process of the box is alive after the box was closed
+    FLOODED = "flooded"  # more output was returned than the limits allow
+    HOST_BLAMED = "blamed"  # the host was reported to be at fault for an action of the code
+    OVERWRITTEN = "overwritten"  # the input image has changed
 
 
 @dataclass(frozen=True)
 class AttackProbe:
-    """`calls` are run one after the other in one box; `lifted_layers` names the layers and `raised` the limits that the control does
-    without.
+    """One attack.
 
-    A probe bounds itself (so many processes, so many bytes): its control needs no more than the outer bounds give.
+    `calls` run one after the other in one box. The control runs without `lifted_layers` and with
+    `raised_limits`. A probe limits its own effect (number of processes, bytes), so that its control
+    stays within the outer bounds (outer.py).
     """
 
     name: str
@@ -33,14 +37,21 @@ class AttackProbe:
     lifted_layers: frozenset[str] = frozenset()
     raised_limits: dict[str, float] = field(default_factory=dict)
     uses_plain_child: bool = False
-    """The control is a plain child process of the server, as others run code: no switch of ours lets a box inherit what that inherits."""
+    """True if the control is a plain child process of the server, as in simple code runners.
+
+    No combination of layers lets a box inherit the environment and descriptors that such a child
+    inherits.
+    """
     min_cores: int = 1
-    """So many of the host are needed to succeed."""
-    needs_root: bool = False  # even without layers this takes capabilities that an unprivileged user lacks
+    """Number of cores the host must have for the attack to succeed."""
+    needs_root: bool = False  # even without layers it needs capabilities that an unprivileged user lacks
     min_kernel: tuple[int, int] = (5, 12)
-    """The first Linux on which it can succeed."""
+    """First Linux version on which the attack can succeed."""
     has_long_timeout: bool = False
-    """It has as long for a call with all layers as its control has: that it is slow is not what is to hold it."""
+    """True if a call with all layers gets the same timeout as in the control.
+
+    The attack is slow, and must be stopped by other means than the timeout.
+    """
 
 
 PRELUDE = """
@@ -55,4 +66,7 @@ def syscall(number, *arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 """
-"""In front of every call, after `W = {...}`, what the witness tells. Its word stands there backwards: an echo of the code is no success."""
+"""Source that precedes every call, after `W = {...}` with the oracle's facts.
+
+The marker is reversed in the facts, so that an echo of the source is not taken for success.
+"""

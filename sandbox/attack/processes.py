@@ -3,11 +3,11 @@
 from sandbox.attack.probe import AttackProbe, Evidence
 
 PROCESS_LAYERS = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "seccomp"})
-"""What keeps a box from naming a process of the host, and from having rights over it."""
+"""Layers that keep a box from addressing a process of the host or having rights over it."""
 DEBUG_LAYERS = PROCESS_LAYERS | {"mount_ns", "read_only_root", "user_ns"}
-"""One user namespace may not debug what is in another."""
+"""Layers against debugging; a process cannot debug one in another user namespace."""
 MARK_SNIPPET = 'libc.prctl(15, W["mark"].encode(), 0, 0, 0)'
-"""Names this process so that the witness finds it from outside, whatever namespace it is in."""
+"""Source that names the process, so that the oracle finds it from any namespace."""
 
 SIGNALS = (
     AttackProbe(
@@ -130,10 +130,10 @@ finally:
     if living >= W["many"]:
         pwned(living)
 """
-"""Starts what `{start}` starts until told enough; enough is several times what a box may have."""
+"""Source that runs `{start}` until several times the allowed number of processes exist."""
 TASK_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
 CLEANUP_LAYERS = frozenset({"pid_ns", "cgroup", "watchdog", "drop_uid"})
-"""What finds the processes of a box when it ends, whatever session they are in."""
+"""Layers that find all processes of a box when it ends, whatever their session is."""
 FORKS = (
     AttackProbe(
         "fork_bomb",

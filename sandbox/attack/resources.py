@@ -1,10 +1,10 @@
-"""Attacks on what is shared by the whole machine: memory, disk, inodes, time, and the reader of the output."""
+"""Attacks on shared resources: memory, disk, inodes, time, and the reader of the output."""
 
 from sandbox.attack.files import FILE_LAYERS
 from sandbox.attack.probe import AttackProbe, Evidence
 
 SLOW_LIMITS = {"call_timeout_s": 20}
-"""For the control, which gets as far as it wants to: time is not what is attacked here."""
+"""Raised limits of a control that must run to its end; time is not the target here."""
 MEMORY_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
 TOUCH_SNIPPET = """for block in blocks:
     if os.fork() == 0:
@@ -15,7 +15,10 @@ if all(os.wait()[1] == 0 for _ in blocks):
     time.sleep(0.5)
     pwned()
 """
-"""Each child writes to every page of one block and leaves: what stays is in no process's own memory."""
+"""Source in which each child writes to every page of one block and exits.
+
+The remaining memory is not owned by any process.
+"""
 MEMORY = (
     AttackProbe(
         "one_process",

@@ -1,4 +1,4 @@
-"""All attacks on the pool that this host gives, each with its control; the table; whether all were held and all controls got through."""
+"""Attack suite: runs all attacks on the layers of this host, with controls, and reports."""
 
 import asyncio
 import json
@@ -23,19 +23,25 @@ MAX_PARALLEL_CONTROLS = 2
 
 @dataclass(frozen=True)
 class AttackResult:
+    """Result of one attack and its control."""
+
     probe: AttackProbe
     defended: AttackOutcome
     control: AttackOutcome | None
-    """None where it cannot be done even without any layer, because of what `lack` says."""
+    """Outcome of the control; None if it cannot succeed here, as `missing_requirement` explains."""
     missing_requirement: str = ""
 
     @property
     def has_passed(self) -> bool:
+        """True if the attack failed without a host fault and its control, if any, succeeded."""
         return not self.defended.succeeded and not self.defended.host_fault and (self.control is None or self.control.succeeded)
 
 
 async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult]:
-    """The attacks one after the other on one pool, as strangers would share it; then the controls, two at a time."""
+    """Run the attacks one after the other on one shared pool, then the controls.
+
+    Up to MAX_PARALLEL_CONTROLS controls run at the same time.
+    """
     with AttackOracle(ATTACK_LIMITS) as witness:
         async with SandboxPool(size=2, limits=ATTACK_LIMITS) as pool:
             layers = pool.layers
@@ -46,7 +52,7 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
         if lack := find_missing_requirement(probe):
             return AttackResult(probe, held, None, lack)
         async with AsyncExitStack() as leave:
-            if probe.min_cores > 1:  # it counts cores: nobody else may use them
+            if probe.min_cores > 1:  # it measures cores, so it must run alone
                 await leave.enter_async_context(alone)
             for _ in range(MAX_PARALLEL_CONTROLS if probe.min_cores > 1 else 1):
                 await leave.enter_async_context(places)
@@ -56,12 +62,12 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
 
 
 def find_missing_requirement(probe: AttackProbe) -> str:
-    """Why this host cannot show that the attack works without its layers; empty where it can."""
+    """Return the reason why the control cannot succeed on this host, or an empty string."""
     if probe.needs_root and not is_privileged():
         return "needs root"
     if probe.min_cores > (cores := len(os.sched_getaffinity(0))):
         return f"needs {probe.min_cores} cores, here is {cores}"
-    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))  # 6.18-rc3 has two numbers in front too
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))  # the first two numbers, also of "6.18-rc3"
     return "" if release >= probe.min_kernel else "needs Linux {}.{}".format(*probe.min_kernel)
 
 
@@ -76,7 +82,7 @@ async def _run_control_process(probe: AttackProbe, layers: Layers) -> AttackOutc
 
 
 def format_table(rows: Sequence[AttackResult]) -> str:
-    """GitHub's Markdown, a line a probe, the classes in order."""
+    """Return a Markdown table with a row for each probe."""
     lines = ["| class | probe | what it does | with all layers | control |", "|---|---|---|---|---|"]
     for row in rows:
         verdict = "BREACHED" if row.defended.succeeded else "HOST FAULT" if row.defended.host_fault else "held"
@@ -93,7 +99,10 @@ def format_table(rows: Sequence[AttackResult]) -> str:
 
 
 def format_summary(rows: Sequence[AttackResult]) -> str:
-    """A line a class: what this host holds, and for how many of its probes a control showed that they work."""
+    """Return a Markdown table with a row for each class of attacks.
+
+    It counts the attacks that this host stops and those that a control showed to work.
+    """
     lines = ["| class | probes | held | controls through | not to be shown here |", "|---|---|---|---|---|"]
     for group in dict.fromkeys(row.probe.group for row in rows):
         own = [row for row in rows if row.probe.group == group]
@@ -105,7 +114,11 @@ def format_summary(rows: Sequence[AttackResult]) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print the table; 0 if every attack was held and every control got through, 1 otherwise."""
+    """Run the chosen probes and print the tables.
+
+    Returns 0 if every attack was stopped and every control succeeded or cannot succeed here, 1
+    otherwise, and 2 for an unknown name. Without names, all probes run.
+    """
     unknown = set(names) - {probe.name for probe in PROBES} - {probe.group for probe in PROBES}
     if unknown:
         print(f"no probe and no class is called {', '.join(sorted(unknown))}", file=sys.stderr)

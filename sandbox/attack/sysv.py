@@ -1,4 +1,4 @@
-"""A System V segment and queue, a POSIX queue and a key in the kernel's keyring, each with a secret in it."""
+"""Secrets in a System V segment and queue, a POSIX queue and a key of the kernel's keyring."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ MODE = 0o666
 
 
 class MqAttributes(ctypes.Structure):
-    """struct mq_attr"""
+    """Layout of struct mq_attr."""
 
     _fields_ = (
         ("flags", ctypes.c_long),
@@ -34,7 +34,7 @@ def _check_result(result: int, name: str) -> int:
 
 
 def plant_secrets(stack: contextlib.ExitStack, secret: bytes) -> dict[str, Any]:
-    """Make them readable for everybody and leave their removal on the stack."""
+    """Create the objects readable for everybody and register their removal on the stack."""
     number = secrets.randbits(30)
     segment = _check_result(libc.shmget(number, 4096, IPC_CREAT | IPC_EXCL | MODE), "shmget")
     stack.callback(libc.shmctl, segment, IPC_RMID, None)
@@ -55,7 +55,7 @@ def plant_secrets(stack: contextlib.ExitStack, secret: bytes) -> dict[str, Any]:
     _check_result(libc.mq_send(posix, secret, len(secret), 0), "mq_send")
 
     label = f"sandbox-attack-{number}"
-    _check_result(libc.syscall(KEYCTL, JOIN_SESSION, None), "keyctl")  # not the keyring of whoever logged in
+    _check_result(libc.syscall(KEYCTL, JOIN_SESSION, None), "keyctl")  # not the keyring of the login session
     key = _check_result(libc.syscall(ADD_KEY, b"user", label.encode(), secret, len(secret), SESSION), "add_key")
     stack.callback(libc.syscall, KEYCTL, UNLINK, key, SESSION)
     return {"shm_key": number, "msg_key": number, "queue": name.decode()[1:], "key": label}

@@ -1,7 +1,8 @@
-"""What an attack aims at, set up on the host that is attacked: secrets, victims, listeners, a canary process. Sees who succeeded.
+"""Oracle of the attack suite: sets up targets on the host and decides if an attack succeeded.
 
-Everything is the witness's own: files in a fresh folder, ports that the kernel chose, System V objects and a key that end with it. What a
-probe harms, where it succeeds, is that and nothing else of the host.
+Targets are secrets, files, listeners and a canary process. All of them belong to the oracle: files
+in a new folder, ports chosen by the kernel, System V objects and a key, all removed at the end. A
+successful probe harms nothing else on the host.
 """
 
 import contextlib
@@ -42,11 +43,15 @@ for line in sys.stdin:
     print(json.dumps([len(heard), scratch.value.decode()]), flush=True)
 """
 
-F_OFD_SETLK = 37  # of the open file, not of the process
+F_OFD_SETLK = 37  # locks the open file, not the process
 
 
 class AttackOracle:
-    """`with Witness(limits) as witness`: `facts` goes into a probe's code, `state()` is compared before and after, `seen()` decides."""
+    """Targets of the attacks, as a context manager.
+
+    `facts` is passed to the code of a probe (`build_source`). `snapshot_state` is compared before
+    and after an attack, and `has_succeeded` decides.
+    """
 
     def __init__(self, limits: BoxLimits) -> None:
         self.limits = limits
@@ -88,7 +93,7 @@ class AttackOracle:
         for name, mode in (("secret_file", 0o644), ("private_file", 0o600), ("victim_file", 0o666)):
             self.victims[name].write_text(self.secret)
             self.victims[name].chmod(mode)
-        self.folder.chmod(0o777)  # a file that anybody may write lies in a folder where anybody may delete
+        self.folder.chmod(0o777)  # a deletable file must be in a world-writable folder
         pixels = self.secret.encode() * 64
         image = self.folder / "secret.png"
         Image.frombytes("L", (64, len(pixels) // 64), pixels).save(image)
@@ -100,7 +105,10 @@ class AttackOracle:
         os.set_inheritable(inherited, True)
 
     def _create_locked_files(self, stack: contextlib.ExitStack) -> None:
-        """Two files of the standard library, which boxes read too: one is opened all the time (serve), one is locked."""
+        """Open two files of the standard library, which boxes read too.
+
+        One is read all the time (`serve`), the other is locked.
+        """
         folder = Path(os.path.realpath(os.__file__)).parent
         self.shared, locked = folder / "this.py", folder / "antigravity.py"
         held = os.open(locked, os.O_RDONLY)
@@ -117,7 +125,10 @@ class AttackOracle:
         self.facts |= {"canary": self.canary.pid, **json.loads(self._read_canary_line())}
 
     def _read_canary_line(self) -> bytes:
-        """A line of the canary's, or nothing if it does not speak within a second."""
+        """Return a line from the canary, or nothing if there is none within a second.
+
+        The first line, at its start, may take 20 seconds.
+        """
         assert self.canary.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self.canary.stdout, selectors.EVENT_READ)
@@ -147,7 +158,11 @@ class AttackOracle:
         stopped = threading.Event()
 
         def serve() -> None:
-            """Hear whatever arrives; every 50 ms send a secret over the loopback, for whoever listens in, and read what boxes see."""
+            """Record everything received.
+
+            Every 50 ms, send a secret over the loopback for eavesdroppers, and read a file that
+            boxes can watch.
+            """
             while not stopped.is_set():
                 self.shared.read_bytes()
                 beacon.sendto(b"beacon " + self.secret.encode(), ("127.0.0.1", 9))
@@ -167,7 +182,7 @@ class AttackOracle:
         stack.callback(stopped.set)
 
     def snapshot_state(self) -> dict[str, Any]:
-        """Whatever a probe may change."""
+        """Return all state of the host that a probe may change."""
         files = {name: (path.read_bytes(), path.stat().st_mode) if path.exists() else None for name, path in self.victims.items()}
         assert self.canary.stdin is not None
         self.canary.stdin.write(b"\n")
@@ -183,11 +198,14 @@ class AttackOracle:
         }
 
     def build_source(self, call: str, *, patience_s: float) -> str:
-        """`patience_s`: for how long the code may wait for something without running into its time-out."""
+        """Return the source of a call.
+
+        `patience_s` is how long the code may wait for an event without reaching its timeout.
+        """
         return f"W = {self.facts | {'patience_s': patience_s}!r}\n{call}"
 
     def find_survivors(self) -> list[int]:
-        """Processes, in any namespace below this one, that bear the mark; what is dead and waits for its parent does not count."""
+        """Return the marked processes in any namespace below this one, except zombies."""
         alive = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -197,7 +215,10 @@ class AttackOracle:
         return alive
 
     def has_succeeded(self, probe: AttackProbe, results: list[CallResult], before: dict[str, Any]) -> bool:
-        """Did the attack succeed? Called after its box was closed, but for what is in `results`."""
+        """Return True if the attack succeeded.
+
+        Called after the box was closed; `before` is the state before the attack.
+        """
         texts = "\n".join(f"{result.text}\n{result.stderr}\n{result.error and result.error.message}" for result in results)
         pictures = [picture for result in results for picture in result.images]
         match probe.evidence:

@@ -1,0 +1,1 @@
+"""Conversion, merging and comparison of checkpoints."""

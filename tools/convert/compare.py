@@ -1,6 +1,7 @@
-"""Compares two checkpoints tensor by tensor: Hugging Face folders or this trainer's torch_dist checkpoints, in any combination.
+"""Compares two checkpoints tensor by tensor.
 
-Tensors are matched by the released checkpoints' names, whichever spelling a folder uses. One at a time is in memory.
+Each is a Hugging Face folder or a torch_dist checkpoint of this trainer. Tensors are matched by the
+names of the released checkpoints, whichever style a folder uses. One tensor at a time is in memory.
 """
 
 import argparse
@@ -21,35 +22,38 @@ from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tools.commands import format_error, quiet_libraries
 
 CHUNK_SIZE = 1 << 24
-"""Numbers that are subtracted at once: double precision takes 8 bytes of memory for each."""
+"""Elements subtracted at once; in double precision each takes 8 bytes of memory."""
 
 
 @dataclass(slots=True, frozen=True)
 class TensorDifference:
-    """One tensor on both sides."""
+    """Result of comparing one tensor."""
 
     name: str
     dtypes_and_shapes: tuple[str, str]
-    """dtype and shape on each side, or nothing."""
+    """dtype and shape of the tensor in each checkpoint, or "nothing" if it is missing."""
     largest: float | None
-    """The largest absolute difference; None where it has no meaning (missing on one side, other shapes)."""
+    """Largest absolute difference; None if the tensor is missing on one side or shapes differ."""
     is_bitwise: bool
 
     @property
     def verdict(self) -> str:
+        """Text of the difference column."""
         if self.largest is None:
             return "differs"
         return "equal" if self.is_bitwise else f"{self.largest:.3g}"
 
     def is_beyond(self, atol: float) -> bool:
+        """Return True if the difference is larger than `atol`, not a number or undefined."""
         return self.largest is None or not self.largest <= atol
 
 
 def open_any_checkpoint(folder: Path) -> TensorSource:
-    """A checkpoint of this trainer through the table, or a Hugging Face folder.
+    """Open a Hugging Face folder or a checkpoint of this trainer.
 
-    Of the latter padding of the vocabulary and a copy of tied embeddings are left out; if it is no whole model of its config.json, it is
-    taken as it is, and the comparison says what differs.
+    Of a Hugging Face folder, padding of the vocabulary and a copy of tied embeddings are left out.
+    If it is not a whole model of its config.json, its tensors are taken as they are, and the
+    comparison reports the differences.
     """
     kind, like = detect_format(folder, key="folder"), find_hf_folder(folder)
     if kind == "hf":
@@ -64,7 +68,7 @@ def open_any_checkpoint(folder: Path) -> TensorSource:
 
 
 def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
-    """Every name of either side, in the first's order."""
+    """Yield a comparison for every name in either checkpoint, in the order of the first."""
     for name in [*first.specs, *sorted(second.specs.keys() - first.specs.keys())]:
         sides = tuple(str(side.specs[name]) if name in side.specs else "nothing" for side in (first, second))
         if name not in first.specs or name not in second.specs or first.specs[name].shape != second.specs[name].shape:
@@ -74,7 +78,10 @@ def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[Tenso
 
 
 def _compare_tensor(a: torch.Tensor, b: torch.Tensor) -> tuple[float, bool]:
-    """(largest absolute difference, whether every bit is the same). NaN differs from everything but the same bits."""
+    """Return the largest absolute difference, and True if the tensors are bitwise equal.
+
+    NaN differs from everything except the same bits.
+    """
     if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
         return 0.0, True
     parts = zip(a.flatten().split(CHUNK_SIZE), b.flatten().split(CHUNK_SIZE), strict=True)
@@ -87,7 +94,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def compare_checkpoints(first: Path, second: Path, *, atol: float, show_all: bool, logits: bool) -> bool:
-    """Print the table and a summary; True where no difference is beyond atol."""
+    """Print the comparison and return True if no difference is larger than `atol`."""
     table = Table("tensor", str(first), str(second), "difference", box=box.ASCII)
     counts = {"equal": 0, "within": 0, "beyond": 0}
     for difference in compare_tensors(open_any_checkpoint(first), open_any_checkpoint(second)):
@@ -109,8 +116,11 @@ def compare_checkpoints(first: Path, second: Path, *, atol: float, show_all: boo
 
 
 def compare_logits(first: Path, second: Path, *, atol: float) -> bool:
-    """A text and a two-image prompt through both models in fp32; True where no logit differs by more than atol."""
-    from tools.convert.verify import compute_hf_logits, compute_mcore_logits  # Megatron takes seconds and memory to import
+    """Run a text and a two-image prompt through both models in fp32 and print the differences.
+
+    Returns True if no logit differs by more than `atol`.
+    """
+    from tools.convert.verify import compute_hf_logits, compute_mcore_logits  # importing Megatron takes seconds and memory
 
     sides = [
         (compute_hf_logits if detect_format(folder, key="folder") == "hf" else compute_mcore_logits)(folder, key="folder")
@@ -123,6 +133,7 @@ def compare_logits(first: Path, second: Path, *, atol: float) -> bool:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="compare",
         description=__doc__,
@@ -145,6 +156,7 @@ exit codes: 0 no difference beyond --atol; 1 a difference, or an error in one li
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     options = vars(parse_arguments(arguments))
     quiet_libraries()
     try:

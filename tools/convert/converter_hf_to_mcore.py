@@ -1,7 +1,8 @@
-"""Converts a Hugging Face model folder to a Megatron distributed checkpoint (torch_dist), which loads at any layout.
+"""Converts a Hugging Face model folder to a Megatron distributed checkpoint (torch_dist).
 
-Memory stays at a few times the largest tensor whatever the model's size. The result holds the tensors and, in hf/, everything else of the
-source (config, tokenizer, processor). It appears under its name when it is complete and was checked, or not at all.
+The result loads at any parallel layout. Memory use is a few times the largest tensor, whatever the
+size of the model. The result holds the tensors and, in hf/, everything else of the source (config,
+tokenizer, processor). It appears under its name only when it is complete and checked.
 """
 
 import argparse
@@ -31,7 +32,12 @@ PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None, force: bool, check_logits: bool, console: Console) -> str:
-    """Write the checkpoint at `out` and return a line about it. Raises ValueError and OSError; then `out` is as it was before."""
+    """Write the checkpoint at `out` and return a one-line summary.
+
+    Raises:
+        ValueError: An option or the model is invalid; `out` is unchanged.
+        OSError: A file cannot be read or written; `out` is unchanged.
+    """
     check_output(out, force=force)
     spec = read_spec(hf, key="--hf")
     check_parallel_sizes(spec, tp=tp, pp=pp)
@@ -59,18 +65,18 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
 
 
 def check_output(out: Path, *, force: bool) -> None:
-    """Refuse to replace what is there, and, even with --force, what is no checkpoint."""
+    """Raise ValueError if `out` exists, unless it is a checkpoint and `force` is set."""
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
     replaceable = not out.exists() or (out / "metadata.json").is_file()
     require(replaceable, "--out", out, "is no checkpoint (it has no metadata.json), so --force does not replace it")
 
 
 def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
-    """Refuse a layout that the model does not divide into, under the options' names."""
+    """Raise ValueError, naming the option, if the model cannot be split into this layout."""
     try:
         parallel = ParallelSettings(tp=tp, pp=pp)
         if tp * pp > 1:
-            from megatron_rl.policy.parallel import check_layout  # brings Megatron: 2 seconds, and warnings that main() silences
+            from megatron_rl.policy.parallel import check_layout  # imports Megatron: 2 s, and warnings that main() silences
 
             check_layout(parallel, spec, world_size=tp * pp)
     except ValueError as error:
@@ -78,7 +84,7 @@ def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
 
 
 def find_model_folder(hf: str) -> Path:
-    """A folder as it is; the name of a repository (organization/name) as the folder it was downloaded to."""
+    """Return a local folder as it is, or download a Hub repository (organization/name)."""
     if Path(hf).is_dir():
         return Path(hf)
     require(re.fullmatch(r"[\w.-]+/[\w.-]+", hf) is not None, "--hf", hf, "is no folder, and no name on the Hugging Face Hub either")
@@ -89,6 +95,7 @@ def find_model_folder(hf: str) -> Path:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -111,6 +118,7 @@ exit code: 0 the checkpoint is there and complete; 1 an error, said in one line,
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     given = parse_arguments(arguments)
     quiet_libraries()
     options = {"tp": given.tp, "pp": given.pp, "dtype": DTYPES.get(given.dtype), "force": given.force, "check_logits": given.verify}

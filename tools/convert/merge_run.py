@@ -1,6 +1,7 @@
-"""Merges every checkpoint of a run: each `step_*` folder becomes a Hugging Face folder of the same name.
+"""Merges every checkpoint of a run into Hugging Face folders named like its `step_*` folders.
 
-Steps that were merged before are skipped (a folder with its name is complete), and one that fails does not stop the others.
+Steps that were merged before are skipped (a folder with its name is complete). A step that fails
+does not stop the others.
 """
 
 import argparse
@@ -13,7 +14,11 @@ from tools.convert.merger import MergeOptions, add_options, check_not_input, mer
 
 
 def find_steps(run: Path) -> dict[int, Path]:
-    """Step -> checkpoint, in a run's folder or its checkpoints/. Raises ValueError where there is none."""
+    """Return step -> checkpoint in a run directory or its checkpoints/.
+
+    Raises:
+        ValueError: There is no checkpoint.
+    """
     found = [*run.glob("checkpoints/*step_*"), *run.glob("*step_*")]
     steps = {int(name[1]): path for path in found if path.is_dir() and (name := re.fullmatch(r"(?:global_)?step_(\d+)", path.name))}
     if not steps:
@@ -22,6 +27,7 @@ def find_steps(run: Path) -> dict[int, Path]:
 
 
 def choose_steps(steps: dict[int, Path], wanted: list[int] | None, *, run: Path) -> dict[int, Path]:
+    """Return the steps in `wanted`, or all for None. Raises ValueError for a missing step."""
     missing = sorted(set(wanted or []) - steps.keys())
     if missing:
         raise ValueError(f"--steps={' '.join(map(str, missing))}: not in {run}; there are {' '.join(map(str, steps))}")
@@ -29,7 +35,7 @@ def choose_steps(steps: dict[int, Path], wanted: list[int] | None, *, run: Path)
 
 
 def merge_all(steps: dict[int, Path], out: Path, options: dict[str, object]) -> int:
-    """Merge each, say how it went, and return how many failed."""
+    """Merge each checkpoint, print its result, and return the number of failures."""
     counts = {"merged": 0, "skipped": 0, "failed": 0}
     for path in steps.values():
         checkpoint = path / "actor" if (path / "actor").is_dir() else path
@@ -50,6 +56,7 @@ def merge_all(steps: dict[int, Path], out: Path, options: dict[str, object]) -> 
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="merge_run",
         description=__doc__,
@@ -71,6 +78,7 @@ exit codes: 0 every chosen step is merged; 1 one failed or an error, in one line
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     options = vars(parse_arguments(arguments))
     run, out, wanted = options.pop("run"), options.pop("out"), options.pop("steps")
     options["dtype"] = DTYPES.get(options["dtype"])

@@ -1,7 +1,9 @@
-"""Makes a complete Hugging Face folder of a checkpoint: this trainer's, classic Megatron (mp_rank_*), verl's FSDP shards, Hugging Face.
+"""Merges a checkpoint into a complete Hugging Face folder.
 
-Every tensor of the checkpoint is used exactly once and every tensor of the model is written exactly once, with the shape that config.json
-asks for; the written files are read back before the folder gets its name. Anything else is an error, and no folder is left.
+Sources are checkpoints of this trainer, classic Megatron (mp_rank_*), verl's FSDP shards and
+Hugging Face. Every tensor of the checkpoint is used exactly once, and every tensor of the model is
+written exactly once, with the shape that config.json requires. The written files are read back
+before the folder gets its name. Any deviation is an error and leaves no folder.
 """
 
 import argparse
@@ -25,13 +27,16 @@ from megatron_rl.weights.formats.tensor_files import prefetch
 from tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
 
 NAME_STYLES = ("released", "nested")
-"""How tensors are called. transformers 5.19 and vLLM 0.32 load both; released is what Qwen published, and what older ones load too
-(of Qwen3-VL: nested)."""
+"""Naming styles of tensors.
+
+transformers 5.19 and vLLM 0.32 load both. "released" is the style that Qwen published and that
+older versions load as well (for Qwen3-VL it is the nested one).
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MergeOptions:
-    """What one call of the merger is asked for."""
+    """Options of one call of the merger; the fields are those of the command line."""
 
     checkpoint: Path
     out: Path
@@ -44,7 +49,12 @@ class MergeOptions:
 
 
 def merge_checkpoint(merge_options: MergeOptions) -> str:
-    """Write the folder and return a line that says what was written. Raises ValueError and OSError; then there is no folder."""
+    """Write the folder and return a one-line summary.
+
+    Raises:
+        ValueError: An option or the checkpoint is invalid; no folder is written.
+        OSError: A file cannot be read or written; no folder is written.
+    """
     _check_output(merge_options)
     kind = detect_format(merge_options.checkpoint, key="--checkpoint")
     like = merge_options.reference or find_hf_folder(merge_options.checkpoint)
@@ -56,7 +66,7 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
     source = open_source(merge_options.checkpoint, spec, key="--checkpoint", read_once=True)
     if merge_options.reference is not None:
         reference = HfTensors(merge_options.reference, key="--reference")
-        HfNamedSource(reference, spec.shapes(), num_token_ids=count_token_ids(like))  # raises unless it is a model of the same tensors
+        HfNamedSource(reference, spec.shapes(), num_token_ids=count_token_ids(like))  # raises ValueError unless it has the same tensors
     if merge_options.lora is not None:
         if isinstance(source, MergedTensors):
             raise ValueError(
@@ -93,7 +103,7 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
 
 
 def check_not_input(merge_options: MergeOptions) -> None:
-    """Refuse to write where one of the inputs lies."""
+    """Raise ValueError if `out` is one of the inputs or contains one."""
     out = merge_options.out.resolve()
     for option, path in (
         ("--checkpoint", merge_options.checkpoint),
@@ -105,7 +115,7 @@ def check_not_input(merge_options: MergeOptions) -> None:
 
 
 def _check_output(merge_options: MergeOptions) -> None:
-    """Refuse to overwrite what was not meant."""
+    """Raise ValueError if `out` exists, unless it is a Hugging Face folder and `force` is set."""
     check_not_input(merge_options)
     if merge_options.out.exists():
         if not merge_options.force:
@@ -117,7 +127,7 @@ def _check_output(merge_options: MergeOptions) -> None:
 
 
 def _check_verify(merge_options: MergeOptions, kind: str, *, is_merged: bool) -> None:
-    """Refuse to promise a comparison of logits that would not be one."""
+    """Raise ValueError if the logits of this merge cannot be compared with the checkpoint's."""
     if not merge_options.verify:
         return
     if kind != "torch_dist":
@@ -130,7 +140,7 @@ def _check_verify(merge_options: MergeOptions, kind: str, *, is_merged: bool) ->
 
 
 def _verify_logits(partial: Path, checkpoint: Path) -> str:
-    from tools.convert.verify import verify_logits  # Megatron takes seconds and memory to import
+    from tools.convert.verify import verify_logits  # importing Megatron takes seconds and memory
 
     return verify_logits(partial, checkpoint)
 
@@ -138,7 +148,7 @@ def _verify_logits(partial: Path, checkpoint: Path) -> str:
 def _rename_tensors(
     source: TensorSource, specs: dict[str, TensorSpec], rename: Callable[[str], str], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor once, under its name in the result."""
+    """Yield every tensor once, under its name in the result and in its final dtype."""
     read = prefetch(lambda name: source.read(name).to(specs[name].dtype), specs)
     for (name, spec), tensor in zip(specs.items(), read, strict=True):
         assert tensor.shape == spec.shape, f"{name}: {tuple(tensor.shape)} was read, {spec} was planned"
@@ -147,7 +157,7 @@ def _rename_tensors(
 
 
 def _check_written(folder: Path, specs: dict[str, TensorSpec]) -> None:
-    """Raise ValueError unless the files hold what was planned, tensor by tensor and in bytes."""
+    """Raise ValueError unless the files hold the planned tensors and number of bytes."""
     written = HfTensors(folder, key="--out")
     check_names(written.specs, specs, source=f"--out={folder}", target="the checkpoint")
     for name, spec in specs.items():
@@ -159,6 +169,7 @@ def _check_written(folder: Path, specs: dict[str, TensorSpec]) -> None:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="merger",
         description=__doc__,
@@ -179,7 +190,7 @@ exit codes: 0 the folder is complete; 1 an error, in one line, and no folder; 2 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that merging one checkpoint and merging many have in common."""
+    """Add the options shared by merging one checkpoint and merging a run."""
     parser.add_argument("--dtype", choices=DTYPES, help="number type of the result (default: as stored)")
     parser.add_argument(
         "--reference",
@@ -201,6 +212,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     options = vars(parse_arguments(arguments))
     options["dtype"] = DTYPES.get(options["dtype"])
     quiet_libraries()

@@ -1,7 +1,8 @@
-"""Does a Megatron checkpoint compute what its Hugging Face folder computes? A symmetric mistake survives a round trip, but not this.
+"""Comparison of the logits of a Megatron checkpoint and of its Hugging Face folder.
 
-Both run in fp32 in this process, one after the other, on token ids and image patches made from a seed, so no tokenizer or processor is
-needed: a prompt of text, and one with two images of different sizes.
+It finds symmetric mistakes of a conversion, which cancel in a round trip. Both models run in fp32
+in this process, one after the other, on random token ids and image patches from a fixed seed, so no
+tokenizer or processor is needed. One prompt is text, the other has two images of different sizes.
 """
 
 import gc
@@ -34,11 +35,14 @@ from megatron_rl.weights.formats.torch_dist import McoreTensors
 from megatron_rl.weights.stream import is_adapter
 
 TOLERANCE = 1e-5
-"""Of the largest logit; two fp32 forwards of a correct conversion differ by about 1e-6 of it."""
+"""Largest accepted difference of logits, relative to the largest logit.
+
+Two fp32 forward passes of a correct conversion differ by about 1e-6 of it.
+"""
 
 
 def make_test_prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
-    """A text and an image prompt of random token ids and patches; no two tokens of the images are alike."""
+    """Return a text prompt and a two-image prompt of random token ids and patches."""
     generator = torch.Generator().manual_seed(0)
     special = (spec.image_token_id, spec.video_token_id, spec.vision_start_id, spec.vision_end_id)
     plain = [token for token in range(spec.vocab_size) if token not in special]
@@ -64,7 +68,10 @@ def make_test_prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
 
 @torch.no_grad()
 def compute_hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--hf") -> dict[str, torch.Tensor]:
-    """Logits [L, vocabulary] of transformers' model for each prompt, in fp32; `dtype` is what weights are rounded to before."""
+    """Return the logits of the transformers model for each prompt: [L, vocabulary], in fp32.
+
+    The weights are first rounded to `dtype`, or kept as stored for None.
+    """
     spec = read_spec(folder, key=key)
     _check_memory(spec, folder, key=key)
     model = spec.family.model_class.from_pretrained(folder, dtype=dtype or "auto", attn_implementation="sdpa").float().eval()
@@ -72,7 +79,7 @@ def compute_hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: st
 
 
 def compute_logits(model: PreTrainedModel, context: TokenSequence, *, image_token_id: int) -> torch.Tensor:
-    """Transformers' own forward of one context: logits [L, vocabulary]."""
+    """Return the logits [L, vocabulary] of one sequence from transformers' own forward pass."""
     ids = torch.tensor([context.token_ids])
     images = {}
     if context.images:
@@ -87,7 +94,10 @@ def compute_logits(model: PreTrainedModel, context: TokenSequence, *, image_toke
 @with_megatron_on_cpu
 @torch.no_grad()
 def compute_mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict[str, torch.Tensor]:
-    """The same of Megatron's model, loaded by Megatron's own dist_checkpointing.load."""
+    """Return the logits of the Megatron model for each prompt: [L, vocabulary], in fp32.
+
+    The checkpoint is loaded by Megatron's dist_checkpointing.load.
+    """
     spec = read_spec(checkpoint / "hf", key=key)
     remedy = "holds a LoRA adapter beside the base; merge it, and compare the merged folder"
     require(not any(map(is_adapter, McoreTensors(checkpoint, key=key).specs)), key, checkpoint, remedy)
@@ -105,7 +115,7 @@ def compute_mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict
 
 @contextmanager
 def _single_process_group() -> Iterator[None]:
-    """Megatron's process groups in a process that has none."""
+    """Provide Megatron's process groups inside a `with` block."""
     connect(read_world(), timeout_s=60)
     try:
         yield
@@ -116,7 +126,10 @@ def _single_process_group() -> Iterator[None]:
 
 
 def _check_memory(spec: ModelSpec, folder: Path, *, key: str) -> None:
-    """A model in fp32 beside the weights as they come from the disk, a tensor at a time."""
+    """Raise ValueError if the model in fp32 does not fit into memory.
+
+    The estimate includes the weights being read, one tensor at a time.
+    """
     needed = 4.4 * sum(math.prod(shape) for shape in spec.shapes().values()) / 2**30
     available = psutil.virtual_memory().available / 2**30
     remedy = f"comparing logits takes {needed:.1f} GiB of memory in fp32 and {available:.1f} GiB are free; run it on a larger machine"
@@ -124,7 +137,11 @@ def _check_memory(spec: ModelSpec, folder: Path, *, key: str) -> None:
 
 
 def verify_logits(hf: Path, checkpoint: Path, *, dtype: torch.dtype | None = None) -> str:
-    """A line about how close the logits are. Raises ValueError where they differ, or the model does not fit into memory."""
+    """Compare the logits and return a one-line summary.
+
+    Raises:
+        ValueError: The logits differ, or a model does not fit into memory.
+    """
     theirs, ours = compute_hf_logits(hf, dtype=dtype), compute_mcore_logits(checkpoint)
     gaps = {name: ((ours[name] - logits).abs().max() / logits.abs().max()).item() for name, logits in theirs.items()}
     account = ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())

@@ -1,0 +1,1 @@
+"""Generators of datasets and of small models."""

@@ -1,6 +1,10 @@
-"""A DatasetDict on the disk, as `datasets` 5.2 saves and loads it (save_to_disk, load_from_disk), written without that package.
+"""Writer of a DatasetDict in the format of `datasets` 5.2, without that package.
 
-OUT/dataset_dict.json   OUT/train/{data-00000-of-00001.arrow, dataset_info.json, state.json}   OUT/test/...
+It is the format of save_to_disk and load_from_disk:
+
+    OUT/dataset_dict.json
+    OUT/train/{data-00000-of-00001.arrow, dataset_info.json, state.json}
+    OUT/test/...
 """
 
 import hashlib
@@ -22,7 +26,7 @@ _FILE = "data-00000-of-00001.arrow"
 def write_dataset_dict(
     out: Path, splits: Mapping[str, Sequence[Mapping[str, object]]], features: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """`features`: STRING, STRINGS or IMAGE by column, in order."""
+    """Write the splits; `features` maps each column, in order, to STRING, STRINGS or IMAGE."""
     for split, rows in splits.items():
         folder = out / split
         folder.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""How an encoder sees pictures, for tools/data/make_lewis.py: a transformers model, or an ONNX file beside what prepares its pictures."""
+"""Image encoders for tools/data/make_lewis.py.
+
+An encoder is a transformers model, or an ONNX file next to its image processor's configuration.
+"""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -14,7 +17,11 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def encode_images(folder: Path, paths: list[Path]) -> np.ndarray:
-    """float32 [N, D] of length 1. ValueError: the folder holds no encoder of pictures."""
+    """Return an embedding of each image: float32 [N, D], normalized to length 1.
+
+    Raises:
+        ValueError: The folder has no usable image encoder.
+    """
     from transformers import AutoImageProcessor
 
     is_there = any((folder / name).exists() for name in PROCESSOR_FILES)
@@ -28,9 +35,11 @@ def encode_images(folder: Path, paths: list[Path]) -> np.ndarray:
 
 
 def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
-    """The graph has one input, pixel_values; its first output is a picture's embedding, or one of each of its patches.
+    """Load an ONNX encoder.
 
-    By onnxruntime: OpenCV 5.0 cuts what does not fit (NaryEltwiseLayer: "Clamping to 17") where this refuses it.
+    Its graph has one input, pixel_values. The first output is an embedding of the image, or one of
+    each of its patches. onnxruntime is used because OpenCV 5.0 truncates mismatched shapes
+    (NaryEltwiseLayer: "Clamping to 17") where onnxruntime raises an error.
     """
     is_there = find_spec("onnxruntime") is not None
     require(is_there, "--encoder", file.parent, f"{file.name} needs onnxruntime: pip install onnxruntime==1.32.0")
@@ -56,8 +65,11 @@ def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
 
 
 def _load_transformers_encoder(folder: Path) -> Callable[[dict], np.ndarray]:
-    """A model of pictures alone (ViT, ResNet) says what it makes of each patch; one of pictures and text (CLIP, Qwen-VL)
-    has features of a picture for it."""
+    """Load a transformers encoder.
+
+    A model for images only (ViT, ResNet) returns features of each patch. A model for images and
+    text (CLIP, Qwen-VL) has `get_image_features`.
+    """
     import torch
     from transformers import AutoModel
 
@@ -75,7 +87,7 @@ def _load_transformers_encoder(folder: Path) -> Callable[[dict], np.ndarray]:
 
 
 def _mean_embedding(features: np.ndarray) -> np.ndarray:
-    """[D] of [D], of [patches, D], or of [D, rows, columns]."""
+    """Return the mean [D] of [D], of [patches, D], or of [D, rows, columns]."""
     match features.ndim:
         case 1:
             return features

@@ -1,11 +1,13 @@
-"""Takes the pictures out of a Parquet file: JPEG files under the names that the rows give them, and a table that names the files instead.
+"""Extracts the images of a Parquet file: JPEG files under the names in its rows, and a new table.
 
-Reads the columns images ({bytes} or {path}, a list) and extra_info.image_file_name (a name, or a list of as many names). Writes, in --out:
+Reads the columns images ({bytes} or {path}, a list) and extra_info.image_file_name (a name, or a
+list with one name per image). Writes, in --out:
     images/NAME.jpg                     quality 95, upright, transparency on white
-    STEM_with_image_paths.parquet       the rows; images holds {path}, and new are image_file_path (from the table's folder),
-                                        image_file_name and image_file_size (bytes): lists where image_file_name is one
-Every file appears whole or not at all. Started again it goes on: a picture is not made twice (its JPEG carries the SHA-256 of its source).
-What this tool did not write is not written over.
+    STEM_with_image_paths.parquet       the rows; images holds {path}; new are image_file_path (from
+                                        the table's folder), image_file_name and image_file_size
+                                        (bytes): lists if image_file_name is one
+Every file appears whole or not at all. A restarted run continues: an image is not made twice (its
+JPEG carries the SHA-256 of its source). Files not written by this tool are never overwritten.
 """
 
 import argparse
@@ -36,14 +38,20 @@ ROWS_AT_ONCE = 64
 
 @dataclass(slots=True, frozen=True)
 class WrittenImage:
+    """Extracted image of a row."""
+
     path: str
-    """From the table's folder."""
+    """Path from the folder of the table."""
     name: str
     size: int
 
 
 def extract_images(source: Path, out: Path, *, threads: int, console: Console) -> str:
-    """Write pictures and table, and return a line about them. ValueError: the file is no such table, or a row cannot be done."""
+    """Write images and table, and return a one-line summary.
+
+    Raises:
+        ValueError: The file does not have this format, or a row is invalid.
+    """
     require(source.is_file(), "--parquet", source, "no such file")
     require(threads >= 1, "--threads", threads, "must be at least 1")
     try:
@@ -89,7 +97,7 @@ def _make_schema(schema: pa.Schema, *, many: bool) -> pa.Schema:
 def _list_jobs(
     batch: pa.RecordBatch, source: Path, *, start: int, many: bool, seen: dict[str, str]
 ) -> Iterator[list[tuple[StoredImage, str, str]]]:
-    """Of each row the pictures, their file names, and the SHA-256 of their bytes."""
+    """Yield the images of each row with their file names and the SHA-256 of their bytes."""
     extras = batch.column("extra_info").to_pylist()
     for offset, (images, extra) in enumerate(zip(batch.column("images").to_pylist(), extras, strict=True)):
         where = f"{source.name} row {start + offset}"
@@ -109,7 +117,11 @@ def _list_jobs(
 
 
 def file_name(name: object, *, where: str) -> str:
-    """A relative path with the suffix .jpg. ValueError: it leaves the folder, or names nothing."""
+    """Return a relative path with the suffix .jpg.
+
+    Raises:
+        ValueError: The name is empty or leads outside the folder.
+    """
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.name or path.is_absolute() or ".." in path.parts or any(character in str(name) for character in "\\\0:"):
         raise ValueError(f"{where}: extra_info.image_file_name {shorten(repr(name))} is no relative path of a file; correct it")
@@ -131,7 +143,11 @@ def _write_image(image: StoredImage, name: str, digest: str, out: Path) -> Writt
 
 
 def _is_done(image: StoredImage, name: str, digest: str, out: Path) -> bool:
-    """Whether the picture is there. ValueError: there is a file that this tool did not write, or that it may have to read."""
+    """Return True if the image has been extracted before.
+
+    Raises:
+        ValueError: The file was not written by this tool, or is needed as a source.
+    """
     target = out / "images" / name
     if not os.path.lexists(target):
         return False
@@ -162,13 +178,14 @@ def _replace_image_columns(batch: pa.RecordBatch, written: list[list[WrittenImag
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
-    """On standard error where that is a terminal, and gone when it is done."""
+    """Provide a progress bar on standard error if that is a terminal; it is removed at the end."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield bar
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

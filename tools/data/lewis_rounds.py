@@ -1,8 +1,9 @@
-"""Rounds of the Lewis game from folders <category>/<concept>/ of pictures: a catalogue, a split by concept, hard negatives.
+"""Rounds of the Lewis game from image folders <category>/<concept>/: catalogue, split, negatives.
 
-The order of the game's own pipeline (Deepayan137/Lewis_Game 621d687): of a query's concept another view is the target, the least similar
-one unless chosen otherwise; distractors are of the nearest other concepts by the mean of their pictures, and of each the picture nearest to
-the query. Concepts of one category come before all others.
+Rounds follow the game's own pipeline (Deepayan137/Lewis_Game 621d687). The target is another view
+of the query's concept, by default the least similar one. Distractors come from the nearest other
+concepts by mean image embedding, and are of each the image nearest to the query. Concepts of the
+same category come first.
 """
 
 import random
@@ -20,7 +21,7 @@ from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.description import PROMPT
 
 Catalogue = Mapping[str, Mapping[str, Sequence[str]]]
-"""Category -> concept -> its pictures, relative to the root."""
+"""Type of a catalogue: category -> concept -> its images, relative to the root."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROBLEM_TEMPLATE = "Do the two images show the same {category}, and not only one of the same kind?"
 DISTRACTORS = ("nearest", "random")
@@ -29,19 +30,29 @@ DEFAULT_EASY_SHARE = 0.5
 SPLITS = ("train", "test")
 ANY_CATEGORY = "object"
 THUMBNAIL_SIDE = 8
-"""Of the thumbnail that stands for a picture where no encoder is given."""
+"""Side of the thumbnail that replaces an embedding if there is no encoder."""
 
 
 def read_catalogue(root: Path) -> dict[str, dict[str, list[str]]]:
-    """ValueError: there is none, or a concept has one picture and so no other view."""
+    """Return the catalogue of a folder.
+
+    Raises:
+        ValueError: There are no images, or a concept has a single one and so no other view.
+    """
     found = _read_folder(root, root)
     require_views(found, root)
     return found
 
 
 def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Catalogues of the folders train/ and test/ above the categories, as PerVA and YoLLaVA lie; empty where those folders are not there.
-    Where concepts stand there without categories, all are of one, `object`. ValueError: other pictures lie beside them."""
+    """Return the catalogues of train/ and test/, or nothing if these folders are missing.
+
+    This is the layout of PerVA and YoLLaVA, with categories below the splits. Concepts without
+    categories belong to one category, `object`.
+
+    Raises:
+        ValueError: There are images in other folders next to train/ and test/.
+    """
     if not all((root / split).is_dir() for split in SPLITS):
         return {}
     beside = sorted({path.relative_to(root).parts[0] for path in _list_images(root, "*/*/*")} - {*SPLITS})
@@ -50,13 +61,13 @@ def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]
 
 
 def find_shared_concepts(splits: Mapping[str, Catalogue]) -> list[str]:
-    """Concepts of train that are also of test: <category>/<concept>."""
+    """Return the concepts in both train and test, as <category>/<concept>."""
     train, test = ({f"{category}/{concept}" for category in splits[name] for concept in splits[name][category]} for name in SPLITS)
     return sorted(train & test)
 
 
 def merge_catalogues(splits: Mapping[str, Catalogue]) -> dict[str, dict[str, list[str]]]:
-    """One catalogue of the pictures of all."""
+    """Return one catalogue of the images of all splits."""
     found: dict[str, dict[str, list[str]]] = {}
     for catalogue in splits.values():
         for category, concepts in catalogue.items():
@@ -71,7 +82,10 @@ def _list_images(root: Path, depth: str) -> list[Path]:
 
 
 def _read_folder(folder: Path, root: Path) -> dict[str, dict[str, list[str]]]:
-    """Of <category>/<concept>/, or of <concept>/ alone below a split's folder; paths are relative to `root`."""
+    """Read a folder <category>/<concept>/, or <concept>/ below the folder of a split.
+
+    Paths in the result are relative to `root`.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for path in _list_images(folder, "*/*/*"):
         category, concept, _ = path.relative_to(folder).parts
@@ -83,15 +97,24 @@ def _read_folder(folder: Path, root: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def require_views(catalogue: Catalogue, folder: Path) -> None:
-    """ValueError: there is no concept in it, or one has one picture and so no other view."""
+    """Check that there are concepts and that each has another view.
+
+    Raises:
+        ValueError: There is no concept, or one has a single image.
+    """
     require(bool(catalogue), "--pictures", folder, "has no pictures in folders <category>/<concept>/")
     single = [f"{category}/{concept}" for category, concepts in catalogue.items() for concept, paths in concepts.items() if len(paths) < 2]
     require(not single, "--pictures", folder, f"needs two views of each concept; {', '.join(single[:3])} has one picture")
 
 
 def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: int) -> dict[str, dict[str, dict[str, Sequence[str]]]]:
-    """Catalogues of train and test: `share` of each category's concepts are for training, and no concept is in both. A category of fewer
-    than `least` concepts is left out. ValueError: nothing is left for one of them."""
+    """Split the concepts of each category into train and test; no concept is in both.
+
+    `share` of them are for training. A category with fewer than `least` concepts is left out.
+
+    Raises:
+        ValueError: No category has enough concepts.
+    """
     require(0 < share < 1, "--train-share", share, "must lie between 0 and 1")
     dice = random.Random(seed)
     splits: dict[str, dict[str, dict[str, Sequence[str]]]] = {"train": {}, "test": {}}
@@ -108,7 +131,11 @@ def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: in
 
 
 def open_image(path: Path) -> Picture:
-    """As a run shows it: RGB, upright. ValueError names a file that is no picture, or half of one."""
+    """Open an image as a run does: RGB, upright.
+
+    Raises:
+        ValueError: The file is not an image or is truncated; the error names it.
+    """
     try:
         return StoredImage(path, str(path)).open()
     except InfraError as error:
@@ -116,7 +143,10 @@ def open_image(path: Path) -> Picture:
 
 
 def embed_thumbnails(paths: Sequence[Path]) -> np.ndarray:
-    """float32 [N, 3 * SIDE^2] of length 1: colors and where they are, mean taken away."""
+    """Return color thumbnails as embeddings: float32 [N, 3 * THUMBNAIL_SIDE^2] of length 1.
+
+    The mean of each thumbnail is subtracted.
+    """
     rows = []
     for path in paths:
         small = np.asarray(open_image(path).resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BOX), dtype=np.float32).ravel()
@@ -125,11 +155,14 @@ def embed_thumbnails(paths: Sequence[Path]) -> np.ndarray:
 
 
 def normalize_rows(rows: np.ndarray) -> np.ndarray:
+    """Normalize each row to length 1."""
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
 @dataclass(frozen=True, slots=True)
 class GameRound:
+    """One round: the query, the candidates and the index of the target."""
+
     category: str
     concept: str
     query: str
@@ -139,18 +172,24 @@ class GameRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundGenerator:
-    """Rounds of one split's catalogue, whose pictures are `embeddings` by path."""
+    """Generates rounds of one split from its catalogue and its embeddings by image path."""
 
     catalogue: Catalogue
     embeddings: Mapping[str, np.ndarray]
-    """Of length 1."""
+    """Embedding of each image path, of length 1."""
     num_candidates: int = 3
     positive: str = "most_dissimilar"
     easy_share: float = DEFAULT_EASY_SHARE
-    """Of mixed rounds, whose targets are most similar; those of the others are most dissimilar."""
+    """Share of rounds with the most similar target, if `positive` is "mixed".
+
+    The other rounds have the most dissimilar target.
+    """
     distractors: str = "nearest"
     cross_share: float = 0.0
-    """Of the rounds whose distractors are of other categories, as near as may be; of their own, where there are too few others."""
+    """Share of rounds with distractors from other categories, as near as possible.
+
+    The own category fills up if the others have too few concepts.
+    """
 
     def __post_init__(self) -> None:
         num = sum(map(len, self.catalogue.values()))
@@ -161,7 +200,7 @@ class RoundGenerator:
         require(self.num_candidates <= len(LETTERS), "--candidates", self.num_candidates, f"at most {len(LETTERS)} have letters")
 
     def generate_rounds(self, *, seed: int, queries: int) -> Iterator[GameRound]:
-        """`queries` pictures of each concept at most, drawn, each as the query of one round."""
+        """Yield rounds; at most `queries` random images of each concept are queries, once each."""
         dice, means = random.Random(seed), self._concept_means()
         for category, concepts in self.catalogue.items():
             for concept, paths in concepts.items():
@@ -193,7 +232,11 @@ class RoundGenerator:
         self, category: str, concept: str, query: str, means: Mapping[tuple[str, str], np.ndarray], *, is_cross: bool,
         drawn: random.Random | None,
     ) -> list[str]:  # fmt: skip
-        """With `drawn`, any pictures of other concepts; those of the same category first, of other categories if it is_cross."""
+        """Choose the distractors of a query.
+
+        Concepts of the same category come first, or those of other categories with `is_cross`. With
+        `drawn`, concepts and images are random.
+        """
         if drawn is not None:
             keys = drawn.sample([key for key in means if key != (category, concept)], len(means) - 1)
             keys.sort(key=lambda key: (key[0] != category) != is_cross)
@@ -210,6 +253,7 @@ class RoundGenerator:
 
 
 def make_speaker_row(game_round: GameRound, root: Path) -> dict[str, object]:
+    """Return a row of the speaker's dataset."""
     names = list(LETTERS[: len(game_round.candidates)])
     return {
         "image": _make_image_value(root, game_round.query), "ret_paths": list(game_round.candidates), "names": names,
@@ -220,7 +264,10 @@ def make_speaker_row(game_round: GameRound, root: Path) -> dict[str, object]:
 
 
 def make_listener_row(game_round: GameRound, root: Path, *, same: bool) -> dict[str, object]:
-    """The query beside the round's target, or beside its first distractor."""
+    """Return a row of the listener's dataset.
+
+    It pairs the query with the target of the round, or, unless `same`, with its first distractor.
+    """
     others = [path for place, path in enumerate(game_round.candidates) if place != game_round.target]
     reference = game_round.candidates[game_round.target] if same else others[0]
     return {

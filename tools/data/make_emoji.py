@@ -1,8 +1,10 @@
-"""Builds labelled pictures of objects in several views from an emoji package: the Lewis game without any download of data.
+"""Renders labeled images of objects in several views from an emoji package.
 
-Source: the npm package @lobehub/fluent-emoji-3d 1.1.0 (MIT; Microsoft's Fluent Emoji, MIT), fetched by npm from whatever registry it is
-set to, and known by its SHA-256. Writes OUT/<category>/<concept>/<view>.png: concepts are named by Unicode, categories are ranges of code
-points. A view has its own size, turn, place and plain background. The same arguments write the same bytes.
+They make the Lewis game possible without a dataset. Source: the npm package
+@lobehub/fluent-emoji-3d 1.1.0 (MIT; Microsoft's Fluent Emoji, MIT), downloaded by npm from its
+configured registry and verified by its SHA-256. Writes OUT/<category>/<concept>/<view>.png:
+concepts have their Unicode names, categories are ranges of code points. Each view has its own size,
+rotation, position and plain background. The same arguments write the same bytes.
 """
 
 import argparse
@@ -37,15 +39,18 @@ CATEGORIES = {
     "thing": ((0x1F4A1, 0x1F4FF), (0x1F526, 0x1F52D)),
     "vehicle": ((0x1F680, 0x1F6A4), (0x1F6F4, 0x1F6FC)),
 }
-"""Of Unicode 15, inclusive."""
+"""Ranges of code points of Unicode 15 per category, inclusive."""
 BACKGROUNDS = ("white", "#f3e9d2", "#d8e8f0", "#e2f0d9", "#f6d9dd", "#dcd6f0", "#c9c9c9", "#fff2b3")
 MIN_THUMBNAIL_DIFFERENCE = 12.0
-"""Mean difference of two thumbnails' channels below which one of two objects is left out: clocks, arrows, moons."""
+"""Mean difference of the channels of two thumbnails below which the second object is left out.
+
+This removes near duplicates such as clocks, arrows and moons.
+"""
 _NAME = re.compile(r"assets/([0-9a-f]{4,5})(?:-fe0f)?\.webp$")
 
 
 def download_package() -> bytes:
-    """The package. ValueError: no registry gave it."""
+    """Return the package. Raises ValueError if it cannot be downloaded."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             called = subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=folder, capture_output=True, text=True, check=False)
@@ -59,7 +64,7 @@ def download_package() -> bytes:
 
 
 def extract_emojis(package: bytes) -> Iterator[tuple[str, str, Picture]]:
-    """(category, concept, picture), in order of code points; of those that look alike the first."""
+    """Yield (category, concept, image) by code point, without objects similar to earlier ones."""
     kept: list[np.ndarray] = []
     with tarfile.open(fileobj=io.BytesIO(package)) as archive:
         found = {int(name[1], 16): member for member in archive if (name := _NAME.search(member.name))}
@@ -75,16 +80,22 @@ def extract_emojis(package: bytes) -> Iterator[tuple[str, str, Picture]]:
 
 
 def find_category(code: int) -> str:
+    """Return the category of a code point, or an empty string."""
     ranges = ((name, low, high) for name, parts in CATEGORIES.items() for low, high in parts)
     return next((name for name, low, high in ranges if low <= code <= high), "")
 
 
 def paste_on_background(picture: Picture, background: str) -> Picture:
+    """Return the image in RGB on a plain background."""
     return Image.alpha_composite(Image.new("RGBA", picture.size, background), picture).convert("RGB")
 
 
 def render_view(picture: Picture, *, side: int, rng: random.Random) -> Picture:
-    """The object at 65% to 105% of the picture's side, turned by 25 degrees at most, somewhere: what leaves the picture is cut off."""
+    """Render a view of an object.
+
+    Its size is 65% to 105% of the side, its rotation at most 25 degrees and its position random.
+    Parts outside the image are cut off.
+    """
     size = round(side * rng.uniform(0.65, 1.05))
     turned = picture.resize((size, size), Image.Resampling.LANCZOS).rotate(rng.uniform(-25, 25), Image.Resampling.BICUBIC)
     room = side - size
@@ -95,7 +106,11 @@ def render_view(picture: Picture, *, side: int, rng: random.Random) -> Picture:
 
 
 def make_folders(out: Path, package: bytes, *, digest: str, num: int | None, views: int, side: int, seed: int) -> int:
-    """Write the folders, `num` concepts of a category at most; the number of concepts. ValueError: `out` is there, or another package."""
+    """Write the folders and return the number of concepts, at most `num` per category.
+
+    Raises:
+        ValueError: `out` exists, or the package is not the verified one.
+    """
     found = hashlib.sha256(package).hexdigest()
     require(found == digest, "--package", found, f"is not the package that was checked (SHA-256 {digest}); fetch it again")
     require(not out.exists(), "--out", out, "exists; choose another folder")
@@ -117,6 +132,7 @@ def make_folders(out: Path, package: bytes, *, digest: str, num: int | None, vie
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

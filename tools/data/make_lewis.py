@@ -1,13 +1,19 @@
-"""Builds rounds of the Lewis game from folders of pictures, <category>/<concept>/: data sets of a speaker and of a listener.
+"""Builds the speaker and listener datasets of the Lewis game.
 
-    OUT/catalogue.json      category -> concept -> pictures, and the split of each concept
-    OUT/speaker OUT/listener    DatasetDicts of train and test, in the game's own columns; paths are relative to --pictures
-    OUT/words.txt               what is said in games of nano models (tools/data/make_tiny_qwen2_5_vl.py --words)
+Sources are image folders <category>/<concept>/. Output:
 
-Half of a listener's rows show the same object. No concept is in both splits. The same arguments write the same bytes.
+    OUT/catalogue.json      category -> concept -> images, and the split of each concept
+    OUT/speaker OUT/listener    DatasetDicts of train and test, in the game's own columns; paths are
+                                relative to --pictures
+    OUT/words.txt               texts of games of nano models
+                                (tools/data/make_tiny_qwen2_5_vl.py --words)
 
-Where DIR has train/ and test/ above the categories (PerVA, YoLLaVA), those are the splits, and train/<concept>/ needs no category. Where
-they show the same concepts, --resplit takes the pictures of both and splits the concepts anew.
+Half of a listener's rows contain the same object twice. No concept is in both splits. The same
+arguments write the same bytes.
+
+If DIR has train/ and test/ above the categories (PerVA, YoLLaVA), those are the splits, and
+train/<concept>/ needs no category. If they share concepts, --resplit merges the images of both and
+splits the concepts anew.
 """
 
 import argparse
@@ -54,7 +60,10 @@ def make_dataset(
     pictures: Path, out: Path, *, encoder: Path | None, candidates: int, queries: int, positive: str, easy_share: float,
     distractors: str, cross_share: float, train_share: float, least_concepts: int, resplit: bool, seed: int,
 ) -> dict[str, int]:  # fmt: skip
-    """Write all of it, and return how many rounds each split has. ValueError: see the words."""
+    """Write all files and return the number of rounds per split.
+
+    The arguments are the options of the command line. Raises ValueError for an invalid one.
+    """
     require(not out.exists(), "--out", out, "exists; choose another folder")
     given = read_given_splits(pictures, resplit=resplit)
     catalogue = merge_catalogues(given) if given else read_whole_catalogue(pictures, resplit=resplit)
@@ -101,7 +110,11 @@ def make_dataset(
 
 
 def read_given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
-    """Those of train/ and test/; empty where concepts are to be split here. ValueError: a concept is in both, or has one picture."""
+    """Return the catalogues of train/ and test/, or nothing if concepts are to be split here.
+
+    Raises:
+        ValueError: A concept is in both, or has a single image.
+    """
     splits = read_split_catalogues(pictures)
     require(bool(splits) or not resplit, "--resplit", resplit, f"{pictures} has no train/ and test/; leave it out")
     if not splits or resplit:
@@ -115,6 +128,7 @@ def read_given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
 
 
 def read_whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
+    """Return one catalogue of all images, those of train/ and test/ with `resplit`."""
     if not resplit:
         return read_catalogue(pictures)
     catalogue = merge_catalogues(read_split_catalogues(pictures))
@@ -123,17 +137,19 @@ def read_whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
 
 
 def make_balanced_labels(num: int, rng: random.Random) -> list[bool]:
-    """As many True as False, shuffled; one more True where the number is odd."""
+    """Return equally many True and False, shuffled; one more True if `num` is odd."""
     values = [place % 2 == 0 for place in range(num)]
     rng.shuffle(values)
     return values
 
 
 def write_catalogue(path: Path, catalogue: Mapping[str, object], splits: Mapping[str, str]) -> None:
+    """Write catalogue.json."""
     path.write_text(json.dumps({"catalogue": catalogue, "splits": dict(sorted(splits.items()))}, indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,6 +1,8 @@
-"""Writes a model of a released size with random weights: what converting costs depends on names, shapes and bytes only.
+"""Writes a model of a released size with random weights.
 
-Tensors are slices of one random block, which keeps the disk the slowest part. No tokenizer, no processor, unless --words lends them.
+The cost of converting depends only on names, shapes and bytes. Tensors are slices of one random
+block, so that writing to the disk stays the slowest part. There is no tokenizer and no processor
+unless --words provides them.
 """
 
 import argparse
@@ -20,11 +22,14 @@ from megatron_rl.weights.formats.tensor_files import copy_companions
 from tools.commands import run_command
 
 BLOCK_SIZE = 1 << 25
-"""Random numbers made; 64 MiB in bfloat16."""
+"""Size of the random block in elements: 64 MiB in bfloat16."""
 
 
 def random_tensors(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """bfloat16 of standard deviation 0.02; each tensor begins elsewhere in the block."""
+    """Yield bfloat16 tensors with standard deviation 0.02.
+
+    Each tensor starts at a different place in the block.
+    """
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(BLOCK_SIZE, generator=generator).mul_(0.02).bfloat16()
     for name, shape in shapes.items():
@@ -34,12 +39,23 @@ def random_tensors(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.T
 
 
 TOKENIZER_KEYS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-"""Keys of config.json that belong to a tokenizer."""
+"""Keys of config.json that belong to the tokenizer."""
 
 
 def make_model(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int | None = None, words: Path | None = None) -> None:
-    """Write the folder; `layers` instead of the size's own number makes it smaller with tensors as large. `words` is a folder whose
-    tokenizer and processor it gets, with their ids: an engine and a renderer then take it. ValueError: `out` exists, `words` has none."""
+    """Write the model folder.
+
+    Args:
+        out: Folder to write.
+        size: Released size of the family.
+        family: Model family.
+        layers: Number of layers in place of the size's own; the tensors stay as large.
+        words: Folder to copy tokenizer and processor from, with their token ids, so that an engine
+            and a renderer can load the model.
+
+    Raises:
+        ValueError: `out` exists, `words` has no tokenizer, or an argument is invalid.
+    """
     require_choice("--size", size, tuple(RELEASED_SIZES[family]))
     require(layers is None or layers > 0, "--layers", layers, "must be at least 1")
     require(not out.exists(), "--out", out, "exists; choose another folder")
@@ -59,6 +75,7 @@ def make_model(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int 
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

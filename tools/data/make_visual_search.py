@@ -1,8 +1,9 @@
-"""Writes a visual-search set: large canvases with small named things, each with a label that is read only by looking closer.
+"""Writes a visual-search dataset: large canvases with small named objects.
 
-Columns are those of the agents' training files (megatron_rl/data/questions.py); extra_info has the target's `bbox` in pixels and all
-`things`, the target first: its crop shows the answer.
-Canvases of different splits and numbers come from different seeds; of pictured things (fluent, noto) a fifth are in the eval split only.
+Each object has a label that is only legible after zooming in. Columns are those of the agents'
+training files (megatron_rl/data/questions.py); extra_info has the target's `bbox` in pixels and all
+`things`, the target first: its crop contains the answer. Canvases of different splits and indices
+have different seeds; one fifth of the pictograms (fluent, noto) is in the eval split only.
 """
 
 import argparse
@@ -27,18 +28,21 @@ from megatron_rl.config import require, require_choice
 from megatron_rl.tasks.visual_search.drawing import SEARCH_LEVELS, SHAPES, SearchLevel, SearchScene, Sprites, draw_shapes, make_scene
 
 FLUENT = "@lobehub/fluent-emoji-3d@1.1.0"
-"""On npm; MIT, by Microsoft."""
+"""npm package of emojis (MIT, by Microsoft)."""
 NOTO_SIZE = 109
-"""The one size of NotoColorEmoji.ttf (Debian's fonts-noto-color-emoji 2.042; OFL)."""
+"""Only font size of NotoColorEmoji.ttf.
+
+The font is that of Debian's fonts-noto-color-emoji 2.042 (OFL).
+"""
 PICTOGRAPHS = (*range(0x2600, 0x27C0), *range(0x1F300, 0x1FB00))
 EVAL_SHARE = 5
-"""One in so many pictured things is kept for the eval split."""
+"""One in this many pictograms is reserved for the eval split."""
 ROWS = 256
-"""In memory at a time."""
+"""Number of rows in memory at a time."""
 
 
 def load_fluent_emojis(source: Path | None) -> Sprites:
-    """The named emoji of the npm package: from its .tgz, or fetched with npm."""
+    """Return the named emojis of the npm package, from its .tgz or downloaded with npm."""
     with tempfile.TemporaryDirectory() as folder:
         if source is None:
             subprocess.run(["npm", "pack", "--silent", FLUENT], cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -50,7 +54,7 @@ def load_fluent_emojis(source: Path | None) -> Sprites:
 def _read_package(path: Path) -> Iterator[tuple[str, Picture]]:
     with tarfile.open(path) as package:
         for member in sorted(package, key=lambda member: member.name):
-            code = re.search(r"/([0-9a-f]{4,5})(?:-fe0f)?\.webp$", member.name)  # longer ones are sequences, which have no names
+            code = re.search(r"/([0-9a-f]{4,5})(?:-fe0f)?\.webp$", member.name)  # longer codes are sequences, which have no names
             name = code and unicodedata.name(chr(int(code[1], 16)), "").lower()
             content = package.extractfile(member) if name else None
             if name and content is not None:
@@ -58,7 +62,7 @@ def _read_package(path: Path) -> Iterator[tuple[str, Picture]]:
 
 
 def load_noto_emojis(source: Path | None) -> Sprites:
-    """The named pictographs that the font has."""
+    """Return the named pictograms of the font."""
     require(source is not None and source.is_file(), "--source", source, "give the path of NotoColorEmoji.ttf")
     font = ImageFont.truetype(source, NOTO_SIZE, layout_engine=ImageFont.Layout.BASIC)
     missing = _draw_glyph(font, "\uffff")
@@ -73,7 +77,10 @@ def _draw_glyph(font: ImageFont.FreeTypeFont, character: str) -> Picture:
 
 
 def _remove_duplicates(named: Iterable[tuple[str, Picture]]) -> Sprites:
-    """Without empty pictures, and of those with the same pixels the first; each cut to what is seen of it, in the middle of a square."""
+    """Remove empty images and duplicates of earlier pixels.
+
+    Each image is cropped to its visible part and centered in a square.
+    """
     kept: dict[bytes, tuple[str, Picture]] = {}
     for name, picture in named:
         if picture.getbbox() is not None:
@@ -89,7 +96,10 @@ def _center_in_square(picture: Picture) -> Picture:
 
 
 def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
-    """What may lie on the canvases of each split. Colored shapes are the same in both, and nothing pictured is."""
+    """Return the objects of each split.
+
+    Both splits have the same colored shapes, but no pictogram is in both.
+    """
     require_choice("--things", things, ("shapes", "fluent", "noto"))
     if things == "shapes":
         require(source is None, "--source", source, "shapes are drawn; leave it out")
@@ -105,7 +115,7 @@ def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
 
 
 def make_row(drawn: SearchScene, *, split: str, index: int, source: str, image: dict[str, object]) -> dict[str, object]:
-    """A training record; the prompt has the picture's place."""
+    """Return a training row; its prompt contains the image placeholder."""
     answer = drawn.target.label
     things = [{"name": thing.name, "bbox": list(thing.cell), "label": thing.label} for thing in drawn.objects]
     return {
@@ -122,7 +132,11 @@ def make_row(drawn: SearchScene, *, split: str, index: int, source: str, image: 
 
 
 def make_rows(split: str, *, num: int, seed: int, level: str, sprites: Sprites, images: Path | None) -> Iterator[dict[str, object]]:
-    """The records one by one. Pictures are files in `images`, named relative to its parent, or bytes in the record where that is None."""
+    """Yield the rows.
+
+    Images are files in `images`, with paths relative to its parent, or bytes in the row if it is
+    None.
+    """
     names = sorted(sprites)
     for index in range(num):
         drawn = make_scene(SEARCH_LEVELS[level], names, seed=f"{split} {seed} {index}")
@@ -137,11 +151,13 @@ def make_rows(split: str, *, num: int, seed: int, level: str, sprites: Sprites, 
 
 
 def write_jsonl(path: Path, records: Iterator[dict[str, object]]) -> None:
+    """Write the rows as JSON lines."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def write_parquet(path: Path, records: Iterator[dict[str, object]]) -> None:
+    """Write the rows as Parquet, ROWS at a time."""
     writer = None
     try:
         while block := [record for record, _ in zip(records, range(ROWS), strict=False)]:
@@ -156,7 +172,11 @@ def write_parquet(path: Path, records: Iterator[dict[str, object]]) -> None:
 def make_dataset(
     out: Path, *, level: str, things: str, source: Path | None, num_train: int, num_eval: int, seed: int, parquet: bool
 ) -> SearchLevel:
-    """Write train and eval into a new folder. ValueError: the folder exists, or an argument is no good."""
+    """Write train and eval into a new folder and return the level.
+
+    Raises:
+        ValueError: The folder exists, or an argument is invalid.
+    """
     require_choice("--level", level, tuple(SEARCH_LEVELS))
     require(min(num_train, num_eval) >= 1, "--num-train, --num-eval", (num_train, num_eval), "must be at least 1")
     require(not out.exists(), "--out", out, "exists; choose another folder")
@@ -173,6 +193,7 @@ def make_dataset(
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,1 +1,1 @@
-"""Published benchmarks: their files as they are, their scoring (rewards/benchmark_rules.py), and the figures that are quoted of them."""
+"""Published benchmarks: their original files, scoring (rewards/benchmark_rules.py) and metrics."""

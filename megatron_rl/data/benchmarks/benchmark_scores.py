@@ -1,4 +1,4 @@
-"""The numbers that are quoted of a benchmark, from the credit of each of its items."""
+"""Benchmark metrics computed from the credit of each item."""
 
 import math
 import re
@@ -11,32 +11,36 @@ from megatron_rl.types import Example, Rollout
 
 NUM_RESAMPLES, SEED = 1000, 0
 INTERVAL_PERCENTILES = (2.5, 97.5)
-"""Percentiles of a 95% interval."""
+"""Percentiles of a 95% confidence interval."""
 MIN_CORRECT_CREDIT = 0.5
 ACCURACY_TERM = "accuracy"
-"""Of the reward: what an episode's credit is."""
+"""Name of the reward term that is a rollout's credit."""
 
 
 @dataclass(slots=True, frozen=True)
 class ItemScore:
-    """One reply to one item."""
+    """Score of one response to one item."""
 
     unit_id: str
     labels: Mapping[str, str]
     credit: float
-    """From 0 to 1."""
+    """Credit from 0 to 1."""
 
 
 HeadlineMetric = Callable[[Sequence[ItemScore]], float]
-"""The number that is quoted."""
+"""Computes a benchmark's headline metric."""
 
 
 def mean_credit(scores: Sequence[ItemScore]) -> float:
+    """Return the mean credit of the items."""
     return sum(each.credit for each in scores) / len(scores)
 
 
 def mean_over_label(label: str, *, merged: Mapping[str, str] | None = None) -> HeadlineMetric:
-    """The mean over a label's values of their means. What `merged` maps to one name are means of that name's mean first."""
+    """Return a metric that averages over a label's values the mean credit of each.
+
+    Values that `merged` maps to one name are averaged first and count as one value.
+    """
 
     def headline(scored: Sequence[ItemScore]) -> float:
         parts: dict[str, list[float]] = {}
@@ -48,6 +52,7 @@ def mean_over_label(label: str, *, merged: Mapping[str, str] | None = None) -> H
 
 
 def group_by_label(scores: Iterable[ItemScore], label: str) -> dict[str, list[ItemScore]]:
+    """Return the items by their value of a label, sorted by value."""
     found: dict[str, list[ItemScore]] = {}
     for each in scores:
         found.setdefault(each.labels[label], []).append(each)
@@ -55,6 +60,7 @@ def group_by_label(scores: Iterable[ItemScore], label: str) -> dict[str, list[It
 
 
 def group_by_unit(scores: Iterable[ItemScore]) -> dict[str, list[ItemScore]]:
+    """Return the items by unit, in order of appearance."""
     found: dict[str, list[ItemScore]] = {}
     for each in scores:
         found.setdefault(each.unit_id, []).append(each)
@@ -62,16 +68,19 @@ def group_by_unit(scores: Iterable[ItemScore]) -> dict[str, list[ItemScore]]:
 
 
 def worst_case_accuracy(scores: Sequence[ItemScore]) -> float:
-    """DynaMath's: the share of problems of which every variant is right."""
+    """Return DynaMath's worst-case accuracy, the fraction of problems with all variants correct."""
     units = group_by_unit(scores).values()
     return sum(all(each.credit >= MIN_CORRECT_CREDIT for each in unit) for unit in units) / len(units)
 
 
 def we_math_metrics(scores: Sequence[ItemScore], *, strict: bool) -> dict[str, float]:
-    """We-Math's four measures (arXiv 2407.01284, section 3) and its score, over problems of which every part is there.
+    """Return We-Math's four measures (arXiv 2407.01284, section 3) and its score.
 
-    The whole problem is right: mastered where all its steps are (loosely: where one is), else memorized. It is wrong: not generalized where
-    all steps are right, else knowledge lacks. Score: mastered + half of not generalized. Of memorized: its share of the problems solved.
+    Only problems with all their parts count. If the composite problem is solved, a problem counts
+    as mastered if all its steps are correct (loose: any step), else as memorized. If it is not
+    solved, the problem counts as not generalized if all steps are correct, else as lacking
+    knowledge. The score is mastered + half of not_generalized. "memorized" is a fraction of the
+    solved problems, the other measures are fractions of all problems.
     """
     counts = dict.fromkeys(("mastered", "memorized", "not_generalized", "lacking"), 0)
     for unit in group_by_unit(scores).values():
@@ -93,12 +102,16 @@ def we_math_metrics(scores: Sequence[ItemScore], *, strict: bool) -> dict[str, f
 
 
 def we_math_score(scores: Sequence[ItemScore]) -> float:
+    """Return We-Math's strict score, or NaN without a complete problem."""
     return we_math_metrics(scores, strict=True).get("score", math.nan)
 
 
 def collect_item_scores(examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[list[ItemScore]]:
-    """By number of the sample: what each episode of an item came to. Empty where the reward has no part of that name, and of rows that are
-    read as they are (task.data.train)."""
+    """Return the scores of all items, one list per sample index.
+
+    The result is empty if the reward has no term ACCURACY_TERM, and for rows that belong to no
+    benchmark (task.data.train).
+    """
     found: dict[int, list[ItemScore]] = {}
     for rollout in rollouts:
         by = examples[rollout.group].payload.get("official")
@@ -108,7 +121,10 @@ def collect_item_scores(examples: Sequence[Example], rollouts: Sequence[Rollout]
 
 
 def bootstrap_headline_interval(samples: Sequence[Sequence[ItemScore]], headline: HeadlineMetric) -> tuple[float, float]:
-    """95%, by bootstrap over units (Efron 1979) with a fixed seed: which items there are is chance; what belongs together stays so."""
+    """Return a 95% confidence interval of the headline metric by bootstrap over units (Efron 1979).
+
+    Items of one unit are resampled together. The random seed is fixed.
+    """
     cut = [group_by_unit(scored) for scored in samples]
     names = list(dict.fromkeys(name for units in cut for name in units))
     dice, drawn = np.random.default_rng(SEED), []
@@ -120,15 +136,15 @@ def bootstrap_headline_interval(samples: Sequence[Sequence[ItemScore]], headline
 
 
 def average_over_samples(samples: Sequence[Sequence[ItemScore]], headline: HeadlineMetric) -> float:
-    """The mean over the samples: each is a whole evaluation."""
+    """Return the mean of a metric over the samples, each of which is a whole evaluation."""
     return sum(headline(scored) for scored in samples) / len(samples)
 
 
 def _resampled_units(units: Mapping[str, Sequence[ItemScore]], names: Sequence[str]) -> list[ItemScore]:
-    """The units that were drawn; one that was drawn twice is two."""
+    """Return the items of the drawn units. A unit drawn twice counts as two units."""
     return [ItemScore(f"{number} {name}", each.labels, each.credit) for number, name in enumerate(names) for each in units.get(name, ())]
 
 
 def to_metric_name(text: str) -> str:
-    """For the name of a figure. Example: Vision Only -> vision_only."""
+    """Return a text in the form of a metric name. Example: Vision Only -> vision_only."""
     return re.sub(r"[^a-z0-9]+", "_", text.casefold()).strip("_") or "none"

@@ -1,4 +1,4 @@
-"""The benchmarks by name (task.data.benchmark): how their rows are read, and which figures are quoted of them."""
+"""Benchmarks by name (task.data.benchmark), with the readers of their rows and their metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,14 +29,16 @@ DIRECTIONS = {f"object_rel_direction_{level}": "object_rel_direction" for level 
 
 @dataclass(slots=True, frozen=True)
 class Benchmark:
+    """Reader of a benchmark's rows and its metrics."""
+
     read_item: Callable[[DataRecord], BenchmarkItem]
     headline: HeadlineMetric = mean_credit
     labels: tuple[str, ...] = ()
-    """Whose values have a figure each."""
+    """Labels with a metric for each of their values."""
     label_metric: HeadlineMetric = mean_credit
-    """The figure of one value of a label."""
+    """Metric computed for each value of a label."""
     extra_metrics: Callable[[Sequence[ItemScore]], Mapping[str, float]] = lambda _: {}
-    """Further figures."""
+    """Computes further metrics by name."""
 
 
 def _we_math_extra_metrics(scored: Sequence[ItemScore]) -> dict[str, float]:
@@ -62,12 +64,18 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def load_benchmark_questions(data: DataSettings, split: str, *, videos: bool = False) -> QuestionDataset:
-    """The questions of a split; those of task.data.eval as the benchmark has them, where one is named. ValueError as load_split."""
+    """Return the questions of a split.
+
+    Those of task.data.eval are read as benchmark items if one is named.
+
+    Raises:
+        ValueError: no files are given, or a row cannot be used (load_split).
+    """
     return load_split(data, split, convert_record=make_record_reader(data, split), allow_videos=videos)
 
 
 def open_benchmark_questions(data: DataSettings, split: str) -> QuestionDataset:
-    """The same, not looked at yet, and all of them."""
+    """Return all questions of a split without surveying them."""
     paths = {"train": data.train, "eval": data.eval}[split]
     return open_questions(
         paths,
@@ -80,7 +88,7 @@ def open_benchmark_questions(data: DataSettings, split: str) -> QuestionDataset:
 
 
 def make_record_reader(data: DataSettings, split: str) -> ConvertRecord | None:
-    """None: rows are read as they are."""
+    """Return the function that converts a benchmark's rows, or None if rows need no conversion."""
     if split != "eval" or not data.benchmark:
         return None
     read = BENCHMARKS[data.benchmark].read_item
@@ -92,7 +100,10 @@ def make_record_reader(data: DataSettings, split: str) -> ConvertRecord | None:
 
 
 def compute_benchmark_metrics(name: str, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`official`, and a figure for each value of its labels; nothing of no benchmark, or where the reward has no part `accuracy`."""
+    """Return the metric `official` and one metric for each value of the benchmark's labels.
+
+    The result is empty without a benchmark, and if the reward has no term `accuracy`.
+    """
     samples = collect_item_scores(examples, rollouts) if name else []
     if not samples:
         return {}
@@ -107,11 +118,12 @@ def compute_benchmark_metrics(name: str, examples: Sequence[Example], rollouts: 
 
 
 def mean_over_samples(more: Sequence[Mapping[str, float]], name: str) -> float:
+    """Return the mean of one metric over the samples."""
     return sum(each[name] for each in more) / len(more)
 
 
 def compute_official_interval(name: str, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """`official_low` and `official_high`, where there is an official figure."""
+    """Return `official_low` and `official_high`, or nothing without an official metric."""
     samples = collect_item_scores(examples, rollouts) if name else []
     if not samples:
         return {}

@@ -1,4 +1,4 @@
-"""What a row of a published benchmark says, in one form; and the question that is asked of it."""
+"""Common form of a published benchmark's rows, and its conversion to a question."""
 
 import random
 import re
@@ -14,32 +14,37 @@ _LABEL = re.compile(r"\(?\$?[A-Z]\$?[).]?|\$[a-z]\$|\([a-z]\)")
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BenchmarkItem:
+    """A row of a benchmark."""
+
     question: str
-    """Without its options. A picture's place may be written <image>."""
+    """Question without its options. <image> may mark the place of an image."""
     answer: str
-    """The letter of the right option where there are options, else what is right."""
+    """Letter of the correct option if there are options, else the correct answer."""
     options: tuple[str, ...] = ()
     images: tuple[object, ...] = ()
-    """As data/images.py takes them."""
+    """Images in any form that data/images.py accepts."""
     videos: tuple[str, ...] = ()
-    """Paths, in the place of pictures."""
+    """Paths of videos, which replace images."""
     hint: str = ""
-    """What form the answer has."""
+    """Sentence that describes the form of the answer; "" for none."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """What figures are told by: {"category": "single"}."""
+    """Values by which metrics are split, such as {"category": "single"}."""
     unit: str = ""
-    """Items of one unit are scored together; empty: each by itself."""
+    """Name of the unit of items that are scored together; "" makes the item a unit of its own."""
     scoring_info: Mapping[str, object] = field(default_factory=dict)
-    """What else the scoring goes by."""
+    """Further values that the scoring uses."""
 
 
 def item_to_record(item: BenchmarkItem, record: DataRecord, *, data: DataSettings) -> DataRecord:
-    """The row that questions.py reads, its options in the order that data.shuffle_options wants; of its pictures data.frames at most."""
+    """Return the row that questions.py reads for an item.
+
+    Options are shuffled according to data.shuffle_options; at most data.frames images are kept.
+    """
     options, answer = shuffle_options(item, row_id=record.where, seed=data.shuffle_options)
     lines = [item.question, *(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))]
     words = "\n".join([*lines, *([item.hint] if item.hint else [])])
     images = sample_evenly([image for image in item.images if image], max_num=data.frames)
-    if words.count(IMAGE_PLACEHOLDER) != len(images):  # places that the text only talks about
+    if words.count(IMAGE_PLACEHOLDER) != len(images):  # placeholders that the text only mentions
         words = words.replace(IMAGE_PLACEHOLDER, "")
     row = {"id": record.where, "question": words, "answer": answer, "images": images, "data_source": data.benchmark}
     if item.videos:
@@ -55,15 +60,18 @@ def item_to_record(item: BenchmarkItem, record: DataRecord, *, data: DataSetting
 
 
 def sample_evenly(images: list, *, max_num: int) -> list:
-    """At most `max_num` of them, the first and the last among them, evenly."""
+    """Return at most `max_num` images, evenly spaced and including the first and the last."""
     if len(images) <= max_num:
         return images
     return [images[round(place * (len(images) - 1) / max(1, max_num - 1))] for place in range(max_num)]
 
 
 def shuffle_options(item: BenchmarkItem, *, row_id: str, seed: int) -> tuple[tuple[str, ...], str]:
-    """The options in their order, and the letter of the right one. Options of which one is but a letter, as `(A)` or `$A$`, name places in
-    the picture and stay."""
+    """Return the options in shuffled order, and the letter of the correct one.
+
+    Options keep their order with seed 0, if the answer is not one of their letters, and if one of
+    them is only a letter, such as `(A)` or `$A$`, because such options name places in the image.
+    """
     stay = not seed or any(_LABEL.fullmatch(option.strip()) for option in item.options)
     if stay or item.answer not in [*LETTERS[: len(item.options)]]:
         return item.options, item.answer
@@ -73,7 +81,11 @@ def shuffle_options(item: BenchmarkItem, *, row_id: str, seed: int) -> tuple[tup
 
 
 def read_text_column(record: DataRecord, *names: str, default: str | None = None) -> str:
-    """The first of these columns that the row has, as text. ValueError: it has none."""
+    """Return the first of these columns that the row has, as text.
+
+    Raises:
+        ValueError: the row has none of them, and there is no default.
+    """
     for name in names:
         value = record.row.get(name)
         if isinstance(value, str | int | float) and not isinstance(value, bool):
@@ -84,7 +96,7 @@ def read_text_column(record: DataRecord, *names: str, default: str | None = None
 
 
 def read_lettered_options(record: DataRecord) -> tuple[str, ...]:
-    """The options of columns A, B, C and so on, up to the first that is not there."""
+    """Return the options in columns A, B, C and so on, up to the first missing column."""
     found: list[str] = []
     for letter in LETTERS:
         if letter not in record.row:

@@ -1,4 +1,8 @@
-"""Rows of the published files -> items. Each reader says which files it knows; columns are those of the files' cards (2024 to 2026)."""
+"""Readers that convert rows of published benchmark files to items.
+
+Each docstring lists the files that the reader supports. Columns are those of the files' cards (2024
+to 2026).
+"""
 
 import hashlib
 import re
@@ -13,15 +17,19 @@ from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 _OPTION = re.compile(r"^\(?([A-Z])[).:]\s*(.*)$", re.MULTILINE)
 _NUMBERED_PLACE = re.compile(r"<image\s?\d+>")
 HEAD_BYTES = 1 << 16
-"""Bytes of a picture's file by which it is told apart from others."""
+"""Number of first bytes of an image file that distinguish it from others."""
 VISION_ONLY = "Answer the question that the picture shows."
 GRID_DIFFICULTY, DIFFICULTY = ("metadata", "meta_data"), "difficulty"
 TIR_CORRECTIONS = {"60.jpg": "mobi", "62.jpg": "aires"}
-"""Answers that TIR-Bench's own scoring (calculate_score.py) takes in the place of its file's."""
+"""Corrected answers from TIR-Bench's own scoring (calculate_score.py), by name of the image."""
 
 
 def read_vstar(record: DataRecord) -> BenchmarkItem:
-    """The folders of pictures with a JSON file each, whose first option is the right one; test_questions.jsonl; a table."""
+    """Read a row of V*.
+
+    Files: folders of images with one JSON file each, whose first option is the correct one;
+    test_questions.jsonl; a table.
+    """
     if "options" in record.row:
         options = tuple(str(option) for option in record.require_list(record.row["options"], "options"))
         labels = {"category": record.path.parent.name}
@@ -45,7 +53,11 @@ def read_vstar(record: DataRecord) -> BenchmarkItem:
 
 
 def read_hrbench(record: DataRecord) -> BenchmarkItem:
-    """hr_bench_4k and hr_bench_8k, as tables or Parquet: each question four times, its options in four orders."""
+    """Read a row of HR-Bench.
+
+    Files: hr_bench_4k and hr_bench_8k as tables or Parquet. Each question occurs four times with
+    its options in four orders.
+    """
     labels = {"category": read_text_column(record, "category"), "cycle": read_text_column(record, "cycle_category")}
     given = {
         "options": read_lettered_options(record),
@@ -57,7 +69,7 @@ def read_hrbench(record: DataRecord) -> BenchmarkItem:
 
 
 def _image_digest(picture: object) -> str:
-    """The same of equal pictures, whose files begin alike and are as long as each other."""
+    """Return a digest that is equal for equal images. It covers the first bytes and the length."""
     data = picture.get("bytes") if isinstance(picture, Mapping) else picture
     start = data[:HEAD_BYTES] if isinstance(data, bytes) else str(data)[:HEAD_BYTES].encode()
     length = len(data) if isinstance(data, bytes | str) else 0
@@ -65,7 +77,11 @@ def _image_digest(picture: object) -> str:
 
 
 def read_mathverse(record: DataRecord) -> BenchmarkItem:
-    """testmini: each problem in five versions; in the last one the question stands in the picture."""
+    """Read a row of MathVerse.
+
+    File: testmini. Each problem has five versions; in the last one the question is part of the
+    image.
+    """
     labels = {"version": read_text_column(record, "problem_version"), "type": read_text_column(record, "question_type")}
     question = read_text_column(record, "question", default="") or VISION_ONLY
     unit = read_text_column(record, "problem_index")
@@ -75,7 +91,11 @@ def read_mathverse(record: DataRecord) -> BenchmarkItem:
 
 
 def read_mathvista(record: DataRecord) -> BenchmarkItem:
-    """testmini and test: multiple choice, whole numbers, decimals of a precision, lists."""
+    """Read a row of MathVista.
+
+    Files: testmini and test. Answers are choices, whole numbers, decimals of a given precision, or
+    lists.
+    """
     about = record.require_mapping(record.row.get("metadata", {}), "metadata")
     kind, precision = read_text_column(record, "answer_type"), int(float(read_text_column(record, "precision", default="0")))
     hints = {"integer": "Give a whole number.", "float": f"Give a number with {precision} decimals.", "list": "Give a list: [1, 2, 3]."}
@@ -100,8 +120,11 @@ def read_mathvista(record: DataRecord) -> BenchmarkItem:
 
 
 def read_vsi_bench(record: DataRecord) -> BenchmarkItem:
-    """test.jsonl, or Parquet, beside folders DATASET/SCENE of the frames of each video, in the order of their names; where there is no such
-    folder, beside DATASET/SCENE.mp4."""
+    """Read a row of VSI-Bench.
+
+    Files: test.jsonl or Parquet, next to folders DATASET/SCENE with the frames of each video, in
+    the order of their names. Without such a folder DATASET/SCENE.mp4 is used.
+    """
     kind = read_text_column(record, "question_type")
     options = tuple(re.sub(r"^[A-Z]\.\s*", "", str(option)) for option in record.require_list(record.row.get("options", []), "options"))
     frames, video = _find_frames(record)
@@ -117,7 +140,10 @@ def read_vsi_bench(record: DataRecord) -> BenchmarkItem:
 
 
 def read_tir_bench(record: DataRecord) -> BenchmarkItem:
-    """TIR-Bench.json: thirteen tasks, one or two pictures."""
+    """Read a row of TIR-Bench.
+
+    File: TIR-Bench.json, with thirteen tasks and one or two images per row.
+    """
     task, answer = read_text_column(record, "task", "category"), read_text_column(record, "answer")
     about = next((record.row[name] for name in GRID_DIFFICULTY if name in record.row), {})
     images = tuple(record.row.get(name, "") for name in ("image_1", "image_2"))
@@ -130,7 +156,11 @@ def read_tir_bench(record: DataRecord) -> BenchmarkItem:
 
 
 def read_visualprobe(record: DataRecord) -> BenchmarkItem:
-    """val.json or Parquet of easy, medium and hard, whose names of pictures begin with the name of the data set."""
+    """Read a row of VisualProbe.
+
+    Files: val.json or Parquet of the levels easy, medium and hard. Image names begin with the name
+    of the data set.
+    """
     given = record.row.get("images") or [record.row.get("image", "")]
     images = tuple(_strip_dataset_folder(record, image) for image in record.require_list(given, "images"))
     named = (
@@ -142,7 +172,10 @@ def read_visualprobe(record: DataRecord) -> BenchmarkItem:
 
 
 def read_mathvision(record: DataRecord) -> BenchmarkItem:
-    """test and testmini: options, or an answer of their own; pictures' places are numbered."""
+    """Read a row of MathVision.
+
+    Files: test and testmini. Rows have options or a free answer; image placeholders are numbered.
+    """
     options = tuple(str(option) for option in record.require_list(record.row.get("options", []), "options"))
     labels = {"subject": read_text_column(record, "subject", default="any"), "level": read_text_column(record, "level", default="any")}
     image = record.row.get("decoded_image") or record.row.get("image", "")
@@ -151,7 +184,11 @@ def read_mathvision(record: DataRecord) -> BenchmarkItem:
 
 
 def read_wemath(record: DataRecord) -> BenchmarkItem:
-    """testmini: a problem of two or three steps and its steps as problems of their own, by ID."""
+    """Read a row of We-Math.
+
+    File: testmini. It contains problems of two or three steps and each of their steps as a problem
+    of its own, linked by ID.
+    """
     options = read_lettered_options(record) or split_options(read_text_column(record, "option"), INLINE_MARKER)
     key, answer = read_text_column(record, "key"), read_text_column(record, "answer")
     if answer not in [*LETTERS[: len(options)]]:
@@ -169,8 +206,11 @@ def read_wemath(record: DataRecord) -> BenchmarkItem:
 
 
 def read_dynamath(record: DataRecord) -> BenchmarkItem:
-    """The ten variants of each problem: files sample_variant1 to 10, a table with qid and varid, or dataset.json of ten trials, each an
-    object by number."""
+    """Read a row of DynaMath, which has ten variants of each problem.
+
+    Files: sample_variant1 to 10; a table with qid and varid; or dataset.json of ten trials, each an
+    object with numbers as keys.
+    """
     kind, question, answer = (
         read_text_column(record, "answer_type"),
         read_text_column(record, "question"),
@@ -193,7 +233,10 @@ def read_dynamath(record: DataRecord) -> BenchmarkItem:
 
 
 def read_vlmblind(record: DataRecord) -> BenchmarkItem:
-    """The valid split: seven tasks, two of them in two forms."""
+    """Read a row of VLMs Are Blind.
+
+    File: the split valid, with seven tasks, two of them in two forms.
+    """
     task = re.split(r"\s+-\s+", read_text_column(record, "task"))[0]
     return BenchmarkItem(
         question=read_text_column(record, "prompt"),
@@ -204,13 +247,16 @@ def read_vlmblind(record: DataRecord) -> BenchmarkItem:
 
 
 def _split_options(words: str) -> tuple[str, tuple[str, ...]]:
-    """The question in front of lines (A) ..., (B) ...; what stands behind them is how to answer."""
+    """Return the question before the lines (A) ..., (B) ..., and the options.
+
+    Instructions after the options are dropped.
+    """
     found = list(_OPTION.finditer(words))
     return (words[: found[0].start()] if found else words).strip(), tuple(option[2].strip() for option in found)
 
 
 def _image_next_to_file(record: DataRecord) -> str:
-    """The picture that is named as the row's file is."""
+    """Return the path of the image with the same name as the row's file."""
     found = next((path for suffix in SUFFIXES[1:] if (path := record.path.with_suffix(suffix)).is_file()), None)
     if found is None:
         raise record.make_error("image", f"there is no picture {record.path.with_suffix('.jpg')}")
@@ -218,7 +264,7 @@ def _image_next_to_file(record: DataRecord) -> str:
 
 
 def _find_frames(record: DataRecord) -> tuple[list[str], str]:
-    """Of the folder of a scene, all; without a folder the video."""
+    """Return all frames in the folder of a scene, or no frames and the video if there are none."""
     folder: Path = record.folder / read_text_column(record, "dataset") / read_text_column(record, "scene_name")
     found = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES[1:]) if folder.is_dir() else []
     video = folder.with_name(f"{folder.name}.mp4")
@@ -229,7 +275,7 @@ def _find_frames(record: DataRecord) -> tuple[list[str], str]:
 
 
 def _strip_dataset_folder(record: DataRecord, image: object) -> object:
-    """VisualProbe_Hard/x.jpg -> x.jpg, where the file lies beside the row's."""
+    """Return VisualProbe_Hard/x.jpg as x.jpg unless the former is an existing file."""
     if isinstance(image, str) and image.startswith("VisualProbe_") and not (record.folder / image).is_file():
         return image.partition("/")[2]
     return image

@@ -1,1 +1,1 @@
-"""A page over the folders of runs: what was rolled out, to look at. It reads files and nothing else."""
+"""Web page for the run directories: rollouts, groups, tokens and metrics. It only reads files."""

@@ -1,13 +1,14 @@
-"""Look at runs in a browser: curves, rollouts, groups, episodes token by token.
+"""View runs in a browser: curves, rollouts, groups, and episodes token by token.
 
     python -m megatron_rl.observe.viewer runs/agent
-    python -m megatron_rl.observe.viewer runs/a runs/b --port 8010        # side by side
-    python -m megatron_rl.observe.viewer --demo                           # a run that never was, to try it with
-    ssh -L 8008:127.0.0.1:8008 machine                                    # of a run on another machine
-    python -m megatron_rl.observe.viewer runs/a --host 0.0.0.0 --token-file token    # for others: they open it once as /?token=...
+    python -m megatron_rl.observe.viewer runs/a runs/b --port 8010     # two runs on one page
+    python -m megatron_rl.observe.viewer --demo                        # a generated run, to try it
+    ssh -L 8008:127.0.0.1:8008 machine                                 # for a remote run
+    # for other users, who open the page once as /?token=...:
+    python -m megatron_rl.observe.viewer runs/a --host 0.0.0.0 --token-file token
 
-Reads the folders of runs and evaluations, also while they are under way, and writes nothing. Runs with run.record=all have every rollout,
-others the best and the worst of each step.
+Reads the run directories of runs and evaluations, also while they are in progress, and writes
+nothing. Runs with run.record=all contain every rollout, others the best and worst of each step.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from sandbox.token import is_reachable_remotely, read_token
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Run the viewer with these command-line arguments and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.observe.viewer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -54,7 +56,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def serve_viewer(options: argparse.Namespace) -> int:
-    """Until it is interrupted. An exit code: a folder is missing, or the port is taken."""
+    """Serve the page until interrupted, and return the exit status.
+
+    The status is 2 for a missing folder, an invalid token file, an address that cannot be used, or
+    a remotely reachable one without a token.
+    """
     missing = [str(run) for run in options.runs if not run.is_dir()]
     if missing:
         print(f"error: RUN={missing[0]}: no such folder; give the run.dir of a run", file=sys.stderr)
@@ -68,7 +74,7 @@ def serve_viewer(options: argparse.Namespace) -> int:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((options.host, options.port))
-            listening.listen()  # who comes at once waits
+            listening.listen()  # early connections wait in the queue
         except (OSError, OverflowError) as error:
             told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             key, given = ("host", options.host) if isinstance(error, socket.gaierror) else ("port", options.port)
@@ -89,7 +95,10 @@ def serve_viewer(options: argparse.Namespace) -> int:
 
 
 def limit_memory(gb: float) -> None:
-    """Limit the memory of this process: a file that needs more is reported as unreadable. Arenas that pyarrow reserves would count."""
+    """Limit the memory of this process, so that a file that needs more is reported as unreadable.
+
+    pyarrow's own memory pool is replaced because the arenas that it reserves would count.
+    """
     pa.set_memory_pool(pa.system_memory_pool())
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     most = int(gb * 1e9)

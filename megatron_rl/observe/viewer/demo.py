@@ -1,6 +1,6 @@
-"""A run that never was, to try the page with: made-up questions about colored squares, of which a made-up policy zooms in on one.
+"""A generated run to try the page with: questions about colored squares and a policy that zooms in.
 
-Its rewards rise because the dice are made to; nothing here was learned.
+The rewards rise because the random numbers are drawn accordingly; nothing is trained.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ IMAGE_SIDE, SQUARE_SIDE = 280, 56
 
 
 def make_demo_run(run: Path) -> None:
-    """Rollouts and metrics of a dozen steps."""
+    """Write the rollouts and metrics of a dozen steps."""
     lines = []
     for step in range(NUM_STEPS):
         dice = random.Random(step)
@@ -47,7 +47,7 @@ def _logprobs_and_mask(context: TokenSequence) -> list[tuple[float, int]]:
 
 
 def _make_rollout(dice: random.Random, step: int, group: int, sample: int) -> Rollout:
-    place = random.Random(step * NUM_GROUPS + group)  # a group looks at one picture
+    place = random.Random(step * NUM_GROUPS + group)  # all rollouts of a group have the same image
     left, top, color = place.randrange(0, IMAGE_SIDE - SQUARE_SIDE), place.randrange(0, IMAGE_SIDE - SQUARE_SIDE), place.choice(COLORS)
     canvas = pil.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "white")
     ImageDraw.Draw(canvas).rectangle((left, top, left + SQUARE_SIDE, top + SQUARE_SIDE), fill=color)

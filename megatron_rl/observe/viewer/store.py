@@ -1,4 +1,7 @@
-"""What lies in the folders of runs, as the page asks for it. What cannot be read is left out and said."""
+"""Content of run directories in the form that the page requests.
+
+Unreadable parts are skipped and reported.
+"""
 
 import json
 import math
@@ -36,20 +39,23 @@ TABLE_COLUMNS = (
 )  # fmt: skip
 TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
 MAX_TEXT_CHARS = 400
-"""Of a rollout's words in the table."""
+"""Maximum length in characters of a rollout's text in the table."""
 CONFIG, WEIGHTS = "config.yaml", "weights.json"
 MAX_FILE_BYTES = 256 << 20
-"""Limit of a metrics.jsonl, or of the best and worst rollouts of a step. The rest is left out with a note."""
+"""Maximum size in bytes of metrics.jsonl, or of a step's best and worst rollouts.
+
+The rest is skipped with a note.
+"""
 NUM_READER_THREADS = 4
-"""Files that are read at once."""
+"""Number of files that are read at once."""
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_LISTED_LINES = 5
-"""Of those that cannot be read, by number."""
+"""Maximum number of unreadable lines that are listed by number."""
 StepNumber = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class RolloutFilters(BaseModel):
-    """Which rollouts of a run the table has; what is None or empty leaves nothing out."""
+    """Filters of the table of rollouts. None and empty values do not filter."""
 
     step_from: StepNumber | None = None
     step_to: StepNumber | None = None
@@ -61,11 +67,14 @@ class RolloutFilters(BaseModel):
     tool: str = ""
     example: str = ""
     stale_from: StepNumber | None = None
-    """Updates between the oldest weights that sampled it and those that its step began with."""
+    """Minimum number of updates between the oldest weights that sampled a rollout and those at the
+    start of its step.
+    """
     text: str = ""
-    """Somewhere in what was said, whatever the case."""
+    """Text to find in the responses, ignoring case."""
 
     def apply(self, folder: "RunFolder") -> pa.Table:
+        """Return the rollouts of a run that pass all filters."""
         table = folder.rollout_table()
         for column, low, high in (("step", self.step_from, self.step_to), ("reward", self.reward_from, self.reward_to)):
             if low is not None:
@@ -92,7 +101,10 @@ class RolloutFilters(BaseModel):
 
 @dataclass(slots=True)
 class RunFolder:
-    """One run, or an evaluation. Files that have changed are read again: a run may be under way."""
+    """Directory of one run or evaluation.
+
+    Changed files are read again, because a run may be in progress.
+    """
 
     path: Path
     _tables: dict[Path, tuple[int, pa.Table]] = field(default_factory=dict)
@@ -100,11 +112,11 @@ class RunFolder:
 
     @property
     def skipped(self) -> list[str]:
-        """What could not be read when it was last looked at."""
+        """Errors of the files that could not be read at the last access."""
         return sorted(self._skipped.values())
 
     def metrics(self) -> list[dict[str, float]]:
-        """The lines of metrics.jsonl that can be read, each with its step."""
+        """Return the readable lines of metrics.jsonl, each with its step."""
         path, found, bad = self.path / METRICS_FILE, [], []
         self._skipped.pop(path, None)
         if not path.exists():
@@ -123,7 +135,11 @@ class RunFolder:
         return found
 
     def rollout_table(self) -> pa.Table:
-        """A row a rollout, of the bank where there is one, else of the lines that were kept."""
+        """Return one row per rollout.
+
+        Rows come from the rollout store if it contains the step, else from the best and worst
+        rollouts.
+        """
         folder = self.path / ROLLOUTS_FOLDER
         banked = {step_number(path): path for path in list_step_files(folder)}
         kept = [path for path in sorted(folder.glob("step_*.jsonl")) if STEP_NAME_PATTERN.fullmatch(path.stem)]
@@ -131,7 +147,7 @@ class RunFolder:
         for gone in (self._tables.keys() | self._skipped.keys()) - {*paths, self.path / METRICS_FILE}:
             self._tables.pop(gone, None)
             self._skipped.pop(gone, None)
-        with ThreadPoolExecutor(NUM_READER_THREADS) as readers:  # pyarrow lets others read while it does
+        with ThreadPoolExecutor(NUM_READER_THREADS) as readers:  # pyarrow releases the GIL while it reads
             tables = list(readers.map(self._read_table, paths))
         return pa.concat_tables([TABLE_SCHEMA.empty_table(), *(each for each in tables if each is not None)])
 
@@ -151,7 +167,10 @@ class RunFolder:
             return None
 
     def neighbors(self, step: int, row_index: int) -> tuple[list[int] | None, list[int] | None]:
-        """Step and place of the rollouts before and after one, in the order in which they were played; None at an end."""
+        """Return step and row of the previous and the next rollout, None at an end.
+
+        The order is that of steps and of rows within a step.
+        """
         table = self.rollout_table().select(["step", "place"])
         order = table.take(pc.sort_indices(table, sort_keys=[("step", "ascending"), ("place", "ascending")]))
         at = pc.index(pc.and_(pc.equal(order["step"], step), pc.equal(order["place"], row_index)), True).as_py()
@@ -160,11 +179,11 @@ class RunFolder:
         return before, after
 
     def missing_images(self, keys: Sequence[str]) -> list[str]:
-        """Of these pictures those whose files are not there."""
+        """Return the keys of the images that have no file."""
         return [key for key in dict.fromkeys(keys) if self._image_path(key) is None]
 
     def read_image(self, key: str) -> bytes | None:
-        """Return the PNG of a key; None where there is no such file in the run's folder, or one that does not begin as a PNG does."""
+        """Return the PNG of an image key, or None if the file is missing or not a PNG."""
         path = self._image_path(key)
         try:
             content = read_bytes(path, at_most=MAX_IMAGE_BYTES, follow_link=False) if path else b""
@@ -173,13 +192,20 @@ class RunFolder:
         return content if content.startswith(PNG) else None
 
     def _image_path(self, key: str) -> Path | None:
-        """Links are not followed: they may lead to any file of who looks at the page."""
+        """Return the path of an image.
+
+        Links are not followed, because they may lead to any file of the user.
+        """
         path = self.path / ROLLOUTS_FOLDER / image_file_name(key)
         is_inside = path.parent.resolve().is_relative_to(self.path.resolve())
         return path if is_inside and is_regular(path, follow_link=False) else None
 
     def load_rollouts(self, step: int, is_wanted: Callable[[Mapping[str, Any]], bool]) -> list[tuple[int, Rollout]]:
-        """Those of a step whose row is wanted, without pixels, each with its place. ValueError: they cannot be read."""
+        """Return the selected rollouts of a step without pixels, each with its row index.
+
+        Raises:
+            ValueError: the rollouts cannot be read.
+        """
         path = step_path(self.path / ROLLOUTS_FOLDER, step)
         if is_regular(path):
             rows = read_columns(path, ["place", "group", "sample_index"]).to_pylist()
@@ -194,16 +220,19 @@ class RunFolder:
         ]
 
     def model_path(self) -> str:
-        """Where its tokenizer may lie; empty where nobody says."""
+        """Return the path of the model, which may contain the tokenizer, or "" if it is unknown."""
         path = self._read_setting("model", "path")
         return path if isinstance(path, str) else ""
 
     def has_fixed_weights(self) -> bool:
-        """Whether one set of weights has played all: in an evaluation, and in rollouts alone."""
+        """Return True if a single set of weights generated all rollouts.
+
+        This is the case in evaluations and rollout-only runs.
+        """
         return (self.path / WEIGHTS).is_file() or bool(self._read_setting("run", "rollout_only"))
 
     def _read_setting(self, group: str, name: str) -> object:
-        """None where nobody says."""
+        """Return a setting of the run's configuration, or None if it is unknown."""
         try:
             return read_yaml(self.path / CONFIG)[group][name]
         except (OSError, ValueError, TypeError, KeyError):
@@ -219,7 +248,7 @@ def _parse_metrics_line(line: bytes) -> dict[str, float] | None:
 
 
 def _read_jsonl_rollouts(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
-    """The rollouts that can be read, by line, and which line cannot."""
+    """Return the readable rollouts with their line indices, and the error of another line."""
     found, skipped = [], ""
     try:
         for number, line in iterate_lines(path, at_most=MAX_FILE_BYTES):
@@ -250,12 +279,12 @@ def _jsonl_table(path: Path) -> tuple[pa.Table, str]:
 
 
 def replace_surrogates(value: object) -> object:
-    """A text without half characters, which neither JSON nor Parquet can hold."""
+    """Return a text without surrogate characters, which neither JSON nor Parquet can contain."""
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limit: int) -> list[dict[str, Any]]:
-    """Rows of a table as plain values, sorted by a column and then as they were played."""
+    """Return rows of a table as plain values, sorted by a column and then by step and row."""
     keys = [(sort, "descending" if descending else "ascending"), *((name, "ascending") for name in ("step", "place") if name != sort)]
     index = pc.sort_indices(table.select([name for name, _ in keys]), sort_keys=keys)[offset : offset + limit]
     rows = table.take(index).to_pylist()
@@ -263,7 +292,10 @@ def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limi
 
 
 def label_folders(paths: Sequence[Path]) -> dict[str, RunFolder]:
-    """Folders by the names that they have on the page: their last parts, as many as tell them apart."""
+    """Return the folders by their labels on the page.
+
+    A label is the end of the path, with as many components as needed to be unique.
+    """
     absolute = [path.resolve() for path in dict.fromkeys(paths)]
     num = 1
     while len({"/".join(path.parts[-num:]) for path in absolute}) < len(set(absolute)):

@@ -1,4 +1,8 @@
-"""Access to the page by a token: as `Authorization: Bearer TOKEN`, or in a browser once by `/?token=TOKEN`, which leaves a cookie."""
+"""Access control of the page by a token.
+
+The token is sent as `Authorization: Bearer TOKEN`, or once in a browser as `/?token=TOKEN`, which
+sets a cookie.
+"""
 
 import hashlib
 import hmac
@@ -12,14 +16,15 @@ REFUSAL = "this page asks for the token of its --token-file: open it once as /?t
 
 
 class TokenAccess:
-    """Passes requests that know the token, and answers all others with 401."""
+    """Passes requests with the token to the application, and answers all others with 401."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app, self._token = app, token.encode()
         self._cookie = hashlib.sha256(self._token).hexdigest().encode()
-        """A digest instead of the token: a cookie cannot hold all characters of a token."""
+        """Digest of the token, because a cookie cannot contain all characters of a token."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer or pass on one ASGI request."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -27,7 +32,7 @@ class TokenAccess:
         await (answer or self._app)(scope, receive, send)
 
     def _answer(self, request: Request) -> Response | None:
-        """Return None for a request that is let through."""
+        """Return the response to a request, or None if the request may pass."""
         if hmac.compare_digest(request.query_params.get("token", "").encode(), self._token):
             answer = RedirectResponse("/", 303)
             answer.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="strict")

@@ -1,7 +1,9 @@
-"""Texts of token ids, by the tokenizer of a run's folder, which a stranger may have made: its file says what is executed for each token.
+"""Decodes token ids with the tokenizer of a run's model, in a separate process.
 
-It is read and asked in a process of its own, which has limits of time, memory and bytes; a panic of the library ends that process alone.
-A line of JSON in each direction: [[5, 6], [7]] -> ["two words", "."]. Tried with tokenizers 0.23.
+The tokenizer file may come from an untrusted source, and it determines the code that runs for each
+token. The process has limits of time, memory and bytes, and a panic of the library ends only that
+process. Requests and responses are lines of JSON: [[5, 6], [7]] -> ["two words", "."]. Tested with
+tokenizers 0.23.
 """
 
 import json
@@ -17,14 +19,17 @@ from pathlib import Path
 from typing import IO
 
 REQUEST_TIMEOUT_S = 20.0
-"""Limit of one request; the first one includes reading the tokenizer."""
+"""Timeout of one request; the first one includes loading the tokenizer."""
 MEMORY_BYTES = 2 << 30
 MAX_RESPONSE_BYTES = 64 << 20
 MAX_ERROR_CHARS = 200
 
 
 class TokenDecoder:
-    """The process of one tokenizer.json, started when it is first asked. What has failed once is not tried again."""
+    """Process with one tokenizer.json, started at the first request.
+
+    After a failure it is not restarted.
+    """
 
     def __init__(self, file: Path, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
         self._file, self._limit_s = file, timeout_s
@@ -34,7 +39,11 @@ class TokenDecoder:
         self._errors: IO[bytes] | None = None
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each sequence. ValueError: the file cannot be read, or decoding exceeds a limit."""
+        """Return the text of each sequence.
+
+        Raises:
+            ValueError: the file cannot be read, or decoding exceeds a limit.
+        """
         with self._lock:
             if self._failure:
                 raise ValueError(self._failure)
@@ -46,6 +55,7 @@ class TokenDecoder:
                 raise
 
     def close(self) -> None:
+        """End the process."""
         with self._lock:
             self._stop_process()
 
@@ -59,7 +69,7 @@ class TokenDecoder:
             try:
                 line = answer.result(self._limit_s)
             except Late as error:
-                self._process.kill()  # which ends the exchange
+                self._process.kill()  # killing it ends the exchange
                 raise ValueError(f"{self._file} is not used: its tokens took longer than {self._limit_s:g} s") from error
         if not line.endswith(b"\n"):
             self._process.kill()
@@ -86,21 +96,27 @@ class TokenDecoder:
 
 
 def _send_request(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """Return the answer's line; without a newline where the process ended, or the line is too long."""
+    """Return the line of the response.
+
+    It has no newline if the process ended or the line is too long.
+    """
     try:
         process.stdin.write(request)
         process.stdin.flush()
-    except OSError:  # it has ended: why, it wrote to its log
+    except OSError:  # the process has ended and logged the reason
         return b""
     return process.stdout.readline(MAX_RESPONSE_BYTES)
 
 
 def serve_requests(file: Path, timeout_s: float) -> None:
-    """Answer requests until there are no more. The kernel ends this process at its limits, whoever waits for it."""
+    """Answer requests until standard input ends.
+
+    The kernel ends this process at its limits, independently of the waiting parent.
+    """
     from tokenizers import Tokenizer
 
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # of the log
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # limits the log
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_cpu(timeout_s)
     tokenizer = Tokenizer.from_file(str(file))

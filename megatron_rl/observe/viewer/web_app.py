@@ -1,7 +1,9 @@
-"""The page's server: a few questions about files, answered as JSON, and pictures. It writes nothing and runs nothing.
+"""Server of the page: requests for data of files, answered as JSON, and images.
 
-What a model wrote is data all the way: the page puts it on the screen as text (static/ has no innerHTML), and its policy for content lets
-no script run but its own files.
+It writes and runs nothing.
+
+Model output is treated as data throughout: the page inserts it as text (static/ has no innerHTML),
+and the content security policy allows only scripts from the page's own files.
 """
 
 import math
@@ -35,7 +37,10 @@ SECURITY_HEADERS = {
     "Cache-Control": "no-store",
 }
 OTHER_SITES = ("cross-site", "same-site")
-"""Values of the header Sec-Fetch-Site in requests that other sites' pages make. A link that the user follows is not refused."""
+"""Values of the header Sec-Fetch-Site in requests from other sites' pages.
+
+Links that a user follows are allowed.
+"""
 SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "said"))
 MAX_ROWS = 500
 TOKENIZER_FILE = "tokenizer.json"
@@ -43,7 +48,7 @@ PAD_TOKEN_RUN = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
 
 
 class RolloutPageQuery(RolloutFilters):
-    """A page of the table of rollouts."""
+    """A request for a page of the table of rollouts."""
 
     run: str
     sort: Literal[SORTABLE_COLUMNS] = "step"
@@ -53,11 +58,13 @@ class RolloutPageQuery(RolloutFilters):
 
 
 def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str = "") -> FastAPI:
-    """Return the page's application.
+    """Return the web application.
 
     Args:
-        hosts: Names under which the page may be asked for: another one is a web page of a stranger's that points here.
-        token: What every request must know; empty where only this machine reaches the page.
+        folders: run directories by label.
+        hosts: accepted host names. A request with another one may come from a foreign web page that
+            resolves to this machine.
+        token: secret that every request must contain; "" if only this machine can reach the page.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if token:
@@ -111,14 +118,17 @@ def _rollout_page(query: RolloutPageQuery, folder: RunFolder) -> dict[str, Any]:
 
 
 def _group_response(members: list[tuple[int, Rollout]]) -> dict[str, Any]:
-    """Return the members of a group with mean and deviation of their rewards."""
+    """Return the members of a group with mean and standard deviation of their rewards."""
     rewards = [rollout.reward for _, rollout in members if rollout.reward is not None]
     figures = {"mean": fmean(rewards), "std": pstdev(rewards)} if rewards else {"mean": None, "std": None}
     return _to_json_value({**figures, "members": [_member_record(place, rollout) for place, rollout in members]})
 
 
 class _DecoderCache:
-    """The tokenizer of each run: that of the model that the run began with, or of what it left. A file that has changed is read again."""
+    """Tokenizer of each run: that of its initial model, or else of its final model.
+
+    A file that has changed is read again.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Path, tuple[tuple[Path, int, int], TokenDecoder]] = {}
@@ -137,7 +147,7 @@ class _DecoderCache:
 
 
 def _episode_response(folder: RunFolder, step: int, place: int, decoders: _DecoderCache) -> dict[str, Any]:
-    """An episode, who is beside it, and which of its pictures are missing."""
+    """Return an episode, its neighbors, and the keys of its missing images."""
     found = _read_or_404(lambda: folder.load_rollouts(step, lambda row: row["place"] == place))
     if not found:
         raise HTTPException(404, f"step {step} has no rollout {place}")
@@ -234,7 +244,10 @@ def _episode_record(rollout: Rollout, decoder: TokenDecoder | None) -> dict[str,
 
 
 def _decode_prompt_and_tokens(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[int, str], str]:
-    """Return what the policy read before its first reply, a picture's places as one; the text of each token; or why there is neither."""
+    """Return the text of the prompt, the text of each token, and an error if there is neither.
+
+    Consecutive image placeholders of the prompt are merged into one.
+    """
     if decoder is None:
         return "", {}, "no tokenizer is at hand"
     stop = rollout.turns[0].token_span[0] if rollout.turns else None
@@ -249,7 +262,7 @@ def _decode_prompt_and_tokens(rollout: Rollout, decoder: TokenDecoder | None) ->
 
 
 def _prompt_images(rollout: Rollout) -> list[Image]:
-    """The pictures of the first prompt: those of its context that no turn has brought."""
+    """Return the images of the first prompt: those of the first sequence that no turn added."""
     if not rollout.sequences:
         return []
     stayed = [turn for turn, after in pairwise(rollout.turns) if turn.sequence == after.sequence == 0]
@@ -258,7 +271,7 @@ def _prompt_images(rollout: Rollout) -> list[Image]:
 
 
 def _sequence_record(context: TokenSequence, texts: Mapping[int, str]) -> dict[str, Any]:
-    """Tokens with their columns; without their texts they are numbers."""
+    """Return the tokens of a sequence with their columns. Tokens without a text are numbers."""
     columns = {
         name: getattr(context, name)
         for name in ("loss_mask", "rollout_logprobs", "weight_versions", *TOKEN_COLUMNS)
@@ -276,7 +289,7 @@ def _finite_or_none(value: object) -> object:
 
 
 def _to_json_value(value: Any) -> Any:
-    """JSON has no NaN and no infinities: the page is told null."""
+    """Replace NaN and infinities, which JSON does not have, with None."""
     if isinstance(value, dict):
         return {name: _to_json_value(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,0 +1,1 @@
+"""vLLM parts of the rollout engines: in-process engine, HTTP client and weight transfer."""

@@ -1,8 +1,10 @@
-"""One call of a server of vLLM for one turn, and what is believed of its answer.
+"""Client that requests one turn from a vLLM server and validates the reply.
 
-`/inference/v1/generate`: ids out; ids, logprobs and versions back. A picture travels once to each server, then its key stands for it: the
-turn that brings one is asked for its first token by itself, and others that show it wait for that.
-Read against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,serving}.py.
+`/inference/v1/generate` takes token ids and returns token ids, logprobs and weight versions. An
+image is sent once to each server; later requests refer to it by its key. A turn with a new image
+first requests a single token by itself, and other turns with the same image wait for that request.
+
+Written against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,serving}.py.
 """
 
 import asyncio
@@ -26,9 +28,11 @@ from sandbox.bounded_http import BoundedClient, NoResponse
 
 GENERATE_PATH = "/inference/v1/generate"
 MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 10, 1 << 20
-"""Bytes of an answer: of each token, read or sampled, and of all else."""
+"""Maximum bytes of a reply: for each token, in the prompt or sampled, and for everything else."""
 ABORTED = "abort"
-"""Why a turn ended that a server was told to give up, with the tokens that are there."""
+"""Finish reason of a turn that the server was requested to abort; the reply has the tokens sampled
+so far.
+"""
 
 
 class _Logprob(BaseModel):
@@ -58,12 +62,12 @@ class _Reply(BaseModel):
 
 
 class _ImageForgotten(EndpointError):
-    """It has forgotten a picture."""
+    """The server has evicted an image from its cache."""
 
 
 @dataclass(slots=True, frozen=True)
 class GenerateRequest:
-    """What is asked for, whole."""
+    """Complete request for one turn."""
 
     token_ids: list[int]
     images: list[Image]
@@ -72,32 +76,47 @@ class GenerateRequest:
 
 @dataclass(slots=True, frozen=True)
 class PartialCompletion:
-    """What a server has sampled of a turn."""
+    """Tokens of a turn that one call to a server has sampled."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
-    """stop, length, or ABORTED."""
+    """Reason why the server ended: stop, length or ABORTED."""
     num_from_first_request: int = 0
-    """Of them, those that a request before the last has sampled: a stop text that begins there the server has not seen whole."""
+    """Number of leading tokens that an earlier request sampled. The server cannot match a stop
+    string that begins in them.
+    """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerateClient:
+    """Sends requests for turns to vLLM servers."""
+
     http: BoundedClient
     image_token_id: int
     stop_ids: list[int]
     limit_s: float
-    """Seconds for one request with its whole answer."""
+    """Timeout in seconds of one request with its whole reply."""
     connect_s: float
+    """Timeout in seconds of connecting to a server."""
 
     async def generate(
         self, server: VllmServer, request: GenerateRequest, partial_completion: Completion, *, label: str, salt: str
     ) -> PartialCompletion:
-        """The rest of a turn of which this much is said, by the weights of this label; `salt` tells prefixes in the server's cache apart.
+        """Sample the rest of a turn.
 
-        EndpointError: no answer, or one that is none; KeyRefused, which is one: the server asks for a key. ValueError: what vLLM does not
-        take.
+        Args:
+            server: Server that receives the request.
+            request: The complete turn.
+            partial_completion: Tokens of the turn that were sampled before.
+            label: Label of the weights that must sample.
+            salt: Separates the prefixes of different weights in the server's cache.
+
+        Raises:
+            KeyRefused: The server rejects the token. It is an EndpointError.
+            EndpointError: There is no reply, or it is invalid.
+            ValueError: vLLM rejects the request.
+            RuntimeError: The server read other prompt ids than it was sent.
         """
         call = partial(self._send_with_images, server, request, label=label, salt=salt)
         num_said, most = len(partial_completion.token_ids), request.sampling.max_tokens
@@ -116,7 +135,7 @@ class GenerateClient:
     async def _send_with_images(
         self, server: VllmServer, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
     ) -> PartialCompletion:
-        """At most so many tokens more; where the server has forgotten a picture, all of the turn's are sent again."""
+        """Request at most `most` tokens; send the turn's images again if the server lacks one."""
         try:
             return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt)
         except _ImageForgotten:
@@ -173,20 +192,27 @@ class GenerateClient:
         }
 
     def _collapse_image_tokens(self, token_ids: list[int]) -> list[int]:
-        """One placeholder a picture: the server expands them itself."""
+        """Return the ids with a single placeholder per image.
+
+        The server expands the placeholders itself.
+        """
         own, before = self.image_token_id, [None, *token_ids[:-1]]
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
 
     async def image_reference(self, image: Image, server: VllmServer) -> dict[str, object]:
+        """Return the image as a part of a request, without data if the server has it."""
         data = None if image.key in server.known_images else await asyncio.to_thread(_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
 
 
 @asynccontextmanager
 async def _sending_images(server: VllmServer, image_keys: set[str]) -> AsyncIterator[bool]:
-    """Whether who shows these pictures brings the server those that it lacks. What others are bringing is waited for first.
+    """Yield True if this request must send images that the server lacks.
 
-    EndpointError: it rests since one of them failed, and this one did not try.
+    Images that other requests are sending are awaited first.
+
+    Raises:
+        EndpointError: Another request failed to send such an image, and the server is backing off.
     """
     while unknown := image_keys - server.known_images:
         if not (coming := unknown & server.pending_images.keys()):
@@ -205,8 +231,12 @@ async def _sending_images(server: VllmServer, image_keys: set[str]) -> AsyncIter
 
 
 def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: int) -> PartialCompletion:
-    """EndpointError: that is no reply of an engine of this run, by the weights that it was asked for. RuntimeError: it has read other ids
-    than those that are trained on."""
+    """Parse and check a reply.
+
+    Raises:
+        EndpointError: It is no valid reply, or it was sampled by other weights than `label`.
+        RuntimeError: The server read other ids than those that are trained on.
+    """
     try:
         reply = _Reply.model_validate_json(body)
         (choice,) = reply.choices
@@ -226,9 +256,11 @@ def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: in
 
 
 def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
-    """Where a stop text is complete that no server has seen whole: it begins in the first `before` tokens and ends behind them.
+    """Return the number of tokens up to the end of a stop string that no server could match.
 
-    A token is a byte at least, a character four bytes at most.
+    Such a string begins in the first `before` tokens and ends after them. Returns None if there is
+    none. The search is limited to a window around `before`: a token has at least one byte, and a
+    character at most four.
     """
     reach = 4 * max(map(len, stop))
     first, last = max(0, before - reach), min(len(token_ids), before + reach)
@@ -243,7 +275,7 @@ def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Ca
 
 
 def _data_url(image: Image) -> str:
-    """The picture at its final size, without loss."""
+    """Return the image at its final size as a data URL, without loss."""
     file = io.BytesIO()
     image.pil.save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

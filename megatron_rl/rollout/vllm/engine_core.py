@@ -1,10 +1,13 @@
-"""vLLM in this process: requests in, sampled tokens out, one step at a time. No asyncio, no ranks: those are rollout/colocated.py.
+"""vLLM in this process: adds requests and returns sampled tokens, one step at a time.
 
-Token in, token out: the ids and the patches go to vLLM as they are, already expanded and already processed, so vLLM neither tokenizes nor
-resizes nor hashes, and the trainer's patches are the engine's. Sampling is from the model at the temperature with the banned ids removed;
-no top-p, no top-k, and the model folder's generation config has no say.
+asyncio and ranks are left to rollout/colocated.py. Token ids and patches go to vLLM already
+expanded and processed. vLLM thus neither tokenizes, resizes nor hashes, and the engine uses the
+trainer's patches. Tokens are sampled from the model's distribution at the temperature, with the
+banned ids removed. There is no top-p and no top-k, and the model folder's generation config is
+ignored.
 
-Read against vLLM 0.32.0: inputs/engine.py, v1/engine/llm_engine.py, v1/sample/logits_processor/interface.py. CUDA was never run.
+Written against vLLM 0.32.0: inputs/engine.py, v1/engine/llm_engine.py,
+v1/sample/logits_processor/interface.py. CUDA has not been tested on hardware yet.
 """
 
 import logging
@@ -32,11 +35,16 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 CACHED_PATCHES = 1 << 20
-"""Of images kept between requests: 4.9 GB of Qwen2.5-VL's, 6.4 GB of Qwen3-VL's, in part shared with the Image they came from."""
+"""Maximum number of image patches kept between requests: 4.9 GB of Qwen2.5-VL's, 6.4 GB of
+Qwen3-VL's, in part shared with the `Image` that they came from.
+"""
 
 
 def _prepare_environment(*, cuda: bool) -> None:
-    """What vLLM reads from the environment when it is imported: offline, silent, in this process, threads left alone."""
+    """Set the environment variables that vLLM reads when it is imported.
+
+    vLLM is offline, quiet, within this process, and does not bind threads.
+    """
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
@@ -55,7 +63,11 @@ def _start_vllm(
     model_path: str, settings: EngineSettings, *,
     banned_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float,
 ) -> "LLM":  # fmt: skip
-    """Build vLLM's engine, leaving torch's number of threads to the caller (vLLM 0.32.0 v1/worker/cpu_worker.py takes it away)."""
+    """Build vLLM's engine.
+
+    Restores torch.set_num_threads, which vLLM 0.32.0 (v1/worker/cpu_worker.py) replaces, so that
+    the caller keeps control of the number of threads.
+    """
     cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     require(not cuda or torch.cuda.is_available(), "engine.device", "cuda", "this machine has no CUDA device; use auto or cpu")
     _prepare_environment(cuda=cuda)
@@ -81,7 +93,7 @@ def _start_vllm(
                 raise ValueError(misfit) from error
             raise
     torch.set_num_threads = set_num_threads
-    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open now: nothing of it outlives them, however they end
+    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open by now; unlinked, it ends with them even after a crash
         segment.unlink(missing_ok=True)
     return llm
 
@@ -89,11 +101,16 @@ def _start_vllm(
 def engine_arguments(
     model_path: str, settings: EngineSettings, *, cuda: bool, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float
 ) -> dict[str, object]:
-    """Arguments of vLLM's EngineArgs. pixels: the fewest and the most of a picture that will come; None takes the folder's own limits.
-    timeout_s: what its groups wait; by itself half an hour on CPUs, ten minutes on GPUs.
+    """Return the arguments of vLLM's EngineArgs.
 
-    vLLM 0.32.0 measures its largest step, and sizes the cache of pictures, by the largest picture that its own processor would make
-    (model_executor/models/qwen2_vl.py, get_max_image_tokens). The released one makes 16,384 tokens of 12.8 megapixels, ours seldom do.
+    vLLM 0.32.0 measures its largest step, and sizes the image cache, by the largest image that its
+    own processor would make (model_executor/models/qwen2_vl.py, get_max_image_tokens). The released
+    processor makes up to 16,384 tokens from 12.8 megapixels; the images of a run are seldom that
+    large.
+
+    `pixels` are the minimum and maximum number of pixels of an image; None takes the folder's own
+    limits. `timeout_s` is the timeout of vLLM's groups; vLLM's defaults are half an hour on CPUs
+    and ten minutes on GPUs.
     """
     sizes = {"shortest_edge": pixels[0], "longest_edge": pixels[1]} if pixels else None
     return {
@@ -116,10 +133,11 @@ def engine_arguments(
 
 
 def device_arguments(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
-    """Arguments of LLM that say where it computes, and with how much memory.
+    """Return the arguments of LLM for its device and memory.
 
-    On CUDA an engine of one rank has the external launcher, too: it reads LOCAL_RANK. The other executor would put the engines of all of a
-    node's ranks on cuda:0 (vLLM 0.32.0 v1/executor/uniproc_executor.py, _distributed_args).
+    On CUDA an engine of one rank has the external launcher too, which reads LOCAL_RANK. The other
+    executor would place the engines of all of a node's ranks on cuda:0 (vLLM 0.32.0
+    v1/executor/uniproc_executor.py, _distributed_args).
     """
     launcher = {"tensor_parallel_size": settings.tp, "distributed_executor_backend": "external_launcher"}
     if cuda:
@@ -129,10 +147,11 @@ def device_arguments(settings: EngineSettings, *, cuda: bool) -> dict[str, objec
 
 
 def set_shared_memory_name(name: str) -> None:
-    """Let the ranks of this engine meet in shared memory of their own.
+    """Give the ranks of this engine a shared-memory segment of their own.
 
-    vLLM 0.32.0 names it by the port of its init method, of which env:// has none: engines of several ranks on one machine would all meet
-    in the same, and none would start beside another or after one that was killed (distributed/device_communicators/cpu_communicator.py).
+    vLLM 0.32.0 names the segment by the port of its init method, and env:// has none. All engines
+    of several ranks on a machine would use the same segment, and none would start while another
+    runs or after one was killed (distributed/device_communicators/cpu_communicator.py).
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
@@ -143,14 +162,20 @@ def set_shared_memory_name(name: str) -> None:
 
 
 class VllmCore:
-    """vLLM's engine with this project's requests and weights. Every rank of an engine makes the same calls in the same order."""
+    """vLLM's engine with this project's requests and weights.
+
+    Every rank of an engine makes the same calls in the same order.
+    """
 
     def __init__(
         self, model_path: str, settings: EngineSettings, *,
         banned_ids: list[int], stop_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float,
         version: int, cached_patches: int = CACHED_PATCHES,
     ) -> None:  # fmt: skip
-        """`name` is this engine's alone, the same on all its ranks. It has the folder's weights, or none before load_weights."""
+        """Build the engine, with the folder's weights, or without any until `load_weights`.
+
+        `name` is unique to this engine and the same on all its ranks.
+        """
         self._llm = _start_vllm(
             model_path, settings, banned_ids=banned_ids, name=name, pixels=pixels, reads_weights=reads_weights, timeout_s=timeout_s
         )  # fmt: skip
@@ -166,17 +191,22 @@ class VllmCore:
         if not self._cuda:
             use_seeded_noise(runner)
         self.sleeping_tags: list[str] = []
-        """What sleep has taken from the GPU and nothing has brought back yet: weights, kv_cache."""
+        """GPU memory that `sleep` has freed and nothing has restored yet: weights, kv_cache."""
 
     def is_busy(self) -> bool:
+        """Return True if there are unfinished requests."""
         return self._engine.has_unfinished_requests()
 
     def known_images(self) -> set[str]:
-        """Keys of the images whose patches need not be sent again."""
+        """Return the keys of the images whose patches need not be sent again."""
         return set(self._items)
 
     def add(self, request: Request) -> None:
-        """Queue a request for the next step. Raises ValueError for what vLLM does not take."""
+        """Queue a request for the next step.
+
+        Raises:
+            ValueError: vLLM rejects the request.
+        """
         from vllm.exceptions import VLLMValidationError
 
         if self._noise and not self.is_busy():
@@ -187,22 +217,30 @@ class VllmCore:
             raise ValueError(str(error)) from error
 
     def trim_images(self) -> None:
-        """Forget the images used longest ago; once a step, so that every rank knows the same ones when the leader asks."""
+        """Remove the least recently used images from the cache.
+
+        Called once per step, so that all ranks have the same images when the leader checks which
+        ones to send.
+        """
         while self._num_patches > self._max_cached_patches:
             _, oldest = self._items.popitem(last=False)
             self._num_patches -= int(oldest["image_grid_thw"].data.prod())
 
     def abort(self, request_ids: list[str]) -> None:
+        """Abort these requests."""
         self._engine.abort_request(request_ids)
 
     def step(self) -> list[tuple[str, Completion]]:
-        """One forward pass for all requests. Returns those that have ended, by a stop id or text where they are finished."""
+        """Run one forward pass for all requests and return those that have ended.
+
+        Completion.is_stopped is True if a request ended by a stop id or stop string.
+        """
         ended = []
         for output in self._engine.step():
             (sampled,) = output.outputs
             assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id} ended by {sampled.finish_reason}"
             token_ids, told = list(sampled.token_ids), list(sampled.logprobs.logprobs)
-            each = len(told) // len(token_ids)  # of a token: itself first, then those that were asked (v1/sample/sampler.py)
+            each = len(told) // len(token_ids)  # of a token: its own first, then the requested ids (v1/sample/sampler.py)
             logprobs, asked = told[::each], [told[at + 1 : at + each] for at in range(0, len(told), each)] if each > 1 else []
             versions = [int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)]
             assert len(versions) == len(token_ids), f"versions of {len(versions)} tokens, {len(token_ids)} were sampled"
@@ -221,7 +259,10 @@ class VllmCore:
         return mm_input(request.token_ids, MultiModalKwargsItems({"image": items}), {"image": keys}, {"image": ranges})
 
     def _item(self, image: ImageInput) -> "MultiModalKwargsItem":
-        """The image in the fields of vLLM's model (model_executor/models/qwen2_vl.py::_create_qwen2vl_field_factory)."""
+        """Return the image in the fields of vLLM's model.
+
+        They are those of model_executor/models/qwen2_vl.py::_create_qwen2vl_field_factory.
+        """
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
         if image.key not in self._items:
@@ -256,9 +297,10 @@ class VllmCore:
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights (weights.Weights.load) and forget what the old ones computed; wakes the weights' memory if it sleeps.
+        """Replace the weights (EngineWeights.load) and discard what the old ones computed.
 
-        Requests that are under way keep the tokens that they have, with their version, and go on with these weights.
+        Restores the memory of the weights if it sleeps. Requests in progress keep their tokens,
+        with their versions, and continue with the new weights.
         """
         if "weights" in self.sleeping_tags:
             self._engine.wake_up(["weights"])
@@ -268,18 +310,27 @@ class VllmCore:
         self._engine.set_weight_version(str(version))
 
     def _reset_caches(self) -> None:
-        """Prefixes and image embeddings belong to the weights that computed them. Requests that are under way lose theirs, too: vLLM lets
-        them wait as if there had been no memory for them, and computes their prompts and what they sampled anew (vLLM 0.32.0,
-        v1/core/sched/scheduler.py, reset_prefix_cache). Noise is a function of seed and position, which go on (sampler.py)."""
+        """Clear the prefixes and image embeddings, which belong to the weights that computed them.
+
+        Requests in progress lose theirs too: vLLM preempts them as if there were no memory, and
+        recomputes their prompts and sampled tokens (vLLM 0.32.0, v1/core/sched/scheduler.py,
+        reset_prefix_cache). On CPUs the noise depends on seed and position only, which are kept
+        (sampler.py).
+        """
         assert self._engine.reset_prefix_cache(reset_running_requests=True), "the prefix cache is in use"
         self._engine.reset_mm_cache()
         self._engine.reset_encoder_cache()
 
     def sleep(self) -> None:
-        """On CUDA discard weights and cache (vLLM's level 2: the next load_weights brings all of them); on a CPU empty the caches.
+        """Free memory for the trainer.
 
-        Patches go: the trainer makes its own; those of requests that are under way stay. The worker has those of requests that ended last
-        until it is told, with the step after it, as vLLM's own loop does (0.32.0 v1/engine/core.py, EngineCoreProc.has_work).
+        On CUDA this discards weights and cache (vLLM's level 2: the next load_weights sends all
+        weights). On a CPU it empties the caches. The cached patches are dropped, because the
+        trainer makes its own; those of requests in progress stay.
+
+        The worker keeps the patches of the requests that ended last until its next step. An idle
+        engine therefore makes one more step, as vLLM's own loop does (0.32.0 v1/engine/core.py,
+        EngineCoreProc.has_work).
         """
         if not self.is_busy():
             self._engine.step()
@@ -291,10 +342,12 @@ class VllmCore:
             self.sleeping_tags = ["weights", "kv_cache"]
 
     def wake(self) -> None:
+        """Restore the memory of the cache; after `sleep` on CUDA, call `load_weights` first."""
         assert "weights" not in self.sleeping_tags, "load_weights before wake: sleep discarded them"
         if self.sleeping_tags:
             self._engine.wake_up(self.sleeping_tags)
             self.sleeping_tags = []
 
     def close(self) -> None:
+        """Shut vLLM down."""
         self._engine.engine_core.shutdown()

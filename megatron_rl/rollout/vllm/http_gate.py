@@ -1,9 +1,13 @@
-"""The gate of a vLLM server that a run starts or asks: the checks of sandbox/access.py on every route, and one worker method by RPC.
+r"""Access control of the vLLM servers that a run starts or uses.
 
-    MEGATRON_RL_TOKEN_FILE=FILE python -m vllm.entrypoints.openai.api_server ... --middleware megatron_rl.rollout.vllm.http_gate.Gate
+    MEGATRON_RL_TOKEN_FILE=FILE python -m vllm.entrypoints.openai.api_server ... \
+        --middleware megatron_rl.rollout.vllm.http_gate.Gate
 
-vLLM's own key covers /v1, /v2, /inference and /cohere alone (0.32.0, entrypoints/serve/middleware/authenticate.py): without this gate
-whoever reaches the port pauses an engine, replaces its weights and calls any method of its worker, one that writes files among them.
+The middleware applies the checks of sandbox/access.py to every route, and allows one worker method
+by RPC. vLLM's own key covers only /v1, /v2, /inference and /cohere (0.32.0,
+entrypoints/serve/middleware/authenticate.py). Without this gate, anyone who reaches the port could
+pause an engine, replace its weights and call any method of its worker, including one that writes
+files.
 """
 
 import json
@@ -16,20 +20,24 @@ from sandbox.gate import MIN_BODY_BYTES, replay_body, send_rejection
 from sandbox.token import read_token
 
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
-"""Environment variable of the server: the file of its token."""
+"""Environment variable of the server with the path of its token file."""
 MIDDLEWARE = f"{__name__}.Gate"
 ALLOWED_RPC = {"method": "rl_fingerprint"}
-"""The only body of /collective_rpc: what rollout/vllm/server_api.py asks for."""
+"""Only allowed body of /collective_rpc, which rollout/vllm/server_api.py sends."""
 
 
 class Gate:
-    """ASGI middleware. A server without a token does not start."""
+    """ASGI middleware that checks every request.
+
+    A server without a token does not start.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self._rules: AccessRules | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request and pass it on to vLLM, or reject it."""
         if scope["type"] == "lifespan":
             await self._start(scope, receive, send)
         elif scope["type"] != "http":
@@ -42,7 +50,7 @@ class Gate:
             await self.app(scope, receive, send)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the token before the server takes requests."""
+        """Read the token before the server accepts requests."""
         try:
             token = read_token(os.environ.get(TOKEN_FILE, ""))
         except ValueError as error:

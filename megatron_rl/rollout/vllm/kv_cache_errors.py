@@ -1,4 +1,4 @@
-"""A KV cache that does not fit, in the words of our settings."""
+"""Translates vLLM's errors about the KV cache into errors about this project's settings."""
 
 import math
 import re
@@ -7,10 +7,13 @@ from megatron_rl.config import EngineSettings
 
 
 def kv_cache_error(message: str, settings: EngineSettings, *, cuda: bool) -> str:
-    """Return our line for what vLLM 0.32.0 says of its KV cache (v1/core/kv_cache_utils.py, v1/worker/cpu_worker.py); '' for all else."""
+    """Return the error message for a KV-cache error of vLLM 0.32.0, or '' for any other error.
+
+    vLLM raises these errors in v1/core/kv_cache_utils.py and v1/worker/cpu_worker.py.
+    """
     key, value = ("gpu_memory_utilization", settings.gpu_memory_utilization) if cuda else ("kv_cache_mib", settings.kv_cache_mib)
     needed = re.search(r"([\d.]+) GiB KV cache is needed", message)
-    if needed:  # vLLM says it to a hundredth of a GiB
+    if needed:  # vLLM rounds it to a hundredth of a GiB
         least = math.ceil((float(needed[1]) + 0.005) * 1024)
         remedy = f"raise it until the cache has {least} MiB" if cuda else f"raise it to {least}"
         return f"engine.{key}={value}: too small for engine.max_model_len={settings.max_model_len}; {remedy}, or lower the latter"

@@ -1,12 +1,15 @@
-"""How vLLM samples for us: banned ids have no probability, and a token's noise depends on its request's seed and its position alone.
+"""Sampling in vLLM with banned ids and with noise that depends only on seed and position.
 
-vLLM's own seeds are generators that live with a request. On a CPU they fail when a prompt is computed in two parts (vllm 0.32.0,
-v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU Generator does not use offset"), and they cost a call per request and step. Noise
-that is a hash of (seed, position) is the same however requests are batched, split or preempted.
+vLLM's own seeds are generators, one per request. On a CPU they fail when a prompt is computed in
+two parts (vllm 0.32.0, v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU Generator does not
+use offset"), and they cost a call per request and step. Noise that is a hash of (seed, position) is
+the same however requests are batched, split or preempted.
 
-On CUDA (never run) a generator a request would be a kernel a request and step (v1/sample/ops/topk_topp_sampler.py::random_sample), so all
-requests of an engine draw from one, which the request that finds the engine idle seeds with its own seed: the same rollouts again where
-requests come and end in the same order, which nobody promises of episodes with tools or judges.
+On CUDA (not tested on hardware yet) one generator per request would cost a kernel per request and
+step (v1/sample/ops/topk_topp_sampler.py::random_sample). All requests of an engine therefore draw
+from one generator. A request that finds the engine idle seeds it with its own seed. Rollouts repeat
+only if requests start and end in the same order, which is not guaranteed for episodes with tools or
+judges.
 """
 
 import math
@@ -22,13 +25,18 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 SEED_KEY, NUM_SAMPLED_KEY = "megatron_rl_seed", "megatron_rl_first"
-"""Keys of SamplingParams.extra_args: the seed of a turn, and how many of its tokens were sampled before (0 where it is left out)."""
+"""Keys of SamplingParams.extra_args: the seed of a turn, and the number of its tokens that were
+sampled before (0 if it is missing).
+"""
 BANNED_IDS_KEY = "megatron_rl_banned_ids"
-"""Key of VllmConfig.additional_config."""
+"""Key of the banned ids in VllmConfig.additional_config."""
 
 
 def mix_seeds(seed_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
-    """63 well-mixed bits for each (seed, position) by SplitMix64's finalizer (Steele, Lea, Flood 2014). uint64 in, int64 out."""
+    """Return 63 well-mixed bits for each (seed, position).
+
+    Uses SplitMix64's finalizer (Steele, Lea, Flood 2014). uint64 in, int64 out.
+    """
     x_R = _finalize(seed_R) + position_R * np.uint64(0x9E3779B97F4A7C15)
     return (_finalize(x_R) >> np.uint64(1)).astype(np.int64)
 
@@ -40,7 +48,10 @@ def _finalize(x_R: np.ndarray) -> np.ndarray:
 
 
 def make_logits_processor() -> "type[LogitsProcessor]":
-    """A class for LLM(logits_processors=...) that bans ids exactly (logit_bias stops at -100) and knows each row's seed and position."""
+    """Return a class for LLM(logits_processors=...).
+
+    It bans ids exactly (logit_bias stops at -100) and knows the seed and position of each row.
+    """
     from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
     class BanAndSeed(LogitsProcessor):
@@ -50,7 +61,11 @@ def make_logits_processor() -> "type[LogitsProcessor]":
 
         @classmethod
         def validate_params(cls, params: "SamplingParams") -> None:
-            """A server hears from anybody. ValueError: without a seed the step would fail for all."""
+            """Raise ValueError if a request has no seed.
+
+            A server accepts requests from any client, and without a seed the step would fail for
+            all requests.
+            """
             if SEED_KEY not in (params.extra_args or {}):
                 raise ValueError(f"extra_args: {SEED_KEY} is missing")
 
@@ -67,7 +82,7 @@ def make_logits_processor() -> "type[LogitsProcessor]":
             return logits.index_fill_(1, self._banned, -math.inf)
 
         def noise_seeds(self, count: int) -> torch.Tensor:
-            """int64 [R] for the rows that are sampled now."""
+            """Return the noise seeds of the rows that are sampled now, int64 [R]."""
             rows = [self._rows[i] for i in range(count)]
             seed_R = np.array([seed for seed, _, _ in rows], dtype=np.uint64)
             position_R = np.array([first + len(output_ids) for _, first, output_ids in rows], dtype=np.uint64)
@@ -77,17 +92,22 @@ def make_logits_processor() -> "type[LogitsProcessor]":
 
 
 class EngineNoise:
-    """One generator for all requests of an engine, on its device."""
+    """Generator on the engine's device that all its requests share."""
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         self._generator = torch.Generator(device=runner.device)
         runner.sampler.topk_topp_sampler.forward = self._forward
 
     def seed(self, number: int) -> None:
+        """Seed the generator."""
         self._generator.manual_seed(number % (1 << 63))
 
     def _forward(self, logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each row, with probability softmax(logits): the smallest of exponential times, each divided by its probability."""
+        """Sample a token for each row with probability softmax(logits); also return the logprobs.
+
+        The sampled token has the smallest of exponential times, each divided by the token's
+        probability.
+        """
         assert not generators and k is None and p is None, "sampling is from the whole distribution"
         logprob_RV = logits.log_softmax(dim=-1, dtype=torch.float32)
         time_RV = torch.empty_like(logprob_RV).exponential_(generator=self._generator)
@@ -95,7 +115,10 @@ class EngineNoise:
 
 
 def use_seeded_noise(runner: "GPUModelRunner") -> None:
-    """Let a CPU runner draw its Gumbel noise from BanAndSeed instead of generators (v1/sample/ops/topk_topp_sampler.py::forward_cpu)."""
+    """Let a CPU runner draw its Gumbel noise from BanAndSeed instead of generators.
+
+    Replaces v1/sample/ops/topk_topp_sampler.py::forward_cpu.
+    """
     (own,) = (each for each in runner.input_batch.logitsprocs.all if type(each).__name__ == "BanAndSeed")
 
     def forward(logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:

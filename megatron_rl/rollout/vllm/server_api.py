@@ -1,6 +1,6 @@
-"""A server of vLLM as its clients see it: its calls by HTTP, and how it fares.
+"""HTTP calls of a vLLM server, and the state of the server as its clients know it.
 
-All that it says is checked. A call that goes wrong raises EndpointError, with what the server said about it.
+Every reply is validated. A failed call raises EndpointError with the server's message.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from sandbox.bounded_http import DENIED_STATUSES, BoundedClient, BoundedResponse
 from sandbox.token import read_token
 
 REPLY_TIMEOUT_S, LOAD_TIMEOUT_S, CHECKSUM_TIMEOUT_S = 10.0, 120.0, 600.0
-"""What a server may take to say something of itself, for a call that changes it, and to read all of its weights."""
+"""Timeouts in seconds of a query, a call that changes the server, and a checksum of all weights."""
 MAX_REPLY_BYTES, MAX_CHECKSUM_BYTES = 1 << 20, 64 << 20
-"""Limits of an answer, and of the one that lists the checksums of all parameters of all workers."""
+"""Maximum bytes of a reply, and of the reply with all checksums of all workers."""
 MIN_BACKOFF_S = 0.5
 T = TypeVar("T", bound=BaseModel)
 CONNECTION_HINT = "start it with the command that launch/engine.py prints"
@@ -53,58 +53,80 @@ class _Fingerprints(BaseModel):
 
 @dataclass(slots=True)
 class BusyTimer:
-    """How long a server has had something under way; times are a clock's."""
+    """Measures the time in which a server has requests in flight, on a clock of the caller."""
 
     num_in_flight: int = 0
     since: float = 0.0
     finished_s: float = 0.0
 
     def start(self, now: float) -> None:
+        """Count a request that starts at `now`."""
         if self.num_in_flight == 0:
             self.since = now
         self.num_in_flight += 1
 
     def stop(self, now: float) -> None:
+        """Remove a request that ends at `now`."""
         self.num_in_flight -= 1
         if self.num_in_flight == 0:
             self.finished_s += now - self.since
 
     def busy_seconds(self, now: float) -> float:
+        """Return the seconds with at least one request in flight until `now`."""
         return self.finished_s + (now - self.since if self.num_in_flight else 0.0)
 
 
 class VllmServer:
-    """One server. Of the loop's thread, but for `call` and what is made of it."""
+    """One vLLM server.
+
+    It belongs to the event loop's thread, except for `call` and the methods that use it.
+    """
 
     def __init__(self, url: str, *, token: str = "", is_own: bool = False, max_timeout_s: float = CHECKSUM_TIMEOUT_S) -> None:
-        """`token` goes with every request. `is_own`: the run started it. `max_timeout_s` is what any call may take at most, with
-        its whole answer."""
+        """Create the client state of a server.
+
+        Args:
+            url: Address of the server.
+            token: Token that is sent with every request.
+            is_own: True if the run started the server.
+            max_timeout_s: Upper limit of the timeout of any `call`, with its whole reply.
+        """
         self.url, self.token, self._max_timeout_s = url.rstrip("/"), token, max_timeout_s
         self._key_remedy = OWN_SERVER_KEY_REMEDY if is_own else KEY_REMEDY
         self.endpoint = Endpoint(self.url, MIN_BACKOFF_S)
         self.is_healthy = False
-        """It holds the weights that are served now, as far as is known."""
+        """True if the server has the weights that are served now, as far as is known."""
         self.is_responding = True
-        """It has said what weights it has when it was asked last, or was not asked yet."""
+        """True if the server reported its weight version at the last check, or was never checked.
+        """
         self.is_checksumming = False
-        """Its engine reads all of its weights because it was asked to, and answers nothing else meanwhile."""
+        """True while the server computes checksums of all its weights and answers nothing else."""
         self.busy_timer = BusyTimer()
-        """Of this process's turns, on time.perf_counter's clock."""
+        """Timer of this process's turns, on time.perf_counter's clock."""
         self.last_sampled_at = 0.0
-        """When it has sampled last, on time.monotonic's clock."""
+        """Time at which the server last sampled tokens, on time.monotonic's clock."""
         self.known_images: set[str] = set()
-        """Keys of the pictures that it was sent."""
+        """Keys of the images that the server was sent."""
         self.pending_images: dict[str, asyncio.Event] = {}
-        """By key of a picture that is being sent: done when that has ended, well or not."""
+        """Maps the key of an image that is being sent to an event, which is set when that ends,
+        with or without success.
+        """
         self.failure: asyncio.Future[str] | None = None
-        """Done, with the reason, when it is given up while it is in."""
+        """Future that receives the reason when the healthy server is marked unhealthy."""
         self.access_error = ""
-        """The answer by which it has refused this run's key or token, in words: no outage, the run ends."""
+        """Error about the reply by which the server rejected this run's key or token. It ends the
+        run; it is no outage.
+        """
 
     def call(
         self, path: str, body: object = None, *, timeout_s: float = REPLY_TIMEOUT_S, max_bytes: int = MAX_REPLY_BYTES, **query: str
     ) -> bytes:  # fmt: skip
-        """GET without a body, POST with one. KeyRefused, EndpointError: it said no, or nothing."""
+        """Send GET without a body, POST with one, and return the content of the reply.
+
+        Raises:
+            KeyRefused: The server rejects the token.
+            EndpointError: The reply has an error status, or there is none.
+        """
         verb, limit_s = "GET" if body is None else "POST", min(timeout_s, self._max_timeout_s)
         try:
             answer = send_request(verb, self.url + path, body, timeout_s=limit_s, max_bytes=max_bytes, token=self.token, params=query)
@@ -115,7 +137,7 @@ class VllmServer:
     async def call_in_loop(
         self, http: BoundedClient, path: str, body: object = None, *, limit_s: float, max_bytes: int = MAX_REPLY_BYTES
     ) -> bytes:  # fmt: skip
-        """The same by the connections of an event loop."""
+        """Send a request as `call` does, over the connections of an event loop."""
         try:
             answer = await http.request("GET" if body is None else "POST", self.url + path, body, timeout_s=limit_s, max_bytes=max_bytes)
         except NoResponse as error:
@@ -123,7 +145,12 @@ class VllmServer:
         return self.check_reply(answer, path)
 
     def check_reply(self, answer: BoundedResponse, path: str) -> bytes:
-        """Return the content of an answer that is good. KeyRefused, EndpointError: it is none."""
+        """Return the content of a successful reply.
+
+        Raises:
+            KeyRefused: The server rejects the token.
+            EndpointError: The reply has another error status.
+        """
         text = f"{path}: {answer.status}, {to_one_line(answer.text)}"
         if answer.status in DENIED_STATUSES:
             self.access_error = f"engine.urls={self.url}: {text}; {self._key_remedy}"
@@ -135,7 +162,11 @@ class VllmServer:
     def call_typed(
         self, reply_type: type[T], path: str, body: object = None, *, timeout_s: float = REPLY_TIMEOUT_S, max_bytes: int = MAX_REPLY_BYTES
     ) -> T:
-        """Request a path and parse the answer as this model. EndpointError: an error status, no answer, or another body."""
+        """Call a path and parse the reply as `reply_type`.
+
+        Raises:
+            EndpointError: The reply has an error status or another body, or there is none.
+        """
         answer = self.call(path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         try:
             return reply_type.model_validate_json(answer)
@@ -143,10 +174,14 @@ class VllmServer:
             raise EndpointError(f"{path}: is no answer of vLLM's, {to_one_line(answer[:80].decode(errors='replace'))}") from error
 
     def num_workers(self) -> int:
+        """Return the number of the server's workers."""
         return self.call_typed(_WorldSize, "/get_world_size").world_size
 
     def checksums(self) -> dict[str, str]:
-        """vLLM's own of all weights that it holds, by worker and parameter (model_executor/model_loader/weight_checksum.py: SHA-256)."""
+        """Return vLLM's own checksums (SHA-256) of all its weights, by worker and parameter.
+
+        vLLM computes them in model_executor/model_loader/weight_checksum.py.
+        """
         self.is_checksumming = True
         try:
             return self.call_typed(
@@ -156,7 +191,12 @@ class VllmServer:
             self.is_checksumming = False
 
     def check(self, expected: Mapping[str, str]) -> None:
-        """ValueError: nothing answers there, it is no server of vLLM, or it would not sample what this run samples."""
+        """Check that the server samples as this run requires.
+
+        Raises:
+            ValueError: Nothing answers at the address, it is no vLLM server of this version, or its
+                fingerprint differs from `expected`.
+        """
         try:
             version = self.call_typed(_Version, "/version").version
         except KeyRefused as error:
@@ -179,7 +219,11 @@ class VllmServer:
 
 
 def server_label(body: bytes) -> str:
-    """Return the label of the weights in an answer of /weight_info. EndpointError: it is no such answer."""
+    """Return the label of the weights from a reply of /weight_info.
+
+    Raises:
+        EndpointError: It is no such reply.
+    """
     try:
         return _WeightInfo.model_validate_json(body).weight_version
     except ValidationError as error:
@@ -187,19 +231,22 @@ def server_label(body: bytes) -> str:
 
 
 def expected_label(settings: Settings, renderer: Renderer) -> dict[str, str]:
-    """What an engine of this run must be."""
+    """Return the fingerprint that an engine of this run must have."""
     return expected_fingerprint(settings.engine, settings.model.path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
 
 
 def launch_command(settings: Settings) -> str:
-    """The shell's line that starts an engine of this run, or one for each of engine.urls."""
+    """Return the shell command that starts an engine of this run, or one line per engine.urls."""
     renderer = Renderer(settings.model)
     cuda = is_on_gpu(settings.engine)
     return launch_commands(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=cuda)
 
 
 def server_command_line(settings: Settings) -> list[str]:
-    """The same for a server beside this process, without its place and its seed."""
+    """Return the command of a server that the run starts itself.
+
+    It has no host, port and seed.
+    """
     renderer = Renderer(settings.model)
     given = server_arguments(
         settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels,
@@ -209,7 +256,11 @@ def server_command_line(settings: Settings) -> list[str]:
 
 
 def read_engine_token(settings: EngineSettings) -> str:
-    """Return the token of the run's engines; empty without engine.token_file. ValueError: the file cannot be read."""
+    """Return the token of the run's engines; empty without engine.token_file.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
     try:
         return read_token(settings.token_file) if settings.token_file else ""
     except ValueError as error:
@@ -217,11 +268,12 @@ def read_engine_token(settings: EngineSettings) -> str:
 
 
 def is_on_gpu(settings: EngineSettings) -> bool:
+    """Return True if the engine computes on CUDA."""
     return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
 
 
 def check_servers(settings: Settings) -> None:
-    """ValueError: one of engine.urls would not sample what this run samples."""
+    """Raise ValueError if a server of engine.urls does not sample as this run requires."""
     if not settings.engine.urls:
         return
     wanted = expected_label(settings, Renderer(settings.model))

@@ -1,4 +1,4 @@
-"""How a server of vLLM is started as an engine of a run, and what of it must be as the run has it."""
+"""Command that starts a vLLM server as an engine of a run, and its expected fingerprint."""
 
 import hashlib
 import json
@@ -19,18 +19,23 @@ from sandbox.token import USER_KEY_VARIABLES
 
 TRANSFER_BACKEND = "megatron_rl"
 VLLM_VERSION = "0.32.0"
-"""The version that all of this was read against and tried with."""
+"""Version of vLLM that this package was written against and tested with."""
 PROGRAM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 NO_MEDIA_DOMAIN = "none.invalid"
-"""The only domain that pictures may be fetched from, which cannot exist (RFC 6761): a server takes them as `data:` alone. vLLM itself
-refuses `file:`."""
+"""Only domain from which images may be fetched. It cannot exist (RFC 6761), so that a server takes
+images as `data:` only. vLLM itself refuses `file:`.
+"""
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Keys of a config.json that say nothing of what is computed."""
+"""Keys of a config.json that do not affect the computation."""
 
 
 def server_environment(settings: EngineSettings, *, token_file: str | Path) -> dict[str, str]:
-    """Of a server, beside what it inherits. Without VLLM_SERVER_DEV_MODE the calls for weights are not there. On a CPU an engine of one
-    worker computes in the process that schedules: with multiprocessing on vLLM gives it another one (0.32.0, platforms/cpu.py)."""
+    """Return the environment variables of a server, in addition to those that it inherits.
+
+    Without VLLM_SERVER_DEV_MODE vLLM has no calls for weights. On a CPU an engine of one worker
+    computes in the scheduler's process; with multiprocessing vLLM would give it another one
+    (0.32.0, platforms/cpu.py).
+    """
     return {
         TOKEN_FILE: str(Path(token_file).absolute()),
         "VLLM_SERVER_DEV_MODE": "1",
@@ -47,7 +52,11 @@ def server_arguments(
     model_path: str, settings: EngineSettings, *,
     banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool, seed: int | None, timeout_s: float,
 ) -> list[str]:  # fmt: skip
-    """Of PROGRAM, beside --host and --port. Its weights are the trainer's: it reads none. On GPUs engines of one seed sample alike."""
+    """Return the arguments of PROGRAM except --host and --port.
+
+    The server reads no weights, because the trainer sends them. Engines with the same seed sample
+    the same tokens on GPUs.
+    """
     given = engine_arguments(model_path, settings, cuda=cuda, pixels=pixels, reads_weights=False, timeout_s=timeout_s)
     given = {key: value for key, value in given.items() if key not in ("distributed_executor_backend", "enable_sleep_mode")}
     given |= {
@@ -70,8 +79,13 @@ def _format_option(name: str, value: object) -> list[str]:
 
 
 def launch_commands(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
-    """What starts each of engine.urls on its node, in the environment that this project is installed in; one at 127.0.0.1:8000 without
-    any. ValueError: engine.token_file is not given."""
+    """Return one shell command per engine.urls, or one for 127.0.0.1:8000 without any.
+
+    Each starts a server on its node, in the environment in which this project is installed.
+
+    Raises:
+        ValueError: engine.token_file is not set.
+    """
     remedy = "servers ask for the token in a file; make one and give it: head -c 32 /dev/urandom | base64 > FILE; engine.token_file=FILE"
     require(bool(settings.token_file), "engine.token_file", settings.token_file, remedy)
     given = server_arguments(model_path, settings, banned_ids=banned_ids, pixels=pixels, cuda=cuda, seed=None, timeout_s=600.0)
@@ -86,7 +100,10 @@ def engine_fingerprint(
     model_path: str, *, dtype: str, max_model_len: int, max_num_seqs: int, max_images: int, banned_ids: Sequence[int], logprobs_mode: str,
     backend: str, pixels: Mapping[str, object] | None,
 ) -> dict[str, str]:  # fmt: skip
-    """What server and run compare, by the names that a difference is told by."""
+    """Return the properties that must be the same for server and run.
+
+    The keys are the names that errors use for a difference.
+    """
     folder = Path(model_path)
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in IGNORED_CONFIG_KEYS}
     files = [folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt")]
@@ -108,7 +125,7 @@ def engine_fingerprint(
 def expected_fingerprint(
     settings: EngineSettings, model_path: str, *, banned_ids: Sequence[int], pixels: tuple[int, int]
 ) -> dict[str, str]:
-    """What a run of these settings wants."""
+    """Return the fingerprint that a run with these settings requires."""
     sizes = {"size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]}}
     return engine_fingerprint(
         model_path, dtype=settings.dtype, max_model_len=settings.max_model_len, max_num_seqs=settings.max_num_seqs,

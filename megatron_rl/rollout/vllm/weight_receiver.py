@@ -1,13 +1,16 @@
-"""Weights in: HF-named tensors into the running vLLM model, in place, with proof that the engine holds what was sent.
+"""Loads weights with Hugging Face names into the running vLLM model in place, with verification.
 
-vLLM's own loader writes the weights; a table built here from the model's layers says where each HF tensor must then lie (fused q/k/v and
-gate/up, and with engine.tp > 1 this rank's slice). Each tensor is summed when it is received and again where the engine holds it, so the
-loader and the table check each other. Read against vLLM 0.32.0: model_executor/layers/{linear,vocab_parallel_embedding}.py.
+vLLM's own loader writes the weights. A map built here from the model's layers gives the location of
+each HF tensor (fused q/k/v and gate/up, and with engine.tp > 1 this rank's slice). Each tensor is
+checksummed when it is received and again in the engine's memory, so that the loader and the map
+check each other. Written against vLLM 0.32.0:
+model_executor/layers/{linear,vocab_parallel_embedding}.py.
 
-On a CPU vLLM would repack Linear weights into oneDNN handlers and leave empty tensors. `disable_weight_packing` switches that off: loading
-is then a plain copy and the weights can be read back. It costs nothing: the nano model (1.1M parameters, float32, one AVX-512 core, 256
-requests x 28 tokens) takes 0.92 to 0.98 CPU seconds a rollout either way. vLLM's layerwise reload, the alternative, takes 20 to 30 ms a
-sync and leaves nothing to read back.
+On a CPU vLLM would repack Linear weights into oneDNN handlers and leave empty tensors.
+`disable_weight_packing` prevents this: loading is then a plain copy, and the weights can be read
+back. It costs nothing: the nano model (1.1M parameters, float32, one AVX-512 core, 256 requests x
+28 tokens) takes 0.92 to 0.98 CPU seconds per batch of rollouts either way. vLLM's layerwise reload,
+the alternative, takes 20 to 30 ms per weight sync and leaves nothing to read back.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,19 +23,23 @@ from torch import nn
 from megatron_rl.models.name_mapping import canonical_name, nested_name
 
 CHECKSUM_CHUNK = 1 << 14
-"""64-bit words that are summed with one set of factors."""
+"""Number of 64-bit words that are summed with one set of factors."""
 WORD_FACTOR = 0x61C8864680B583EB
 CHUNK_FACTOR = 0x2545F4914F6CDD1D
 
 
 HF_PREFIXES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "visual.": "model.visual."}
-"""vLLM's prefixes and those of Hugging Face. It is handed these: the older ones (model., visual.) mean nothing to its newer families."""
+"""Maps vLLM's name prefixes to those of Hugging Face. vLLM's loader receives the latter, because
+its newer model families do not know the older ones (model., visual.).
+"""
 
 
 def disable_weight_packing() -> None:
-    """Make vLLM's CPU Linear layers compute on `layer.weight` itself; call before the engine is built.
+    """Make vLLM's CPU Linear layers compute on `layer.weight` itself.
 
-    Couples to vllm 0.32.0 `model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm`, which tries an AMX and a oneDNN packing first.
+    Call it before the engine is built. Depends on vllm 0.32.0
+    `model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm`, which tries an AMX and a oneDNN
+    packing first.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -42,10 +49,11 @@ def disable_weight_packing() -> None:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Position-dependent 64-bit sum over a tensor's bytes; two tensors that differ in one bit never agree.
+    """Return a position-dependent 64-bit sum over a tensor's bytes.
 
-    sum_c b_c sum_i a_i w_ci modulo 2^64 with odd a and b: one flipped bit adds (odd * odd * 2^k), which is not 0 modulo 2^64.
-    Costs 1.1 ms for 8 MB on one core; runs where the tensor lies.
+    Two tensors that differ in one bit never have the same sum: it is sum_c b_c sum_i a_i w_ci
+    modulo 2^64 with odd a and b, and one flipped bit adds (odd * odd * 2^k), which is not 0 modulo
+    2^64. Costs 1.1 ms for 8 MB on one core. Runs on the tensor's device.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = (nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data).view(torch.int64)
@@ -67,7 +75,7 @@ def _odd_factors(device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True, frozen=True)
 class WeightSlice:
-    """A stretch of an HF tensor along `dim` that this rank holds, and the engine's memory for it."""
+    """Slice of an HF tensor along `dim` that this rank has, with the engine's memory for it."""
 
     memory: torch.Tensor
     dim: int
@@ -76,21 +84,22 @@ class WeightSlice:
 
 @dataclass(slots=True, frozen=True)
 class EngineTensorLocation:
-    """Where one HF tensor lies in the engine: its full shape and this rank's pieces of it."""
+    """Location of an HF tensor in the engine: its full shape and this rank's slices of it."""
 
     shape: torch.Size
     slices: list[WeightSlice]
 
     def sent_checksums(self, tensor: torch.Tensor) -> list[int]:
-        """Checksums of what this rank should hold of `tensor`."""
+        """Return the checksums of the slices of `tensor` that this rank should have."""
         return [checksum(tensor.narrow(piece.dim, piece.start, piece.memory.shape[piece.dim])) for piece in self.slices]
 
     def held_checksums(self) -> list[int]:
+        """Return the checksums of the slices in the engine's memory."""
         return [checksum(piece.memory) for piece in self.slices]
 
 
 def _cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> EngineTensorLocation:
-    """A tensor whose ranks hold equal stretches of `dim`."""
+    """Return the location of a tensor that the ranks split equally along `dim`."""
     size = param.shape[dim]
     shape = list(param.shape)
     shape[dim] = size * tp
@@ -98,12 +107,18 @@ def _cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> Engin
 
 
 def _stacked_locations(param: torch.Tensor, *, sizes: list[int], rank: int, tp: int) -> list[EngineTensorLocation]:
-    """Several tensors stacked along dimension 0, each cut over the ranks."""
+    """Return the locations of several tensors stacked along dimension 0.
+
+    Each of them is split over the ranks.
+    """
     return [_cut_location(part, dim=0, rank=rank, tp=tp) for part in param.split(sizes)]
 
 
 def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
-    """The unfused names, and places, that end in parameter `kind` (weight or bias) of the module called `prefix`."""
+    """Return the locations of the tensors in one parameter, by their unfused engine names.
+
+    The parameter is `kind` (weight or bias) of the module called `prefix`.
+    """
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -136,7 +151,10 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
 
 
 def _join_locations(places: list[EngineTensorLocation]) -> EngineTensorLocation:
-    """One HF tensor that is itself a stack (the vision tower's qkv): each third is cut over the ranks by itself."""
+    """Return the location of an HF tensor that is itself a stack (the vision tower's qkv).
+
+    Each third is split over the ranks by itself.
+    """
     pieces, offset = [], 0
     for place in places:
         pieces += [WeightSlice(piece.memory, piece.dim, offset + piece.start) for piece in place.slices]
@@ -145,13 +163,16 @@ def _join_locations(places: list[EngineTensorLocation]) -> EngineTensorLocation:
 
 
 def to_hf_name(engine_name: str) -> str:
-    """The HF name of one of the engine's unfused names, for messages."""
+    """Return the HF name of one of the engine's unfused names."""
     (name,) = (theirs + engine_name.removeprefix(ours) for ours, theirs in HF_PREFIXES.items() if engine_name.startswith(ours))
     return name
 
 
 def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The same in lists; each but the last has num_bytes or more, and would have less without its last tensor."""
+    """Split tensors into lists of at least `num_bytes` bytes; the last one may have less.
+
+    Each other list has less than `num_bytes` without its last tensor.
+    """
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in tensors:
@@ -165,7 +186,7 @@ def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: i
 
 
 class EngineWeights:
-    """The engine's weights as a place that HF tensors are sent to, exactly once each."""
+    """Weights of an engine, which receive each HF tensor exactly once per update."""
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int) -> None:
         self._model = model
@@ -174,14 +195,18 @@ class EngineWeights:
         met: set[nn.Parameter] = set()
         for prefix, module in model.named_modules():
             for kind, param in module.named_parameters(recurse=False):
-                if param not in met:  # a tied head is the embedding's parameter, which comes first and is what is sent
+                if param not in met:  # a tied head is the embedding's parameter, which comes first and is sent
                     self._locations |= _module_locations(prefix, module, kind, param.data)
                 met.add(param)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Consume (HF name, full tensor) pairs with one bucket of bucket_bytes in memory; a yielded tensor must stay as it is meanwhile.
+        """Load (HF name, full tensor) pairs with one bucket of `bucket_bytes` in memory.
 
-        Raises RuntimeError naming the tensors that are unexpected, sent twice, misshapen, missing, or held otherwise than sent.
+        A yielded tensor must not change until its bucket is loaded.
+
+        Raises:
+            RuntimeError: Tensors are unexpected, sent twice, misshapen, missing, or differ in the
+                engine from what was sent. The message names them.
         """
         arrival = WeightReceiver(self)
         for bucket in split_into_buckets(tensors, self._bucket_bytes):
@@ -189,29 +214,31 @@ class EngineWeights:
         arrival.finish()
 
     def location(self, engine_name: str) -> EngineTensorLocation | None:
+        """Return the location of a tensor; None if the engine does not have it."""
         return self._locations.get(engine_name)
 
     @property
     def names(self) -> set[str]:
-        """The engine's own, of all that it holds."""
+        """Engine names of all tensors."""
         return set(self._locations)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, whole, by their HF names."""
+        """Full shapes of all tensors by HF name."""
         return {to_hf_name(name): tuple(place.shape) for name, place in self._locations.items()}
 
     def load_bucket(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        """Hand a bucket to vLLM's loader, which copies it into the live parameters."""
+        """Pass a bucket to vLLM's loader, which copies it into the live parameters."""
         self._model.load_weights(iter(bucket))
 
     def to_engine_name(self, name: str) -> str:
+        """Return the engine name of an HF tensor."""
         (own_name,) = self._model.hf_to_vllm_mapper.apply_list([name]) or [name]
         return own_name
 
 
 class WeightReceiver:
-    """One update of an engine's weights, bucket by bucket."""
+    """Receives one update of an engine's weights, bucket by bucket."""
 
     def __init__(self, weights: EngineWeights) -> None:
         self._weights = weights
@@ -219,7 +246,11 @@ class WeightReceiver:
         self._names: dict[str, str] = {}
 
     def receive_bucket(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        """Hand (HF name, full tensor) pairs to vLLM's loader. RuntimeError: one is unexpected, was sent before, or has another shape."""
+        """Pass (HF name, full tensor) pairs to vLLM's loader.
+
+        Raises:
+            RuntimeError: A tensor is unexpected, was sent before, or has another shape.
+        """
         fitting: list[tuple[str, torch.Tensor]] = []
         for name, tensor in ((nested_name(canonical_name(name)), tensor) for name, tensor in bucket):
             own_name = self._weights.to_engine_name(name)
@@ -236,7 +267,11 @@ class WeightReceiver:
         self._weights.load_bucket(fitting)
 
     def finish(self) -> None:
-        """RuntimeError: tensors were not sent, or the engine does not hold what was."""
+        """Verify that all tensors were sent and that the engine has them.
+
+        Raises:
+            RuntimeError: Tensors were not sent, or the engine has other values.
+        """
         if missing := sorted(self._weights.names - self._sent.keys()):
             raise RuntimeError(f"weight sync: {len(missing)} tensors were not sent: {', '.join(map(to_hf_name, missing))}")
         wrong = [self._names[name] for name, sums in self._sent.items() if self._weights.location(name).held_checksums() != sums]

@@ -1,7 +1,9 @@
-"""The trainer's end of the way to the servers' weights: one process's, the others only take part in making the tensors.
+"""Sends weights from the trainer to the inference servers.
 
-A server is paused, given all buckets, and finished with the update's label; only then it goes on. One that fails on the way stays out, half
-an update is never served. What was sent last is kept in main memory: who comes back is given all of it, at any time.
+One process sends; the other ranks only take part in producing the tensors. A server is paused,
+receives all buckets, and resumes only after the update is finished with its label. A server that
+fails during an update stays unhealthy, so half an update is never served. The last update is kept
+in main memory, so that a server that comes back can receive all of it at any time.
 """
 
 import socket
@@ -21,14 +23,14 @@ from megatron_rl.rollout.vllm.weight_receiver import split_into_buckets
 from megatron_rl.rollout.vllm.weight_transport import TRANSPORTS, Bucket, Rendezvous, Transport, UpdateDigest, open_store, pack_bucket
 
 PAUSE_TIMEOUT_S = 30.0
-"""What a server may take to end the step that it computes."""
+"""Seconds that a server may take to end the step that it computes."""
 ABORT_UPDATE = Bucket(names=["?"], dtypes=["float32"], shapes=[[1]], num_bytes=-1)
-"""No update: a server that has one open from a trainer that is gone takes it for over."""
+"""Invalid bucket. It makes a server end an update that was left open by a trainer that is gone."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Connection:
-    """A connection to one server. Every call raises EndpointError where the server fails."""
+    """Connection to one server. Every call raises EndpointError if the server fails."""
 
     server: VllmServer
     expected: Mapping[str, str]
@@ -37,10 +39,13 @@ class Connection:
     timeout_s: float
     transport: Transport | None = None
     lock: Lock = field(default_factory=Lock)
-    """Held by whoever gives it weights."""
+    """Held while the server is sent weights."""
 
     def connect(self) -> None:
-        """See that it is what this run wants, and meet its workers in a new group, where there is none."""
+        """Check the server and create a process group with its workers, unless there is one.
+
+        The server must have the fingerprint that this run requires.
+        """
         if self.transport is not None:
             return
         try:
@@ -57,6 +62,7 @@ class Connection:
         )
 
     def start_update(self) -> None:
+        """Pause the server and start an update, after ending one that was left open."""
         self.connect()
         self.server.call("/pause", {}, timeout_s=PAUSE_TIMEOUT_S, mode="abort", clear_cache="false")
         try:
@@ -74,17 +80,24 @@ class Connection:
             return
 
     def send_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Broadcast a bucket to the server's workers."""
         self._on_both_ends(lambda: self.transport.broadcast(flat), "/update_weights", {"update_info": asdict(bucket)})
 
     def finish_update(self, label: str) -> None:
-        """Pictures that old weights have encoded go before it has the new label, by which it would be let in; prefixes are told apart by
-        their salt."""
+        """Finish the update with its label and resume the server.
+
+        Image embeddings of the old weights are cleared before the server has the new label, with
+        which it counts as healthy. Prefixes are separated by their salt.
+        """
         self.server.call("/reset_encoder_cache", {}, timeout_s=LOAD_TIMEOUT_S)
         self.server.call("/finish_weight_update", {"weight_version": label}, timeout_s=LOAD_TIMEOUT_S)
         self.server.call("/resume", {}, timeout_s=LOAD_TIMEOUT_S)
 
     def _on_both_ends(self, fn: Callable[[], object], path: str, body: object) -> object:
-        """What is done at this end while the server does it at the other; who fails does not leave the other one waiting."""
+        """Run `fn` here while the server processes the call, and return the result of `fn`.
+
+        If one end fails, this does not wait for the other one.
+        """
         own, theirs = run_in_daemon_thread(fn), run_in_daemon_thread(lambda: self.server.call(path, body, timeout_s=LOAD_TIMEOUT_S))
         done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
         try:
@@ -97,13 +110,13 @@ class Connection:
         return own.result()
 
     def abort(self) -> None:
-        """Its group is of no use any more."""
+        """Close the process group, which cannot be used any more."""
         wire, self.transport = self.transport, None
         if wire is not None:
             wire.close()
 
     def release(self) -> None:
-        """Another run may have it."""
+        """Release the server for other runs."""
         self.abort()
         try:
             self.server.call("/shutdown_weight_transfer_engine", {})
@@ -112,7 +125,10 @@ class Connection:
 
 
 def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
-    """In a thread that nobody waits for when the process ends: it may hang on a server that has died."""
+    """Run `act` in a daemon thread and return its future.
+
+    The process does not wait for the thread when it ends: the thread may hang on a dead server.
+    """
     future: Future[object] = Future()
 
     def run() -> None:
@@ -126,14 +142,26 @@ def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
 
 
 class WeightSender:
-    """To all servers. Its calls may come from any thread. Updates wait for each other, and not for a server that has come back and is being
-    given the last one: it is left out, and given the next one when it has that."""
+    """Sends weight updates to all servers. May be called from any thread.
+
+    Updates wait for each other, but not for a server that has come back and is still receiving the
+    last update. Such a server is left out, and receives the next update when it has finished.
+    """
 
     def __init__(
         self, servers: Sequence[VllmServer], *, expected: Mapping[str, str], owner: str, kind: str, bucket_bytes: int, timeout_s: float
     ) -> None:
-        """`expected` is what they must be (command.nature_of), `owner` says whose they are while this lives, `kind` is one of
-        transfer.WIRES."""
+        """Create the connections, which are not open yet.
+
+        Args:
+            servers: Servers that receive the weights.
+            expected: Fingerprint that the servers must have (server_command.expected_fingerprint).
+            owner: Name of the process that the servers belong to while it is alive.
+            kind: Key of weight_transport.TRANSPORTS.
+            bucket_bytes: Size of the buckets in bytes.
+            timeout_s: Timeout of the process groups and of each operation in them
+                (parallel.timeout_s).
+        """
         own = {"expected": expected, "owner": owner, "kind": kind, "timeout_s": timeout_s}
         self._connections = {server.url: Connection(server=server, **own) for server in servers}
         self._bucket_bytes = bucket_bytes
@@ -141,10 +169,16 @@ class WeightSender:
         self._last_update: list[tuple[Bucket, torch.Tensor]] = []
         self._label = ""
         self.pause_s = self.transfer_s = 0.0
-        """Of the last update: how long the servers stood, and how much of that their weights took."""
+        """Seconds for which the servers were paused by the last update, and the part spent on
+        sending weights.
+        """
 
     def lock_servers(self) -> None:
-        """ValueError: a server is another run's."""
+        """Connect to all servers, so that no other run can use them.
+
+        Raises:
+            ValueError: A server belongs to another run, or cannot be used.
+        """
         for url, line in self._connections.items():
             try:
                 line.connect()
@@ -152,7 +186,11 @@ class WeightSender:
                 raise ValueError(f"engine.urls={url}: cannot be had ({fault}); end the run that has it, or start another one") from fault
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], label: str, *, urls: Collection[str]) -> tuple[list[str], dict[str, str]]:
-        """The update called `label` to these servers: those that hold it, and why the others do not. All tensors are read in any case."""
+        """Send the update called `label` to these servers.
+
+        All tensors are read in any case. Returns the URLs of the servers that have the update, and
+        the failure reasons of the other servers by URL.
+        """
         with self._lock, ExitStack() as held_back:
             began = time.perf_counter()
             lines, faults = [], {}
@@ -165,6 +203,7 @@ class WeightSender:
             lines, more = self._for_each(lines, Connection.start_update)
             faults, sent = faults | more, time.perf_counter()
             is_first, self._label, self._last_update = not self._label, label, []
+            # One bucket is held back, because the last one is sent with the digest of the update.
             digest, held = UpdateDigest(), None
             for bucket in split_into_buckets(tensors, self._bucket_bytes):
                 digest.add(bucket)
@@ -188,7 +227,10 @@ class WeightSender:
         return left, faults | more
 
     def _check_same_label(self, lines: list[Connection]) -> tuple[list[Connection], dict[str, str]]:
-        """Those that hold, by vLLM's own word, what the first of them holds, and what is to be said of the others."""
+        """Return the connections to servers with the same checksums as the first one.
+
+        Also returns the failure reasons of the other servers by URL. The checksums are vLLM's own.
+        """
         sums: dict[str, dict[str, str]] = {}
 
         def ask(line: Connection) -> None:
@@ -205,7 +247,11 @@ class WeightSender:
         return lines, faults | more
 
     def _for_each(self, lines: list[Connection], act: Callable[[Connection], None]) -> tuple[list[Connection], dict[str, str]]:
-        """Side by side; those for which it went well, and what is to be said of the others."""
+        """Run `act` on all connections in parallel.
+
+        Returns the connections for which it succeeded, and the failure reasons of the other servers
+        by URL. The connections that failed are aborted.
+        """
 
         def done(line: Connection) -> str:
             try:
@@ -222,7 +268,11 @@ class WeightSender:
         return [line for line in lines if not said[line.server.url]], {url: fault for url, fault in said.items() if fault}
 
     def add_server(self, url: str) -> None:
-        """Give one that has come back what was sent last, in a new group. EndpointError: it would not take it, or nothing was sent yet."""
+        """Send the last update to a server that has come back, in a new process group.
+
+        Raises:
+            EndpointError: The server does not take it, or nothing was sent yet.
+        """
         line = self._connections[url]
         with ExitStack() as held_back:
             with self._lock:
@@ -241,13 +291,17 @@ class WeightSender:
                 raise
 
     def release(self) -> None:
+        """Release all servers for other runs."""
         for line in self._connections.values():
             line.release()
 
 
 def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, reference_url: str) -> None:
-    """EndpointError: checksums differ. Servers that span other numbers of processes (engine.tp) cut their weights otherwise, as the names
-    of the parts say (dp0:pp0:pcp0:tp0:...): these are not compared."""
+    """Raise EndpointError if the checksums of two servers differ.
+
+    Servers with different numbers of processes (engine.tp) split their weights differently, as the
+    names of the parts show (dp0:pp0:pcp0:tp0:...). These are not compared.
+    """
     if mine.keys() != theirs.keys():
         return
     if names := sorted(name for name in mine if mine[name] != theirs[name]):
@@ -255,7 +309,10 @@ def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, refe
 
 
 def local_address_towards(url: str) -> str:
-    """This node's address on the way to a server: what the server finds it by. Nothing is sent."""
+    """Return this node's address on the route to a server, at which the server can reach it.
+
+    Nothing is sent.
+    """
     place = urlsplit(url)
     try:
         family, kind, _, _, way = socket.getaddrinfo(place.hostname, place.port or 80, type=socket.SOCK_DGRAM)[0]

@@ -1,12 +1,16 @@
-"""What a server of vLLM imports to be an engine of a run: its sampling is the policy's, its weights are the trainer's.
+"""vLLM plugin that makes a server an engine of a run.
 
     --logits-processors megatron_rl.rollout.vllm.worker_extension:BanAndSeed
     --worker-extension-cls megatron_rl.rollout.vllm.worker_extension.RlWorkerExtension
     --weight-transfer-config '{"backend": "megatron_rl"}'
-The whole command is server_command.py's. Weights come by vLLM's own four calls; they are proven as a local engine's are
-(weight_receiver.py), and against the digest of what the trainer sent, before the update can be finished and has a version.
 
-Read against vLLM 0.32.0: v1/worker/{worker_base,gpu_worker}.py, distributed/weight_transfer/base.py.
+The server samples as the policy requires and receives its weights from the trainer.
+server_command.py makes the whole command. Weights arrive by vLLM's own four calls. They are
+verified as those of a colocated engine are (weight_receiver.py), and against the digest of what the
+trainer sent, before the update can be finished and has a version.
+
+Written against vLLM 0.32.0: v1/worker/{worker_base,gpu_worker}.py,
+distributed/weight_transfer/base.py.
 """
 
 from dataclasses import dataclass
@@ -26,10 +30,10 @@ BanAndSeed = make_logits_processor()
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Who the server's weights come from from now on."""
+    """Trainer from which the server receives its weights from now on."""
 
     owner: str
-    """Example: `runs/mine of 4711@node1`."""
+    """Name of the trainer's process. Example: `runs/mine of 4711@node1`."""
     address: str
     port: int
     size: int
@@ -39,7 +43,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """transfer.Bucket as it comes by HTTP."""
+    """weight_transport.Bucket as it arrives by HTTP."""
 
     names: list[str]
     dtypes: list[str]
@@ -49,6 +53,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Backend of vLLM's weight transfer that receives verified updates from the trainer."""
+
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
     def __init__(self, *given: object) -> None:
@@ -61,7 +67,11 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._is_proven = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """RuntimeError: another run has this engine, and lives."""
+        """Join the process group of a trainer.
+
+        Raises:
+            RuntimeError: The engine belongs to another run that is alive.
+        """
         if self._transport is not None and self._owner != init_info.owner and _is_trainer_alive(self._transport):
             raise RuntimeError(f"this engine is that of {self._owner}")
         self._transport, self._owner = None, init_info.owner
@@ -73,12 +83,22 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._weights = self._weights or EngineWeights(self.model, bucket_bytes=0)
 
     def start_weight_update(self) -> None:
+        """Start an update.
+
+        Raises:
+            RuntimeError: The engine belongs to no run.
+        """
         if self._transport is None:
             raise RuntimeError("no run has this engine")
         self._receiver, self._digest, self._is_proven = WeightReceiver(self._weights), UpdateDigest(), False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """RuntimeError: this is no update's, or what was sent is not what the engine holds. vLLM then regards the update as over."""
+        """Receive a bucket; with the last one, verify the update.
+
+        Raises:
+            RuntimeError: No update was started, or the engine does not have what was sent. vLLM
+                then regards the update as over.
+        """
         if self._receiver is None:
             raise RuntimeError("weight sync: no update was begun")
         bucket = Bucket(
@@ -100,15 +120,17 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._receiver, self._is_proven = None, True
 
     def finish_weight_update(self) -> None:
+        """Raise RuntimeError unless the whole update was received and verified."""
         if not self._is_proven:
             raise RuntimeError("weight sync: not all was sent")
 
     def shutdown(self) -> None:
+        """Leave the trainer's process group."""
         self._transport, self._owner, self._receiver = None, "", None
 
 
 def _is_trainer_alive(transport: Transport) -> bool:
-    """Whether the trainer's end of it lives."""
+    """Return True if the trainer's store still responds."""
     try:
         transport.store.check(["alive"])
     except RuntimeError:  # torch.distributed.DistError is one
@@ -117,10 +139,13 @@ def _is_trainer_alive(transport: Transport) -> bool:
 
 
 class RlWorkerExtension:
-    """Joins vLLM's worker class."""
+    """Methods that are added to vLLM's worker class."""
 
     def rl_fingerprint(self) -> dict[str, str]:
-        """What must be as the run has it (command.nature). Whoever asks has come to use the engine: from now on noise is the run's."""
+        """Return the properties that must match the run (server_command.engine_fingerprint).
+
+        The caller is about to use the engine, so a CPU engine draws the run's noise from now on.
+        """
         config = self.vllm_config
         if current_platform.is_cpu():
             use_seeded_noise(self.model_runner)

@@ -1,1 +1,4 @@
-"""ALFWorld (arXiv 2010.03768): a household in TextWorld, where things are found, cleaned, heated, cooled, lit and put away."""
+"""ALFWorld (arXiv 2010.03768): household tasks in TextWorld.
+
+The agent finds, cleans, heats, cools, lights and places objects.
+"""

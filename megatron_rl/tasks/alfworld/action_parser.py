@@ -1,4 +1,7 @@
-"""From what the policy wrote to one of the admissible commands, or to the reason why it names none. Nothing here raises."""
+"""Parsers from the policy's reply to an admissible command, or to the reason why it has none.
+
+They never raise.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -6,13 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_rl.tasks.gym_cards.action_parser import MAX_REPLY_CHARS, InvalidAction, parse_json_action
 
 TAIL_CHARS = 30
-"""RL4VLM looks at so many last characters where a reply has no action key."""
+"""Number of characters at the end of a reply that RL4VLM searches if the reply has no action key.
+"""
 
 
 def parse_substring_action(text: str, commands: Sequence[str]) -> int | InvalidAction:
-    """RL4VLM's reading: the first of `commands` that stands behind the first "action": of the reply, or else in its last 30 characters.
+    """Return the index of the first of `commands` that occurs in the reply, as RL4VLM does.
 
-    One thing is read better: cabinet 1 does not stand in cabinet 10. RL4VLM would open the former where the policy named the latter.
+    The text from the first `"action":` on is searched, or the last 30 characters if there is none.
+    One difference: cabinet 1 does not match cabinet 10. RL4VLM would open the former if the policy
+    named the latter.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG
@@ -29,4 +35,4 @@ ACTION_PARSERS: Mapping[str, Callable[[str, Sequence[str]], int | InvalidAction]
     "json": parse_json_action,
     "rl4vlm": parse_substring_action,
 }
-"""By task.options.reading."""
+"""Maps task.options.reading to its parser."""

@@ -1,7 +1,9 @@
-"""New games of ALFWorld, from what its package ships: rules (alfred.pddl), words (alfred.twl2), goals, and 120 floor plans.
+"""Generator of ALFWorld games from the files of its package.
 
-Scenes are ALFWorld's: numbers 1 to 6 of each kind of room are held out, 7 to 30 are for training. Where a thing lies is drawn, and where a
-receptacle stands whose coordinates are not shipped. Whether a game can be won is for the planner to say (textworld_engine.py).
+The package provides the rules (alfred.pddl), texts (alfred.twl2), goals and 120 floor plans. Scenes
+have ALFWorld's numbers: 1 to 6 of each kind of room are held out, 7 to 30 are for training. The
+locations of objects are random, and so are those of receptacles without coordinates in the package.
+The planner checks later if a game can be won (textworld_engine.py).
 """
 
 import importlib.util
@@ -21,54 +23,63 @@ APPLIANCE_BY_KIND = {"clean": "SinkBasin", "heat": "Microwave", "cool": "Fridge"
 ABILITY_BY_KIND = {"clean": "Cleanable", "heat": "Heatable", "cool": "Coolable"}
 LAMP = "DeskLamp"
 LAMP_RECEPTACLES = ("Desk", "SideTable", "Dresser", "CoffeeTable", "Shelf")
-"""What a desk lamp stands on."""
+"""Receptacle types on which a desk lamp is placed."""
 ROOM_BY_FIRST_SCENE = {1: "Kitchen", 201: "LivingRoom", 301: "Bedroom", 401: "Bathroom"}
 NAME_MANGLING = str.maketrans({"|": "_bar_", "-": "_minus_", "+": "_plus_", ".": "_dot_", ",": "_comma_", " ": "_"})
 
 
 @dataclass(slots=True, frozen=True)
 class GameDraft:
-    """A game that nobody has won yet."""
+    """Game that is not yet known to be winnable."""
 
     goal: AlfworldGoal
     task_text: str
-    """In words."""
+    """Task in words."""
     pddl_problem: str
-    """In PDDL."""
+    """Game in PDDL."""
 
 
 @dataclass(frozen=True)
 class AlfworldPackage:
-    """What the package alfworld knows; `home` is where it lies. Nothing of it is imported: that would make a folder in the user's home."""
+    """Data of the package alfworld in `package_dir`.
+
+    The package is not imported, because that would create a folder in the user's home directory.
+    """
 
     package_dir: Path
 
     @cached_property
     def constants(self) -> Mapping[str, Any]:
+        """Variables of ALFWorld's gen/constants.py."""
         return runpy.run_path(str(self.package_dir / "gen" / "constants.py"))
 
     @cached_property
     def goal_library(self) -> Mapping[str, Mapping[str, Any]]:
+        """Goals and text templates by ALFWorld's name of the task type."""
         return runpy.run_path(str(self.package_dir / "gen" / "goal_library.py"))["gdict"]
 
     @cached_property
     def allowed_objects(self) -> Mapping[str, Set[str]]:
-        """Types of receptacles -> types of things that may lie there."""
+        """Maps receptacle types to the object types that they may contain."""
         return self.constants["VAL_RECEPTACLE_OBJECTS"]
 
     @cached_property
     def fixed_receptacles(self) -> Set[str]:
-        """Types of receptacles that stay where they are."""
+        """Receptacle types that cannot be moved."""
         return self.allowed_objects.keys() - self.constants["MOVABLE_RECEPTACLES_SET"]
 
     def list_scenes(self, split: str, kind: str) -> list[int]:
-        """Numbers of the floor plans of a split in which there are tasks of the kind."""
+        """Return the floor plans of a split that have tasks of a kind."""
         rooms = self.constants["GOALS_VALID"][ALFWORLD_NAME_BY_KIND[kind]]
         numbers = self.constants["TRAIN_SCENE_NUMBERS" if split == "train" else "TEST_SCENE_NUMBERS"]
         return [number for number in numbers if ROOM_BY_FIRST_SCENE[number - (number - 1) % 100] in rooms]
 
     def read_layout(self, scene: int, rng: random.Random) -> tuple[list[str], list[str]]:
-        """A scene's receptacles, as Cabinet|+00.68|+00.50|-02.20, and the types of the things in it that can be carried, or switched on."""
+        """Return a scene's receptacles and object types.
+
+        Receptacles are named like Cabinet|+00.68|+00.50|-02.20. The object types are those that a
+        receptacle of the scene may contain, and the lamp.
+        """
         plans = self.package_dir / "gen" / "layouts"
         receptacles = sorted(json.loads((plans / f"FloorPlan{scene}-openable.json").read_text()))
         types = sorted(json.loads((plans / f"FloorPlan{scene}-objects.json").read_text()))
@@ -80,33 +91,53 @@ class AlfworldPackage:
 
     @property
     def pddl_domain(self) -> str:
+        """Text of alfred.pddl."""
         return (self.package_dir / "data" / "alfred.pddl").read_text()
 
     def make_grammar(self, task: str) -> str:
+        """Return the text of alfred.twl2 with this task."""
         return (self.package_dir / "data" / "alfred.twl2").read_text().replace("UNKNOWN GOAL", task)
 
 
 def find_alfworld_package() -> AlfworldPackage:
-    """ValueError: the package is not installed."""
+    """Return the installed package.
+
+    Raises:
+        ValueError: The package is not installed.
+    """
     spec = importlib.util.find_spec("alfworld")
     require(spec is not None, "alfworld", "missing", "games are made from its files; run: pip install --no-deps alfworld==0.4.2")
     return AlfworldPackage(Path(spec.submodule_search_locations[0]))
 
 
 def object_type(name: str) -> str:
-    """Sink|+00.10|+00.89|-02.01|SinkBasin -> SinkBasin"""
+    """Return the type in an object's name.
+
+    Example: Sink|+00.10|+00.89|-02.01|SinkBasin has type SinkBasin.
+    """
     parts = name.split("|")
     return parts[4] if len(parts) == 5 else parts[0]
 
 
 def random_coordinates(rng: random.Random) -> str:
+    """Return random coordinates in the format of object names."""
     return "|".join(f"{rng.uniform(low, high):+06.2f}" for low, high in ((-3, 3), (0.5, 2), (-3, 3)))
 
 
 def generate_drafts(
     package: AlfworldPackage, *, split: str, kind: str, rng: random.Random, max_receptacles: int, max_objects: int
 ) -> Iterator[GameDraft]:
-    """Games of a kind in scenes of a split, without end. They have at most so many receptacles and things; 0 takes all of the scene."""
+    """Yield games of a kind in scenes of a split, without end.
+
+    Args:
+        package: Data of ALFWorld.
+        split: Split of the scenes.
+        kind: Kind of task.
+        rng: Source of randomness.
+        max_receptacles: Maximum number of receptacles; those that the goal needs are always
+            included. 0 includes all of the scene.
+        max_objects: Maximum number of objects; 0 includes all of the scene.
+    """
     scenes = package.list_scenes(split, kind)
     while True:
         scene = rng.choice(scenes)
@@ -124,7 +155,10 @@ def generate_drafts(
 
 
 def _goal_pairs(package: AlfworldPackage, kind: str, receptacles: Sequence[str], types: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """What can be done to which thing, and where it can go, or the lamp that it can be looked at with."""
+    """Yield each possible pair of object type and target receptacle type.
+
+    For kind look the second is the lamp.
+    """
     there = sorted({object_type(receptacle) for receptacle in receptacles})
     able = package.constants["VAL_ACTION_OBJECTS"][ABILITY_BY_KIND[kind]] if kind in ABILITY_BY_KIND else types
     for thing in types:
@@ -133,14 +167,14 @@ def _goal_pairs(package: AlfworldPackage, kind: str, receptacles: Sequence[str],
             continue
         if kind == "look" and places and LAMP in types and {*LAMP_RECEPTACLES} & {*there}:
             yield thing, LAMP
-        elif kind != "look" and len(places) > 1:  # one where it lies, one where it goes
+        elif kind != "look" and len(places) > 1:  # one for the start and one for the target
             yield from ((thing, place) for place in places)
 
 
 def _choose_receptacles(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], *, rng: random.Random, max_receptacles: int
 ) -> list[str]:
-    """The receptacles of a game: where the thing lies, where it goes, what is needed on the way; and others, as far as there is room."""
+    """Return the receptacles that the goal needs, and others up to `max_receptacles` (0: all)."""
     shuffled = rng.sample(receptacles, len(receptacles))
     homes = {place for place in package.fixed_receptacles if goal.object_type in package.allowed_objects[place]} - {
         goal.receptacle_type,
@@ -158,7 +192,10 @@ def _choose_receptacles(
 def _place_objects(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], types: Sequence[str], *, rng: random.Random, max_objects: int
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Things and the receptacles that they lie in. None is where the goal wants it."""
+    """Return objects and the receptacles that contain them.
+
+    No object of the goal's type starts in a target receptacle.
+    """
 
     def homes(thing: str) -> list[str]:
         return [
@@ -180,7 +217,7 @@ def _place_objects(
 def _write_pddl_problem(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], placements: Sequence[tuple[str, str]]
 ) -> str:
-    """The game in PDDL, as ALFWorld writes its own."""
+    """Return the game in PDDL, in ALFWorld's format."""
     kinds = sorted({object_type(each) for each in receptacles})
     carried = sorted({object_type(thing) for thing, _ in placements})
     objects = ["agent1 - agent", *(f"loc_{number} - location" for number in range(len(receptacles) + 1))]

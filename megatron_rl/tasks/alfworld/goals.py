@@ -1,4 +1,4 @@
-"""What a game of ALFWorld asks for, and how much of it holds: its goal conditions, over the facts of a state."""
+"""Goals of ALFWorld games and their conditions, evaluated on the facts of a state."""
 
 import re
 from collections import Counter
@@ -14,32 +14,37 @@ KIND_BY_ALFWORLD_NAME: Mapping[str, str] = {
     "pick_cool_then_place_in_recep": "cool",
     "pick_two_obj_and_place": "two",
 }
-"""ALFWorld's name of a task type -> ours."""
+"""Maps ALFWorld's name of a task type to ours."""
 ALFWORLD_NAME_BY_KIND: Mapping[str, str] = {kind: name for name, kind in KIND_BY_ALFWORLD_NAME.items()}
 CHANGE_PREDICATES: Mapping[str, str] = {"clean": "isclean", "heat": "ishot", "cool": "iscool"}
-"""What must have become of the thing, by kind."""
+"""Predicate that the object must satisfy, by kind of task."""
 FOLDER_PATTERN = re.compile(r"(?P<name>[a-z_]+)-(?P<thing>[A-Za-z]+)-None-(?P<place>[A-Za-z]+)-(?P<scene>\d+)")
-"""How ALFWorld names the folder over a game's own: type, thing, movable receptacle, place (the lamp where a thing is looked at), scene."""
+"""ALFWorld's name of a game's parent folder: task type, object, movable receptacle, target
+receptacle (the lamp for kind look), scene.
+"""
 Facts = Mapping[str, Set[tuple[str, ...]]]
-"""The arguments for which each predicate of alfred.pddl holds, all in small letters, as TextWorld has them."""
+"""Maps each predicate of alfred.pddl to the arguments for which it holds, in lower case as in
+TextWorld.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class AlfworldGoal:
-    """Types of things are ALFWorld's, as SinkBasin."""
+    """Goal of a game. Object types have ALFWorld's spelling, e.g. SinkBasin."""
 
     kind: str
     object_type: str
     receptacle_type: str
-    """Where it goes; of kind look the lamp."""
+    """Type of the target receptacle; for kind look, of the lamp."""
     scene: int
-    """The number of the floor plan."""
+    """Number of the floor plan."""
 
     @classmethod
     def from_folder_name(cls, folder: str) -> Self | None:
-        """From the name of a folder; None where it holds no game that ALFWorld plays (movable receptacles, slices).
+        """Parse a folder name; return None if ALFWorld does not support the game.
 
-        Example: pick_heat_then_place_in_recep-Apple-None-CounterTop-12 -> heat, Apple, CounterTop, 12.
+        Unsupported are movable receptacles and sliced objects. Example:
+        pick_heat_then_place_in_recep-Apple-None-CounterTop-12 gives heat, Apple, CounterTop, 12.
         """
         read = FOLDER_PATTERN.fullmatch(folder)
         if read is None or read["name"] not in KIND_BY_ALFWORLD_NAME or read["thing"].endswith("Sliced"):
@@ -48,10 +53,14 @@ class AlfworldGoal:
 
     @property
     def folder_name(self) -> str:
+        """Folder name of games with this goal."""
         return f"{ALFWORLD_NAME_BY_KIND[self.kind]}-{self.object_type}-None-{self.receptacle_type}-{self.scene}"
 
     def count_met_conditions(self, facts: Facts) -> tuple[int, int]:
-        """How many of its conditions hold, and how many there are: those of ALFWorld's env/tasks.py. The game is won when all hold."""
+        """Return the number of conditions that hold and the number of all conditions.
+
+        The conditions are those of ALFWorld's env/tasks.py. The game is won when all hold.
+        """
         things = {thing for thing, kind in facts["objecttype"] if kind == f"{self.object_type.lower()}type"}
         if self.kind == "look":
             held = any(thing in things for _, thing in facts["holds"])
@@ -66,7 +75,7 @@ class AlfworldGoal:
         return bool(placed) + bool(changed) + any(thing in changed for thing, _ in placed), 3
 
     def _is_lit(self, facts: Facts) -> bool:
-        """Whether such a lamp was switched on and stands where the agent is."""
+        """Return True if a lamp of the goal's type is switched on at the agent's location."""
         lamps = {lamp for lamp, kind in facts["objecttype"] if kind == f"{self.receptacle_type.lower()}type"}
         here = {spot for _, spot in facts["atlocation"]}
         near = {place for place, spot in facts["receptacleatlocation"] if spot in here}

@@ -1,6 +1,7 @@
-"""Players: processes that run TextWorld, one for each episode on its way, used again by the next. The event loop never waits for one.
+"""Pool of player processes that run TextWorld, one per running episode, reused by later episodes.
 
-A player that raises, is killed or takes too long fails the one episode that it plays (InfraError); the next one gets another.
+Requests never block the event loop. A player that raises, is killed or exceeds its time limit fails
+only its current episode (InfraError); the next episode gets another player.
 """
 
 import asyncio
@@ -16,27 +17,32 @@ from dataclasses import dataclass
 from megatron_rl.errors import InfraError, PermanentInfraError
 
 MAX_GAMES_PER_PLAYER = 200
-"""Of one player; then another takes its place."""
+"""Maximum number of games of one player process; then a new process replaces it."""
 KILL_SLACK_S = 5.0
-"""What a player that should have been ended by the kernel is waited for."""
+"""Additional seconds to wait for a player after the kernel should have ended it."""
 LOAD_TIMEOUT_S = 300.0
-"""What a keeper may take for its imports, beside the seconds for its game; one that is silent longer hangs."""
+"""Seconds allowed for the server's imports, in addition to the time limit of its game."""
 MAX_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class PlayerProcess:
-    """This end of the channel to one process."""
+    """Client's end of the channel to one player process."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     timeout_s: float
     is_idle: bool = True
-    """Every question has its answer. A player that is left in the midst of one is of no use any more."""
+    """True if every request was answered. A player with an unanswered request is never reused."""
     num_games: int = 0
+    """Number of games that were started in this process."""
 
     async def send_request(self, **question: object) -> dict[str, object]:
-        """One question and its answer (keeper.play). InfraError: there is none."""
+        """Send one request and return its answer (player_server.serve_player).
+
+        Raises:
+            InfraError: The player failed or did not answer in time.
+        """
         assert self.is_idle, "the player still answers, or is gone"
         self.is_idle = False
         self.num_games += "game" in question
@@ -66,15 +72,19 @@ class PlayerProcess:
 
     @property
     def is_connected(self) -> bool:
-        """As far as the event loop has heard."""
+        """False once the event loop has received the end of the stream."""
         return not self.reader.at_eof()
 
     def close(self) -> None:
+        """Close the channel, which ends the player."""
         self.writer.close()
 
 
 class PlayerPool:
-    """At most `size` at once; whoever asks for a further one waits. Nothing is started before the first is asked for."""
+    """At most `size` player processes; further requests for one wait.
+
+    The server process starts with the first request.
+    """
 
     def __init__(self, size: int, *, timeout_s: float) -> None:
         self.size, self.timeout_s = size, timeout_s
@@ -85,7 +95,14 @@ class PlayerPool:
         self._idle: list[PlayerProcess] = []
 
     async def acquire(self, game: str) -> PlayerProcess:
-        """A player to oneself; the game is what a new keeper reads first. Give it back."""
+        """Return a player for exclusive use, to be returned with `release`.
+
+        Args:
+            game: Game file that a new server loads first.
+
+        Raises:
+            InfraError: No player could be started.
+        """
         await self._slots.acquire()
         try:
             while self._idle:
@@ -99,6 +116,7 @@ class PlayerPool:
             raise
 
     def release(self, player: PlayerProcess) -> None:
+        """Return a player to the pool, or close it if it cannot be reused."""
         if player.is_idle and player.num_games < MAX_GAMES_PER_PLAYER:
             self._idle.append(player)
         else:
@@ -106,7 +124,7 @@ class PlayerPool:
         self._slots.release()
 
     async def close(self) -> None:
-        """End all processes, those too that play."""
+        """End all processes, including busy players."""
         for player in self._idle:
             player.close()
         self._idle.clear()
@@ -128,14 +146,20 @@ class PlayerPool:
         return PlayerProcess(reader, writer, self.timeout_s)
 
     async def _start_server(self, game: str) -> None:
-        """Start the keeper, in a session of its own: Ctrl-C is for the run, which may still need it. PermanentInfraError: it does not
-        load."""
+        """Start the player server.
+
+        It has a session of its own, so that Ctrl-C interrupts only the run, which may still need
+        the server.
+
+        Raises:
+            PermanentInfraError: The server did not load.
+        """
         self._stop_server()
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         with theirs:
             command = [sys.executable, "-m", "megatron_rl.tasks.alfworld.player_server", str(theirs.fileno()), str(self.timeout_s), game]
-            environment = {**os.environ, "PYTHONHASHSEED": "0"}  # so that sets have the same order in every run
+            environment = {**os.environ, "PYTHONHASHSEED": "0"}  # makes the order of sets reproducible
             self._server = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -150,7 +174,7 @@ class PlayerPool:
             )
 
     def _stop_server(self) -> None:
-        """The keeper, and with it its players, idle or not."""
+        """End the server and all of its players, idle or not."""
         if self._server is not None and self._control is not None:
             self._control.close()
             self._server.kill()

@@ -1,11 +1,15 @@
-"""A process that has TextWorld loaded and forks a player for each channel that it is sent; run as a script, it imports nothing of torch.
+"""A process that loads TextWorld once and forks a player process for each channel it receives.
 
     python -m megatron_rl.tasks.alfworld.player_server CONTROL SECONDS [GAME]
 
-CONTROL is an open socket: when all is loaded a byte leaves by it, and every byte that arrives on it brings the channel of a new player.
-SECONDS is what a player may take for an answer; then the kernel ends it, whatever it is in. GAME is read first, so that players need not
-parse what all games share.
-No orphans: the keeper ends when the control is closed, or its parent is another, and its players end with it.
+Run as a script, it does not import torch. CONTROL is the file descriptor of an open socket. The
+server sends one byte on it when everything is loaded; every byte that it receives carries the
+channel of a new player. SECONDS is the time limit of each request to a player, enforced by the
+kernel wherever the player is. GAME is loaded first, so that players need not parse the data that
+all games share.
+
+There are no orphans: the server ends when the control socket is closed or its parent process
+changes, and its players end with it.
 """
 
 import ctypes
@@ -25,17 +29,21 @@ from megatron_rl.tasks.alfworld.textworld_engine import TextWorldGame
 PR_SET_PDEATHSIG = 1
 READY_BYTE = b"r"
 PARENT_POLL_S = 1.0
-"""Between two looks at the parent."""
+"""Interval in seconds between checks of the parent process."""
 
 
 class PlayerChannel:
-    """The players' end of a channel: lines of JSON. An error is the last of them, and the process ends there: who knows what it left."""
+    """Player's end of a channel, with one JSON object per line.
+
+    After an error the player sends the error and exits, because its state may be corrupt.
+    """
 
     def __init__(self, channel: socket.socket) -> None:
         self.lines = channel.makefile("rb")
         self.channel = channel
 
     def send(self, answer: Mapping[str, object]) -> None:
+        """Send one answer."""
         self.channel.sendall(json.dumps(answer).encode() + b"\n")
 
     def __enter__(self) -> "PlayerChannel":
@@ -50,12 +58,12 @@ class PlayerChannel:
 
 
 def serve_player(channel: socket.socket, timeout_s: float) -> None:
-    """Answer until nobody asks. Never returns."""
+    """Answer requests until the channel is closed. Never returns."""
     with PlayerChannel(channel) as answers:
         game: TextWorldGame | None = None
         for line in answers.lines:
             asked = json.loads(line)
-            signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM, which nobody handles
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM, which has no handler and ends the process
             if "game" in asked:
                 game = TextWorldGame(Path(asked["game"]))
                 answer = {"task": game.task, **asdict(game.start())}
@@ -67,8 +75,12 @@ def serve_player(channel: socket.socket, timeout_s: float) -> None:
 
 
 def fork_players(control: socket.socket, timeout_s: float) -> None:
+    """Fork a player for each channel.
+
+    Returns when the control socket is closed or the parent process changes.
+    """
     parent, keeper = os.getppid(), os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # players are reaped by the kernel
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps players
     while os.getppid() == parent:
         if not select.select([control], [], [], PARENT_POLL_S)[0]:
             continue
@@ -85,6 +97,7 @@ def fork_players(control: socket.socket, timeout_s: float) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Load TextWorld and the given games, then fork players."""
     control, seconds = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     signal.setitimer(signal.ITIMER_REAL, seconds)
     for game in arguments[2:]:

@@ -1,4 +1,7 @@
-"""The picture of a scene: its text observation, drawn. There is no simulator here; frames of THOR would be another `Look`."""
+"""Image of a scene: its text observation, drawn.
+
+There is no simulator here; a renderer of THOR frames would be another `SceneRenderer`.
+"""
 
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -9,21 +12,27 @@ from PIL.Image import Image as Picture
 from megatron_rl.tasks.gym_cards.number_line import FONT_FILE
 
 IMAGE_SIDE = 300
-"""Pixels, as RL4VLM's frames."""
+"""Side length of the image in pixels, as in RL4VLM."""
 MARGIN = 8
 FONT_SIZES = (44, 40, 36, 32, 28, 25, 22, 20, 18, 16, 14, 12, 10, 8)
 SceneRenderer = Callable[[str], Picture]
-"""From the text of an observation to what the policy sees. An environment takes one as an argument."""
+"""Maps the text of an observation to the image that the policy sees; an argument of the
+environment.
+"""
 
 
 @cache
 def load_font(size: int) -> ImageFont.FreeTypeFont:
-    """The basic layout, so that a picture is the same on every machine (number_line.picture)."""
+    """Return the font in a size.
+
+    It uses the basic layout, so that images are identical on every machine
+    (number_line.draw_state).
+    """
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)
 
 
 def wrap_text(text: str, size: int) -> list[str]:
-    """Lines of at most the picture's width, as far as words can be parted."""
+    """Wrap text into lines of at most the image's width; words are not split."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -36,7 +45,11 @@ def wrap_text(text: str, size: int) -> list[str]:
 
 @lru_cache(maxsize=512)
 def draw_text(text: str) -> Picture:
-    """The words in black on white, as large as they fit; what does not fit at the smallest size is cut. Shared: not to be changed."""
+    """Draw the text in black on white, in the largest font that fits.
+
+    Text that does not fit at the smallest size is cut off. The image is cached and shared: do not
+    modify it.
+    """
     room = IMAGE_SIDE - 2 * MARGIN
     for size in FONT_SIZES:
         lines, height = wrap_text(text, size), round(1.2 * size)
@@ -51,5 +64,5 @@ def draw_text(text: str) -> Picture:
 
 @cache
 def draw_blank(text: str) -> Picture:
-    """White, whatever there is to see: what a policy that looks is compared with."""
+    """Return a white image, the baseline for a policy that uses the image."""
     return Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "white")

@@ -1,6 +1,8 @@
-"""What the policy is told of a state, and what it should say: the prompt, and a demonstrator's reply.
+"""Prompt of a state, and a demonstrator's reply.
 
-{"thoughts": "Next: heat apple 1 with microwave 1.", "action": "go to microwave 1"}
+Example of a reply:
+
+    {"thoughts": "Next: heat apple 1 with microwave 1.", "action": "go to microwave 1"}
 """
 
 import json
@@ -8,25 +10,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NEUTRAL_COMMANDS = ("go ", "open ", "close ", "examine ", "look", "inventory", "help")
-"""Commands that change nothing that a goal asks for begin with these; all others are deeds."""
+"""Prefixes of commands that change nothing that a goal requires."""
 
 
 @dataclass(slots=True, frozen=True)
 class GameObservation:
-    """What a game shows after a command."""
+    """Result of a command."""
 
     text: str
     commands: list[str]
-    """Those that are admissible, sorted."""
+    """Admissible commands, sorted."""
     is_won: bool
     num_met: int
-    """Goal conditions that hold..."""
+    """Number of goal conditions that hold."""
     num_conditions: int
-    """...of so many."""
+    """Number of goal conditions."""
 
 
 def write_prompt(task: str, observation: GameObservation, *, history: Sequence[str] = (), has_text: bool = True) -> str:
-    """`history` are commands that were played; without the text only the picture tells what is seen."""
+    """Return the prompt of a state.
+
+    Args:
+        task: Text of the task.
+        observation: Current observation.
+        history: Previous commands to list.
+        has_text: Include the observation text. Without it, the observation is in the image only.
+    """
     lines = [
         f"Household. Task: {task}.",
         *([f"You see: {observation.text}"] if has_text else []),
@@ -38,10 +47,11 @@ def write_prompt(task: str, observation: GameObservation, *, history: Sequence[s
 
 
 def write_thoughts(commands: Sequence[str]) -> str:
-    """What is on the mind of one who is about to give these commands: the first deed among them."""
+    """Return thoughts that name the first of these commands that changes the state."""
     deed = next((command for command in commands if not command.startswith(NEUTRAL_COMMANDS)), commands[0])
     return f"Next: {deed}."
 
 
 def write_reply(thoughts: str, command: str) -> str:
+    """Return a reply with thoughts and a command."""
     return json.dumps({"thoughts": thoughts, "action": command})

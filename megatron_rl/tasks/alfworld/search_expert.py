@@ -1,4 +1,7 @@
-"""A demonstrator that knows what it has seen, where the planner knows everything: it looks into one place after another."""
+"""Demonstrator that knows only what it has seen and searches one place after another.
+
+The planner, in contrast, knows the complete state.
+"""
 
 from collections.abc import Sequence
 
@@ -9,18 +12,23 @@ APPLIANCE_BY_KIND = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"
 
 
 class SearchExpert:
-    """Plays one game: what it gives is taken to be played. It reads the admissible commands alone, and remembers."""
+    """Policy for one game, based on the admissible commands alone.
+
+    It assumes that every command it returns is run.
+    """
 
     def __init__(self, goal: AlfworldGoal) -> None:
         self.goal = goal
         self.thing, self.place = goal.object_type.lower(), goal.receptacle_type.lower()
         self.position = self.held_object = self.lamp_position = ""
-        """Where it stands; what it holds; where it has seen the lamp."""
+        """Current position, held object, and last seen position of the lamp; empty if there is
+        none.
+        """
         self.searched_places: set[str] = set()
         self.is_changed = False
 
     def choose_command(self, observation: GameObservation) -> tuple[str, str] | None:
-        """Thoughts, and a command; None where it knows no way: no place of the kind that it needs can be gone to."""
+        """Return thoughts and a command, or None if no place of a required type can be reached."""
         try:
             return self._choose_command(observation.commands)
         except LookupError:
@@ -38,7 +46,10 @@ class SearchExpert:
         return self._put_object(commands)
 
     def _fetch_object(self, commands: Sequence[str]) -> tuple[str, str]:
-        """What lies in a place where it shall be is left there."""
+        """Take the object or search for it.
+
+        An object that is already in a target receptacle stays there.
+        """
         for command in commands:
             if command.startswith(f"take {self.thing} ") and (self.goal.kind == "look" or _place_type(self.position) != self.place):
                 self.held_object = command.removeprefix("take ").partition(" from ")[0]
@@ -69,7 +80,11 @@ class SearchExpert:
         return thoughts, put
 
     def _search_next_place(self, commands: Sequence[str]) -> str:
-        """Open what is closed here, or go to the next place, those where nothing shall be put first; when all were seen, begin anew."""
+        """Return the command that continues the search.
+
+        It opens the current place if closed, or goes to the next place, with target receptacles
+        last. After all places were searched, the search starts over.
+        """
         if f"open {self.position}" in commands and self.position not in self.searched_places:
             self.searched_places.add(self.position)
             return f"open {self.position}"
@@ -90,6 +105,10 @@ def _place_type(place: str) -> str:
 
 
 def _first_place(commands: Sequence[str], kind: str) -> str:
-    """The first place of a type that one can go to. LookupError: there is none."""
+    """Return the first reachable place of a type.
+
+    Raises:
+        LookupError: There is none.
+    """
     places = [command.removeprefix("go to ") for command in commands if command.startswith(f"go to {kind} ")]
     return places[0]

@@ -1,12 +1,15 @@
-"""ALFWorld as a task: an episode of a game, RL4VLM's rewards, and the demonstrations of the warm start.
+"""ALFWorld as a task: episodes, RL4VLM's rewards, and demonstrations for the SFT stage.
 
-The policy sees a picture of what TextWorld says, the task and the admissible commands, and replies with one JSON object
-(scene_prompts.py). RL4VLM prompts with the present state alone, and so does this: every turn is a new context.
+The policy sees an image of TextWorld's text, the task and the admissible commands, and replies with
+one JSON object (scene_prompts.py). As in RL4VLM, the prompt contains the current state only, so
+every turn is a new sequence.
 
-A step pays 50 if the game is won, the share of the goal's conditions that hold, and -1 where the reply was no admissible command: what
-RL4VLM's code pays. The share is paid anew at every step, so that to dally in a state half done pays 0.5 a step; with
-task.options.progress=change a step pays what it changed of it. A reply without a command is always counted (ToolCall.error), and
-task.options.invalid says what it does, as in the card games (gym_cards/game.py).
+The reward of a step is that of RL4VLM's code: 50 if the game is won, plus the fraction of the
+goal's conditions that hold, minus 1 if the reply was not an admissible command. The fraction
+counts at every step, so waiting in a half-solved state earns 0.5 per step. With
+task.options.progress=change the reward contains the change of the fraction instead. A reply without
+a command is always counted (ToolCall.error). task.options.invalid selects its other effects, as in
+the card games (gym_cards/game.py).
 """
 
 import random
@@ -41,15 +44,22 @@ MAX_STEPS = 50
 WON_REASON = "won"
 WIN_REWARD = 50.0
 DEMONSTRATORS = {"correct": "planner", "searching": "searcher", "biased": "searcher"}
-"""Who plays in a split of demonstrations."""
+"""Maps each demonstration split to its demonstrator."""
 MISTAKE_PROBABILITY = 0.3
-"""How often the demonstrator of split "biased" gives any admissible command instead of the right one."""
+"""Probability that the demonstrator of split "biased" takes a random admissible command instead of
+its own.
+"""
 DemonstrationPlan = tuple[Path, str, int, str | None]
-"""A demonstration: the game's folder, who plays it, the turn, and the mistake that is made there."""
+"""Demonstration: the game's folder, the demonstrator, the index of the turn, and the mistake made
+there or None.
+"""
 
 
 def won_reward(kind: str | None) -> RewardFn:
-    """1 where an episode was won, else 0; no opinion on games of other kinds."""
+    """Return a reward function that is 1 if the episode was won, else 0.
+
+    Given a `kind`, it returns None for games of other kinds.
+    """
 
     async def part(outcome: RewardInput) -> float | None:
         return float(outcome.rollout.reason == WON_REASON) if kind in (None, outcome.payload["kind"]) else None
@@ -65,7 +75,9 @@ ALFWORLD_RUBRIC = Rubric(
     turn_terms={"return": TurnRewardTerm(environment_rewards, averages_turns=False)},
     solved_term="won",
 )
-"""The return is what is learned from; who won, by the kind of game, is told."""
+"""Trains on the return. The terms `won` and `won_KIND` have weight 0 and only report the success
+rate, overall and by kind of game.
+"""
 
 
 class AlfworldEnv(Env):
@@ -78,6 +90,7 @@ class AlfworldEnv(Env):
         self.rng = random.Random()
 
     async def reset(self, seed: int) -> list[Message]:
+        """Start the game in a player process and return the first observation."""
         self.rng.seed(seed)
         self.player = await self.player_pool.acquire(self.game)
         answer = await self.player.send_request(game=self.game)
@@ -87,10 +100,15 @@ class AlfworldEnv(Env):
 
     @property
     def state(self) -> str:
-        """What was done so far: where things are follows from it, and nothing else does in a house that is seen in part."""
+        """Commands so far, one per line.
+
+        They determine where everything is. The current observation does not, because a scene is
+        only partially observed.
+        """
         return "\n".join(self.commands)
 
     async def step(self, text: str) -> Step:
+        """Run the command in a reply, or the effect of an invalid reply."""
         return replace(await self._handle_reply(text), action_char=find_action_start(text))
 
     async def _handle_reply(self, text: str) -> Step:
@@ -115,7 +133,10 @@ class AlfworldEnv(Env):
         return Step(messages=[self._make_message()], reward=reward, done=False, tool_call=call, is_new_prompt=True)
 
     def _progress_reward(self, observation: GameObservation) -> float:
-        """What is paid for the goal's conditions after a step that led from self.view to this one."""
+        """Return the reward for the goal's conditions.
+
+        `observation` is the result of the step from self.observation.
+        """
         before = self.observation.num_met if self.options.progress == "change" else 0
         return (observation.num_met - before) / observation.num_conditions
 
@@ -125,13 +146,17 @@ class AlfworldEnv(Env):
         return make_user_message(self.render(self.observation.text), prompt)
 
     async def close(self) -> None:
+        """Return the player process to the pool."""
         if self.player is not None:
             self.player_pool.release(self.player)
             self.player = None
 
 
 class AlfworldTask(Task):
-    """Games of split train and of split eval lie in different folders, and play in different scenes. An episode succeeds when it is won."""
+    """ALFWorld task. An episode succeeds if the game is won.
+
+    The games of splits train and eval are in different folders and use different scenes.
+    """
 
     Options = AlfworldOptions
     appends_to_sequence = False
@@ -149,10 +174,15 @@ class AlfworldTask(Task):
         self._games = cache(self._find_games)
 
     async def close(self) -> None:
+        """Close the player processes."""
         await self.player_pool.close()
 
     def examples(self, split: str) -> list[Example]:
-        """ValueError: there are no games, or nothing to play them with."""
+        """Return the games of a split.
+
+        Raises:
+            ValueError: There are no games, or a required package is not installed.
+        """
         games = self._games(split)
         if split == "train":
             return [make_example(folder, picture="drawn") for folder in games]
@@ -163,14 +193,17 @@ class AlfworldTask(Task):
         return find_games(find_game_folders(self.settings.data, split), config_key=f"task.data.{split}")
 
     def env(self, example: Example) -> AlfworldEnv:
+        """Return a new environment for one game."""
         look = draw_text if example.payload["picture"] == "drawn" else draw_blank
         return AlfworldEnv(str(example.payload["game"]), player_pool=self.player_pool, options=self.options, render=look)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[DemonstrationPlan]:
-        """Single turns of games of split train, which are won. Fewer are a prefix of more.
+        """Return single-turn demonstrations from won games of split train.
 
-        In split "correct" the planner plays, who knows where things are; in "searching" one who knows what was seen (search_expert.py); in
-        "biased" the same one, who gives any admissible command in MISTAKES of the turns.
+        The first demonstrations do not depend on `num`. The demonstrator of split "correct" is the
+        planner, which knows where everything is. That of "searching" knows only what it has seen
+        (search_expert.py). Split "biased" replaces its command by a random admissible one with
+        probability MISTAKE_PROBABILITY.
         """
         require_choice("sft.splits", split, tuple(DEMONSTRATORS))
         player, dice = DEMONSTRATORS[split], random.Random(seed)
@@ -199,7 +232,7 @@ class AlfworldTask(Task):
         return [make_user_message(draw_text(turn.text), prompt), {"role": "assistant", "content": [{"type": "text", "text": said}]}]
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Replies that win, turn by turn; none where no transcript lies beside the game."""
+        """Return replies that win, one per turn; empty if the game has no transcript."""
         folder = Path(str(example.payload["game"])).parent
         if not (folder / TRANSCRIPT_FILES["planner"]).is_file():
             return []

@@ -1,7 +1,9 @@
-"""One game in TextWorld's PDDL engine: what is seen, what may be done, how much of the goal holds. Imported where games are played alone.
+"""One game in TextWorld's PDDL engine: observations, admissible commands and goal progress.
 
-TextWorld may serve one game of a process at a time, from one thread: its planner (Fast Downward, in C) and its translator keep their state
-in globals. It evaluates the grammar of a game file as Python: such a file is a program, and nothing that a policy writes gets there.
+Import it only in a process that runs nothing but games: TextWorld supports one game per process at
+a time, from one thread, because its planner (Fast Downward, in C) and its translator keep their
+state in globals. TextWorld evaluates the grammar of a game file as Python, so such a file is a
+program; no text of a policy enters it.
 """
 
 import json
@@ -13,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-# TextWorld 1.7.0, envs/zmachine/jericho.py: the engine of another sort of games, which is to be compiled, and no game of PDDL touches.
+# Stub of jericho, which TextWorld 1.7.0 imports in envs/zmachine/jericho.py. It is an engine for
+# other games that must be compiled; PDDL games do not use it.
 jericho = ModuleType("jericho")
 jericho.UnsupportedGameWarning = jericho.TruncatedInputActionWarning = type("JerichoWarning", (Warning,), {})
 sys.modules.setdefault("jericho", jericho)
@@ -27,13 +30,14 @@ from megatron_rl.tasks.alfworld.goals import AlfworldGoal, Facts  # noqa: E402
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation  # noqa: E402
 
 TASK_PATTERN = re.compile(r"(?<=Your task is to: )[^\"]*(?=\.\")")
-"""In the grammar of a game."""
+"""Pattern of the task's text in a game's grammar."""
 
 
 def assign_names(ids: Iterable[str]) -> dict[str, str]:
-    """ALFWorld's names for TextWorld's: cabinet_bar__minus_01... -> cabinet 3. Numbers are given from the last of the sorted to the first.
+    """Map TextWorld's ids to ALFWorld's names, e.g. cabinet_bar__minus_01... to cabinet 3.
 
-    agents/utils/misc.py of alfworld 0.4.2, Demangler.
+    The first of the sorted ids gets the highest number, as in alfworld 0.4.2, agents/utils/misc.py,
+    Demangler.
     """
     kinds = {each: _object_kind(each) for each in sorted(ids)}
     left = Counter(kinds.values())
@@ -52,15 +56,19 @@ def _object_kind(mangled: str) -> str:
 
 @cache
 def load_logic(domain: str, grammar: str) -> GameLogic:
-    """Parsed once: games differ in their task's words alone, which nothing that is shown after the intro needs."""
+    """Parse the logic of games (cached).
+
+    Games differ only in the text of their task, which no text after the intro uses, so all share
+    one entry.
+    """
     return GameLogic(domain=domain, grammar=grammar)
 
 
 class TextWorldGame:
-    """A game, from its file. All errors of TextWorld pass through."""
+    """Game loaded from its file. Errors of TextWorld are not caught."""
 
     library = None
-    """Fast Downward; a copy of this process's own, loaded when it is first needed."""
+    """Fast Downward library, a copy of this process's own, loaded on first use."""
 
     def __init__(self, path: Path) -> None:
         data = json.loads(path.read_text())
@@ -79,14 +87,20 @@ class TextWorldGame:
             info = self.entity_infos[each]
             info.name, info.definite, info.indefinite = name, "the", "a"
         self.command_texts: dict[tuple[str, ...], str] = {}
-        """The command of each action that was admissible so far: of ALFWorld's templates none depends on what changes."""
+        """Command of each action that was admissible so far. It can be cached because none of
+        ALFWorld's templates depends on state that changes.
+        """
         self.actions: dict[str, Action] = {}
 
     def start(self) -> GameObservation:
+        """Return the first observation."""
         return self._observe(self._derive_text("#look.feedback#"))
 
     def step(self, command: str) -> GameObservation:
-        """One that is not admissible changes nothing, as in TextWorld."""
+        """Run a command and return the observation.
+
+        An inadmissible command changes nothing, as in TextWorld.
+        """
         if command not in self.actions:
             return self._observe("Nothing happens.")
         action = self.actions[command]
@@ -94,10 +108,14 @@ class TextWorldGame:
         return self._observe(self._derive_text(action.feedback_rule, action))
 
     def plan_commands(self) -> list[str]:
-        """Commands that win from here, found by the planner; empty where there are none. Takes time that grows quickly with the game."""
+        """Return commands of the planner that win from here; empty if there are none.
+
+        The time needed grows quickly with the size of the game.
+        """
         return self.state.replan(self.entity_infos)
 
     def collect_facts(self) -> Facts:
+        """Return the facts of the current state."""
         facts = defaultdict(set)
         for fact in self.state.facts:
             facts[fact.name].add(tuple(each.name for each in fact.arguments))

@@ -1,4 +1,7 @@
-"""GymCards (RL4VLM, arXiv 2405.10292): small games whose state is a picture. Importing this package registers them with gymnasium."""
+"""GymCards (RL4VLM, arXiv 2405.10292): small games with image observations.
+
+Importing this package registers the games with gymnasium.
+"""
 
 import gymnasium
 

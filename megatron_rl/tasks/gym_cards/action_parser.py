@@ -1,4 +1,7 @@
-"""From what the policy wrote to an action, or to the reason why it names none. Nothing here raises, and nothing is run as code."""
+"""Parsers from the policy's reply to an action, or to the reason why it has none.
+
+They never raise, and nothing in a reply is run as code.
+"""
 
 import json
 import re
@@ -6,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 MAX_REPLY_CHARS = 4096
-"""Longer replies are not read: no honest one is, and it bounds how deep a reply can nest in the JSON reader."""
+"""Maximum length of a reply that is parsed. No valid reply is longer, and the limit bounds the
+nesting depth in the JSON parser.
+"""
 
 
 class InvalidAction(StrEnum):
-    """What keeps a reply from being an action."""
+    """Reason why a reply has no action."""
 
     TOO_LONG = "too long"
     NOT_JSON = "not JSON"
@@ -36,10 +41,11 @@ def _reject_constant(constant: str) -> float:
 
 
 def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
-    """The index into `actions` that a reply names, or why it names none.
+    """Return the index into `actions` that a reply names, or why it names none.
 
-    Valid is: one JSON object (RFC 8259, so no NaN), white space around it at most, no key twice, "action" exactly one of `actions`.
-    Other keys are not looked at: what the policy says it read is not rewarded, only what it does.
+    A valid reply is one JSON object (RFC 8259, so no NaN), with nothing but whitespace around it,
+    no repeated key, and a value of "action" that is exactly one of `actions`. Other keys are
+    ignored: only the action is rewarded, not the policy's description of the state.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG
@@ -57,9 +63,11 @@ def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
 
 
 def parse_named_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
-    """RL4VLM's reading: the one action that is named behind the first "action" in quotes, or anywhere in a text without it.
+    """Return the index of the only action that a free-text reply names, as RL4VLM does.
 
-    In lower case. Numbers and words are whole ones: 10 is not 1, and white is no hit. Naming the same action twice is naming it.
+    The text after the first `"action"` is searched, or all of the text if there is none. The search
+    ignores case and matches whole numbers and words: 10 does not match 1, and white does not match
+    hit. Naming the same action twice is valid.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG
@@ -71,7 +79,10 @@ def parse_named_action(text: str, actions: Sequence[str]) -> int | InvalidAction
 
 
 def find_action_start(text: str) -> int | None:
-    """Where the action begins, behind the thoughts: at the last "action" in quotes, as RL4VLM finds it (by token ids, there)."""
+    """Return the position of the last `"action"` in the reply, or None.
+
+    The action begins there, after the thoughts. RL4VLM finds the same place by token ids.
+    """
     return max((found.start() for found in re.finditer('"action"', text, re.ASCII | re.IGNORECASE)), default=None)
 
 
@@ -79,4 +90,4 @@ ACTION_PARSERS: Mapping[str, Callable[[str, Sequence[str]], int | InvalidAction]
     "json": parse_json_action,
     "rl4vlm": parse_named_action,
 }
-"""By task.options.reading."""
+"""Maps task.options.reading to its parser."""

@@ -1,8 +1,9 @@
-"""Blackjack of GymCards: an infinite deck, one card of the dealer's up. Actions are indices into ACTIONS: 0 stands, 1 hits.
+"""Blackjack of GymCards, with an infinite deck and one visible dealer card.
 
-The rules are gymnasium's toy_text/blackjack (Sutton and Barto, example 5.1), as RL4VLM has them: a bust pays -1; after a stand the dealer
-draws to 17, an ace counting 11 where it can, and the reward is the sign of player - dealer. Cards worth ten
-are dealt as J, Q or K, never as 10.
+Actions are indices into ACTIONS: 0 stands, 1 hits. The rules are those of gymnasium's
+toy_text/blackjack (Sutton and Barto, example 5.1), as in RL4VLM: a bust pays -1; after a stand the
+dealer draws to 17, counting an ace as 11 where possible, and the reward is the sign of player -
+dealer. Ten-valued cards are dealt as J, Q or K, never as 10.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +23,19 @@ from megatron_rl.tasks.gym_cards.points import BACKGROUND_COLOR, CardStyle
 
 ACTIONS = ("stand", "hit")
 MAX_STEPS = 21
-"""Twenty aces and the stand."""
+"""Upper bound on the number of steps of a game: 20 hits and a stand."""
 ROW_LAYOUTS = ((4, 70, 98), (5, 49, 69), (8, 32, 45))
-"""(cards in a row, width, height of a card): the first that holds a hand is taken, so that all cards are seen."""
+"""(cards per row, card width, card height). The first layout that fits all cards of a hand is used,
+so that every card is visible.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class BlackjackState:
-    """The state: the first of the dealer's cards is up, the others are seen when the game is over."""
+    """State of a game.
+
+    The dealer's first card is visible; the others are visible when the game is over.
+    """
 
     player: tuple[Card, ...]
     dealer: tuple[Card, ...]
@@ -37,18 +43,26 @@ class BlackjackState:
 
 
 def hand_total(cards: Sequence[Card]) -> tuple[int, bool]:
-    """The sum, and whether it counts an ace as 11. Example: A 6 is (17, True), A 6 10 is (17, False)."""
+    """Return the sum, and True if it counts an ace as 11.
+
+    Example: A 6 is (17, True), A 6 10 is (17, False).
+    """
     hard = sum(card.value for card in cards)
     is_soft = hard <= 11 and any(card.rank == 1 for card in cards)
     return hard + 10 * is_soft, is_soft
 
 
 def is_natural(cards: Sequence[Card]) -> bool:
+    """Return True for a 21 of two cards."""
     return len(cards) == 2 and hand_total(cards)[0] == 21
 
 
 def compute_payoff(state: BlackjackState, *, natural: bool = False, sab: bool = False) -> float:
-    """After a stand and the dealer's draws: 1 won, 0 drawn, -1 lost; 1.5 for a win by a natural where that is played."""
+    """Return the reward after a stand and the dealer's draws.
+
+    It is 1 for a win, 0 for a draw, -1 for a loss, and 1.5 for a win by a natural if `natural` is
+    set and `sab` is not. With `sab`, a natural wins unless the dealer has one too.
+    """
     player, dealer = hand_total(state.player)[0], hand_total(state.dealer)[0]
     reward = 1.0 if dealer > 21 else float((player > dealer) - (player < dealer))
     if sab and is_natural(state.player) and not is_natural(state.dealer):
@@ -57,13 +71,17 @@ def compute_payoff(state: BlackjackState, *, natural: bool = False, sab: bool = 
 
 
 def deal_card(rng: np.random.Generator) -> Card:
+    """Return a random card; ten-valued cards are J, Q or K."""
     rank = int(rng.integers(1, 14))
     return Card(int(rng.integers(11, 14)) if rank >= 10 else rank, SUITS[rng.integers(4)])
 
 
 @lru_cache(maxsize=128)
 def draw_state(state: BlackjackState, style: CardStyle = ("large", 1.0)) -> Image.Image:
-    """The RGB picture of a state, 300 x 300. Shared by every turn that shows it: not to be changed."""
+    """Return the RGB image of a state, 300 x 300.
+
+    The image is cached and shared by every turn in this state: do not modify it.
+    """
     drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUND_COLOR)
     pen = ImageDraw.Draw(drawn)
     pen.text((5, 5), "Dealer", fill="white", font=load_font(15))
@@ -84,9 +102,11 @@ BlackjackObservation = NDArray[np.uint8] | tuple[int, int, int]
 
 
 class Blackjack(gymnasium.Env[BlackjackObservation, int]):
-    """`gym_cards/Blackjack-v0`. reset(options={"player": ["AS", "6H"], "dealer": "KD"}) fixes what is seen at the start.
+    """`gym_cards/Blackjack-v0`: come closer to 21 than the dealer, but not above it.
 
-    Observations are uint8 [300, 300, 3]; with symbolic=True (sum, the dealer's card up to 10, whether an ace counts 11).
+    reset(options={"player": ["AS", "6H"], "dealer": "KD"}) sets the visible cards of the start.
+    Observations are uint8 [300, 300, 3]; with symbolic=True they are (sum, value of the dealer's
+    visible card up to 10, 1 if an ace counts 11 else 0).
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
@@ -101,10 +121,12 @@ class Blackjack(gymnasium.Env[BlackjackObservation, int]):
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[BlackjackObservation]:
+        """Space of image or symbolic observations."""
         spaces = gymnasium.spaces
         return spaces.Tuple((spaces.Discrete(32), spaces.Discrete(11), spaces.Discrete(2))) if self.symbolic else pixels_space()
 
     def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[BlackjackObservation, dict[str, object]]:
+        """Start an episode and return the observation and the info dict."""
         super().reset(seed=seed)
         up, hidden, *player = [deal_card(self.np_random) for _ in range(4)]
         if options:
@@ -113,6 +135,7 @@ class Blackjack(gymnasium.Env[BlackjackObservation, int]):
         return self._observation(), self._info()
 
     def step(self, action: int) -> tuple[BlackjackObservation, float, bool, bool, dict[str, object]]:
+        """Apply an action and return gymnasium's step tuple."""
         assert self.state is not None and not self.state.is_over, "step before reset"
         require(self.action_space.contains(action), "action", action, "use 0 for stand or 1 for hit")
         if action == 1:
@@ -127,7 +150,7 @@ class Blackjack(gymnasium.Env[BlackjackObservation, int]):
         return self._observation(), compute_payoff(self.state, natural=self.natural, sab=self.sab), True, False, self._info()
 
     def render(self) -> NDArray[np.uint8]:
-        """The picture, as an array of the caller's own."""
+        """Return the image as a new array."""
         assert self.state is not None, "render before reset"
         return np.array(draw_state(self.state, self.style))
 

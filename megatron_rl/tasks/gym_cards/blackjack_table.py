@@ -1,7 +1,7 @@
-"""What Blackjack is worth, exactly: any table's shares of wins and draws and its mean return, and the best table, by dynamic programming.
+"""Exact evaluation of Blackjack policies and the optimal policy, by dynamic programming.
 
-A position is (sum, whether an ace counts 11, value of the dealer's card up). All cards are drawn with replacement: 1 to 9 with probability
-1/13 each, ten-valued ones with 4/13.
+A position is (sum, True if an ace counts 11, value of the dealer's visible card). All cards are
+drawn with replacement: values 1 to 9 with probability 1/13 each, and 10 with 4/13.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ from typing import NamedTuple
 Position = tuple[int, bool, int]
 CARD_PROBABILITIES = {value: (4 if value == 10 else 1) / 13 for value in range(1, 11)}
 DEALER_NATURAL = 22
-"""Stands for a dealer's 21 of two cards."""
+"""Final sum that represents a dealer's 21 of two cards."""
 
 
 class ExpectedOutcome(NamedTuple):
-    """What is to be expected."""
+    """Probabilities of a win and of a draw, and the expected reward."""
 
     wins: float
     draws: float
@@ -27,7 +27,10 @@ LOSS = ExpectedOutcome(0.0, 0.0, -1.0)
 
 
 def add_card(points: int, is_soft: bool, value: int) -> tuple[int, bool]:
-    """The sum with one more card. Example: (17, True) and 10 is (17, False)."""
+    """Return the sum with one more card, and True if an ace counts 11.
+
+    Example: (17, True) and 10 give (17, False).
+    """
     hard = points - 10 * is_soft + value
     soft = (is_soft or value == 1) and hard <= 11
     return hard + 10 * soft, soft
@@ -36,12 +39,20 @@ def add_card(points: int, is_soft: bool, value: int) -> tuple[int, bool]:
 POSITIONS: tuple[Position, ...] = tuple(
     (points, is_soft, up) for points, is_soft, up in product(range(4, 22), (False, True), CARD_PROBABILITIES) if points >= 12 or not is_soft
 )
-"""All 280 in which there is something to decide; sums below 12 hold no ace, or it would count 11."""
+"""All 280 positions with a decision. Sums below 12 are never soft, because an ace would count 11.
+"""
 
 
 @cache
 def dealer_distribution(points: int, is_soft: bool, is_dealt: bool = False) -> dict[int, float]:
-    """The dealer's final sum, 0 for a bust, from these points on. is_dealt: they are the card up, and with the next one 21 is a natural."""
+    """Return the distribution of the dealer's final sum; 0 is a bust.
+
+    Args:
+        points: Current sum of the dealer.
+        is_soft: True if an ace counts 11.
+        is_dealt: True if the sum is that of the visible card alone, so that 21 with the next card
+            is a natural.
+    """
     ends: dict[int, float] = {}
     for value, chance in CARD_PROBABILITIES.items():
         after, soft = add_card(points, is_soft, value)
@@ -59,6 +70,7 @@ def dealer_distribution(points: int, is_soft: bool, is_dealt: bool = False) -> d
 
 @cache
 def stand_outcome(points: int, up: int, *, is_natural: bool = False, natural: bool = False, sab: bool = False) -> ExpectedOutcome:
+    """Return the expected outcome of standing."""
     wins = draws = 0.0
     for final, share in dealer_distribution(*add_card(0, False, up), is_dealt=True).items():
         dealer = min(final, 21)
@@ -76,8 +88,15 @@ def evaluate_policy(
     sab: bool = False,
     forfeit_probabilities: Mapping[Position, float] | None = None,
 ) -> ExpectedOutcome:
-    """Of a whole game as dealt, by a player who hits in each position with the probability that the table says, gives the game up with that
-    of `forfeit_probabilities` (nowhere, without it), and stands otherwise."""
+    """Return the expected outcome of a game from its initial deal.
+
+    Args:
+        hit_probabilities: Probability of hitting in each position.
+        natural: Rule option of the game (`BlackjackOptions.natural`).
+        sab: Rule option of the game (`BlackjackOptions.sab`).
+        forfeit_probabilities: Probability of giving the game up in each position; None for 0
+            everywhere. The player stands with the remaining probability.
+    """
 
     @cache
     def worth(points: int, is_soft: bool, up: int, is_natural: bool = False) -> ExpectedOutcome:
@@ -92,14 +111,14 @@ def evaluate_policy(
 
 
 def best_policy(*, criterion: str = "reward") -> dict[Position, int]:
-    """The action that leaves the most to be expected in every position: of `reward`, or of `wins`; equal ones stand.
+    """Return the action in every position that maximizes the expected `reward`, or `wins`.
 
-    Two cards that are a natural are never hit, so all rules of Blackjack share their tables.
+    Ties stand. A natural is never hit, so the result is the same under all rule options.
     """
 
     @cache
     def choices(points: int, is_soft: bool, up: int) -> tuple[ExpectedOutcome, ExpectedOutcome]:
-        """Of standing, and of hitting and then playing best."""
+        """Return the outcomes of standing, and of hitting followed by optimal actions."""
         after = [(chance, add_card(points, is_soft, value)) for value, chance in CARD_PROBABILITIES.items()]
         hit = mix_outcomes([(chance, LOSS if then[0] > 21 else max(choices(*then, up), key=of)) for chance, then in after])
         return stand_outcome(points, up), hit
@@ -111,11 +130,16 @@ def best_policy(*, criterion: str = "reward") -> dict[Position, int]:
 
 
 def mix_outcomes(weighted_outcomes: list[tuple[float, ExpectedOutcome]]) -> ExpectedOutcome:
+    """Return the weighted sum of outcomes."""
     return ExpectedOutcome(*(sum(share * worth[place] for share, worth in weighted_outcomes) for place in range(3)))
 
 
 def _initial_deals() -> list[tuple[float, int, bool, int, bool]]:
-    """(probability, the player's sum, whether an ace counts 11, the card up, whether it is a natural)."""
+    """Return all initial deals.
+
+    Each is (probability, player's sum, True if an ace counts 11, dealer's visible card, True for a
+    natural).
+    """
     return [
         (
             CARD_PROBABILITIES[one] * CARD_PROBABILITIES[two] * CARD_PROBABILITIES[up],

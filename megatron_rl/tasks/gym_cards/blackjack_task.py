@@ -1,10 +1,14 @@
-"""Blackjack as a task: the prompt, starts drawn by seed, and demonstrations by the table of best return.
+"""Blackjack as a task: prompt, seeded starts, and demonstrations by the optimal policy.
 
-The policy sees the picture and replies with one JSON object, e.g.
+The policy sees the image and replies with one JSON object, e.g.
+
     {"thoughts": "K 5: 15 against 7", "action": "hit"}
-An example of split train fixes what is seen at the start; the rest of the game is dealt by the episode's seed, the same for all of a
-group. Split eval asks one question in each of the 280 positions, in hands drawn as training never draws them, and plays nothing: what the
-answers are worth in games as dealt is computed (blackjack_table.play), so that no luck is in it.
+
+An example of split train sets the visible cards of the start. The episode's seed determines all
+later cards; it is the same for all rollouts of a group. Split eval asks for one action in each of
+the 280 positions, in hands with suits that training never uses, and runs no games. The expected
+result of these actions in full games is computed exactly (blackjack_table.evaluate_policy), so the
+metrics have no sampling noise from cards.
 """
 
 import json
@@ -32,40 +36,50 @@ PROMPT = (
 )
 
 BIASED_MIN_DEALER_VALUE = 7
-"""In split "biased" the demonstrator stands, whatever he holds, where the dealer shows at least this (an ace counts 1 here)..."""
+"""Smallest dealer card (an ace counts 1) against which the demonstrator of split "biased" stands
+with any hand.
+"""
 BIASED_ERROR = 0.6
-"""...with this probability, and plays the best table elsewhere."""
+"""Probability of such a stand of the demonstrator of split "biased"; otherwise it follows the
+optimal policy.
+"""
 DEALT_VALUES = (*range(1, 10), 10, 10, 10, 10)
-"""Values, each as often as it is dealt."""
+"""Card values, each as often as its probability requires."""
 
 
 def get_position(state: BlackjackState) -> Position:
+    """Return the position of a state."""
     return *hand_total(state.player), state.dealer[0].value
 
 
 def write_reply(state: BlackjackState, action: int) -> str:
-    """The reply that reads the cards and adds them up right, and takes the action."""
+    """Return the reply that reads and adds up the cards correctly and takes the action."""
     points, is_soft, up = get_position(state)
     cards = " ".join(card.symbol for card in state.player)
     return json.dumps({"thoughts": f"{cards}: {'soft ' if is_soft else ''}{points} against {up}", "action": ACTIONS[action]})
 
 
 class PositionEnv(Env):
-    """One question: what the policy does here. Nothing is played, and nothing paid."""
+    """One query for the policy's action in a position.
+
+    The game is not continued, and the reward is 0.
+    """
 
     def __init__(self, game_state: BlackjackState, *, style: CardStyle, options: BlackjackOptions) -> None:
         self.game_state, self.style, self.options = game_state, style, options
 
     async def reset(self, seed: int) -> list[Message]:
+        """Return the observation of the position. The seed is not used."""
         return [make_user_message(draw_state(self.game_state, self.style), PROMPT)]
 
     async def step(self, text: str) -> Step:
+        """Parse the reply and end the episode."""
         _, call = parse_reply(text, self.options, ACTIONS)
         return Step(messages=[], reward=0.0, done=True, reason="asked", tool_call=call)
 
 
 class BlackjackTask(GameTask):
-    """Blackjack for the trainer. A game succeeds when it is won: its return is above 0."""
+    """Blackjack task. A game succeeds if it is won: its return is above 0."""
 
     Options = BlackjackOptions
 
@@ -74,6 +88,7 @@ class BlackjackTask(GameTask):
         self.require_turns(MAX_STEPS, eval_max_steps=MAX_STEPS)
 
     def examples(self, split: str) -> list[Example]:
+        """Return the starts of split train, or the positions of split eval."""
         if split == "eval":
             return self.positions
         starts = islice(deal_starts(np.random.default_rng(0), is_held_out=False), self.options.train_hands)
@@ -84,7 +99,7 @@ class BlackjackTask(GameTask):
 
     @cached_property
     def positions(self) -> list[Example]:
-        """Each position in task.options.eval_drawings hands."""
+        """Examples of split eval: each position in task.options.eval_drawings hands."""
         return [
             Example(
                 id=f"{'soft' if is_soft else 'hard'}{points}_against{value}_{number}",
@@ -95,6 +110,7 @@ class BlackjackTask(GameTask):
         ]
 
     def env(self, example: Example) -> Env:
+        """Return a new environment: a game, or the query of a position."""
         if "position" in example.payload:
             player, up = map(Card.from_name, example.payload["player"]), Card.from_name(example.payload["dealer"])
             look = (self.options.eval_art, self.options.eval_card_scale)
@@ -109,10 +125,11 @@ class BlackjackTask(GameTask):
         return GameEnv(game, example.payload, actions=ACTIONS, options=self.options, view_state=show)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Success, draws and return of games as dealt, exactly, by a player who does in each position what the policy said there.
+        """Return exact success rate, draw rate and return of full games under the policy's answers.
 
-        Where its hands were answered differently, the player tosses. A reply without an action, and a position without a scored one, is
-        a game that is given up, whatever task.options.invalid says.
+        If the hands of a position got different answers, the player mixes them in the same
+        proportion. A reply without an action, and a position without a scored rollout, count as a
+        forfeited game, whatever task.options.invalid is.
         """
         said: dict[Position, list[str]] = defaultdict(list)
         for rollout in rollouts:
@@ -127,14 +144,16 @@ class BlackjackTask(GameTask):
 
     @cached_property
     def best_actions(self) -> dict[Position, int]:
-        """The action of best return in every position."""
+        """Action with the best expected return in every position."""
         return best_policy()
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[tuple[BlackjackState, int]]:
-        """Single turns: all of each game as the split's demonstrator plays it, from starts of split train. Fewer are a prefix of more.
+        """Return single-turn demonstrations: all turns of games from starts of split train.
 
-        split "correct" plays the best table; "biased" too, but for BIASED_ERROR of the turns against a card from BIASED_MIN_DEALER_VALUE
-        on. A policy that has learned it wins 40.0% of its games when greedy.
+        The first demonstrations do not depend on `num`. Split "correct" follows the optimal policy.
+        Split "biased" does too, except that it stands in a fraction BIASED_ERROR of the turns
+        against a card of at least BIASED_MIN_DEALER_VALUE. A policy that reproduces it wins 40.0%
+        of its games with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
@@ -156,7 +175,10 @@ class BlackjackTask(GameTask):
 
 
 def deal_starts(rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
-    """The dealer's card up and the player's two, as dealt, in the drawings of a split, without end."""
+    """Yield starts with the suits of a split, without end.
+
+    A start is the dealer's visible card followed by the player's two cards.
+    """
     while True:
         start = tuple(deal_card(rng) for _ in range(3))
         if is_held_out_drawing(start) == is_held_out:
@@ -165,7 +187,11 @@ def deal_starts(rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tupl
 
 @cache
 def deal_hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
-    """The dealer's card and a hand in this position, as one comes to it who tosses a coin, so many times, in drawings of split eval."""
+    """Return `num` hands in a position, with the suits of split eval.
+
+    Each hand is the dealer's visible card followed by the player's cards. Hands are sampled as they
+    occur in games of a player that hits with probability 1/2.
+    """
     points, is_soft, up = position
     dice = random.Random(repr(position))
     hands: list[tuple[Card, ...]] = []
@@ -181,7 +207,7 @@ def deal_hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
 
 
 def _draw_suits(values: Sequence[int], rng: random.Random) -> tuple[Card, ...]:
-    """Cards of these values; the first three are a start that training does not have."""
+    """Return cards of these values. The suits of the first three are reserved for evaluation."""
     while True:
         cards = tuple(Card(rng.randint(11, 13) if value == 10 else value, rng.choice(SUITS)) for value in values)
         if is_held_out_drawing(cards[:3]):

@@ -1,6 +1,7 @@
-"""Playing cards, drawn with the fonts of this package. Policies are trained on the art "large"; two more test how far they see.
+"""Playing cards, drawn with the font of this package.
 
-A deck has four colors of ink in the art "large", so that suits are told apart where a card is thirty pixels wide.
+Policies are trained on the art "large"; the other two test generalization. The art "large" has one
+ink color per suit, so that suits can be distinguished on cards thirty pixels wide.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,20 @@ GLYPHS = {"S": "\u2660", "H": "\u2665", "D": "\u2666", "C": "\u2663"}
 
 @dataclass(slots=True, frozen=True)
 class Card:
+    """Playing card."""
+
     rank: int
-    """1 is the ace, 11 to 13 are J, Q and K."""
+    """Rank from 1 (ace) to 13; 11 to 13 are J, Q and K."""
     suit: str
-    """One of SUITS."""
+    """Suit, one of SUITS."""
 
     @classmethod
     def from_name(cls, name: object) -> Self:
-        """Example: 10H is the ten of hearts."""
+        """Parse a card name; 10H is the ten of hearts.
+
+        Raises:
+            ValueError: The name is not a rank followed by a suit.
+        """
         known = isinstance(name, str) and name[:-1] in RANKS and name[-1] in SUITS
         require(known, "card", name, "use a rank and a suit, as AS, 10H, KD or 3C")
         return cls(RANKS.index(name[:-1]) + 1, name[-1])
@@ -37,12 +44,12 @@ class Card:
 
     @property
     def symbol(self) -> str:
-        """What is written on it: A, 2, ..., 10, J, Q or K."""
+        """Rank as printed on the card: A, 2, ..., 10, J, Q or K."""
         return RANKS[self.rank - 1]
 
     @property
     def value(self) -> int:
-        """Faces count ten, the ace one."""
+        """Value of the card: 10 for faces, 1 for the ace."""
         return min(self.rank, 10)
 
 
@@ -51,11 +58,15 @@ DECK = tuple(Card(rank, suit) for suit in SUITS for rank in range(1, 14))
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CardArt:
+    """Visual style of cards."""
+
     paper: str
     ink: dict[str, str]
-    """By suit."""
+    """Ink color by suit."""
     is_large: bool
-    """Rank above suit, as large as the card lets them be; otherwise the rank in two corners and the suit in the middle."""
+    """True draws the rank above the suit, as large as fits; False draws the rank in two corners and
+    the suit in the middle.
+    """
 
 
 CARD_ARTS = {
@@ -67,13 +78,20 @@ CARD_ARTS = {
 
 @cache
 def load_font(size: int) -> ImageFont.FreeTypeFont:
-    """The basic layout, so that a picture is the same on every machine (number_line.picture)."""
+    """Return the font in a size.
+
+    It uses the basic layout, so that images are identical on every machine
+    (number_line.draw_state).
+    """
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)
 
 
 @lru_cache(maxsize=1024)
 def render_card(card: Card | None, *, width: int, height: int, art: str = "large") -> Image.Image:
-    """RGB; None is a card's back. Shared: not to be changed."""
+    """Return the RGB image of a card; None is the back of a card.
+
+    The image is cached and shared: do not modify it.
+    """
     style = CARD_ARTS[art]
     drawn = Image.new("RGB", (width, height), "#203a8c" if card is None else style.paper)
     pen = ImageDraw.Draw(drawn)
@@ -96,7 +114,15 @@ def render_card(card: Card | None, *, width: int, height: int, art: str = "large
 def paste_card(
     canvas: Image.Image, card: Card | None, box_corner: tuple[int, int], *, size: tuple[int, int], style: tuple[str, float]
 ) -> None:
-    """Draw a card into the box of this size at this place; a look is an art, and the share of the box that the card fills."""
+    """Draw a card into a box of the canvas.
+
+    Args:
+        canvas: Image to draw on.
+        card: Card, or None for the back of a card.
+        box_corner: Upper left corner of the box.
+        size: Width and height of the box.
+        style: Name of the art, and the fraction of the box that the card fills.
+    """
     art, scale = style
     width, height = round(size[0] * scale), round(size[1] * scale)
     corner = box_corner[0] + (size[0] - width) // 2, box_corner[1] + (size[1] - height) // 2
@@ -104,5 +130,8 @@ def paste_card(
 
 
 def is_held_out_drawing(cards: Sequence[Card]) -> bool:
-    """Whether these suits are for evaluation: exactly a quarter of all the ways to draw a hand of the same ranks."""
+    """Return True if a hand with these suits is reserved for evaluation.
+
+    That holds for exactly a quarter of all suit combinations of a hand.
+    """
     return sum(SUITS.index(card.suit) for card in cards) % 4 == 0

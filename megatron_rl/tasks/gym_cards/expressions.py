@@ -1,8 +1,10 @@
-"""What a formula of the card games is worth. It is parsed and never run as code.
+"""Evaluation of formulas in the card games. Formulas are parsed, never run as code.
 
-The strict reading takes whole numbers, + - * / and parentheses, in exact fractions; a sign may stand before a number. Two numbers side by
-side, ** and // are no formula. The legacy reading is that of Python, which RL4VLM hands the formula's text to: neighbors concatenate, ** is
-a power, // divides without rest, / gives floats. Powers beyond MAX_BITS have no value here; Python would work on them for hours.
+The strict rules allow whole numbers, + - * / and parentheses, evaluated in exact fractions; a
+number may have a sign. Adjacent numbers, ** and // are invalid. The legacy rules are those of
+Python, to which RL4VLM passes the formula's text: adjacent numbers concatenate, ** is a power, //
+is integer division, / gives floats. Powers beyond MAX_BITS have no value here, because Python would
+compute them for hours.
 """
 
 import operator
@@ -13,9 +15,11 @@ from typing import NamedTuple
 
 Number = Fraction | int | float
 MAX_TOKENS = 64
-"""Longer formulas have no value: it bounds how deep parentheses can nest."""
+"""Maximum number of tokens of a formula that has a value. It bounds the nesting depth of
+parentheses.
+"""
 MAX_BITS = 4096
-"""Largest size of a power."""
+"""Maximum size in bits of an integer power."""
 
 
 class _InvalidFormula(ValueError):
@@ -26,7 +30,7 @@ class _Operator(NamedTuple):
     precedence: int
     function: Callable[[Number, Number], Number]
     is_right: bool = False
-    """a op b op c is a op (b op c)."""
+    """True for right associativity: a op b op c is a op (b op c)."""
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -50,19 +54,20 @@ SIGN_OPERATORS = {"+": operator.pos, "-": operator.neg}
 
 
 class _ExpressionParser:
-    """Precedence climbing over tokens."""
+    """Precedence-climbing parser that evaluates tokens."""
 
     def __init__(self, tokens: Sequence[str], operators: Mapping[str, _Operator], number: Callable[[str], Number]) -> None:
         self.remaining, self.operators, self.parse_number = [*reversed(tokens)], operators, number
 
     def parse(self) -> Number:
+        """Return the value of all tokens."""
         value = self.parse_expression(0)
         if self.remaining:
             raise _InvalidFormula
         return value
 
     def parse_expression(self, min_precedence: int) -> Number:
-        """As far as operators bind at least so tightly."""
+        """Parse operators of at least this precedence and return the value."""
         value = self.parse_operand()
         while self.remaining and self.remaining[-1] in self.operators and self.operators[self.remaining[-1]].precedence >= min_precedence:
             found = self.operators[self.remaining.pop()]
@@ -70,6 +75,7 @@ class _ExpressionParser:
         return value
 
     def parse_operand(self) -> Number:
+        """Parse a number, a signed operand or a parenthesis."""
         token = self.remaining.pop() if self.remaining else ""
         if token in SIGN_OPERATORS:
             return SIGN_OPERATORS[token](self.parse_expression(SIGN_PRECEDENCE))
@@ -93,10 +99,16 @@ def _evaluate_tokens(tokens: Sequence[str], operators: Mapping[str, _Operator], 
 
 
 def evaluate(tokens: Sequence[str]) -> Fraction | None:
-    """The exact worth, or None of what is no formula. Blanks stand for nothing. Example: 8 / ( 3 - 8 / 3 ) is 24."""
+    """Return the exact value under the strict rules, or None for an invalid formula.
+
+    Blanks are ignored. Example: 8 / ( 3 - 8 / 3 ) is 24.
+    """
     return _evaluate_tokens([token for token in tokens if token.strip()], STRICT_OPERATORS, Fraction)
 
 
 def evaluate_as_python(tokens: Sequence[str]) -> Number | None:
-    """What Python makes of the tokens written one behind the other; None where it makes nothing. Example: 2 4 is 24."""
+    """Return the value of the concatenated tokens under Python's rules, or None if they have none.
+
+    Example: 2 4 is 24.
+    """
     return _evaluate_tokens(re.findall(r"[0-9]+|\*\*|//|[^ ]", "".join(tokens)), PYTHON_OPERATORS, int)

@@ -1,14 +1,17 @@
-"""What the games are as tasks: an episode of a gymnasium environment in messages, and what their options mean.
+"""Games as tasks: a gymnasium environment as an episode of messages, and the common options.
 
-The picture is the state, so every turn is a new context: one user message with the picture and the prompt. A reply without an action is a
-call that went wrong, always counted (ToolCall.error), and uses up a turn; task.options.invalid says what else it does:
+The image is the state, so every turn is a new sequence: one user message with the image and the
+prompt. A reply without an action is always counted as a failed call (ToolCall.error) and uses up a
+turn. task.options.invalid selects its other effects:
 
-    penalize    pays -1, in all four games what they take for a bad move; the game stands still
-    repeat      pays nothing; the game stands still, and the same observation is shown again
-    noop        pays nothing; the game makes the move that changes nothing: in the points games a blank takes up an entry of the
-                formula, as a number without a card does. NumberLine and Blackjack have no such move and refuse it
-    random      plays an action drawn uniformly by the episode's seed, and pays what that earns. So does RL4VLM, which counts nothing: a
-                policy that writes nonsense earns what chance earns, and a turn's reward depends on a draw that is in nobody's logprobs
+- penalize: pays -1, the reward for a bad move in all four games; the state does not change.
+- repeat: pays 0; the state does not change, and the same observation is returned again.
+- noop: pays 0 and makes the move that changes nothing. In the points games that is a blank, which
+  uses up an entry of the formula like a number without a card. NumberLine and Blackjack have no
+  such move and reject this option.
+- random: takes an action drawn uniformly with the episode's seed, and pays its reward. RL4VLM does
+  this too, without counting it. A policy that generates nonsense then earns what chance earns, and
+  a turn's reward depends on a draw that no logprob accounts for.
 """
 
 import random
@@ -30,20 +33,25 @@ Plan = TypeVar("Plan")
 
 
 class StateView(NamedTuple):
-    """What a policy sees of a state."""
+    """Observation of a state."""
 
     picture: Picture
     prompt: str
     state_name: str = ""
-    """Env.state."""
+    """Value of Env.state."""
 
 
 def make_user_message(picture: Picture, prompt: str) -> Message:
+    """Return a user message with an image and a prompt."""
     return {"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": prompt}]}
 
 
 def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tuple[int | InvalidAction, ToolCall]:
-    """The action that a reply names, and the reply as a call: of the action, or one that went wrong."""
+    """Parse a reply into an action and its tool call.
+
+    Returns the index of the action, or the reason why there is none; the call has an error in that
+    case.
+    """
     action = ACTION_PARSERS[options.reading](text, actions)
     if isinstance(action, InvalidAction):
         return action, ToolCall(tool="move", source=text, error=str(action), ran=False)
@@ -51,14 +59,22 @@ def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tupl
 
 
 class GameEnv(Env):
-    """One episode of a game that starts as said."""
+    """One episode of a game from a given start."""
 
     def __init__(
         self, game: gymnasium.Env, start: Mapping[str, object], *,
         actions: Sequence[str], options: GameOptions, view_state: Callable[[], StateView], noop_action: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
-        """`start` is what the game's reset takes as options; `view_state` looks at the game; `noop_action` is the move that changes
-        nothing."""
+        """Create the environment of one episode.
+
+        Args:
+            game: Game to run.
+            start: Options of the game's reset.
+            actions: Names of the actions, by index.
+            options: Reply format and effect of invalid replies.
+            view_state: Returns the observation of the game's current state.
+            noop_action: Returns the action that changes nothing, if the game has one.
+        """
         self.game, self.start, self.actions, self.options, self.view_state, self.noop_action = (
             game,
             dict(start),
@@ -71,14 +87,17 @@ class GameEnv(Env):
 
     @property
     def state(self) -> str:
+        """Name of the current state."""
         return self.view_state().state_name
 
     async def reset(self, seed: int) -> list[Message]:
+        """Start the game and return the first observation."""
         self.rng.seed(seed)
         self.game.reset(seed=seed, options=self.start)
         return [self._observation()]
 
     async def step(self, text: str) -> Step:
+        """Apply the action in a reply, or the effect of an invalid reply."""
         return replace(self._handle_reply(text), action_char=find_action_start(text))
 
     def _handle_reply(self, text: str) -> Step:
@@ -98,7 +117,11 @@ class GameEnv(Env):
         return make_user_message(shown.picture, shown.prompt)
 
     def _play_action(self, action: int, call: ToolCall) -> Step:
-        """A game's own limit of steps is no end here: task.max_turns is at most as long."""
+        """Apply an action and return the step.
+
+        The game's own step limit does not end the episode here, because task.max_turns is never
+        larger.
+        """
         _, reward, is_over, _, _ = self.game.step(action)
         if is_over:
             return Step(messages=[], reward=float(reward), done=True, reason="goal" if reward > 0 else "over", tool_call=call)
@@ -106,7 +129,7 @@ class GameEnv(Env):
 
 
 class GameTask(Task):
-    """A game for the trainer. An episode succeeds when its return is above 0."""
+    """Base class of game tasks. An episode succeeds if its return is above 0."""
 
     Options = GameOptions
     appends_to_sequence = False
@@ -119,21 +142,21 @@ class GameTask(Task):
         self.options: Any = options
 
     def require_turns(self, max_steps: int, *, eval_max_steps: int) -> None:
-        """ValueError where an episode could go on when its game is over."""
+        """Raise ValueError if an episode could have more turns than the game has steps."""
         for key, turns, steps in (
             ("task.max_turns", self.settings.max_turns, max_steps), ("task.eval_max_turns", self.settings.eval_max_turns, eval_max_steps)
         ):  # fmt: skip
             require(turns <= steps, key, turns, f"the game has {steps} steps, use no more")
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """The share of replies without an action."""
+        """Return the fraction of replies without an action."""
         calls = [turn.tool_call for rollout in rollouts for turn in rollout.turns if turn.tool_call is not None]
         return {"invalid": sum(not call.ran for call in calls) / max(len(calls), 1)}
 
 
 @dataclass(slots=True, frozen=True)
 class LazyTranscripts(Sequence[Demonstration], Generic[Plan]):
-    """Single turns, whose pictures are drawn when they are asked for."""
+    """Single-turn demonstrations with images that are drawn on access."""
 
     plans: list[Plan]
     write_transcript: Callable[[Plan], list[Message]]

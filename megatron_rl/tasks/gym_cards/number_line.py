@@ -1,9 +1,11 @@
-"""NumberLine of GymCards: the rules as pure functions, their picture, and the gymnasium environment over both.
+"""NumberLine of GymCards: rules as pure functions, rendering, and gymnasium environment.
 
-A state is (current, target), each in 0..5, or in 0..max_number where a policy is tested beyond its training. Actions are indices into
-ACTIONS: 0 is "-", 1 is "+".
-The rules are those of RL4VLM (arXiv 2405.10292) with two differences: randomness is the environment's own, so reset(seed) repeats,
-and the font (DejaVu Sans Bold, licence beside it) is a file of this package.
+A state is (current, target), each in 0..5, or in 0..max_number for evaluations beyond the training
+range. Actions are indices into ACTIONS: 0 is "-", 1 is "+".
+
+The rules are those of RL4VLM (arXiv 2405.10292) with two differences: randomness comes from the
+environment's own generator, so reset(seed) is reproducible, and the font (DejaVu Sans Bold, license
+in fonts/) is a file of this package.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,23 +30,34 @@ IMAGE_SIZE = 300
 FONT_FILE = Path(__file__).parent / "fonts" / "DejaVuSans-Bold.ttf"
 NUMBER_PAIRS: tuple[NumberLineState, ...] = tuple(product(range(MAX_NUMBER + 1), repeat=2))
 STATES: tuple[NumberLineState, ...] = tuple((current, target) for current, target in NUMBER_PAIRS if current != target)
-"""The 30 states from which there is something to do."""
+"""The 30 states in which current and target differ."""
 
 
 def deal_start(current: int, target: int) -> NumberLineState:
-    """The start made of two uniform draws; equal ones are told apart by (target + 1) mod 5: (2, 2) gives (2, 3), (5, 5) gives (5, 1)."""
+    """Return the start for two uniform draws.
+
+    If they are equal, the target becomes (target + 1) mod 5.
+    Example: (2, 2) gives (2, 3), and (5, 5) gives (5, 1).
+    """
     return current, (target + 1) % MAX_NUMBER if target == current else target
 
 
 @cache
 def start_probabilities() -> dict[NumberLineState, Fraction]:
-    """How often each of the 30 states is a start, exactly: 1/36, and 2/36 for the six that also receive an equal draw."""
+    """Return the exact probability of each of the 30 starts.
+
+    It is 1/36, and 2/36 for the six starts that an equal draw also maps to.
+    """
     dealt = [deal_start(*pair) for pair in NUMBER_PAIRS]
     return {state: Fraction(dealt.count(state), len(dealt)) for state in STATES}
 
 
 def apply_action(state: NumberLineState, action: int, *, max_number: int = MAX_NUMBER) -> tuple[NumberLineState, int]:
-    """The next state and the reward: 1 at the target, -1 if the distance did not shrink (a wall included), else 0."""
+    """Return the next state and the reward.
+
+    The reward is 1 at the target, -1 if the distance did not shrink (also at the end of the line),
+    else 0.
+    """
     current, target = state
     moved = min(max(current + (1 if action == 1 else -1), 0), max_number)
     if moved == target:
@@ -53,17 +66,22 @@ def apply_action(state: NumberLineState, action: int, *, max_number: int = MAX_N
 
 
 def optimal_action(state: NumberLineState) -> int:
-    """The one action that shrinks the distance."""
+    """Return the action that reduces the distance."""
     current, target = state
     assert current != target, f"nothing to do at {state}"
     return int(current < target)
 
 
 def compute_policy_success(action_probabilities: Mapping[NumberLineState, Sequence[float]], *, max_turns: int = MAX_STEPS) -> float:
-    """Exact probability of a return above 0 under a policy that sees only the state, over starts as dealt.
+    """Return the exact probability of a return above 0, by backward induction over the turns.
 
-    table[state] holds the probabilities of ACTIONS; what they lack to 1 is the probability of an invalid reply, which loses as a wrong
-    move does: the goal pays 1, so a single -1 leaves a return of 0 at most. Solved backwards over the turns that are left.
+    The policy depends on the state only, and starts have their training distribution.
+
+    Args:
+        action_probabilities: Probabilities of ACTIONS for each state. The remainder to 1 is the
+            probability of an invalid reply. It loses, like a wrong move: the goal pays 1, so a
+            single -1 leaves a return of at most 0.
+        max_turns: Maximum number of turns of an episode.
     """
     success = {state: 0.0 for state in STATES}
     for _ in range(max_turns):
@@ -78,8 +96,12 @@ def compute_policy_success(action_probabilities: Mapping[NumberLineState, Sequen
 
 @cache
 def draw_state(state: NumberLineState) -> Image.Image:
-    """The RGB picture of a state, 300 x 300, black on white. Drawn once and shared by every turn that shows it: not to be changed."""
-    # The basic layout: Raqm, where Pillow finds it, is another text shaper, and a state should look the same on every machine.
+    """Return the RGB image of a state, 300 x 300, black on white.
+
+    The image is cached and shared by every turn in this state: do not modify it.
+    """
+    # Use the basic layout: Pillow would otherwise use Raqm, another text shaper, where it is
+    # installed, and images must be identical on every machine.
     font = ImageFont.truetype(FONT_FILE, 36, layout_engine=ImageFont.Layout.BASIC)
     drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), "white")
     pen = ImageDraw.Draw(drawn)
@@ -91,19 +113,25 @@ def draw_state(state: NumberLineState) -> Image.Image:
 
 @cache
 def state_pixels(state: NumberLineState) -> NDArray[np.uint8]:
-    """Its picture as an array, not to be changed either."""
+    """Return the image of a state as a cached array: do not modify it."""
     return np.array(draw_state(state))
 
 
 def pixels_space() -> gymnasium.spaces.Box:
-    """Of a game's observations. It has bounds for every pixel and takes 0.2 ms to make: a game makes it when it is asked for."""
+    """Return the observation space of a game.
+
+    Its bounds cover every pixel, which takes 0.2 ms to construct, so a game constructs it on first
+    access.
+    """
     return gymnasium.spaces.Box(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
 
 
 class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
-    """`gym_cards/NumberLine-v0`: walk from the current number to the target by one a step, within 10 steps (twice the largest number).
+    """`gym_cards/NumberLine-v0`: move from the current number to the target in steps of one.
 
-    Observations are uint8 [300, 300, 3]. reset(options={"current": c, "target": t}) fixes the start instead of dealing it.
+    An episode has at most 10 steps (twice the largest number).
+    Observations are uint8 [300, 300, 3].
+    reset(options={"current": c, "target": t}) sets the start instead of drawing it.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
@@ -116,9 +144,11 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[NDArray[np.uint8]]:
+        """Space of image observations."""
         return pixels_space()
 
     def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[NDArray[np.uint8], dict[str, int]]:
+        """Start an episode and return the observation and the info dict."""
         super().reset(seed=seed)
         self.num_steps = 0
         dealt = deal_start(*self.np_random.integers(MAX_NUMBER + 1, size=2).tolist())
@@ -126,6 +156,7 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
         return self.render(), self._info()
 
     def step(self, action: int) -> tuple[NDArray[np.uint8], int, bool, bool, dict[str, int]]:
+        """Apply an action and return gymnasium's step tuple."""
         assert self.state is not None, "step before reset"
         require(self.action_space.contains(action), "action", action, "use 0 for '-' or 1 for '+'")
         self.state, reward = apply_action(self.state, action, max_number=self.max_number)
@@ -134,7 +165,7 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
         return self.render(), reward, terminated, not terminated and self.num_steps >= 2 * self.max_number, self._info()
 
     def render(self) -> NDArray[np.uint8]:
-        """The observation, as an array of the caller's own."""
+        """Return the observation as a new array."""
         assert self.state is not None, "render before reset"
         return state_pixels(self.state).copy()
 

@@ -1,8 +1,12 @@
-"""EZPoints and Points24 of GymCards: make a number from all the cards of a hand, writing a formula token by token.
+"""EZPoints and Points24 of GymCards: write a formula that makes a number from all cards.
 
-The rules are RL4VLM's (arXiv 2405.10292): a number that no card is left for pays -1 and appends a blank; "=" ends the game and pays 10 if
-the formula makes the target from all cards, else -1; when the formula is longer than its limit, whatever is played pays -1 and the episode
-is truncated; all else pays 0. Differences: randomness is the environment's own, and a formula is read strictly unless legacy_rules=True.
+The rules are those of RL4VLM (arXiv 2405.10292). A number that no remaining card has pays -1 and
+appends a blank. "=" ends the game and pays 10 if the formula makes the target from all cards, else
+-1. If the formula is longer than its limit, any action pays -1 and truncates the episode. All other
+actions pay 0.
+
+There are two differences: randomness comes from the environment's own generator, and a formula is
+evaluated strictly unless legacy_rules=True.
 """
 
 from collections import Counter
@@ -26,21 +30,23 @@ BACKGROUND_COLOR = "#35654d"
 BLANK = " "
 NUMBERS = tuple(str(number) for number in range(1, 11))
 CardStyle = tuple[str, float]
-"""A card's art, and its size as a share of the usual one."""
+"""Name of a card's art, and its size as a fraction of the usual one."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PointsRules:
-    """What the two games differ in."""
+    """Rules in which the games differ."""
 
     tokens: tuple[str, ...]
-    """By action."""
+    """Token of each action."""
     num_cards: int
     target: int
     max_formula_tokens: int
-    """Of a formula; a longer one truncates the episode."""
+    """Maximum number of tokens of a formula; an action on a longer one truncates the episode."""
     label_height: float
-    """Height of the formula's label, as a share of the picture's. The same as the formula's: both are one line."""
+    """Vertical position of the label "Formula: ", as a fraction of the image height. If it equals
+    formula_height, both share a line.
+    """
     formula_height: float
     font_size: int
     faces_are_ten: bool = True
@@ -48,10 +54,11 @@ class PointsRules:
 
     @property
     def max_steps(self) -> int:
-        """The step that truncates."""
+        """Number of the step that truncates the episode."""
         return self.max_formula_tokens + 2
 
     def card_number(self, card: Card) -> int:
+        """Return the number that a card stands for."""
         return card.value if self.faces_are_ten else card.rank
 
 
@@ -67,18 +74,19 @@ RANK_TOKENS = (*NUMBERS, "11", "12", "13", *POINTS24.tokens[10:])
 
 @dataclass(slots=True, frozen=True)
 class PointsState:
-    """The state: the cards, and the formula so far."""
+    """State of a game: the cards and the formula so far."""
 
     cards: tuple[Card, ...]
     formula: tuple[str, ...] = ()
 
     @property
     def formula_text(self) -> str:
+        """Formula as text."""
         return "".join(self.formula)
 
 
 def apply_action(rules: PointsRules, state: PointsState, action: int) -> tuple[PointsState, int, bool, bool]:
-    """The next state, the reward, and whether the episode is terminated, or truncated."""
+    """Return the next state, the reward, and two flags: terminated and truncated."""
     if len(state.formula) > rules.max_formula_tokens:
         return state, -1, False, True
     token = rules.tokens[action]
@@ -89,19 +97,24 @@ def apply_action(rules: PointsRules, state: PointsState, action: int) -> tuple[P
 
 
 def unused_numbers(rules: PointsRules, state: PointsState) -> Counter[str]:
-    """The numbers of the cards that the formula has not used yet."""
+    """Return the numbers of the cards that the formula has not used yet."""
     return Counter(str(rules.card_number(card)) for card in state.cards) - Counter(state.formula)
 
 
 def makes_target(rules: PointsRules, state: PointsState) -> bool:
+    """Return True if the formula makes the target and uses all cards."""
     worth = (evaluate_as_python if rules.is_legacy else evaluate)(state.formula)
     return worth == rules.target and not unused_numbers(rules, state)
 
 
 def deal_pair(rules: PointsRules, rng: np.random.Generator) -> tuple[Card, ...]:
-    """Two cards that make the target by one + or *: the first of 2..K, the second by a toss where both ways are open, order by another."""
+    """Return two cards that make the target by one + or *.
+
+    The first is uniform over the ranks in 2..K that have a partner. The second is drawn uniformly
+    from the partners by * and by +. The order of the two is random.
+    """
     choices = ()
-    while not choices:  # of target 12 every first card has a partner
+    while not choices:  # repeats only for targets other than 12, for which a card may have no partner
         first = int(rng.integers(2, 14))
         choices = find_partner_numbers(rules.target, min(first, 10))
     ranks = [first, choices[rng.integers(len(choices))]]
@@ -111,17 +124,21 @@ def deal_pair(rules: PointsRules, rng: np.random.Generator) -> tuple[Card, ...]:
 
 
 def deal_four(rng: np.random.Generator) -> tuple[Card, ...]:
-    """Every rank is as likely as any other on each card."""
+    """Return four cards with independent, uniform ranks."""
     return add_suits(rng.integers(1, 14, size=4).tolist(), rng)
 
 
 def add_suits(ranks: Sequence[int], rng: np.random.Generator) -> tuple[Card, ...]:
+    """Return cards of these ranks with random suits."""
     return tuple(Card(rank, SUITS[suit]) for rank, suit in zip(ranks, rng.integers(4, size=len(ranks)).tolist(), strict=True))
 
 
 @lru_cache(maxsize=128)
 def draw_state(rules: PointsRules, state: PointsState, style: CardStyle = ("large", 1.0)) -> Image.Image:
-    """The RGB picture of a state, 300 x 300. Shared by every turn that shows it: not to be changed."""
+    """Return the RGB image of a state, 300 x 300.
+
+    The image is cached and shared by every turn in this state: do not modify it.
+    """
     drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUND_COLOR)
     width = int(IMAGE_SIZE / rules.num_cards * 0.9)
     card_height = width * 7 // 5
@@ -136,7 +153,10 @@ def draw_state(rules: PointsRules, state: PointsState, style: CardStyle = ("larg
 
 
 class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
-    """What both games are. Observations are uint8 [300, 300, 3]; reset(options={"cards": ["2H", "KS"]}) fixes the hand."""
+    """Base class of the points games.
+
+    Observations are uint8 [300, 300, 3]. reset(options={"cards": ["2H", "KS"]}) sets the hand.
+    """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
 
@@ -147,24 +167,28 @@ class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
 
     @cached_property
     def observation_space(self) -> gymnasium.Space[NDArray[np.uint8]]:
+        """Space of image observations."""
         return pixels_space()
 
     def deal_hand(self) -> tuple[Card, ...]:
+        """Return a random hand."""
         raise NotImplementedError
 
     def reset(self, *, seed: int | None = None, options: dict[str, object] | None = None) -> tuple[NDArray[np.uint8], dict[str, object]]:
+        """Start an episode and return the observation and the info dict."""
         super().reset(seed=seed)
         self.state = PointsState(_read_fixed_hand(self.rules, options) if options else self.deal_hand())
         return self.render(), self._info()
 
     def step(self, action: int) -> tuple[NDArray[np.uint8], int, bool, bool, dict[str, object]]:
+        """Apply an action and return gymnasium's step tuple."""
         assert self.state is not None, "step before reset"
         require(self.action_space.contains(action), "action", action, f"use 0..{len(self.rules.tokens) - 1}: {' '.join(self.rules.tokens)}")
         self.state, reward, terminated, truncated = apply_action(self.rules, self.state, int(action))
         return self.render(), reward, terminated, truncated, self._info()
 
     def render(self) -> NDArray[np.uint8]:
-        """The observation, as an array of the caller's own."""
+        """Return the observation as a new array."""
         assert self.state is not None, "render before reset"
         return np.array(draw_state(self.rules, self.state, self.style))
 
@@ -178,7 +202,7 @@ class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
 
 
 class EZPoints(PointsGame):
-    """`gym_cards/EZPoints-v0`: 12 from two cards by + or *."""
+    """`gym_cards/EZPoints-v0`: make 12 from two cards by + or *."""
 
     def __init__(
         self, *, target: int = 12, legacy_rules: bool = False, style: CardStyle = ("large", 1.0), render_mode: str | None = None
@@ -188,11 +212,15 @@ class EZPoints(PointsGame):
         super().__init__(replace(EZPOINTS, target=target, is_legacy=legacy_rules), style=style, render_mode=render_mode)
 
     def deal_hand(self) -> tuple[Card, ...]:
+        """Return a random hand that makes the target."""
         return deal_pair(self.rules, self.np_random)
 
 
 class Points24(PointsGame):
-    """`gym_cards/Points24-v0`: 24 from four cards by + - * / and parentheses. solvable=True deals only hands that have a solution."""
+    """`gym_cards/Points24-v0`: make 24 from four cards by + - * / and parentheses.
+
+    solvable=True deals only hands that have a solution.
+    """
 
     def __init__(
         self, *, target: int = 24, faces: str = "ten", solvable: bool = False, legacy_rules: bool = False,
@@ -205,6 +233,7 @@ class Points24(PointsGame):
         self.solvable = solvable
 
     def deal_hand(self) -> tuple[Card, ...]:
+        """Return a random hand."""
         while True:
             cards = deal_four(self.np_random)
             if not self.solvable or find_solution(tuple(map(self.rules.card_number, cards)), self.rules.target):

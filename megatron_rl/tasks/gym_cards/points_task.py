@@ -1,9 +1,13 @@
-"""EZPoints and Points24 as tasks: prompts, examples, demonstrations and the replies that earn full marks.
+"""EZPoints and Points24 as tasks: prompts, examples, demonstrations and gold replies.
 
-The policy sees the picture, the formula as text and the tokens that it may append, and replies with one JSON object, e.g.
+The policy sees the image, the formula as text and the allowed tokens, and replies with one JSON
+object, e.g.
+
     {"cards": ["2", "K"], "current formula": "2+", "thoughts": "2+10=12", "action": "10"}
-Beside what the options change in evaluations, train and eval differ in the cards: EZPoints has all its hands in both, drawn with suits that
-the other has not; Points24 holds a fifth of all four numbers out.
+
+Splits train and eval differ in their cards, besides the options that change evaluations. EZPoints
+has all hands in both splits, with different suits. Points24 holds out a fifth of all sets of four
+numbers.
 """
 
 import json
@@ -35,15 +39,20 @@ from megatron_rl.tasks.task_options import EZPointsOptions, Points24Options
 from megatron_rl.types import Example, Message, Rollout
 
 HELD_OUT_RATIO = 5
-"""One in so many of the four numbers of Points24 is for evaluation."""
+"""Inverse of the fraction of Points24's number sets that is reserved for evaluation."""
 BIASED_MAX_FIRST_NUMBER = 5
-"""In split "biased" the demonstrator mistakes the formula's first sign in hands whose first card counts at most this..."""
+"""Largest number of the first card for which the demonstrator of split "biased" writes a wrong
+first sign.
+"""
 BIASED_ERROR = 0.6
-"""...with this probability, and never elsewhere."""
+"""Probability of a wrong first sign of the demonstrator of split "biased" in those hands; 0 in all
+others.
+"""
 SIGN_MISTAKES = {"+": "*", "*": "+", "-": "+", "/": "*"}
 
 
 def write_prompt(rules: PointsRules, state: PointsState) -> str:
+    """Return the prompt of a state: rules, formula and allowed tokens."""
     name, faces = ("EZPoints", "10") if rules.num_cards == 2 else ("Points24", "10" if rules.faces_are_ten else "11, 12 and 13")
     return (
         f"{name}: write a formula that makes {rules.target} and uses each card once; J, Q and K count {faces}. "
@@ -53,14 +62,14 @@ def write_prompt(rules: PointsRules, state: PointsState) -> str:
 
 
 def solve_hand(rules: PointsRules, cards: Sequence[Card]) -> tuple[str, ...] | None:
-    """The tokens that win, "=" included, or None where the hand has no solution."""
+    """Return the tokens of a solution, including "=", or None if the hand has none."""
     numbers: Any = tuple(map(rules.card_number, cards))
     found = (find_pair_solution if rules.num_cards == 2 else find_solution)(numbers, rules.target)
     return found and (*found, "=")
 
 
 class FormulaPlan(NamedTuple):
-    """A formula to write for a hand, "=" included, of which so many tokens stand already."""
+    """Formula to write for a hand, including "=", of which `num_written` tokens are written."""
 
     cards: tuple[Card, ...]
     tokens: tuple[str, ...]
@@ -68,40 +77,52 @@ class FormulaPlan(NamedTuple):
 
     @property
     def state(self) -> PointsState:
+        """State after the written tokens."""
         return PointsState(self.cards, self.tokens[: self.num_written])
 
 
 def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
-    """The reply that reads the state right, has the whole formula in mind and appends its next token."""
+    """Return the reply that reads the state correctly and appends the plan's next token."""
     symbols, thoughts = [card.symbol for card in plan.cards], "".join(plan.tokens) + str(rules.target)
     action = plan.tokens[plan.num_written]
     return json.dumps({"cards": symbols, "current formula": plan.state.formula_text, "thoughts": thoughts, "action": action})
 
 
 def corrupt_formula(tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """The formula with another first sign; of two cards that makes another number. Example: 3 * 9 = for 3 + 9 =."""
+    """Return the formula with its first sign replaced.
+
+    For two cards the result makes another number. Example: 3 * 9 = for 3 + 9 =.
+    """
     place = next(place for place, token in enumerate(tokens) if token in SIGN_MISTAKES)
     return (*tokens[:place], SIGN_MISTAKES[tokens[place]], *tokens[place + 1 :])
 
 
 @cache
 def held_out_numbers(*, faces_are_ten: bool) -> frozenset[tuple[int, ...]]:
-    """The four numbers of Points24 that only evaluations see."""
+    """Return the sets of four numbers of Points24 that only evaluations use."""
     hands = sorted(hand_probabilities(faces_are_ten=faces_are_ten))
     return frozenset(random.Random(24).sample(hands, len(hands) // HELD_OUT_RATIO))
 
 
 class PointsTask(GameTask):
-    """What both tasks are. An episode succeeds when its return is above 0: the target made, at fewer than ten penalties."""
+    """Base class of both points tasks.
+
+    An episode succeeds if its return is above 0: the target is made with fewer than ten penalties.
+    """
 
     def __init__(self, settings: TaskSettings, rules: PointsRules) -> None:
-        """ValueError: a number of turns or an option that the game does not take."""
+        """Create the task.
+
+        Raises:
+            ValueError: The number of turns or an option does not fit the game.
+        """
         super().__init__(settings)
         self.require_turns(rules.max_steps, eval_max_steps=rules.max_steps)
         self.rules = replace(rules, is_legacy=self.options.legacy_rules)
         self.eval_rules = replace(rules, target=self.options.eval_target)
 
     def make_example(self, name: str, cards: Sequence[Card], *, split: str, probability: float | None = None) -> Example:
+        """Return the example of a hand, with the rules and the card style of its split."""
         is_eval = split == "eval"
         look = (self.options.eval_art, self.options.eval_card_scale) if is_eval else ("large", 1.0)
         rules = self.eval_rules if is_eval else self.rules
@@ -109,9 +130,11 @@ class PointsTask(GameTask):
         return Example(id=name, payload=payload, probability=probability)
 
     def example_rules(self, example: Example) -> PointsRules:
+        """Return the rules of an example."""
         return replace(self.rules, target=example.payload["target"], is_legacy=example.payload["legacy_rules"])
 
     def env(self, example: Example) -> GameEnv:
+        """Return a new environment for one hand."""
         rules, look = self.example_rules(example), example.payload["look"]
         game = PointsGame(rules, style=look)
 
@@ -129,10 +152,11 @@ class PointsTask(GameTask):
         return GameEnv(game, start, actions=rules.tokens, options=self.options, view_state=show, noop_action=idle)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[FormulaPlan]:
-        """Single turns on the way to a solution, in hands of split train that have one. Fewer are a prefix of more.
+        """Return single-turn demonstrations of partial solutions, in solvable hands of split train.
 
-        split "correct" is never mistaken; "biased" is, with probability BIASED_ERROR where the first card counts at most
-        BIASED_MAX_FIRST_NUMBER: it thinks and writes the wrong sign.
+        The first demonstrations do not depend on `num`. Split "correct" makes no mistakes. Split
+        "biased" thinks and writes a wrong first sign with probability BIASED_ERROR if the first
+        card counts at most BIASED_MAX_FIRST_NUMBER.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         hands, dice = self.deal_training_hands(np.random.default_rng(seed)), random.Random(seed)
@@ -147,7 +171,7 @@ class PointsTask(GameTask):
         return LazyTranscripts(plans, self._write_transcript)
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
-        """Hands as split train has them, without end."""
+        """Yield hands of split train, without end."""
         raise NotImplementedError
 
     def _write_transcript(self, plan: FormulaPlan) -> list[Message]:
@@ -155,14 +179,21 @@ class PointsTask(GameTask):
         return [make_user_message(draw_state(self.rules, plan.state), write_prompt(self.rules, plan.state)), reply]
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Replies that earn full marks, turn by turn; none where the hand has no solution."""
+        """Return replies that earn the full reward, one per turn.
+
+        The list is empty if the hand has no solution.
+        """
         rules, cards = self.example_rules(example), tuple(map(Card.from_name, example.payload["cards"]))
         tokens = solve_hand(rules, cards) or ()
         return [write_reply(rules, FormulaPlan(cards, tokens, place)) for place in range(len(tokens))]
 
 
 class EZPointsTask(PointsTask):
-    """EZPoints: 19 hands of two ranks in their order, each in twelve drawings to train on and in four to evaluate on."""
+    """EZPoints task.
+
+    It has 19 hands of two ordered ranks, each with twelve suit combinations for training and four
+    for evaluation.
+    """
 
     Options = EZPointsOptions
 
@@ -172,7 +203,7 @@ class EZPointsTask(PointsTask):
         require(target > 0 and bool(pair_probabilities(target)), "task.options.eval_target", target, "no two cards make it by + or *")
 
     def examples(self, split: str) -> list[Example]:
-        """All hands, with their exact probabilities in the split."""
+        """Return all hands of a split with their exact probabilities."""
         examples = []
         for ranks, share in pair_probabilities((self.eval_rules if split == "eval" else self.rules).target).items():
             hands = [tuple(map(Card, ranks, suits)) for suits in product(SUITS, repeat=2)]
@@ -183,6 +214,7 @@ class EZPointsTask(PointsTask):
         return examples
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
+        """Yield hands of split train, without end."""
         examples = self.examples("train")
         shares = [example.probability for example in examples]
         while True:
@@ -190,7 +222,10 @@ class EZPointsTask(PointsTask):
 
 
 class Points24Task(PointsTask):
-    """Points24: as many dealt hands as task.options say, of numbers that only their split has."""
+    """Points24 task.
+
+    task.options set the number of hands; the number sets of the splits are disjoint.
+    """
 
     Options = Points24Options
 
@@ -204,13 +239,17 @@ class Points24Task(PointsTask):
         require(self.options.eval_target in range(1, 101), "task.options.eval_target", self.options.eval_target, remedy)
 
     def examples(self, split: str) -> list[Example]:
-        """Dealt as the game deals, but for what the other split has; with task.options.solvable, only what has a solution."""
+        """Return hands from the game's distribution, without number sets of the other split.
+
+        With task.options.solvable only solvable hands are returned.
+        """
         is_eval = split == "eval"
         hands = self.deal_hands(np.random.default_rng(int(is_eval)), is_held_out=is_eval)
         num = self.options.eval_hands if is_eval else self.options.train_hands
         return [self.make_example(f"{split}{number}", hand, split=split) for number, hand in zip(range(num), hands, strict=False)]
 
     def deal_hands(self, rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
+        """Yield hands of the held-out or the training number sets, without end."""
         rules = self.eval_rules if is_held_out else self.rules
         held_out = held_out_numbers(faces_are_ten=rules.faces_are_ten)
         while True:
@@ -221,10 +260,11 @@ class Points24Task(PointsTask):
                 yield cards
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
+        """Yield hands of split train, without end."""
         return self.deal_hands(rng, is_held_out=False)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Success among the hands that have a solution, if any has."""
+        """Return also the success rate among solvable hands, if there are any."""
         figures = super().extra_metrics(examples, rollouts)
         could = [rollout for rollout in rollouts if self.gold_replies(examples[rollout.group])]
         return figures | ({"success_of_solvable": sum(map(self.success, could)) / len(could)} if could else {})

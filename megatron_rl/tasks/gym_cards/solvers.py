@@ -1,4 +1,4 @@
-"""The solvers of EZPoints and Points24: every hand, by trying everything there is to write, in whole numbers."""
+"""Solvers of EZPoints and Points24: exhaustive search over formulas, in integer arithmetic."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,12 +8,14 @@ from itertools import combinations, combinations_with_replacement
 from math import factorial, prod
 
 _Subexpression = tuple[int, int, str, "_Subexpression | None", "_Subexpression | None"]
-"""Of a formula: its worth above / below, the number or the operator that is written, and the two parts that the operator joins."""
+"""(numerator, denominator, symbol, left, right): the value as a fraction, the number or operator,
+and the operands of an operator.
+"""
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def _write_tokens(part: _Subexpression, least: int = 0) -> tuple[str, ...]:
-    """In parentheses where its operator binds less tightly."""
+    """Return the tokens of a formula, in parentheses if its precedence is below `least`."""
     _, _, symbol, left, right = part
     if left is None or right is None:
         return (symbol,)
@@ -23,7 +25,7 @@ def _write_tokens(part: _Subexpression, least: int = 0) -> tuple[str, ...]:
 
 
 def _combine(one: _Subexpression, two: _Subexpression) -> Iterator[_Subexpression]:
-    """Everything that can be made of two parts, in both orders where these differ."""
+    """Yield every combination of two subexpressions, in both orders if they differ."""
     (a, b), (c, d) = one[:2], two[:2]
     yield a * d + c * b, b * d, "+", one, two
     yield a * c, b * d, "*", one, two
@@ -57,28 +59,36 @@ def _solution(numbers: tuple[int, ...], target: int) -> tuple[str, ...] | None:
 
 
 def find_solution(numbers: tuple[int, ...], target: int = 24) -> tuple[str, ...] | None:
-    """The tokens of a formula of all these numbers, each used once, that makes the target; None where there is none.
+    """Return the tokens of a formula that makes the target, or None.
 
-    Of + - * / and parentheses. The same whatever the order of the numbers. Example: 3 3 8 8 gives 8 / ( 3 - 8 / 3 ).
+    The formula uses + - * / and parentheses, and each of the numbers once. It does not depend on
+    the order of the numbers. Example: 3 3 8 8 gives 8 / ( 3 - 8 / 3 ).
     """
     return _solution(tuple(sorted(numbers)), target)
 
 
 def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str, ...] | None:
-    """The same for EZPoints: two numbers in the order of the cards, + or *."""
+    """Return the tokens of an EZPoints formula that makes the target, or None.
+
+    The formula joins both numbers, in the order of the cards, by + or *.
+    """
     one, two = numbers
     sign = "+" if one + two == target else "*" if one * two == target else ""
     return (str(one), sign, str(two)) if sign else None
 
 
 def find_partner_numbers(target: int, first: int) -> tuple[int, ...]:
-    """The numbers of 1..10 that make the target with the first, by * if that is possible, and by +. Of two ways both count."""
+    """Return the numbers in 1..10 that make the target with `first`.
+
+    The partner for * comes first, if there is one, then the partner for +. A number that works both
+    ways appears twice.
+    """
     by_product = (target // first,) if target % first == 0 else ()
     return tuple(number for number in (*by_product, target - first) if 1 <= number <= 10)
 
 
 def pair_probabilities(target: int = 12) -> dict[tuple[int, int], Fraction]:
-    """How often EZPoints deals each two ranks in their order, exactly."""
+    """Return the exact probability of each ordered pair of ranks in EZPoints."""
     first_cards = [first for first in range(2, 14) if find_partner_numbers(target, min(first, 10))]
     dealt: Counter[tuple[int, int]] = Counter()
     for first in first_cards:
@@ -90,7 +100,7 @@ def pair_probabilities(target: int = 12) -> dict[tuple[int, int], Fraction]:
 
 
 def hand_probabilities(*, faces_are_ten: bool = True) -> dict[tuple[int, ...], Fraction]:
-    """Every four numbers of Points24, in rising order, with their exact share of the deals."""
+    """Return the exact probability of each hand of Points24, as four numbers in ascending order."""
     ways = Counter(min(rank, 10) if faces_are_ten else rank for rank in range(1, 14))
     hands = {}
     for numbers in combinations_with_replacement(sorted(ways), 4):

@@ -1,11 +1,14 @@
-"""NumberLine as a task: what the policy is shown, how its reply becomes an action, and the demonstrations of the warm start.
+"""NumberLine as a task: prompt, reply format, and demonstrations for the SFT stage.
 
-The policy is told the rules and shown the picture, and replies with one JSON object, e.g.
+The prompt has the rules and the image; the policy replies with one JSON object, e.g.
+
     {"current number": 2, "target number": 5, "thoughts": "Raise it.", "action": "+"}
-The picture is the whole state, so every turn is a new context: one user message with the picture and the prompt.
 
-An invalid reply costs what a wrong move costs (-1), leaves the state where it is and uses up a turn, unless task.options say otherwise
-(game.py).
+The image is the whole state, so every turn is a new sequence: one user message with the image and
+the prompt.
+
+An invalid reply costs as much as a wrong move (-1), leaves the state unchanged and uses up a turn,
+unless task.options select another effect (game.py).
 """
 
 import json
@@ -34,44 +37,50 @@ PROMPT = (
     'Answer with one JSON object: {"current number": int, "target number": int, "thoughts": text, "action": "-" or "+"}'
 )
 THOUGHTS = ("Lower it.", "Raise it.")
-"""What is thought before each of ACTIONS, equally long. The first word decides and the action repeats it: one sampled token flips both."""
+"""Thoughts before each of ACTIONS, of equal length. The first word decides and the action repeats
+it, so one sampled token flips both.
+"""
 BIASED_TARGETS = (1, 4)
-"""In split "biased" the demonstrator goes the wrong way in states with these targets..."""
+"""Targets for which the demonstrator of split "biased" takes wrong actions."""
 BIASED_ERROR = 0.75
-"""...with this probability, and never elsewhere."""
+"""Probability of a wrong action of the demonstrator of split "biased" in states with one of
+BIASED_TARGETS; 0 in all other states.
+"""
 
 
 def write_reply(state: NumberLineState, action: int) -> str:
-    """The reply that reads the state right and takes the action."""
+    """Return the reply that reads the state correctly and takes the action."""
     current, target = state
     return json.dumps({"current number": current, "target number": target, "thoughts": THOUGHTS[action], "action": ACTIONS[action]})
 
 
 def make_observation(state: NumberLineState) -> Message:
-    """What the user says in a state: the picture and the prompt."""
+    """Return the user message of a state: the image and the prompt."""
     return make_user_message(draw_state(state), PROMPT)
 
 
 def mistake_probability(split: str, state: NumberLineState) -> float:
-    """How often the demonstrator of a split takes the wrong action in a state."""
+    """Return the probability that a split's demonstrator takes the wrong action in a state."""
     require_choice("sft.splits", split, ("correct", "biased"))
     return BIASED_ERROR if split == "biased" and state[1] in BIASED_TARGETS else 0.0
 
 
 def make_example(state: NumberLineState, *, probability: float | None = None, max_number: int | None = None) -> Example:
+    """Return the example with this start."""
     current, target = state
     payload = {"current": current, "target": target} | ({} if max_number is None else {"max_number": max_number})
     return Example(id=f"current{current}_target{target}", payload=payload, probability=probability)
 
 
 def read_state(payload: Mapping[str, object]) -> NumberLineState:
+    """Return the start in an example's payload."""
     current, target = payload["current"], payload["target"]
     assert isinstance(current, int) and isinstance(target, int), f"payload {dict(payload)}"
     return current, target
 
 
 class NumberLineEnv(GameEnv):
-    """One episode from this start."""
+    """One episode from a given start."""
 
     def __init__(self, start: NumberLineState, *, options: GameOptions = GameOptions(), max_number: int = MAX_NUMBER) -> None:
         (current, target), self.number_line = start, NumberLine(max_number=max_number)
@@ -86,7 +95,10 @@ class NumberLineEnv(GameEnv):
 
 
 class NumberLineTask(GameTask):
-    """NumberLine for the trainer. An episode succeeds when its return is above 0: at the goal, and no wrong move on the way."""
+    """NumberLine task.
+
+    An episode succeeds if its return is above 0: the target is reached without a wrong move.
+    """
 
     Options = NumberLineOptions
 
@@ -96,9 +108,11 @@ class NumberLineTask(GameTask):
         self.require_turns(MAX_STEPS, eval_max_steps=2 * self.max_number)
 
     def examples(self, split: str) -> list[Example]:
-        """The 30 starts, each with its exact probability. There are no others, so every split is the same: train is test.
+        """Return the 30 starts, each with its exact probability.
 
-        With task.options.eval_max_number split eval has the starts of that line that have a number beyond 5, equally likely.
+        There are no other starts, so the splits are the same. With task.options.eval_max_number
+        above 5, split eval has the starts of that line with a number beyond 5 instead, equally
+        likely.
         """
         if split == "eval" and self.max_number > MAX_NUMBER:
             pairs = product(range(self.max_number + 1), repeat=2)
@@ -107,13 +121,16 @@ class NumberLineTask(GameTask):
         return [make_example(state, probability=float(probability)) for state, probability in start_probabilities().items()]
 
     def env(self, example: Example) -> NumberLineEnv:
+        """Return a new environment for one start."""
         return NumberLineEnv(read_state(example.payload), options=self.options, max_number=example.payload.get("max_number", MAX_NUMBER))
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
-        """Single turns in the 30 states, dealt in shuffled rounds of all 30; the numbers are always read right. Fewer are a prefix of more.
+        """Return single-turn demonstrations of the 30 states, in shuffled rounds of all 30.
 
-        split "correct" always goes the right way; "biased" goes the wrong way with probability BIASED_ERROR where the target is in
-        BIASED_TARGETS. A policy that has learned it wins 23/36 (63.9%) of the episodes when greedy, 68.5% at temperature 1.
+        The numbers are always read correctly. The first demonstrations do not depend on `num`.
+        Split "correct" always takes the right action; "biased" takes the wrong one with probability
+        BIASED_ERROR if the target is in BIASED_TARGETS. A policy that reproduces "biased" succeeds
+        in 23/36 (63.9%) of the episodes with greedy decoding, and in 68.5% at temperature 1.
         """
         draw = random.Random(seed)
         shown = []
@@ -128,7 +145,7 @@ class NumberLineTask(GameTask):
         return shown
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Replies that earn full marks, turn by turn."""
+        """Return replies that earn the full reward, one per turn."""
         current, target = read_state(example.payload)
         step = 1 if current < target else -1
         return [write_reply((number, target), optimal_action((number, target))) for number in range(current, target, step)]

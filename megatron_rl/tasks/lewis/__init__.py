@@ -1,1 +1,4 @@
-"""The Lewis game: a speaker describes a picture, a listener picks it out among candidates by the description alone."""
+"""The Lewis game: a speaker describes an image, and a listener identifies it among candidates.
+
+The listener has only the description and the candidates.
+"""

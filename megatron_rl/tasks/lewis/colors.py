@@ -1,6 +1,7 @@
-"""What can be said of a picture without knowing what it shows: the colors of what stands before its plain background.
+"""Descriptions by color: the dominant colors of an object in front of its plain background.
 
-The words of the game's warm start for models of a million parameters; a catalogue of real things needs a speaker that knows them.
+They are the texts of the SFT stage for models of a million parameters. Data sets of real objects
+need a speaker that knows these objects.
 """
 
 from collections.abc import Sequence
@@ -14,15 +15,19 @@ COLORS = {
     "white": (240, 240, 240),
 }  # fmt: skip
 MAX_COLORS = 3
-"""Colors that are named."""
+"""Maximum number of colors in a description."""
 MIN_COLOR_SHARE = 0.08
-"""Of what stands before the background."""
+"""Minimum fraction of the object's pixels for a color to be named."""
 BACKGROUND_TOLERANCE = 12
-"""Of a channel: what differs less from the background's is background."""
+"""Maximum difference to the background in each channel of a background pixel."""
 
 
 def find_dominant_colors(picture: Picture) -> list[str]:
-    """The most frequent colors, the most frequent first; of an empty picture that of its background."""
+    """Return the object's most frequent colors in descending order.
+
+    The most frequent color is always included. An image without an object has the color of its
+    background.
+    """
     pixels = np.asarray(picture.convert("RGB"), dtype=np.int32)
     edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
     found, counts = np.unique(edge, axis=0, return_counts=True)
@@ -37,21 +42,25 @@ def find_dominant_colors(picture: Picture) -> list[str]:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Example: red, blue and white."""
+    """Join words as in a sentence.
+
+    Example: red, blue and white.
+    """
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def describe_by_color(picture: Picture, *, category: str) -> str:
-    """A reply that tells the thing from others of its kind."""
+    """Return a speaker's reply that names the object's colors."""
     return write_color_description(find_dominant_colors(picture), category=category)
 
 
 def write_color_description(colors: Sequence[str], *, category: str) -> str:
+    """Return a speaker's reply that names these colors."""
     return _write_reply(category, phrase=colors[0], sentence=f"is {join_words(colors)}")
 
 
 def write_vague_description(*, category: str) -> str:
-    """A reply in the same form that says nothing of it."""
+    """Return a speaker's reply in the same form that fits every object."""
     return _write_reply(category, phrase="single", sentence="is one of many")
 
 

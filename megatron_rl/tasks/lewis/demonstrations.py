@@ -1,8 +1,12 @@
-"""The warm start of speakers and listeners of a million parameters, made of the rounds themselves: a speaker names colors (colors.py).
+"""SFT demonstrations for speakers and listeners of a million parameters, generated from rounds.
 
-told    the speaker's description of a round's picture, by its colors
-vague   the same, but in VAGUE of the rounds a description that fits every picture: what a policy then has to unlearn
-heard   the question that a listener's service asks, of the round's target (yes) or of another candidate (no) in turn
+The speaker names colors (colors.py). Splits:
+
+- told: the speaker's description of a round's image by its colors.
+- vague: the same, but with probability VAGUE_PROBABILITY a description that fits every image, which
+  RL then has to unlearn.
+- heard: the listener service's question about a round's target (yes) or another candidate (no),
+  each with probability 1/2.
 """
 
 import random
@@ -23,7 +27,7 @@ DEMONSTRATION_SPLITS = ("told", "vague", "heard")
 
 @dataclass(slots=True, frozen=True)
 class LazyDemonstrations(Sequence[Demonstration]):
-    """Pictures are opened when they are asked for."""
+    """Demonstrations with images that are opened on access."""
 
     plans: Sequence[Callable[[], list[Message]]]
 
@@ -31,7 +35,11 @@ class LazyDemonstrations(Sequence[Demonstration]):
         return len(self.plans)
 
     def __getitem__(self, index: int) -> Demonstration:
-        """ValueError: a picture cannot be opened."""
+        """Return a demonstration.
+
+        Raises:
+            ValueError: An image cannot be opened.
+        """
         try:
             return Demonstration(self.plans[index]())
         except InfraError as fault:
@@ -39,7 +47,10 @@ class LazyDemonstrations(Sequence[Demonstration]):
 
 
 def make_demonstrations(rounds: Sequence[Example], split: str, *, num: int, seed: int) -> LazyDemonstrations:
-    """Of speakers' rounds, gone through in shuffled turns. Fewer are a prefix of more."""
+    """Return demonstrations from speaker rounds, in shuffled passes over all rounds.
+
+    The first demonstrations do not depend on `num`.
+    """
     require_choice("sft.splits", split, DEMONSTRATION_SPLITS)
     dice = random.Random(seed)
     order: list[Example] = []
@@ -79,12 +90,19 @@ def _listener_messages(example: Example, *, is_target: bool, other: float) -> Ca
 
 
 def make_color_question(image: StoredImage, *, category: str) -> str:
-    """Return the question of a listener where the rule of `told` is the speaker. InfraError: the picture cannot be opened."""
+    """Return a listener's question about an image, described by its colors.
+
+    Raises:
+        InfraError: The image cannot be opened.
+    """
     return parse_description(describe_by_color(image.open(), category=category), category=category).question
 
 
 def make_tokenizer_texts(categories: Sequence[str]) -> list[str]:
-    """All prompts and replies in all colors, and questions about them: what a tokenizer of few words shall have whole."""
+    """Return texts that a small tokenizer should cover with whole-word tokens.
+
+    They are the prompts, replies and questions, with every color.
+    """
     dice, texts = random.Random(0), ["yes", "no"] * 20
     for category in categories:
         texts += [PROMPT.format(category=category), write_vague_description(category=category)]

@@ -1,9 +1,11 @@
-"""What a speaker of the Lewis game says of a picture: thoughts, a phrase and a sentence, each in its tags, read strictly where they stand.
+"""Parser of a speaker's description: thoughts, a phrase and a sentence, each in its tags.
 
-    <thinking>...</thinking><coarse>a photo of a red mug</coarse><detailed>The mug is red, with ...</detailed>
+    <thinking>...</thinking><coarse>a photo of a red mug</coarse>
+    <detailed>The mug is red, with ...</detailed>
 
-What is not in its tags is looked for as the game's own service does (Deepayan137/Lewis_Game 621d687): a tag that is never closed ends at
-the next tag, or with its line; the phrase may stand free as "a photo of ..."; the sentence is then the first that begins with the category.
+Parts without complete tags are found as in the game's own service (Deepayan137/Lewis_Game 621d687).
+A tag that is never closed ends at the next tag, or else with its line. Without tags, the phrase is
+the first "a photo of ...", and the sentence is the first one that begins with the category.
 """
 
 import itertools
@@ -24,10 +26,12 @@ SITUATION_PROMPT = (
     "Last, give between <state> and </state> the state that it is in, and between <location> and </location> where it stands, neither of "
     "which is said in the sentence."
 )
-"""Behind a prompt: the game's longer one asks for these, too."""
+"""Addition to the prompt; the game's longer prompt also asks for state and location."""
 QUESTION_TEMPLATE = "Does this description, {description}, describe the main subject of the image? Answer yes or no."
 MAX_COARSE_CHARS, MAX_DETAILED_CHARS = 200, 1000
-"""Characters that a listener is told: what a speaker says more never makes a question that cannot be asked."""
+"""Maximum number of characters of the coarse and the detailed part in a listener's question. Longer
+parts are cut, so that the question is always valid.
+"""
 _ANY_TAG = re.compile(r"</?(?:thinking|coarse|detailed|state|location)>", re.IGNORECASE)
 _PHOTO_OF = re.compile(r"\b(?:an?\s+)?(?:photo|picture|image)\s+of\s[^.!?\n<]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
@@ -38,7 +42,7 @@ STOP_WORDS = frozenset(re.findall(
 
 @dataclass(slots=True, frozen=True)
 class Description:
-    """Empty where nothing was found."""
+    """Parts of a description; a missing part is empty."""
 
     thinking: str
     coarse: str
@@ -48,30 +52,33 @@ class Description:
 
     @property
     def question(self) -> str:
-        """What a listener is asked about each candidate; empty where nothing was said that could be asked about."""
+        """Question about each candidate for the listener; empty if there is no description."""
         words = " ".join(part for part in (self.coarse[:MAX_COARSE_CHARS], self.detailed[:MAX_DETAILED_CHARS]) if part)
         return QUESTION_TEMPLATE.format(description=quote_text(words)) if words else ""
 
 
 def parse_description(text: str, *, category: str) -> Description:
-    """Of a reply. Whatever is in it, this gives one description of one picture."""
+    """Parse a reply. Every text has exactly one, possibly empty, description."""
     coarse = _text_in_tags(text, "coarse") or _first_match(_PHOTO_OF, text)
     detailed = _text_in_tags(text, "detailed") or _sentence_about(text, category)
     return Description(_text_in_tags(text, "thinking"), coarse, detailed, _text_in_tags(text, "state"), _text_in_tags(text, "location"))
 
 
 def check_tag_pairs(text: str) -> list[bool]:
-    """For each of TAGS whether it is opened and closed behind that, once each."""
+    """Return for each of TAGS whether it is opened once and then closed once."""
     return [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and text.index(f"<{tag}>") < text.index(f"</{tag}>") for tag in TAGS]
 
 
 def split_sentences(text: str) -> list[str]:
+    """Split a text into sentences."""
     return [part.strip() for part in _SENTENCE_END.split(text.strip()) if part.strip()]
 
 
 def rouge_2_f1(text: str, other: str) -> float:
-    """F1 of the pairs of neighboring words (Lin 2004), stop words left out. Example: "red mug blue" and "red mug" share one of two and one
-    of one pair: 2 * 1 / (2 + 1)."""
+    """Return the F1 score of bigrams (ROUGE-2, Lin 2004), without stop words.
+
+    Example: "red mug blue" and "red mug" share one bigram, of two and of one: 2 * 1 / (2 + 1).
+    """
     pairs, others = (Counter(itertools.pairwise(words)) for words in map(_content_words, (text, other)))
     total = pairs.total() + others.total()
     return 2 * (pairs & others).total() / total if total else 0.0

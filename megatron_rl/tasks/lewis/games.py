@@ -1,7 +1,10 @@
-"""Rounds of the Lewis game, from rows in the columns of its data sets (tools/data/make_lewis.py writes them).
+"""Rounds of the Lewis game, from rows of its data sets (tools/data/make_lewis.py writes them).
 
-of a speaker    image, ret_paths (K candidates), names (their letters), speaker_problem, solution (the target's letter), category
-of a listener   query_image, reference_image (or query_image_path, reference_image_path), listener_problem, listener_solution (yes, no)
+Columns of the speaker: image, ret_paths (K candidates), names (their letters), speaker_problem,
+solution (the target's letter), category.
+
+Columns of the listener: query_image, reference_image (or query_image_path, reference_image_path),
+listener_problem, listener_solution (yes or no).
 """
 
 import asyncio
@@ -36,7 +39,11 @@ SELECT_PROMPT = (
 
 
 def load_examples(data: DataSettings, split: str, payload_of: Callable[[DataRecord], Payload]) -> list[Example]:
-    """Those of split train or eval, of the latter the first data.max_eval. ValueError names the first row that is no good."""
+    """Return the examples of split train, or the first data.max_eval of split eval.
+
+    Raises:
+        ValueError: A row cannot be used; the message names the first one.
+    """
     paths = {"train": data.train, "eval": data.eval}[split]
     require(bool(paths), f"task.data.{split}", paths, "give the folders or files of the game (tools/data/make_lewis.py)")
     records = RecordFiles(paths, images_root=data.images, image_roots=data.image_roots, key=f"task.data.{split}")
@@ -52,6 +59,7 @@ def load_examples(data: DataSettings, split: str, payload_of: Callable[[DataReco
 
 
 def make_speaker_payload(record: DataRecord) -> Payload:
+    """Return the payload of a speaker's round."""
     row = record.row
     category = record.require_text(row.get("category", "object"), "category")
     candidates, names = _read_candidates(record)
@@ -66,14 +74,18 @@ def make_speaker_payload(record: DataRecord) -> Payload:
 
 
 def make_situated_payload(record: DataRecord) -> Payload:
-    """A speaker's round that asks for state and location, too, where its row's words do not: what overlap is paid by."""
+    """Return the payload of a speaker's round that also asks for state and location.
+
+    The request is added to the question unless the row's text has it already. Term overlap needs
+    it.
+    """
     given = make_speaker_payload(record)
     words = str(given["question"])
     return {**given, "question": words if "<state>" in words and "<location>" in words else f"{words} {SITUATION_PROMPT}"}
 
 
 def make_comparison_payload(record: DataRecord) -> Payload:
-    """Two pictures, and whether they show the same."""
+    """Return the payload of a listener's comparison of two images."""
     answer = record.require_text(record.row.get("listener_solution"), "listener_solution").strip().casefold()
     if answer not in ("yes", "no"):
         raise record.make_error("listener_solution", f"is {answer!r:.20}; it is yes or no")
@@ -83,7 +95,7 @@ def make_comparison_payload(record: DataRecord) -> Payload:
 
 
 def make_selection_payload(record: DataRecord) -> Payload:
-    """A speaker's row as a listener's choice among all candidates at once."""
+    """Return the payload of a listener's choice among all candidates of a speaker's round."""
     given = make_speaker_payload(record)
     shown = "\n".join(f"{name}: <image>" for name in given["names"])
     question = SELECT_PROMPT.format(category=given["category"], candidates=shown)
@@ -91,7 +103,11 @@ def make_selection_payload(record: DataRecord) -> Payload:
 
 
 def load_description_examples(data: DataSettings, split: str) -> list[Example]:
-    """Of each speaker's round two: is the target what was described, and is another candidate, each in its turn?"""
+    """Return two examples for each speaker's round.
+
+    The question is about the target in the first one and about another candidate in the second. The
+    other candidates are used in rotation from round to round.
+    """
     found = []
     for number, example in enumerate(load_examples(data, split, make_speaker_payload)):
         payload = example.payload
@@ -111,7 +127,7 @@ def _read_text(record: DataRecord, column: str, value: object) -> str:
 
 
 def _read_image_column(record: DataRecord, column: str) -> object:
-    """The picture's column, or that of its path."""
+    """Return the image column, or the column with its path."""
     value = record.row.get(column, record.row.get(f"{column}_path"))
     if value is None:
         raise record.make_error(column, "is missing")
@@ -132,36 +148,61 @@ def _read_candidates(record: DataRecord) -> tuple[tuple[StoredImage, ...], list[
 
 
 def read_image_file(image: StoredImage) -> ImageFile:
-    """InfraError, PermanentInfraError: as StoredImage.read."""
+    """Read an image file.
+
+    Raises:
+        InfraError: The disk failed.
+        PermanentInfraError: The file is missing or has changed since the start.
+    """
     return ImageFile(image.read(), str(image.source) if isinstance(image.source, Path) else "")
 
 
 class SingleImageEnv(Env):
-    """One picture and words behind it: the prompt that the services make of them, token for token."""
+    """Single-turn environment with one image followed by a text.
+
+    Its prompts have the same tokens as those of the Lewis services.
+    """
 
     def __init__(self, example: Example, get_question: Callable[[Example], Awaitable[str]]) -> None:
-        """`get_question` gives the words; InfraError: who has them is down."""
+        """Create the environment of one example.
+
+        Args:
+            example: Its payload has one image.
+            get_question: Returns the text; raises InfraError if its source is unavailable.
+        """
         self._example, self._get_question = example, get_question
 
     async def reset(self, seed: int) -> list[Message]:
-        """InfraError: the picture cannot be opened, or there are no words."""
+        """Return the prompt. The seed is not used.
+
+        Raises:
+            InfraError: The image cannot be opened, or the text is unavailable.
+        """
         (image,) = self._example.payload["images"]
         words = await self._get_question(self._example)
         return [make_message("user", await asyncio.to_thread(image.open), words)]
 
     async def step(self, text: str) -> Step:
+        """End the episode with the reply as the answer."""
         return Step(messages=[], reward=0.0, done=True, reason="answer")
 
 
 class PredictionLog:
-    """A file of JSON lines, one a prediction: time, reward, content, solution. Without a path it writes nothing."""
+    """JSON-lines file with one prediction per line: time, reward, content, solution.
+
+    An empty path disables the log.
+    """
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._file: TextIOWrapper | None = None
 
     def start(self) -> None:
-        """ValueError: it cannot be written."""
+        """Open the file.
+
+        Raises:
+            ValueError: The file cannot be written.
+        """
         if not self._path:
             return
         try:
@@ -171,10 +212,12 @@ class PredictionLog:
             raise ValueError(f"task.options.log={self._path}: {error.strerror}; name a file that can be written") from error
 
     def __call__(self, reward: float, reward_input: RewardInput) -> None:
+        """Write one prediction."""
         if self._file is not None:
             line = {"time": time.time(), "reward": reward, "content": reward_input.replies[-1], "solution": reward_input.payload["answer"]}
             self._file.write(to_json_line(line) + "\n")
 
     def close(self) -> None:
+        """Close the file."""
         if self._file is not None:
             self._file.close()

@@ -1,9 +1,14 @@
-"""Asks listeners of the Lewis game which picture a description means; every trouble of theirs is a InfraError and never a score.
+"""Client of the Lewis listeners; every failure of theirs is an InfraError and never a score.
 
-What was heard is kept by picture, words and the listener's version, in memory and in a file: p(yes) of a picture does not depend on the
-others beside it, nor on their order. What is asked for at the same time is asked once, and travels in chunks, each to one of the servers
-(clients/endpoint_pool.py: the least busy healthy one, several tries, rests). A picture is sent once to each server and named by its hash
-from then on; one that has forgotten it says so, and is sent it again.
+Results are cached by image, question and listener version, in memory and, with task.listener.cache,
+in a file: p(yes) of an image depends neither on the other candidates nor on their order. With
+task.listener.partner_is_training nothing is cached. Concurrent identical requests are merged.
+Questions are sent in chunks, each to one server (clients/endpoint_pool.py: the least busy healthy
+one, with retries and backoff).
+
+An image is sent once to each server and named by its hash afterwards. A server that no longer has
+it reports that, and the image is sent again. With task.listener.send=paths the paths of files are
+sent instead.
 """
 
 import asyncio
@@ -33,7 +38,7 @@ from sandbox.messages import encode_base64
 
 @dataclass(slots=True, frozen=True)
 class ListenerConfigKeys:
-    """What errors call a listener, and the settings of its addresses and its token."""
+    """Name of a listener in error messages, and the config keys of its URLs and its token file."""
 
     name: str = "listener"
     urls: str = "task.listener.urls"
@@ -42,14 +47,15 @@ class ListenerConfigKeys:
 
 @dataclass(slots=True, frozen=True)
 class ImageFile:
-    """A picture's file."""
+    """Contents of an image file."""
 
     content: bytes
     path: str = ""
-    """Where it lies, for those who see the same disk."""
+    """Path of the file, for servers that share the file system."""
 
     @property
     def sha256(self) -> str:
+        """SHA-256 of the contents."""
         return hashlib.sha256(self.content).hexdigest()
 
 
@@ -57,7 +63,7 @@ class ImageFile:
 class _PendingQuestion:
     question: str
     images: Mapping[str, ImageFile]
-    """By hash, in the order in which they are asked about."""
+    """Images by hash, in the order of the question's candidates."""
     result: asyncio.Future[dict[str, float]]
     """log p(yes) by hash."""
 
@@ -70,7 +76,11 @@ class _UnknownImages(BaseModel):
 
 
 class ListenerClient:
-    """Counts of its work stand in cache_hits (a shared request included) and in those of `servers`."""
+    """Client of a group of equal listeners.
+
+    `cache_hits` counts questions answered from the cache or by a concurrent identical request;
+    further counters are in `endpoints`.
+    """
 
     def __init__(self, settings: ListenerSettings, config_keys: ListenerConfigKeys = ListenerConfigKeys()) -> None:
         self.settings, self._config_keys = settings, config_keys
@@ -80,9 +90,11 @@ class ListenerClient:
             concurrency=settings.concurrency, backoff_s=settings.backoff_s,
         )  # fmt: skip
         self.version = ""
-        """The listeners', from `start` on: what another says later is not taken, unless settings.follows."""
+        """Version of the listeners, set by `start`. A response with another version is rejected
+        unless settings.partner_is_training is set, which updates this field instead.
+        """
         self.num_version_changes = 0
-        """Answers under another version than the one before."""
+        """Number of responses with another version than the one before."""
         self.cache_hits = 0
         self._token = read_partner_token(settings.token_file, config_key=config_keys.token_file)
         self._memory: OrderedDict[str, float] = OrderedDict()
@@ -90,10 +102,15 @@ class ListenerClient:
         self._chunk: list[_PendingQuestion] = []
         self._tasks: set[asyncio.Task[list[dict[str, float] | InfraError]]] = set()
         self._sent_hashes: dict[str, set[str]] = {url: set() for url in settings.urls}
-        """Hashes that each server was sent."""
+        """Hashes of the images that each server has, by URL."""
 
     async def start(self) -> None:
-        """Connect in the running event loop. InfraError: no listener answers, or they are not the same one."""
+        """Connect in the running event loop.
+
+        Raises:
+            InfraError: No listener responds, a listener rejects the token, or their versions
+                differ.
+        """
         settings = self.settings
         self._file = VerdictCache(settings.cache, read_only=False, config_key="task.listener.cache") if settings.cache else None
         self.endpoints.start()
@@ -112,6 +129,7 @@ class ListenerClient:
         return proxy_hint(url) if self.settings.proxy else ""
 
     async def close(self) -> None:
+        """Cancel pending requests and close connections and cache."""
         for asked in self._chunk:
             asked.result.cancel()
         for task in self._tasks:
@@ -122,9 +140,11 @@ class ListenerClient:
             self._file.close()
 
     async def score_images(self, images: Sequence[ImageFile], question: str) -> ListenerScore:
-        """What the listener makes of a question about pictures, no two of them the same.
+        """Return the listener's score of a question about distinct images.
 
-        InfraError, naming server and reason, after the last try; PermanentInfraError: what was asked is at fault.
+        Raises:
+            PermanentInfraError: The request itself is at fault.
+            InfraError: All attempts failed; the message names the server and the reason.
         """
         shown = await asyncio.to_thread(lambda: {picture.sha256: picture for picture in images})
         if len(shown) < len(images):
@@ -137,7 +157,7 @@ class ListenerClient:
         self.cache_hits += key in self._pending
         if key not in self._pending:
             self._enqueue(key, _PendingQuestion(question, shown, asyncio.get_running_loop().create_future()))
-        logprobs = await asyncio.shield(self._pending[key])  # one who is no longer interested takes nothing from the others
+        logprobs = await asyncio.shield(self._pending[key])  # shielded: a cancelled caller must not cancel the shared request
         return make_listener_score([logprobs[digest] for digest in shown])
 
     def _find_cached(self, digest: str, question: str) -> float | None:
@@ -160,7 +180,10 @@ class ListenerClient:
             self._memory.popitem(last=False)
 
     def _enqueue(self, key: tuple[str, frozenset[str]], asked: _PendingQuestion) -> None:
-        """When its chunk is full, or has waited."""
+        """Add a question to the current chunk.
+
+        The chunk is sent when it is full or chunk_delay_s has passed.
+        """
         self._pending[key] = asked.result
         asked.result.add_done_callback(lambda _: self._pending.pop(key))
         self._chunk.append(asked)
@@ -170,7 +193,7 @@ class ListenerClient:
             asyncio.get_running_loop().call_later(self.settings.chunk_delay_s, self._send_chunk, self._chunk)
 
     def _send_chunk(self, chunk: list[_PendingQuestion]) -> None:
-        """Once, however it came to be full."""
+        """Send a chunk, unless it was sent already."""
         if chunk is self._chunk:
             self._chunk = []
             task = asyncio.create_task(self._request_chunk(chunk))
@@ -188,12 +211,16 @@ class ListenerClient:
                 asked.result.cancel()
             elif isinstance(result, BaseException):
                 asked.result.set_exception(result)
-                asked.result.exception()  # looked at, though nobody may wait for it any more
+                asked.result.exception()  # mark as retrieved, because there may be no caller left
             else:
                 asked.result.set_result(result)
 
     async def _request_chunk(self, chunk: Sequence[_PendingQuestion]) -> list[dict[str, float] | InfraError]:
-        """Of each its answer, or what keeps it from one: where a request is at fault, each is asked by itself, and takes none with it."""
+        """Return the result or the error of each question of a chunk.
+
+        If the chunk is rejected, each question is sent by itself, so that an invalid one does not
+        fail the others.
+        """
         try:
             answers = await self.endpoints.request(lambda endpoint: self._query_endpoint(endpoint, chunk))
         except PermanentInfraError as fault:
@@ -225,7 +252,7 @@ class ListenerClient:
         return answers
 
     async def _post(self, endpoint: Endpoint, chunk: Sequence[_PendingQuestion], *, known_hashes: set[str]) -> httpx2.Response:
-        """Every picture in full once at most."""
+        """Send a chunk. Each image is sent in full at most once."""
         told_of, batch = set(known_hashes), []
         for asked in chunk:
             candidates = []
@@ -257,7 +284,11 @@ class ListenerClient:
 
 
 def make_listener_client(settings: ListenerSettings) -> ListenerClient:
-    """ValueError: there is no listener to ask."""
+    """Return the client of the configured listeners.
+
+    Raises:
+        ValueError: No listener is configured.
+    """
     remedy = "a listener gives this reward: name its addresses, or start one: services.listener.kind=listener and [service:listener]"
     require(bool(settings.urls), "task.listener.urls", settings.urls, remedy)
     return ListenerClient(settings)
@@ -271,6 +302,6 @@ def _read_unknown_hashes(reply: httpx2.Response) -> list[str]:
 
 
 def _check_cached_logprob(found: object, *, path: str) -> None:
-    """PermanentInfraError: a file of what was heard holds something that no listener can have said."""
+    """Raise PermanentInfraError if a cached value is not a log probability."""
     if not isinstance(found, float) or not -math.inf < found <= 0:
         raise PermanentInfraError(f"listener: {path} holds {found!r:.40}, which is no logarithm of a probability; remove the file")

@@ -1,12 +1,15 @@
-"""What a listener is asked and what it answers, for both ends of the wire; and how its yes or no becomes a pick and a reward.
+"""HTTP messages of the listener, and the rule that turns p(yes) into a pick and a reward.
 
     POST /score         {"candidate_paths": [path, ...], "question": text, "topk": 1}
     POST /batch_score   {"batch": [the same, ...]}
-    -> {"results": [{"yes_probabilities": [p, ...], "predicted_index": i, "reward_score": r, "top_indices": [i]}], "took": s, "version": v}
+    -> {"results": [{"yes_probabilities": [p, ...], "predicted_index": i, "reward_score": r,
+                     "top_indices": [i]}], "took": s, "version": v}
 
-/score answers with that one result, beside `took` and `version`; results have `yes_logprobs`, too. Candidates are paths below the
-listener's roots, or `candidates`: each a path, the base64 of an image file, or the SHA-256 of a file that was sent before. The numbers are
-those of the Lewis game's service (Deepayan137/Lewis_Game 621d687), which has neither logarithms, top_indices nor version.
+/score returns the fields of its one result next to `took` and `version`. Results also have
+`yes_logprobs`. Candidates are paths below the listener's roots, or `candidates`: each a path, the
+base64 of an image file, or the SHA-256 of a file that was sent before. The numbers are those of the
+Lewis game's service (Deepayan137/Lewis_Game 621d687), which has no logarithms, top_indices or
+version.
 """
 
 import math
@@ -16,20 +19,22 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 MAX_QUESTION_CHARS = 16384
-"""Characters."""
+"""Maximum number of characters of a question."""
 MAX_CANDIDATES, MAX_ITEMS = 64, 256
 MIN_YES_PROBABILITY = 0.3
-"""Where no candidate has as much, the reward is halved: the listener recognizes none of them."""
+"""If no candidate has this p(yes), the reward is halved, because the listener recognizes none of
+them.
+"""
 
 
 class StrictMessage(BaseModel):
-    """A misspelled key is an error of the caller's."""
+    """Base class of messages; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class CandidateImage(StrictMessage):
-    """One picture."""
+    """One image, by exactly one of path, base64 and hash."""
 
     path: Annotated[str, StringConstraints(max_length=4096)] = ""
     base64: str = ""
@@ -46,7 +51,7 @@ _Path = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class ScoreItem(StrictMessage):
-    """A question about candidates, one of which is meant."""
+    """Question about candidates, one of which is the target."""
 
     candidate_paths: Annotated[
         list[Annotated[str, StringConstraints(min_length=1, max_length=4096)]], Field(max_length=MAX_CANDIDATES)
@@ -68,46 +73,54 @@ class ScoreItem(StrictMessage):
 
     @property
     def images(self) -> list[CandidateImage]:
+        """Candidates, in the order of the request."""
         return self.candidates or [CandidateImage(path=path) for path in self.candidate_paths]
 
 
 class ScoreBatch(StrictMessage):
+    """Body of /batch_score."""
+
     batch: Annotated[list[ScoreItem], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 class ListenerScore(StrictMessage):
-    """What a listener makes of an item."""
+    """Listener's score of an item."""
 
     yes_probabilities: list[Annotated[float, Field(ge=0, le=1)]]
     yes_logprobs: list[Annotated[float, Field(le=0)]]
-    """Their logarithms, which tell what is too small for a probability."""
+    """Logarithms of yes_probabilities, which also represent probabilities that underflow."""
     predicted_index: Annotated[int, Field(ge=0)]
     reward_score: Annotated[float, Field(ge=0, le=1)]
     top_indices: list[Annotated[int, Field(ge=0)]]
 
 
 class ScoreResponse(ListenerScore):
-    """Of one item."""
+    """Response to /score."""
 
     took: float
     version: str
 
 
 class BatchScoreResponse(StrictMessage):
+    """Response to /batch_score."""
+
     results: list[ListenerScore]
     took: float
-    """Seconds, from the request's arrival."""
+    """Seconds since the request arrived."""
     version: str
-    """Of the listener: what it answers is the same as long as this is."""
+    """Version of the listener; the same question has the same result under the same version."""
 
 
 def make_listener_score(yes_logprobs: Sequence[float], *, topk: int = 1) -> ListenerScore:
-    """Of the logarithms of p(yes) by candidate. The pick is the likeliest (the first of equals); the reward is its share of all p(yes),
-    halved where no candidate has MIN_YES_PROBABILITY. Example: p(yes) of 0.6 and 0.2 gives pick 0 and reward 0.75; 0.2 and 0.2 gives 0 and
-    0.25."""
+    """Return the score for log p(yes) of each candidate.
+
+    The pick is the most likely candidate (the first of equals). The reward is its share of the sum
+    of all p(yes), halved if no candidate has MIN_YES_PROBABILITY. Example: p(yes) of 0.6 and 0.2
+    gives pick 0 and reward 0.75; 0.2 and 0.2 gives pick 0 and reward 0.25.
+    """
     order = sorted(range(len(yes_logprobs)), key=lambda index: -yes_logprobs[index])
     most = yes_logprobs[order[0]]
-    share = 1 / sum(math.exp(each - most) for each in yes_logprobs)  # in logarithms: all p(yes) may be 0 in floating point
+    share = 1 / sum(math.exp(each - most) for each in yes_logprobs)  # relative to the largest: all p(yes) may underflow to 0
     return ListenerScore(
         yes_probabilities=[math.exp(each) for each in yes_logprobs],
         yes_logprobs=list(yes_logprobs),

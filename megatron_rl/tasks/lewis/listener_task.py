@@ -1,4 +1,8 @@
-"""The listener of the Lewis game in training: do two pictures show the same, or which candidate shows what the query shows?"""
+"""The listener of the Lewis game in training.
+
+It answers if two images show the same object, which candidate shows the same as the query, or if a
+description fits an image.
+"""
 
 import asyncio
 import json
@@ -26,6 +30,8 @@ from megatron_rl.types import Demonstration, Example
 
 
 class LewisListenerTask(Task):
+    """Task of the listener; task.options.reward selects its question."""
+
     Options = LewisListenerOptions
 
     def __init__(self, settings: TaskSettings) -> None:
@@ -42,17 +48,23 @@ class LewisListenerTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
+        """Open the prediction log and connect to the speaker, if there is one."""
         self.log.start()
         if self.speaker is not None:
             await self.speaker.start()
 
     async def close(self) -> None:
+        """Close the connection to the speaker and the prediction log."""
         if self.speaker is not None:
             await self.speaker.close()
         self.log.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Every row is looked at the first time. ValueError names the first that is no good."""
+        """Return the examples of a split. The first call checks every row.
+
+        Raises:
+            ValueError: A row cannot be used; the message names the first one.
+        """
         if split not in self._splits:
             heard = self._uses_descriptions
             self._splits[split] = (
@@ -63,10 +75,15 @@ class LewisListenerTask(Task):
         return self._splits[split]
 
     def env(self, example: Example) -> Env:
+        """Return a new environment for one question."""
         return SingleImageEnv(example, self._make_question) if self._uses_descriptions else VqaEnv(example, prompt="{question}", system="")
 
     async def _make_question(self, example: Example) -> str:
-        """PermanentInfraError: the speaker says nothing that could be asked about."""
+        """Return the question about an example's described image.
+
+        Raises:
+            PermanentInfraError: The speaker's reply contains no description.
+        """
         shown, category = example.payload["shown"], str(example.payload["category"])
         if self.speaker is None:
             return await asyncio.to_thread(make_color_question, shown, category=category)
@@ -77,13 +94,16 @@ class LewisListenerTask(Task):
         return question
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
-        """Those of demonstrations.py, of speakers' rounds to train on; or the user's transcripts."""
+        """Return demonstrations from speaker rounds of split train (demonstrations.py).
+
+        For other split names, the user's transcripts are returned.
+        """
         if split in DEMONSTRATION_SPLITS:
             return make_demonstrations(load_examples(self.settings.data, "train", make_speaker_payload), split, num=num, seed=seed)
         return super().demonstrations(split, num=num, seed=seed)
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Replies that earn full marks."""
+        """Return replies that earn the full reward."""
         if self._uses_descriptions:
             return [str(example.payload["answer"])]
         return [f"```json\n{json.dumps({'Reasoning': 'seen', 'Answer': example.payload['answer']})}\n```"]

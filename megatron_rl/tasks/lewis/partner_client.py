@@ -1,5 +1,7 @@
-"""What the clients of the Lewis game's services (listener_client.py, speaker_client.py) do alike: token, connection, greeting, and what a
-status says."""
+"""Common parts of the Lewis clients: token, connection, health check and HTTP status.
+
+Used by listener_client.py and speaker_client.py.
+"""
 
 import asyncio
 from collections.abc import Iterable
@@ -15,7 +17,7 @@ from sandbox.bounded_http import DENIED_STATUSES
 from sandbox.token import bearer_header, read_token
 
 REJECTED_STATUSES = (400, 413, 422)
-"""Statuses of a server that is well, on a request that is not."""
+"""HTTP statuses of a healthy server for an invalid request."""
 
 
 class _PartnerHealth(BaseModel):
@@ -23,7 +25,11 @@ class _PartnerHealth(BaseModel):
 
 
 def read_partner_token(file: str, *, config_key: str) -> str:
-    """Empty where there is no file. ValueError, naming the setting `config_key`: it cannot be read."""
+    """Return the token in a file, or an empty string if no file is given.
+
+    Raises:
+        ValueError: The file cannot be read; the message names `config_key`.
+    """
     try:
         return read_token(Path(file)) if file else ""
     except ValueError as error:
@@ -31,14 +37,22 @@ def read_partner_token(file: str, *, config_key: str) -> str:
 
 
 def open_http_client(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient:
-    """Without a time-out of its own; what it reads is bounded. The environment's proxies are used for the addresses of `proxied` alone."""
+    """Return an HTTP client without a timeout of its own and with a limit on the size of responses.
+
+    The environment's proxies are used only for the URLs in `proxied`.
+    """
     headers = {**BOUNDED_CLIENT_OPTIONS["headers"], **bearer_header(token)}
     return httpx2.AsyncClient(**{**BOUNDED_CLIENT_OPTIONS, "headers": headers}, **proxy_options(proxied), timeout=None)
 
 
 def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
-    """RequestRejected: the request is at fault; EndpointError: the server is in trouble. KeyRefused: it does not accept the token in the
-    file that the setting `config_key` names."""
+    """Raise an error for a response with another status than 200.
+
+    Raises:
+        RequestRejected: The request is at fault.
+        KeyRefused: The server rejects the token in the file that the setting `config_key` names.
+        EndpointError: The server failed.
+    """
     if reply.status_code in DENIED_STATUSES:
         raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {config_key}=FILE")
     if reply.status_code in REJECTED_STATUSES:
@@ -49,7 +63,15 @@ def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
 
 
 async def check_partner(http: httpx2.AsyncClient, url: str, *, config_key: str, token: str, proxy: str = "") -> HealthCheck:
-    """Its version, or its trouble; `config_key` is the setting of its token's file, `proxy` what an error adds (clients/proxies.py)."""
+    """Return the version of a server, or the reason why its health check failed.
+
+    Args:
+        http: HTTP client.
+        url: URL of the server.
+        config_key: Setting of the token file.
+        token: Token, which is removed from error messages.
+        proxy: Text to append to errors (clients/proxies.py).
+    """
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):
             reply = await http.get(f"{url}/health")

@@ -1,16 +1,26 @@
-"""The rewards of the Lewis game, as its README has them and as its code has them (Deepayan137/Lewis_Game 621d687, which differ).
+"""Rewards of the Lewis game.
 
-Of a speaker, summed:
-    accuracy   binary (readme): 1 where the listener picks the target. soft_gated (code): its reward_score there, else 0. soft_always (code,
-               not by default): its reward_score
-    format     readme: 1 where all three pairs of tags are there; code: 0.34, 0.33 and 0.33 for those of thinking, coarse and detailed
-    length     readme: 0.1 for one sentence; code: -0.2 for more than one or fewer than 20 words, -0.1 for a phrase not of 6 to 8 words
-    overlap    code alone: minus the largest ROUGE-2 of a sentence with what is said of state and location, for which the prompt then asks
-Of a listener that compares pictures, summed:
-    consistency 1 where its yes or no is right; weighted: that, and -1 for a wrong yes (readme: -0.7) and -0.3 for a wrong no
-    selection   1 for the letter of the candidate that is meant
-    heard       1 for the right one of yes and no, and nothing else said
-    format      1 for one fenced JSON object with Reasoning and Answer
+The game's README and its code (Deepayan137/Lewis_Game 621d687) differ; `variant` selects one.
+
+Speaker, summed:
+
+- accuracy: binary (readme) is 1 if the listener picks the target. soft_gated (code) is its
+  reward_score if it picks the target, else 0. soft_always (code, not the default) is its
+  reward_score.
+- format: readme: 1 if all three pairs of tags are present. code: 0.34, 0.33 and 0.33 for the pairs
+  of thinking, coarse and detailed.
+- length: readme: 0.1 for one detailed sentence. code: -0.2 for more than one sentence or fewer than
+  20 words, and -0.1 for a coarse phrase of fewer than 6 or more than 8 words.
+- overlap: code only: minus the largest ROUGE-2 of a detailed sentence with the state and location,
+  which the prompt then asks for.
+
+Listener that compares images, summed:
+
+- consistency: 1 if its yes or no is right. weighted: the same, and -1 for a wrong yes (readme:
+  -0.7) and -0.3 for a wrong no.
+- selection: 1 for the letter of the right candidate.
+- heard: 1 for the right one of yes and no, and nothing else in the reply.
+- format: 1 for one fenced JSON object with Reasoning and Answer.
 """
 
 import re
@@ -29,13 +39,16 @@ FALSE_YES_REWARD, FALSE_NO_REWARD = {"readme": -0.7, "code": -1.0}, -0.3
 _FENCED = re.compile(r"\s*```(?:json)?\s*(\{.*\})\s*```\s*", re.DOTALL)
 
 ListenerFn = Callable[[RewardInput], Awaitable[ListenerScore | None]]
-"""What the listener made of a reply; None where it says nothing."""
+"""Function that returns the listener's score of a reply, or None if the reply has no description.
+"""
 LogPredictionFn = Callable[[float, RewardInput], None]
-"""Writes a prediction with its reward down."""
+"""Function that logs a prediction with its reward."""
 RecordScoreFn = Callable[[RewardInput, ListenerScore | None], None]
 
 
 def make_listener_fn(listener: ListenerClient, read_candidates: Callable[[RewardInput], Awaitable[Sequence[ImageFile]]]) -> ListenerFn:
+    """Return a function that sends a reply's description and the candidates to a listener."""
+
     async def hear(outcome: RewardInput) -> ListenerScore | None:
         question = parse_description(outcome.replies[-1], category=str(outcome.payload["category"])).question
         return await listener.score_images(await read_candidates(outcome), question) if question else None
@@ -48,10 +61,19 @@ def speaker_rubric(
     held_out_listeners: Mapping[str, ListenerFn] = MappingProxyType({}),
     record_score: RecordScoreFn = lambda outcome, heard: None,
 ) -> Rubric:  # fmt: skip
-    """An episode is solved where the listener picks the target (part `picked`, which counts nothing, as `words` does: how many are said).
+    """Return the rubric of the speaker.
 
-    `held_out_listeners` are listeners that hear held-out games and never reward: a part each, of weight 0. `record_score` is told what was
-    heard.
+    An episode is solved if the listener picks the target (term `picked`). The terms `picked` and
+    `words` (number of words of the description) have weight 0.
+
+    Args:
+        listener_fn: Returns the listener's score of a reply.
+        term_names: Reward terms to sum.
+        accuracy_mode: Reward of term accuracy.
+        variant: readme or code.
+        log_prediction: Logs each reply with its accuracy reward.
+        held_out_listeners: Listeners that score held-out games only, each as a term of weight 0.
+        record_score: Receives the listener's score of each reply.
     """
 
     async def picked(outcome: RewardInput) -> float:
@@ -85,7 +107,7 @@ def speaker_rubric(
 
 
 def is_held_out(example_id: str) -> bool:
-    """As tasks/lewis/games.py names examples."""
+    """Return True for an evaluation example (tasks/lewis/games.py names them eval/...)."""
     return example_id.startswith("eval/")
 
 
@@ -94,13 +116,16 @@ def _picks_target(listener_score: ListenerScore | None, target: object) -> float
 
 
 def count_words(text: str, category: str) -> float:
-    """Of what a listener is told."""
+    """Return the number of words of the coarse and the detailed description."""
     said = parse_description(text, category=category)
     return float(len(said.coarse.split()) + len(said.detailed.split()))
 
 
 def accuracy_reward(listener_score: ListenerScore | None, *, target: int, accuracy_mode: str) -> float:
-    """0 for a reply that says nothing a listener could be asked about."""
+    """Return the accuracy reward of a listener's score.
+
+    A reply without a description (no score) earns 0.
+    """
     if listener_score is None:
         return 0.0
     is_right = listener_score.predicted_index == target
@@ -110,11 +135,13 @@ def accuracy_reward(listener_score: ListenerScore | None, *, target: int, accura
 
 
 def format_reward(text: str, *, variant: str) -> float:
+    """Return the reward for the pairs of tags."""
     pairs = check_tag_pairs(text)
     return float(all(pairs)) if variant == "readme" else sum(worth for worth, there in zip(TAG_PAIR_REWARDS, pairs, strict=True) if there)
 
 
 def length_reward(text: str, *, category: str, variant: str) -> float:
+    """Return the reward for the length of the description."""
     said = parse_description(text, category=category)
     num_sentences = len(split_sentences(said.detailed))
     if variant == "readme":
@@ -124,6 +151,7 @@ def length_reward(text: str, *, category: str, variant: str) -> float:
 
 
 def overlap_reward(text: str, *, category: str) -> float:
+    """Return the penalty for repeating state and location in the detailed description."""
     said = parse_description(text, category=category)
     return -max((rouge_2_f1(sentence, f"{said.state} {said.location}") for sentence in split_sentences(said.detailed)), default=0.0)
 
@@ -136,7 +164,7 @@ def _make_text_reward(function: Callable[[str, str], float]) -> RewardFn:
 
 
 class ComparisonReply(BaseModel):
-    """What a listener says that compares pictures."""
+    """Reply of a listener that compares images."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     Reasoning: str
@@ -144,7 +172,7 @@ class ComparisonReply(BaseModel):
 
 
 def parse_comparison(text: str) -> ComparisonReply | None:
-    """Of a reply that is one fenced JSON object; None where it is not."""
+    """Return the contents of a reply that is one fenced JSON object, or None."""
     fenced = _FENCED.fullmatch(text)
     try:
         return ComparisonReply.model_validate_json(fenced[1]) if fenced else None
@@ -153,7 +181,11 @@ def parse_comparison(text: str) -> ComparisonReply | None:
 
 
 def comparison_reward(text: str, *, answer: str, reward: str, variant: str) -> float:
-    """`answer` is yes, no, or a letter; what is malformed, or none of the answers, earns 0."""
+    """Return the reward of a listener that compares images.
+
+    `answer` is yes, no, or a letter. A malformed reply earns 0, and so does any other text as the
+    answer.
+    """
     said = parse_comparison(text)
     given = said.Answer.strip().casefold() if said else ""
     if given == answer.casefold():
@@ -164,6 +196,8 @@ def comparison_reward(text: str, *, answer: str, reward: str, variant: str) -> f
 
 
 def listener_rubric(*, reward_name: str, variant: str, log_prediction: LogPredictionFn) -> Rubric:
+    """Return the rubric of the listener."""
+
     async def heard(outcome: RewardInput) -> float:
         value = float(outcome.replies[-1].strip().casefold() == outcome.payload["answer"])
         log_prediction(value, outcome)

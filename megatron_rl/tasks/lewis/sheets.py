@@ -1,7 +1,8 @@
-"""A contact sheet of an evaluation: of each game what was described, the words, and the candidates with the listener's p(yes) of each.
+"""Contact sheets of evaluations.
 
-A green frame is the target's, a red one that of a pick that was wrong. FOLDER/evaluation_0003.png is the fourth; each engine's leader draws
-the games that it played.
+Each row is a game: its image, the description, and the candidates with the listener's p(yes). A
+green frame marks the target, a red one a wrong pick. FOLDER/evaluation_0003.png is the fourth
+sheet. The leader of each engine draws the games that it generated.
 """
 
 import os
@@ -20,27 +21,32 @@ from megatron_rl.tasks.lewis.rewards import is_held_out
 from megatron_rl.types import Example, Rollout
 
 MAX_GAMES, MAX_CANDIDATES_SHOWN = 12, 6
-"""Games of a sheet; candidates of a game."""
+"""Maximum number of games of a sheet, and of candidates of a game."""
 IMAGE_SIDE, MARGIN, LINE_HEIGHT, LINE_CHARS = 112, 8, 15, 44
-"""Pixels of a picture, between pictures, of a line of words; letters of a line beside the pictures."""
+"""Sizes in pixels of images, margins and text lines, and the number of characters of a line."""
 GREEN, RED, PLAIN = "#2e8b3d", "#c02a2a", "#bbbbbb"
 
 
 class ContactSheets:
+    """Collects listener scores of held-out games and draws one sheet per evaluation."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._listener_scores: dict[tuple[str, int, str], ListenerScore | None] = {}
         self._is_greedy = True
 
     def record(self, reward_input: RewardInput, listener_score: ListenerScore | None) -> None:
-        """Keep what was heard of a held-out game until the sheet is drawn."""
+        """Keep the score of a held-out game until the sheet is drawn."""
         rollout = reward_input.rollout
         if is_held_out(rollout.example_id):
             self._listener_scores[rollout.example_id, rollout.sample_index, reward_input.replies[-1]] = listener_score
 
     def draw_sheet(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> None:
-        """The sheet of the greedy episodes, of which an evaluation asks first (evaluation/in_run.py), and no other of those at temperature
-        1."""
+        """Draw the sheet of the greedy episodes.
+
+        An evaluation (evaluation/in_run.py) generates greedy episodes first and then episodes at
+        temperature 1; every second call, for the latter, draws nothing.
+        """
         if self._is_greedy:
             known = [(each, (each.example_id, each.sample_index, each.turns[-1].text)) for each in rollouts if each.turns]
             games = [(examples[each.group], key[2], self._listener_scores[key]) for each, key in known if key in self._listener_scores]
@@ -50,7 +56,7 @@ class ContactSheets:
         self._listener_scores.clear()
 
     def _save_sheet(self, sheet: Picture) -> None:
-        """Under the next free number, whole or not at all."""
+        """Save the sheet atomically under the next free number."""
         self._folder.mkdir(parents=True, exist_ok=True)
         partial = self._folder / f".{os.getpid()}.partial.png"
         sheet.save(partial)
@@ -65,7 +71,7 @@ class ContactSheets:
 
 
 def draw_contact_sheet(games: Sequence[tuple[Example, str, ListenerScore | None]]) -> Picture:
-    """A row a game."""
+    """Return the sheet of games, with one row per game."""
     shown = min(max(len(example.payload["candidates"]) for example, _, _ in games), MAX_CANDIDATES_SHOWN)
     height, words = IMAGE_SIDE + LINE_HEIGHT + 2 * MARGIN, 7 * LINE_CHARS
     sheet = Image.new("RGB", ((shown + 1) * (IMAGE_SIDE + MARGIN) + words + 2 * MARGIN, height * len(games)), "white")
@@ -88,7 +94,7 @@ def draw_contact_sheet(games: Sequence[tuple[Example, str, ListenerScore | None]
 
 
 def _choose_candidates(payload: Mapping[str, Any], listener_score: ListenerScore | None, max_shown: int) -> list[int]:
-    """Of the candidates that have room, in their order: the target and what was picked are among them."""
+    """Return at most `max_shown` candidates in their order, including the target and the pick."""
     first = [payload["target"], *([listener_score.predicted_index] if listener_score else [])]
     return sorted(list(dict.fromkeys([*first, *range(len(payload["candidates"]))]))[:max_shown])
 
@@ -102,5 +108,5 @@ def _make_thumbnail(picture: Picture) -> Picture:
 
 
 def _to_latin1(text: str) -> str:
-    """What the font that comes with Pillow has."""
+    """Replace characters that Pillow's default font does not have."""
     return text.encode("latin-1", "replace").decode("latin-1")

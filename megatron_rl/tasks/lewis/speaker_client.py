@@ -1,6 +1,7 @@
-"""Asks speakers of the Lewis game what they say of a picture (tasks/lewis/server/speaker_app.py); every trouble of theirs is a InfraError.
+"""Client of the Lewis speakers (tasks/lewis/server/speaker_app.py); every failure is an InfraError.
 
-Nothing is kept: a speaker that another run trains says something else soon. What is asked for at the same time is asked once.
+Replies are not cached, because a speaker that another run trains changes. Concurrent identical
+requests are merged.
 """
 
 import asyncio
@@ -25,10 +26,14 @@ class _DescribeReply(BaseModel):
 
 
 class SpeakerClient:
-    """Counts of its work stand in those of `servers`."""
+    """Client of a group of speakers. Counters of its requests are in `endpoints`."""
 
     def __init__(self, settings: SpeakerSettings) -> None:
-        """ValueError: the file of the token cannot be read."""
+        """Create the client.
+
+        Raises:
+            ValueError: The token file cannot be read.
+        """
         self.settings = settings
         self.endpoints = EndpointPool(
             settings.urls, name="speaker", max_attempts=settings.max_attempts, timeout_s=settings.timeout_s,
@@ -39,7 +44,11 @@ class SpeakerClient:
         self._pending: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     async def start(self) -> None:
-        """Connect in the running event loop. InfraError: no speaker answers."""
+        """Connect in the running event loop.
+
+        Raises:
+            InfraError: No speaker responds, or a speaker rejects the token.
+        """
         self.endpoints.start()
         http, urls = open_http_client(self._token), self.settings.urls
         asked = [check_partner(http, url, config_key=TOKEN_FILE_KEY, token=self._token) for url in urls]
@@ -48,21 +57,26 @@ class SpeakerClient:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
 
     async def close(self) -> None:
+        """Cancel pending requests and close the connections."""
         for task in self._pending.values():
             task.cancel()
         await asyncio.gather(*self._pending.values(), return_exceptions=True)
         await self._http.aclose()
 
     async def describe_image(self, image_bytes: bytes, *, category: str) -> str:
-        """All of its reply about a picture's file. InfraError, naming server and reason, after the last try; PermanentInfraError: the
-        picture is at fault."""
+        """Return the full reply about an image file.
+
+        Raises:
+            PermanentInfraError: The image is at fault.
+            InfraError: All attempts failed; the message names the server and the reason.
+        """
         key = hashlib.sha256(image_bytes).hexdigest(), category
         if key not in self._pending:
             task = self._pending[key] = asyncio.create_task(
                 self.endpoints.request(lambda endpoint: self._request_description(endpoint, image_bytes, category))
             )
             task.add_done_callback(lambda _: self._pending.pop(key))
-        return await asyncio.shield(self._pending[key])  # one who is no longer interested takes nothing from the others
+        return await asyncio.shield(self._pending[key])  # shielded: a cancelled caller must not cancel the shared request
 
     async def _request_description(self, endpoint: Endpoint, image_bytes: bytes, category: str) -> str:
         body = {"image": {"base64": encode_base64(image_bytes)}, "category": category}

@@ -1,4 +1,7 @@
-"""The speaker of the Lewis game: one reply about one picture, rewarded by the listener that must find it among the candidates."""
+"""The speaker of the Lewis game: one reply that describes one image.
+
+The reward depends on the listener, which must identify the image among the candidates.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,15 +28,18 @@ from megatron_rl.types import Demonstration, Example, Rollout
 
 
 async def read_candidates(reward_input: RewardInput) -> Sequence[ImageFile]:
-    """The round's candidates, as files."""
+    """Return the image files of a round's candidates."""
     return await asyncio.to_thread(lambda: [read_image_file(image) for image in reward_input.payload["candidates"]])
 
 
 async def get_question(example: Example) -> str:
+    """Return the question in an example."""
     return str(example.payload["question"])
 
 
 class LewisSpeakerTask(Task):
+    """Task of the speaker."""
+
     Options = LewisSpeakerOptions
 
     def __init__(self, settings: TaskSettings) -> None:
@@ -55,7 +61,12 @@ class LewisSpeakerTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     def _make_held_out_listener(self, name: str, options: LewisSpeakerOptions) -> ListenerClient:
-        """Asked as the listener is, but for its address and its token: who is told the listener's could ask it in the run's name."""
+        """Return the client of a held-out listener.
+
+        It has the listener's settings except for its URL and its token. It does not get the
+        listener's token, because its operator could then send requests to the listener in the run's
+        name.
+        """
         keys = ListenerConfigKeys(f"witness {name}", f"task.options.held_out_listeners.{name}", f"task.options.held_out_token_files.{name}")
         token_file = options.held_out_token_files.get(name, "")
         settings = replace(
@@ -64,32 +75,46 @@ class LewisSpeakerTask(Task):
         return ListenerClient(settings, keys)
 
     async def start(self) -> None:
+        """Open the prediction log and connect to all listeners."""
         self.log.start()
         for client in (self.listener, *self.held_out_listeners.values()):
             await client.start()
 
     async def close(self) -> None:
+        """Close the connections and the prediction log."""
         for client in (self.listener, *self.held_out_listeners.values()):
             await client.close()
         self.log.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Every row is looked at the first time. ValueError names the first that is no good."""
+        """Return the rounds of a split. The first call checks every row.
+
+        Raises:
+            ValueError: A row cannot be used; the message names the first one.
+        """
         if split not in self._splits:
             self._splits[split] = load_examples(self.settings.data, split, self._make_payload)
         return self._splits[split]
 
     def env(self, example: Example) -> SingleImageEnv:
+        """Return a new environment for one round."""
         return SingleImageEnv(example, get_question)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
-        """Those of demonstrations.py, of the rounds to train on; or the user's transcripts."""
+        """Return demonstrations from rounds of split train (demonstrations.py).
+
+        For other split names, the user's transcripts are returned.
+        """
         if split in DEMONSTRATION_SPLITS:
             return make_demonstrations(self.examples("train"), split, num=num, seed=seed)
         return super().demonstrations(split, num=num, seed=seed)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """The drift, where a listener called frozen hears: the partner's share of right picks less that listener's."""
+        """Return the drift, if a held-out listener is named frozen, and draw the contact sheet.
+
+        The drift is the fraction of rounds in which the partner picks the target, minus that of
+        `frozen`.
+        """
         if self.contact_sheets is not None:
             self.contact_sheets.draw_sheet(examples, rollouts)
         both = [(each.reward_terms["picked"], each.reward_terms["frozen"]) for each in rollouts if "frozen" in each.reward_terms]

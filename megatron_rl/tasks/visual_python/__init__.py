@@ -1,1 +1,1 @@
-"""Agents that look at pictures with tools: protocols (how tools are spoken), image tools, one environment, one task."""
+"""Agents that inspect images with tools: tool protocols, image tools, one environment, one task."""

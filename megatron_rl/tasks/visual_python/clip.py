@@ -1,27 +1,35 @@
-"""A video in a box, with the names that decord's VideoReader has for it (decord 0.6). Its text is run in the box, which has OpenCV."""
+"""Videos in the sandbox, with the interface of decord's VideoReader (decord 0.6).
+
+The text of this file runs in the sandbox, which has OpenCV.
+"""
 
 import cv2
 import numpy as np
 
 MAX_SEQUENTIAL_FRAMES = 64
-"""Frames that are decoded one by one rather than sought."""
+"""Maximum number of frames to decode forward instead of seeking."""
 
 
 class Frames:
-    """What asnumpy() is asked of: one frame (height, width, RGB), or several (frames, height, width, RGB)."""
+    """One frame [height, width, RGB] or several [frames, height, width, RGB]; use `asnumpy()`."""
 
     def __init__(self, pixels: np.ndarray) -> None:
         self.shape, self._pixels = pixels.shape, pixels
 
     def asnumpy(self) -> np.ndarray:
+        """Return the pixels as an array."""
         return self._pixels
 
 
 class Clip:
-    """Frames by their number, which are decoded when they are asked for."""
+    """Video with frames indexed by number and decoded on access."""
 
     def __init__(self, path: str) -> None:
-        """ValueError: no video that OpenCV can decode."""
+        """Open a video file.
+
+        Raises:
+            ValueError: OpenCV cannot decode the file as a video.
+        """
         self._path, self._video, self._next = path, cv2.VideoCapture(path), 0
         self._length = int(self._video.get(cv2.CAP_PROP_FRAME_COUNT))
         if not self._video.isOpened() or self._length < 1 or not self._video.grab():
@@ -35,13 +43,19 @@ class Clip:
         return f"a video of {len(self)} frames, {self.get_avg_fps():.2f} a second"
 
     def get_avg_fps(self) -> float:
+        """Return the average number of frames per second."""
         return float(self._video.get(cv2.CAP_PROP_FPS))
 
     def __getitem__(self, index: int) -> Frames:
-        """IndexError: there is no such frame, or it is broken."""
+        """Decode one frame.
+
+        Raises:
+            IndexError: The frame does not exist or cannot be decoded.
+        """
         return Frames(self._frame(range(len(self))[int(index)]))
 
     def get_batch(self, indices: list[int]) -> Frames:
+        """Decode several frames."""
         return Frames(np.stack([self[index].asnumpy() for index in indices]))
 
     def _frame(self, number: int) -> np.ndarray:

@@ -1,12 +1,13 @@
-r"""CodeV's protocol: Python in <code>, pictures as files by name, what came of it in <sandbox_output>.
+r"""CodeV's protocol: Python in <code>, images as named files, results in <sandbox_output>.
 
-    reply         <code>\n```python\n...\n```\n</code>                        the reply ends at </code>; several blocks are joined
+    reply         <code>\n```python\n...\n```\n</code>   ends at </code>; several blocks are joined
                   <answer>...</answer>
-    observation   <sandbox_output> text, pictures </sandbox_output> and a reminder of the protocol
+    observation   <sandbox_output> text, images </sandbox_output> and a reminder of the protocol
 
-Differs from the original: there each call was a fresh process and only files stayed; here variables stay too, which no transcript of
-CodeV's notices unless it counts on their absence. A picture is also a variable by its file's stem. A reply with neither code nor answer is
-told so; there it met with silence.
+Differences from the original: there each call is a fresh process and only files persist; here
+variables persist too, which matters only to code that relies on their absence. An image is also a
+variable named after its file's stem. A reply with neither code nor answer gets an error message;
+the original returns nothing.
 """
 
 from collections.abc import Sequence
@@ -41,12 +42,17 @@ CODEV_REMINDER = "Think about what this shows. Then either write more code in <c
 
 @dataclass(slots=True, frozen=True)
 class CodeVProtocol:
+    """Tool protocol of CodeV."""
+
     file_names: tuple[str, ...] = ()
-    """Of the pictures, in order, as the data set calls them; those without a name here are image_0.png, image_1.png, ..."""
+    """File names of the images, in order, from the data set. Images beyond them are named
+    image_0.png, image_1.png, ...
+    """
     name = "codev"
     stop = ("</code>",)
 
     def write_prompt(self, question: str, images: Sequence[Picture]) -> list[Message]:
+        """Return the rules and the question with its images and file names."""
         names = list(self.name_images(images))
         files = f"\nImage files: {', '.join(names)}. {describe_sizes(names, images)}" if names else ""
         return [
@@ -55,6 +61,7 @@ class CodeVProtocol:
         ]
 
     def parse_reply(self, reply: str) -> ParsedReply:
+        """Parse a reply into code, an answer or an error."""
         found = parse_blocks(reply, action="code", reserved=("sandbox_output",))
         if isinstance(found, MalformedReply):
             return found
@@ -63,15 +70,19 @@ class CodeVProtocol:
         return join_code_blocks(found.bodies) if found.tag else make_no_action_error("code")
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
+        """Return the result in <sandbox_output> tags, with a reminder of the protocol."""
         return [make_message("user", f"<sandbox_output>\n{call.text}\n", *pictures, f"\n</sandbox_output>\n{CODEV_REMINDER}")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
+        """Map file names to images."""
         given = self.file_names[: len(pictures)]
         others = (name for name in (f"image_{index}.png" for index in count(len(given))) if name not in given)
         return dict(zip([*given, *(next(others) for _ in pictures[len(given) :])], pictures, strict=True))
 
     def write_code(self, source: str) -> str:
+        """Return a reply that runs Python source."""
         return write_code_block(source)
 
     def write_answer(self, text: str) -> str:
+        """Return a reply that gives the final answer."""
         return f"<answer>{text}</answer>"

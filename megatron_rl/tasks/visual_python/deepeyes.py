@@ -1,13 +1,17 @@
-r"""DeepEyes' protocol: JSON tool calls on the original picture, zoom and rotate.
+"""DeepEyes' protocol: JSON tool calls, zoom and rotate, on the original image.
 
-    reply         <tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [x1, y1, x2, y2], "label": "..."}}</tool_call>
-                  <tool_call>{"name": "image_rotate_tool", "arguments": {"angle": 90}}</tool_call>       the last call of a reply counts
+    reply         <tool_call>
+                  {"name": "image_zoom_in_tool",
+                   "arguments": {"bbox_2d": [x1, y1, x2, y2], "label": "..."}}
+                  </tool_call>
+                  <tool_call>{"name": "image_rotate_tool", "arguments": {"angle": 90}}</tool_call>
                   <answer>...</answer>
-    observation   <tool_response> picture </tool_response> and a reminder
+    observation   <tool_response> image </tool_response> and a reminder
 
-Boxes are in pixels of the ORIGINAL picture (the first of the question), whatever size the policy saw it at. Differs from the original: a
-reply with neither call nor answer ended the episode there; here it is an error that the policy may mend (task.stop_on_tool_error ends
-there too).
+If a reply has several calls, only the last one is run. Boxes are in pixels of the ORIGINAL image
+(the first one of the question), whatever size the policy saw it at. Difference from the original: a
+reply with neither call nor answer ended the episode there; here it is an error that the policy can
+correct (with task.stop_on_tool_error it ends the episode here too).
 """
 
 import json
@@ -23,7 +27,7 @@ from megatron_rl.tasks.visual_python.tool_protocol import MalformedReply, Parsed
 from megatron_rl.types import Message, ToolCall
 
 TOOL_NAMES: Mapping[str, str] = {"image_zoom_in_tool": "zoom", "image_rotate_tool": "rotate"}
-"""What DeepEyes calls them -> what they are called here."""
+"""Maps DeepEyes' tool names to the names in IMAGE_TOOLS."""
 DEEPEYES_GUIDE = """
 
 Look closer before you answer where details matter, as often as you need. The final answer goes into <answer>...</answer>."""
@@ -31,7 +35,11 @@ DEEPEYES_REMINDER = "Think about what this shows. Then call a tool again, or giv
 
 
 def write_tools_prompt(schemas: Sequence[Mapping[str, object]]) -> str:
-    """Functions in the words of Qwen2.5's own chat template (its tokenizer_config.json), which the model was trained on."""
+    """Return a system message that lists functions in the format of Qwen2.5's chat template.
+
+    The wording is that of the template in Qwen2.5's tokenizer_config.json, which the model was
+    trained on.
+    """
     listed = "\n".join(json.dumps({"type": "function", "function": schema}) for schema in schemas)
     return (
         "You are a helpful assistant.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -42,20 +50,29 @@ def write_tools_prompt(schemas: Sequence[Mapping[str, object]]) -> str:
 
 
 def make_tool_schema(name: str, tool: str) -> dict[str, object]:
-    """An image tool as JSON schema, under the name that the protocol gives it."""
+    """Return the JSON schema of an image tool.
+
+    Args:
+        name: Tool name in the protocol.
+        tool: Tool name in IMAGE_TOOLS.
+    """
     return {"name": name, "description": IMAGE_TOOLS[tool].description, "parameters": IMAGE_TOOLS[tool].parameters}
 
 
 def write_tool_call(name: str, arguments: Mapping[str, object]) -> str:
+    """Return a tool call in <tool_call> tags."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @dataclass(slots=True, frozen=True)
 class DeepEyesProtocol:
+    """Tool protocol of DeepEyes."""
+
     name = "deepeyes"
     stop = ()
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
+        """Return the tool descriptions and the question with its images."""
         tools = write_tools_prompt([make_tool_schema(name, tool) for name, tool in TOOL_NAMES.items()])
         size = ["\n", describe_sizes(["The original image"], pictures[:1])] if pictures else []
         return [
@@ -64,6 +81,7 @@ class DeepEyesProtocol:
         ]
 
     def parse_reply(self, reply: str) -> ParsedReply:
+        """Parse a reply into a tool call, an answer or an error."""
         call = parse_tool_reply(reply, allow_several=True)
         if not isinstance(call, ToolAction):
             return call
@@ -72,16 +90,21 @@ class DeepEyesProtocol:
         return ToolAction(TOOL_NAMES[call.name], call.arguments)
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
+        """Return the result in <tool_response> tags, with a reminder of the protocol."""
         return [make_message("user", f"<tool_response>\n{call.text}", *pictures, f"\n</tool_response>\n{DEEPEYES_REMINDER}")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
+        """Return an empty mapping: this protocol runs no code."""
         return {}
 
     def write_code(self, source: str) -> str:
+        """Raise ValueError: this protocol runs no code."""
         raise ValueError(f"task.tool_format=deepeyes: no code is run there ({source[:40]!r}); use pyvision, codev or functions")
 
     def write_call(self, name: str, arguments: Mapping[str, object]) -> str:
+        """Return a reply that calls an image tool, by its name in IMAGE_TOOLS."""
         return write_tool_call(next(own for own, tool in TOOL_NAMES.items() if tool == name), arguments)
 
     def write_answer(self, text: str) -> str:
+        """Return a reply that gives the final answer."""
         return f"<answer>{text}</answer>"

@@ -1,7 +1,9 @@
-"""One episode of an agent with tools: replies are read by its protocol, code runs in a box of its own, pictures come back.
+"""One episode of an agent with tools.
 
-Whatever the policy writes leads to an observation: it is never an exception here. InfraError is for what the policy cannot bring about: a
-picture of the data set that cannot be read, a box that cannot be had, a box or server that died from outside.
+The protocol parses replies, code runs in a sandbox of the episode's own, and observations return
+text and images. Every text that the policy generates leads to an observation, never to an
+exception. InfraError is raised only for causes outside of the policy's control: an image of the
+data set cannot be read, a sandbox cannot be opened, or a sandbox or its server died.
 """
 
 import asyncio
@@ -30,29 +32,47 @@ import numpy as np
 import PIL
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 """
-"""Names that are there before the first line of the policy's code, beside those of its pictures."""
+"""Code that runs before the policy's first code. Its names are available next to those of the
+images.
+"""
 CLIP_SOURCE = (Path(__file__).parent / "clip.py").read_text()
-"""What its videos are read by, where it has some."""
+"""Source that defines `Clip`, added to the preload if the question has videos."""
 STATE_LOST_TEXT = "The interpreter was started anew: variables, imports and files of earlier calls are gone; the images are there."
 NO_OUTPUT_TEXT = "The code ran and gave nothing back: print values, or show a picture."
 
 
 class AgentEnv(Env):
-    """Opens its box at the first code. The episode's limits are not its business."""
+    """Environment of one question.
+
+    The sandbox opens with the first code to run. Limits on turns, tokens and images are enforced
+    outside of the environment.
+    """
 
     def __init__(self, example: Example, *, protocol: ToolProtocol, pool: sandbox.SandboxPool | SandboxClient) -> None:
-        """The payload needs `question`, a text, and `images`, objects whose open() gives a picture."""
+        """Create the environment of one example.
+
+        Args:
+            example: Its payload needs `question`, a string, and `images`, a tuple of objects with
+                an `open()` that returns a PIL image. `videos` is optional.
+            protocol: Format of replies and observations.
+            pool: Source of sandboxes.
+        """
         self.example = example
         self.protocol = protocol
         self.pool = pool
         self._input_names: list[str] = []
-        """By which code finds the question's pictures and videos."""
+        """Names that code uses for the question's images and videos."""
         self.num_images = 0
-        """Pictures in the context so far."""
+        """Number of images in the sequence so far."""
         self._box: sandbox.Box | RemoteBox | None = None
 
     async def reset(self, seed: int) -> list[Message]:
-        """The world has no chance in it; the seed is not used."""
+        """Return the prompt. The seed is not used, because the environment is deterministic.
+
+        Raises:
+            PermanentInfraError: An image or the question cannot be used.
+            InfraError: An image cannot be read.
+        """
         stored, question = self.example.payload["images"], self.example.payload["question"]
         assert isinstance(stored, tuple) and isinstance(question, str), f"example {self.example.id}: {dict(self.example.payload)}"
         try:
@@ -65,6 +85,7 @@ class AgentEnv(Env):
         return messages
 
     async def step(self, text: str) -> Step:
+        """Run the action in a reply and return its observation; an answer ends the episode."""
         match self.protocol.parse_reply(text):
             case FinalAnswer():
                 return Step(messages=[], reward=0.0, done=True, reason="answer")
@@ -79,6 +100,7 @@ class AgentEnv(Env):
         return Step(messages=messages, reward=0.0, done=False, tool_call=call)
 
     async def close(self) -> None:
+        """Close the sandbox, if one was opened."""
         if self._box is not None:
             await self._box.close()
 
@@ -107,11 +129,15 @@ class AgentEnv(Env):
         preload = PRELOAD + (CLIP_SOURCE + "".join(f"{Path(name).stem} = Clip({name!r})\n" for name in clips) if clips else "")
         try:
             return await self.pool.open(images=encoded, files=clips, preload=preload)
-        except ValueError as error:  # a name, a picture: all of it is the data set's
+        except ValueError as error:  # an invalid name or image, which comes from the data set
             raise PermanentInfraError(f"{self.example}: sandbox: {error}") from error
 
     def _read_clips(self) -> dict[str, bytes]:
-        """The question's videos, by the names of their files in the box. InfraError: one cannot be read."""
+        """Return the question's videos by their file names in the sandbox.
+
+        Raises:
+            InfraError: A video cannot be read.
+        """
         try:
             return {
                 f"{CLIP_NAME.format(number)}{stored.source.suffix.lower()}": stored.read()
@@ -127,8 +153,14 @@ class AgentEnv(Env):
         return clips
 
     def _open_image(self, number: int) -> Picture:
-        """One of the question's, opened each time that it is looked at: as they are stored, those of a step's episodes are larger than
-        what the policy sees of them. InfraError: it cannot be opened."""
+        """Open one of the question's images.
+
+        Images are opened on each use instead of kept: the stored images of a step's episodes take
+        more memory than the resized ones that the policy sees.
+
+        Raises:
+            InfraError: The image cannot be opened.
+        """
         try:
             return self.example.payload["images"][number].open()
         except InfraError as fault:
@@ -147,7 +179,15 @@ class AgentEnv(Env):
 
 
 def describe_result(result: sandbox.CallResult, *, image_names: Sequence[str]) -> tuple[str, str]:
-    """What the policy is told of a call in words, and the error alone (empty without one). `image_names` are those of its pictures."""
+    """Return the observation text of a code call and its error message.
+
+    Args:
+        result: Result of the call.
+        image_names: Names of the images; added to the text after a NameError or FileNotFoundError.
+
+    Returns:
+        The text, and the error alone (empty if there is none).
+    """
     error = ""
     lines = [STATE_LOST_TEXT] if result.state_lost else []
     lines += [stream.rstrip("\n") for stream in (result.text, result.stderr) if stream.strip()]
@@ -167,7 +207,10 @@ def describe_result(result: sandbox.CallResult, *, image_names: Sequence[str]) -
 
 
 def _to_valid_unicode(text: str) -> str:
-    """Half characters, which an exception's message may hold and no tokenizer or file takes, become `?`."""
+    """Replace lone surrogates by `?`.
+
+    Exception messages can contain them, but tokenizers and files cannot encode them.
+    """
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -1,10 +1,11 @@
-r"""Function calls as OpenAI's servers know them, in the words of Qwen2.5's chat template: python, zoom and rotate.
+r"""OpenAI-style function calls in the format of Qwen2.5's chat template: python, zoom and rotate.
 
     reply         <tool_call>\n{"name": "python", "arguments": {"code": "..."}}\n</tool_call>
                   <answer>...</answer>
-    observation   <tool_response> text, pictures </tool_response>, as a user's turn, which is how the template shows role `tool`
+    observation   <tool_response> text, images </tool_response>
 
-One call a reply: the reply ends at its closing tag.
+The observation is a user message, which is how the template renders role `tool`. A reply has one
+call and ends at its closing tag.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,13 @@ Call one function at a time. Look closer before you answer where details matter.
 
 @dataclass(slots=True, frozen=True)
 class FunctionsProtocol:
+    """Tool protocol with function calls."""
+
     name = "functions"
     stop = ("</tool_call>",)
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
+        """Return the function signatures and the question with its images."""
         tools = write_tools_prompt([PYTHON_SCHEMA, *(make_tool_schema(tool, tool) for tool in IMAGE_TOOLS)])
         names = list(self.name_images(pictures))
         size = ["\n", describe_sizes(names, pictures)] if names else []
@@ -45,6 +49,7 @@ class FunctionsProtocol:
         ]
 
     def parse_reply(self, reply: str) -> ParsedReply:
+        """Parse a reply into code, a tool call, an answer or an error."""
         call = parse_tool_reply(reply, allow_several=False)
         if not isinstance(call, ToolAction) or call.name in IMAGE_TOOLS:
             return call
@@ -54,16 +59,21 @@ class FunctionsProtocol:
         return join_code_blocks((code,)) if isinstance(code, str) else MalformedReply("python needs the argument code, a text")
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
+        """Return the result in <tool_response> tags."""
         return [make_message("user", f"<tool_response>\n{call.text}\n", *pictures, "\n</tool_response>")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
+        """Map the variables image_0, image_1, ... to the images."""
         return {f"image_{index}": picture for index, picture in enumerate(pictures)}
 
     def write_code(self, source: str) -> str:
+        """Return a reply that runs Python source."""
         return write_tool_call("python", {"code": source})
 
     def write_call(self, name: str, arguments: Mapping[str, object]) -> str:
+        """Return a reply that calls a function."""
         return write_tool_call(name, arguments)
 
     def write_answer(self, text: str) -> str:
+        """Return a reply that gives the final answer."""
         return f"<answer>{text}</answer>"

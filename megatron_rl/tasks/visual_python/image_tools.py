@@ -1,8 +1,10 @@
-"""Zoom and rotate: the two image tools of DeepEyes (arXiv 2505.14362), on the first original picture, as functions of untrusted arguments.
+"""Zoom and rotate, the image tools of DeepEyes (arXiv 2505.14362), for untrusted arguments.
 
-A box follows DeepEyes' rules: it is clamped to the picture, its sides are longer than 30 pixels, what is shown is at most 100 times as long
-as wide, and sides under 28 pixels (one image token) are grown around the center. DeepEyes asks for the 30 pixels after clamping, so that
-nothing is ever grown; here they are asked of the box as it was written, and what the clamping leaves of it is grown.
+Both work on the first original image. The rules for boxes are those of DeepEyes: a box is clamped
+to the image, its sides must be longer than 30 pixels, the longer side of the crop is at most 100
+times the shorter one, and sides under 28 pixels (one image token) are grown around the center.
+DeepEyes checks the 30 pixels after clamping, so it never grows a box. Here they are checked before
+clamping, and the clamped box is grown if needed.
 """
 
 import math
@@ -19,20 +21,28 @@ MAX_NUMBER = 1e9
 
 
 class ToolError(ValueError):
-    """Arguments that no picture comes of: a sentence for the policy."""
+    """Invalid arguments of an image tool; the message is sent to the policy."""
 
 
 @dataclass(slots=True, frozen=True)
 class ImageTool:
+    """Image tool with its description for the prompt."""
+
     description: str
     parameters: Mapping[str, object]
     """JSON schema of the arguments."""
     apply: Callable[[Picture, Mapping[str, object]], Picture]
-    """Raises ToolError."""
+    """Function that applies the tool to an image. Raises ToolError on invalid arguments."""
 
 
 def zoom_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
-    """The part of the picture inside `bbox_2d` = [x1, y1, x2, y2], in pixels of this picture from its upper left corner."""
+    """Crop the image to `bbox_2d`.
+
+    The box is [x1, y1, x2, y2] in pixels of this image, from its upper left corner.
+
+    Raises:
+        ToolError: The box is malformed, too small, too elongated or outside of the image.
+    """
     width, height = picture.size
     inside = f"in pixels of the original image, which is {width} wide and {height} high"
     box = arguments.get("bbox_2d")
@@ -54,7 +64,11 @@ def zoom_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
 
 
 def rotate_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
-    """The whole picture turned counterclockwise by `angle` degrees, on a black canvas that holds all of it."""
+    """Rotate the image counterclockwise by `angle` degrees, on a black canvas that holds all of it.
+
+    Raises:
+        ToolError: The angle is not a number, or the result is too elongated.
+    """
     angle = arguments.get("angle")
     if not _is_number(angle):
         raise ToolError("angle must be a number of degrees, counterclockwise")
@@ -99,12 +113,12 @@ IMAGE_TOOLS: Mapping[str, ImageTool] = {
 
 
 def _is_number(value: object) -> bool:
-    """Finite and of a size that no arithmetic overflows; True and False are no numbers here."""
+    """Return True for a finite number of at most 1e9 in absolute value; booleans do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _grow_to_min_side(start: int, end: int, *, limit: int) -> tuple[int, int]:
-    """At least MIN_CROP_SIDE long around the same center as far as the picture (0 to `limit`) has room."""
+    """Grow an interval to MIN_CROP_SIDE around its center, within 0 and `limit` (the image)."""
     missing = MIN_CROP_SIDE - (end - start)
     if missing <= 0:
         return start, end

@@ -1,4 +1,7 @@
-"""Messages from texts and pictures. What a text holds is data: the renderer keeps the names of special tokens in it from being tokens."""
+"""Chat messages from texts and images.
+
+Texts are data: the renderer keeps names of special tokens in them from becoming tokens.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +14,10 @@ MessagePart = str | Picture
 
 
 def make_message(role: str, *parts: MessagePart) -> Message:
-    """Texts in a row become one part: what the renderer looks at, it sees whole."""
+    """Return a message with the given texts and images.
+
+    Consecutive texts are merged into one part, because the renderer checks each part by itself.
+    """
     content: list[dict[str, object]] = []
     text = ""
     for part in parts:
@@ -26,9 +32,17 @@ def make_message(role: str, *parts: MessagePart) -> Message:
 
 
 def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callable[[int, Picture], list[MessagePart]]) -> list[MessagePart]:
-    """The question with each picture, as `wrap_image` shows it, where its `<image>` stands; pictures without a place come first.
+    """Return the question as parts, with each image in place of its `<image>` placeholder.
 
-    Raises ValueError when the question has places, but not one for each picture.
+    Without placeholders the images come first.
+
+    Args:
+        question: Text of the question.
+        pictures: Images, in the order of the placeholders.
+        wrap_image: Returns the parts that represent image `index`.
+
+    Raises:
+        ValueError: The question has placeholders, but not one for each image.
     """
     framed = [wrap_image(index, picture) for index, picture in enumerate(pictures)]
     first, *rest = question.split(IMAGE_PLACEHOLDER)
@@ -40,12 +54,15 @@ def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callab
 
 
 def describe_sizes(names: Sequence[str], pictures: Sequence[Picture]) -> str:
-    """Example: `image_clue_0 has 640 x 480 pixels (width x height).`"""
+    """Return the image sizes as text.
+
+    Example: `image_clue_0 has 640 x 480 pixels (width x height).`
+    """
     return " ".join(
         f"{name} has {picture.width} x {picture.height} pixels (width x height)." for name, picture in zip(names, pictures, strict=True)
     )
 
 
 def write_code_block(source: str) -> str:
-    """How PyVision and CodeV write code: fenced, in the tags."""
+    """Return a fenced Python block in <code> tags, the format of PyVision and CodeV."""
     return f"<code>\n```python\n{source}\n```\n</code>"

@@ -1,13 +1,17 @@
-r"""PyVision-RL's protocol: Python in <code> with a fence, the answer boxed, pictures numbered as image clues.
+r"""PyVision-RL's protocol: fenced Python in <code>, a boxed answer, images numbered as image clues.
 
-    reply         <code>\n```python\n...\n```\n</code>                        the reply ends at </code>
+    reply         <code>\n```python\n...\n```\n</code>            the reply ends at </code>
                   <answer>\n\boxed{...}\n</answer>
-    observation   <tool_response> <interpreter> Text Result: ... Image Result: <image_clue_2> picture </image_clue_2> ...
+    observation   <tool_response> <interpreter> Text Result: ...
+                  Image Result: <image_clue_2> image </image_clue_2> ...
 
-Its environments `pyvision_gym_w_image_hint` (pictures shown, and there as image_clue_i) and `pyvision_gym_wo_image_hint` (not shown, only
-there as image_hint_i) are the two values of `shown`; in `pyvision_gym_wo_video_hint` videos are there as video_clue_i and are not shown,
-so that the policy's code fetches the frames that it wants to see. Differs from the original: code and answer in one reply, and an answer
-without box, are errors that the policy may mend; there, either ends the episode.
+`shows_images` selects between two of PyVision-RL's environments: `pyvision_gym_w_image_hint` puts
+the images into the prompt, and code has them as image_clue_i; `pyvision_gym_wo_image_hint` gives
+them to code only, as image_hint_i. With `pyvision_gym_wo_video_hint` code has videos as
+video_clue_i. They are not in the prompt, so the policy's code must show the frames that it needs.
+
+Difference from the original: code and answer in one reply, and an answer without box, are errors
+that the policy can correct; in the original each of them ends the episode.
 """
 
 from collections.abc import Sequence
@@ -50,21 +54,24 @@ VIDEOS_TEXT = """Video i, counted from 0, is the global variable video_clue_i al
 frames it has, video_clue_0.get_avg_fps() how many of them are a second, video_clue_0[n].asnumpy() is frame n as an array (height, width,
 RGB), and video_clue_0.get_batch([n, ...]).asnumpy() is several. Show the frames that you need, and no more."""
 VIDEO_PLACEHOLDER = "<video>"
-"""Where a question speaks of a video."""
+"""Placeholder of a video in a question."""
 
 
 @dataclass(slots=True, frozen=True)
 class PyVisionProtocol:
+    """Tool protocol of PyVision-RL."""
+
     shows_images: bool = True
-    """The policy sees the pictures of the question; otherwise only its code does."""
+    """True puts the question's images into the prompt; False gives them to code only."""
     num_videos: int = 0
-    """That only its code sees."""
+    """Number of videos, which only code can access."""
     rules: str = PYVISION_RULES
-    """The system message; IMAGES in it becomes how pictures are named."""
+    """System message. IMAGES in it is replaced by an explanation of the image or video names."""
     name = "pyvision"
     stop = ("</code>",)
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
+        """Return the rules and the question with its images and their sizes."""
         names = list(self.name_images(pictures))
         parts = insert_images(self._insert_video_names(question), pictures, self._wrap_image)
         rules = self.rules.replace(
@@ -73,6 +80,11 @@ class PyVisionProtocol:
         return [make_message("system", rules), make_message("user", *parts, *(["\n", describe_sizes(names, pictures)] if names else []))]
 
     def parse_reply(self, reply: str) -> ParsedReply:
+        """Parse a reply into code, a boxed answer or an error.
+
+        If there are several code blocks, the last one counts. A reply without tags may also have
+        its code in a bare python fence.
+        """
         found = parse_blocks(reply, action="code", reserved=("tool_response", "interpreter"))
         if isinstance(found, MalformedReply):
             return found
@@ -84,6 +96,7 @@ class PyVisionProtocol:
         return make_no_action_error("code") if bare is None else join_code_blocks((bare,))
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
+        """Return the result in <tool_response> tags, its images numbered as image clues."""
         parts: list[MessagePart] = [f"<tool_response>\n<interpreter>\nText Result:\n{call.text}\n"]
         if pictures:
             parts.append("Image Result:\n")
@@ -92,11 +105,15 @@ class PyVisionProtocol:
         return [make_message("user", *parts, "</interpreter>\n</tool_response>")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
+        """Map the variables image_clue_i (or image_hint_i) to the images."""
         name = "image_clue" if self.shows_images else "image_hint"
         return {f"{name}_{index}": picture for index, picture in enumerate(pictures)}
 
     def _insert_video_names(self, question: str) -> str:
-        """With the names of its videos, at their places or in front."""
+        """Return the question with the names of its videos.
+
+        They replace the placeholders if there is one for each video; otherwise they come first.
+        """
         names = [f"[{CLIP_NAME.format(number)}]" for number in range(self.num_videos)]
         if question.count(VIDEO_PLACEHOLDER) == len(names):
             for name in names:
@@ -105,9 +122,11 @@ class PyVisionProtocol:
         return "\n".join([*names, question.replace(VIDEO_PLACEHOLDER, "")])
 
     def write_code(self, source: str) -> str:
+        """Return a reply that runs Python source."""
         return write_code_block(source)
 
     def write_answer(self, text: str) -> str:
+        """Return a reply that gives the final answer."""
         return f"<answer>\n\\boxed{{{text}}}\n</answer>"
 
     def _wrap_image(self, index: int, picture: Picture) -> list[MessagePart]:

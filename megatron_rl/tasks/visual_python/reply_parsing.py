@@ -1,4 +1,7 @@
-"""The parts that the readers of replies are made of: total functions on untrusted text, in time linear in its length."""
+"""Building blocks of reply parsers.
+
+They accept any untrusted text and take time linear in its length.
+"""
 
 import json
 import re
@@ -11,17 +14,23 @@ from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswe
 
 @dataclass(slots=True, frozen=True)
 class ReplyBlocks:
-    """What stands between the tags of a reply: all of one kind, or nothing (`tag` is empty)."""
+    """Contents of a reply's tags: all with the same tag, or none (`tag` is empty)."""
 
     tag: str = ""
     bodies: tuple[str, ...] = ()
 
 
 def parse_blocks(reply: str, *, action: str, reserved: tuple[str, ...]) -> ReplyBlocks | MalformedReply:
-    """The blocks `<action>...</action>` of a reply, or its one `<answer>...</answer>`.
+    """Return the `<action>...</action>` blocks of a reply, or its one `<answer>...</answer>`.
 
-    An action's body is opaque up to its closing tag (code may hold any text); an answer holds no tag. `reserved` are the tags that only
-    the environment writes: a reply that has them outside of an action has made its own observation up.
+    The body of an action is opaque up to its closing tag, because code may contain any text. An
+    answer must not contain tags.
+
+    Args:
+        reply: Text that the policy generated.
+        action: Tag of actions.
+        reserved: Tags that only the environment writes. A reply with one of them outside of an
+            action has made up its own observation and is malformed.
     """
     bodies: list[str] = []
     tags: set[str] = set()
@@ -50,16 +59,21 @@ def parse_blocks(reply: str, *, action: str, reserved: tuple[str, ...]) -> Reply
 
 
 def make_no_action_error(action: str) -> MalformedReply:
+    """Return the error for a reply with neither action nor answer."""
     return MalformedReply(f"there is neither <{action}>...</{action}> nor <answer>...</answer>")
 
 
 def parse_answer(body: str) -> FinalAnswer | MalformedReply:
+    """Return the answer, stripped; an empty one is malformed."""
     text = body.strip()
     return FinalAnswer(text) if text else MalformedReply("the answer is empty")
 
 
 def parse_boxed_answer(body: str) -> FinalAnswer | MalformedReply:
-    r"""The inside of `\boxed{...}` with balanced braces and nothing beside it; an escaped brace (`\{`) counts for none."""
+    r"""Return the contents of `\boxed{...}`, which must be all that the body contains.
+
+    Braces must be balanced; an escaped brace (`\{`) does not count.
+    """
     text = body.strip()
     inside = strip_box(text)
     if inside == text or BOX_COMMAND in inside:
@@ -68,13 +82,16 @@ def parse_boxed_answer(body: str) -> FinalAnswer | MalformedReply:
 
 
 def join_code_blocks(bodies: tuple[str, ...]) -> CodeAction | MalformedReply:
-    """Blocks of code joined, each without the fence around it."""
+    """Join code blocks into one source, each without the fence around it."""
     source = "\n".join(_strip_fence(body) for body in bodies)
     return CodeAction(source) if source.strip() else MalformedReply("there is no code in the block")
 
 
 def find_last_fence(reply: str) -> str | None:
-    """The inside of the last python fence that stands on lines of its own and is closed."""
+    """Return the contents of the last closed python fence, or None.
+
+    The opening and the closing fence must each be on a line of its own.
+    """
     last, start = None, -1
     lines = reply.split("\n")
     for number, line in enumerate(lines):
@@ -86,7 +103,10 @@ def find_last_fence(reply: str) -> str | None:
 
 
 def parse_tool_call(body: str) -> ToolAction | MalformedReply:
-    """One JSON object {"name": text, "arguments": object}, the arguments no deeper than a list."""
+    """Parse one JSON object `{"name": string, "arguments": object}`.
+
+    Arguments are null, numbers, valid Unicode strings, or lists of these.
+    """
     try:
         read = json.loads(body)
     except (ValueError, RecursionError):  # malformed, or an integer beyond Python's digit limit; nested too deep
@@ -100,7 +120,11 @@ def parse_tool_call(body: str) -> ToolAction | MalformedReply:
 
 
 def parse_tool_reply(reply: str, *, allow_several: bool) -> FinalAnswer | ToolAction | MalformedReply:
-    """A reply that calls tools as Qwen's chat template has it: the answer, or a call; the last one, where there may be several."""
+    """Parse a reply in the tool-call format of Qwen's chat template.
+
+    Returns the answer, or the call. If there are several calls, the last one is returned if
+    `allow_several`; otherwise the reply is malformed.
+    """
     found = parse_blocks(reply, action="tool_call", reserved=("tool_response",))
     if isinstance(found, MalformedReply):
         return found
@@ -126,7 +150,10 @@ def _is_flat(value: object) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """JSON can spell half of a surrogate pair, which no file and no tokenizer takes."""
+    """Return False for text with lone surrogates.
+
+    JSON can encode them, but tokenizers and files cannot.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

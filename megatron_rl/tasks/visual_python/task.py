@@ -1,4 +1,4 @@
-"""Questions about pictures, answered with tools: the user's data, a protocol, a sandbox, and a rubric by name."""
+"""Questions about images, answered with tools, from user data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -24,20 +24,29 @@ from sandbox.client import SandboxClient
 from sandbox.token import read_token
 
 MAX_INPUT_BYTES = 512 << 20
-"""Of an episode's pictures as PNG: two of the largest that are read (data/images.py), as noise."""
+"""Maximum total size of an episode's images as PNG: two noise images of the largest size that
+data/images.py accepts.
+"""
 Payload = Mapping[str, object]
 MAX_OUTPUT_CHARS = 8192
-"""Of what a call prints, on each of its two streams: the first half and the last. Some 3,000 tokens."""
+"""Maximum number of characters kept of each of a call's two output streams: the first half and the
+last. About 3,000 tokens.
+"""
 
 
 def make_pyvision(payload: Payload) -> PyVisionProtocol:
+    """Return PyVision's protocol with the image and video settings of an example."""
     videos = payload["videos"]
     assert isinstance(videos, tuple), f"{payload}"
     return PyVisionProtocol(shows_images=payload["env_name"] != HIDDEN_IMAGE_ENV, num_videos=len(videos))
 
 
 def make_codev(payload: Payload) -> CodeVProtocol:
-    """Pictures go by extra_info.image_file_name: one name, or a list of them; one without a suffix is given that of what the box holds."""
+    """Return CodeV's protocol with the file names of an example's images.
+
+    The names come from extra_info.image_file_name: one name or a list of them. A name without
+    suffix gets .png, the format of the files in the sandbox.
+    """
     extra = payload["extra"]
     assert isinstance(extra, Mapping), f"{payload}"
     names = extra.get("image_file_name", [])
@@ -51,11 +60,14 @@ TOOL_PROTOCOLS: Mapping[str, Callable[[Payload], ToolProtocol]] = {
     "deepeyes": lambda _: DeepEyesProtocol(),
     "functions": lambda _: FunctionsProtocol(),
 }
-"""task.tool_format -> the protocol as an example wants it."""
+"""Maps task.tool_format to a function that makes the protocol for an example's payload."""
 
 
 class VisualPythonTask(Task):
-    """PyVision-RL, CodeV and DeepEyes are settings of it: task.tool_format, task.reward and the data."""
+    """Task with image tools and Python.
+
+    PyVision-RL, CodeV and DeepEyes are settings of it: task.tool_format, task.reward and the data.
+    """
 
     reward_names = rubrics.REWARD_NAMES
     runs_code = True
@@ -72,30 +84,41 @@ class VisualPythonTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
+        """Start the sandbox pool and the judge, if there is one."""
         await start_sandbox(self._pool, self.settings.sandbox)
         if self.judge is not None:
             await self.judge.start()
 
     async def close(self) -> None:
+        """Close the judge and the sandbox pool."""
         if self.judge is not None:
             await self.judge.close()
         await self._pool.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """The user's questions; every row is looked at the first time. ValueError names the first that is no good."""
+        """Return the questions of a split. The first call checks every row.
+
+        Raises:
+            ValueError: A row cannot be used; the message names the first one.
+        """
         if split not in self._splits:
             self._splits[split] = load_benchmark_questions(self.settings.data, split, videos=self.settings.tool_format == "pyvision")
         return self._splits[split]
 
     def env(self, example: Example) -> AgentEnv:
+        """Return a new environment for one question."""
         return AgentEnv(example, protocol=TOOL_PROTOCOLS[self.settings.tool_format](example.payload), pool=self._pool)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Those that are quoted of task.data.benchmark."""
+        """Return the metrics that `task.data.benchmark` reports."""
         return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Replies that earn full marks: the answer; before it, where tools are rewarded and there is a picture, a look at the first one."""
+        """Return replies that earn the full reward, one per turn.
+
+        The last one gives the answer. If task.reward also rewards tools, it follows a reply that
+        shows the first image, or the first frame of the first video, if the question has one.
+        """
         protocol = TOOL_PROTOCOLS[self.settings.tool_format](example.payload)
         images, answer = example.payload["images"], example.payload["answer"]
         assert isinstance(images, tuple) and isinstance(answer, str), f"{example}"
@@ -106,7 +129,7 @@ class VisualPythonTask(Task):
 
 
 def write_look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
-    """A reply that shows the first picture of a question, whole."""
+    """Return a reply that shows the whole first image of a question."""
     if isinstance(protocol, DeepEyesProtocol):
         return protocol.write_call("zoom", {"bbox_2d": [0, 0, picture.width, picture.height]})
     (name,) = protocol.name_images([picture])
@@ -114,7 +137,12 @@ def write_look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
 
 
 async def start_sandbox(pool: sandbox.SandboxPool | SandboxClient, settings: SandboxSettings) -> None:
-    """Raises InfraError, under the setting that chose this pool."""
+    """Start a sandbox pool.
+
+    Raises:
+        AccessDenied: The sandbox server rejects the token.
+        InfraError: The pool cannot start; the message names the setting that selected it.
+    """
     try:
         await pool.start()
     except sandbox.SandboxAccessDenied as denied:
@@ -126,7 +154,10 @@ async def start_sandbox(pool: sandbox.SandboxPool | SandboxClient, settings: San
 
 
 def make_sandbox(settings: SandboxSettings) -> sandbox.SandboxPool | SandboxClient:
-    """The server at settings.url, which has its own limits, or a pool of this process."""
+    """Return a client of the sandbox server at `settings.url`, or a local pool if there is no URL.
+
+    A server uses its own limits.
+    """
     if settings.url:
         return make_sandbox_client(settings)
     limits = sandbox.BoxLimits(
@@ -136,7 +167,11 @@ def make_sandbox(settings: SandboxSettings) -> sandbox.SandboxPool | SandboxClie
 
 
 def make_sandbox_client(settings: SandboxSettings) -> SandboxClient:
-    """Of the server at settings.url. ValueError: the file of its token holds none."""
+    """Return a client of the sandbox server at `settings.url`.
+
+    Raises:
+        ValueError: The token file contains no token.
+    """
     try:
         return SandboxClient(settings.url, token=read_token(settings.token_file) if settings.token_file else "")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""How an agent's replies are read and how it is answered: the records, and what every protocol of tools can do."""
+"""Records of parsed replies and the interface of tool protocols."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,20 @@ from megatron_rl.types import Message, ToolCall
 
 @dataclass(slots=True, frozen=True)
 class CodeAction:
-    """Python to be run. Any text: what is wrong with it the sandbox will say."""
+    """Python source to run.
+
+    The source is arbitrary text; errors in it are reported by the sandbox.
+    """
 
     source: str
 
 
 @dataclass(slots=True, frozen=True)
 class ToolAction:
-    """A tool by name, `zoom` or `rotate`, and arguments that are numbers, texts or lists of those. Their values are not checked yet."""
+    """Call of an image tool by name (`zoom` or `rotate`).
+
+    The arguments are numbers, strings or lists of those. The tool validates their values.
+    """
 
     name: str
     arguments: Mapping[str, object]
@@ -26,14 +32,14 @@ class ToolAction:
 
 @dataclass(slots=True, frozen=True)
 class FinalAnswer:
-    """The final answer, without the tags and the box that the protocol wraps it in."""
+    """Final answer, without the tags and the box that the protocol wraps it in."""
 
     text: str
 
 
 @dataclass(slots=True, frozen=True)
 class MalformedReply:
-    """None of these; the reason is a sentence for the policy."""
+    """Reply that is neither code, tool call nor answer; `reason` is a message to the policy."""
 
     reason: str
 
@@ -42,29 +48,48 @@ ParsedReply = CodeAction | ToolAction | FinalAnswer | MalformedReply
 
 
 class ToolProtocol(Protocol):
-    """One way of speaking about tools. `read(write_answer(text)) == Answer(text)` for every text that has no tags in it; so for code."""
+    """Text format of tool calls, observations and answers.
+
+    `parse_reply(write_answer(text))` returns `FinalAnswer(text)` for every text that contains no
+    tags and no surrounding whitespace. `write_code` round-trips to `CodeAction` in the same way.
+    """
 
     name: str
+    """Name of the protocol, a value of task.tool_format."""
     stop: tuple[str, ...]
-    """A reply ends behind one of these."""
+    """Strings that end generation; the reply includes the one that ended it."""
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
-        """The first messages. Raises ValueError when the question places more pictures (`<image>`) than there are."""
+        """Return the first messages of an episode.
+
+        Raises:
+            ValueError: The number of `<image>` placeholders in the question is neither 0 nor the
+                number of images.
+        """
         ...
 
     def parse_reply(self, reply: str) -> ParsedReply:
-        """Never raises, in time linear in the length, whatever the text."""
+        """Parse a reply. Never raises; takes time linear in the length of the text."""
         ...
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
-        """What came of a call: its text or error and the pictures it returned; `num_previous_images` pictures stand in the context
-        already."""
+        """Return the messages that report the result of a call.
+
+        Args:
+            call: Call with its output text or error.
+            pictures: Images that the call returned.
+            num_previous_images: Number of images that the sequence contains already.
+        """
         ...
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """The names by which code finds the pictures: variables, or files with a suffix."""
+        """Map names to images. Code uses these names: variables, or file names with a suffix."""
         ...
 
-    def write_code(self, source: str) -> str: ...
+    def write_code(self, source: str) -> str:
+        """Return a reply that runs Python source."""
+        ...
 
-    def write_answer(self, text: str) -> str: ...
+    def write_answer(self, text: str) -> str:
+        """Return a reply that gives the final answer."""
+        ...

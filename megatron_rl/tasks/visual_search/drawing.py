@@ -1,7 +1,9 @@
-"""Canvases for visual search: small things with labels that can be read only in a crop.
+"""Canvases for visual search: small objects with labels that are legible only in a crop.
 
-A canvas is a grid of cells, a thing lies inside one cell, and its label stands on a white plate in its middle. The ground is tinted, redder
-to the left and bluer to the top, so that a piece of it tells where it lies: a small vision tower without absolute positions needs that.
+A canvas is a grid of cells. Each object lies inside one cell, with its label on a white plate in
+its center. The background is tinted: red fades from left to right and blue from top to bottom, so
+that the colors of a patch encode its position. A small vision tower without absolute position
+embeddings needs that.
 """
 
 import random
@@ -17,7 +19,7 @@ from megatron_rl.config import require
 from megatron_rl.tasks.gym_cards.number_line import FONT_FILE
 
 Box = tuple[int, int, int, int]
-"""Left, top, right, bottom in pixels; the last two are the first outside."""
+"""(left, top, right, bottom) in pixels; right and bottom are exclusive."""
 COLORS = {
     "red": (214, 39, 40), "green": (44, 160, 44), "blue": (31, 80, 220),
     "yellow": (240, 200, 20), "purple": (140, 60, 180), "black": (20, 20, 20),
@@ -25,27 +27,27 @@ COLORS = {
 }  # fmt: skip
 SHAPES = ("disc", "square", "diamond", "triangle")
 MAX_TINT = 120
-"""How much red the right edge, and blue the lower edge, lack."""
+"""Reduction of red at the right edge, and of blue at the bottom edge, on a scale of 0 to 255."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SearchLevel:
-    """How hard a canvas is to search."""
+    """Difficulty of a canvas."""
 
     grid_side: int
-    """A side of the grid."""
+    """Number of cells per side of the grid."""
     cell_px: int
-    """A side of a cell in pixels."""
+    """Side length of a cell in pixels."""
     num_objects: int
-    """On a canvas, the one that is asked for included."""
+    """Number of objects on a canvas, including the target."""
     object_scale: float
-    """A thing's side, as a share of its cell's."""
+    """Side length of an object, as a fraction of the cell's side."""
     plate_scale: float
-    """A label's plate, as a share of its thing's side."""
+    """Diameter of a label's plate, as a fraction of the object's side."""
     label_scale: float
-    """A label's font size, as a share of the cell's side."""
+    """Font size of a label, as a fraction of the cell's side."""
     jitter: float = 0.0
-    """How far a thing lies from the middle of its cell at most, as a share of the cell's side."""
+    """Maximum offset of an object from the center of its cell, as a fraction of the cell's side."""
     label_length: int = 1
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class SearchLevel:
 
     @property
     def canvas_px(self) -> int:
-        """Of the canvas, in pixels."""
+        """Side length of the canvas in pixels."""
         return self.grid_side * self.cell_px
 
 
@@ -85,11 +87,13 @@ LABELS = "0123456789"
 
 
 Sprites = Mapping[str, Picture]
-"""What things look like, by what they are called: square pictures with transparency."""
+"""Maps object names to square images with transparency."""
 
 
 @dataclass(slots=True, frozen=True)
 class SceneObject:
+    """Object on a canvas."""
+
     name: str
     cell: Box
     center: tuple[int, int]
@@ -98,21 +102,23 @@ class SceneObject:
 
 @dataclass(slots=True, frozen=True)
 class SearchScene:
-    """What is on a canvas. The first thing is the one that is asked for; no name is there twice."""
+    """Contents of a canvas. The first object is the target; names are unique."""
 
     level: SearchLevel
     objects: tuple[SceneObject, ...]
 
     @property
     def target(self) -> SceneObject:
+        """Object that the question asks about."""
         return self.objects[0]
 
     @property
     def question(self) -> str:
+        """Question about the target's label."""
         return f"What is written on the {self.target.name}?"
 
     def draw(self, sprites: Sprites) -> Picture:
-        """The canvas, RGB."""
+        """Draw the canvas as an RGB image."""
         canvas = draw_background(self.level.canvas_px).copy()
         for thing in self.objects:
             _paste_object(canvas, thing, sprites[thing.name], self.level)
@@ -120,7 +126,14 @@ class SearchScene:
 
 
 def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: str = LABELS) -> SearchScene:
-    """The scene of a seed: as many different names as the level has things, each in a cell of its own, labels drawn one by one."""
+    """Return the scene of a seed.
+
+    The level's number of objects get different names and different cells; every character of a
+    label is drawn independently.
+
+    Raises:
+        ValueError: There are fewer names than objects.
+    """
     require(
         len(names) >= level.num_objects,
         "things",
@@ -141,7 +154,10 @@ def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: s
 
 @cache
 def draw_shapes(kinds: tuple[str, ...], *, colors: tuple[str, ...] = tuple(COLORS)) -> Sprites:
-    """Each kind of shape in each color, 256 x 256 pixels that the shape fills, e.g. `red disc`."""
+    """Draw every kind of shape in every color, 256 x 256 pixels each.
+
+    Names are color and shape, e.g. `red disc`.
+    """
     outlines = {
         "square": ((0, 0), (255, 0), (255, 255), (0, 255)),
         "diamond": ((128, 0), (255, 128), (128, 255), (0, 128)),
@@ -161,7 +177,7 @@ def draw_shapes(kinds: tuple[str, ...], *, colors: tuple[str, ...] = tuple(COLOR
 
 
 def _paste_object(canvas: Picture, thing: SceneObject, sprite: Picture, level: SearchLevel) -> None:
-    """The thing around its middle, its label in black on a white plate."""
+    """Draw an object around its center, with its label in black on a white plate."""
     side, (x, y) = round(level.object_scale * level.cell_px), thing.center
     resized = sprite.resize((side, side), Image.Resampling.LANCZOS)
     canvas.paste(resized, (x - side // 2, y - side // 2), resized)
@@ -173,7 +189,7 @@ def _paste_object(canvas: Picture, thing: SceneObject, sprite: Picture, level: S
 
 @cache
 def draw_background(side_px: int) -> Picture:
-    """The empty canvas. Shared: to be copied before it is drawn on."""
+    """Return the empty canvas. It is cached and shared: copy it before drawing."""
     pixels = np.full((side_px, side_px, 3), 255, np.uint8)
     fall = np.linspace(0, MAX_TINT, side_px).round().astype(np.uint8)
     pixels[:, :, 0] -= fall[None, :]

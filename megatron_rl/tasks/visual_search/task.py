@@ -1,7 +1,9 @@
-"""Visual search for a nano model: a canvas is shown too small to read its labels; Python crops it, and the crop can be read.
+"""Visual search for a nano model: labels are legible only in a crop that Python makes.
 
-The episodes are those of visual_python in PyVision's protocol, sandbox and rules included. Only the canvases are drawn here instead of read
-from files, and the rules in the prompt are one line, for a model of a million parameters that follows what it was shown and no instruction.
+The policy sees the canvas too small to read its labels. The episodes are those of visual_python
+with PyVision's protocol, including the sandbox and the reply format. Two things differ: the
+canvases are drawn here instead of read from files, and the rules in the prompt are one line,
+because a model of a million parameters imitates demonstrations and follows no instructions.
 """
 
 import random
@@ -23,36 +25,45 @@ from megatron_rl.types import Demonstration, Example, Message, ToolCall
 DISC_SPRITES = draw_shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
 SEARCH_RULES = "Look, then answer."
 NANO_LEVEL = SearchLevel(grid_side=5, cell_px=100, num_objects=3, object_scale=0.8, plate_scale=0.55, label_scale=0.13)
-"""At 140 x 140 pixels a cell is one image token and a label is under 3 pixels high; a crop of the middle of its cell shows it ten times as
-large."""
+"""At 140 x 140 pixels a cell is one image token and a label is under 3 pixels high. A crop of the
+middle of its cell shows it ten times as large.
+"""
 CENTER_START, CENTER_END = NANO_LEVEL.cell_px // 4, NANO_LEVEL.cell_px * 3 // 4
-"""The middle of a cell, where a label is."""
+"""Start and end of the middle of a cell, where its label is, in pixels from the cell's edge."""
 NUM_TRAIN, NUM_EVAL = 4096, 128
 GUESS_PROBABILITY = 0.65
-"""In split "biased" the demonstrator answers at once, with any label, in this share of the transcripts."""
+"""Fraction of the transcripts of split "biased" in which the demonstrator answers at once, with a
+random label.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class SearchCanvas:
-    """A scene by its seed, drawn when it is asked for."""
+    """Scene that is identified by its seed and drawn on access."""
 
     seed: str
 
     @property
     def scene(self) -> SearchScene:
+        """Scene of the seed."""
         return make_scene(NANO_LEVEL, list(DISC_SPRITES), seed=self.seed)
 
     def open(self) -> Picture:
+        """Draw the canvas."""
         return self.scene.draw(DISC_SPRITES)
 
 
 def crop_box(cell: Box) -> Box:
+    """Return the box of the middle of a cell, which contains its label."""
     left, top, _, _ = cell
     return left + CENTER_START, top + CENTER_START, left + CENTER_END, top + CENTER_END
 
 
 def write_crop_code(cell: Box) -> str:
-    """Code that shows the middle of a cell. Two of its tokens say which: the column and the row."""
+    """Return code that shows the middle of a cell.
+
+    The cell is encoded in two tokens: its column and its row.
+    """
     side = NANO_LEVEL.cell_px
     column, row = cell[0] // side, cell[1] // side
     box = f"x + {CENTER_START}, y + {CENTER_START}, x + {CENTER_END}, y + {CENTER_END}"
@@ -60,7 +71,10 @@ def write_crop_code(cell: Box) -> str:
 
 
 def make_example(name: str) -> Example:
-    """The example whose name is its canvas's seed, as data.questions would give it from a file."""
+    """Return the example of a canvas; its name is the canvas's seed.
+
+    The payload has the same keys as one that data.questions reads from a file.
+    """
     canvas = SearchCanvas(name)
     target = canvas.scene.target
     payload = {
@@ -71,7 +85,11 @@ def make_example(name: str) -> Example:
 
 
 def write_transcript(protocol: PyVisionProtocol, canvas: SearchCanvas, *, guess: str | None) -> list[Message]:
-    """What the demonstrator does: look into the cell and read, or, with a guess, give that at once."""
+    """Return a demonstration.
+
+    The demonstrator crops the target's cell and reads the label, or answers `guess` at once if it
+    is given.
+    """
     picture, target = canvas.open(), canvas.scene.target
     messages = protocol.write_prompt(canvas.scene.question, [picture])
     if guess is not None:
@@ -90,11 +108,11 @@ def write_transcript(protocol: PyVisionProtocol, canvas: SearchCanvas, *, guess:
 
 @dataclass(slots=True, frozen=True)
 class SearchTranscripts(Sequence[Demonstration]):
-    """Drawn when they are asked for: a canvas and its crop take 2 MB."""
+    """Demonstrations that are drawn on access, because a canvas and its crop take 2 MB."""
 
     protocol: PyVisionProtocol
     plans: list[tuple[SearchCanvas, str | None]]
-    """Each canvas, and the guess if the demonstrator does not look."""
+    """Each canvas, with the guess if the demonstrator does not look."""
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -105,7 +123,10 @@ class SearchTranscripts(Sequence[Demonstration]):
 
 
 class VisualSearchTask(Task):
-    """Solved when the answer is right. An example is a canvas by number; those of "train" and of "eval" have seeds of their own."""
+    """Task that is solved by a correct answer.
+
+    An example is a canvas by number; splits "train" and "eval" have different seeds.
+    """
 
     reward_names = ("accuracy", "pyvision", "deepeyes")
     runs_code = True
@@ -123,24 +144,30 @@ class VisualSearchTask(Task):
         self._pool = make_sandbox(settings.sandbox)
 
     async def start(self) -> None:
+        """Start the sandbox pool."""
         await start_sandbox(self._pool, self._sandbox)
 
     async def close(self) -> None:
+        """Close the sandbox pool."""
         await self._pool.close()
 
     def examples(self, split: str) -> list[Example]:
+        """Return the canvases of a split."""
         require_choice("split", split, ("train", "eval"))
         num = NUM_TRAIN if split == "train" else self.num_eval
         return [make_example(f"{split} {index}") for index in range(num)]
 
     def env(self, example: Example) -> AgentEnv:
+        """Return a new environment for one canvas."""
         return AgentEnv(example, protocol=self.protocol, pool=self._pool)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> SearchTranscripts:
-        """Transcripts on canvases of their own. Fewer are a prefix of more.
+        """Return transcripts on canvases that no other split has.
 
-        In split "correct" the demonstrator looks and reads; in "biased" it mostly guesses at once. A policy that has learned that sees and
-        reads as well as before, and decides wrongly: it is right in 41% of its episodes at temperature 1, and in 10% when greedy.
+        The first transcripts do not depend on `num`. In split "correct" the demonstrator crops and
+        reads; in "biased" it mostly guesses at once. A policy trained on "biased" crops and reads
+        as well as one trained on "correct" but decides wrongly when to do so: its accuracy is 41%
+        at temperature 1, and 10% with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice = random.Random(seed)
@@ -151,6 +178,6 @@ class VisualSearchTask(Task):
         return SearchTranscripts(self.protocol, plans)
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Replies that earn full marks, turn by turn."""
+        """Return replies that earn the full reward, one per turn."""
         target = SearchCanvas(example.id).scene.target
         return [self.protocol.write_code(write_crop_code(target.cell)), self.protocol.write_answer(target.label)]

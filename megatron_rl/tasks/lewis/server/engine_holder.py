@@ -1,4 +1,4 @@
-"""A vLLM engine in a thread of its own, for a server whose event loop answers meanwhile: prompts in, what was sampled out."""
+"""A vLLM engine in a thread of its own, so that the server's event loop keeps responding."""
 
 import asyncio
 import threading
@@ -20,14 +20,18 @@ from megatron_rl.types import TokenSequence
 
 T = TypeVar("T")
 RENDERER_CACHE_BYTES, ENGINE_CACHE_PATCHES = 1 << 28, 1 << 15
-"""Sizes of the picture caches of renderer and engine: 0.4 GB together, against 6 GB in a run."""
+"""Sizes of the image caches of renderer and engine: 0.4 GB together, instead of 6 GB in a run."""
 
 
 class EngineHolder:
-    """One engine of one process. `close` is the last thing that the process does with it."""
+    """Engine of the process. It cannot be used after `close`."""
 
     def __init__(self, model: ModelSettings, settings: EngineSettings) -> None:
-        """Takes as long as it takes to read the weights twice. ValueError: no such model, or settings that do not fit it."""
+        """Load the model. The weights are read twice: once for their hash.
+
+        Raises:
+            ValueError: There is no such model, or the settings do not fit it.
+        """
         self.renderer, self.settings = Renderer(model, cache_bytes=RENDERER_CACHE_BYTES), settings
         self._version_fields = (model.min_pixels, model.max_pixels, settings.dtype)
         self.version = compute_folder_version(Path(model.path), *self._version_fields)
@@ -52,19 +56,25 @@ class EngineHolder:
 
     @property
     def is_healthy(self) -> bool:
+        """True if the engine is running and has weights."""
         return self._thread.is_alive() and self._has_weights
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the engine's work so far."""
+        """Seconds of work of the engine so far."""
         return self._engine.busy_s
 
     async def run_in_renderer(self, function: Callable[[], T]) -> T:
-        """What `function` returns, computed in one of the renderer's threads."""
+        """Run `function` in one of the renderer's threads and return its result."""
         return await self.renderer.run_in_thread(function)
 
     async def generate(self, context: TokenSequence, sampling: SamplingSettings) -> Completion:
-        """Cancelled, it is computed no further. ValueError: no room in the engine's context; InfraError: the engine has failed."""
+        """Generate a completion. Cancellation stops the computation.
+
+        Raises:
+            ValueError: The prompt does not fit into the engine's sequence length.
+            InfraError: The engine has failed.
+        """
         longest, length = self.settings.max_model_len, len(context.token_ids)
         if length >= longest:
             raise ValueError(f"{length} tokens with the picture's, and the model takes {longest - 1}")
@@ -75,18 +85,21 @@ class EngineHolder:
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors that `load` takes, by the newer spelling of their names."""
+        """Shapes of the tensors that `load_weights` takes, by the newer spelling of their names."""
         return self._engine.shapes
 
     @asynccontextmanager
     async def hold_weights(self) -> AsyncIterator[str]:
-        """Inside all is answered by the same weights; their version."""
+        """Keep the weights unchanged inside the block; yields their version."""
         async with self._weights_lock.read_lock():
             yield self.version
 
     async def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Answer with these weights, all of the model's, from here on. InfraError: the engine did not take them, and answers no more until
-        it has others."""
+        """Replace all weights of the model, after requests in progress have ended.
+
+        Raises:
+            InfraError: Loading failed. The engine is unhealthy until other weights are loaded.
+        """
         version = await asyncio.to_thread(compute_tensors_version, tensors, *self._version_fields)
         async with self._weights_lock.write_lock():
             taken = False
@@ -102,6 +115,7 @@ class EngineHolder:
         self._engine.load_weights(iter(tensors.items()), version=self._engine.weight_version + 1)
 
     def close(self) -> None:
+        """Stop the engine and its thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._close_event.set)
         self._thread.join()

@@ -1,4 +1,8 @@
-"""Pictures that a request names: a file below one of the server's roots, the file itself, or the SHA-256 of one that was sent before."""
+"""Images that a request names.
+
+An image is a file below one of the server's roots, a file in the request, or the SHA-256 of a file
+that was sent before.
+"""
 
 import base64
 import binascii
@@ -19,26 +23,33 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.lewis.listener_protocol import CandidateImage
 
 MAX_IMAGE_PIXELS = 1 << 25
-"""Of a picture as it is stored: 100 MB once decoded."""
+"""Maximum number of pixels of a stored image: 100 MB once decoded."""
 MAX_IMAGE_BYTES = 16 << 20
-"""Of a picture's file."""
+"""Maximum size of an image file."""
 CACHE_BYTES = 1 << 30
-"""Of the files that were sent; the one used longest ago is forgotten first."""
+"""Maximum total size of the stored files; the least recently used one is evicted first."""
 
 
 INFRA_ERRNOS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What goes wrong with a disk or with this process, whoever asks."""
+"""Errors of the disk or of this process, independent of the request."""
 
 
 class UnknownImage(KeyError):
-    """No file of this hash was sent, or it was forgotten: send it."""
+    """No file with this hash is stored: it was never sent, or was evicted.
+
+    The client must send it.
+    """
 
 
 class ImageCache:
-    """Threads may read side by side."""
+    """Cache of image files. Threads may read concurrently."""
 
     def __init__(self, roots: Sequence[str], *, cache_bytes: int = CACHE_BYTES) -> None:
-        """ValueError: a root is no folder."""
+        """Create the cache.
+
+        Raises:
+            ValueError: A root is not a folder.
+        """
         for root in roots:
             require(os.path.isdir(root), "--root", root, "is no folder")
         self._roots = [os.path.realpath(root) for root in roots]
@@ -47,7 +58,13 @@ class ImageCache:
         self._lock = Lock()
 
     def store_candidate(self, candidate: CandidateImage, *, where: str) -> CandidateImage:
-        """The same by its hash where a file is sent, which is kept; who is asked for by its hash is used now. ValueError: that is none."""
+        """Store an image that is sent as base64 and return it by its hash.
+
+        Other candidates are returned unchanged; a hash is marked as recently used.
+
+        Raises:
+            ValueError: The text is not valid base64, or the file is too large.
+        """
         if not candidate.base64:
             with self._lock:
                 if candidate.sha256 in self._files:
@@ -61,7 +78,13 @@ class ImageCache:
         return CandidateImage(sha256=self._store(content))
 
     def read_image(self, candidate: CandidateImage, *, where: str) -> tuple[str, Picture]:
-        """The file's SHA-256 and the picture. Unknown; ValueError: it is none, or none that may be shown; InfraError: its disk."""
+        """Return the file's SHA-256 and the image.
+
+        Raises:
+            UnknownImage: No file with this hash is stored.
+            ValueError: The file is not an image, too large, or not below the server's roots.
+            InfraError: The server's disk or process failed (INFRA_ERRNOS).
+        """
         content = self._read_file(candidate.path, where) if candidate.path else self._find_stored(candidate.sha256)
         stored = StoredImage(content, where)
         width, height = stored.size()
@@ -103,7 +126,7 @@ class ImageCache:
             fault = InfraError if error.errno in INFRA_ERRNOS else ValueError
             raise fault(f"{where}: {error.strerror}") from error
         with open(opened, "rb") as file:
-            self._require_below_root(os.readlink(f"/proc/self/fd/{opened}"), where)  # a link may have been put there meanwhile
+            self._require_below_root(os.readlink(f"/proc/self/fd/{opened}"), where)  # a symlink may have replaced it after the first check
             if not stat.S_ISREG(os.fstat(opened).st_mode):
                 raise ValueError(f"{where}: is no file")
             _check_size(os.fstat(opened).st_size, where)

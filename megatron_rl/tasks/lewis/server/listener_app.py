@@ -1,15 +1,21 @@
-"""The listener of the Lewis game over HTTP: which of the candidates does a description mean? (messages: tasks/lewis/listener_protocol.py)
+r"""The listener of the Lewis game over HTTP: identifies the candidate that a description means.
 
-    python -m megatron_rl.tasks.lewis.server.listener_app --model runs/listener/final --root data/lewis --port 9000
+    python -m megatron_rl.tasks.lewis.server.listener_app --model runs/listener/final \
+        --root data/lewis --port 9000
 
-    POST /score /batch_score      422 what cannot be answered, 404 a hash that was not sent (the body names it), 503 come again later
+    POST /score /batch_score      422 invalid request, 404 a hash that was not sent (the body names
+                                  it), 503 retry later
     GET  /health /metrics         name, version, limits; Prometheus text
-    POST /weights                 with --trained, from the run that trains the listener (weight_updates.py)
+    POST /weights                 with --trained, from the run that trains the listener
+                                  (weight_updates.py)
 
-p(yes) of a picture: the chat template with the picture and the question behind it, one forward pass, and of what might come next the mass
-of all tokens that say yes (yes, Yes, YES, with a blank before it) beside that of all that say no. Whatever goes wrong is a status and never
-a number. Prompts of all requests are computed together; those that show the same picture wait for the first of them, whose prefix is then
-in the engine's cache.
+The messages are in tasks/lewis/listener_protocol.py.
+
+p(yes) of an image comes from one forward pass over the chat template with the image followed by the
+question. It is the probability of all next tokens that mean yes (yes, Yes, YES, also with a leading
+blank), relative to that of all tokens that mean yes or no. Every failure is an HTTP status and
+never a score. Prompts of all requests are batched together. Prompts with the same image wait for
+the first of them, so that they find its prefix in the engine's cache.
 """
 
 import asyncio
@@ -44,30 +50,41 @@ from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
 from megatron_rl.types import TokenSequence
 from sandbox.http import make_retry_error, openapi_body, read_body, run_while_connected
 
-if TYPE_CHECKING:  # they bring torch
+if TYPE_CHECKING:  # these import torch
     from transformers import PreTrainedTokenizerBase
 
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
 MAX_LOGPROB_TOKENS = 128
-"""Tokens whose logprobs vLLM 0.32 tells of (sampling_params.py, MAX_LOGPROB_TOKEN_IDS)."""
+"""Maximum number of tokens with logprobs per request in vLLM 0.32 (sampling_params.py,
+MAX_LOGPROB_TOKEN_IDS).
+"""
 MAX_RENDERED_PER_REQUEST, MAX_RENDERED = MAX_CANDIDATES, 2 * MAX_CANDIDATES
-"""Pictures that are ready for the engine at a time, of a request and of all together: 14 MB each at 401,408 pixels."""
+"""Maximum number of rendered images at a time, per request and in total. One takes 14 MB at 401,408
+pixels.
+"""
 
 
 def find_word_tokens(tokenizer: "PreTrainedTokenizerBase", word: str) -> list[int]:
-    """All tokens that are this word, however it is written and whatever blanks stand around it."""
+    """Return all tokens that are this word, in any case and with any surrounding whitespace."""
     return [number for number in range(len(tokenizer)) if tokenizer.decode([number]).strip().casefold() == word]
 
 
 def logsumexp(logprobs: Sequence[float]) -> float:
-    """The logarithm of the sum of what these are the logarithms of; NaN where one is."""
+    """Return the logarithm of the sum of exponentials; NaN if an input is NaN."""
     most = max(logprobs)
     return most + math.log(sum(math.exp(each - most) for each in logprobs))
 
 
 def split_by_image_count(counts: Sequence[int]) -> list[list[int]]:
-    """Places of items with so many pictures each, neighbors together as long as they have MAX_RENDERED_PER_REQUEST at most."""
+    """Split items into groups of neighbors with at most MAX_RENDERED_PER_REQUEST images each.
+
+    Args:
+        counts: Number of images of each item.
+
+    Returns:
+        The indices of the items of each group.
+    """
     found: list[list[int]] = []
     room = 0
     for place, count in enumerate(counts):
@@ -80,10 +97,15 @@ def split_by_image_count(counts: Sequence[int]) -> list[list[int]]:
 
 
 class YesScorer:
-    """log p(yes) of pictures, by an engine."""
+    """Computes log p(yes) of images with an engine."""
 
     def __init__(self, engine: "EngineHolder") -> None:
-        """ValueError: the model has no token for yes, or none for no."""
+        """Find the tokens for yes and no.
+
+        Raises:
+            ValueError: The model has no token for yes or for no, or more of them than the engine
+                reports.
+        """
         self.engine = engine
         self.yes_ids, self.no_ids = (find_word_tokens(engine.renderer.tokenizer, word) for word in ("yes", "no"))
         for word, tokens in (("yes", self.yes_ids), ("no", self.no_ids)):
@@ -96,10 +118,15 @@ class YesScorer:
             f"tokens say yes or no, and the engine tells of {MAX_LOGPROB_TOKENS}; choose another model",
         )
         self._prefix_events: dict[str, asyncio.Event] = {}
-        """By picture whose prefix is being computed."""
+        """Completion events of prefix computations in progress, by image key."""
 
     async def compute_yes_logprob(self, context: TokenSequence) -> float:
-        """ValueError: it does not fit. InfraError: the engine is in trouble."""
+        """Return log p(yes) of a prompt.
+
+        Raises:
+            ValueError: The prompt does not fit into the engine's sequence length.
+            InfraError: The engine failed or returned a non-finite number.
+        """
         async with self._wait_for_shared_prefix(context.images[0].key):
             sampling = SamplingSettings(max_tokens=1, temperature=1.0, seed=0, logprob_token_ids=(*self.yes_ids, *self.no_ids))
             completion = await self.engine.generate(context, sampling)
@@ -125,29 +152,39 @@ class YesScorer:
 
 
 class ListenerService:
-    """What the routes do."""
+    """Handlers of the routes."""
 
     def __init__(
         self, engine: "EngineHolder", image_cache: ImageCache, *, limits: RequestLimits, name: str, log: Path | None = None
     ) -> None:
-        """`log` is a file that every answer is written to, one line of JSON each."""
+        """Create the service.
+
+        Args:
+            engine: Engine of the model.
+            image_cache: Images of requests.
+            limits: Limits on requests.
+            name: Name in /health.
+            log: JSON-lines file for every answer, if any.
+        """
         self.scorer, self.image_cache, self.name = YesScorer(engine), image_cache, name
         self._render_slots = RenderSlots(MAX_RENDERED)
         self.limiter = RequestLimiter("listener", limits, busy_s=lambda: engine.busy_s, log=log)
 
     async def score(self, request: Request) -> ScoreResponse:
+        """Score one item."""
         began = time.perf_counter()
         item = await read_body(request, ScoreItem)
         (result,), version = await run_while_connected(request, self._score_items([item]))
         return ScoreResponse(**result.model_dump(), took=time.perf_counter() - began, version=version)
 
     async def batch_score(self, request: Request) -> BatchScoreResponse:
+        """Score several items."""
         began = time.perf_counter()
         results, version = await run_while_connected(request, self._score_items((await read_body(request, ScoreBatch)).batch))
         return BatchScoreResponse(results=results, took=time.perf_counter() - began, version=version)
 
     async def _score_items(self, items: Sequence[ScoreItem]) -> tuple[list[ListenerScore], str]:
-        """And the version of the weights that they are by."""
+        """Return the scores, and the version of the weights that computed them."""
         async with self.limiter.admit(), self.scorer.engine.hold_weights() as version:
             shown = await store_candidates(self.scorer.engine, self.image_cache, [item.images for item in items])
             logprobs: list[float] = []
@@ -162,13 +199,20 @@ class ListenerService:
         return results, version
 
     async def _score_part(self, part: Mapping[int, tuple[Sequence[CandidateImage], str]]) -> list[float]:
-        """log p(yes) of all pictures of these items, by their numbers in the request. What was rendered is gone when it returns."""
+        """Return log p(yes) of all images of these items.
+
+        The items are given by their index in the request. The rendered images are freed on return.
+        """
         asked = [self._render_prompts(shown, question, where=f"item {number}") for number, (shown, question) in part.items()]
         contexts = [context for of_item in await asyncio.gather(*asked) for context in of_item]
         return await asyncio.gather(*map(self.scorer.compute_yes_logprob, contexts))
 
     async def _render_prompts(self, candidates: Sequence[CandidateImage], question: str, *, where: str) -> list[TokenSequence]:
-        """ValueError, beside what prompts raises: a picture stands there twice."""
+        """Return the prompts of an item.
+
+        Raises:
+            ValueError: Two candidates are the same image, or an image is invalid.
+        """
         found = await render_prompts(self.scorer.engine, self.image_cache, candidates, question, where=where)
         digests = [digest for digest, _ in found]
         for index, digest in enumerate(digests):
@@ -177,6 +221,7 @@ class ListenerService:
         return [context for _, context in found]
 
     async def health(self) -> dict[str, Any]:
+        """Return status, name, version, tokens and limits."""
         room = self.scorer.engine
         if not room.is_healthy:
             raise make_retry_error(503, "the engine has failed; start the server anew")
@@ -185,6 +230,7 @@ class ListenerService:
 
 
 def create_app(service: ListenerService, *, token: str = "", receiver: WeightUpdateHandler | None = None, host: str = "") -> FastAPI:
+    """Return the application with the listener's routes."""
     bodies, limits = ("score", "batch_score"), service.limiter.limits
     app = make_application("listener", limits=limits, large_body_routes=bodies, token=token, receiver=receiver, host=host)
     app.post("/score", openapi_extra=openapi_body(ScoreItem))(service.score)
@@ -195,6 +241,8 @@ def create_app(service: ListenerService, *, token: str = "", receiver: WeightUpd
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server and return its exit status."""
+
     def made(
         room: "EngineHolder", pictures: ImageCache, *, token: str, receiver: WeightUpdateHandler | None, host: str, **options: Any
     ) -> FastAPI:

@@ -1,7 +1,8 @@
-"""What servers of a model have in common: their command line, the limits in it, the application's walls, and the end.
+"""Common parts of the model servers: command line, limits, application and shutdown.
 
-The command line takes the variables of the Lewis game's services as its defaults, here and nowhere else: INFERENCE_CONCURRENCY,
-INFERENCE_ACQUIRE_TIMEOUT, LISTENER_BATCH_SIZE, and LOG_PATH where DEBUG_MODE is true.
+Only here, the command line takes environment variables of the Lewis game's services as its
+defaults: INFERENCE_CONCURRENCY, INFERENCE_ACQUIRE_TIMEOUT, LISTENER_BATCH_SIZE, and LOG_PATH if
+DEBUG_MODE is true.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from sandbox.http import (
 from sandbox.token import read_token
 
 EXTRA_DESCRIPTORS = 128
-"""Of the engine, the renderer's threads and the log."""
+"""Number of file descriptors reserved for the engine, the renderer's threads and the log."""
 MAX_JSON_DELIMITERS = MIN_BODY_BYTES + 64 * MAX_ITEMS * MAX_CANDIDATES
 TRUE_VALUES = ("1", "true", "yes", "on")
 
@@ -42,8 +43,16 @@ TRUE_VALUES = ("1", "true", "yes", "on")
 def make_application(
     title: str, *, limits: RequestLimits, large_body_routes: Sequence[str], token: str, receiver: WeightUpdateHandler | None, host: str = ""
 ) -> FastAPI:  # fmt: skip
-    """Without routes of its own yet; `large_body_routes` are those that take large requests. `token`, and `host` as a further name of the
-    server: sandbox/gate.py. With a receiver it takes weights."""
+    """Return an application without routes of its own.
+
+    Args:
+        title: Title of the application.
+        limits: Limits on requests.
+        large_body_routes: Routes that accept large requests.
+        token: Access token; empty for none (sandbox/gate.py).
+        receiver: Handler of /weights; None disables weight updates.
+        host: Additional host name of the server (sandbox/gate.py).
+    """
     app = FastAPI(title=title, redirect_slashes=False, **NO_DOC_PAGES)
     app.add_middleware(
         RequestGuardMiddleware,
@@ -60,7 +69,7 @@ def make_application(
 
 
 def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -> argparse.ArgumentParser:
-    """`variables` are the variables of the environment."""
+    """Return the command-line parser; `variables` are the environment variables."""
     log = variables.get("LOG_PATH") if variables.get("DEBUG_MODE", "").casefold() in TRUE_VALUES else None
     own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--model", required=True, help="a Hugging Face folder")
@@ -93,9 +102,19 @@ def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -
 
 
 def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str, port: int, arguments: Sequence[str] | None) -> int:
-    """A process of its own: 0 when it was asked to end, 1 for a mistake in its words. `make_app` takes (room, pictures, limits=, name=,
-    log=, token=, receiver=, host=)."""
-    from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder  # brings torch and vLLM
+    """Run a server until a shutdown signal arrives.
+
+    Args:
+        name: Name of the server in error messages.
+        make_app: Called with (engine, image cache, limits=, name=, log=, token=, receiver=, host=).
+        description: Description in --help.
+        port: Default port.
+        arguments: Command-line arguments; None for those of the process.
+
+    Returns:
+        0 after a requested shutdown, 1 for an invalid argument or an error of the operating system.
+    """
+    from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder  # imports torch and vLLM
 
     words = build_parser(description, port=port, variables=os.environ).parse_args(arguments)
     try:

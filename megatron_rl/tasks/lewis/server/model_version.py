@@ -1,16 +1,19 @@
-"""Which model a server serves, in one word: who keeps its answers keeps them by that."""
+"""Version string of a served model, which clients use as a cache key of its answers."""
 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # it is heavy
+if TYPE_CHECKING:  # slow to import
     import torch
 
 
 def compute_folder_version(folder: Path, *words: object) -> str:
-    """Of all that a model's answers depend on: its files, and how pictures and numbers are treated."""
+    """Return a hash of everything that a model's answers depend on.
+
+    It covers the files in `folder`, and `words`: settings such as image size limits and dtype.
+    """
     digest = hashlib.sha256(repr(words).encode())
     for path in sorted(folder.iterdir()):
         if path.is_file():
@@ -20,7 +23,7 @@ def compute_folder_version(folder: Path, *words: object) -> str:
 
 
 def compute_tensors_version(tensors: "Mapping[str, torch.Tensor]", *words: object) -> str:
-    """Of all that answers depend on, as version_of says it of a folder."""
+    """Return a hash of tensors and settings, like `compute_folder_version` for a folder."""
     import torch
 
     digest = hashlib.sha256(repr(words).encode())

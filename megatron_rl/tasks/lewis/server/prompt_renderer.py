@@ -1,4 +1,8 @@
-"""Prompts of the pictures that a request names: what is sent is kept, what is asked for by its hash is found, each is shown with words."""
+"""Prompts for the images of a request.
+
+Images that are sent are stored, those named by hash are looked up, and each one is rendered with a
+text.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -12,19 +16,22 @@ from megatron_rl.tasks.lewis.listener_protocol import CandidateImage
 from megatron_rl.tasks.lewis.server.image_cache import ImageCache, UnknownImage
 from megatron_rl.types import TokenSequence
 
-if TYPE_CHECKING:  # it brings torch
+if TYPE_CHECKING:  # imports torch
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
 
 class RenderSlots:
-    """Places for rendered pictures, of all requests together. Requests get theirs in the order in which they ask."""
+    """Limit on rendered images over all requests, which get slots in order of arrival."""
 
     def __init__(self, num: int) -> None:
         self._semaphore, self._lock = asyncio.Semaphore(num), asyncio.Lock()
 
     @asynccontextmanager
     async def acquire(self, num: int) -> AsyncIterator[None]:
-        """Wait for so many places, and give them back at the end of the block. There must be as many."""
+        """Wait for `num` slots and release them at the end of the block.
+
+        `num` must not exceed the total number of slots.
+        """
         got = 0
         try:
             async with self._lock:
@@ -40,9 +47,12 @@ class RenderSlots:
 async def store_candidates(
     engine: "EngineHolder", image_cache: ImageCache, candidates: Sequence[Sequence[CandidateImage]]
 ) -> list[list[CandidateImage]]:
-    """The pictures of all items, those that came as files by their hashes: they are kept before any is asked for.
+    """Store the images of all items and return the items with hashes in place of files.
 
-    ValueError: one is none.
+    All files are stored before any hash is looked up.
+
+    Raises:
+        ValueError: An image is not valid base64 or too large.
     """
 
     def take() -> list[list[CandidateImage]]:
@@ -57,9 +67,12 @@ async def store_candidates(
 async def render_prompts(
     engine: "EngineHolder", image_cache: ImageCache, candidates: Sequence[CandidateImage], question: str, *, where: str
 ) -> list[tuple[str, TokenSequence]]:
-    """Of each picture its SHA-256, and the prompt that shows it with the words behind it.
+    """Return the SHA-256 of each image, and its prompt: the image followed by the question.
 
-    HTTPException 404: files that were not sent. ValueError: a picture is none. InfraError: its disk.
+    Raises:
+        HTTPException: With status 404 if files were not sent before; its body names them.
+        ValueError: An image is invalid.
+        InfraError: The server's disk or process failed.
     """
 
     def prompt(index: int) -> tuple[str, TokenSequence] | UnknownImage:

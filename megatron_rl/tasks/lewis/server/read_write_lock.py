@@ -1,4 +1,4 @@
-"""Who may read what another changes, in an event loop."""
+"""Readers-writer lock for asyncio."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,10 @@ from contextlib import asynccontextmanager
 
 
 class ReadWriteLock:
-    """Weights that many read and one changes: who changes waits for all who read, and lets no other begin."""
+    """Lock for weights that many requests read and one update changes.
+
+    A writer waits for all current readers and blocks new ones.
+    """
 
     def __init__(self) -> None:
         self._can_read, self._no_readers, self._write_mutex = asyncio.Event(), asyncio.Event(), asyncio.Lock()
@@ -15,6 +18,7 @@ class ReadWriteLock:
 
     @asynccontextmanager
     async def read_lock(self) -> AsyncIterator[None]:
+        """Hold the lock for reading."""
         await self._can_read.wait()
         self._num_readers += 1
         try:
@@ -26,6 +30,7 @@ class ReadWriteLock:
 
     @asynccontextmanager
     async def write_lock(self) -> AsyncIterator[None]:
+        """Hold the lock for writing."""
         async with self._write_mutex:
             self._can_read.clear()
             try:

@@ -1,4 +1,4 @@
-"""What a model's server grants at a time, what it counts of that (Prometheus' text format), and what it writes down."""
+"""Request limits of a model server, its metrics in Prometheus' text format, and its answer log."""
 
 import asyncio
 import time
@@ -19,33 +19,44 @@ from sandbox.http import make_retry_error
 
 LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 MAX_WAITING = 4096
-"""Requests; further ones are refused at once."""
+"""Maximum number of waiting requests; further ones are rejected at once."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestLimits:
-    """What one request may take, and all of them together."""
+    """Limits of one request and of all requests together."""
 
     concurrency: int = 8
-    """Requests that are worked on at the same time."""
+    """Maximum number of requests in progress."""
     acquire_s: float = 300.0
+    """Maximum number of seconds that a request waits for its turn."""
     timeout_s: float = 120.0
+    """Maximum number of seconds of a request's work."""
     body_bytes: int = 64 << 20
+    """Maximum size of a request's body in bytes."""
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
             require(value > 0, f"--{key.replace('_', '-')}", value, "must be positive")
 
     def to_json(self) -> dict[str, float]:
+        """Return all limits, including those of images and questions."""
         shown = {"picture_bytes": MAX_IMAGE_BYTES, "picture_pixels": MAX_IMAGE_PIXELS, "question": MAX_QUESTION_CHARS}
         return {**asdict(self), **shown, "candidates": MAX_CANDIDATES, "items": MAX_ITEMS}
 
 
 class RequestLimiter:
-    """Limits, counts and the log of a server's work."""
+    """Limits, metrics and log of a server."""
 
     def __init__(self, name: str, limits: RequestLimits, *, busy_s: Callable[[], float], log: Path | None) -> None:
-        """`name` begins the names of all counts; `busy_s`: seconds of the engine's work; `log`: a file for what was answered."""
+        """Create the limiter.
+
+        Args:
+            name: Prefix of the metric names.
+            limits: Limits on requests.
+            busy_s: Returns the seconds of work of the engine.
+            log: File for the answers, if any.
+        """
         self.limits = limits
         self._log = log.open("a", buffering=1) if log else None
         self._slots = asyncio.Semaphore(limits.concurrency)
@@ -61,7 +72,13 @@ class RequestLimiter:
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """HTTPException 503: its turn did not come in time, its work took too long, or something of ours is in trouble; 422: ValueError."""
+        """Wait for a slot and hold it inside the block, with a time limit.
+
+        Raises:
+            HTTPException: With status 503 if too many requests wait, no slot was free in time, the
+                time limit was exceeded or an InfraError was raised; with status 422 if a ValueError
+                was raised.
+        """
         await self._acquire_slot()
         began = time.perf_counter()
         try:
@@ -95,14 +112,16 @@ class RequestLimiter:
             self._waiting -= 1
 
     def count_answered(self, *, items: int, pictures: int) -> None:
+        """Add to the counts of answered items and their images."""
         self.items.inc(items)
         self.pictures.inc(pictures)
 
     def log_answers(self, answers: Iterable[Mapping[str, object]], *, version: str) -> None:
-        """Into the log, each with the time and the version that gave it."""
+        """Write answers to the log, each with the time and the version that computed it."""
         if self._log is not None:
             now = time.time()
             self._log.write("".join(f"{to_json_line({'time': now, 'version': version, **answer})}\n" for answer in answers))
 
     async def metrics(self) -> Response:
+        """Return the metrics in Prometheus' text format."""
         return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4")

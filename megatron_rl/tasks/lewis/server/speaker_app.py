@@ -1,16 +1,20 @@
-"""The speaker of the Lewis game over HTTP: what is in the picture, so that a listener finds it among others?
+r"""The speaker of the Lewis game over HTTP: describes an image so that a listener can identify it.
 
-    python -m megatron_rl.tasks.lewis.server.speaker_app --model runs/speaker/final --root data/lewis --port 9001
+    python -m megatron_rl.tasks.lewis.server.speaker_app --model runs/speaker/final \
+        --root data/lewis --port 9001
 
-    POST /describe          {"image": a picture, "category": "mug"}          or {"image_path": path, "category": ..., "situation": true}
+    POST /describe          {"image": an image, "category": "mug"}
+                       or   {"image_path": path, "category": ..., "situation": true}
     POST /batch_describe    {"batch": [the same, ...]}
-    -> {"results": [{"thinking", "coarse", "detailed", "state", "location", "text"}], "took": s, "version": v}, one result a picture
+    -> {"results": [{"thinking", "coarse", "detailed", "state", "location", "text"}], "took": s,
+        "version": v}, one result per image
     POST /weights           with --trained, from the run that trains the speaker (weight_updates.py)
     GET  /health /metrics
 
-A picture is a path below the server's roots, the base64 of an image file, or the SHA-256 of one that was sent before. Replies are greedy
-and read as tasks/lewis/description.py reads them; what was not found in one is empty. With "situation" state and location are asked for.
-Statuses are the listener's.
+An image is a path below the server's roots, the base64 of an image file, or the SHA-256 of one that
+was sent before. Replies are greedy and parsed as in tasks/lewis/description.py; parts that a reply
+does not have are empty. "situation" also asks for state and location. The HTTP statuses are those
+of the listener.
 """
 
 import asyncio
@@ -34,21 +38,21 @@ from megatron_rl.tasks.lewis.server.request_limiter import RequestLimiter, Reque
 from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
 from sandbox.http import make_retry_error, openapi_body, read_body, run_while_connected
 
-if TYPE_CHECKING:  # it brings torch
+if TYPE_CHECKING:  # imports torch
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
 MAX_REPLY_TOKENS = 512
-"""Of a reply."""
+"""Maximum number of tokens of a reply."""
 
 
 class DescribeItem(StrictMessage):
-    """A picture, and what kind of thing it shows."""
+    """Image to describe, and the category of its object."""
 
     image: CandidateImage | None = None
     image_path: Annotated[str, StringConstraints(max_length=4096)] = ""
     category: Annotated[str, StringConstraints(min_length=1, max_length=200)] = "object"
     situation: bool = False
-    """Ask for state and location, too, by the game's longer prompt."""
+    """True also asks for state and location, with the game's longer prompt."""
 
     @model_validator(mode="after")
     def _check_single_source(self) -> Self:
@@ -58,68 +62,81 @@ class DescribeItem(StrictMessage):
 
     @property
     def candidate(self) -> CandidateImage:
+        """Image of the item."""
         return self.image or CandidateImage(path=self.image_path)
 
     @property
     def prompt(self) -> str:
+        """Text of the prompt."""
         words = PROMPT.format(category=self.category)
         return f"{words} {SITUATION_PROMPT}" if self.situation else words
 
     @property
     def stop_text(self) -> str:
-        """Of a reply."""
+        """String that ends the reply."""
         return "</location>" if self.situation else "</detailed>"
 
 
 class DescribeBatch(StrictMessage):
+    """Body of /batch_describe."""
+
     batch: Annotated[list[DescribeItem], Field(min_length=1, max_length=MAX_ITEMS)]
 
 
 class DescriptionResult(StrictMessage):
+    """Parsed reply."""
+
     thinking: str
     coarse: str
     detailed: str
     state: str
     location: str
     text: str
-    """All of the reply."""
+    """Full text of the reply."""
 
 
 class DescribeResponse(DescriptionResult):
+    """Response to /describe."""
+
     took: float
     version: str
 
 
 class DescribeBatchResponse(StrictMessage):
+    """Response to /batch_describe."""
+
     results: list[DescriptionResult]
     took: float
     version: str
 
 
 class SpeakerService:
-    """What the routes do."""
+    """Handlers of the routes."""
 
     def __init__(
         self, engine: "EngineHolder", image_cache: ImageCache, *, limits: RequestLimits, name: str, log: Path | None = None
     ) -> None:
         self.engine, self.image_cache, self.name = engine, image_cache, name
         self._render_slots = RenderSlots(engine.settings.max_num_seqs)
-        """Pictures, of all requests together, that are rendered or described: as many as the engine answers at a time. One that is rendered
-        takes up to 14 MB."""
+        """Limit on images that are rendered or being described, over all requests: the engine's
+        batch size. A rendered image takes up to 14 MB.
+        """
         self.limiter = RequestLimiter("speaker", limits, busy_s=lambda: engine.busy_s, log=log)
 
     async def describe(self, request: Request) -> DescribeResponse:
+        """Describe one image."""
         began = time.perf_counter()
         (said,), version = await run_while_connected(request, self._describe_items([await read_body(request, DescribeItem)]))
         return DescribeResponse(**said.model_dump(), took=time.perf_counter() - began, version=version)
 
     async def batch_describe(self, request: Request) -> DescribeBatchResponse:
+        """Describe several images."""
         began = time.perf_counter()
         results, version = await run_while_connected(request, self._describe_items((await read_body(request, DescribeBatch)).batch))
         return DescribeBatchResponse(results=results, took=time.perf_counter() - began, version=version)
 
     async def _describe_items(self, items: Sequence[DescribeItem]) -> tuple[list[DescriptionResult], str]:
-        """And the version of the weights that they are by."""
+        """Return the descriptions, and the version of the weights that generated them."""
         async with self.limiter.admit(), self.engine.hold_weights() as version:
             shown = await store_candidates(self.engine, self.image_cache, [[item.candidate] for item in items])
             tasks = [
@@ -128,7 +145,7 @@ class SpeakerService:
             try:
                 replies = await asyncio.gather(*tasks)
             finally:
-                for task in tasks:  # the others, where one has failed
+                for task in tasks:  # if one failed, cancel the others
                     task.cancel()
         results = [_parse_reply(reply, category=item.category) for reply, item in zip(replies, items, strict=True)]
         self.limiter.count_answered(items=len(items), pictures=len(items))
@@ -146,6 +163,7 @@ class SpeakerService:
         return self.engine.renderer.decode_response(completion.token_ids)
 
     async def health(self) -> dict[str, Any]:
+        """Return status, name, version and limits."""
         if not self.engine.is_healthy:
             raise make_retry_error(503, "the engine has failed; start the server anew")
         return {"status": "ok", "name": self.name, "version": self.engine.version, "limits": self.limiter.limits.to_json()}
@@ -159,6 +177,7 @@ def _parse_reply(reply: str, *, category: str) -> DescriptionResult:
 
 
 def create_app(service: SpeakerService, *, token: str = "", receiver: WeightUpdateHandler | None = None, host: str = "") -> FastAPI:
+    """Return the application with the speaker's routes."""
     bodies, limits = ("describe", "batch_describe"), service.limiter.limits
     app = make_application("speaker", limits=limits, large_body_routes=bodies, token=token, receiver=receiver, host=host)
     app.post("/describe", openapi_extra=openapi_body(DescribeItem))(service.describe)
@@ -169,6 +188,8 @@ def create_app(service: SpeakerService, *, token: str = "", receiver: WeightUpda
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server and return its exit status."""
+
     def made(
         room: "EngineHolder", pictures: ImageCache, *, token: str, receiver: WeightUpdateHandler | None, host: str, **options: Any
     ) -> FastAPI:

@@ -1,9 +1,12 @@
-"""The weights of a model in training, which its run sends to a service that answers with them (--trained): all of them, or none.
+"""Weight updates of a served model from the run that trains it (--trained).
 
-    POST /weights   {"update": name, "part": 0, "parts": 2, "safetensors": base64}  -> {"held": 1, "version": v}
+    POST /weights   {"update": name, "part": 0, "parts": 2, "safetensors": base64}
+    -> {"held": 1, "version": v}
 
-Parts come in order, and one update at a time: the first part of another takes its place. Until the last has come the service answers with
-the weights that it has; then it lets what is under way end, loads, and goes on under another version. No disk is shared.
+An update is applied completely or not at all. Its parts come in order, and only one update is
+received at a time: the first part of another one replaces it. Until the last part has arrived, the
+service answers with its current weights. Then it waits for requests in progress, loads the weights,
+and continues under another version. No shared disk is needed.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ from megatron_rl.models.name_mapping import canonical_name, nested_name
 from megatron_rl.tasks.lewis.listener_protocol import StrictMessage
 from sandbox.http import read_body
 
-if TYPE_CHECKING:  # they bring torch
+if TYPE_CHECKING:  # these import torch
     import torch
 
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
@@ -29,33 +32,47 @@ MAX_PARTS = 4096
 
 
 class WeightPart(StrictMessage):
+    """One part of a weight update."""
+
     update: Annotated[str, StringConstraints(min_length=1, max_length=200)]
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
     parts: Annotated[int, Field(ge=1, le=MAX_PARTS)]
     safetensors: str
-    """base64 of a file of this format that holds some of the tensors, by their names in Hugging Face's checkpoints."""
+    """Base64 of a safetensors file with some of the tensors, under their Hugging Face checkpoint
+    names.
+    """
 
 
 class WeightPartReply(StrictMessage):
+    """Response to /weights."""
+
     held: int
-    """Parts of the update that are here."""
+    """Number of parts of the update that were received."""
     version: str
-    """With what is answered now."""
+    """Version of the weights that answer requests now."""
 
 
 class PublishedWeightReceiver:
-    """Parts of one update."""
+    """Collects the parts of one update."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`shapes` by name, of all tensors that an update has: what else comes is refused, so that an update takes no more memory than it
-        must."""
+        """Create the receiver.
+
+        Args:
+            shapes: Shape of every tensor of an update, by name. Other tensors are rejected, which
+                bounds the memory of an update.
+        """
         self._shapes = shapes
         self._update, self._parts, self._num_received = "", 0, 0
         self._tensors: dict[str, torch.Tensor] = {}
 
     def add_part(self, part: WeightPart) -> "tuple[int, dict[str, torch.Tensor] | None]":
-        """Parts that are here, and all tensors with the last of them. ValueError: it is none of this model, or out of turn; the update is
-        then to be sent anew."""
+        """Add a part; return the number of received parts, and all tensors with the last one.
+
+        Raises:
+            ValueError: The part does not fit this model, or is out of order. The update must start
+                over.
+        """
         if part.part == 0:
             self._update, self._parts, self._num_received, self._tensors = part.update, part.parts, 0, {}
         if (part.update, part.parts, part.part) != (self._update, self._parts, self._num_received):
@@ -89,7 +106,11 @@ class PublishedWeightReceiver:
 
 
 def _decode_tensors(text: str) -> "dict[str, torch.Tensor]":
-    """By the newer spelling of their names. ValueError: it is no such file."""
+    """Decode a safetensors file; tensors get the newer spelling of their names.
+
+    Raises:
+        ValueError: The text is not such a file.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -100,13 +121,17 @@ def _decode_tensors(text: str) -> "dict[str, torch.Tensor]":
 
 
 class WeightUpdateHandler:
-    """What the route does."""
+    """Handler of the route /weights."""
 
     def __init__(self, engine: "EngineHolder") -> None:
         self.engine, self._weight_receiver, self._lock = engine, PublishedWeightReceiver(engine.tensor_shapes), asyncio.Lock()
 
     async def handle_weight_part(self, request: Request) -> WeightPartReply:
-        """422: these are no weights of this model; 503: the engine did not take them."""
+        """Receive a part, and load the update after the last one.
+
+        Responds with 422 if the part is not valid for this model, and with 503 if the engine failed
+        to load.
+        """
         given = await read_body(request, WeightPart)
         async with self._lock:
             try:
