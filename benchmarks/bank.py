@@ -1,4 +1,4 @@
-"""Cost of storing every rollout (run.record=all) and of viewing them, with synthetic rollouts.
+"""Cost of storing every rollout (rollouts.save=all) and of viewing them, with synthetic rollouts.
 
     .venv/bin/python benchmarks/bank.py             # 100,000 rollouts with an image each
     .venv/bin/python benchmarks/bank.py --tiny      # smoke test

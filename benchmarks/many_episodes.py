@@ -4,7 +4,7 @@
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py --tiny       # smoke test
 
 Reports failures and how long callbacks block the event loop. The run is launch/train.py's
-(run.rollout_only, engine.mode=server, engine.num_local_servers=2) with a task defined here: an
+(run.mode=rollout_only, engine.mode=server, engine.num_local_servers=2) with a task defined here: an
 image, a response, a crop different for each rollout, a response, and so on. Callbacks are those of
 the event loop of the rollouts. Each is timed by its thread's processor time, so the load of other
 programs is not included.
@@ -136,8 +136,8 @@ def main() -> None:
         words += ["task=vqa", "task.name=looks", f"task.max_turns={LOOKS}", "task.max_new_tokens=24"]
         words += ["engine.mode=server", "engine.num_local_servers=2", "engine.health_timeout_s=60", f"engine.max_num_seqs={4 * groups}"]
         words += ["engine.kv_cache_mib=512", "engine.max_model_len=2048", "engine.max_images=3"]
-        words += [f"batch.prompts_per_step={groups}", "batch.group_size=8", "run.rollout_only=true"]
-        words += ["run.record=all", "run.steps=1", f"run.dir={folder}/run", "run.eval_every=0"]
+        words += [f"batch.prompts_per_step={groups}", "batch.group_size=8", "run.mode=rollout_only"]
+        words += ["rollouts.save=all", "run.steps=1", f"run.dir={folder}/run", "run.eval_every=0"]
         begin = time.perf_counter()
         with watched() as seen:
             run(compose_settings(words), Plugins(tasks={"looks": LooksTask}))

@@ -118,7 +118,7 @@ def case_for(given: argparse.Namespace) -> StepTimeInputs:
         settings: Settings = resolve_settings(compose("train", overrides=[f"experiment={given.experiment}"]))
     model = load_known_spec(settings.model.path)
     return make_step_time_inputs(
-        model, settings, plan_gpu_memory(model, settings, world_size=settings.run.world, has_values=has_critic(settings))
+        model, settings, plan_gpu_memory(model, settings, world_size=settings.plan.world_size, has_values=has_critic(settings))
     )
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     given = parser.parse_args()
     case = case_for(given)
     episode = case.episode
-    print(f"{given.experiment}: {case.settings.run.gpu}, episodes of {episode.total_tokens:,.0f} tokens, "
+    print(f"{given.experiment}: {case.settings.plan.gpu}, episodes of {episode.total_tokens:,.0f} tokens, "
           f"{episode.sampled_tokens:,.0f} of them sampled\n")  # fmt: skip
     head = " | ".join(COLUMNS)
     for grows, words in ((False, "The recipe's batch"), (True, "A batch that grows with the GPUs")):

@@ -13,7 +13,7 @@ completed first, and all that would be too old for the next step. Colocated engi
 during updates and weight syncs. Separate engines are stopped only for the sync, and some of the
 GPUs only train. An episode that continues after an update is prefilled again. The batch grows with
 the GPUs. The simulation neglects the same things as the time model of scale.py. --measure needs
-run.record=all.
+rollouts.save=all.
 """
 
 import argparse

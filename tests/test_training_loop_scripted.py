@@ -189,7 +189,7 @@ def test_adamw_starts_anew_when_a_shared_trunk_begins_to_learn(
 def test_nothing_of_a_step_is_left_when_the_next_one_rolls_out(record: str, random_model: Path, tmp_path: Path) -> None:
     """Neither its rollouts, whose pictures a node may hold once and not twice, nor its batches, nor what was noted of them."""
     settings, fleet = settings_of(tmp_path, random_model, AlgoSettings(name="rloo")), Watching()
-    live(replace(settings, run=replace(settings.run, record=record)), fleet=fleet)
+    live(replace(settings, rollouts=replace(settings.rollouts, save=record)), fleet=fleet)
     first, *others = fleet.left
     assert others == [first] * 5
 

@@ -41,7 +41,7 @@ from megatron_rl.config import (
     ModelSettings,
     OptimSettings,
     ParallelSettings,
-    RunSettings,
+    PlanSettings,
     Settings,
     TaskSettings,
 )  # fmt: skip
@@ -121,7 +121,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
         optim=OptimSettings(lr=1e-6),
         batch=BatchSettings(prompts_per_step=given.prompts, group_size=given.group, micro_batch_tokens=given.micro_batch_tokens),
         task=TaskSettings(name="number_line"),
-        run=RunSettings(gpu=given.gpu or "h200"),
+        plan=PlanSettings(gpu=given.gpu or "h200"),
     )  # fmt: skip
 
 

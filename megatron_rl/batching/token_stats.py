@@ -1,4 +1,4 @@
-"""Per-token logprobs and entropies of a step, for recorded rollouts (run.record=all).
+"""Per-token logprobs and entropies of a step, for recorded rollouts (rollouts.save=all).
 
 In a step of one update no forward pass precedes it, so the logprobs of the update itself are the
 step's.
@@ -55,7 +55,7 @@ def build_token_stats(settings: Settings) -> TokenStats | None:
     """
     num_updates = settings.batch.minibatches * settings.batch.epochs
     is_of_step = num_updates == 1 or needs_old_logprob_forward(settings.algo, num_updates=num_updates)
-    return TokenStats() if settings.run.record == "all" and is_of_step else None
+    return TokenStats() if settings.rollouts.save == "all" and is_of_step else None
 
 
 def write_column(rollouts: Sequence[Rollout], batches: Sequence[MicroBatch], numbers: Sequence[torch.Tensor], *, column: str) -> None:

@@ -189,7 +189,7 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
         except PeerLost:
             sys.exit(1)
         except (ValueError, OSError, RunFailed, InfraError) as error:
-            exit_with_error(error, world, is_dry=settings.run.dry)
+            exit_with_error(error, world, is_dry=settings.plan.only)
         except KeyboardInterrupt:
             print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
             sys.exit(EXIT_INTERRUPTED)

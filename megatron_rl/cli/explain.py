@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="explain.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Check a recorded step, play it back through Hugging Face's model and the trainer's, and say where they first differ.",
     )  # fmt: skip
-    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir; run.record=all keeps whole steps, else there are best and worst")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir; rollouts.save=all keeps whole steps, else there are best and worst")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="which of RUN/rollouts/step_*")
     parser.add_argument("--weights", default="", metavar="DIR", help="that sampled it, any format (default: the run's own checkpoint)")
     parser.add_argument("--older", default="", metavar="DIR", help="weights that may have stayed (default: the run's before those)")

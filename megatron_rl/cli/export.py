@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="export.py", description="Turn a run's best recorded rollouts into transcripts for a warm start.", epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run with run.record=all")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run with rollouts.save=all")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"gets {TRANSCRIPTS_FILE} and images/")
     parser.add_argument("--best", type=int, default=1, metavar="N", help="rollouts of each example (default 1)")
     parser.add_argument("--min-reward", type=float, default=-math.inf, metavar="R", help="take none below (default: take any)")

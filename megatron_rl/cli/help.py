@@ -28,7 +28,7 @@ TRAIN_USAGE = """Reinforcement learning of vision-language agents: Megatron-Core
 Every word is GROUP=NAME, which takes a yaml, or KEY=VALUE, which sets one setting; the last one wins. Start nothing, and show
 
     python launch/train.py experiment=numberline_grpo_cpu --cfg job      # every value that a run would use
-    python launch/train.py experiment=vqa_3b_1gpu model.path=3b run.dir=there run.dry=true    # the plan of its memory
+    python launch/train.py experiment=vqa_3b_1gpu model.path=3b run.dir=there plan.only=true    # the plan of its memory
     python launch/doctor.py experiment=numberline_grpo_cpu               # what would keep it from starting
     python launch/train.py --help optim                                  # the keys of a group; --help all: every key
 """

@@ -23,7 +23,7 @@ from megatron_rl.config.rollout import (
     SandboxSettings,
     TaskSettings,
 )
-from megatron_rl.config.run import CheckpointSettings, RunSettings, TrackioSettings, WandbSettings
+from megatron_rl.config.run import CheckpointSettings, PlanSettings, RolloutStoreSettings, RunSettings, TrackioSettings, WandbSettings
 from megatron_rl.config.services import ServiceSettings, ServicesSettings, service_of
 from megatron_rl.config.sft import SftSettings
 from megatron_rl.config.slurm import SlurmSettings
@@ -48,6 +48,8 @@ __all__ = [
     "ModelSettings",
     "OptimSettings",
     "ParallelSettings",
+    "PlanSettings",
+    "RolloutStoreSettings",
     "RunSettings",
     "SandboxSettings",
     "ServiceSettings",
@@ -86,6 +88,8 @@ class Settings:
     task: TaskSettings = field(default_factory=TaskSettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    rollouts: RolloutStoreSettings = field(default_factory=RolloutStoreSettings)
+    plan: PlanSettings = field(default_factory=PlanSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     wandb: WandbSettings = field(default_factory=WandbSettings)
     trackio: TrackioSettings = field(default_factory=TrackioSettings)
@@ -98,6 +102,12 @@ class Settings:
         is_rl, dropout = self.stage == "rl", self.lora.dropout
         require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the policy that sampled had none")
         self.services.require_asked(self.task)
+        mode, rollouts = self.run.mode, self.rollouts
+        require(mode == "train" or is_rl, "run.mode", mode, "is a mode of stage=rl; leave it out")
+        remedy = "saves every rollout: use rollouts.save=all"
+        require(mode != "rollout_only" or rollouts.save == "all", "run.mode", mode, remedy)
+        remedy = "needs rollouts.replay_from=RUN/rollouts of a run with rollouts.save=all"
+        require(mode != "replay" or bool(rollouts.replay_from), "run.mode", mode, remedy)
         require(
             is_rl or not self.weight_publish.urls,
             "weight_publish.urls",

@@ -35,18 +35,9 @@ class RunSettings:
     outage_timeout_s: float = 600.0
     """Time in seconds for which rollouts that failed in an outage of our own services (sandbox,
     judge) are retried before they count as failed."""
-    dry: bool = False
-    """Build every rank's model shard without allocating memory, print the GPU memory plan, and
-    exit."""
-    gpu: str = "h200"
-    """GPU for which memory is planned: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200
-    (141 GB)."""
-    world: int = 0
-    """Number of processes of a dry run, one per GPU; 0 uses the number that torchrun started."""
-    host_gb: float = 0.0
-    """Host memory of a node in GB; a dry run, and a run on GPUs, refuse a plan that needs more. 0:
-    the doctor compares with this machine's memory, and a dry run, which may be for another machine,
-    does not check it."""
+    mode: str = "train"
+    """Mode of stage=rl: train; rollout_only generates and saves rollouts with the weights of
+    model.path, without training; replay trains on saved rollouts, without an engine."""
     overwrite: bool = False
     """Move an existing run directory with other settings, or of a finished run, to a backup and
     start a new run; otherwise it is an error."""
@@ -56,39 +47,17 @@ class RunSettings:
     require_improvement: bool = False
     """Exit with an error unless the mean return of the last 10 steps is above that of the first
     10."""
-    record_best: int = 1
-    """Number of rollouts per step with the highest rewards that are saved as JSONL and PNG."""
-    record_worst: int = 1
-    """Number of rollouts per step with the lowest rewards that are saved as JSONL and PNG."""
-    record: str = "best"
-    """Recorded rollouts: best saves record_best and record_worst rollouts per step; all also saves
-    every rollout in Parquet files."""
-    record_gb: float = 50.0
-    """Maximum disk space of record=all in GB; the oldest steps are deleted to make space for new
-    ones."""
     trace: int = 0
     """Number of first steps of each attempt for which spans, episodes and tool calls are traced for
     Perfetto (RUN/trace); 0 disables it."""
-    rollout_only: bool = False
-    """Generate and record the rollouts of the steps with the weights of model.path, without
-    training; every rollout is saved."""
-    replay: str = ""
-    """Directory of rollouts recorded with record=all (RUN/rollouts), which are trained on again
-    without an engine; empty generates new rollouts."""
 
     def __post_init__(self) -> None:
-        require_choice("run.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
+        require_choice("run.mode", self.mode, ("train", "rollout_only", "replay"))
         require(self.max_staleness >= 0, "run.max_staleness", self.max_staleness, "must not be negative; 0 waits for every episode")
-        require(self.world >= 0, "run.world", self.world, "must not be negative; 0 takes what torchrun started")
-        require(0 <= self.host_gb < math.inf, "run.host_gb", self.host_gb, "must be a number of GB; 0 takes this machine's memory")
-        require_choice("run.record", self.record, ("best", "all"))
-        require(0 < self.record_gb < math.inf, "run.record_gb", self.record_gb, "must be a number of GB above 0")
-        remedy = "rollouts that nobody trains on are for a record: use run.record=all, without run.replay"
-        require(not self.rollout_only or (self.record == "all" and not self.replay), "run.rollout_only", self.rollout_only, remedy)
-        remedy = "nothing is updated, so that nothing grows stale: use run.max_staleness=0"
-        require(not self.rollout_only or self.max_staleness == 0, "run.max_staleness", self.max_staleness, remedy)
+        remedy = "run.mode=rollout_only updates no weights, so no rollout gets stale: use run.max_staleness=0"
+        require(self.mode != "rollout_only" or self.max_staleness == 0, "run.max_staleness", self.max_staleness, remedy)
         remedy = "a replay has no engine to evaluate with: use run.eval_every=0, and launch/evaluate.py on what was trained"
-        require(not self.replay or self.eval_every == 0, "run.eval_every", self.eval_every, remedy)
+        require(self.mode != "replay" or self.eval_every == 0, "run.eval_every", self.eval_every, remedy)
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
         require(self.grace_s >= 0, "run.grace_s", self.grace_s, "must not be negative")
         require(
@@ -105,10 +74,56 @@ class RunSettings:
             self.outage_timeout_s,
             "must be a number of seconds; 0 waits for nothing",
         )
-        for key in ("eval_every", "record_best", "record_worst", "trace"):
+        for key in ("eval_every", "trace"):
             require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
         remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
         require(not self.require_improvement or self.steps >= 20, "run.steps", self.steps, remedy)
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanSettings:
+    """Memory plan of a run, for the machines that it is meant for."""
+
+    only: bool = False
+    """Print the memory plan of the GPUs and of the host, and exit; no memory is allocated."""
+    gpu: str = "h200"
+    """GPU for which memory is planned: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200
+    (141 GB)."""
+    world_size: int = 0
+    """Number of planned processes, one per GPU; 0 uses the number that torchrun started."""
+    host_gb: float = 0.0
+    """Host memory of a node in GB; plan.only, and a run on GPUs, refuse a plan that needs more. 0:
+    the doctor compares with this machine's memory, and plan.only does not check it."""
+
+    def __post_init__(self) -> None:
+        require_choice("plan.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
+        require(self.world_size >= 0, "plan.world_size", self.world_size, "must not be negative; 0 takes what torchrun started")
+        require(0 <= self.host_gb < math.inf, "plan.host_gb", self.host_gb, "must be a number of GB; 0 takes this machine's memory")
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutStoreSettings:
+    """Rollouts that a run saves, and saved rollouts that it trains on again."""
+
+    save: str = "best"
+    """Saved rollouts: best saves keep_best and keep_worst rollouts per step; all also saves every
+    rollout in Parquet files."""
+    max_gb: float = 50.0
+    """Maximum disk space of save=all in GB; the oldest steps are deleted to make space for new
+    ones."""
+    keep_best: int = 1
+    """Number of rollouts per step with the highest rewards that are saved as JSONL and PNG."""
+    keep_worst: int = 1
+    """Number of rollouts per step with the lowest rewards that are saved as JSONL and PNG."""
+    replay_from: str = ""
+    """Directory of rollouts of a run with save=all (RUN/rollouts), for run.mode=replay and
+    launch/rescore.py."""
+
+    def __post_init__(self) -> None:
+        require_choice("rollouts.save", self.save, ("best", "all"))
+        require(0 < self.max_gb < math.inf, "rollouts.max_gb", self.max_gb, "must be a number of GB above 0")
+        for key in ("keep_best", "keep_worst"):
+            require(getattr(self, key) >= 0, f"rollouts.{key}", getattr(self, key), "must not be negative")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -47,25 +47,27 @@ from megatron_rl.types import Example, Image, Rollout, Status
 
 SCORES_FILE = "scores.json"
 """Name of the summary file in the output directory."""
-SCORE_SETTINGS = ("task.", "model.path", "run.replay")
+SCORE_SETTINGS = ("task.", "model.path", "rollouts.replay_from")
 """Settings, or groups of them, that scores depend on."""
 MAX_ATTEMPTS = 3
 """Number of attempts to score a rollout while its judge is down."""
 
 
 def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
-    """Score the rollouts in run.replay by the task, write them to run.dir and print a summary.
+    """Score the rollouts in rollouts.replay_from by the task, write them to run.dir and print a summary.
 
     Returns:
         The summary, as in scores.json; None if the process was asked to stop.
 
     Raises:
-        ValueError: run.replay has no recorded rollouts, run.dir is the directory of the recorded
+        ValueError: rollouts.replay_from has no recorded rollouts, run.dir is the directory of the recorded
             run, or the task lacks one of the examples.
     """
-    folder, out = Path(settings.run.replay), Path(settings.run.dir)
+    folder, out = Path(settings.rollouts.replay_from), Path(settings.run.dir)
     paths = list_step_files(folder)
-    require(bool(paths), "run.replay", settings.run.replay, "holds no step that run.record=all wrote; give RUN/rollouts")
+    require(
+        bool(paths), "rollouts.replay_from", settings.rollouts.replay_from, "holds no step that rollouts.save=all wrote; give RUN/rollouts"
+    )
     remedy = "the recorded run stays as it is; choose another folder for the new scores"
     require(folder.resolve().parent != out.resolve(), "run.dir", settings.run.dir, remedy)
     world = read_world()

@@ -1,4 +1,4 @@
-"""Generates and records rollouts without a trainer (run.rollout_only).
+"""Generates and records rollouts without a trainer (run.mode=rollout_only).
 
 The episodes of a step are those that training with these weights would start from. Steps that were
 recorded before a kill are not generated again.

@@ -75,9 +75,9 @@ def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
 
 
 def run_replay(settings: Settings, context: TrainerContext) -> None:
-    """Run RL training on recorded rollouts (run.replay), without a rollout engine."""
+    """Run RL training on saved rollouts (run.mode=replay), without a rollout engine."""
     fleet = RolloutReplay(
-        Path(settings.run.replay), world=context.world, gather_rollouts=context.image_exchange.gather_rollouts,
+        Path(settings.rollouts.replay_from), world=context.world, gather_rollouts=context.image_exchange.gather_rollouts,
         generation_settings=generation_settings(settings), episode_settings=episode_settings(settings),
     )  # fmt: skip
     _run_training_loop(settings, context, fleet, None)
@@ -112,17 +112,17 @@ STAGES: Mapping[str, TrainingStage] = {
 }
 """Training stages by `stage`."""
 REPLAY = TrainingStage(num_steps=lambda s: s.run.steps, splits=(), is_rl=True, run=run_replay)
-"""The stage for stage=rl with run.replay."""
+"""The stage for stage=rl with run.mode=replay."""
 
 
 def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
     """Run the stage on every rank and return its result.
 
-    The result is None if run.dry only prints the memory plan. The function also works in a
+    The result is None if plan.only only prints the memory plan. The function also works in a
     notebook, and repeatedly in the same process.
     """
     world = read_world()
-    if settings.run.dry:
+    if settings.plan.only:
         print_plan(settings, world, plugins)
         return None
     with StopSignal(grace_s=settings.run.grace_s, close_timeout_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
@@ -147,7 +147,7 @@ def run_in_own_thread(action: Callable[[], T]) -> T:
 def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: StopSignal) -> Result:
     """Run one attempt: build all parts, train, finalize, and close everything."""
     timeout_s, folder = settings.parallel.timeout_s, Path(settings.run.dir)
-    stage = REPLAY if settings.run.replay else STAGES[settings.stage]
+    stage = REPLAY if settings.run.mode == "replay" else STAGES[settings.stage]
     trim_malloc()
     watch, num_steps = HangWatchdog(world, folder=folder, timeout_s=timeout_s), stage.num_steps(settings)
     if world.device.type == "cuda" and (settings.engine.tp == 1 or settings.engine.mode == "server"):
@@ -175,7 +175,7 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
             except GracefulStop:
                 step = raise_on_all_ranks(lambda: newest_saved_step(folder))
                 return Result(folder=folder, step=step, num_steps=num_steps, metrics={}, is_finished=False)
-            if settings.run.rollout_only:
+            if settings.run.mode == "rollout_only":
                 algorithm = {**ALGORITHMS, **plugins.algorithms}[settings.algo.name]
                 return run_rollout_only(
                     playing, task=task, algorithm=algorithm, world=world, stop=stop, supervisor=household, closing=closing

@@ -110,7 +110,7 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
         is_evaluation = (run / EVALUATION_FILE).is_file()
         if is_evaluation:  # greedy evaluations record logprobs at temperature 1
             sampled, start = found["evaluation"]["temperature"] or 1.0, str(found["evaluation"]["weights"])
-        stays = is_evaluation or found["run"].get("rollout_only", False)
+        stays = is_evaluation or found["run"].get("mode") == "rollout_only"
         chosen = ModelSettings(
             path=model_path or str(given["path"]), min_pixels=int(given["min_pixels"]), max_pixels=int(given["max_pixels"]),
         )  # fmt: skip
@@ -131,7 +131,7 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
 
 
 def read_step(run: Path, step: int) -> RecordedStep:
-    """Read all rollouts of a step if run.record=all saved them, else its best and worst.
+    """Read all rollouts of a step if rollouts.save=all saved them, else its best and worst.
 
     Raises:
         ValueError: no rollout of the step can be read.

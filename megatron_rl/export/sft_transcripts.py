@@ -75,7 +75,7 @@ def export_transcripts(
     """
     paths = {step_number(path): path for path in list_step_files(folder) if step_number(path) >= first_step}
     if not paths:
-        raise ValueError(f"{folder}: holds no step from {first_step} on that run.record=all wrote")
+        raise ValueError(f"{folder}: holds no step from {first_step} on that rollouts.save=all wrote")
     exported = ExportSummary(max_per_example)
     chosen = select_best(paths, max_per_example=max_per_example, min_reward=min_reward, summary=exported)
     out.mkdir(parents=True, exist_ok=True)

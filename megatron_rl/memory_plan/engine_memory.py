@@ -61,7 +61,7 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
     Args:
         model: sizes of the model.
         settings: settings of the run.
-        memory: bytes of the GPU; 0 takes those of run.gpu.
+        memory: bytes of the GPU; 0 takes those of plan.gpu.
 
     Raises:
         ValueError: the share is too small for them and a KV cache of one sequence.
@@ -72,12 +72,12 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
     # deepstack_input_embeds of vLLM's model (0.32.0) is not sharded.
     added = model.vision.num_deepstack_layers * max_batched_tokens(settings) * model.hidden_size * width
     engine = EnginePlan(
-        budget_bytes=int(given.gpu_memory_utilization * (memory or GPU_SPECS[settings.run.gpu].memory_bytes)),
+        budget_bytes=int(given.gpu_memory_utilization * (memory or GPU_SPECS[settings.plan.gpu].memory_bytes)),
         weight_bytes=sum(math.prod(shape) for shape in model.shapes().values()) * width // given.tp + added,
         step_bytes=_largest_step_bytes(model, settings, itemsize=width) + CUDA_GRAPH_BYTES,
         kv_bytes_per_token=token,
     )
-    whose = "this GPU" if memory else f"a {settings.run.gpu}"
+    whose = "this GPU" if memory else f"a {settings.plan.gpu}"
     require(
         engine.cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
         f"{format_gb(engine.budget_bytes)} of {whose} have no room for the engine's weights ({format_gb(engine.weight_bytes)}), "
@@ -92,7 +92,7 @@ def max_batched_tokens(settings: Settings) -> int:
 
     See engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args.
     """
-    return min(MAX_BATCHED_TOKENS[settings.run.gpu], settings.engine.max_num_seqs * settings.engine.max_model_len)
+    return min(MAX_BATCHED_TOKENS[settings.plan.gpu], settings.engine.max_num_seqs * settings.engine.max_model_len)
 
 
 def num_profiled_image_tokens(model: ModelSpec, settings: Settings) -> int:

@@ -97,7 +97,7 @@ def plan_gpu_memory(
         world_size: number of ranks.
         has_values: the algorithm needs a critic.
         uses_sandbox: the task runs code in sandboxes on the nodes of the engines.
-        memory: bytes of the actual GPU; 0 takes those of run.gpu.
+        memory: bytes of the actual GPU; 0 takes those of plan.gpu.
 
     Raises:
         ValueError: the engine's share is too small for its weights and one sequence.
@@ -107,8 +107,8 @@ def plan_gpu_memory(
     engine = plan_engine(model, settings, memory=memory)
     found = compute_model_shares(model, settings, world_size=world_size, has_values=has_values)
     return MemoryPlan(
-        gpu=settings.run.gpu,
-        gpu_bytes=memory or GPU_SPECS[settings.run.gpu].memory_bytes,
+        gpu=settings.plan.gpu,
+        gpu_bytes=memory or GPU_SPECS[settings.plan.gpu].memory_bytes,
         world_size=world_size,
         num_tokens=num_tokens,
         engine=engine,
@@ -129,7 +129,7 @@ def require_fit(planned: MemoryPlan) -> str:
         ValueError: it does not fit.
     """
     remedy = f"its {format_gb(planned.usable_bytes)} ({USABLE_FRACTION:.0%}) are less than the {format_gb(planned.peak_bytes)} needed"
-    require(planned.fits, "run.gpu", planned.gpu, f"{remedy}; raise parallel.tp, offload, or lower the tokens")
+    require(planned.fits, "plan.gpu", planned.gpu, f"{remedy}; raise parallel.tp, offload, or lower the tokens")
     peak, usable = format_gb(planned.peak_bytes), format_gb(planned.usable_bytes)
     return f"{peak} of the {usable} that are {USABLE_FRACTION:.0%} of a {planned.gpu}; {planned.world_size} GPUs"
 

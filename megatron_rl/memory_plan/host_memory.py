@@ -68,22 +68,22 @@ def plan_host_memory(
 
 
 def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: int, on_this_machine: bool = False) -> str:
-    """Return the error `run.host_gb=N: ...` if a node's memory is too small for its ranks, else "".
+    """Return the error `plan.host_gb=N: ...` if a node's memory is too small for its ranks, else "".
 
-    The memory is that of run.host_gb, or that of this machine if it is 0. With `on_this_machine`
+    The memory is that of plan.host_gb, or that of this machine if it is 0. With `on_this_machine`
     the run is on this machine, which may have less than configured.
     """
-    ranks, stated, own = min(world_size, GPUS_PER_NODE), settings.run.host_gb, psutil.virtual_memory().total
+    ranks, stated, own = min(world_size, GPUS_PER_NODE), settings.plan.host_gb, psutil.virtual_memory().total
     room, needed = min(stated * GB or own, own) if on_this_machine else stated * GB or own, host.node_bytes(ranks)
     if needed <= room:
         return ""
     whose = f"its {format_gb(room)} are" if room == stated * GB else f"this machine's {format_gb(room)} are"
     remedy = (
-        "state another node's memory by run.host_gb, or lower engine.max_images, task.max_pixels, task.sandbox.size or memory_mib, "
+        "state another node's memory by plan.host_gb, or lower engine.max_images, task.max_pixels, task.sandbox.size or memory_mib, "
         "or what is offloaded"
     )
     processes = f"{ranks} process{'es' * (ranks > 1)}"
-    return f"run.host_gb={stated}: {whose} less than the {format_gb(needed)} that {processes} may need at most; {remedy}"
+    return f"plan.host_gb={stated}: {whose} less than the {format_gb(needed)} that {processes} may need at most; {remedy}"
 
 
 def _plan_rank_host_memory(

@@ -1,4 +1,4 @@
-"""Report of a dry run (run.dry): memory of GPUs and host, and the expected time per step.
+"""Report of a dry run (plan.only): memory of GPUs and host, and the expected time per step.
 
 Nothing is loaded; neither GPUs nor weights are needed.
 """
@@ -24,7 +24,7 @@ def print_memory_plan(
     This machine's main memory is not checked, because the plan may be for another machine.
 
     Raises:
-        ValueError: the plan does not fit the GPU, or the main memory given by run.host_gb.
+        ValueError: the plan does not fit the GPU, or the main memory given by plan.host_gb.
     """
     planned = plan_gpu_memory(model, settings, world_size=world_size, has_values=has_values, uses_sandbox=uses_sandbox)
     console = Console(highlight=False)
@@ -37,10 +37,10 @@ def print_memory_plan(
         console.print(describe_step_time(make_step_time_inputs(model, settings, planned)), soft_wrap=True)
     console.print(_host_line(planned), soft_wrap=True)
     fits = require_fit(planned)
-    misfit = host_memory_error(planned.host, settings, world_size=world_size) if settings.run.host_gb else ""
+    misfit = host_memory_error(planned.host, settings, world_size=world_size) if settings.plan.host_gb else ""
     if misfit:
         raise ValueError(misfit)
-    unjudged = "" if settings.run.host_gb else "; main memory was not judged: run.host_gb states a node's"
+    unjudged = "" if settings.plan.host_gb else "; main memory was not judged: plan.host_gb states a node's"
     console.print(f"fits: {fits}{unjudged}", soft_wrap=True)
     return planned
 

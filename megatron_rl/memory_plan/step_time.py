@@ -75,7 +75,7 @@ class StepTimeInputs:
     @property
     def gpu(self) -> GpuSpec:
         """Specifications of the run's GPU."""
-        return GPU_SPECS[self.settings.run.gpu]
+        return GPU_SPECS[self.settings.plan.gpu]
 
     @property
     def episode(self) -> EpisodeEstimate:
@@ -365,7 +365,7 @@ def describe_step_time(inputs: StepTimeInputs) -> str:
         else "nothing of it was measured"
     )
     return (
-        f"{seconds.step_total:.0f} s a step expected on {inputs.world_size} {inputs.settings.run.gpu}: {', '.join(said)}; a checkpoint "
+        f"{seconds.step_total:.0f} s a step expected on {inputs.world_size} {inputs.settings.plan.gpu}: {', '.join(said)}; a checkpoint "
         f"{seconds.checkpoint:.0f} s; for episodes of {episode.total_tokens:,.0f} tokens, "
         f"{episode.sampled_tokens:,.0f} of them sampled; {known}"
     )

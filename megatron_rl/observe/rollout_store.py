@@ -1,4 +1,4 @@
-"""Store of every rollout of a run (run.record=all), one Parquet file per step.
+"""Store of every rollout of a run (rollouts.save=all), one Parquet file per step.
 
     RUN/rollouts/step_000012.parquet       one row per rollout: SUMMARY_SCHEMA, then the fields of
                                            io/rollout_codec.py's record under their own names
@@ -241,7 +241,7 @@ def read_num_gen_batches(path: Path) -> int:
     with _errors_with_path(path):
         about = (_open_parquet(path).schema_arrow.metadata or {}).get(b"megatron_rl")
         if about is None:
-            raise ValueError("holds no step that run.record=all wrote")
+            raise ValueError("holds no step that rollouts.save=all wrote")
         return int(json.loads(about)["rounds"])
 
 

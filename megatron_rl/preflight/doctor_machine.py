@@ -111,10 +111,10 @@ def check_visible_gpus(settings: Settings, report: CheckReport) -> None:
 def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: CheckReport) -> None:
     """Check that the job's GPUs on this node fit together, and have enough shared memory.
 
-    Outside of a job, these are the first run.world GPUs, or all if it is 0.
+    Outside of a job, these are the first plan.world_size GPUs, or all if it is 0.
     """
     here, room = read_world(), shutil.disk_usage(gpus.SHARED_MEMORY).free
-    size = here.size if here.size > 1 else settings.run.world or len(devices)
+    size = here.size if here.size > 1 else settings.plan.world_size or len(devices)
     mine = devices[: here.local_size if here.size > 1 else size]
     refused, doubted = (
         gpus.shared_memory_error(room, len(mine), bytes_per_rank=each) for each in (gpus.MIN_SHARED_BYTES, gpus.SHARED_BYTES)
@@ -164,7 +164,7 @@ def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
 def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins) -> None:
     """Check that the memory plan fits host memory, and GPU memory if there are GPUs.
 
-    GPU memory is also planned without GPUs if run.world is set. The expected time per step is
+    GPU memory is also planned without GPUs if plan.world_size is set. The expected time per step is
     reported, too.
     """
     from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, require_fit  # imports Megatron
@@ -175,7 +175,7 @@ def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins)
 
     model, parallel = read_spec(settings.model.path), settings.parallel
     size, has_values = (
-        settings.run.world or max(read_world().size, parallel.tp * parallel.pp, settings.engine.tp),
+        settings.plan.world_size or max(read_world().size, parallel.tp * parallel.pp, settings.engine.tp),
         has_critic(settings, plugins),
     )
     try:
@@ -188,14 +188,14 @@ def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins)
     misfit = host_memory_error(host, settings, world_size=size)
     report.add_finding("host", f"{size} processes" + (" may not fit" if misfit else " fit"))
     report.warnings += [misfit] if misfit else []
-    if not (settings.run.world or torch.cuda.device_count()):
+    if not (settings.plan.world_size or torch.cuda.device_count()):
         return
     try:
-        memory = 0 if settings.run.world else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # memory of the installed GPUs
+        memory = 0 if settings.plan.world_size else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # memory of the installed GPUs
         at = (
             settings
             if not memory
-            else replace(settings, run=replace(settings.run, gpu=closest_gpu_name(memory, preferred=settings.run.gpu)))
+            else replace(settings, plan=replace(settings.plan, gpu=closest_gpu_name(memory, preferred=settings.plan.gpu)))
         )
         planned = plan_gpu_memory(model, at, world_size=size, has_values=has_values, memory=memory)
         report.add_finding("plan", require_fit(planned))
@@ -211,4 +211,4 @@ def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins)
         free, total = torch.cuda.mem_get_info(index)
         if free < planned.peak_bytes:
             remedy = f"{format_gb(free)} of its {format_gb(total)} are free, and the plan needs {format_gb(planned.peak_bytes)}"
-            report.errors.append(f"GPU {index}: {remedy}; end what else runs on it (nvidia-smi), or plan for it by run.gpu")
+            report.errors.append(f"GPU {index}: {remedy}; end what else runs on it (nvidia-smi), or plan for it by plan.gpu")

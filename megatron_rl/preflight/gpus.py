@@ -105,7 +105,7 @@ def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int)
     index, gpu = min(enumerate(node_gpus), key=lambda each: each[1].memory_bytes)
     if gpu.memory_bytes >= needed:
         return ""
-    remedy = "lower it, or what run.dry=true shows beside the engine (batch.micro_batch_tokens, parallel.offload_*), or raise parallel.tp"
+    remedy = "lower it, or what plan.only=true shows beside the engine (batch.micro_batch_tokens, parallel.offload_*), or raise parallel.tp"
     lacks = f"GPU {index} ({gpu.name}) has {gpu.memory_bytes / 1e9:.1f} GB, and the plan needs {needed / 1e9:.1f}"
     return f"engine.gpu_memory_utilization={settings.engine.gpu_memory_utilization}: {lacks}; {remedy}"
 

@@ -1,8 +1,8 @@
-"""Checks of a run before anything is built, and the memory plan that run.dry prints."""
+"""Checks of a run before anything is built, and the memory plan that plan.only prints."""
 
 from dataclasses import replace
 
-from megatron_rl.config import Settings
+from megatron_rl.config import Settings, require
 from megatron_rl.distributed.world import World
 from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory
 from megatron_rl.memory_plan.gpu_specs import closest_gpu_name
@@ -24,7 +24,7 @@ def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int
     """Return the planned peak of the fullest GPU in bytes, or the error that no plan fits.
 
     The result is 0 on CPUs, and on all processes but the first of a node. The plan is for the
-    smallest GPU of this node. Host memory is checked only if run.host_gb is set, because a run
+    smallest GPU of this node. Host memory is checked only if plan.host_gb is set, because a run
     seldom needs its maximum at once. Call it before the process groups exist, since the plan
     creates one of its own. The error is returned so that all ranks can raise it.
     """
@@ -34,11 +34,11 @@ def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int
         model = read_spec(settings.model.path)
         check_sizes(settings, model, world.size, plugins)
         memory = min(gpu.memory_bytes for gpu in visible_gpus()[: world.local_size])
-        settings = replace(settings, run=replace(settings.run, gpu=closest_gpu_name(memory, preferred=settings.run.gpu)))
+        settings = replace(settings, plan=replace(settings.plan, gpu=closest_gpu_name(memory, preferred=settings.plan.gpu)))
         given = {"has_values": has_critic(settings, plugins), "uses_sandbox": uses_sandbox(settings, plugins), "memory": memory}
         planned = plan_gpu_memory(model, settings, world_size=world.size, **given)
         misfit = (
-            host_memory_error(planned.host, settings, world_size=world.local_size, on_this_machine=True) if settings.run.host_gb else ""
+            host_memory_error(planned.host, settings, world_size=world.local_size, on_this_machine=True) if settings.plan.host_gb else ""
         )
         return ValueError(misfit) if misfit else planned.peak_bytes
     except (ValueError, OSError) as trouble:
@@ -55,13 +55,15 @@ def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int
         needed: Result of `plan_gpu_bytes`.
         splits: Splits of the task that must have examples.
     """
+    replay_from, remedy = settings.rollouts.replay_from, "is for launch/rescore.py and run.mode=replay; add run.mode=replay"
+    require(settings.run.mode == "replay" or not replay_from, "rollouts.replay_from", replay_from, remedy)
     check_gpus(settings, world, needed=needed)
     task = build_task(settings.task, plugins)
     check_settings(settings, world.size, plugins)
     if world.is_main:
         check_wandb(settings.wandb)
         check_trackio(settings.trackio)
-        if settings.run.replay:
+        if settings.run.mode == "replay":
             require_recorded_steps(settings)
         else:
             check_servers(settings)
@@ -75,7 +77,7 @@ def print_plan(settings: Settings, world: World, plugins: Plugins) -> None:
 
     model.path may be the Hugging Face Hub name of a known model; its files are not needed.
     """
-    model, size = load_known_spec(settings.model.path), settings.run.world or world.size
+    model, size = load_known_spec(settings.model.path), settings.plan.world_size or world.size
     check_sizes(settings, model, size, plugins)
     if world.is_main:
         parts = {"has_values": has_critic(settings, plugins), "uses_sandbox": uses_sandbox(settings, plugins)}

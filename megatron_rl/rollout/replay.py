@@ -1,4 +1,4 @@
-"""Replaces the rollout manager to train again on the recorded steps of a run (run.record=all).
+"""Replaces the rollout manager to train again on the recorded steps of a run (rollouts.save=all).
 
 With the settings and weights of that run, every loss, gradient and weight is the same as in that
 run, whatever the parallel layout of the trainer.
@@ -77,6 +77,6 @@ class RolloutReplay:
 def require_recorded_steps(settings: Settings) -> None:
     """Raise ValueError if a step of the run was not recorded."""
     for step in range(settings.run.steps):
-        path = step_path(Path(settings.run.replay), step)
-        remedy = f"step {step} is not there; give RUN/rollouts of a run with run.record=all, or fewer run.steps"
-        require(path.is_file(), "run.replay", settings.run.replay, remedy)
+        path = step_path(Path(settings.rollouts.replay_from), step)
+        remedy = f"step {step} is not there; give RUN/rollouts of a run with rollouts.save=all, or fewer run.steps"
+        require(path.is_file(), "rollouts.replay_from", settings.rollouts.replay_from, remedy)

@@ -62,14 +62,13 @@ ENDED = "ended.json"
 "failed", "line": reason, "step": of the newest checkpoint}. A killed attempt leaves none.
 """
 MUTABLE_KEYS = (
-    "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "run.gpu", "run.world", "run.dry",
-    "run.overwrite", "run.grace_s", "run.max_failed_fraction", "run.max_logprob_abs_diff", "run.outage_timeout_s", "run.host_gb",
-    "run.record",
-    "run.record_gb", "run.record_best", "run.record_worst", "run.trace", "task.judge.urls", "task.judge.token_file",
+    "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "plan.", "run.overwrite",
+    "run.grace_s", "run.max_failed_fraction", "run.max_logprob_abs_diff", "run.outage_timeout_s", "rollouts.save", "rollouts.max_gb",
+    "rollouts.keep_best", "rollouts.keep_worst", "run.trace", "task.judge.urls", "task.judge.token_file",
     "task.judge.outage_timeout_s", "task.sandbox.url", "task.sandbox.token_file", "task.options.processes", "task.options.call_s",
-    "task.listener.", "task.speaker.",
-    "task.options.held_out_listeners.", "task.options.held_out_token_files.", "task.options.log", "task.options.sheets", "evaluation.urls",
-    "evaluation.timeout_s", "evaluation.outage_timeout_s", "evaluation.max_attempts", "evaluation.concurrency",
+    "task.listener.", "task.speaker.", "task.options.held_out_listeners.", "task.options.held_out_token_files.", "task.options.log",
+    "task.options.sheets", "evaluation.urls", "evaluation.timeout_s", "evaluation.outage_timeout_s", "evaluation.max_attempts",
+    "evaluation.concurrency",
 )  # fmt: skip
 """Settings, or groups of them, that may change when a run resumes: they decide where and how the
 run is computed, not what it learns.

@@ -67,7 +67,7 @@ class MismatchCheck:
         """Disable the check for replays, because other weights may have sampled their tokens."""
         self._accepted = settings.run.max_logprob_abs_diff
         self._dtype = "bfloat16" if "bfloat16" in (settings.model.dtype, settings.engine.dtype) else "float32"
-        self._is_due = not settings.run.replay
+        self._is_due = settings.run.mode != "replay"
 
     def __call__(self, update: Mapping[str, float]) -> None:
         """Check the metrics of an update, reduced over all ranks, before the optimizer step.

@@ -107,8 +107,8 @@ class Run:
         """Scores of the last evaluation of this attempt, as in eval.json."""
         self.is_main, self._rank, self._is_alone = world.is_main, world.rank, world.size == 1
         self._is_async = settings.run.max_staleness > 0
-        self._recorded = {"num_best": settings.run.record_best, "num_worst": settings.run.record_worst}
-        self._saves_all = settings.run.record == "all"
+        self._recorded = {"num_best": settings.rollouts.keep_best, "num_worst": settings.rollouts.keep_worst}
+        self._saves_all = settings.rollouts.save == "all"
         self._reported_examples, self._busy_tracker = set(self.history.bad_examples), EngineBusyCounter()
         self.progress = ProgressDisplay(num_steps, title=settings.stage, first_step=first_step) if self.is_main else None
         self.trace = StepTrace(settings.run.trace)
@@ -133,7 +133,7 @@ class Run:
                 self.folder, settings.wandb, config, trackio_settings=settings.trackio, start_step=first_line
             )  # fmt: skip
             self.recorder = BestWorstRecorder(self.folder, **self._recorded)
-            self.rollout_store = RolloutStore(self.folder, max_gb=settings.run.record_gb)
+            self.rollout_store = RolloutStore(self.folder, max_gb=settings.rollouts.max_gb)
 
     @contextmanager
     def timed_rollout(self, busy_s: Callable[[], float]) -> Iterator[None]:
@@ -206,7 +206,7 @@ class Run:
             self.progress.print_line(line)
 
     def log_step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """Save a step's rollouts after its updates: the best and worst, or all with run.record=all.
+        """Save a step's rollouts after its updates: the best and worst, or all with rollouts.save=all.
 
         Also logs each example that met its first permanent infrastructure error. The metrics stay
         pending until `record`.

@@ -10,7 +10,7 @@ import torch
 from megatron_rl import training_batch, training_loop
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.batching.token_stats import build_token_stats
-from megatron_rl.config import AlgoSettings, BatchSettings, RunSettings, Settings
+from megatron_rl.config import AlgoSettings, BatchSettings, RolloutStoreSettings, RunSettings, Settings
 from megatron_rl.explain.hf_reference import HfReferenceModel
 from megatron_rl.explain.recorded_step import RecordedSequence
 from megatron_rl.explain.sequence_checks import make_patch_fn
@@ -50,7 +50,7 @@ def noted(settings: Settings) -> tuple[list[RecordedSequence], set[tuple[int, in
 @pytest.mark.parametrize(("name", "num"), [("return_to_go", 1), ("grpo", 4)])
 def test_the_first_look_at_each_token_is_kept(name: str, num: int, random_model: Path) -> None:
     settings = replace(CASES[name], lr=FAST).settings(random_model)
-    settings = replace(settings, run=RunSettings(dir="nowhere", record="all"))
+    settings = replace(settings, run=RunSettings(dir="nowhere"), rollouts=RolloutStoreSettings(save="all"))
     assert settings.batch.minibatches * settings.batch.epochs == num
     (looked, first), spec = noted(settings), read_spec(str(random_model))
     renderer = Renderer(settings.model)
@@ -87,5 +87,7 @@ def test_the_first_look_at_each_token_is_kept(name: str, num: int, random_model:
     ],
 )
 def test_what_is_not_of_the_steps_weights_is_not_noted(record: str, algo: dict, batch: dict, notes: bool) -> None:
-    settings = Settings(algo=AlgoSettings(**algo), batch=BatchSettings(**batch), run=RunSettings(dir="nowhere", record=record))
+    settings = Settings(
+        algo=AlgoSettings(**algo), batch=BatchSettings(**batch), run=RunSettings(dir="nowhere"), rollouts=RolloutStoreSettings(save=record)
+    )
     assert (build_token_stats(settings) is not None) == notes

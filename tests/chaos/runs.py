@@ -27,7 +27,7 @@ WAIT_S = 60
 """What a collective waits (parallel.timeout_s, parallel.straggler_timeout_s): a rank that is held for ever costs a seed so long."""
 COMMON = (
     "algo.name=chaos", "algo.entropy_coef=0.1", "optim.lr=1e-3", "checkpoint.every=1", "engine.kv_cache_mib=16", "task.eval_samples=1",
-    f"parallel.timeout_s={WAIT_S}", f"parallel.straggler_timeout_s={WAIT_S}", "run.record_best=0", "run.record_worst=0",
+    f"parallel.timeout_s={WAIT_S}", f"parallel.straggler_timeout_s={WAIT_S}", "rollouts.keep_best=0", "rollouts.keep_worst=0",
 )  # fmt: skip
 """Entropy moves the weights in every step, whatever the rewards."""
 LINE = (

@@ -1,6 +1,7 @@
 """A refused value is told under the key that the user has to change."""
 
 import math
+import re
 from dataclasses import is_dataclass
 from typing import get_type_hints
 
@@ -14,6 +15,7 @@ from megatron_rl.config import (
     FilterSettings,
     LoraSettings,
     OptimSettings,
+    RolloutStoreSettings,
     RunSettings,
     ServiceSettings,
     ServicesSettings,
@@ -50,7 +52,7 @@ from megatron_rl.config import (
         (EngineSettings, {"bucket_mib": 0}, "engine.bucket_mib=0: "),
         (RunSettings, {"dir": "r", "max_failed_fraction": 1.0}, "run.max_failed_fraction=1.0: "),
         (RunSettings, {"dir": "r", "max_staleness": -1}, "run.max_staleness=-1: must not be negative; 0 waits for every episode$"),
-        (RunSettings, {"dir": "r", "record_best": -1}, "run.record_best=-1: "),
+        (RolloutStoreSettings, {"keep_best": -1}, "rollouts.keep_best=-1: "),
         (Settings, {"lora": LoraSettings(rank=4, dropout=0.1)}, "lora.dropout=0.1: must be 0 in stage=rl"),
     ],
 )
@@ -93,6 +95,21 @@ def settings_by_key(kind: type, prefix: str = "") -> dict[str, type]:
         if is_dataclass(hint):
             found |= settings_by_key(hint, f"{prefix}{name}.")
     return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "run", "rollouts", "line"),
+    [
+        ("rl", {"mode": "rollout_only"}, {}, "run.mode=rollout_only: saves every rollout: use rollouts.save=all"),
+        ("rl", {"mode": "rollout_only", "max_staleness": 1}, {"save": "all"}, "run.max_staleness=1: "),
+        ("rl", {"mode": "replay"}, {}, "run.mode=replay: needs rollouts.replay_from=RUN/rollouts"),
+        ("rl", {"mode": "replay", "eval_every": 2}, {"replay_from": "there"}, "run.eval_every=2: a replay has no engine"),
+        ("sft", {"mode": "replay"}, {"replay_from": "there"}, "run.mode=replay: is a mode of stage=rl"),
+    ],
+)
+def test_a_mode_has_what_it_needs(stage: str, run: dict[str, object], rollouts: dict[str, str], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        Settings(stage=stage, run=RunSettings(dir="there", **run), rollouts=RolloutStoreSettings(**rollouts))
 
 
 def refusal(kind: type, key: str, name: str, value: object) -> str:

@@ -86,7 +86,7 @@ def check_seconds(case: StepTimeInputs) -> None:
     assert found.rollout["decode"] > 0 and found.update["arithmetic"] > 0 and found.sync["wake"] > 0
     assert case.episode.total_tokens <= case.settings.engine.max_model_len
     assert describe_step_time(case).startswith(
-        f"{found.step_total:.0f} s a step expected on {case.world_size} {case.settings.run.gpu}: rollout "
+        f"{found.step_total:.0f} s a step expected on {case.world_size} {case.settings.plan.gpu}: rollout "
     )
 
 
@@ -94,16 +94,16 @@ def check_seconds(case: StepTimeInputs) -> None:
 def test_a_recipe_fits_its_gpus(recipe: str) -> None:
     settings = settings_of(f"experiment={recipe}")
     model = load_known_spec(settings.model.path)
-    check_sizes(settings, model, settings.run.world)
+    check_sizes(settings, model, settings.plan.world_size)
     planned = plan_gpu_memory(
-        model, settings, world_size=settings.run.world, has_values=has_critic(settings), uses_sandbox=uses_sandbox(settings)
+        model, settings, world_size=settings.plan.world_size, has_values=has_critic(settings), uses_sandbox=uses_sandbox(settings)
     )  # fmt: skip
     adapters = adapters_of(settings) + head_of(settings)
     expected = shares_of(settings)
     assert len(planned.ranks) == settings.parallel.tp * settings.parallel.pp
     for rank in planned.ranks:
         assert rank.rank_share.num_params == expected[rank.rank_share.pp_rank] + adapters
-        assert rank.peak_bytes <= 0.9 * GPU_SPECS[settings.run.gpu].memory_bytes
+        assert rank.peak_bytes <= 0.9 * GPU_SPECS[settings.plan.gpu].memory_bytes
     vision = sum(math.prod(shape) for name, shape in model.shapes().items() if name.startswith("visual."))
     frozen = sum(expected.values()) if adapters else vision if "vision" in settings.model.frozen else 0
     assert (
@@ -111,9 +111,9 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
         == sum(expected.values()) + adapters - frozen
     )
     assert planned.fits
-    room = {"l40s": 512, "h200": 1000}.get(settings.run.gpu, 250 * settings.run.world) * 10**9
-    assert settings.run.host_gb * 10**9 in (0, room)
-    assert planned.host.node_bytes(min(settings.run.world, 8)) <= room, "main memory of a node"
+    room = {"l40s": 512, "h200": 1000}.get(settings.plan.gpu, 250 * settings.plan.world_size) * 10**9
+    assert settings.plan.host_gb * 10**9 in (0, room)
+    assert planned.host.node_bytes(min(settings.plan.world_size, 8)) <= room, "main memory of a node"
     check_seconds(make_step_time_inputs(model, settings, planned))
     assert sum(math.prod(shape) for shape in model.shapes().values()) == TOTALS[settings.model.path]
 
@@ -142,9 +142,9 @@ def test_the_lewis_games_table_as_the_recipe_tells_it(who: str, size: str) -> No
     assert (settings.lora.rank, settings.lora.alpha, settings.batch.prompts_per_step) == (rank, alpha, 2 * accumulated)
     assert size.startswith("from") or f"Qwen2-VL-{size}-" in settings.model.path
     model = load_known_spec(settings.model.path)
-    check_sizes(settings, model, settings.run.world)
+    check_sizes(settings, model, settings.plan.world_size)
     if not size.startswith("from"):
-        assert plan_gpu_memory(model, settings, world_size=settings.run.world, has_values=False, uses_sandbox=False).fits
+        assert plan_gpu_memory(model, settings, world_size=settings.plan.world_size, has_values=False, uses_sandbox=False).fits
 
 
 def test_lewis_recipes_keep_every_prediction_and_draw_the_speakers_games() -> None:
@@ -211,7 +211,7 @@ def test_every_share_of_other_families(name: str, tp: int, pp: int, vpp: int) ->
 
 
 def test_a_dry_run_as_a_user_calls_it() -> None:
-    ended = fork_server.run_script(ROOT / "launch" / "train.py", "experiment=pyvision_image_7b_h200x8", "run.dry=true", timeout_s=120)
+    ended = fork_server.run_script(ROOT / "launch" / "train.py", "experiment=pyvision_image_7b_h200x8", "plan.only=true", timeout_s=120)
     assert ended.returncode == 0
     text = ended.stdout
     assert "4,484,460,544" in text

@@ -49,7 +49,9 @@ def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
     stacks = {path.name: path.read_text() for path in (tmp_path / "hang").iterdir()}
     assert stacks.keys() == {"rank_0.txt", "rank_1.txt", "rank_2.txt"} and "Traceback" not in done.stdout
     assert " in sleep_long\n" in stacks["rank_1.txt"] and " in all_gather_object\n" not in stacks["rank_1.txt"]
-    assert all(" in all_gather_object\n" in stacks[name] and " in sleep_long\n" not in stacks[name] for name in ("rank_0.txt", "rank_2.txt"))
+    assert all(
+        " in all_gather_object\n" in stacks[name] and " in sleep_long\n" not in stacks[name] for name in ("rank_0.txt", "rank_2.txt")
+    )
 
 
 @pytest.mark.parametrize(("how", "limit_s"), [("lags", 10), ("asks", 5)])

@@ -23,7 +23,8 @@ TINY = {
     "engine": {"kv_cache_mib": 16, "max_model_len": 256},
     "batch": {"prompts_per_step": 2, "group_size": 4},
     "task": {"max_turns": 1, "max_new_tokens": 8, "eval_samples": 1},
-    "run": {"steps": 1, "record_best": 8},
+    "run": {"steps": 1},
+    "rollouts": {"keep_best": 8},
 }
 
 
@@ -166,7 +167,7 @@ def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
 
 
 def test_a_family_is_planned(home: Path) -> None:
-    said = run(home, "sequential", "task=vqa", "experiment=mine", "run.dir=out", "run.dry=true", "run.gpu=l4")
+    said = run(home, "sequential", "task=vqa", "experiment=mine", "run.dir=out", "plan.only=true", "plan.gpu=l4")
     assert "l4" in said.lower() and not (home / "out").exists()
 
 

@@ -34,7 +34,8 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 pytestmark = pytest.mark.timeout(600)
 SIZES = (
     "model.min_pixels=7056", "model.max_pixels=7100", "engine.kv_cache_mib=32", "engine.max_model_len=512", "task.max_new_tokens=48",
-    "batch.prompts_per_step=4", "batch.group_size=4", "run.record_best=16", "run.record_worst=0", "task.data.max_eval=2", "optim.lr=1e-5",
+    "batch.prompts_per_step=4", "batch.group_size=4", "rollouts.keep_best=16", "rollouts.keep_worst=0",
+    "task.data.max_eval=2", "optim.lr=1e-5",
 )  # fmt: skip
 HASTY = ("task.listener.max_attempts=2", "task.listener.backoff_s=0.1", "task.listener.outage_timeout_s=0.2")
 STEPS = 3

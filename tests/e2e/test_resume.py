@@ -34,7 +34,7 @@ CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = (
     "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
-    "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "run.record=all",
+    "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",
     "filter.drop=[zero_std]", "filter.max_num_gen_batches=2", "filter.prefer_high_std=true", "algo.turn_credit=return_to_go",
     "algo.gamma=0.9",
 )  # fmt: skip
@@ -239,7 +239,15 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
 
 
 def replayed(recorded: Path, warm: Path, folder: Path, *overrides: str, nproc: int = 1) -> Path:
-    given = (*SIZES, *GRPO, f"model.path={warm / 'final'}", f"run.replay={recorded / 'rollouts'}", "run.eval_every=0", f"run.dir={folder}")
+    given = (
+        *SIZES,
+        *GRPO,
+        f"model.path={warm / 'final'}",
+        "run.mode=replay",
+        f"rollouts.replay_from={recorded / 'rollouts'}",
+        "run.eval_every=0",
+        f"run.dir={folder}",
+    )
     result = fork_server.run_world(nproc, TRAIN, *given, *overrides, timeout_s=280)
     told = f"done: not evaluated; {folder}/final"
     assert result.returncode == 0 and told in result.stdout, result.stdout[-6000:]
@@ -249,7 +257,7 @@ def replayed(recorded: Path, warm: Path, folder: Path, *overrides: str, nproc: i
 def test_rollouts_without_a_trainer(warm: Path, unbroken: Path, tmp_path: Path) -> None:
     """The first step's are those that training has begun with; killed after it and started again, the later ones are those of a life that
     was never killed."""
-    given = (*GRPO, f"model.path={warm / 'final'}", "run.rollout_only=true", "run.eval_every=0", "run.steps=3")
+    given = (*GRPO, f"model.path={warm / 'final'}", "run.mode=rollout_only", "run.eval_every=0", "run.steps=3")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert end(begin(*given, f"run.dir={whole}")).endswith(f"\ndone: not evaluated; {whole}\n") and not (whole / "final").exists()
     first, trained_on = (read_rollouts(step_path(run / "rollouts", 0), with_images=False) for run in (whole, unbroken))
@@ -280,7 +288,7 @@ def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_pat
     both = (read_rollouts(step_path(run / "rollouts", 5), with_images=False) for run in (unbroken, again))
     assert [rollout.sequences for rollout in next(both)] == [rollout.sequences for rollout in next(both)], "advantages and all"
 
-    few = ("run.steps=2", "optim.eps=1e-3", "run.record=best")
+    few = ("run.steps=2", "optim.eps=1e-3", "rollouts.save=best")
     one, two = (
         learned(replayed(unbroken, warm, tmp_path / name, *few, *layout, nproc=num), steps=2)
         for name, layout, num in (("one", (), 1), ("two", ("parallel.tp=2", "parallel.sequence_parallel=true"), 2))

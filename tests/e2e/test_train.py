@@ -22,8 +22,8 @@ GRPO = ("optim.lr=1e-3", "batch.prompts_per_step=4", "batch.group_size=4", "algo
 SEVERAL = ("batch.minibatches=2", "batch.epochs=2")
 LAYOUTS = {
     "trainer tp2 sp, two engines tp1": ("parallel.tp=2", "parallel.sequence_parallel=true", *SEVERAL, "run.steps=10", "run.trace=1"),
-    "trainer pp2, one engine tp2": ("parallel.pp=2", "engine.tp=2", *SEVERAL, "run.steps=2", "run.record_best=2"),
-    "trainer dp2, two engines tp1": ("wandb.mode=offline", "run.steps=2", "run.record_worst=0", "run.eval_every=1"),
+    "trainer pp2, one engine tp2": ("parallel.pp=2", "engine.tp=2", *SEVERAL, "run.steps=2", "rollouts.keep_best=2"),
+    "trainer dp2, two engines tp1": ("wandb.mode=offline", "run.steps=2", "rollouts.keep_worst=0", "run.eval_every=1"),
 }
 
 
@@ -145,7 +145,13 @@ def test_metrics_and_settings_are_left_behind(run: Finished) -> None:
 
 
 def test_best_and_worst_rollouts_are_left_behind(run: Finished) -> None:
-    kinds = ["best", "best", "worst"] if run.has("run.record_best=2") else ["best"] if run.has("run.record_worst=0") else ["best", "worst"]
+    kinds = (
+        ["best", "best", "worst"]
+        if run.has("rollouts.keep_best=2")
+        else ["best"]
+        if run.has("rollouts.keep_worst=0")
+        else ["best", "worst"]
+    )
     for step in run.steps:
         entries = read_recorded(run.folder / "rollouts" / f"step_{step['step']:06d}.jsonl")
         assert [entry.kind for entry in entries] == kinds and {entry.num_rollouts for entry in entries} == {16}

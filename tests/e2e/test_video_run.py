@@ -88,7 +88,7 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
     )  # fmt: skip
     warm = ("stage=sft", "sft.splits=[transcripts]", "sft.steps=[40]", "sft.batch_size=4", "sft.num_demonstrations=8", "optim.lr=3e-3")
     torchrun(1, TRAIN, *words, *warm, f"model.path={home}/nano", f"run.dir={home}/sft", timeout_s=400)
-    steps = ("run.steps=2", "batch.prompts_per_step=2", "batch.group_size=4", "run.record=all", "optim.lr=1e-4")
+    steps = ("run.steps=2", "batch.prompts_per_step=2", "batch.group_size=4", "rollouts.save=all", "optim.lr=1e-4")
     torchrun(1, TRAIN, *words, *steps, f"model.path={home}/sft/final", f"run.dir={home}/grpo", timeout_s=400)
     return Finished(home, words)
 

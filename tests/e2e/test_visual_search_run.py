@@ -34,7 +34,7 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
     stages = ("sft.splits=[correct]", "sft.steps=[80]", "sft.batch_size=12", "sft.num_demonstrations=48", "optim.lr=2e-3")
     begin = f"model.path={home / 'nano'}"
     torchrun(2, TRAIN, "experiment=visual_search_sft_cpu", begin, f"run.dir={home / 'sft'}", *stages, *OWN, timeout_s=400)
-    sizes = ("batch.prompts_per_step=4", "batch.group_size=4", "run.steps=2", "run.record_best=16")
+    sizes = ("batch.prompts_per_step=4", "batch.group_size=4", "run.steps=2", "rollouts.keep_best=16")
     start = f"model.path={home / 'sft' / 'final'}"
     torchrun(2, TRAIN, "experiment=visual_search_python_cpu", start, f"run.dir={home / 'grpo'}", *sizes, *OWN, timeout_s=400)
     return Finished(home / "sft", home / "grpo")

@@ -53,7 +53,7 @@ def recorded(random_model: Path, tmp_path: Path) -> Path:
 
 def rescored(recorded: Path, model: Path, out: Path, *words: str, code: int = 0) -> str:
     data = recorded.parents[1] / "questions.jsonl"
-    given = ("task=vqa", f"task.data.train=[{data}]", f"task.data.eval=[{data}]", f"model.path={model}", f"run.replay={recorded}")
+    given = ("task=vqa", f"task.data.train=[{data}]", f"task.data.eval=[{data}]", f"model.path={model}", f"rollouts.replay_from={recorded}")
     result = fork_server.run_script(ROOT / "launch" / "rescore.py", *given, f"run.dir={out}", *words, timeout_s=120)
     assert result.returncode == code, result.stdout
     return result.stdout
@@ -127,7 +127,7 @@ def test_what_is_refused(recorded: Path, random_model: Path, tmp_path: Path) -> 
     write_lines_atomically(tmp_path / "questions.jsonl", [{"question": "Which?", "answer": "red", "id": "another"}])
     assert "error: task.name: has no example 'train/1'" in rescored(recorded, random_model, tmp_path / "other", code=1)
     (tmp_path / "empty").mkdir()
-    assert "error: run.replay=" in rescored(tmp_path / "empty", random_model, tmp_path / "none", code=1)
+    assert "error: rollouts.replay_from=" in rescored(tmp_path / "empty", random_model, tmp_path / "none", code=1)
 
 
 def test_the_pictures_of_the_first_prompt(random_model: Path) -> None:

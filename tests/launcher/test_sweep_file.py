@@ -30,12 +30,12 @@ def test_a_grid_is_every_combination_with_its_values_as_typed(tmp_path: Path) ->
 
 
 def test_a_list_is_what_it_names(tmp_path: Path) -> None:
-    sweep = swept(tmp_path, "list: [{}, {algo: gspo}, {+optim.lr_by_module.vision: 1e-7, run.dry: true}]\nfolder: there\nprocesses: 2\n")
+    sweep = swept(tmp_path, "list: [{}, {algo: gspo}, {+optim.lr_by_module.vision: 1e-7, plan.only: true}]\nfolder: there\nprocesses: 2\n")
     assert sweep.num_processes == 2
     assert [task.overrides for task in sweep.tasks] == [
         ["run.dir=there/as_it_is"],
         ["algo=gspo", "run.dir=there/algo_gspo"],
-        ["+optim.lr_by_module.vision=1e-7", "run.dry=true", "run.dir=there/optim.lr_by_module.vision_1e-7+run.dry_true"],
+        ["+optim.lr_by_module.vision=1e-7", "plan.only=true", "run.dir=there/optim.lr_by_module.vision_1e-7+plan.only_true"],
     ]
 
 

@@ -20,6 +20,7 @@ from megatron_rl.config import (
     LoraSettings,
     ModelSettings,
     ParallelSettings,
+    PlanSettings,
     RunSettings,
     Settings,
 )
@@ -149,7 +150,7 @@ def test_pictures_by_hand(merge: int) -> None:
 def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
     """Neither the weights of 7B in a third of 48 GB, nor one context of 128,000 tokens, 7.3 GB, in what they leave of 21.6 GB."""
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=share, max_model_len=length)
-    settings = Settings(engine=engine, run=RunSettings(dir="there", gpu="l40s"))
+    settings = Settings(engine=engine, run=RunSettings(dir="there"), plan=PlanSettings(gpu="l40s"))
     with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s have no room .* \(16.6 GB\)"):
         plan_engine(load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
 
@@ -254,8 +255,8 @@ def test_a_checkpoint_is_each_ranks_share() -> None:
 
 
 def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"^run.gpu=l40s: its 43.2 GB \(90%\) are less than the \d+\.\d GB needed; raise parallel.tp"):
-        run(dry(gpu="l40s", host_gb=9999.0))
+    with pytest.raises(ValueError, match=r"^plan.gpu=l40s: its 43.2 GB \(90%\) are less than the \d+\.\d GB needed; raise parallel.tp"):
+        run(plan_only(gpu="l40s", host_gb=9999.0))
     out = capsys.readouterr().out
     assert "3,754,622,976" in out and "not fit" not in out
 
@@ -263,15 +264,15 @@ def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) 
 def test_a_host_that_does_not_hold_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its memory is stated the plan is refused. Where it is not, the plan may be for another machine than this one, which is not
     judged, and the one verdict says so. What is needed is the sum that the line of the host itself shows."""
-    with pytest.raises(ValueError, match=r"^run.host_gb=5.0: its 5.0 GB are less than the \d+\.\d GB that 1 process may need at most"):
-        run(dry(gpu="h200", host_gb=5.0))
+    with pytest.raises(ValueError, match=r"^plan.host_gb=5.0: its 5.0 GB are less than the \d+\.\d GB that 1 process may need at most"):
+        run(plan_only(gpu="h200", host_gb=5.0))
     capsys.readouterr()
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=5 * 10**9))
-    run(dry(gpu="h200", host_gb=0.0))
+    run(plan_only(gpu="h200", host_gb=0.0))
     *_, told, fits = capsys.readouterr().out.splitlines()
     needed = re.fullmatch(r"host, a node of 1: up to (\d+\.\d GB) = 1 x .*", told)
-    assert fits.startswith("fits: ") and fits.endswith("; main memory was not judged: run.host_gb states a node's")
-    run(dry(gpu="h200", host_gb=float(needed[1].removesuffix(" GB")) + 0.1))
+    assert fits.startswith("fits: ") and fits.endswith("; main memory was not judged: plan.host_gb states a node's")
+    run(plan_only(gpu="h200", host_gb=float(needed[1].removesuffix(" GB")) + 0.1))
     assert "not " not in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -319,11 +320,11 @@ def test_boxes_and_checkpoints_by_hand() -> None:
     )
 
 
-def dry(**run: object) -> Settings:
+def plan_only(**plan: object) -> Settings:
     return Settings(
         model=ModelSettings(path="Qwen/Qwen2.5-VL-3B-Instruct", dtype="bfloat16"), parallel=ParallelSettings(recompute="full"),
         engine=EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3), task=config.TaskSettings(name="number_line"),
-        run=RunSettings(dir="there", dry=True, **run),
+        run=RunSettings(dir="there"), plan=PlanSettings(only=True, **plan),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from megatron_rl.config import (
     LoraSettings,
     ModelSettings,
     ParallelSettings,
+    PlanSettings,
     RunSettings,
     Settings,
     TaskSettings,
@@ -75,7 +76,7 @@ def tiny() -> StepTimeInputs:
         model=ModelSettings(min_pixels=784, max_pixels=784, dtype="bfloat16"), parallel=ParallelSettings(tp=2),
         engine=EngineSettings(max_model_len=100, max_num_seqs=2, max_images=1, dtype="bfloat16"),
         batch=BatchSettings(prompts_per_step=2, group_size=4, micro_batch_tokens=100),
-        task=TaskSettings(name="vqa", max_turns=2, max_new_tokens=3), run=RunSettings(dir="there", gpu="l4"),
+        task=TaskSettings(name="vqa", max_turns=2, max_new_tokens=3), run=RunSettings(dir="there"), plan=PlanSettings(gpu="l4"),
     )  # fmt: skip
     return StepTimeInputs(
         model=small(2),
@@ -212,7 +213,8 @@ def test_a_micro_batch_of_7b_on_four_l40s() -> None:
     """As it was reckoned apart from this model: 28,672 tokens over four ranks on PCIe at 18 GB/s with full recomputation send for 3.8 s
     beside 2.9 s of arithmetic, the tower and attention not counted."""
     settings = Settings(
-        model=ModelSettings(path=SEVEN, dtype="bfloat16", frozen=["vision", "merger"]), run=RunSettings(dir="there", gpu="l40s"),
+        model=ModelSettings(path=SEVEN, dtype="bfloat16", frozen=["vision", "merger"]), run=RunSettings(dir="there"),
+        plan=PlanSettings(gpu="l40s"),
         parallel=ParallelSettings(tp=4, sequence_parallel=True, recompute="full"), lora=LoraSettings(),
     )  # fmt: skip
     case = StepTimeInputs(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import Qwen3VLVisionModel
 
-from megatron_rl.config import EngineSettings, ParallelSettings, RunSettings, Settings
+from megatron_rl.config import EngineSettings, ParallelSettings, PlanSettings, RunSettings, Settings
 from megatron_rl.config.model import PARTS
 from megatron_rl.memory_plan.engine_memory import plan_engine
 from megatron_rl.models import family
@@ -59,7 +59,7 @@ def test_the_rows_split_heads_of_that_size(made: ModelSpec) -> None:
 def test_the_plan_counts_heads_of_that_size(made: ModelSpec) -> None:
     """A token of keys and values is 2 * 3 layers * 1 head * 32 * 2 bytes."""
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5)
-    engine = plan_engine(made, Settings(engine=given, run=RunSettings(dir="there", gpu="l4")))
+    engine = plan_engine(made, Settings(engine=given, run=RunSettings(dir="there"), plan=PlanSettings(gpu="l4")))
     assert engine.cache_tokens == (12 * 10**9 - engine.weight_bytes - engine.step_bytes) // (2 * 3 * 32 * 2)
 
 

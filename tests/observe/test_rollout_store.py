@@ -215,7 +215,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path = step_path(tmp_path, 0)
     write_step(path, [full()], step=0, num_gen_batches=1)
     pq.write_table(pq.read_table(path).drop_columns(["turns"]).replace_schema_metadata(None), path)
-    with pytest.raises(ValueError, match=r"step_000000.parquet: holds no step that run.record=all wrote$"):
+    with pytest.raises(ValueError, match=r"step_000000.parquet: holds no step that rollouts.save=all wrote$"):
         read_num_gen_batches(path)
     with pytest.raises(ValueError, match=r"step_000000.parquet: rollout record: rollout: \['turns'\]: lacking"):
         read_rollouts(path, with_images=False)

@@ -117,7 +117,7 @@ def test_the_table_has_what_is_asked_for(filters: dict, expected: list, client: 
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("weights.json", "[]"), ("config.yaml", "run: {rollout_only: true}"), ("config.yaml", "run: {steps: 3}")]
+    ("name", "content"), [("weights.json", "[]"), ("config.yaml", "run: {mode: rollout_only}"), ("config.yaml", "run: {steps: 3}")]
 )
 def test_what_one_set_of_weights_has_played_is_never_stale(name: str, content: str, run: Path, tmp_path: Path) -> None:
     """An evaluation and rollouts alone: their tokens are of version 0 in each chunk and step."""

@@ -54,7 +54,7 @@ def test_settings_of_aliases_name_no_model(folder: Path, client: TestClient) -> 
         (folder / "config.yaml").write_text(f"{text}model: {{path: {path}}}\n")
         assert RunFolder(folder).model_path() == "" and not RunFolder(folder).has_fixed_weights()
         assert found(client, "episode", step=0, place=0)["sequences"][0]["tokens"][:2] == ["1", "2"]
-    (folder / "config.yaml").write_text("model: {path: a}\nrun: {rollout_only: true}\n")
+    (folder / "config.yaml").write_text("model: {path: a}\nrun: {mode: rollout_only}\n")
     assert RunFolder(folder).model_path() == "a" and RunFolder(folder).has_fixed_weights()
 
 

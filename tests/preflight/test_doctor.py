@@ -56,7 +56,7 @@ def sound(random_model: Path, tmp_path: Path) -> list[str]:
     path = write_rows(tmp_path / "mine.parquet", [ROW] * 3)
     limits = ["model.min_pixels=784", "model.max_pixels=3136"]
     return ["task=vqa", f"model.path={random_model}", f"run.dir={tmp_path}/run", f"task.data.train=[{path}]", f"task.data.eval=[{path}]",
-            "task.max_new_tokens=100", "run.host_gb=100", *limits]  # fmt: skip
+            "task.max_new_tokens=100", "plan.host_gb=100", *limits]  # fmt: skip
 
 
 @pytest.fixture
@@ -145,12 +145,12 @@ def test_a_picture_that_is_cut_off_is_found(sound: list[str], tmp_path: Path) ->
 
 def test_a_host_that_cannot_hold_the_plan(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One process of 7 GB and a little more, on a machine of 5 GB that is stated, and on one of 4 GiB that is there."""
-    (warning,) = run_checks(settings_of(*sound, "run.host_gb=5")).warnings
-    assert re.match(r"run.host_gb=5.0: its 5.0 GB are less than the 7\.\d GB that 1 process may need at most; ", warning), warning
+    (warning,) = run_checks(settings_of(*sound, "plan.host_gb=5")).warnings
+    assert re.match(r"plan.host_gb=5.0: its 5.0 GB are less than the 7\.\d GB that 1 process may need at most; ", warning), warning
     memory = psutil.virtual_memory()._replace(total=4 << 30, available=4 << 30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    (warning,) = run_checks(settings_of(*sound, "run.host_gb=0")).warnings
-    assert warning.startswith("run.host_gb=0.0: this machine's 4.3 GB are less than the 7.")
+    (warning,) = run_checks(settings_of(*sound, "plan.host_gb=0")).warnings
+    assert warning.startswith("plan.host_gb=0.0: this machine's 4.3 GB are less than the 7.")
 
 
 def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path: Path) -> None:

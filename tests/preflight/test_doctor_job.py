@@ -48,7 +48,7 @@ def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
 
 def test_two_ranks_of_a_run_that_can_start(random_model: Path, tmp_path: Path) -> None:
     """The whole of it, as a launcher starts it: plan, model and task by the first rank of the node, sums and clocks by both."""
-    words = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "run.host_gb=100")
+    words = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "plan.host_gb=100")
     done = fork_server.run_world(2, ROOT / "launch" / "doctor.py", *words, timeout_s=120)
     assert done.returncode == 0 and done.stdout.count("a run can start\n") == 1, done.stdout
     assert "2 processes fit" in done.stdout and "2 ranks, 64 MiB" in done.stdout and "Traceback" not in done.stdout

@@ -124,29 +124,29 @@ def test_a_disk_is_measured_and_left_as_it_was(settings: Settings, tmp_path: Pat
 
 
 def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
-    """A nano fits an L40S whose half is the engine's, and not one whose whole is. Without run.world a CPU's run is planned for none."""
+    """A nano fits an L40S whose half is the engine's, and not one whose whole is. Without plan.world_size a CPU's run has no plan."""
     make_checkpoint(tmp_path / "wide", preset="nano", init="random", seed=0, heads=8, kv_heads=4)
 
     def told(*words: str) -> CheckReport:
         report = CheckReport()
-        given = ("experiment=numberline_grpo_cpu", f"model.path={tmp_path}/wide", "run.host_gb=1000", *words)
+        given = ("experiment=numberline_grpo_cpu", f"model.path={tmp_path}/wide", "plan.host_gb=1000", *words)
         check_memory_plan(settings_of(*given), report, Plugins())
         return report
 
     assert [name for name, _ in told().findings] == ["host"]
-    small = told("run.world=2", "run.gpu=l40s", "engine.gpu_memory_utilization=0.5")
+    small = told("plan.world_size=2", "plan.gpu=l40s", "engine.gpu_memory_utilization=0.5")
     assert " s a step expected on 2 l40s: rollout " in dict(small.findings)["seconds"]
     assert not small.errors and dict(small.findings)["plan"].endswith(" of the 43.2 GB that are 90% of a l40s; 2 GPUs")
-    full = told("run.world=2", "run.gpu=l40s", "engine.gpu_memory_utilization=0.95")
-    assert full.errors[0].startswith("run.gpu=l40s: its 43.2 GB (90%) are less than the ")
-    split = told("run.world=2", "parallel.tp=16")
+    full = told("plan.world_size=2", "plan.gpu=l40s", "engine.gpu_memory_utilization=0.95")
+    assert full.errors[0].startswith("plan.gpu=l40s: its 43.2 GB (90%) are less than the ")
+    split = told("plan.world_size=2", "parallel.tp=16")
     assert split.errors and dict(split.findings)["layout"] == "not usable"
 
 
 @pytest.mark.usefixtures("gpus")
 def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
     """Of two, the second has 10 of its 80 GiB left."""
-    settings.run.host_gb, settings.run.gpu, settings.parallel = 1000, "h100", ParallelSettings()
+    settings.plan.host_gb, settings.plan.gpu, settings.parallel = 1000, "h100", ParallelSettings()
     report = CheckReport()
     check_memory_plan(settings, report, Plugins())
     (error,) = report.errors
@@ -155,7 +155,7 @@ def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor says what a run would: of all GPUs, of the first alone where run.world=1; and where one is too small."""
+    """The doctor says what a run would: of all GPUs, of the first alone where plan.world_size=1; and where one is too small."""
     patch_gpus(monkeypatch, tmp_path, [H100, L4])
 
     def told() -> list[str]:
@@ -165,9 +165,9 @@ def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkey
 
     (line,) = told()
     assert line.startswith("CUDA_VISIBLE_DEVICES=: this node has 1 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4,")
-    settings.run.world = 1
+    settings.plan.world_size = 1
     assert told() == []
-    settings.run.host_gb, settings.run.gpu, settings.engine.gpu_memory_utilization = 1000, "h100", 0.5
+    settings.plan.host_gb, settings.plan.gpu, settings.engine.gpu_memory_utilization = 1000, "h100", 0.5
     report = CheckReport()
     check_memory_plan(settings, report, Plugins())
     (line,) = report.errors

@@ -27,7 +27,7 @@ NEEDED = 40 * 10**9
 
 @pytest.fixture
 def settings(random_model: Path, tmp_path: Path) -> Settings:
-    return settings_of("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "run.gpu=h100")
+    return settings_of("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "plan.gpu=h100")
 
 
 def with_tp(settings: Settings, tp: int) -> Settings:
@@ -97,6 +97,13 @@ def test_what_gpus_are_is_told_before_a_plan_that_fails_on_them(
     patch_gpus(monkeypatch, tmp_path, gpus, shared_bytes=shared)
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
         run_checks.check_run(settings, Plugins(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
+
+
+def test_rollouts_to_replay_need_the_mode_that_replays_them(settings: Settings) -> None:
+    """Without it the run would train on rollouts of its own."""
+    settings.rollouts.replay_from = "runs/all/rollouts"
+    with pytest.raises(ValueError, match=r"^rollouts.replay_from=runs/all/rollouts: .*; add run.mode=replay$"):
+        run_checks.check_run(settings, Plugins(), world=ALONE, needed=0, splits=())
 
 
 def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +179,9 @@ def test_fewer_gpus_than_ranks(
 def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """For the GPU that is there, whatever run.gpu names: vLLM takes its share of that one, and run.gpu has not every kind."""
+    """For the GPU that is there, whatever plan.gpu names: vLLM takes its share of that one, and plan.gpu has not every kind."""
     patch_gpus(monkeypatch, tmp_path, [L4])
-    l4 = replace(settings, run=replace(settings.run, gpu="l4"))
+    l4 = replace(settings, plan=replace(settings.plan, gpu="l4"))
     named = plan_gpu_memory(read_spec(settings.model.path), settings, world_size=1)
     here = plan_gpu_memory(read_spec(settings.model.path), l4, world_size=1, memory=L4.memory_bytes)
     share = settings.engine.gpu_memory_utilization
@@ -192,8 +199,8 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
 @pytest.mark.parametrize(
     ("stated", "there", "line"),
     [
-        (5, 10**12, "run.host_gb=5: its 5.0 GB are less than the "),
-        (1000, 5 * 10**9, "run.host_gb=1000: this machine's 5.0 GB are less than the "),
+        (5, 10**12, "plan.host_gb=5: its 5.0 GB are less than the "),
+        (1000, 5 * 10**9, "plan.host_gb=1000: this machine's 5.0 GB are less than the "),
         (1000, 10**12, ""),
         (0, 5 * 10**9, ""),
     ],
@@ -204,7 +211,7 @@ def test_main_memory_that_is_stated_is_a_gate(
     """Of the run itself, not of its dry run alone; and no more of it is counted than this machine has. Three processes of a node."""
     patch_gpus(monkeypatch, tmp_path, [L4] * 3)
     monkeypatch.setattr("megatron_rl.memory_plan.host_memory.psutil.virtual_memory", lambda: SimpleNamespace(total=there))
-    settings = replace(settings, run=replace(settings.run, host_gb=stated))
+    settings = replace(settings, plan=replace(settings.plan, host_gb=stated))
     told = run_checks.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, size=6, local_size=3))
     if line:
         assert isinstance(told, ValueError) and str(told).startswith(line) and "that 3 processes may need at most" in str(told)

@@ -68,7 +68,7 @@ def leave(folder: Path, state: str, *, stage: str = "rl") -> None:
 
 
 LR, LONGER, SHORTER, FREELY = {"optim": {"lr": 0.25}}, {"run": {"steps": 60}}, {"run": {"steps": 30}}, {"parallel": {"tp": 2}}
-MANY = {**FREELY, "engine": {"kv_cache_mib": 7}, "checkpoint": {"every": 3}, "wandb": {"mode": "offline"}, "run": {"gpu": "l4"}}
+MANY = {**FREELY, "engine": {"kv_cache_mib": 7}, "checkpoint": {"every": 3}, "wandb": {"mode": "offline"}, "plan": {"gpu": "l4"}}
 HEARD = LewisSpeakerOptions(
     log="here/log.jsonl", sheets="here/sheets", held_out_listeners={"frozen": "http://a:9"}, held_out_token_files={"frozen": "t"}
 )  # fmt: skip

@@ -82,7 +82,7 @@ def make_model_folder(nano: Path, size: str, out: Path) -> Path:
 def describe_engine_config(folder: Path, recipe: str, *, is_ours: bool) -> dict[str, object]:
     """What vLLM makes of a recipe. is_ours: it is told of our pictures."""
     settings = settings_of(f"experiment={recipe}")
-    patch_platform(settings.run.gpu)
+    patch_platform(settings.plan.gpu)
     pixels = (settings.model.min_pixels, settings.model.max_pixels) if is_ours else None
     arguments = engine_arguments(str(folder), settings.engine, cuda=True, pixels=pixels, reads_weights=False, timeout_s=600.0)
     made = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)

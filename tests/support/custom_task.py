@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from megatron_rl.config import BatchSettings, EngineSettings, ModelSettings, OptimSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.config import (
+    BatchSettings,
+    EngineSettings,
+    ModelSettings,
+    OptimSettings,
+    RolloutStoreSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)
 from megatron_rl.entrypoints.train import run
 from megatron_rl.registry import Plugins
 from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric, TurnRewardTerm, environment_rewards
@@ -77,6 +86,7 @@ if __name__ == "__main__":
         optim=OptimSettings(lr=3e-3),
         batch=BatchSettings(prompts_per_step=3, group_size=4, minibatches=3),
         task=TaskSettings(name="mine", max_new_tokens=12, eval_samples=2),
-        run=RunSettings(dir=sys.argv[2], steps=4, record_best=12),
+        run=RunSettings(dir=sys.argv[2], steps=4),
+        rollouts=RolloutStoreSettings(keep_best=12),
     )
     run(settings, Plugins(tasks={"mine": TwoImageTask}))

@@ -18,6 +18,7 @@ from megatron_rl.config import (
     JudgeSettings,
     ModelSettings,
     OptimSettings,
+    RolloutStoreSettings,
     RunSettings,
     Settings,
     SftSettings,
@@ -70,7 +71,8 @@ def ppo_settings(sft: Settings, folder: Path, url: str) -> Settings:
         sft, stage="rl", model=replace(sft.model, path=str(folder / "sft" / "final")), optim=OptimSettings(lr=3e-4),
         algo=AlgoSettings(name="ppo", lam=0.95, kl_coef=0.05, kl_target=0.01, kl_horizon=100),
         critic=CriticSettings(backbone="own", lr=1e-3), batch=BatchSettings(prompts_per_step=12, group_size=2, minibatches=2),
-        task=replace(sft.task, judge=judge), run=RunSettings(dir=str(folder / "ppo"), steps=2, record_best=24, record_worst=0),
+        task=replace(sft.task, judge=judge), run=RunSettings(dir=str(folder / "ppo"), steps=2),
+        rollouts=RolloutStoreSettings(keep_best=24, keep_worst=0),
         checkpoint=CheckpointSettings(every=2),
     )  # fmt: skip
 

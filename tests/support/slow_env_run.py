@@ -15,6 +15,7 @@ from megatron_rl.config import (
     EngineSettings,
     ModelSettings,
     OptimSettings,
+    RolloutStoreSettings,
     RunSettings,
     Settings,
     TaskSettings,
@@ -62,6 +63,7 @@ if __name__ == "__main__":
         batch=BatchSettings(prompts_per_step=PROMPTS, group_size=SIZE),
         algo=AlgoSettings(rollout_correction="token_tis"),
         task=TaskSettings(name="looks", max_new_tokens=16, eval_samples=1),
-        run=RunSettings(dir=sys.argv[2], steps=STEPS, record_best=PROMPTS * SIZE, max_staleness=1),
+        run=RunSettings(dir=sys.argv[2], steps=STEPS, max_staleness=1),
+        rollouts=RolloutStoreSettings(keep_best=PROMPTS * SIZE),
     )
     run(settings, Plugins(tasks={"looks": SlowEnvTask}))

@@ -8,7 +8,7 @@
     python -m megatron_rl.observe.viewer runs/a --host 0.0.0.0 --token-file token
 
 Reads the run directories of runs and evaluations, also while they are in progress, and writes
-nothing. Runs with run.record=all contain every rollout, others the best and worst of each step.
+nothing. Runs with rollouts.save=all contain every rollout, others the best and worst of each step.
 """
 
 import argparse

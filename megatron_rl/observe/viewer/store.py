@@ -229,7 +229,7 @@ class RunFolder:
 
         This is the case in evaluations and rollout-only runs.
         """
-        return (self.path / WEIGHTS).is_file() or bool(self._read_setting("run", "rollout_only"))
+        return (self.path / WEIGHTS).is_file() or self._read_setting("run", "mode") == "rollout_only"
 
     def _read_setting(self, group: str, name: str) -> object:
         """Return a setting of the run's configuration, or None if it is unknown."""
