@@ -14,8 +14,8 @@ from typing import Protocol
 
 from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.rollout.engine import Completion, SamplingSettings
+from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.client import ABORTED, GenerateClient, GenerateRequest
-from megatron_rl.rollout.vllm.server_api import VllmServer, server_label
 from megatron_rl.rollout.vllm.weight_sender import WeightSender, run_in_daemon_thread
 from sandbox.bounded_http import BoundedClient
 
@@ -31,10 +31,6 @@ server is treated as unresponsive.
 """
 PROBE_REQUEST = GenerateRequest([0], [], SamplingSettings(max_tokens=1, temperature=1.0, seed=0))
 """Request for one token, which tests that a server generates."""
-PROGRESS_METRICS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
-"""Counters in /metrics that do not change while nothing is computed."""
-MAX_METRICS_BYTES = 16 << 20
-"""Maximum size of a /metrics response in bytes."""
 
 
 class ServerSupervisor(Protocol):
@@ -61,10 +57,10 @@ class ServerSupervisor(Protocol):
 
 
 class HealthMonitor:
-    """Monitors all servers and keeps `VllmServer.is_healthy` up to date."""
+    """Monitors all servers and keeps `ServerBackend.is_healthy` up to date."""
 
     def __init__(
-        self, servers: Sequence[VllmServer], *, http: BoundedClient, client: GenerateClient, health_timeout_s: float,
+        self, servers: Sequence[ServerBackend], *, http: BoundedClient, client: GenerateClient, health_timeout_s: float,
         expected_label: Callable[[], str], cache_salt: Callable[[], str], sender: WeightSender | None,
         supervisor: ServerSupervisor | None, log: Callable[[str], None], outage_timeout_s: float,
     ) -> None:  # fmt: skip
@@ -111,7 +107,7 @@ class HealthMonitor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _monitor(self, server: VllmServer) -> None:
+    async def _monitor(self, server: ServerBackend) -> None:
         num_failed_polls, first_failure_at = 0, 0.0
         while True:
             await asyncio.sleep(POLL_S)
@@ -138,7 +134,7 @@ class HealthMonitor:
             if expected and expected == self._expected_label():
                 await self._check_server(server, label, expected)
 
-    async def _check_server(self, server: VllmServer, label: str, expected: str) -> None:
+    async def _check_server(self, server: ServerBackend, label: str, expected: str) -> None:
         """Update the health of a server that reports the weights `label`.
 
         A probe's result is ignored if the expected label has changed meanwhile.
@@ -160,7 +156,7 @@ class HealthMonitor:
                 )
                 await (self._recover(server) if self._supervisor is None else self._restart(server, is_unresponsive=True))
 
-    async def _probe_generation(self, server: VllmServer, label: str) -> bool | None:
+    async def _probe_generation(self, server: ServerBackend, label: str) -> bool | None:
         """Return True if the server generates a token, or makes progress on other requests.
 
         Returns None if another rank has aborted all of the server's requests.
@@ -174,19 +170,18 @@ class HealthMonitor:
         except (EndpointError, ValueError, RuntimeError):  # the latter two come from invalid replies
             return before != await self._read_progress(server)
 
-    async def _read_progress(self, server: VllmServer) -> list[str]:
+    async def _read_progress(self, server: ServerBackend) -> list[str]:
         """Return the server's progress counters, or an empty list if it does not respond."""
         try:
-            answer = await server.call_in_loop(self._http, "/metrics", limit_s=self._health_timeout_s, max_bytes=MAX_METRICS_BYTES)
+            return await server.read_progress(self._http, limit_s=self._health_timeout_s)
         except EndpointError:
             return []
-        return [line for line in answer.decode(errors="replace").splitlines() if line.startswith(PROGRESS_METRICS)]
 
-    async def _restart(self, server: VllmServer, *, is_unresponsive: bool) -> None:
+    async def _restart(self, server: ServerBackend, *, is_unresponsive: bool) -> None:
         if self._supervisor is not None:
             await asyncio.wrap_future(run_in_daemon_thread(lambda: self._supervisor.restart(server.url, is_unresponsive=is_unresponsive)))
 
-    async def _recover(self, server: VllmServer) -> None:
+    async def _recover(self, server: ServerBackend) -> None:
         """Send all current weights to a server that came back, if this process is the sender."""
         if self._sender is None or server.endpoint.backoff_until > time.monotonic():
             return
@@ -197,14 +192,14 @@ class HealthMonitor:
             server.endpoint.record_failure(sent_at=began)
             self.log(f"engine {server.url}: {fault}")
 
-    async def check_version(self, server: VllmServer) -> str:
+    async def check_version(self, server: ServerBackend) -> str:
         """Return the label of the server's weights.
 
         The reply passes through the server's engine core, so that a hanging engine does not answer.
         """
-        return server_label(await server.call_in_loop(self._http, "/weight_info", limit_s=self._health_timeout_s))
+        return await server.read_weight_label(self._http, limit_s=self._health_timeout_s)
 
-    def mark_unhealthy(self, server: VllmServer, reason: str) -> None:
+    def mark_unhealthy(self, server: ServerBackend, reason: str) -> None:
         """Mark a server as unhealthy until its weights were checked.
 
         Its requests are sent to other servers.
@@ -229,7 +224,7 @@ class HealthMonitor:
             self.unhealthy_since = time.monotonic()
             self.log(f"no engine is well; replies wait for one up to {self._outage_timeout_s:g} s (engine.outage_timeout_s)")
 
-    def readmit(self, server: VllmServer) -> None:
+    def readmit(self, server: ServerBackend) -> None:
         """Mark a server as healthy, so that it receives requests again."""
         if not server.is_healthy:
             server.is_healthy, server.failure = True, asyncio.get_running_loop().create_future()

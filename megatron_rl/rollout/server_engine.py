@@ -27,8 +27,8 @@ from megatron_rl.config import EngineSettings, require
 from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout
 from megatron_rl.rollout.engine import Completion, SamplingSettings, placeholder_offsets
 from megatron_rl.rollout.health import MISSED_UPDATE, HealthMonitor, ServerSupervisor
+from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.client import ABORTED, GenerateClient, GenerateRequest, PartialCompletion, find_stop
-from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
 from megatron_rl.types import Image
 from sandbox.bounded_http import BoundedClient
@@ -49,7 +49,7 @@ class ServerEngine:
     """
 
     def __init__(
-        self, servers: Sequence[VllmServer], settings: EngineSettings, *,
+        self, servers: Sequence[ServerBackend], settings: EngineSettings, *,
         name: str, image_token_id: int, stop_ids: list[int], decode_tokens: Callable[[list[int]], str],
         all_gather: Callable[[object], list], sender: WeightSender | None, supervisor: ServerSupervisor | None = None,
         first_server: int = 0,
@@ -76,7 +76,7 @@ class ServerEngine:
         self._order = {server.url: (number - first_server) % len(servers) for number, server in enumerate(servers)}
         self.weight_version = 0
         self._metrics: dict[str, float] = {}
-        self._server_by_task: WeakKeyDictionary[asyncio.Task, VllmServer] = WeakKeyDictionary()
+        self._server_by_task: WeakKeyDictionary[asyncio.Task, ServerBackend] = WeakKeyDictionary()
         self._num_in_flight = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
@@ -189,7 +189,7 @@ class ServerEngine:
                 del column[end:]
         return end is not None or part.finish_reason == "stop"
 
-    async def _select_server(self, failed_urls: Sequence[str]) -> VllmServer:
+    async def _select_server(self, failed_urls: Sequence[str]) -> ServerBackend:
         """Return the episode's own server if it is healthy, else the least busy healthy one.
 
         A server that has just failed is avoided if possible. Raises InfraTimeout and AccessDenied
@@ -216,7 +216,7 @@ class ServerEngine:
                 raise InfraTimeout(f"{waited}; the last failure: {self._health_monitor.last_failure}")
             await asyncio.sleep(POLL_S)
 
-    async def _await_reply(self, request: Coroutine[object, object, PartialCompletion], server: VllmServer) -> PartialCompletion:
+    async def _await_reply(self, request: Coroutine[object, object, PartialCompletion], server: ServerBackend) -> PartialCompletion:
         """Await a request to a server.
 
         Raises:
@@ -279,7 +279,7 @@ class ServerEngine:
         while self._num_in_flight:
             for server in [each for each in self._servers if each.is_healthy and each.endpoint.in_flight]:
                 try:
-                    await server.call_in_loop(self._http, "/abort_requests", {}, limit_s=self._settings.health_timeout_s)
+                    await server.abort_requests(self._http, limit_s=self._settings.health_timeout_s)
                 except EndpointError as fault:
                     self._health_monitor.mark_unhealthy(server, str(fault))
                 if time.monotonic() - began > self._settings.health_timeout_s:

@@ -8,9 +8,10 @@ import pytest
 
 from megatron_rl.config import EngineSettings
 from megatron_rl.errors import InfraTimeout
+from megatron_rl.rollout.busy_timer import BusyTimer
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.server_engine import ServerEngine
-from megatron_rl.rollout.vllm.server_api import BusyTimer, VllmServer
+from megatron_rl.rollout.vllm.server_api import VllmServer
 
 NOBODY = "http://127.0.0.1:9"
 

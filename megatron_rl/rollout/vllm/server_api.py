@@ -5,7 +5,6 @@ Every reply is validated. A failed call raises EndpointError with the server's m
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_rl.clients.endpoint_pool import Endpoint, EndpointError, KeyRefused, describe_error, to_one_line
 from megatron_rl.config import EngineSettings, Settings, require
+from megatron_rl.rollout.busy_timer import BusyTimer
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.server_command import PROGRAM, VLLM_VERSION, expected_fingerprint, launch_commands, server_arguments
 from sandbox.bounded_http import DENIED_STATUSES, BoundedClient, BoundedResponse, NoResponse, send_request
@@ -23,6 +23,10 @@ REPLY_TIMEOUT_S, LOAD_TIMEOUT_S, CHECKSUM_TIMEOUT_S = 10.0, 120.0, 600.0
 MAX_REPLY_BYTES, MAX_CHECKSUM_BYTES = 1 << 20, 64 << 20
 """Maximum bytes of a reply, and of the reply with all checksums of all workers."""
 MIN_BACKOFF_S = 0.5
+PROGRESS_METRICS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+"""Counters in /metrics that do not change while nothing is computed."""
+MAX_METRICS_BYTES = 16 << 20
+"""Maximum size of a /metrics response in bytes."""
 T = TypeVar("T", bound=BaseModel)
 CONNECTION_HINT = "start it with the command that launch/engine.py prints"
 KEY_REMEDY = "it does not accept this run's requests; give the file of its token as engine.token_file"
@@ -49,31 +53,6 @@ class _Checksums(BaseModel):
 
 class _Fingerprints(BaseModel):
     results: list[dict[str, str]]
-
-
-@dataclass(slots=True)
-class BusyTimer:
-    """Measures the time in which a server has requests in flight, on a clock of the caller."""
-
-    num_in_flight: int = 0
-    since: float = 0.0
-    finished_s: float = 0.0
-
-    def start(self, now: float) -> None:
-        """Count a request that starts at `now`."""
-        if self.num_in_flight == 0:
-            self.since = now
-        self.num_in_flight += 1
-
-    def stop(self, now: float) -> None:
-        """Remove a request that ends at `now`."""
-        self.num_in_flight -= 1
-        if self.num_in_flight == 0:
-            self.finished_s += now - self.since
-
-    def busy_seconds(self, now: float) -> float:
-        """Return the seconds with at least one request in flight until `now`."""
-        return self.finished_s + (now - self.since if self.num_in_flight else 0.0)
 
 
 class VllmServer:
@@ -173,6 +152,23 @@ class VllmServer:
         except ValidationError as error:
             raise EndpointError(f"{path}: is no answer of vLLM's, {to_one_line(answer[:80].decode(errors='replace'))}") from error
 
+    async def read_weight_label(self, http: BoundedClient, *, limit_s: float) -> str:
+        """See ServerBackend. The request goes through vLLM's engine core."""
+        answer = await self.call_in_loop(http, "/weight_info", limit_s=limit_s)
+        try:
+            return _WeightInfo.model_validate_json(answer).weight_version
+        except ValidationError as error:
+            raise EndpointError(describe_error(error)) from error
+
+    async def read_progress(self, http: BoundedClient, *, limit_s: float) -> list[str]:
+        """See ServerBackend. The counters are vLLM's numbers of prompt and generated tokens."""
+        answer = await self.call_in_loop(http, "/metrics", limit_s=limit_s, max_bytes=MAX_METRICS_BYTES)
+        return [line for line in answer.decode(errors="replace").splitlines() if line.startswith(PROGRESS_METRICS)]
+
+    async def abort_requests(self, http: BoundedClient, *, limit_s: float) -> None:
+        """See ServerBackend."""
+        await self.call_in_loop(http, "/abort_requests", {}, limit_s=limit_s)
+
     def num_workers(self) -> int:
         """Return the number of the server's workers."""
         return self.call_typed(_WorldSize, "/get_world_size").world_size
@@ -216,18 +212,6 @@ class VllmServer:
         for name, value in ((name, value) for given in natures for name, value in given.items()):
             remedy = f"has {name} {value}, this run {expected.get(name)}; {CONNECTION_HINT}"
             require(value == expected.get(name), "engine.urls", self.url, remedy)
-
-
-def server_label(body: bytes) -> str:
-    """Return the label of the weights from a reply of /weight_info.
-
-    Raises:
-        EndpointError: It is no such reply.
-    """
-    try:
-        return _WeightInfo.model_validate_json(body).weight_version
-    except ValidationError as error:
-        raise EndpointError(describe_error(error)) from error
 
 
 def expected_label(settings: Settings, renderer: Renderer) -> dict[str, str]:
