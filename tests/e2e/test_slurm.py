@@ -77,8 +77,8 @@ def test_the_cluster_ends_with_who_started_it(slurm: Cluster) -> None:
         "import subprocess, sys, time; from pathlib import Path; from tests.support.slurm import start_cluster\n"
         "with start_cluster() as c:\n"
         "    job = c.run('sbatch', '--parsable', '--output=/dev/null', '--wrap', 'trap \"\" TERM; sleep 600', cwd=c.folder).strip()\n"
-        "    c.wait(job, states=['RUNNING'])\n"
-        "    print(c.folder, *c.processes(), flush=True); time.sleep(600)"
+        "    c.wait_for_jobs(job, states=['RUNNING'])\n"
+        "    print(c.folder, *c.list_processes(), flush=True); time.sleep(600)"
     )
     other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     folder, *pids = other.stdout.readline().decode().split()
