@@ -1,0 +1,1 @@
+"""Workarounds that make Megatron-Core and torchvision usable without a GPU."""

@@ -1,9 +1,11 @@
-"""What Megatron-Core 0.16.1 needs to believe in a CPU. With CUDA everything here does nothing.
+"""Runs Megatron-Core 0.16.1 on a CPU. With CUDA available everything here does nothing.
 
-Megatron asks torch.cuda for the current device, for random states and streams, allocates with device="cuda", and compares type strings
-such as `torch.cuda.FloatTensor` (optimizer/distrib_optimizer.py, optimizer/clip_grads.py). `megatron_on_cpu()` answers those questions
-while one verb of the policy runs and takes everything back afterwards: left on, the function mode slows an engine in the same process
-by 13 to 29 percent, and it lies about `Tensor.type`.
+Megatron queries torch.cuda for the current device, random states and streams, allocates with
+device="cuda", and compares type strings such as `torch.cuda.FloatTensor`
+(optimizer/distrib_optimizer.py, optimizer/clip_grads.py). `megatron_on_cpu()` patches these calls
+while one method of the policy runs and restores them afterwards. If it stayed active, its function
+mode would slow down an engine in the same process by 13 to 29 percent, and `Tensor.type` would
+return wrong strings.
 """
 
 import logging
@@ -20,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class _RedirectCudaDevice(TorchFunctionMode):
-    """Maps cuda devices in factories to another device, `.cuda()` to itself, and type strings to their CUDA spelling."""
+    """Redirects CUDA devices in factories, ignores `.cuda()` and reports CUDA type strings."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -61,7 +63,8 @@ def _cuda_patches(device: torch.device) -> list[tuple[object, str, object]]:
 def _patched_cuda(device: torch.device) -> Iterator[None]:
     from megatron.core.tensor_parallel import random
 
-    # Its tracker wonders at every draw that the CPU's generator moved; here that one is the device's.
+    # Megatron's RNG tracker warns at every draw that the CPU generator's state changed. This is
+    # expected here, because the CPU generator takes the place of the device's.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     answers = _cuda_patches(device)
     originals = [getattr(owner, name) for owner, name, _ in answers]
@@ -76,20 +79,23 @@ def _patched_cuda(device: torch.device) -> Iterator[None]:
 
 
 def megatron_on_cpu():  # noqa: ANN201
-    """A context in which Megatron runs on the CPU; a null context where CUDA exists."""
+    """Return a context manager that lets Megatron run on the CPU; a no-op with CUDA."""
     return nullcontext() if torch.cuda.is_available() else _patched_cuda(torch.device("cpu"))
 
 
 @contextmanager
 def megatron_on_meta_device() -> Iterator[None]:
-    """A context in which Megatron's modules, buffers and optimizers are built on the meta device: sizes, and nothing behind them."""
+    """Build Megatron's modules, buffers and optimizers on the meta device inside the block.
+
+    They have sizes but no data.
+    """
     meta = torch.device("meta")
     with _patched_cuda(meta), meta:
         yield
 
 
 def with_megatron_on_cpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run a function that calls Megatron inside `megatron_on_cpu()`."""
+    """Decorate a function that calls Megatron, so that it runs inside `megatron_on_cpu()`."""
 
     @wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -1,18 +1,24 @@
-"""Lets the registry's CUDA-linked torchvision sit beside a CPU-only torch; does nothing anywhere else.
+"""Makes a CUDA build of torchvision importable with a CPU-only torch; does nothing otherwise.
 
-The package registry carries only CUDA builds of torchvision. Beside a CPU-only torch its shared object cannot be loaded, and
-`import torchvision` dies in `_meta_registrations.py` ("operator torchvision::nms does not exist"), although the transforms that image
-processors use need no compiled operator: declaring two operator schemas is enough. transformers and vLLM both import torchvision.
+The package registry only has CUDA builds of torchvision. With a CPU-only torch their shared object
+cannot be loaded, and `import torchvision` fails in `_meta_registrations.py` ("operator
+torchvision::nms does not exist"). The transforms used by image processors need no compiled
+operator, so declaring two operator schemas is enough. transformers and vLLM both import
+torchvision.
 
-torch calls `declare_operators` at the end of `import torch`, in every process (entry point group "torch.backends", torch 2.13), so this
-module imports nothing at its top and `megatron_rl/__init__.py` stays empty.
+torch calls `declare_operators` at the end of `import torch` in every process (entry point group
+"torch.backends", torch 2.13). This module therefore imports nothing at module level, and
+`megatron_rl/__init__.py` stays empty.
 """
 
 _libraries = []
 
 
 def declare_operators() -> None:
-    """Declare the schemas of torchvision's nms and qnms if torch has no accelerator build and torchvision is a CUDA build."""
+    """Declare torchvision's operators nms and qnms if needed.
+
+    They are needed if torch is a CPU-only build and torchvision is a CUDA build.
+    """
     import importlib.util
     from pathlib import Path
 

@@ -1,0 +1,1 @@
+"""Model families: sizes read from config.json, name mappings and rotary positions."""

@@ -1,15 +1,18 @@
-"""Closed lists of the fields of config.json that this trainer understands; any other field is refused.
+"""Supported fields of config.json; any other field is rejected.
 
-A field that nobody reads may change what the model computes (rope scaling, sliding windows, scaled or skipped layers). transformers, and
-vLLM with it, keep unknown fields without a word. Each table maps a field's name to the values that are accepted: ANY, or a tuple of the
-values that leave the computation as it is. Fields with the value null count as absent. The lists follow the classes of transformers 5.19
-(models/*/configuration_*.py and configuration_utils.py) and what 4.41 to 4.57 wrote.
+An unknown field may change the model's computation (rope scaling, sliding windows, scaled or
+skipped layers), and transformers and vLLM silently keep unknown fields. Each mapping gives the
+accepted values of a field: ANY, or a tuple of values that leave the computation unchanged. Fields
+with the value null count as absent. The fields are those of the classes of transformers 5.19
+(models/*/configuration_*.py and configuration_utils.py) and those written by versions 4.41 to 4.57.
 """
 
 from collections.abc import Iterator, Mapping
 
 ANY = None
-"""Every value: the field is read elsewhere (hf_config.py, transformers' vision tower), or changes no number."""
+"""Accepts every value: the field is read elsewhere (hf_config.py, transformers' vision tower), or
+has no effect on the computation.
+"""
 Fields = Mapping[str, tuple | None]
 
 _BOOKKEEPING: Fields = dict.fromkeys(
@@ -23,7 +26,7 @@ _BOOKKEEPING: Fields = dict.fromkeys(
     ),
     ANY,
 )  # fmt: skip
-"""Names, token numbers, number types and labels: no number of a forward pass depends on them."""
+"""Names, token ids, dtypes and labels, which have no effect on a forward pass."""
 _GENERATION: Fields = dict.fromkeys(
     (
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids", "begin_suppress_tokens", "decoder_start_token_id",
@@ -35,13 +38,13 @@ _GENERATION: Fields = dict.fromkeys(
     ),
     ANY,
 )  # fmt: skip
-"""Settings of generation that older configs hold; the recipe says how a run samples."""
+"""Generation settings in older configs; the run's own settings determine sampling."""
 _NEUTRAL: Fields = {
     "add_cross_attention": (False,), "auto_map": ({},), "chunk_size_feed_forward": (0,), "is_decoder": (False,),
     "is_encoder_decoder": (False,), "per_layer_config": ({},), "pruned_heads": ({},), "quantization_config": (),
     "tie_encoder_decoder": (False,),
 }  # fmt: skip
-"""Fields of every transformers config that would change the computation."""
+"""Fields of every transformers config that affect the computation, with their neutral values."""
 _COMMON: Fields = {**_BOOKKEEPING, **_GENERATION, **_NEUTRAL}
 
 _SPECIAL_TOKENS: Fields = dict.fromkeys(
@@ -53,7 +56,7 @@ LANGUAGE_SIZE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
     "head_dim",
 )  # fmt: skip
-"""Fields of the language model that must agree where a config states them twice."""
+"""Fields of the language model that must agree if a config states them twice."""
 _LANGUAGE: Fields = {
     **dict.fromkeys((*LANGUAGE_SIZE_FIELDS, "max_position_embeddings", "max_window_layers", "rope_scaling", "rope_parameters",
     "rope_theta"), ANY),
@@ -61,7 +64,9 @@ _LANGUAGE: Fields = {
     "mlp_bias": (False,), "pretraining_tp": (1,),
 }  # fmt: skip
 QWEN2_TEXT: Fields = {**_LANGUAGE, "sliding_window": ANY, "attention_bias": (True,), "qkv_bias": (True,)}
-"""Fields of Qwen2-VL and Qwen2.5-VL: sliding_window is ignored unless use_sliding_window is true; q, k and v always have biases."""
+"""Fields of the language model of Qwen2-VL and Qwen2.5-VL. sliding_window is ignored unless
+use_sliding_window is true; q, k and v always have biases.
+"""
 QWEN3_TEXT: Fields = {**_LANGUAGE, "sliding_window": (), "attention_bias": (False,), "qkv_bias": (False,)}
 
 _TOWER: Fields = {
@@ -74,7 +79,7 @@ _TOWER: Fields = {
     "attention_dropout": (0,), "rope_theta": (10000,),
 }  # fmt: skip
 QWEN2_VISION: Fields = {**_TOWER, "embed_dim": ANY, "mlp_ratio": ANY, "hidden_act": ("quick_gelu",)}
-"""Fields of Qwen2-VL's vision tower; vLLM 0.32 computes quick_gelu whatever its hidden_act."""
+"""Fields of Qwen2-VL's vision tower. vLLM 0.32 computes quick_gelu regardless of hidden_act."""
 QWEN2_5_VISION: Fields = {
     **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "window_size", "fullatt_block_indexes"), ANY),
 }  # fmt: skip
@@ -82,7 +87,9 @@ QWEN3_VISION: Fields = {
     **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes"), ANY),
 }  # fmt: skip
 _VISION_COPIES = {"in_chans": ("in_channels", 3), "spatial_patch_size": ("patch_size", None), "num_attention_heads": ("num_heads", None)}
-"""Second names in vision_config: the field whose value they must repeat, and transformers' default of it."""
+"""Alternative field names in vision_config, each with the field that must have the same value and
+that field's default in transformers.
+"""
 _ROPE: Fields = {
     **dict.fromkeys(("mrope_section", "mrope_interleaved", "rope_theta"), ANY),
     "rope_type": ("default", "mrope"), "type": ("default", "mrope"), "partial_rotary_factor": (1,), "factor": (1,),
@@ -91,13 +98,15 @@ _TOWER_ROPE: Fields = {"rope_type": ("axial", "default"), "type": ("axial", "def
 
 
 def find_unsupported(stored: Mapping[str, object], *, text: Fields, vision: Fields, is_flat: bool, architecture: str) -> list[str]:
-    """Return one phrase for each field of a config.json that this trainer does not compute, with the field's path and value.
+    """Return one phrase for each field of a config.json that is not supported, with path and value.
 
     Args:
-        stored: the content of config.json, flat or nested.
-        text, vision: the fields of the family's language model and of its tower.
-        is_flat: whether the family's class reads fields of the language model at the top where there is no text_config.
-        architecture: the name of the only class in `architectures` that is trained.
+        stored: Content of config.json, flat or nested.
+        text: Supported fields of the family's language model.
+        vision: Supported fields of the family's vision tower.
+        is_flat: Whether the family's config class reads the language model's fields at the top
+            level if there is no text_config.
+        architecture: The only supported class name in `architectures`.
     """
     language = {**text, "layer_types": ANY}
     found = [*_find_unaccepted(stored, {**language, **_TOP}, ""), *_find_language_problems(stored, "")]
@@ -127,7 +136,7 @@ def _find_unaccepted(stored: Mapping[str, object], fields: Fields, path: str) ->
 
 
 def _equal(value: object, known: object) -> bool:
-    """Compare as JSON does: 0 equals 0.0, and false is no number."""
+    """Compare as JSON does: 0 equals 0.0, and false is not a number."""
     return isinstance(value, bool) == isinstance(known, bool) and value == known
 
 
@@ -137,7 +146,7 @@ def _short(value: object) -> str:
 
 
 def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator[str]:
-    """Return what the structured fields of a language model say beyond full attention and plain multimodal rotary positions."""
+    """Yield layer types other than full attention, and unsupported rotary settings."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
@@ -157,14 +166,20 @@ def _find_tower_problems(vision: Mapping[str, object]) -> Iterator[str]:
 
 
 def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
-    """Return the sizes beside text_config that are not those in it, which transformers reads alone."""
+    """Yield sizes at the top level that differ from those in text_config.
+
+    transformers reads only those in text_config.
+    """
     for name in LANGUAGE_SIZE_FIELDS:
         if stored.get(name) is not None and stored[name] != text.get(name):
             yield f"{name} is {_short(stored[name])}, where text_config.{name} is {_short(text.get(name))}, which alone is read"
 
 
 def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
-    """Return values of the rotary embedding that several places state differently: libraries differ in which of them they read."""
+    """Yield settings of the rotary embedding that are stated several times with different values.
+
+    Libraries differ in which of these places they read.
+    """
     places: dict[str, object] = {}
     for path, part in (("", stored), ("text_config.", text)):
         places |= {f"{path}{name}": part[name] for name in ("rope_theta", "partial_rotary_factor") if part.get(name) is not None}

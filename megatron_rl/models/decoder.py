@@ -1,4 +1,7 @@
-"""The decoder layers of Qwen2 and Qwen3 in Megatron's names: alike but for biases on q, k and v (Qwen2) or norms of q and k (Qwen3)."""
+"""Name mappings of the decoder layers of Qwen2 and Qwen3.
+
+The layers differ only in the biases of q, k and v (Qwen2) and the norms of q and k (Qwen3).
+"""
 
 from functools import partial
 
@@ -6,7 +9,7 @@ from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, fuse_h
 
 
 def decoder_layer_mappings(layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool) -> list[ParamMapping]:
-    """The rows of the layer with this global number."""
+    """Return the name mappings of the decoder layer with this global number."""
     mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
 
     def qkv(kind: str) -> ParamMapping:

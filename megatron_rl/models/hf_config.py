@@ -1,4 +1,7 @@
-"""Reads a Hugging Face config.json, flat (as released, transformers 4) or nested (transformers 5), into a ModelSpec."""
+"""Reads a Hugging Face config.json into a ModelSpec.
+
+The file may be flat (as released, transformers 4) or nested (transformers 5).
+"""
 
 import math
 from pathlib import Path
@@ -20,11 +23,15 @@ TEXT_SIZES = (
 )  # fmt: skip
 
 MAX_FIELDS = 4
-"""Fields that a message names at most."""
+"""Maximum number of fields named in an error message."""
 
 
 def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
-    """The model in a Hugging Face folder. Raises ValueError under the setting's or option's name `key`."""
+    """Return the spec of the model in a Hugging Face folder.
+
+    Raises ValueError under the setting's or option's name `key` if the model is not supported or
+    its config.json is missing or damaged.
+    """
     path = find_config_file(folder, key=key)
     try:
         stored = read_json(path)
@@ -34,7 +41,10 @@ def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
 
 
 def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> ModelSpec:
-    """What read_spec gives for a config.json with this content; `folder` is only named in errors."""
+    """Return the spec described by the content of a config.json.
+
+    `folder` is only used in error messages. Raises ValueError as `read_spec` does.
+    """
     if not isinstance(stored, dict):
         raise _damaged_config_error(f"it holds a {type(stored).__name__}", folder=folder, key=key)
     model_type = stored.get("model_type")
@@ -68,7 +78,10 @@ def _damaged_config_error(reason: object, *, folder: str | Path, key: str) -> Va
 
 
 def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
-    """What no model can have, though it has the right type (which transformers checks), in words; empty if there is nothing."""
+    """Describe the first value that no model can have; return '' if there is none.
+
+    transformers has already checked the types of most values.
+    """
     for part, each in (("", config), ("text_config.", config.text_config), ("vision_config.", config.vision_config)):
         if each.dtype is not None and not (isinstance(each.dtype, torch.dtype) and each.dtype.is_floating_point):
             return f"{part}dtype is {each.dtype}, no floating-point type of torch"
@@ -97,7 +110,7 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
 
 
 def _find_head_mismatch(text: dict[str, object], vision: VisionSpec, family: ModelFamily) -> str:
-    """Of sizes that are positive but do not fit each other."""
+    """Describe the first sizes that do not fit each other; return '' if all do."""
     hidden, heads, key_heads, head_dim = (
         text.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )

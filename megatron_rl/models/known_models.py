@@ -1,4 +1,7 @@
-"""The released sizes of each family, for what needs no weights: plans of memory, folders of random weights."""
+"""Sizes of the released models of each family, for uses that need no weights.
+
+These are memory plans and folders with random weights.
+"""
 
 from pathlib import Path
 
@@ -18,16 +21,20 @@ _TABLE = {
 RELEASED_SIZES = {
     family: {size: dict(zip(_NAMES, numbers, strict=True)) for size, numbers in sizes.items()} for family, sizes in _TABLE.items()
 }  # fmt: skip
-"""By model_type and size: the language model's."""
+"""Sizes of the language models, by model_type and model size."""
 _HUB_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL"}
 HUB_IDS = {f"Qwen/{_HUB_NAMES[family]}-{size}-Instruct": (family, size) for family, sizes in RELEASED_SIZES.items() for size in sizes}
-"""(model_type, size) by the name on the hub."""
+"""(model_type, model size) by the model's name on the Hugging Face hub."""
 _VISION_TOKEN_IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
 _PATCH_SIZES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
 def make_released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, object]:
-    """A config.json as it was released: flat, with the spellings of transformers 4.41; of Qwen3-VL nested, with those of 4.57."""
+    """Return the config.json of a released model.
+
+    It is flat, with the field names of transformers 4.41. For Qwen3-VL it is nested, with those of
+    4.57.
+    """
     return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}[family](size, RELEASED_SIZES[family][size])
 
 
@@ -88,7 +95,10 @@ def _qwen3_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
 
 
 def load_known_spec(path: str, *, key: str = "model.path") -> ModelSpec:
-    """Of a model folder, or of a released model by its name on the hub, which need not be here. ValueError under the setting's name."""
+    """Return the spec of a model folder, or of a released model by its name on the hub.
+
+    A released model need not be downloaded. Raises ValueError under the setting's name `key`.
+    """
     if path in HUB_IDS and not Path(path).exists():
         family, size = HUB_IDS[path]
         return parse_spec(make_released_config(size, family=family), folder=path, key=key)

@@ -1,7 +1,9 @@
-"""Vision towers as other trainers build them of Megatron's layers, which tensor parallelism cuts: read by the merger, built nowhere here.
+"""Name mappings of vision towers that other trainers build from Megatron's layers, sharded by tp.
 
-Names are those of Megatron's TransformerBlock and MultimodalProjector with biases, as mbridge's and verl's Qwen2.5-VL and Pai's Qwen2-VL
-have them, and of mbridge's own mergers of Qwen3-VL. q, k and v are one block a head; gate and up, where there are both, one block a rank.
+Such towers are only read from checkpoints, when these are merged; they are never built here. Their
+names are those of Megatron's TransformerBlock and MultimodalProjector with biases, as in mbridge's
+and verl's Qwen2.5-VL and Pai's Qwen2-VL, and those of mbridge's own mergers of Qwen3-VL. q, k and v
+are stored as one block per head. If an MLP has gate and up, they are stored as one block per rank.
 """
 
 from collections.abc import Sequence
@@ -15,12 +17,16 @@ PATCH_EMBED = "patch_embed.proj.weight"
 
 
 def replicated_mapping(mcore: str, hf: str) -> ParamMapping:
-    """Of a tensor that every rank holds; names without their prefixes."""
+    """Return the mapping of a replicated tensor; names are given without their prefixes."""
     return ParamMapping(f"vision.{mcore}", (f"visual.{hf}",), "first")
 
 
 def mlp_mappings(mcore: str, *, fc1: Sequence[str], fc2: str) -> list[ParamMapping]:
-    """Of an MLP with biases; `fc1`: Hugging Face's gate and up, or its first layer alone. The bias behind a sum over ranks is whole."""
+    """Return the mappings of an MLP with biases.
+
+    `fc1` names Hugging Face's gate and up layers, or its first layer only. The bias of `fc2` is
+    replicated, because it is added after the sum over ranks.
+    """
     rows = []
     for kind in ("weight", "bias"):
         first = tuple(f"visual.{name}.{kind}" for name in fc1)
@@ -33,7 +39,10 @@ def mlp_mappings(mcore: str, *, fc1: Sequence[str], fc2: str) -> list[ParamMappi
 
 
 def block_mappings(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str], fc2: str) -> list[ParamMapping]:
-    """Of all blocks. `norm`: the tensors of a norm; fc1, fc2: Hugging Face's layers of a block's MLP."""
+    """Return the mappings of all blocks of a vision tower.
+
+    `norm` names the tensors of a norm. `fc1` and `fc2` name Hugging Face's layers in a block's MLP.
+    """
     heads = AttentionHeads(vision.num_heads, vision.num_heads, vision.head_dim)
 
     def qkv(tensors: Tensors) -> torch.Tensor:
@@ -64,13 +73,13 @@ def block_mappings(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str
 
 
 def projector_mappings(*, norm: Sequence[str]) -> list[ParamMapping]:
-    """Of Qwen2's merger, whose norm is the block's last."""
+    """Return the mappings of Qwen2's merger; its norm is the final norm of the blocks."""
     norms = [replicated_mapping(f"decoder.final_layernorm.{kind}", f"merger.ln_q.{kind}") for kind in norm]
     return [*norms, *mlp_mappings("projection.encoder", fc1=["merger.mlp.0"], fc2="merger.mlp.2")]
 
 
 def merger_mappings(vision: VisionSpec) -> list[ParamMapping]:
-    """Of Qwen3-VL's mergers, the stacked ones among them."""
+    """Return the mappings of Qwen3-VL's mergers, including those for DeepStack."""
     names = {
         "merger": "merger",
         **{f"decoder.deepstack_merger_list.{n}": f"deepstack_merger_list.{n}" for n in range(vision.num_deepstack_layers)},
@@ -83,16 +92,19 @@ def merger_mappings(vision: VisionSpec) -> list[ParamMapping]:
 
 
 def qwen2_5_vl_tower_mappings(vision: VisionSpec) -> list[ParamMapping]:
+    """Return the mappings of Qwen2.5-VL's vision tower."""
     blocks = block_mappings(vision, norm=["weight"], fc1=["gate_proj", "up_proj"], fc2="down_proj")
     return [replicated_mapping(PATCH_EMBED, PATCH_EMBED), *blocks, *projector_mappings(norm=["weight"])]
 
 
 def qwen2_vl_tower_mappings(vision: VisionSpec) -> list[ParamMapping]:
+    """Return the mappings of Qwen2-VL's vision tower."""
     blocks = block_mappings(vision, norm=["weight", "bias"], fc1=["fc1"], fc2="fc2")
     return [replicated_mapping(PATCH_EMBED, PATCH_EMBED), *blocks, *projector_mappings(norm=["weight", "bias"])]
 
 
 def qwen3_vl_tower_mappings(vision: VisionSpec) -> list[ParamMapping]:
+    """Return the mappings of Qwen3-VL's vision tower."""
     blocks = block_mappings(vision, norm=["weight", "bias"], fc1=["linear_fc1"], fc2="linear_fc2")
     whole = [replicated_mapping(name, name) for name in (PATCH_EMBED, "patch_embed.proj.bias", "pos_embed.weight")]
     return [*whole, *blocks, *merger_mappings(vision)]

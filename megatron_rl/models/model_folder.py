@@ -1,4 +1,7 @@
-"""Model folders: where they are searched for, and errors that name the searched places and the command that makes the model."""
+"""Locates model folders and explains missing ones.
+
+Errors name the searched path and the command that creates the model.
+"""
 
 import re
 from importlib.resources import files
@@ -9,13 +12,16 @@ import yaml
 from megatron_rl import configs
 
 LAUNCH_FOLDER = Path(__file__).resolve().parents[2] / "launch"
-"""Exists in a checkout only; a wheel has none."""
+"""Folder launch/ of a checkout; does not exist in an installed wheel."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""Matches a possible name of a model on the hub, OWNER/NAME, which may also be a folder."""
+"""Pattern of a possible model name on the hub, OWNER/NAME, which may also be a folder."""
 
 
 def find_config_file(folder: str | Path, *, key: str) -> Path:
-    """Return the config.json of a Hugging Face folder. Raises ValueError, which tells a folder that is not there from one without it."""
+    """Return the path of config.json in a Hugging Face folder.
+
+    Raises ValueError if it is missing; the message depends on whether the folder itself exists.
+    """
     path, place = Path(folder) / "config.json", Path(folder).absolute()
     if path.is_file():
         return path
@@ -41,15 +47,18 @@ def _missing_folder_remedy(folder: str, *, key: str) -> str:
 
 
 def _read_recipes() -> dict[str, dict]:
-    """Return what each yaml of configs/experiment says, by its name."""
+    """Return the content of each YAML file in configs/experiment, by its name."""
     paths = [path for path in (files(configs) / "experiment").iterdir() if path.name.endswith(".yaml")]
     return {path.name.removesuffix(".yaml"): yaml.safe_load(path.read_text()) or {} for path in sorted(paths, key=lambda path: path.name)}
 
 
 def _find_maker(folder: str, recipes: dict[str, dict]) -> str:
-    """Return the command that makes a folder which recipes begin with: of a script in launch/, or of the recipe whose result it is.
+    """Return the command that creates a folder from which a recipe starts.
 
-    Example: runs/quickstart/sft/final -> `bash launch/quickstart.sh, or by python launch/train.py stage=sft experiment=numberline_sft_cpu`
+    The command is a script in launch/ or a run of the recipe that writes the folder. Example: for
+    runs/quickstart/sft/final it is
+        bash launch/quickstart.sh,
+        or by python launch/train.py stage=sft experiment=numberline_sft_cpu
     """
     wanted = Path(folder)
     makers = [name for name, recipe in recipes.items() if Path(recipe.get("run", {}).get("dir", ".")) / "final" == wanted]
@@ -63,6 +72,6 @@ def _find_maker(folder: str, recipes: dict[str, dict]) -> str:
 
 
 def _starts_recipe(script: Path, names: list[str]) -> bool:
-    """Return True for a script that starts a run of one of these recipes."""
+    """Return True if a script starts a run of one of these recipes."""
     text = script.read_text()
     return any(re.search(rf"\bexperiment={name}\b", text) for name in names)

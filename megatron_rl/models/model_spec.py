@@ -1,6 +1,6 @@
-"""What a model is, in our words: its sizes, read once from a Hugging Face config.json, and what tells one model family from another.
+"""Description of a model: its sizes, read from a Hugging Face config.json, and its family.
 
-Everything outside models/ is handed a ModelSpec and never sees a transformers config.
+Code outside models/ uses a ModelSpec and no transformers config.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,26 +25,32 @@ class VisionSpec:
     ffn_size: int
     num_heads: int
     out_hidden_size: int
-    """Numbers of a vision token as it enters the language model."""
+    """Size of a vision token's embedding in the language model."""
     in_channels: int
     patch_size: int
-    """Pixels along each side of a patch."""
+    """Height and width of a patch in pixels."""
     temporal_patch_size: int
-    """Frames that a patch spans; a still picture is repeated so often."""
+    """Number of frames in a patch; a still image is repeated this many times."""
     spatial_merge_size: int
-    """Patches along each side of the square that becomes one vision token."""
+    """Height and width, in patches, of the square that becomes one vision token."""
     window_size: int = 0
-    """Pixels along each side of the windows that most blocks attend within; 0 where every block sees the whole picture."""
+    """Height and width in pixels of the attention windows of most blocks; 0 if every block attends
+    to the whole image.
+    """
     mlp_saved_factor: int
-    """Numbers a patch, in units of ffn_size, that autograd keeps of a block's MLP (memory_plan/activations.py)."""
+    """Number of values per patch that autograd keeps of a block's MLP, in units of ffn_size
+    (memory_plan/activations.py).
+    """
     num_deepstack_layers: int = 0
-    """Blocks whose output is merged, too, and added to the pictures' tokens behind as many first decoder layers (policy/deepstack.py)."""
+    """Number of blocks whose merged output is also added to the image tokens after the first
+    decoder layers, one layer for each block (policy/deepstack.py).
+    """
     num_position_embeddings: int = 0
-    """Rows of a table of learned positions, the square of its side; 0 where the tower has none."""
+    """Number of learned position embeddings, a square number; 0 if the tower has none."""
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **own: int) -> "VisionSpec":
-        """What every family's vision_config spells alike (SHARED_SIZES), and what is the family's own."""
+        """Build a VisionSpec from the fields common to all families (SHARED_SIZES) and `own`."""
         return cls(
             num_blocks=config.depth, num_heads=config.num_heads, in_channels=config.in_channels, patch_size=config.patch_size,
             temporal_patch_size=config.temporal_patch_size, spatial_merge_size=config.spatial_merge_size, **own,
@@ -52,75 +58,98 @@ class VisionSpec:
 
     @property
     def head_dim(self) -> int:
+        """Size of an attention head."""
         return self.hidden_size // self.num_heads
 
     @property
     def patch_dim(self) -> int:
-        """Numbers in a patch as the processor hands it over."""
+        """Number of values in a patch as returned by the processor."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def patches_per_token(self) -> int:
+        """Number of patches that become one vision token."""
         return self.spatial_merge_size**2
 
 
 SHARED_SIZES = ("depth", "num_heads", "in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size")
-"""The names in vision_config of what VisionSpec.of reads."""
+"""Names of the vision_config fields that VisionSpec.from_config reads."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelFamily:
-    """What the models of one family have in common: a row of models/family.py. Names are those of name_mapping.py, Megatron's side
-    first."""
+    """Common properties of the models of one family; see models/family.py.
+
+    Parameter names are those of name_mapping.py.
+    """
 
     config_class: type[PreTrainedConfig]
     """transformers' class of the whole config.json."""
     model_class: type[PreTrainedModel]
-    """transformers' class of the whole model, whose tensors are those of a checkpoint."""
+    """transformers' class of the whole model, which defines the tensors of a checkpoint."""
     text_fields: Fields
-    """Fields of the language model in config.json, with the values that are computed (config_fields.py)."""
+    """Supported config.json fields of the language model, with their accepted values
+    (config_fields.py).
+    """
     vision_fields: Fields
-    """The same of vision_config."""
+    """Supported fields of vision_config, with their accepted values."""
     has_flat_config: bool
-    """Whether transformers reads a config.json that has the language model's fields at the top, without text_config."""
+    """True if transformers accepts a config.json with the language model's fields at the top level,
+    without text_config.
+    """
     tower_class: type[PreTrainedModel]
-    """transformers' class of the vision tower, which is trained as it is."""
+    """transformers' class of the vision tower, which is trained unmodified."""
     tower_norm_class: type[nn.Module] | None
-    """transformers' class of the tower's root mean square norms, of `weight` and `variance_epsilon`; None where it has other norms."""
+    """transformers' class of the tower's RMSNorm, with `weight` and `variance_epsilon`; None if the
+    tower has other norms.
+    """
     has_head_dim: bool
-    """Whether the language model's attention has heads of config.head_dim. Where it has not, they are of hidden_size /
-    num_attention_heads, and a config that states something else is refused."""
+    """True if attention heads of the language model have the size config.head_dim. Otherwise their
+    size is hidden_size / num_attention_heads, and a config that states another one is rejected.
+    """
     has_qk_norm: bool
-    """Whether each head of queries and keys goes through a norm."""
+    """True if each head of queries and keys is normalized."""
     vision_sizes: tuple[str, ...]
-    """The names in vision_config of what `vision` reads, all positive integers."""
+    """Names of the vision_config fields that `read_vision_spec` reads, all positive integers."""
     read_vision_spec: Callable[[PreTrainedConfig], VisionSpec]
-    """The sizes in a vision_config."""
+    """Function that returns the sizes in a vision_config."""
     layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]]
-    """The rows of a decoder layer with this global number."""
+    """Function that returns the name mappings of the decoder layer with a global number."""
     megatron_tower_mappings: Callable[[VisionSpec], list[ParamMapping]]
-    """The rows of a tower made of Megatron's layers, as other trainers' classic checkpoints may have it (models/megatron_tower.py)."""
+    """Function that returns the name mappings of a vision tower built from Megatron's layers, as
+    found in classic checkpoints of other trainers (models/megatron_tower.py).
+    """
     megatron_config: Mapping[str, object]
-    """What else Megatron's TransformerConfig gets (policy/transformer.py)."""
+    """Additional arguments of Megatron's TransformerConfig (policy/transformer.py)."""
     uses_nested_names: bool
-    """Whether released checkpoints spell tensors' names the newer way (mapping.nested), which transformers and vLLM then know alone."""
+    """True if released checkpoints use the newer tensor names (name_mapping.nested_name), the only
+    ones that transformers and vLLM then accept.
+    """
     has_interleaved_mrope: bool
-    """Whether the pairs of a head's numbers rotate by frame, row and column in turn (mrope.in_turn), not in blocks."""
+    """True if rotary pairs of a head use frame, row and column position in turn
+    (mrope.interleave_sections) instead of in blocks.
+    """
     rope_positions: Callable[[Sequence[int], Sequence[Image], int], torch.Tensor]
-    """(token_ids, images, image_token_id) -> rotary positions [3, L]: frame, row, column."""
+    """Function (token_ids, images, image_token_id) -> rotary positions [3, L] of a sequence."""
     part_patterns: Mapping[str, tuple[str, ...]]
-    """What can be frozen or have its own learning rate (config.PARTS), as patterns over Megatron's parameter names."""
+    """Parts that can be frozen or have their own learning rate (config.PARTS), as patterns of
+    Megatron's parameter names.
+    """
     vision_lora_patterns: Mapping[str, str]
-    """Those of lora.targets that lie in the tower, as regular expressions over the names of its modules."""
+    """Values of lora.targets in the vision tower, as regular expressions for the names of its
+    modules.
+    """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelSpec:
-    """One model: its family, the sizes of its language model and of its tower, the token ids that stand for pictures."""
+    """Family, sizes and special token ids of one model."""
 
     family: ModelFamily
     config: PreTrainedConfig = field(repr=False, compare=False)
-    """transformers' own, for building transformers' modules; sizes are read from this record instead."""
+    """transformers' config, used only to build transformers' modules. All sizes are fields of this
+    record.
+    """
     num_layers: int
     hidden_size: int
     ffn_size: int
@@ -129,35 +158,40 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
-    """The embeddings are the output layer too."""
+    """True if the output layer uses the weights of the embeddings."""
     norm_eps: float
     max_positions: int
     rope_theta: float
     rope_sections: tuple[int, ...]
-    """How many pairs of a head's numbers rotate by frame, by row and by column."""
+    """Number of rotary pairs of a head that use the frame, the row and the column position."""
     vision: VisionSpec
     image_token_id: int
-    """The placeholder: one for each vision token of a picture."""
+    """Id of the placeholder token; an image has one for each of its vision tokens."""
     video_token_id: int
     vision_start_id: int
     vision_end_id: int
 
     @property
     def heads(self) -> AttentionHeads:
+        """Numbers and size of the language model's attention heads."""
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """The shape of every tensor that a checkpoint holds, by canonical name: those of transformers' own model (5.19, built without
-        memory). Tied embeddings stand once, as `model.embed_tokens.weight`."""
+        """Return the shape of every tensor in a checkpoint, by canonical name.
+
+        The shapes are those of transformers' model (5.19), built on the meta device. Tied
+        embeddings are listed once, as `model.embed_tokens.weight`.
+        """
         with torch.device("meta"):
-            model = self.family.model_class(deepcopy(self.config))  # transformers notes its attention in the config that it is given
+            # transformers modifies the config that it is given (attention implementation).
+            model = self.family.model_class(deepcopy(self.config))
         shapes = {canonical_name(name): tensor.shape for name, tensor in model.state_dict().items()}
         if self.tie_word_embeddings:
             del shapes["lm_head.weight"]
         return shapes
 
     def param_mappings(self) -> list[ParamMapping]:
-        """The table of this model: every parameter once."""
+        """Return the name mappings of all parameters."""
         return name_table(
             num_layers=self.num_layers, heads=self.heads, tie_word_embeddings=self.tie_word_embeddings, vocab_size=self.vocab_size,
             layer_mappings=self.family.layer_mappings,
@@ -165,13 +199,16 @@ class ModelSpec:
         )  # fmt: skip
 
     def build_tower(self) -> PreTrainedModel:
-        """A new vision tower of transformers'."""
+        """Build transformers' vision tower with new weights."""
         return self.family.tower_class(deepcopy(self.config.vision_config))
 
     def released_name(self, name: str) -> str:
-        """The name of a tensor, from its canonical name, in checkpoints that were released of this family."""
+        """Convert a canonical tensor name to that of the family's released checkpoints."""
         return nested_name(name) if self.family.uses_nested_names else name
 
     def rope_positions(self, token_ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:
-        """Rotary positions [3, L] of a context whose placeholders are expanded. Raises ValueError where these are not the images'."""
+        """Return the rotary positions [3, L] of a sequence with expanded image placeholders.
+
+        Raises ValueError if the placeholders do not match the images.
+        """
         return self.family.rope_positions(token_ids, images, self.image_token_id)

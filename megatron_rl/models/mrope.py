@@ -1,4 +1,7 @@
-"""Rotary positions on three axes (frame, row, column), as Qwen's vision-language models count them (arXiv 2409.12191, section 2.1)."""
+"""Multimodal rotary positions (frame, row, column) of Qwen's vision-language models.
+
+See arXiv 2409.12191, section 2.1.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -9,19 +12,26 @@ from megatron_rl.types import Image
 
 
 def interleave_sections(sections: Sequence[int]) -> list[int]:
-    """The axes in turn, pair by pair, and by frame what the others leave, as Qwen3-VL has them (transformers 5.19, models/qwen3_vl,
-    Qwen3VLTextRotaryEmbedding.recomposition_frequencies), in the form that Megatron takes: how many pairs rotate by frame, row, column,
-    frame and so on. Example: in_turn((3, 1, 1)) == [1,0,0, 0,1,0, 0,0,1, 1,0,0, 1,0,0]."""
+    """Return Megatron's mrope_section for interleaved multimodal rotary embeddings, as in Qwen3-VL.
+
+    Rotary pairs use frame, row and column position in turn; pairs that exceed the section of row or
+    column use the frame position (transformers 5.19, models/qwen3_vl,
+    Qwen3VLTextRotaryEmbedding.recomposition_frequencies). The result counts successive pairs that
+    use frame, row, column, frame and so on.
+
+    Example: interleave_sections((3, 1, 1)) == [1,0,0, 0,1,0, 0,0,1, 1,0,0, 1,0,0].
+    """
     axes = [pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(sum(sections))]
     return [int(axis == turn) for axis in axes for turn in range(3)]
 
 
 def mrope_positions(token_ids: Sequence[int], images: Iterable[Image], image_token_id: int) -> torch.Tensor:
-    """Rotary positions [3, L] (frame, row, column), as get_rope_index of transformers 5.19 gives them for still images, for Qwen2-VL,
-    Qwen2.5-VL and Qwen3-VL alike.
+    """Return rotary positions [3, L] (frame, row, column) of a sequence.
 
-    Text counts on by one on all three axes; an image occupies a grid from its start, and text goes on after its longer side.
-    Raises ValueError where placeholders and grids do not match.
+    They equal those of get_rope_index of transformers 5.19 for still images, for Qwen2-VL,
+    Qwen2.5-VL and Qwen3-VL. Text positions increase by one on all three axes. An image occupies a
+    grid from its start position, and text continues after its longer side. Raises ValueError if
+    placeholders and grids do not match.
     """
     grids = [(image.grid[0], image.grid[1] // image.merge, image.grid[2] // image.merge) for image in images]
     parts, start, used = [], 0, 0

@@ -1,10 +1,15 @@
-"""The one table between Hugging Face's names and Megatron's, read both ways by import, export, sync and the converters.
+"""Mapping between Hugging Face's and Megatron's parameter names and layouts.
 
-Names on the HF side are those of the released checkpoints (`model.layers.0...`, `visual...`, `lm_head.weight`); `canonical_name` maps the
-newer spelling (`model.language_model...`, `model.visual...`) onto them. Layer numbers are global on both sides.
+Import, export, weight sync and converters all use it, in both directions.
 
-Layouts: HF keeps q, k, v apart and gate, up apart. Megatron's linear_qkv holds one block a key/value group, [q heads of the group, k, v]
-(megatron-core 0.16.1, transformer/attention.py, get_query_key_value_tensors); linear_fc1 holds [gate, up] of the rank's own rows.
+Hugging Face names are those of the released checkpoints (`model.layers.0...`, `visual...`,
+`lm_head.weight`). `canonical_name` converts the newer names (`model.language_model...`,
+`model.visual...`) to them. Layer numbers are global on both sides.
+
+Layouts: Hugging Face has separate q, k and v, and separate gate and up. Megatron's linear_qkv has
+one block per key/value group, [q heads of the group, k, v] (megatron-core 0.16.1,
+transformer/attention.py, get_query_key_value_tensors). Its linear_fc1 has [gate, up] of the rank's
+own rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(slots=True, frozen=True)
 class AttentionHeads:
-    """What splitting a fused projection needs to know."""
+    """Numbers and size of attention heads, needed to split a fused q/k/v projection."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -34,41 +39,54 @@ def _shard(tensor: torch.Tensor, dim: int, rank: int, size: int, *, pads: bool =
 
 
 def padded_vocab(size: int, tp: int) -> int:
-    """Rows of the embeddings over tp ranks: the vocabulary, and where they do not divide it as many more as make it divisible."""
+    """Return the number of rows of the embeddings: the vocabulary size, rounded up.
+
+    It is rounded up to a multiple of `tp`.
+    """
     return -(-size // tp) * tp
 
 
 @dataclass(slots=True, frozen=True)
 class ParamMapping:
-    """One Megatron parameter and the HF tensors it is made of."""
+    """One Megatron parameter and the Hugging Face tensors that it consists of."""
 
     mcore_name: str
     hf_names: tuple[str, ...]
     stage: str
-    """Where it lives: 'first', 'last', or 'layer:N' with the global layer number."""
+    """Pipeline stage: 'first', 'last', or that of 'layer:N' with the global layer number."""
     fuse: Callable[[Tensors], torch.Tensor] | None = None
-    """HF tensors -> one tensor whose equal chunks along shard_dim are the ranks' shards; None for a single HF tensor."""
+    """Function from Hugging Face tensors to one tensor whose equal chunks along shard_dim are the
+    ranks' shards; None for a single Hugging Face tensor.
+    """
     split: Callable[[torch.Tensor], Tensors] | None = None
-    """The inverse of fuse."""
+    """Function from the fused tensor to the Hugging Face tensors; inverse of `fuse`."""
     shard_dim: int | None = None
-    """Dimension that tensor parallelism cuts; None for a replicated parameter."""
+    """Dimension that tensor parallelism shards; None for a replicated parameter."""
     fuse_shards: bool = False
-    """Fuse after cutting (gate and up interleave by rank) instead of before."""
+    """True if tensors are sharded before they are fused, as gate and up are."""
     fused_norm: str = ""
-    """The name of a norm's weight under the Transformer Engine spec, which fuses norms into the linear layers that follow them."""
+    """Name of a norm's weight in the Transformer Engine spec, which fuses a norm into the linear
+    layer that follows.
+    """
     vocab_rows: int = 0
-    """Its rows where they are the vocabulary's: tensor parallelism pads them with zeros. 0 for every other parameter."""
+    """Number of rows if they are those of the vocabulary, which tensor parallelism pads with zeros;
+    0 for every other parameter.
+    """
     is_exported: bool = True
-    """False for the last stage's copy of tied embeddings: it is read, never written."""
+    """False for the last stage's copy of tied embeddings, which is loaded but never exported."""
 
     @property
     def checkpoint_key(self) -> str:
-        """Its key in a Megatron distributed checkpoint, where layers have global numbers and both specs share one spelling
-        (megatron-core 0.16.1, gpt_layer_specs.py, sharded_state_dict_keys_map). The tensor there is `to_mcore(tensors, 0, 1)`."""
+        """Key of the parameter in a Megatron distributed checkpoint.
+
+        Layer numbers in it are global, and it is the same for both layer specs (megatron-core
+        0.16.1, gpt_layer_specs.py, sharded_state_dict_keys_map). The stored tensor is
+        `to_mcore(tensors, 0, 1)`.
+        """
         return self.fused_norm or self.mcore_name
 
     def to_mcore(self, tensors: Tensors, rank: int, size: int) -> torch.Tensor:
-        """Full HF tensors -> this rank's Megatron shard."""
+        """Convert full Hugging Face tensors to the Megatron shard of one tensor-parallel rank."""
         if self.shard_dim is not None and self.fuse_shards:
             tensors = tuple(_shard(tensor, self.shard_dim, rank, size) for tensor in tensors)
             return self.fuse(tensors)
@@ -76,13 +94,15 @@ class ParamMapping:
         return whole if self.shard_dim is None else _shard(whole, self.shard_dim, rank, size, pads=self.vocab_rows > 0)
 
     def list_row_slices(self, tensors: Tensors) -> Tensors:
-        """The runs of rows of full HF tensors that make up `to_mcore(tensors, 0, 1)` one after another; nothing is copied.
+        """Return slices of the Hugging Face tensors' rows that make up the unsharded parameter.
 
-        They are found by fusing the rows' numbers instead of the rows: a fused parameter is its tensors' rows in another order.
+        Concatenated, they equal `to_mcore(tensors, 0, 1)`. The slices are views. They are found by
+        fusing row numbers instead of rows: the rows of a fused parameter are those of its tensors
+        in another order.
         """
         if self.fuse is None:
             return tensors
-        step = 1 + max(map(len, tensors))  # a gap after each tensor's numbers
+        step = 1 + max(map(len, tensors))  # leaves a gap between the numbers of two tensors
         numbers = tuple(torch.arange(first * step, first * step + len(tensor)) for first, tensor in enumerate(tensors))
         order = self.to_mcore(numbers, 0, 1)
         assert torch.equal(order.sort().values, torch.cat(numbers)), f"{self.mcore_name} does not hold every row once"
@@ -91,7 +111,10 @@ class ParamMapping:
         return tuple(tensors[tensor].narrow(0, row, num_rows) for tensor, row, num_rows in places)
 
     def to_hf(self, shards: Sequence[torch.Tensor]) -> Tensors:
-        """All ranks' Megatron shards, in rank order -> full HF tensors, in the order of `hf`, without padding of the vocabulary."""
+        """Convert all tensor-parallel shards, in rank order, to full Hugging Face tensors.
+
+        The tensors are in the order of `hf_names`, without padding of the vocabulary.
+        """
         if self.shard_dim is None:
             return (shards[0],)
         if self.fuse_shards:
@@ -104,23 +127,29 @@ class ParamMapping:
 
 
 def fuse_qkv(tensors: Tensors, heads: AttentionHeads) -> torch.Tensor:
-    """q [num_query_heads * dim, ...], k and v [num_kv_heads * dim, ...] -> [num_kv_heads * (num_query_heads / num_kv_heads + 2) * dim,
-    ...]."""
+    """Fuse q, k and v into Megatron's linear_qkv.
+
+    q is [num_query_heads * dim, ...], k and v are [num_kv_heads * dim, ...]. The result is
+    [num_kv_heads * (num_query_heads / num_kv_heads + 2) * dim, ...].
+    """
     grouped = [tensor.reshape(heads.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
     return torch.cat(grouped, 1).flatten(0, 1)
 
 
 def split_qkv(fused: torch.Tensor, heads: AttentionHeads) -> Tensors:
+    """Split Megatron's linear_qkv into q, k and v; inverse of `fuse_qkv`."""
     grouped = fused.reshape(heads.num_kv_heads, -1, *fused.shape[1:])
     q_rows = heads.num_query_heads // heads.num_kv_heads * heads.head_dim
     return tuple(part.flatten(0, 1) for part in grouped.split([q_rows, heads.head_dim, heads.head_dim], 1))
 
 
 def fuse_halves(tensors: Tensors) -> torch.Tensor:
+    """Concatenate gate and up along dimension 0."""
     return torch.cat(tensors, 0)
 
 
 def split_halves(fused: torch.Tensor) -> Tensors:
+    """Split a fused gate and up along dimension 0; inverse of `fuse_halves`."""
     return fused.chunk(2, 0)
 
 
@@ -133,8 +162,12 @@ def name_table(
     layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]],
     vision_names: Sequence[str],
 ) -> list[ParamMapping]:
-    """Every parameter of the model, once. `layer_mappings` gives those of a decoder layer, the model family's; `vision_names` are the HF
-    vision tower's own (without the `visual.` prefix)."""
+    """Return the name mappings of all parameters of a model.
+
+    `layer_mappings` returns those of one decoder layer and depends on the model family.
+    `vision_names` are the parameter names of the Hugging Face vision tower, without the prefix
+    `visual.`.
+    """
     rows = [ParamMapping(f"vision.{name}", (f"visual.{name}",), "first") for name in vision_names]
     words = {"shard_dim": 0, "vocab_rows": vocab_size}
     rows.append(ParamMapping("language.embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "first", **words))
@@ -147,11 +180,14 @@ def name_table(
 
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT (0.21, PeftModel) puts before the base model's names."""
+"""Prefix that PEFT (0.21, PeftModel) adds to the base model's names."""
 
 
 def canonical_name(name: str) -> str:
-    """The released checkpoints' spelling of an HF tensor name, from either spelling, with or without PEFT's prefix."""
+    """Convert a Hugging Face tensor name to that of the released checkpoints.
+
+    Accepts released and newer names, with or without PEFT's prefix.
+    """
     name = name.removeprefix(PEFT_PREFIX)
     for newer, released in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         if name.startswith(newer):
@@ -160,7 +196,7 @@ def canonical_name(name: str) -> str:
 
 
 def nested_name(name: str) -> str:
-    """The newer spelling of a canonical name: that of transformers' own modules since 4.52."""
+    """Convert a canonical name to the newer one, used by transformers' modules since 4.52."""
     for newer, released in (("model.visual.", "visual."), ("model.language_model.", "model.")):
         if name.startswith(released):
             return newer + name.removeprefix(released)

@@ -1,4 +1,8 @@
-"""Qwen2-VL: Qwen2.5-VL's language model behind a vision tower of LayerNorms and plain MLPs, without windows (arXiv 2409.12191)."""
+"""Qwen2-VL (arXiv 2409.12191).
+
+It consists of the language model of Qwen2.5-VL and a vision tower with LayerNorm, plain MLPs and no
+windows.
+"""
 
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
@@ -12,7 +16,10 @@ from megatron_rl.models.mrope import mrope_positions
 
 
 def vision_spec(config: Qwen2VLVisionConfig) -> VisionSpec:
-    """Its config calls the tower's width embed_dim, and hidden_size the language model's."""
+    """Return the sizes in a vision_config.
+
+    Its field embed_dim is the width of the tower, and hidden_size that of the language model.
+    """
     return VisionSpec.from_config(
         config,
         hidden_size=config.embed_dim,

@@ -1,4 +1,4 @@
-"""Compares the token ids of a tokenizer with the rows of the embeddings and with config.vocab_size."""
+"""Compares a tokenizer's token ids with the rows of the embeddings and config.vocab_size."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -9,9 +9,9 @@ MAX_TOKENIZER_BYTES = 256 << 20
 
 
 def count_token_ids(folder: Path) -> int:
-    """Return the largest token id of the tokenizer files in a Hugging Face folder plus one; 0 where it has no tokenizer.
+    """Return the largest token id in the tokenizer files of a Hugging Face folder, plus one.
 
-    Raises ValueError for a file that is damaged.
+    Returns 0 if it has no tokenizer. Raises ValueError for a damaged file.
     """
     largest = -1
     for name, read in _READERS.items():
@@ -40,16 +40,20 @@ _READERS = {
     "tokenizer.json": _tokenizer_ids, "vocab.json": lambda stored: stored.values(), "added_tokens.json": lambda stored: stored.values(),
     "tokenizer_config.json": _added_token_ids,
 }  # fmt: skip
-"""The files that number tokens."""
+"""Functions that return the token ids in each kind of tokenizer file, by file name."""
 
 
 def check_vocabulary(num_rows_by_name: Mapping[str, int], *, vocab_size: int, num_token_ids: int, where: str) -> None:
-    """Raise ValueError where a token has no row, or has one only beyond config.vocab_size, which would be cut off as padding.
+    """Raise ValueError if a token id has no row in the embeddings or is not below vocab_size.
+
+    Rows beyond config.vocab_size do not count, because they are cut off as padding.
 
     Args:
-        num_rows_by_name: the stored rows of the embeddings and of the output layer, by name; empty where they are not known.
-        num_token_ids: the tokenizer's largest id plus one.
-        where: the beginning of the message: setting and folder.
+        num_rows_by_name: Stored number of rows of the embeddings and of the output layer, by name;
+            empty if unknown.
+        vocab_size: Vocabulary size in config.json.
+        num_token_ids: Largest token id of the tokenizer plus one.
+        where: Start of the error message: setting and folder.
     """
     least = min(num_rows_by_name.values(), default=vocab_size)
     if num_token_ids <= vocab_size <= least:

@@ -1,0 +1,1 @@
+"""Trainable models on Megatron-Core: policy, critic, optimizer and training checkpoints."""

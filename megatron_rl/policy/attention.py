@@ -1,11 +1,16 @@
-"""Attention over packed sequences, for Megatron's language model and Hugging Face's vision tower alike.
+"""Attention over packed sequences, for Megatron's language model and Hugging Face's vision tower.
 
-What several contexts begin with is one segment, which each of them continues: a tree. On a CPU, and in fp32 anywhere:
-scaled_dot_product_attention, one call for all segments of equal shape. In bfloat16 on a GPU without Transformer Engine: torch's
-variable-length kernel (torch 2.13, torch.nn.attention.varlen; it has no fp32), which was never run where this was written; tests hold its
-place with one of the same contract.
+A prefix shared by several sequences is stored as one segment, which the segments of these sequences
+continue. Segments thus form a tree.
 
-Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gathered keys and values are [K, M, D]: K rows of M heads.
+On a CPU, and in fp32 on any device, attention runs scaled_dot_product_attention once for all
+segments of equal shape. In bfloat16 on a GPU without Transformer Engine it runs torch's
+variable-length kernel (torch 2.13, torch.nn.attention.varlen), which does not support fp32. This
+path has not been tested on hardware yet; tests replace the kernel with a function of the same
+contract.
+
+Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gathered keys and
+values are [K, M, D]: K rows of M heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,26 +31,41 @@ from megatron_rl.errors import RunFailed
 from megatron_rl.policy.deepstack import DeepStack
 
 PREFIX_ATTENTION_BOUND = 2e-2
-"""Relative, of bfloat16's rounding; a mask that is aligned otherwise is off by more than half."""
+"""Largest relative error accepted by `require_prefix_attention`. It covers bfloat16 rounding; a
+mask that is aligned differently is off by more than 0.5.
+"""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device, without a wait for it: a copy from pinned memory takes its turn there, any other one stops the host."""
+    """Copy a tensor to the device without blocking the host.
+
+    On CUDA the tensor is pinned first: a copy from pageable memory would block.
+    """
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 class Segments:
-    """How packed tokens are cut, and what follows from it for attention: made once a micro-batch, used by every layer. No layer asks the
-    device for it: the offsets are the host's."""
+    """Segment boundaries of a packed micro-batch, and the indices that attention needs.
+
+    Created once per micro-batch and used by every layer. The offsets are on the host, so no layer
+    waits for the device.
+    """
 
     def __init__(self, offset_S1: Sequence[int], prefix_S: Sequence[int] | None = None, *, device: torch.device) -> None:
-        """prefix_S: for each segment the one that it continues, or -1 (Batch.prefix_S); None: none continues another."""
+        """Store offsets and prefixes; the indices are computed at first use.
+
+        `prefix_S` holds for each segment the segment that it continues, or -1
+        (MicroBatch.prefix_S). None means that no segment continues another.
+        """
         self.offset_S1, self.device = list(offset_S1), device
         self.prefix_S = [-1] * (len(self.offset_S1) - 1) if prefix_S is None else prefix_S
 
     @cached_property
     def key_rows(self) -> list[torch.Tensor]:
-        """What each segment attends to, on the host: the rows of all that it continues, from the first on, and its own."""
+        """Rows that each segment attends to, on the host.
+
+        First the rows of all segments that it continues, from the first one on, then its own.
+        """
         rows: list[torch.Tensor] = []
         for (start, stop), prefix in zip(pairwise(self.offset_S1), self.prefix_S, strict=True):
             own = torch.arange(start, stop)
@@ -54,7 +74,10 @@ class Segments:
 
     @cached_property
     def group_by_length(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Segments of equal length behind as many keys, together: their query rows [S, L] and key rows [S, before + L]."""
+        """Query rows [S, L] and key rows [S, before + L], by numbers of queries and keys.
+
+        All segments with equal numbers of queries and keys are in one pair.
+        """
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for (start, stop), rows in zip(pairwise(self.offset_S1), self.key_rows, strict=True):
             if stop > start:
@@ -64,11 +87,12 @@ class Segments:
 
     @cached_property
     def max_length(self) -> int:
-        """Tokens of the longest one."""
+        """Number of tokens in the longest segment."""
         return max(stop - start for start, stop in pairwise(self.offset_S1))
 
     @cached_property
     def varlen_inputs(self) -> "VarlenInputs":
+        """Inputs of the variable-length kernel, on the device."""
         lengths = [0, *map(len, self.key_rows)]
         is_shared = max(self.prefix_S, default=-1) >= 0
         return VarlenInputs(
@@ -81,23 +105,34 @@ class Segments:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class VarlenInputs:
-    """Segments as a variable-length kernel takes them: keys and values of each in one run, behind those of all that it continues."""
+    """Segments in the form required by a variable-length attention kernel.
+
+    The keys and values of each segment are contiguous, after those of all segments that it
+    continues.
+    """
 
     cu_query_S1: torch.Tensor
+    """int32 offsets of the segments in the packed queries."""
     cu_key_S1: torch.Tensor
+    """int32 offsets of the segments in the gathered keys."""
     row_K: torch.Tensor | None
-    """Whose key each is; None where every segment has its own alone."""
+    """Row in the packed keys of each gathered key; None if no segment continues another."""
     max_query_length: int
     max_key_length: int
 
 
 VarlenKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenInputs, bool, float], torch.Tensor]
-"""(q [T, N, D], k [K, M, D], v, segments, causal, scale) -> [T, N, D]. Causal means that the last query of a segment sees its last key."""
+"""Function (q [T, N, D], k [K, M, D], v, segments, causal, scale) -> [T, N, D]. A causal mask is
+aligned to the last key: the last query of a segment attends to all of its keys.
+"""
 
 
 @dataclass
 class SharedPromptParams(PackedSeqParams):
-    """What travels through Megatron's layers to our attention, untouched; and the packed offsets of Transformer Engine's."""
+    """Per-micro-batch parameters that Megatron passes through its layers unchanged.
+
+    `segments` is read by our attention, the inherited offsets by Transformer Engine's.
+    """
 
     segments: Segments | None = None
     stacked: DeepStack | None = None
@@ -106,7 +141,10 @@ class SharedPromptParams(PackedSeqParams):
 def packed_attention(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, segments: Segments, *, causal: bool, scale: float
 ) -> torch.Tensor:
-    """Each packed segment attends to itself and to all that it continues. Returns [T, N, D]."""
+    """Compute attention of each segment to itself and to all segments that it continues.
+
+    Returns [T, N, D].
+    """
     if has_varlen_kernel(q_TND.device, q_TND.dtype):
         return run_varlen_kernel(varlen_attention, q_TND, k_TKD, v_TKD, segments.varlen_inputs, causal=causal, scale=scale)
     grouped = q_TND.shape[1] != k_TKD.shape[1]
@@ -133,21 +171,29 @@ def run_varlen_kernel(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """What several segments continue is computed once; its keys and values are handed to the kernel with each of them, and their gradients
-    add up through the rows."""
+    """Gather keys and values for each segment and run the variable-length kernel.
+
+    Keys and values of a shared prefix are computed once and repeated for every segment that
+    continues it. Indexing sums their gradients.
+    """
     if gathered.row_K is not None:
         k_TKD, v_TKD = k_TKD[gathered.row_K], v_TKD[gathered.row_K]
     return kernel(q_TND, k_TKD, v_TKD, gathered, causal, scale)
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if attention runs torch's variable-length kernel: on CUDA, except in fp32."""
     return device.type == "cuda" and dtype != torch.float32
 
 
 def varlen_attention(
     q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, gathered: VarlenInputs, causal: bool, scale: float
 ) -> torch.Tensor:
-    """torch's kernel. Flash attention aligns a causal mask to the last key, which `require_continuation` looks at on the device."""
+    """Run torch's variable-length attention kernel.
+
+    Flash attention aligns a causal mask to the last key; `require_prefix_attention` verifies this
+    on the device.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn(
@@ -157,7 +203,10 @@ def varlen_attention(
 
 
 def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype) -> None:
-    """RunFailed: the kernel does not let the queries of a segment see what it continues, and themselves, and nothing else."""
+    """Raise RunFailed unless queries attend exactly to their own segment and those it continues.
+
+    Compares the kernel with fp32 attention on a small example with a shared prefix.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(7, heads, 64, generator=generator).to(dtype) for heads in (4, 2, 2))
     offsets, prefix_S, scale = [0, 3, 5, 7], [-1, 0, 0], 64**-0.5
@@ -171,9 +220,14 @@ def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: 
 
 
 class PackedCoreAttention(MegatronModule):
-    """Megatron's `core_attention`; the interface is that of DotProductAttention in megatron-core 0.16.1. To Megatron the packed tokens are
-    one sequence of the format sbhd [T, 1, N, D], where its rotary embedding maps position by position: as thd it would ask the device for
-    the lengths three times for queries and for keys (models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_thd)."""
+    """Megatron's `core_attention` for packed tokens.
+
+    It has the interface of DotProductAttention in megatron-core 0.16.1. Megatron handles the packed
+    tokens as one sequence in the format sbhd, [T, 1, N, D], for which its rotary embedding is
+    applied position by position. In the format thd it would read the lengths from the device three
+    times for queries and three times for keys (models/common/embeddings/rope_utils.py,
+    _apply_rotary_pos_emb_thd).
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType, attention_type: str, **_: object
@@ -193,21 +247,27 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: None,
         packed_seq_params: SharedPromptParams,
     ) -> torch.Tensor:
+        """Return the attention output [T, 1, N * D]."""
         q_TND, k_TKD, v_TKD = (x.squeeze(1) for x in (query, key, value))
         out_TND = packed_attention(q_TND, k_TKD, v_TKD, packed_seq_params.segments, causal=True, scale=self.scale)
         return out_TND.flatten(1)[:, None]
 
 
 VISION_ATTENTION = "packed_flash_style"
-"""Registered with transformers. "flash" in the name makes its vision tower call once with offsets instead of once a window (5.19)."""
+"""Name of the vision tower's attention in transformers' registry. With "flash" in the name, the
+tower calls attention once with offsets instead of once per window (transformers 5.19).
+"""
 
 
 def attend_patches(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, *,
     scaling: float, cu_seq_lens_q: Segments, **_: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """The vision tower's attention: inputs [1, N, P, D], output [1, P, N, D]; images, or windows, do not see each other. What stands in
-    the offsets' place is handed in with the patches (vision.py), and the tower passes it on as it is."""
+    """Compute the vision tower's attention; images, or windows, do not attend to each other.
+
+    Inputs are [1, N, P, D], the output is [1, P, N, D]. `cu_seq_lens_q` is a `Segments` object
+    instead of offsets: vision.py passes it to the tower, which forwards it unchanged.
+    """
     q_PND, k_PND, v_PND = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attention(q_PND, k_PND, v_PND, cu_seq_lens_q, causal=False, scale=scaling)[None], None
 

@@ -1,4 +1,7 @@
-"""What is expected to be earned: a critic whose trunk is its own. A value head on the policy's is the policy's (trainable_model.py)."""
+"""Critic with a backbone of its own.
+
+A value head on the policy's backbone is part of `Policy`; see trainable_model.py.
+"""
 
 import torch
 
@@ -14,14 +17,19 @@ from megatron_rl.types import LossMetrics, MicroBatch, ValueLoss
 
 
 class Critic(TrainableModel):
-    """A network of its own with a value head, at the policy's layout."""
+    """Value model with its own backbone and optimizer, at the policy's parallel layout."""
 
     def __init__(
         self, settings: CriticSettings, layout: Layout, *,
         model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0, patches: ImagePatchFn =
         patch_bytes,
     ) -> None:  # fmt: skip
-        """`model` is the policy's, `optim` its own."""
+        """Load the backbone, by default the policy's initial model, and add a value head.
+
+        The backbone is that of `settings.path`, or of `model.path` if that is empty. `model` holds
+        the policy's model settings: default path, dtype and frozen parts. `optim` holds the
+        critic's own optimizer settings.
+        """
         spec = read_spec(settings.path or model.path, key="critic.path" if settings.path else "model.path")
         heads = HeadConfig(has_lm_head=False, value_sizes=settings.head_sizes, normalizes_returns=settings.normalize_returns)
         built = load_model(
@@ -34,7 +42,10 @@ class Critic(TrainableModel):
         )  # fmt: skip
 
     def update(self, batches: list[MicroBatch], loss: ValueLoss, *, step: int) -> dict[str, float]:
-        """One optimizer update of this loss; see Network.update. Metrics are called value/..."""
+        """Run one optimizer update with this loss; see Network.update.
+
+        Returns the metrics value/loss, value/grad_norm and value/lr.
+        """
 
         def on_hidden(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
             rows = self._value_loss_inputs(batch, rows_R, hidden_RH)

@@ -1,9 +1,11 @@
-"""Pictures that are added again behind the first decoder layers (DeepStack, arXiv 2406.04334; Qwen3-VL).
+"""DeepStack: adds image features again after the first decoder layers (arXiv 2406.04334; Qwen3-VL).
 
-What is added lies beside the embeddings until it is cut off, so it is gathered over ranks and scattered over a sequence as they are. It
-cannot travel through Megatron's layers as an input; it goes with what does (SharedPromptParams), where autograd does not follow:
-recomputation is reentrant, and would run the tower's backward pass once a layer. So each layer leaves its gradient here, and the
-embeddings' backward pass, which comes after all of them, hands the gradients on.
+The features are concatenated to the embeddings until `split_embeddings`, so that both are gathered
+over ranks and scattered along the sequence together. Megatron's layers do not accept them as an
+input. They are passed in SharedPromptParams instead, without autograd: recomputation is reentrant
+and would run the vision tower's backward pass once per layer. Each layer therefore stores its
+gradient in `DeepStack.gradients`. The backward pass of the embeddings, which runs after those of
+all layers, passes the stored gradients on to the vision tower.
 """
 
 from dataclasses import dataclass
@@ -14,20 +16,23 @@ from torch import nn
 
 @dataclass(slots=True)
 class DeepStack:
-    """Of one micro-batch."""
+    """DeepStack features of one micro-batch, and their gradients."""
 
     added: list[torch.Tensor]
-    """[T, 1, H] for each of the first layers; zero at tokens of text."""
+    """Features [T, 1, H] for each of the first layers; zero at text tokens."""
     gradients: list[torch.Tensor | None]
+    """Gradient of the features of each layer, stored in that layer's backward pass."""
     is_trained: bool
-    """Whether anybody wants the gradients; else they are not kept."""
+    """True if the vision tower needs the gradients; otherwise they are not stored."""
 
 
 def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) -> tuple[torch.Tensor, DeepStack | None]:
-    """Embeddings [T, 1, n * width] -> those of the first layer, [T, 1, width], and what the n - 1 layers add; None where nothing is.
+    """Split embeddings [T, 1, n * width] into the first layer's input and n - 1 features.
 
-    is_trained: a gradient of what is added reaches the tower's parameters. It is the same on all ranks of a sequence, also on those without
-    a picture: each has the gradient of a part of it, which the others need.
+    Returns the input [T, 1, width] and the features of the first n - 1 layers, which are None if n
+    is 1. `is_trained` is True if parameters of the vision tower need the features' gradient. Pass
+    the same value on all ranks of a sequence, even on ranks without an image: each rank has the
+    gradient of a part of the sequence, which the others need.
     """
     if embedded.shape[-1] == width:
         return embedded, None
@@ -37,7 +42,10 @@ def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) ->
 
 
 def add_to_layer(number: int, layer: nn.Module, inputs: tuple, kwargs: dict, output: tuple) -> tuple:
-    """A forward hook of the layer with this number (of its model's): its hidden states with what is added to them."""
+    """Add the DeepStack features of layer `number` to its hidden states.
+
+    Register it as a forward hook. `number` counts from the first decoder layer of the model.
+    """
     stacked: DeepStack | None = kwargs["packed_seq_params"].stacked
     hidden, context = output
     return output if stacked is None else (_Add.apply(hidden, stacked, number), context)
@@ -57,7 +65,7 @@ class _Add(torch.autograd.Function):
 
 
 class _PassThrough(torch.autograd.Function):
-    """The identity on hidden; the gradient of `added` is what the layers left."""
+    """Identity on `hidden`. The gradient of `added` consists of those stored by the layers."""
 
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, added: torch.Tensor, stacked: DeepStack) -> torch.Tensor:  # noqa: ANN001

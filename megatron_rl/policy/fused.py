@@ -1,8 +1,10 @@
-"""A layer's norm and its gated activation: one kernel each on a GPU, plain torch on a CPU.
+"""RMSNorm and gated activation: fused kernels on a GPU, plain torch on a CPU.
 
-On a GPU autograd keeps a norm's input and a number a row, and an activation's input: what plain torch keeps beside them (three copies
-of the hidden state, two of the intermediate one a layer) is what forced recomputation. On a CPU plain torch is as fast: there torch's
-rms_norm is made of the same operations, and Megatron's SwiGLU would wait for a compiler first.
+On a GPU the fused kernels save activation memory: autograd keeps the norm's input with one number
+per row, and the activation's input. Plain torch also keeps three copies of the hidden state and two
+of the intermediate state per layer, which made recomputation necessary. On a CPU plain torch is as
+fast: torch's rms_norm consists of the same operations there, and Megatron's SwiGLU would have to be
+compiled.
 """
 
 import torch
@@ -10,8 +12,12 @@ from torch.nn.functional import rms_norm
 
 
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm, computed in fp32. In bfloat16 plain torch, as Hugging Face, rounds before the weight and after it; the kernel
-    rounds once, after it: they differ by up to a unit in the last place, and the kernel is the nearer to fp32."""
+    """Apply root mean square norm, computed in fp32.
+
+    In bfloat16, plain torch rounds before and after the multiplication by the weight, as Hugging
+    Face does. The kernel rounds once, after it. The results differ by up to one unit in the last
+    place, and the kernel's is closer to fp32.
+    """
     if x.is_cuda:
         return rms_norm(x, weight.shape, weight, eps)
     x_float = x.float()
@@ -20,5 +26,8 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def fuses_activation() -> bool:
-    """Whether Megatron's SwiGLUFunction (0.16.1, fusions/fused_bias_swiglu.py) is used, which torch.compile makes two kernels of."""
+    """Return True if Megatron's SwiGLUFunction is used (0.16.1, fusions/fused_bias_swiglu.py).
+
+    torch.compile turns it into two kernels.
+    """
     return torch.cuda.is_available()

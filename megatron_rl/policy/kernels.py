@@ -1,6 +1,8 @@
-"""Whose kernels the policy runs on, and why Transformer Engine's are not among them though it is installed.
+"""Reports the kernel libraries that the policy runs on.
 
-Megatron-core 0.16.1 takes what it finds, silently: Transformer Engine, else NVIDIA's apex, else torch or code of its own.
+Megatron-Core 0.16.1 selects them silently: Transformer Engine if installed, else NVIDIA's apex,
+else torch or its own code. The functions here also explain why an installed Transformer Engine is
+not used.
 """
 
 import importlib
@@ -16,20 +18,29 @@ from megatron_rl.config import LoraSettings
 
 SUPPORTED_VERSIONS = "bash launch/install_te.sh installs the version that fits"
 MIN_PACKED_CAPABILITY = (9, 0)
-"""The compute capability from which cuDNN attends to packed sequences (thd); Transformer Engine 2.20.2 has no other kernel for them but
-flash-attn's, which is in no lock of ours (reference: its attention/dot_product_attention/utils.py, get_attention_backend)."""
+"""Lowest compute capability for which cuDNN supports attention over packed sequences (thd). The
+only other such kernel of Transformer Engine 2.20.2 is flash-attn's, which none of our lock files
+installs (reference: its attention/dot_product_attention/utils.py, get_attention_backend).
+"""
 
 
 def uses_transformer_engine(lora: LoraSettings) -> bool:
-    """Whether the language model's layers are Transformer Engine's: it works, has a GPU to run on, and no adapters to carry."""
+    """Return True if the language model's layers are Transformer Engine's.
+
+    This requires a GPU, a working installation, and a model without adapters.
+    """
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None and not transformer_engine_error() and not lora.rank
 
 
 def transformer_engine_error() -> str:
-    """`transformer_engine=VERSION: ...` where it is installed beside a GPU and our own layers run all the same; else ''.
+    """Return why an installed Transformer Engine is not used on this GPU machine.
 
-    Megatron takes one that does not load for none (extensions/transformer_engine.py, 61 to 77). Beside one that loads and lacks a module it
-    does not load itself (fp8_utils.py, 668), which the door tells of.
+    The result has the form `transformer_engine=VERSION: ...`; it is '' without a GPU or without an
+    installation, or if nothing prevents its use.
+
+    Megatron treats an installation that does not load as absent (extensions/transformer_engine.py,
+    lines 61 to 77). If it loads but lacks a module, importing Megatron itself fails (fp8_utils.py,
+    line 668); the command line reports that error (cli/app.py).
     """
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return ""
@@ -44,7 +55,7 @@ def transformer_engine_error() -> str:
 
 
 def _reason() -> str:
-    """What importing it says."""
+    """Return the first line of the error raised when importing Transformer Engine."""
     try:
         importlib.import_module("transformer_engine.pytorch.fp8")
     except ImportError as error:
@@ -53,7 +64,7 @@ def _reason() -> str:
 
 
 def apex_error() -> str:
-    """`apex=VERSION: ...` where a package of that name is installed that is not NVIDIA's."""
+    """Return `apex=VERSION: ...` if the installed package apex is not NVIDIA's, else ''."""
     if find_spec("apex") is None or find_spec("apex.optimizers") is not None:
         return ""
     return (
@@ -62,7 +73,10 @@ def apex_error() -> str:
 
 
 def describe_kernels(lora: LoraSettings) -> dict[str, str]:
-    """What runs, and from where. Gradients are added in fp32 by a kernel of their own even where a fused one is there."""
+    """Return the library used for each kind of kernel, by kind.
+
+    Gradients are accumulated in fp32 by a separate kernel, even if a fused one is installed.
+    """
     has_te = uses_transformer_engine(lora)
     fused = "transformer_engine" if has_te else "apex" if layers._grad_accum_fusion_available else ""
     return {
@@ -75,11 +89,12 @@ def describe_kernels(lora: LoraSettings) -> dict[str, str]:
 
 
 def package_of(kernel: object) -> str:
-    """The package that a class or a function is from."""
+    """Return the top-level package that defines a class or a function."""
     return kernel.__module__.partition(".")[0]
 
 
 def installed_version(package: str) -> str:
+    """Return the version of an installed package, or 'unknown'."""
     try:
         return version(package)
     except PackageNotFoundError:

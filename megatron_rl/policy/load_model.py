@@ -1,4 +1,4 @@
-"""This rank's share of a model with the weights of a Hugging Face folder in it, its adapters and its value head."""
+"""Builds this rank's part of a model and loads its weights, adapters and value head."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +23,28 @@ from megatron_rl.weights.stream import ShardLocation, is_of_output_layer, load_h
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadedModel:
+    """Model chunks of this rank with the mappings between Megatron's and Hugging Face's names."""
+
     chunks: nn.ModuleList
     rows: list[ParamMapping]
-    """Of its base, and of its adapters: how they came in, and how they leave."""
+    """Name mappings of the base model, used to load and to export its weights."""
     adapter_rows: list[ParamMapping]
+    """Name mappings of the adapters; empty without adapters."""
     placement: ShardLocation
+    """Position of this rank's chunks in the layout."""
 
 
 @with_megatron_on_cpu
 def load_model(
     spec: ModelSpec, layout: Layout, path: str, *, dtype: str, lora: LoraSettings, heads: HeadConfig, seed: int, key: str = "model.path"
 ) -> LoadedModel:
-    """`seed` is that of new adapters and of the value head; `key` is how settings call the path."""
+    """Build this rank's chunks and load the weights of the checkpoint at `path`.
+
+    Adapters are loaded from lora.path, or initialized if that is empty. `seed` initializes new
+    adapters and the value head. `key` is the config key of `path`, used in messages.
+    """
     chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
-    if torch.cuda.is_available():  # parameters are made on the CPU everywhere (use_cpu_initialization)
+    if torch.cuda.is_available():  # use_cpu_initialization creates parameters on the CPU
         chunks.cuda()
     rows = [row for row in spec.param_mappings() if heads.has_lm_head or not is_of_output_layer(row)]
     placement = ShardLocation(

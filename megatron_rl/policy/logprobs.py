@@ -1,6 +1,7 @@
-"""Log-probabilities and entropy of the policy's distribution, over a vocabulary that is cut over tensor-parallel ranks.
+"""Logprobs and entropy of the policy's token distribution, with vocabulary parallelism.
 
-The distribution is softmax(logits / temperature) over the ids that may be sampled: the engine bans the same ids.
+The distribution is softmax(logits / temperature) over all ids except the banned ones. The rollout
+engine bans the same ids.
 
 Shapes: R rows (sampled tokens), V this rank's part of the vocabulary, H hidden size.
 """
@@ -18,24 +19,26 @@ _REMOVED = -1e30
 
 @dataclass(slots=True, frozen=True)
 class TokenDistribution:
-    """What turns hidden states into the logprob and entropy of sampled tokens, a block of rows at a time."""
+    """Computes logprobs and entropies of sampled tokens from hidden states, block by block."""
 
     banned_V: torch.Tensor
-    """bool: ids that are never sampled."""
+    """Mask (bool) of the ids that are never sampled, for this rank's part of the vocabulary."""
     temperature: float
     first_id: int
-    """Global id of this rank's first entry."""
+    """Id of the first entry of this rank's part of the vocabulary."""
     group: dist.ProcessGroup
     rows_per_block: int
-    """Rows whose logits exist at a time."""
+    """Maximum number of rows with logits in memory at a time."""
 
     def __call__(
         self, head: Callable[[torch.Tensor], torch.Tensor], hidden_RH: torch.Tensor, target_R: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob of each target (global ids) and entropy of each row, both fp32 [R], equal on every tensor-parallel rank.
+        """Return the logprob of each target and the entropy of each row.
 
-        `head` gives the logits [*, V] of hidden states. With more than `rows` rows a block's logits are computed again in the backward
-        pass, so that never more than one block's exist.
+        Both are fp32 [R] and equal on every tensor-parallel rank. Targets are global ids. `head`
+        computes the logits [*, V] of hidden states. With more than `rows_per_block` rows, the
+        logits of each block are computed again in the backward pass, so that those of only one
+        block exist at a time.
         """
 
         def block(hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,11 +57,14 @@ class TokenDistribution:
 def vocab_parallel_logprobs(
     logits_RV: torch.Tensor, target_R: torch.Tensor, *, banned_V: torch.Tensor, temperature: float, first_id: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each target and entropy of each row, both fp32 [R], equal on every tensor-parallel rank.
+    """Return the logprob of each target and the entropy of each row.
 
-    logits_RV: this rank's part of the vocabulary, ids first_id and up. banned_V: bool, this rank's part. target_R: global ids.
-    Differentiable: the reduction's gradient is the identity (megatron-core 0.16.1, tensor_parallel/mappings.py), so each rank
-    receives the gradient of its own part.
+    Both are fp32 [R] and equal on every tensor-parallel rank. `logits_RV` and the bool mask
+    `banned_V` cover this rank's part of the vocabulary, ids first_id and up. `target_R` holds
+    global ids.
+
+    The function is differentiable. The gradient of its all-reduce is the identity (megatron-core
+    0.16.1, tensor_parallel/mappings.py), so each rank receives the gradient of its own part.
     """
     logits_RV = (logits_RV.float() / temperature).masked_fill(banned_V, _REMOVED)
     peak_R = logits_RV.detach().amax(-1)
@@ -76,7 +82,7 @@ def vocab_parallel_logprobs(
 
 
 def banned_mask(banned_ids: list[int], *, first_id: int, size: int, device: torch.device) -> torch.Tensor:
-    """bool [size]: which of the ids first_id .. first_id + size - 1 are never sampled."""
+    """Return a bool mask [size] of the banned ids among first_id .. first_id + size - 1."""
     mask_V = torch.zeros(size, dtype=torch.bool)
     mask_V[[token - first_id for token in banned_ids if first_id <= token < first_id + size]] = True
     return mask_V.to(device)

@@ -1,11 +1,14 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on the linear layers of a frozen model, at any tensor-parallel size.
+"""LoRA adapters (arXiv 2106.09685) on the linear layers of a frozen model, with tensor parallelism.
 
-A layer's output grows by alpha / rank * B A dropout(x). Every Hugging Face projection has its own A [rank, inputs] and B [outputs, rank],
-as in PEFT, so a Megatron linear that fuses several projections holds several, and computes them as one: the A's stacked, the B's on the
-blocks of a matrix whose rows are then ordered as the fused weight's are. What crosses tensor-parallel ranks is A's output alone,
-[tokens, projections * rank]. Projections that a linear fuses share one dropout mask (PEFT draws one each).
+An adapter adds alpha / rank * B A dropout(x) to the output of its layer. As in PEFT, every Hugging
+Face projection has its own A [rank, inputs] and B [outputs, rank]. A Megatron linear that fuses
+several projections holds one pair for each of them and computes all at once: the A's are stacked,
+and the B's are the blocks of a block-diagonal matrix whose rows are ordered like those of the fused
+weight. Tensor-parallel ranks exchange only A's output, [tokens, projections * rank]. Fused
+projections share one dropout mask, whereas PEFT draws one for each.
 
-Parameters: `<linear>.adapter.lora_a.<projection>` and `lora_b`; those of the base keep their names.
+Parameters are named `<linear>.adapter.lora_a.<projection>` and
+`<linear>.adapter.lora_b.<projection>`. Those of the base model keep their names.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +42,10 @@ RngContext = Callable[[], AbstractContextManager]
 
 
 def _shared_rng() -> AbstractContextManager:
-    """Tensor-parallel ranks draw the same numbers; recomputation draws them again (megatron-core 0.16.1, tensor_parallel/random.py)."""
+    """Use the random stream that is equal on all tensor-parallel ranks.
+
+    Recomputation draws the same numbers again (megatron-core 0.16.1, tensor_parallel/random.py).
+    """
     return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
 
 
@@ -48,25 +54,36 @@ def _rank_rng() -> AbstractContextManager:
 
 
 class LoraAdapter(nn.Module):
-    """The adapters of one linear layer; sizes are this rank's."""
+    """Adapters of one linear layer. All sizes are those of this rank's shard."""
 
     def __init__(
         self, lora: LoraSettings, num_inputs: int, num_outputs: dict[str, int], *,
         dtype: torch.dtype, fuse: FuseFn | None = None, exchange: ExchangeFn | None = None, randomness: RngContext = nullcontext,
     ) -> None:  # fmt: skip
-        """num_outputs: by projection, in the order in which `fuse` takes them. `exchange` carries A's output [..., projections * rank]
-        between ranks. Dropout draws under `randomness`."""
+        """Create the adapters' parameters without initializing them.
+
+        Args:
+            lora: Rank, alpha and dropout of the adapters.
+            num_inputs: Number of inputs of the layer.
+            num_outputs: Number of outputs of each projection, in the order expected by `fuse`.
+            dtype: Data type of the parameters.
+            fuse: Orders the rows of all projections like those of the fused weight; None keeps
+                their order.
+            exchange: Collective applied to A's output [..., projections * rank]; None for a
+                replicated layer.
+            randomness: Context manager that selects the random stream of dropout.
+        """
         super().__init__()
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
         self.fuse, self.exchange, self.randomness = fuse, exchange, randomness
         self.enabled = True
-        # From pairs: a ParameterDict sorts the keys of a dict, and `fuse` reads the values in order.
+        # Built from pairs: a ParameterDict sorts the keys of a dict, but `fuse` needs this order.
         empty = partial(torch.empty, dtype=dtype)
         self.lora_a = nn.ParameterDict([(name, nn.Parameter(empty(lora.rank, num_inputs))) for name in num_outputs])
         self.lora_b = nn.ParameterDict([(name, nn.Parameter(empty(size, lora.rank))) for name, size in num_outputs.items()])
 
     def forward(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The layer's output for x with the adapters' part; while they are off, the output itself."""
+        """Return the layer's output for `x` plus that of the adapters, if they are enabled."""
         if not self.enabled:
             return output
         if self.training and self.dropout > 0:
@@ -85,12 +102,15 @@ class LoraAdapter(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, weight: torch.Tensor) -> torch.Tensor:
-        """A new tensor: this rank's shard of the weight with the adapters in it, added up in fp32."""
+        """Return this rank's shard of the weight with the adapters merged in, as a new tensor.
+
+        The sum is computed in fp32.
+        """
         return (weight.float() + self.scale * (self._fused_b().float() @ self._stacked_a().float())).to(weight.dtype)
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):
-    """Outputs are cut: so is B, while A is whole on every rank."""
+    """Column-parallel linear with adapters: B is sharded like the outputs, A is replicated."""
 
     def __init__(
         self, input_size: int, output_size: int, *,
@@ -106,19 +126,21 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
             lora, input_size, num_outputs, dtype=config.params_dtype, fuse=fuse, exchange=exchange, randomness=randomness
         )
         for a in self.adapter.lora_a.values():
-            a.sequence_parallel = self.sequence_parallel  # each rank saw its own tokens: Megatron adds the gradients up
+            a.sequence_parallel = self.sequence_parallel  # Megatron sums the gradients of the ranks' tokens
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output with the adapters' part, and the bias if Megatron adds it later."""
         output, bias = super().forward(input_)
         return self.adapter(output, input_), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the sharded tensors of the base layer and its adapters for a checkpoint."""
         axes = {"weight": 0, "bias": 0, **{f"adapter.lora_b.{name}": 0 for name in self.adapter.lora_b}}
         return _make_sharded_state(self, axes, prefix, sharded_offsets, metadata)
 
 
 class LoraRowParallelLinear(RowParallelLinear):
-    """Inputs are cut: so is A, while B is whole on every rank."""
+    """Row-parallel linear with adapters: A is sharded like the inputs, B is replicated."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, lora: LoraSettings, name: str, **options: object
@@ -133,10 +155,12 @@ class LoraRowParallelLinear(RowParallelLinear):
             b.sequence_parallel = self.sequence_parallel
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output with the adapters' part, and the bias if Megatron adds it later."""
         output, bias = super().forward(input_)
         return self.adapter(output, input_), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the sharded tensors of the base layer and its adapters for a checkpoint."""
         axes = {"weight": 1, **{f"adapter.lora_a.{name}": 1 for name in self.adapter.lora_a}}
         return _make_sharded_state(self, axes, prefix, sharded_offsets, metadata)
 
@@ -149,7 +173,10 @@ def _make_sharded_state(
 
 
 class LoraLinear(nn.Linear):
-    """A linear of the vision tower, whole on every rank, with the parameters of the one it replaces."""
+    """Linear of the vision tower with an adapter, replicated on every rank.
+
+    It shares the parameters of the linear that it replaces.
+    """
 
     def __init__(self, base: nn.Linear, lora: LoraSettings, *, name: str) -> None:
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
@@ -157,11 +184,15 @@ class LoraLinear(nn.Linear):
         self.adapter = LoraAdapter(lora, base.in_features, {name: base.out_features}, dtype=base.weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output with the adapter's part."""
         return self.adapter(super().forward(x), x)
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
-    """Put adapted linears into the (local) spec of a language model's layer, where the targets say so."""
+    """Replace the linears selected by lora.targets with adapted ones in a layer's spec.
+
+    `layer` is Megatron's local spec of a decoder layer.
+    """
     tp, dim = config.tensor_model_parallel_size, config.kv_channels
     heads = AttentionHeads(config.num_attention_heads // tp, config.num_query_groups // tp, dim)
 
@@ -181,7 +212,10 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
 
 
 def adapt_vision(tower: nn.Module, lora: LoraSettings, vision_lora: Mapping[str, str]) -> None:
-    """Replace the vision tower's linears that the targets name; `vision_lora` is the model family's."""
+    """Replace the linears of the vision tower that are selected by lora.targets with adapted ones.
+
+    `vision_lora` holds the module name patterns of the model family for each target.
+    """
     for name, module in list(tower.named_modules()):
         if is_vision_target(name, lora.targets, vision_lora):
             tower.set_submodule(name, LoraLinear(module, lora, name=projection_name(name)))
@@ -193,7 +227,7 @@ def _adapters(chunks: nn.Module) -> Iterator[tuple[str, LoraAdapter]]:
 
 @contextmanager
 def disabled_adapters(chunks: nn.Module) -> Iterator[None]:
-    """The base model, bit for bit."""
+    """Disable all adapters in the `with` block, so that outputs are exactly the base model's."""
     adapters: Sequence[LoraAdapter] = [adapter for _, adapter in _adapters(chunks)]
     for adapter in adapters:
         adapter.enabled = False
@@ -205,6 +239,9 @@ def disabled_adapters(chunks: nn.Module) -> Iterator[None]:
 
 
 def merged_weight_fns(chunks: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
-    """By the name of each adapted weight: what makes this rank's shard of it with the adapters merged in."""
+    """Return, by name of each adapted weight, a function that merges its adapters.
+
+    The function returns this rank's shard of the weight with the adapters merged in.
+    """
     linears = ((name.removesuffix(".adapter"), adapter) for name, adapter in _adapters(chunks))
     return {f"{name}.weight": partial(adapter.merge_into, chunks.get_submodule(name).weight) for name, adapter in linears}

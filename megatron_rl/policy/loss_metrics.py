@@ -1,4 +1,7 @@
-"""What the losses of an update's micro-batches told, from the device to every rank: sums, maxima, histograms, and what is not finite."""
+"""Metrics of an update: copied from the device once, then reduced over micro-batches and ranks.
+
+Covers sums, maxima, histograms and the checks for non-finite numbers.
+"""
 
 import math
 from collections import Counter
@@ -15,11 +18,16 @@ from megatron_rl.io.histogram import quantile
 from megatron_rl.types import LossMetrics
 
 CollectedMetrics = dict[str, dict[str, Any]]
-"""LossMetrics on the host: each of its fields by name, of floats; `histograms` of lists of counts."""
+"""Host copy of LossMetrics: floats by field and metric name, and lists of counts under
+`histograms`.
+"""
 
 
 def read_metrics(collected: Sequence[LossMetrics]) -> list[CollectedMetrics]:
-    """One wait for the device, however many micro-batches and numbers there are."""
+    """Copy the metrics of all micro-batches to the host.
+
+    Waits for the device once, however many micro-batches and metrics there are.
+    """
     tables = [{each.name: getattr(metrics, each.name) for each in fields(metrics)} for metrics in collected]
     tensors = [number for table in tables for named in table.values() for number in named.values() if isinstance(number, torch.Tensor)]
     known = iter(torch.cat([tensor.double().reshape(-1) for tensor in tensors]).tolist() if tensors else [])
@@ -33,7 +41,7 @@ def read_metrics(collected: Sequence[LossMetrics]) -> list[CollectedMetrics]:
 
 
 def nonfinite_error(collected: Sequence[CollectedMetrics]) -> str:
-    """The first tensor of the first micro-batch that is not finite, or ''."""
+    """Name the first non-finite tensor of the first micro-batch that has one; return '' if none."""
     for number, metrics in enumerate(collected):
         for name, is_finite in metrics["checks"].items():
             if not is_finite:
@@ -44,8 +52,14 @@ def nonfinite_error(collected: Sequence[CollectedMetrics]) -> str:
 
 
 def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict[str, float]:
-    """Add sums and histograms and take maxima over micro-batches and all ranks (tensor-parallel copies hand in nothing). NonFiniteValue:
-    one has trouble."""
+    """Reduce metrics over micro-batches and all ranks.
+
+    Sums and histograms are added, maxima are compared. Then parts of the loss are divided by the
+    global denominator and sums by the number of sampled tokens; histograms become NAME_p99.
+
+    Tensor-parallel ranks other than the first must pass an empty `collected`, because their metrics
+    are copies. Raises NonFiniteValue on every rank if any rank passes a non-empty `error`.
+    """
     sums: dict[str, float] = {}
     losses: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -73,7 +87,7 @@ def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict
 
 
 def _histograms(collected: Sequence[CollectedMetrics]) -> dict[str, dict[int, int]]:
-    """Of all micro-batches together: {name: {bin: its count}} of the bins that hold any."""
+    """Return the counts summed over micro-batches, {name: {bin: count}}, without empty bins."""
     counts: dict[str, Counter[int]] = {}
     for numbers in collected:
         for name, bins in numbers["histograms"].items():
@@ -87,7 +101,7 @@ def _add(sums: dict[str, float], more: dict[str, float]) -> None:
 
 
 def _update_maxima(maxima: dict[str, float], more: dict[str, float]) -> None:
-    """Keep the larger; NaN stays whichever side it comes from."""
+    """Keep the larger value of each metric; NaN is kept from either side."""
     for name, value in more.items():
         known = maxima.get(name, value)
         maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)

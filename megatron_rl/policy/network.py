@@ -1,7 +1,11 @@
-"""A Megatron model over processes with its optimizer: read and update. It knows neither vocabulary nor values: `on_hidden` does.
+"""Distributed Megatron model with its optimizer: forward passes, updates, save and load.
 
-Every rank calls every verb together, each with the micro-batches of its own data-parallel rank (the same ones on all its tensor- and
-pipeline-parallel peers). What comes back is on every rank.
+`Network` has no vocabulary and no value head of its own. The callbacks passed as `on_hidden`
+compute logprobs, values and losses from the final hidden states.
+
+Call `forward_only`, `update`, `save` and `load` on all ranks together. Each rank passes the
+micro-batches of its own data-parallel rank; its tensor- and pipeline-parallel peers pass the same
+ones. Results are returned on every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,13 +32,17 @@ from megatron_rl.policy.training_state import AsyncSave, TrainingState, load
 from megatron_rl.types import LossMetrics, MicroBatch
 
 HiddenReader = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(batch, rows_R, hidden_RH) -> a number for each of the rows: the entries of the batch whose target was sampled."""
+"""Function (batch, rows_R, hidden_RH) -> [R] that computes one number for each row. Rows are the
+entries of the batch whose target was sampled. Example: the micro-batch with target_T [6 7 8 0 4 0]
+and mask_T [0 1 1 0 1 0] has rows_R [1 2 4], so R = 3; hidden_RH is [3, H], and row 0 belongs to
+target 7.
+"""
 SummedLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
-"""(batch, rows_R, hidden_RH) -> the loss summed over the rows, and its metrics."""
+"""Function (batch, rows_R, hidden_RH) -> the loss summed over the rows, and its metrics."""
 
 
 class Network:
-    """This rank's chunks with gradient buffers, optimizer, learning rate and the number of updates so far."""
+    """Model chunks of this rank with gradient buffers, optimizer and learning-rate schedule."""
 
     @with_megatron_on_cpu
     def __init__(
@@ -50,7 +58,19 @@ class Network:
         head_lr: float = 0.0,
         patches: ImagePatchFn = patch_bytes,
     ) -> None:
-        """`num_steps` is what the learning rate's schedule spans; `head_lr` the peak of a value head's, if there is one."""
+        """Wrap `chunks` with gradient buffers and build the optimizer and its schedule.
+
+        Args:
+            chunks: Model chunks of this rank, in the order of the virtual pipeline.
+            layout: Parallel layout of the model.
+            frozen: Parts of the model that are not trained (model.frozen).
+            lora: Adapter settings; with a rank above 0 only adapters and value head are trained.
+            parallel: Settings for offloading and for overlapping gradient reduction.
+            optim: Settings of optimizer and learning-rate schedule.
+            num_steps: Number of steps that the learning-rate schedule spans.
+            head_lr: Peak learning rate of the value head, if the model has one.
+            patches: Function that returns the patches of an image.
+        """
         self.chunks, self.layout, self._patches = chunks, layout, patches
         self.device = next(chunks.parameters()).device
         self.model = wrap_with_grad_buffers(chunks, frozen, lora=lora, overlap=parallel.overlap_grad_reduce)
@@ -64,15 +84,28 @@ class Network:
         self._offload = Offload(self.model) if parallel.offload_params else None
 
     def close(self) -> None:
-        """Let go of the model. Megatron 0.16.1's hooks on gradients hold it for ever, and with it every process group and its thread."""
+        """Drop the references to the model, so that its process groups can be destroyed.
+
+        The gradient hooks of Megatron-Core 0.16.1 otherwise keep the model alive forever, and with
+        it every process group and its thread.
+        """
         for wrapped in self.model:
             vars(wrapped).clear()
 
     @with_megatron_on_cpu
     @torch.no_grad()
     def forward_only(self, batches: list[MicroBatch], *on_hidden: HiddenReader) -> list[torch.Tensor]:
-        """What each of `on_hidden` says of every row, in one forward pass: a line of [N, T] for each of them, of each batch; 0 where mask_T
-        is False. Without gradient and dropout."""
+        """Run one forward pass and apply each function in `on_hidden` to the final hidden states.
+
+        Runs without gradient and dropout. Returns one [N, T] tensor per micro-batch, N being the
+        number of functions; entries where mask_T is False are 0.
+
+        Example: two functions and one micro-batch with mask_T [0 1 1 0 1 0]. Both are called with
+        rows_R [1 2 4] and hidden_RH [3, H]. If the first returns logprobs [-0.3, -1.2, -0.7] and
+        the second values [0.5, 0.5, 0.9], the result is
+            [[[0, -0.3, -1.2, 0, -0.7, 0],
+              [0,  0.5,  0.5, 0,  0.9, 0]]].
+        """
 
         def scattered(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
             said_NR = torch.stack([say(batch, rows_R, hidden_RH) for say in on_hidden])
@@ -93,12 +126,27 @@ class Network:
         self, batches: list[MicroBatch], on_hidden: SummedLoss, *,
         step: int, is_partial: bool = False, check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """One optimizer update on these micro-batches of every data-parallel rank together: sum of losses / sum of denominators.
+        """Run one optimizer update on these micro-batches of all data-parallel ranks.
 
-        `step` is the stage's, from 0: it decides the learning rate. is_partial: the loss leaves out some of what is trained. Returns the
-        loss, the gradient norm before clipping, and the loss's metrics: its parts divided by the denominator, sums by the number of sampled
-        tokens, maxima. `check` gets these metrics before any weight changes, on every rank the same. NonFiniteValue on every rank, before
-        any weight has changed: a number of a micro-batch or the gradient is no number; after the update: a weight is none.
+        The update minimizes the sum of losses divided by the sum of denominators, over all
+        micro-batches and data-parallel ranks.
+
+        Args:
+            batches: Micro-batches of this data-parallel rank.
+            on_hidden: Computes the summed loss and the metrics of one micro-batch.
+            step: Step of this training stage, from 0. It determines the learning rate.
+            is_partial: Set to True if the loss does not depend on all trained parameters.
+            check: Called with the reduced metrics before any weight changes; the metrics are equal
+                on all ranks.
+
+        Returns:
+            The learning rate `lr`, the gradient norm before clipping `grad_norm`, `loss` and the
+            metrics of the loss: parts of the loss divided by the denominator, sums divided by the
+            number of sampled tokens, and maxima.
+
+        Raises:
+            NonFiniteValue: On every rank. Before any weight changes, if a number of a micro-batch
+                or the gradient is not finite; after the update, if a weight is not finite.
         """
         collected: list[LossMetrics] = []
 
@@ -127,9 +175,11 @@ class Network:
         return {**metrics, "grad_norm": grad_norm, "lr": self.schedule.get_lr({})}
 
     def _run_schedule(self, batches: list[MicroBatch], on_hidden: Callable, *, forward_only: bool) -> list:
-        """Megatron's schedule over the micro-batches; on_hidden runs on the last stage only and gets the hidden states of rows_R.
+        """Run Megatron's forward/backward schedule over the micro-batches and return the results.
 
-        An interleaved pipeline takes micro-batches by the pipeline's size; what is lacking runs empty, and its result is left out.
+        `on_hidden` runs on the last pipeline stage only, with the hidden states of rows_R. An
+        interleaved pipeline requires a multiple of pp micro-batches: empty ones are appended, and
+        their results removed.
         """
         lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
@@ -158,13 +208,16 @@ class Network:
         return results[: len(batches)]
 
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
-        """The batch with the patches of the images that this rank encodes: none, but on a pipeline's first stage."""
+        """Return the batch with the patches of the images that this rank encodes.
+
+        Only the first pipeline stage encodes images; the other stages return the batch unchanged.
+        """
         if not self.chunks[0].pre_process:
             return batch
         return attach_patches(batch, self._patches, self.layout, like=next(self.chunks.parameters()))
 
     def _gradient_error(self) -> str:
-        """The first parameter of this rank whose gradient is not finite, or ''."""
+        """Name the first parameter of this rank with a non-finite gradient; return '' if none."""
         buffers = [buffer.grad_data.norm() for chunk in self.model for buffer in chunk.buffers]
         if not buffers or torch.stack(buffers).isfinite().all():
             return ""
@@ -181,27 +234,33 @@ class Network:
             raise NonFiniteValue(f"weights are not finite after update {self.num_updates}: lower optim.lr")
 
     def sleep(self) -> None:
-        """Leave the device to the engine, where parallel.offload_params says so; only `wake` may follow."""
+        """Move parameters to the host and free gradient buffers, if parallel.offload_params is set.
+
+        This leaves the device memory to the rollout engine. Only `wake` may be called afterwards.
+        """
         if self._offload:
             self._offload.to_host()
 
     def wake(self) -> None:
-        """Take the device back."""
+        """Move the parameters back to the device and allocate the gradient buffers again."""
         if self._offload:
             self._offload.to_device()
 
     @with_megatron_on_cpu
     def save(self, folder: Path, *, background: bool) -> AsyncSave:
-        """Begin to write the training state into `folder`, which exists; see training_state.Save. Training may go on at once."""
+        """Start writing the training state into `folder`, which must exist.
+
+        Training may continue at once; see training_state.AsyncSave.
+        """
         return AsyncSave(self._state(), folder, background=background)
 
     @with_megatron_on_cpu
     def load(self, folder: Path, *, seed: int) -> None:
-        """Go on from a training state, written at whatever layout; see training_state.load."""
+        """Restore a training state written at any layout; see training_state.load."""
         self.num_updates = load(self._state(), folder, seed=seed)
 
     def restart_optimizer(self) -> None:
-        """Forget the moments, and the number of updates that made them."""
+        """Reset the optimizer's moments and the number of updates."""
         reset_optimizer_state(self.optimizer)
         self.num_updates = 0
 

@@ -1,7 +1,9 @@
-"""Parameters on the host: those that leave the device while the engine needs its memory, and the reference policy's.
+"""Host copies of parameters, for offloading and for the reference policy.
 
-Host memory is made once and kept. Beside a GPU it is page-locked: pageable memory moves at 2 to 4 GB/s, a tenth of what the bus carries.
-It is registered with CUDA as it is, because torch's own pool of page-locked memory rounds every block up to a power of two (torch 2.13,
+Offloading frees device memory while the rollout engine needs it. Host memory is allocated once and
+kept. On a GPU machine it is page-locked, because transfers from pageable memory reach 2 to 4 GB/s,
+a tenth of the bus bandwidth. Ordinary memory is registered with CUDA instead of using torch's pool
+of page-locked memory: the pool rounds every block up to a power of two (torch 2.13,
 ATen/core/CachingHostAllocator.h), and a model's parameters are one block.
 """
 
@@ -16,21 +18,22 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 
 _PIECE = 64 * 2**20
-"""Bytes that an exchange holds aside at a time."""
+"""Size in bytes of the temporary buffer used by `HostCopy.swap`."""
 
 
 class HostCopy:
-    """Room on the host for the storages behind parameters, each once however many of them share it.
+    """Host buffers for the storages of parameters, one per storage.
 
-    Parameters keep their identity and place: views into Megatron's buffers, transposed or shared tensors stay what they are.
+    Parameters keep their identity and their storage: views into Megatron's buffers, transposed
+    tensors and shared tensors remain valid.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Without content until `copy_to_host`."""
+        """Allocate the buffers; they have no content before `copy_to_host`."""
         storages = {storage._cdata: storage for parameter in parameters for storage in [parameter.untyped_storage()]}
         self.pairs = [(storage, _pinned_buffer(storage)) for storage in storages.values()]
         pinned = [host.data_ptr() for storage, host in self.pairs if _is_on_host(storage)]
-        weakref.finalize(self, _unpin, pinned).atexit = False  # CUDA has gone by then
+        weakref.finalize(self, _unpin, pinned).atexit = False  # CUDA is already shut down at exit
 
     def copy_to_host(self) -> None:
         """Copy the parameters to the host."""
@@ -38,18 +41,18 @@ class HostCopy:
             host.copy_(_as_bytes(storage))
 
     def free_device_memory(self) -> None:
-        """Give the parameters' own memory back; only `restore` may follow."""
+        """Free the memory of the parameters; only `restore` may be called afterwards."""
         for storage, _ in self.pairs:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Copy the parameters back to where they were."""
+        """Allocate the memory of the parameters again and copy their values back."""
         for storage, host in self.pairs:
             storage.resize_(host.numel())
             _as_bytes(storage).copy_(host)
 
     def swap(self) -> None:
-        """Let the parameters and what is on the host change places."""
+        """Exchange the values of the parameters with those on the host."""
         for storage, host in self.pairs:
             for here, there in zip(_as_bytes(storage).split(_PIECE), host.split(_PIECE), strict=True):
                 aside = here.clone()
@@ -58,7 +61,10 @@ class HostCopy:
 
 
 class Offload:
-    """What leaves and returns: the storages under all parameters (with their content), those of the gradient buffers (without)."""
+    """Moves parameters to the host and back, and frees and reallocates gradient buffers.
+
+    The content of parameters is kept, that of gradient buffers is not.
+    """
 
     def __init__(self, chunks: list[DistributedDataParallel]) -> None:
         self.chunks = chunks
@@ -66,6 +72,7 @@ class Offload:
 
     @with_megatron_on_cpu
     def to_host(self) -> None:
+        """Copy the parameters to the host, then free them and the gradient buffers."""
         self.host.copy_to_host()
         self.host.free_device_memory()
         for chunk in self.chunks:
@@ -73,13 +80,14 @@ class Offload:
 
     @with_megatron_on_cpu
     def to_device(self) -> None:
+        """Restore the parameters and allocate the gradient buffers."""
         self.host.restore()
         for chunk in self.chunks:
             chunk.restore_grad_buffers()
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a storage as a tensor."""
+    """Return a byte tensor over a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -1,4 +1,7 @@
-"""Megatron's gradient buffers, optimizer and learning-rate schedule from our settings; which parts are trained, and how fast."""
+"""Builds Megatron's gradient buffers, optimizer and learning-rate schedule from the settings.
+
+Also determines which parts of the model are trained, and their learning rates.
+"""
 
 import gc
 import os
@@ -21,7 +24,11 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
 def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
-    """Switch gradients off before the gradient buffers are made: what is frozen gets none, and no optimizer state."""
+    """Disable gradients of the frozen parts, or of everything but adapters and value head.
+
+    Call it before gradient buffers are created: frozen parameters then get none, and no optimizer
+    state.
+    """
     prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.part_patterns[part])
     for name, parameter in chunk.named_parameters():
         if name.startswith(prefixes) or (all_but_adapters and not (is_adapter(name) or is_of_value_head(name))):
@@ -31,8 +38,12 @@ def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: 
 def wrap_with_grad_buffers(
     chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings, overlap: bool = False
 ) -> list[DistributedDataParallel]:
-    """The chunks with gradient buffers for what is trained; bfloat16 gradients are accumulated and reduced in fp32. `overlap` cuts a buffer
-    into buckets of 40 million entries (1 million a data-parallel rank where there are more than 40), for overlap.py."""
+    """Freeze parameters and wrap the chunks with gradient buffers for those that are trained.
+
+    bfloat16 gradients are accumulated and reduced in fp32. `overlap` splits a buffer into buckets
+    of 40 million entries (1 million per data-parallel rank if there are more than 40 ranks), for
+    overlap.py.
+    """
     for chunk in chunks:
         freeze_parameters(chunk, frozen, all_but_adapters=lora.rank > 0)
         chunk.config.finalize_model_grads_func = finalize_model_grads
@@ -44,10 +55,13 @@ def wrap_with_grad_buffers(
 def build_optimizer(
     settings: OptimSettings, chunks: list[DistributedDataParallel], *, offload: bool, head_lr: float = 0.0
 ) -> MegatronOptimizer:
-    """AdamW over data-parallel shards (Megatron's distributed optimizer). bfloat16 parameters have fp32 main weights and fp32 moments.
+    """Build AdamW over data-parallel shards (Megatron's distributed optimizer).
 
-    Megatron's standard overrides (no weight decay of biases and norms) hold beside those of parts: it merges all that match a parameter.
-    `head_lr` is the peak learning rate of a value head, if there is one. ValueError: float32 weights cannot be offloaded.
+    bfloat16 parameters have fp32 main weights and fp32 moments. Megatron's standard overrides (no
+    weight decay for biases and norms) apply together with the learning rates of parts: Megatron
+    merges all overrides that match a parameter. `head_lr` is the peak learning rate of the value
+    head, if there is one. `offload` keeps the optimizer on the host. Raises ValueError if `offload`
+    is set for float32 weights.
     """
     dtype = chunks[0].config.params_dtype
     require(not offload or dtype == torch.bfloat16, "parallel.offload_optimizer", True, "needs model.dtype=bfloat16")
@@ -75,7 +89,8 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_fake_group())
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, HybridDeviceOptimizer):
-            # It is given main weights, which are fp32 already. megatron-core 0.16.1 looks for other ones when it has loaded: KeyError.
+            # The main weights passed to this optimizer are already fp32. Otherwise megatron-core
+            # 0.16.1 raises KeyError after loading, because it looks for separate fp32 copies.
             part.optimizer.param_update_in_fp32 = False
     if offload:
         _release_buffers()
@@ -83,15 +98,22 @@ def build_optimizer(
 
 
 def _release_buffers() -> None:
-    """Megatron builds an optimizer on the host twice (0.16.1, distrib_optimizer.py, __init__), first for the parameters as they are: every
-    one of them pinned, and once more in fp32. That one holds itself by its hooks, and torch keeps what was pinned for the next who asks."""
+    """Free the host memory of an optimizer that Megatron builds and discards.
+
+    Megatron builds an optimizer on the host twice (0.16.1, distrib_optimizer.py, __init__). The
+    first one has a pinned copy and an fp32 copy of every parameter. Its hooks refer to it, so only
+    the garbage collector frees it, and torch caches its pinned memory.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch._C._host_emptyCache()  # torch 2.13, cuda/graphs.py
 
 
 def take_step(optimizer: MegatronOptimizer) -> float:
-    """One step with the gradients as they are, on all cores where it is taken on the host; the gradient's norm before it was clipped."""
+    """Run one optimizer step and return the gradient norm before clipping.
+
+    A step on the host uses this rank's share of the cores.
+    """
     is_on_host = any(isinstance(part.optimizer, HybridDeviceOptimizer) for part in optimizer.chained_optimizers)
     with _using_own_cores() if is_on_host else nullcontext():
         succeeded, norm, _ = optimizer.step()
@@ -101,10 +123,14 @@ def take_step(optimizer: MegatronOptimizer) -> float:
 
 @contextmanager
 def _using_own_cores() -> Iterator[None]:
-    """As many threads as this rank's share of the node's cores, unless it has more: torchrun gives it one (OMP_NUM_THREADS=1), and torch's
-    fused AdamW then takes 10 to 15 s for 1 to 4e9 parameters (an estimate)."""
+    """Set torch's number of threads to this rank's share of the node's cores, if that is larger.
+
+    torchrun sets one thread per process (OMP_NUM_THREADS=1). With one thread, torch's fused AdamW
+    takes an estimated 10 to 15 s for 1e9 to 4e9 parameters.
+    """
     before = torch.get_num_threads()
-    allowed, share = len(os.sched_getaffinity(0)), os.cpu_count() // read_world().local_size  # a rank may be bound to a part of the node
+    # A rank may be bound to a part of the node's cores.
+    allowed, share = len(os.sched_getaffinity(0)), os.cpu_count() // read_world().local_size
     torch.set_num_threads(max(before, min(allowed, share)))
     try:
         yield
@@ -113,8 +139,11 @@ def _using_own_cores() -> Iterator[None]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:
-    """A function of the step, counted from 1: number warmup_steps (at least the first) has the peak; then it falls, unless constant,
-    towards min_lr, which the step after the last would have."""
+    """Build the learning-rate schedule, a function of the step counted from 1.
+
+    Step warmup_steps (at least step 1) has the peak. Then the rate falls towards min_lr, unless the
+    schedule is constant. It would reach min_lr in the step after the last.
+    """
     peak = max(settings.warmup_steps, 1)
     return OptimizerParamScheduler(
         optimizer,

@@ -1,10 +1,16 @@
-"""The distributed optimizer's state on disk: whole tensors by name, of which every rank writes and reads what it steps, and no more.
+"""Checkpoint format of the distributed optimizer's state: whole tensors, written and read in parts.
 
-megatron-core 0.16.1 has two forms (optimizer/distrib_optimizer.py, sharded_state_dict). Its `dp_reshardable` is parallel, but holds images
-of flat buffers, which no other tp, pp or vpp can read. Its `fully_reshardable` holds tensors, and gathers them on the first rank of each
-data-parallel group (7B at tp 2: 46 GB there, three times over); to read it every rank takes all of its group's. The files here are the
-second form's, and Megatron reads them; they are made as the first's are: a rank's stretch of a flat parameter is a few boxes of its tensor,
-and torch's checkpoints take boxes of any size.
+Every rank writes and reads only the entries that it updates. megatron-core 0.16.1 has two formats
+(optimizer/distrib_optimizer.py, sharded_state_dict):
+- `dp_reshardable` is written in parallel. It stores flat buffers, which cannot be read at another
+  tp, pp or vpp.
+- `fully_reshardable` stores tensors. It gathers them on the first rank of each data-parallel group
+  (46 GB there for a 7B model at tp 2, three times over), and every rank reads those of its whole
+  group.
+
+The files written here are in the second format, and Megatron can read them. They are written in
+parallel like the first: a rank's range of a flat parameter consists of a few boxes of its tensor,
+and torch's checkpoints accept boxes of any size.
 """
 
 import math
@@ -21,12 +27,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Rang
 from megatron_rl.policy.padding import strip_tensor_padding
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Main weights and both moments, as Megatron calls them."""
+"""Main weights and both moments, under Megatron's names."""
 
 
 def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedStateDict], *, vocab_size: int) -> dict[str, ShardedTensor]:
-    """This rank's part of main weights and moments: views, so that loading fills them in place. `weights` describes the model's own; what
-    pads its vocabulary is left out."""
+    """Return this rank's part of main weights and moments as sharded tensors, by key and offset.
+
+    They are views, so that loading fills them in place. `weights` is the sharded description of the
+    model's weights. Padding of the vocabulary is left out.
+    """
     whole = {described.data: described for described in nested_values(weights)}
     found = {}
     for part in own_optimizers(optimizer):
@@ -38,7 +47,7 @@ def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedSta
 
 
 def _parameter_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Range]]:
-    """Each parameter that this rank steps, and which of its entries."""
+    """Yield each parameter that this rank updates, with the range of its entries."""
     for buckets in (buckets for buffer in part.gbuf_ranges for buckets in buffer.values()):
         for bucket in buckets:
             yield from ((parameter, ranges["param"]) for parameter, ranges in bucket["param_map"].items())
@@ -47,10 +56,11 @@ def _parameter_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Par
 def _boxes_of_tensor(
     whole: ShardedTensor | ShardedTensorFactory, own: Range, state: dict[str, torch.Tensor], *, vocab_size: int
 ) -> Iterator[ShardedTensor]:
-    """The entries `own` of a parameter of this rank, whose flat tensors `state` holds, as boxes of the model's tensor.
+    """Yield the entries `own` of a parameter as boxes of the model's tensor.
 
-    A factory makes several tensors of a parameter (gate and up of a SwiGLU), each a stretch of it. Data-parallel ranks hold different
-    entries: what makes a replica is the tensor- and pipeline-parallel rank alone.
+    `state` holds the flat tensors of these entries. A factory builds several tensors from one
+    parameter (gate and up of a SwiGLU), each from a range of it. Data-parallel ranks hold different
+    entries, so replica ids contain only the tensor- and pipeline-parallel rank.
     """
     blank = torch.empty(whole.data.shape, dtype=whole.data.dtype, device="meta")
     blank_whole = replace(whole, data=blank)
@@ -71,9 +81,12 @@ def _boxes_of_tensor(
 
 
 def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, size) of boxes that make the entries start..stop of a tensor, in its (row-major) order.
+    """Yield (offset, size) of boxes that cover entries start..stop of a tensor, row by row.
 
-    Example: boxes((3, 4), 2, 11) gives ((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3)).
+    Entries are numbered in row-major order; `stop` is exclusive.
+
+    Example: split_into_boxes((3, 4), 2, 11) yields
+        ((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3)).
     """
     row_shape = shape[1:]
     row = math.prod(row_shape)
@@ -91,14 +104,17 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
 
 
 def own_optimizers(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
-    """The optimizer of this rank's parameters, or nothing where all of them are frozen."""
+    """Return the optimizer of this rank's parameters, or [] if all of them are frozen."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     assert len(parts) <= 1, "dense parameters have one distributed optimizer"
     return parts
 
 
 def init_moments(optimizer: ChainedOptimizer) -> None:
-    """Zero moments for all that is trained. AdamW's own step is not among them: `set_step`."""
+    """Set the moments of all trained parameters to zero.
+
+    Does not set AdamW's step count; see `set_step`.
+    """
     for part in own_optimizers(optimizer):
         where = {"device": "cpu"} if isinstance(part.optimizer, HybridDeviceOptimizer) else {}
         for main in (main for group in part.optimizer.param_groups for main in group["params"]):
@@ -107,24 +123,30 @@ def init_moments(optimizer: ChainedOptimizer) -> None:
 
 @torch.no_grad()
 def reset_optimizer_state(optimizer: ChainedOptimizer) -> None:
-    """Give AdamW the state of one that has not stepped."""
+    """Reset AdamW to the state before its first step."""
     init_moments(optimizer)
     set_step(optimizer, 0)
 
 
 def set_step(optimizer: ChainedOptimizer, updates: int) -> None:
-    """The last of what is loaded: the number of updates that made main weights and moments."""
+    """Set AdamW's step count to the number of updates that produced main weights and moments.
+
+    Call it last when loading: it also copies them to an optimizer on the host.
+    """
     for part in own_optimizers(optimizer):
-        for moments in part.optimizer.state.values():  # where torch's AdamW looks...
+        for moments in part.optimizer.state.values():  # read by torch's AdamW
             moments["step"] = torch.tensor(float(updates))
-        for group in part.optimizer.param_groups:  # ...and Transformer Engine's
+        for group in part.optimizer.param_groups:  # read by Transformer Engine's AdamW
             group["step"] = updates
         _copy_main_params(part)
 
 
 def _copy_main_params(part: DistributedOptimizer) -> None:
-    """An optimizer on the host (megatron-core 0.16.1, optimizer/cpu_offloading/hybrid_optimizer.py) steps from copies of the main weights
-    and from states of its own: both become those of the main weights."""
+    """Copy main weights and moments to the copies that an optimizer on the host updates.
+
+    Such an optimizer keeps its own (megatron-core 0.16.1,
+    optimizer/cpu_offloading/hybrid_optimizer.py).
+    """
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         part.optimizer._sync_hdo_state_to_sub_optimizers()
         for main, copy in part.optimizer.gpu_params_map_cpu_copy.items():

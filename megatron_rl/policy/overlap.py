@@ -1,8 +1,10 @@
-"""Gradients reduced over data-parallel ranks while the last micro-batch's backward pass goes on: parallel.overlap_grad_reduce.
+"""Overlap of gradient reduction with the backward pass of an update's last micro-batch.
 
-Megatron (megatron-core 0.16.1, distributed/param_and_grad_buffer.py) reduces a bucket as soon as all of its parameters have a gradient, on
-every rank in the same order, and ends with an assertion where one has none. Here that happens: a micro-batch without a picture gives the
-vision tower none, one without a sampled token gives the head none. So the ranks agree before every update.
+Enabled by parallel.overlap_grad_reduce. Megatron (megatron-core 0.16.1,
+distributed/param_and_grad_buffer.py) reduces a bucket as soon as all of its parameters have a
+gradient, in the same order on every rank, and fails with an assertion if one has none. This does
+occur here: a micro-batch without an image gives the vision tower no gradient, and one without a
+sampled token gives the head none. The ranks therefore agree before every update whether to overlap.
 """
 
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from megatron_rl.types import MicroBatch
 
 
 class GradReduceOverlap:
-    """Of a model that one pipeline stage holds whole."""
+    """Overlaps gradient reduction of a model without pipeline parallelism."""
 
     def __init__(self, chunk: DistributedDataParallel, *, tp: int) -> None:
         self._chunk, self._tp = chunk, tp
@@ -26,17 +28,22 @@ class GradReduceOverlap:
         chunk.module.config.finalize_model_grads_func = self._finalize
 
     def require_same_counts(self, batches: list[MicroBatch], *, is_partial: bool) -> None:
-        """Before an update by these micro-batches: whether the last ones of all ranks give every trained parameter a gradient. If not, the
-        reduction follows the backward pass. is_partial: the loss does not depend on all of them."""
+        """Decide on all ranks whether this update can overlap its gradient reduction.
+
+        It can if the last micro-batch of every rank gives every trained parameter a gradient.
+        Otherwise the reduction runs after the backward pass. `is_partial` means that the loss does
+        not depend on all trained parameters.
+        """
         last = batches[-1]
-        has_pictures = last.grid_I3.shape[0] >= self._tp or not self._needs_pictures  # each tensor-parallel rank encodes one at least
+        # The vision tower of every tensor-parallel rank needs at least one image.
+        has_pictures = last.grid_I3.shape[0] >= self._tp or not self._needs_pictures
         can = torch.tensor(int(has_pictures and bool(last.mask_T.any()) and not is_partial))
         dist.all_reduce(can, dist.ReduceOp.MIN)
         self._is_possible = bool(can)
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
-        """Around all micro-batches but the last, for Megatron's schedule."""
+        """Defer gradient reduction; Megatron enters it for all micro-batches but the last."""
         with self._chunk.no_sync():
             yield
         for group in self._chunk.bucket_groups:

@@ -1,5 +1,8 @@
-"""Padding of the vocabulary where tensor parallelism does not divide it (mapping.padded_vocab): rows of zeros behind it that no token looks
-up and that are never sampled. They have no gradient and stay zeros. Nothing of them is written: a checkpoint is read at every layout."""
+"""Padding of the vocabulary to a size that tensor parallelism divides (name_mapping.padded_vocab).
+
+Padding rows follow the vocabulary. They are zeros, are never looked up or sampled, have no gradient
+and stay zeros. Checkpoints do not contain them, so that they can be read at every layout.
+"""
 
 from dataclasses import replace
 
@@ -9,21 +12,25 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from torch import nn
 
 PADDED_KEYS = ("language.embedding.word_embeddings.weight", "language.output_layer.weight")
-"""Keys of what has a row for each entry of the vocabulary."""
+"""Keys of the tensors with one row per vocabulary entry."""
 
 
 def strip_padding(weights: ShardedStateDict, vocab_size: int) -> ShardedStateDict:
-    """The same description of a model's weights without rows beyond the vocabulary."""
+    """Return the sharded description of a model's weights without padding rows."""
     return dict_list_map_outplace(lambda part: strip_tensor_padding(part, vocab_size), weights)
 
 
 def strip_tensor_padding(part: object, vocab_size: int) -> object:
-    """A description of a tensor without its rows beyond the vocabulary; of another tensor, or without any, as it is."""
+    """Return the sharded description of a tensor without its padding rows.
+
+    Descriptions of other tensors, and of tensors without padding, are returned unchanged.
+    """
     if not isinstance(part, ShardedTensor) or part.key not in PADDED_KEYS or part.global_shape[0] == vocab_size:
         return part
     rows = min(part.local_shape[0], vocab_size - part.global_offset[0])
     assert rows > 0, f"{part.key} from {part.global_offset[0]} on is padding of {vocab_size} entries"
-    # Ranks have different sizes now: no regular grid (megatron-core 0.16.1, dist_checkpointing/mapping.py, has_regular_grid).
+    # Shards of different ranks now differ in size, so they form no regular grid (megatron-core
+    # 0.16.1, dist_checkpointing/mapping.py, has_regular_grid).
     return replace(
         part, data=part.data[:rows], local_shape=(rows, *part.local_shape[1:]), global_shape=(vocab_size, *part.global_shape[1:]),
         axis_fragmentations=None, allow_shape_mismatch=False,
@@ -31,5 +38,8 @@ def strip_tensor_padding(part: object, vocab_size: int) -> object:
 
 
 def add_padding(weights: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
-    """Weights that were read, with the zeros that belong behind a rank's num_rows of the vocabulary."""
+    """Return loaded weights with padding rows of zeros appended.
+
+    `num_rows` is the size of this rank's part of the vocabulary, with padding.
+    """
     return {name: nn.functional.pad(w, (0, 0, 0, num_rows - len(w))) if name in PADDED_KEYS else w for name, w in weights.items()}

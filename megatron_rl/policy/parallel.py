@@ -1,4 +1,4 @@
-"""The trainer's layout over processes: checked against the model before anything starts, then read once from Megatron."""
+"""Parallel layout of the trainer: checks against the model, and Megatron's process groups."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megatron_rl.models.model_spec import ModelSpec
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """Sizes, this process's coordinates, and the groups along each axis."""
+    """Parallel sizes, coordinates of this rank, and the process group along each axis."""
 
     tp: int
     pp: int
@@ -26,31 +26,41 @@ class Layout:
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     vpp: int
-    """Chunks of the model on each stage; above 1 the pipeline is interleaved."""
+    """Number of model chunks on each pipeline stage; above 1 the pipeline is interleaved."""
     sequence_parallel: bool
     recompute: str
 
     @property
     def is_first_stage(self) -> bool:
+        """Return True if this rank is on the first pipeline stage."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Return True if this rank is on the last pipeline stage."""
         return self.pp_rank == self.pp - 1
 
     def first_stage_rank(self, dp_rank: int, tp_rank: int) -> int:
-        """Global rank of the first stage with these coordinates: tensor-parallel ranks are neighbors, then come the replicas, and then the
-        stages (megatron-core 0.16.1, parallel_state.py::initialize_model_parallel, order tp-cp-ep-dp-pp)."""
+        """Return the global rank on the first pipeline stage with these coordinates.
+
+        Global ranks count tensor-parallel ranks first, then data-parallel ranks, then pipeline
+        stages (megatron-core 0.16.1, parallel_state.py::initialize_model_parallel, order
+        tp-cp-ep-dp-pp).
+        """
         return dp_rank * self.tp + tp_rank
 
     @property
     def last_stage_rank(self) -> int:
-        """Global rank of this pipeline's last stage."""
+        """Global rank of the last stage of this rank's pipeline."""
         return dist.get_process_group_ranks(self.pp_group)[-1]
 
 
 def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, *, model_label: str = "the model") -> None:
-    """Raise a ValueError naming key, value and the sizes that work; needs no process group, so every rank says the same."""
+    """Raise ValueError if the layout does not fit the model and the world size.
+
+    The message names key, value and valid sizes. It needs no process group: every rank raises the
+    same error.
+    """
     require_divisible("parallel.tp", parallel.tp, sizes_cut_by_tp(model), model_label=model_label)
     layers, chunks = model.num_layers, parallel.pp * parallel.vpp
     require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide {model_label}'s {layers} layers")
@@ -67,13 +77,19 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
 
 
 def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
-    """Return the sizes of the decoder that tensor parallelism divides, by what they count. The vocabulary is padded, and not among them."""
+    """Return the decoder sizes that tensor parallelism must divide, by description.
+
+    The vocabulary is not included, because it is padded.
+    """
     ffn = "rows of each MLP (intermediate_size)"
     return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size}
 
 
 def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, model_label: str) -> None:
-    """Raise ValueError naming the first size that `tp` does not divide, and the values of the setting `key` that divide all of them."""
+    """Raise ValueError naming the first size that `tp` does not divide.
+
+    The message names the setting `key` and the values of it that divide all sizes.
+    """
     common = gcd(*sizes.values())
     fitting = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
     for what, size in sizes.items():
@@ -81,13 +97,19 @@ def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, model_labe
 
 
 def is_fake_group() -> bool:
-    """Whether this world is one of memory_plan/gpu_memory.py's: its process groups have no peers, and gloo would wait for them."""
+    """Return True if the process groups are the fake ones of memory_plan/gpu_memory.py.
+
+    They have no peers, so creating gloo groups would wait forever.
+    """
     return dist.get_backend() == "fake"
 
 
 @with_megatron_on_cpu
 def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
-    """Create Megatron's process groups (all ranks together, once a process) and seed its generators."""
+    """Create Megatron's process groups, seed its random generators and return the layout.
+
+    Collective over all ranks. Groups are created once per process.
+    """
     if not parallel_state.model_parallel_is_initialized():
         virtual = parallel.vpp if parallel.vpp > 1 else None
         parallel_state.initialize_model_parallel(
@@ -111,11 +133,18 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
 
 
 def destroy_layout() -> None:
-    """Forget Megatron's process groups: the process may build others. Where they are gone already, their names still are not."""
+    """Destroy Megatron's process groups, so that this process can create others.
+
+    Call it even if the groups themselves are already destroyed: Megatron still refers to them.
+    """
     parallel_state.destroy_model_parallel()
 
 
 def seed_generators(seed: int) -> None:
-    """Megatron's streams: pipeline stages and data-parallel replicas differ; tensor-parallel ranks share one and own one each."""
+    """Seed Megatron's random streams for this rank.
+
+    Streams differ between pipeline stages and between data-parallel replicas. Tensor-parallel ranks
+    have one common stream and one of their own each.
+    """
     place = 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * parallel_state.get_data_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(seed + place)

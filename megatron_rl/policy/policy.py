@@ -1,6 +1,10 @@
-"""The policy: a network, a distribution over tokens, and its weights as Hugging Face names them. All of Megatron lies behind its verbs.
+"""Policy: logprobs, updates and export of the trained vision-language model.
 
-Every rank calls every verb together, each with the micro-batches of its own data-parallel rank. What comes back is on every rank.
+This module hides Megatron from the training loop: callers pass micro-batches and get numbers per
+token, metrics, or weights under Hugging Face names.
+
+Call the methods of `Policy` that run the model or read its weights on all ranks together. Each rank
+passes the micro-batches of its own data-parallel rank. Results are returned on every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +38,7 @@ from megatron_rl.weights.stream import HfWeightIterator
 
 
 class Policy(TrainableModel):
-    """A vision-language model over processes that is trained, read and exported."""
+    """Distributed vision-language model that is trained, evaluated for logprobs and exported."""
 
     def __init__(
         self,
@@ -54,8 +58,29 @@ class Policy(TrainableModel):
         critic: CriticSettings | None = None,
         patches: ImagePatchFn = patch_bytes,
     ) -> None:
-        """Without `lora` the model itself is trained. `seed` is that of new adapters and heads. With `critic` it has a value head. The
-        reference is what settings.path holds, whatever is loaded later. `patches` makes those of images that come without."""
+        """Load the model of `settings.path` and build its optimizer.
+
+        Args:
+            settings: Path and dtype of the model, its frozen parts and the pixel limits of images.
+            layout: Parallel layout of the model.
+            parallel: Settings for offloading, overlapped gradient reduction and
+                log_probs_chunk_size.
+            optim: Settings of optimizer and learning-rate schedule.
+            num_steps: Number of steps that the learning-rate schedule spans.
+            lora: Adapter settings; None trains the model itself.
+            seed: Seed of new adapters and of the value head.
+            banned_ids: Token ids that are never sampled; their probability is 0.
+            image_token_id: Id of the image placeholder token.
+            temperature: Sampling temperature; logits are divided by it.
+            keep_reference: Keep a copy of the initial weights on the host for reference logprobs.
+                The copy is that of settings.path, whatever checkpoint is loaded later. With
+                adapters no copy is made: the reference is the base model.
+            bucket_mib: Size in MiB of the buckets in which weights are exported.
+            critic: Settings of a value head on the policy's backbone; None for no value head.
+            patches: Function that returns the patches of an image; called for each image when its
+                micro-batch is about to run. The default requires images that still have their
+                patches.
+        """
         self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
         self.lora = lora or LoraSettings()
         self.spec = read_spec(settings.path)
@@ -81,23 +106,37 @@ class Policy(TrainableModel):
             self.reference.copy_to_host()
 
     def pack(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> list[MicroBatch]:
-        """Deal one optimizer update's contexts to data-parallel ranks and pack this rank's into micro-batches; at least one."""
+        """Shard one optimizer update over data-parallel ranks and pack this rank's sequences.
+
+        Returns at least one micro-batch.
+        """
         return self.pack_local(self.shard_across_dp(minibatch, max_tokens=max_tokens))
 
     def shard_across_dp(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> RankShares:
-        """What each data-parallel rank computes of one optimizer update: the same on every rank."""
+        """Assign the sequences of one optimizer update to ranks and micro-batches.
+
+        Returns, for each data-parallel rank, the sequences of each of its micro-batches. The result
+        is the same on every rank.
+        """
         loads = pack_costs(minibatch, self.image_token_id, share_prompts=self._shares_prompts)
         return [split_by_cost(mine, max_tokens) for mine in balance_costs(loads, self.layout.dp)]
 
     def pack_local(self, dealt: RankShares) -> list[MicroBatch]:
-        """This rank's micro-batches. A prompt is computed once for all contexts of one that begin with it; Transformer Engine takes whole
-        contexts."""
+        """Pack the share of this data-parallel rank into micro-batches.
+
+        A prompt shared by several sequences of a micro-batch is stored and computed once. With
+        Transformer Engine it is repeated, because its attention needs whole sequences.
+        """
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         how = {"image_token_id": self.image_token_id, "positions": self.spec.rope_positions, "share_prompts": self._shares_prompts}
         return [pack(part, **how, multiple_of=multiple, device=self.network.device) for part in dealt[self.layout.dp_rank]]
 
     def images(self, dealt: RankShares) -> dict[int, list[Image]]:
-        """By rank, the images that it encodes of what was dealt: known to every rank of every other."""
+        """Return the images that each rank encodes, by global rank.
+
+        Every rank computes the result for all ranks. Only ranks of the first pipeline stage encode
+        images.
+        """
         found: dict[int, list[Image]] = {}
         for dp_rank, parts in enumerate(dealt):
             for part in parts:
@@ -107,7 +146,11 @@ class Policy(TrainableModel):
         return found
 
     def logprobs(self, batches: list[MicroBatch], *, weights: str = "current") -> list[torch.Tensor]:
-        """Logprob of each target [T] under the current or the reference weights; 0 where mask_T is False. Without dropout."""
+        """Return the logprob [T] of each target under the current or the reference weights.
+
+        Runs without dropout. Entries where mask_T is False are 0. `weights` is "current" or
+        "reference".
+        """
         if weights == "current":
             return self._logprobs(batches)
         if self.lora.rank:
@@ -121,7 +164,10 @@ class Policy(TrainableModel):
             self.reference.swap()
 
     def logprobs_and_values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """What `logprobs` and what `values` say, [2, T] of each batch, in one forward pass."""
+        """Compute logprobs and values of each micro-batch in one forward pass.
+
+        Returns one [2, T] tensor per micro-batch: logprobs, then values.
+        """
         return self.network.forward_only(batches, self._logprob_R, self._value_R)
 
     def _logprobs(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
@@ -135,12 +181,27 @@ class Policy(TrainableModel):
         step: int, value_head_only: bool = False, record: Callable[[MicroBatch, torch.Tensor, LossInputs], None] | None = None,
         check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """One optimizer update of this loss; see Network.update, also for `check`. value_head_only: what is of the value head alone, and
-        nothing else moves. `record` is shown every micro-batch with its rows_R and their LossInputs, on the ranks of the last stage."""
+        """Run one optimizer update with this loss; see Network.update.
+
+        Args:
+            batches: Micro-batches of this data-parallel rank.
+            loss: Loss of one micro-batch, summed over its rows.
+            step: Step of this training stage, from 0. It determines the learning rate.
+            value_head_only: Train the value head alone: the value loss sends no gradient into the
+                backbone. Requires a loss that only measures the policy
+                (algo.value.warmup_value_loss).
+            record: Called with each micro-batch, its rows_R and their LossInputs, on the last
+                pipeline stage.
+            check: Called with the reduced metrics before any weight changes; see Network.update.
+
+        Returns:
+            Metrics of the update; see Network.update.
+        """
         has_values = self._has_values
 
         def on_hidden(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
-            # The trunk's backward pass stays, with gradients of 0: the stages of a pipeline wait for each other's.
+            # Keep the backward pass of the backbone, with gradients of 0: pipeline stages wait for
+            # each other's gradients.
             seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if value_head_only else hidden_RH
             values = self._value_loss_inputs(batch, rows_R, seen_RH) if has_values else None
             rows = make_loss_inputs(batch, rows_R, *self._logprob_and_entropy(batch, rows_R, hidden_RH), values=values)
@@ -153,34 +214,39 @@ class Policy(TrainableModel):
         return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
 
     def _logprob_and_entropy(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob and entropy of each row."""
+        """Return the logprob and entropy of each row."""
         return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R])
 
     def restart_optimizer(self) -> None:
-        """See Network.restart_optimizer."""
+        """Reset the optimizer's moments; see Network.restart_optimizer."""
         self.network.restart_optimizer()
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream (hf_name, full tensor), adapters merged in; a tensor may be a view of the live weights."""
+        """Yield (Hugging Face name, full tensor) for all weights, with adapters merged in.
+
+        A tensor may be a view of the live weights.
+        """
         return self.hf_iterator.tensors()
 
     def save_hf(self, out: Path, *, card: str = "") -> None:
-        """Write a complete Hugging Face folder at `out`: this one, or what was there before and an OSError on every rank.
+        """Write a complete Hugging Face folder to `out`, atomically.
 
-        Its processor has the limits of pixels that were trained with; `card` is its README.md.
+        If writing fails, the previous content stays and every rank raises OSError. The saved
+        processor has the pixel limits used in training. `card` is the text of the folder's
+        README.md.
         """
         like, pixels = Path(self.settings.path), (self.settings.min_pixels, self.settings.max_pixels)
         named = ((self.spec.released_name(name), tensor) for name, tensor in self.hf_weights())
         write_on_rank_zero(named, lambda stream: write_hf_folder(out, stream, like=like, pixels=pixels, card=card))
 
     def _base_digest(self) -> str:
-        """Return the digest of the model that adapters are trained on; computed once."""
+        """Return the digest of the adapters' base model; computed once."""
         if not self._digest:
             self._digest = compute_base_digest(open_source(Path(self.settings.path), self.spec, key="model.path"))
         return self._digest
 
     def save_adapter(self, out: Path) -> None:
-        """Write the adapters as a PEFT folder at `out`, under the same promise as `save_hf`."""
+        """Write the adapters as a PEFT folder to `out`, with the same guarantees as `save_hf`."""
         lora = self.lora
         config = make_peft_config(
             rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets, base=self.settings.path,
@@ -190,7 +256,11 @@ class Policy(TrainableModel):
 
 
 def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
-    """Not where Transformer Engine's layers may be those of the policy or of a critic. RunFailed: the kernel does not keep its contract."""
+    """Return True if the attention of policy and critic supports shared prompts.
+
+    Returns False if their layers may be Transformer Engine's. Raises RunFailed if torch's
+    variable-length attention kernel is used and does not align its causal mask to the last key.
+    """
     can = not uses_transformer_engine(LoraSettings())
     if can and has_varlen_kernel(device, dtype):
         require_prefix_attention(varlen_attention, device, dtype)
@@ -198,7 +268,11 @@ def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def write_on_rank_zero(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
-    """Hand rank 0's stream to `write`; every rank takes part in it to its end, and raises the OSError that rank 0 met."""
+    """Call `write` with the stream on rank 0 and exhaust the stream on all other ranks.
+
+    The stream is collective, so every rank iterates it to its end. If rank 0 gets an OSError, every
+    rank raises it.
+    """
     error = [None]
     if dist.get_rank() == 0:
         try:

@@ -1,4 +1,4 @@
-"""What policy and critic have in common: a network that learns, maybe with a value head, and what a run does with it between updates."""
+"""Base class of policy and critic: a trainable network with an optional value head."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,20 +12,28 @@ from megatron_rl.types import MicroBatch, ValueLossInputs
 
 
 class TrainableModel:
+    """A trainable network: value estimates, image patches, checkpoints and offloading."""
+
     network: Network
 
     def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
-        """The value [T] of the state before each target; 0 where mask_T is False."""
+        """Return the values [T] of each micro-batch; 0 where mask_T is False.
+
+        The value at entry t is that of the state before target t. Requires a value head.
+        """
         return [value_1T[0] for value_1T in self.network.forward_only(batches, self._value_R)]
 
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
-        """The batch with the patches of the images that this rank encodes."""
+        """Return the batch with the patches of the images that this rank encodes."""
         return self.network.load_image_patches(batch)
 
     def update_return_stats(self, returns: Sequence[float]) -> None:
-        """Take a step's returns into what the value head normalizes by. The same on every rank."""
+        """Update the value head's return statistics with the returns of one step.
+
+        Pass the same returns on every rank. Does nothing on ranks without a value head.
+        """
         head = self.network.chunks[-1].value_head
-        if head is not None:  # the last stage has it
+        if head is not None:  # only the last pipeline stage has the head
             head.update_return_stats(returns)
 
     def _value_R(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
@@ -33,7 +41,7 @@ class TrainableModel:
         return head.denormalize(head(hidden_RH))
 
     def _value_loss_inputs(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> ValueLossInputs:
-        """What a critic's loss sees of a batch, in the head's units."""
+        """Return the inputs of the value loss for one micro-batch, in the value head's units."""
         head = self.network.chunks[-1].value_head
         return ValueLossInputs(
             value_R=head(hidden_RH),
@@ -44,21 +52,24 @@ class TrainableModel:
         )
 
     def save(self, folder: Path, *, background: bool) -> AsyncSave:
-        """Begin to write the training state; see Network.save."""
+        """Start writing the training state into `folder`; see Network.save."""
         return self.network.save(folder, background=background)
 
     def load(self, folder: Path, *, seed: int) -> None:
-        """Go on from a training state; see Network.load."""
+        """Restore a training state; see Network.load."""
         self.network.load(folder, seed=seed)
 
     def sleep(self) -> None:
-        """Leave the device to the engine; see Network.sleep."""
+        """Free device memory for the rollout engine; see Network.sleep."""
         self.network.sleep()
 
     def wake(self) -> None:
-        """Take the device back."""
+        """Move the parameters back to the device; see Network.wake."""
         self.network.wake()
 
     def close(self) -> None:
-        """The last thing that is done with it; the process groups can then end."""
+        """Release the network, so that the process groups can be destroyed.
+
+        The model cannot be used afterwards.
+        """
         self.network.close()

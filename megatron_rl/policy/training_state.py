@@ -1,13 +1,17 @@
-"""The policy's training state on disk: Megatron's `torch_dist` format, planned together, written by a thread, readable at any layout.
+"""Training state on disk, in Megatron's `torch_dist` format.
 
-A folder holds the weights under `Row.checkpoint_key`, optimizer tensors under keys that begin with `optimizer.`, and in common.pt what is
-neither: the number of updates, the layout, and the generators of every rank. AdamW's step follows from the number of updates, the learning
-rate from the run's step.
+It is planned by all ranks together, written by a thread on each rank, and readable at any layout. A
+folder contains the weights under `ParamMapping.checkpoint_key`, optimizer tensors under keys with
+the prefix `optimizer.`, and the file common.pt with the rest: the number of updates, the layout,
+and the generator states of every rank. AdamW's step count follows from the number of updates, the
+learning rate from the step of the run.
 
-Writing in the background is a thread of this process with torch's FileSystemWriter, not megatron-core 0.16.1's AsyncCallsQueue
-(dist_checkpointing/strategies/async_utils.py). Tried on CPUs with gloo: its persistent worker ends with ZeroDivisionError (it divides by
-the number of GPUs); its temporal worker is a fork that holds gloo's sockets, so that the peers of a killed rank hear of its death when the
-fork ends (25 s for one of 25 s, at once without); and the manager process of each rank's queue outlives a killed rank.
+A thread of this process writes in the background with torch's FileSystemWriter. megatron-core
+0.16.1's AsyncCallsQueue (dist_checkpointing/strategies/async_utils.py) is not used because of
+failures found on CPUs with gloo. Its persistent worker divides by the number of GPUs and ends with
+ZeroDivisionError. Its temporal worker is a fork that holds gloo's sockets: peers of a killed rank
+notice its death only when the fork ends (after 25 s for a fork of 25 s; at once without a fork).
+The manager process of each rank's queue outlives a killed rank.
 """
 
 import io
@@ -43,42 +47,49 @@ from megatron_rl.weights.formats import torch_dist_load
 from megatron_rl.weights.formats.digests import compute_sha256
 
 _METADATA = {"non_homogeneous_layers": True}
-"""Of Megatron's sharded state dicts: a key for each layer."""
+"""Metadata of Megatron's sharded state dicts: one key per layer."""
 
 
 @dataclass(slots=True, frozen=True)
 class TrainingState:
-    """What is saved and loaded: all of it lives in the policy, and loading fills it in place."""
+    """References to the model state that is saved; loading fills it in place."""
 
     chunks: nn.ModuleList
-    """The bare model chunks of this rank, in the order of the virtual pipeline."""
+    """Unwrapped model chunks of this rank, in the order of the virtual pipeline."""
     optimizer: ChainedOptimizer
     layout: Layout
     num_updates: int
-    """Optimizer updates that made it."""
+    """Number of optimizer updates so far."""
 
 
 def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
-    """Megatron's description of this rank's weights, by the number of the chunk; `dist_checkpointing.load` fills it at any layout.
+    """Return Megatron's sharded description of this rank's weights, by chunk number.
 
-    The linear layers' `_extra_state` (empty but for fp8) is left out, so that files do not depend on the layer spec.
+    `dist_checkpointing.load` can fill it at any layout. The linear layers' `_extra_state`, which is
+    empty except for fp8, is left out, so that files do not depend on the layer spec.
     """
     states = {str(number): chunk.sharded_state_dict(metadata=dict(_METADATA)) for number, chunk in enumerate(chunks)}
     return {number: {name: part for name, part in state.items() if not name.endswith("_extra_state")} for number, state in states.items()}
 
 
 class AsyncSave:
-    """A checkpoint on its way to disk. Every rank makes it, asks it and finishes it together with the others.
+    """Checkpoint that is being written. Construct it and call its methods on all ranks together.
 
-    What is written is the state at construction: training may go on at once.
+    It contains the state at construction, so training may continue at once.
     """
 
     def __init__(self, state: TrainingState, folder: Path, *, background: bool) -> None:
-        """`folder` exists. In the background, CPU tensors are copied first; otherwise this returns when they are written."""
+        """Plan the files and start writing them into `folder`, which must exist.
+
+        With `background`, CPU tensors are copied first. Without it, returns when this rank's files
+        are written.
+        """
         self._folder = folder
         self.digests: dict[Path, str] = {}
-        """Digests of the files with tensors; filled on rank 0 when the save is finished."""
-        if state.num_updates == 0:  # while its critic warms up: AdamW has no moments yet, and Megatron saves what it has
+        """Digests of the files with tensors; filled on rank 0 by `finish`."""
+        if state.num_updates == 0:
+            # Before the first update (during critic warm-up) AdamW has no moments, but Megatron
+            # saves them.
             reset_optimizer_state(state.optimizer)
         self._common = io.BytesIO()
         torch.save(_common(state), self._common)
@@ -96,19 +107,28 @@ class AsyncSave:
             wait([self._written])
 
     def _write(self, plan: SavePlan, planner: MCoreSavePlanner) -> tuple[list[WriteResult], dict[str, str]]:
-        """Write this rank's files, and return their digests, read from the page cache while they are in it."""
+        """Write this rank's files and compute their digests.
+
+        Digests are computed at once, while the files are in the page cache.
+        """
         results = self._writer.write_data(plan, planner).value()
         names = {result.storage_data.relative_path for result in results}
         return results, {name: compute_sha256(self._folder / name) for name in sorted(names)}
 
     def is_written(self) -> bool:
-        """Whether the tensors of all ranks are on disk (or one of them could not be written): `finish` will not wait for long."""
+        """Return True once all ranks have written their tensors or failed to.
+
+        Collective. Afterwards `finish` does not block for long.
+        """
         waiting = torch.tensor(int(not self._written.done()))
         dist.all_reduce(waiting)
         return int(waiting) == 0
 
     def finish(self, *, group: dist.ProcessGroup | None = None) -> None:
-        """Wait in `group` for all ranks and complete the folder. Where one of them could not write, every rank raises OSError."""
+        """Wait for all ranks and complete the folder. Collectives run in `group`.
+
+        Raises OSError on every rank if any rank could not write.
+        """
         error = self._written.exception()
         self._thread.shutdown()
         errors: list[str] = [""] * dist.get_world_size()
@@ -129,10 +149,11 @@ class AsyncSave:
 
 @torch.no_grad()
 def load(state: TrainingState, folder: Path, *, seed: int) -> int:
-    """Fill the policy from a checkpoint, whatever layout wrote it, and return the number of updates that made it.
+    """Fill the model and optimizer from a checkpoint and return its number of updates.
 
-    The generators go on where they stopped at the layout that wrote them; at another one they start anew, seeded by `seed` and the number
-    of updates. ValueError: the checkpoint is not of this model.
+    The checkpoint may have been written at any layout. At the same layout the random generators
+    continue where they stopped. At another one they are seeded by `seed` plus the number of
+    updates. Raises ValueError if the checkpoint is not of this model.
     """
     with _naming_errors(folder):
         common = _read_common(folder)
@@ -153,7 +174,11 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
 
 @torch.no_grad()
 def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
-    """Fill model chunks from a checkpoint's weights alone. ValueError, under the option `key`: the checkpoint is not of this model."""
+    """Fill model chunks with the weights of a checkpoint.
+
+    `key` is the config key of `folder`, for messages. Raises ValueError if the checkpoint is not of
+    this model.
+    """
     with _naming_errors(folder):
         wanted = strip_padding(sharded_weights(chunks), chunks[0].spec.vocab_size)
         loaded = torch_dist_load.load(wanted, folder, key=key, with_optimizer=False)
@@ -162,7 +187,10 @@ def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
 
 @contextmanager
 def _naming_errors(folder: Path) -> Iterator[None]:
-    """Megatron's and torch's own errors in one line that names the folder; those of peers and of a GPU's memory as they are."""
+    """Convert errors of Megatron and torch to a one-line ValueError that names the folder.
+
+    Errors of collectives and out-of-memory errors of a GPU are raised unchanged.
+    """
     try:
         yield
     except (CheckpointException, CheckpointingException, RuntimeError, TypeError, IndexError, KeyError) as error:
@@ -185,14 +213,20 @@ def _vocab_size(state: TrainingState) -> int:
 
 
 def _common(state: TrainingState) -> dict[str, object]:
-    """What is no tensor of the model: plain values and byte tensors, because nothing else is read back."""
+    """Return the part of the state that is not a sharded tensor; a collective.
+
+    It contains only plain values and byte tensors, the only types accepted when it is read.
+    """
     generators: list = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
     return {"updates": state.num_updates, "layout": _layout_sizes(state), "generators": generators}
 
 
 def _read_common(folder: Path) -> dict[str, object]:
-    """The same from the disk. ValueError: it is something else."""
+    """Read the result of `_common` from a folder.
+
+    Raises ValueError if the file is missing or has other content.
+    """
     path = folder / torch_dist_load.COMMON
     if not path.is_file():
         raise ValueError(f"{folder}: no {path.name} in it; copy the whole checkpoint")
@@ -209,14 +243,22 @@ def _layout_sizes(state: TrainingState) -> dict[str, int]:
 
 
 def _balance_over_ranks(weights: ShardedStateDict) -> None:
-    """Replicas of a tensor are dealt to the data-parallel ranks that hold it, so that each of them writes a part of the weights."""
+    """Distribute the writing of weights over data-parallel ranks.
+
+    For each weight it selects the data-parallel rank that writes it, among those that hold a
+    replica.
+    """
     group = parallel_state.get_data_parallel_group()
     dealt = determine_main_replica_uniform_distribution(weights, group)
     distribute_main_replicas_with_precomputed_distribution(weights, group, dealt)
 
 
 def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTensor | ShardedObject]]:
-    """What this rank writes, by key: of replicas the first; tensors on the host, and its own if `copy`."""
+    """Return the parts that this rank writes, by key, on the host.
+
+    Of replicas only the main one is written. With `copy`, tensors that already are on the host are
+    copied.
+    """
     own: dict[str, list[ShardedTensor | ShardedObject]] = {}
     for part in nested_values(sharded):
         if not is_main_replica(part.replica_id):
@@ -228,7 +270,11 @@ def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[Shard
 
 
 def _make_save_plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tuple[SavePlan, Metadata | None]:
-    """Rank 0 checks that the ranks' parts make whole tensors and hands out file names. The metadata is rank 0's, None elsewhere."""
+    """Plan which rank writes which part to which file; a collective.
+
+    Rank 0 checks that the parts of all ranks make up whole tensors, and assigns file names. Returns
+    this rank's plan, and the metadata on rank 0 (None on other ranks).
+    """
     is_main = dist.get_rank() == 0
     writer.set_up_storage_writer(is_main)
     plans = [None] * dist.get_world_size() if is_main else None
@@ -243,14 +289,20 @@ def _make_save_plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tupl
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What began it: torch.save turns the OSError of a full disk into a RuntimeError about positions."""
+    """Return the first error in the chain of contexts.
+
+    torch.save, for example, turns the OSError of a full disk into a RuntimeError about positions.
+    """
     while error.__context__ is not None:
         error = error.__context__
     return error
 
 
 def _generators() -> dict[str, torch.Tensor]:
-    """States of the host's and the device's generator and of Megatron's own streams (dropout under tensor parallelism)."""
+    """Return the states of the host's and the device's generator and of Megatron's random streams.
+
+    Megatron's streams are used by dropout under tensor parallelism.
+    """
     streams = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **{f"stream {name}": s for name, s in streams.items()}}
 

@@ -1,4 +1,7 @@
-"""A vision-language model over processes: Hugging Face's vision tower and Megatron's GPTModel, whole or cut into pipeline chunks."""
+"""Vision-language model on Megatron-Core: a Hugging Face vision tower and Megatron's GPTModel.
+
+A rank holds the whole model, or one or several pipeline chunks of it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +34,11 @@ from megatron_rl.types import MicroBatch
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm that tells Megatron its weight's gradient is partial under sequence parallelism."""
+    """Root mean square norm with a weight in params_dtype.
+
+    Marks the weight for Megatron: under sequence parallelism each rank has a partial gradient of
+    it.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -40,11 +47,15 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` normalized over its last dimension, in the dtype of `x`."""
         return fused_rms_norm(x, self.weight, self.eps)
 
 
 def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
-    """The language model's sizes in Megatron's words. Fusions that need apex or Transformer Engine are off."""
+    """Return Megatron's configuration of the language model.
+
+    Fusions that need apex or Transformer Engine are off.
+    """
     return TransformerConfig(
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
@@ -67,7 +78,8 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        # Two neighbors of an interleaved pipeline may be one process: batched sends and receives would meet the wrong partner.
+        # In an interleaved pipeline the previous and the next stage can be the same process:
+        # batched sends and receives would be matched with the wrong partner.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         **_recompute(layout.recompute),
@@ -89,7 +101,11 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
 
 
 def _recompute(mode: str) -> dict[str, object]:
-    """Megatron's words for "selective" (attention) and "full" (every layer); "none" and "vision" leave the decoder layers alone."""
+    """Return Megatron's recomputation options for a value of parallel.recompute.
+
+    "selective" recomputes attention, "full" every layer. "none" and "vision" do not affect the
+    decoder.
+    """
     if mode == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if mode == "full":
@@ -116,20 +132,22 @@ def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings)
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HeadConfig:
-    """What is made of a trunk's last hidden states."""
+    """Outputs computed from the last hidden states of a backbone."""
 
     has_lm_head: bool = True
-    """Logits over the vocabulary."""
+    """True if the model computes logits over the vocabulary."""
     value_sizes: Sequence[int] | None = None
-    """A value, through hidden layers of these widths; None for no value head."""
+    """Widths of the hidden layers of the value head; None for no value head."""
     normalizes_returns: bool = False
-    """See ValueHead."""
+    """True if the value head works on normalized returns; see ValueHead."""
 
 
 class ModelChunk(MegatronModule):
-    """One chunk of the policy: all of it, a pipeline stage's part, or one of several parts of a stage under an interleaved schedule.
+    """One chunk of the model: all of it, one pipeline stage, or one of several chunks of a stage.
 
-    `forward` gives the hidden states that travel on to the next chunk; on the last chunk those of the asked rows, for `head`.
+    A stage has several chunks under an interleaved schedule. `forward` returns the hidden states
+    that the next chunk receives. On the last chunk it returns those of the requested rows, the
+    input of `head`.
     """
 
     def __init__(
@@ -163,23 +181,33 @@ class ModelChunk(MegatronModule):
             self.language.decoder.layers[layer].register_forward_hook(partial(add_to_layer, layer), with_kwargs=True)
         self.value_head = None
         if self.post_process:
-            # The head's input is gathered and cut to the rows that matter in forward, not inside the output layer.
+            # `forward` gathers the sequence and selects the requested rows before the output layer.
             self.language.output_layer.sequence_parallel = False
-            if not heads.has_lm_head:  # megatron-core 0.16.1 makes the layer wherever a model ends, and looks for it there when it is saved
+            if not heads.has_lm_head:
+                # Megatron-Core 0.16.1 creates the output layer on every last stage, and expects it
+                # in checkpoints if post_process is set.
                 del self.language.output_layer
                 self.language.post_process = False
             if heads.value_sizes is not None:
                 self.value_head = ValueHead(spec.hidden_size, heads.value_sizes, dtype=dtype, normalize_returns=heads.normalizes_returns)
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
+        """Set the hidden states received from the previous chunk; called by Megatron's schedule."""
         self.language.set_input_tensor(input_tensor)
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor:
-        """Asked for by Megatron when tied embeddings lie on two pipeline stages."""
+        """Return the weight of the token embeddings.
+
+        Megatron calls this if tied embeddings are on two pipeline stages.
+        """
         return self.language.shared_embedding_or_output_weight()
 
     def forward(self, batch: MicroBatch, rows_R: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, 1, H] to the next chunk ([T / tp, 1, H] under sequence parallelism); on the last those of rows_R, [R, H]."""
+        """Return hidden states: [T, 1, H] for the next chunk, or [R, H] on the last chunk.
+
+        The last chunk returns those of `rows_R`. Under sequence parallelism the next chunk gets [T
+        / tp, 1, H].
+        """
         hidden, stacked = self._embed(batch) if self.pre_process else (None, None)
         rotary = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
         hidden = self.language.decoder(
@@ -192,13 +220,17 @@ class ModelChunk(MegatronModule):
         return hidden[rows_R, 0]
 
     def head(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocabulary / tp] on the last chunk."""
+        """Compute the logits [R, vocabulary / tp] of hidden states; last chunk only."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.language.output_layer(hidden_RH[:, None], weight=weight)
         return logits[:, 0]
 
     def _embed(self, batch: MicroBatch) -> tuple[torch.Tensor, DeepStack | None]:
-        """Token embeddings [T, 1, H] with the vision tower's output in the placeholders' places, and what later layers add there."""
+        """Return the first layer's input [T, 1, H] and the DeepStack features, if any.
+
+        The input consists of token embeddings, with image embeddings at the placeholder positions.
+        Under sequence parallelism it is [T / tp, 1, H].
+        """
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
             patch_PC = batch.patch_PC.to(embedded, non_blocking=True)
@@ -208,8 +240,10 @@ class ModelChunk(MegatronModule):
                 embedded = nn.functional.pad(embedded, (0, vision_VH.shape[1] - embedded.shape[2]))
             embedded = embedded.index_copy(0, batch.vision_position_M, vision_VH[batch.vision_row_M][:, None].to(embedded.dtype))
         if torch.is_grad_enabled() and not embedded.requires_grad:
-            # Where embeddings are frozen, tensor-parallel ranks without an image must still meet the others' all-reduces in the backward
-            # pass; and Megatron's recomputation is reentrant: a layer whose input needs no gradient would give its weights none.
+            # Needed if embeddings are frozen: tensor-parallel ranks without an image must still
+            # take part in the all-reduces of the backward pass. Also, Megatron's recomputation is
+            # reentrant: a layer whose input requires no gradient would compute none for its
+            # weights.
             embedded.requires_grad_()
         if self.layout.sequence_parallel:
             embedded = scatter_to_sequence_parallel_region(embedded)
@@ -217,7 +251,11 @@ class ModelChunk(MegatronModule):
         return split_embeddings(embedded, self.spec.hidden_size, is_trained=is_trained)
 
     def _packed(self, batch: MicroBatch, stacked: DeepStack | None) -> SharedPromptParams:
-        """Our attention reads the segments; Transformer Engine's, and the rotary embedding before it, the offsets on the device."""
+        """Return the segment boundaries of the micro-batch for the attention layers.
+
+        Our attention reads `segments`. Transformer Engine's attention, and the rotary embedding
+        before it, read the offsets on the device.
+        """
         segments = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device)
         if not self.uses_transformer_engine:
             return SharedPromptParams(qkv_format="sbhd", segments=segments, stacked=stacked)
@@ -229,5 +267,5 @@ class ModelChunk(MegatronModule):
 def build_chunks(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: HeadConfig = HeadConfig()
 ) -> nn.ModuleList:
-    """This rank's part of the model: as many chunks as layout.vpp says."""
+    """Build this rank's part of the model: layout.vpp chunks."""
     return nn.ModuleList(ModelChunk(spec, layout, dtype, lora=lora, heads=heads, number=number) for number in range(layout.vpp))

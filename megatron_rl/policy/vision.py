@@ -1,7 +1,8 @@
-"""Hugging Face's vision tower in the policy: replicated on the first pipeline stage, its images shared out over tensor-parallel ranks.
+"""Hugging Face's vision tower, replicated on all tensor-parallel ranks of the first pipeline stage.
 
-Each tensor-parallel rank encodes its share of a micro-batch's distinct images; the embeddings are gathered, so every rank's tower holds
-a partial gradient, and Megatron reduces it (finalize_model_grads).
+Each tensor-parallel rank encodes its share of a micro-batch's distinct images, and the embeddings
+are gathered. Each rank's tower thus has a partial gradient, which Megatron reduces
+(finalize_model_grads).
 """
 
 from collections.abc import Sequence
@@ -30,23 +31,34 @@ Grid = Sequence[int]
 
 
 class LinearPatchEmbed(nn.Conv3d):
-    """A convolution over patches that are as large as its kernel: one matrix product, of the same weight.
+    """Convolution over patches of the size of its kernel, computed as one matrix product.
 
-    As vLLM does it since torch 2.9 (0.32.0, model_executor/layers/conv.py): cuDNN has no good engine for it in bfloat16.
+    vLLM does the same since torch 2.9 (0.32.0, model_executor/layers/conv.py), because cuDNN has no
+    good engine for this convolution in bfloat16.
     """
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Return the patch embeddings, shaped like the output of the convolution."""
         return nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
 class FusedRMSNorm(nn.Module):
-    """The tower's own norm by our kernel: put in the place of the module's class (Family.tower_norm), whose weight it is."""
+    """Fused replacement for the forward pass of the vision tower's norm.
+
+    It replaces the class of the tower's own norm modules (ModelFamily.tower_norm_class) and uses
+    their weights.
+    """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the normalized hidden states."""
         return fused_rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def build_vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
+    """Build the vision tower and replace its attention, patch embedding and norms.
+
+    Also adds adapters and recomputation, as configured.
+    """
     tower = spec.build_tower().to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
     tower.patch_embed.proj.__class__ = LinearPatchEmbed
@@ -58,13 +70,17 @@ def build_vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, l
     if lora.rank:
         adapt_vision(tower, lora, spec.family.vision_lora_patterns)
     for parameter in tower.parameters():
-        # Megatron averages these gradients over tensor-parallel ranks after backward; encode_images makes the average the sum.
+        # Megatron averages these gradients over tensor-parallel ranks after the backward pass;
+        # encode_images scales them so that the average is their sum.
         parameter.average_gradients_across_tp_domain = True
     return tower
 
 
 def balance_over_ranks(patches_I: list[int], ranks: int) -> list[list[int]]:
-    """Deal images to ranks, largest first to the least loaded. Example: balance_over_ranks([4, 16, 8, 4], 2) == [[1], [2, 0, 3]]."""
+    """Assign images to ranks, largest first, each to the rank with the fewest patches so far.
+
+    Example: balance_over_ranks([4, 16, 8, 4], 2) == [[1], [2, 0, 3]].
+    """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for image in sorted(range(len(patches_I)), key=lambda image: -patches_I[image]):
@@ -77,8 +93,12 @@ def balance_over_ranks(patches_I: list[int], ranks: int) -> list[list[int]]:
 def encode_images(
     tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, sizes: VisionSpec
 ) -> tuple[torch.Tensor, int]:
-    """Embeddings [V, H] of all images in order, and how many of them this rank's tower encoded: its share only, of which patch_PC are.
-    Where layers add more of them later, [V, (1 + stacked) * H]. The grids are the host's: nothing here waits for the device."""
+    """Return the embeddings [V, H] of all images, and how many images this rank encoded.
+
+    `patch_PC` holds the patches of this rank's share only. With DeepStack the embeddings are [V, (1
+    + num_deepstack_layers) * H]. The grids are on the host, so that nothing here waits for the
+    device.
+    """
     grids = grid_I3.tolist()
     if layout.tp == 1:
         return encode_patches(tower, patch_PC, grids, sizes), len(grids)
@@ -89,7 +109,8 @@ def encode_images(
         local = encode_patches(tower, patch_PC, [grids[image] for image in mine], sizes)
     else:
         local = patch_PC.new_zeros(0, sizes.out_hidden_size * (1 + sizes.num_deepstack_layers))
-    # The average over ranks that follows the backward divides by tp; each image's gradient exists on one rank only.
+    # Averaging over ranks after the backward pass divides by tp, but each image's gradient exists
+    # on one rank only.
     local = _ScaleGradient.apply(local, layout.tp)
     longest = max(sum(patches_I[image] for image in share) // sizes.patches_per_token for share in shares)
     padded = torch.cat([local, local.new_zeros(longest - local.shape[0], local.shape[1])])
@@ -105,8 +126,12 @@ def encode_images(
 
 
 def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
-    """The tower's embeddings [V, H]. It is handed what it would else make of the grids, asking the device some ten times and once more in
-    every block; what stands for offsets, and is passed on as it is, are our attention's segments."""
+    """Return the tower's embeddings [V, H] of patches.
+
+    The tower gets all inputs that it would otherwise derive from the grids, with some ten device
+    synchronizations and another one in every block. In place of offsets it gets `Segments`, which
+    it passes on to our attention unchanged.
+    """
     device, known = patch_PC.device, compute_grid_inputs(grids, sizes)
     given: dict[str, object] = {}
     for offsets, longest in (("cu_seqlens", "max_seqlen"), ("cu_window_seqlens", "max_window_seqlen")):
@@ -119,7 +144,10 @@ def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Gri
 
 
 def compute_grid_inputs(grids: Sequence[Grid], sizes: VisionSpec) -> dict[str, torch.Tensor]:
-    """By the names that the tower knows them by (transformers 5.19, vision_utils.py: what it is handed, it does not compute)."""
+    """Compute the vision tower's inputs that depend only on the grids, by argument name.
+
+    The tower does not compute inputs that are passed to it (transformers 5.19, vision_utils.py).
+    """
     grid_I3 = torch.tensor(grids)
     known = {"position_ids": get_vision_position_ids(grid_I3, sizes.spatial_merge_size), "cu_seqlens": get_vision_cu_seqlens(grid_I3)}
     if sizes.window_size:
@@ -133,7 +161,7 @@ def compute_grid_inputs(grids: Sequence[Grid], sizes: VisionSpec) -> dict[str, t
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity whose gradient is multiplied by factor."""
+    """Identity whose gradient is multiplied by `factor`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ANN001

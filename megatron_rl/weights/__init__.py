@@ -1,0 +1,1 @@
+"""Model weights: streaming between Hugging Face names and Megatron, and checkpoint formats."""

@@ -1,4 +1,8 @@
-"""Weights in and out of a live Megatron model through the table: Hugging Face tensors in, a stream of them out in bounded memory."""
+"""Loads Hugging Face tensors into a live Megatron model and streams its weights out again.
+
+Both directions use the name mappings of models/name_mapping.py. Streaming needs a bounded amount of
+memory.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,32 +16,39 @@ from megatron_rl.models.name_mapping import ParamMapping, Tensors
 
 @dataclass(slots=True, frozen=True)
 class ShardLocation:
-    """Where this process stands among those that hold the model."""
+    """Position of this process in the model's parallel layout."""
 
     tp_rank: int
     tp_group: dist.ProcessGroup
     pp_rank: int
     pp_group: dist.ProcessGroup
     chunks: int
-    """Chunks of the model on each stage: layers go round the stages chunk by chunk (Megatron's interleaved pipeline)."""
+    """Number of model chunks on each pipeline stage. Layers are assigned to the stages chunk by
+    chunk, as in Megatron's interleaved pipeline.
+    """
     layers_per_chunk: int
     fused_norms: bool = False
-    """Whether norms are spelled as Transformer Engine does (Row.fused_norm)."""
+    """True if norms have the names of the Transformer Engine spec (ParamMapping.fused_norm)."""
 
     @property
     def tp(self) -> int:
+        """Tensor-parallel size."""
         return self.tp_group.size()
 
     @property
     def pp(self) -> int:
+        """Pipeline-parallel size."""
         return self.pp_group.size()
 
     def owner_stage(self, row: ParamMapping) -> int:
-        """The pipeline stage that holds a row of the table."""
+        """Return the pipeline stage that holds the parameter of a mapping."""
         return self._place(row)[0]
 
     def local_name(self, row: ParamMapping) -> str:
-        """The parameter's name in its stage's list of chunks: `1.language...`; layers count from the chunk's first."""
+        """Return the parameter's name in the list of chunks of its stage, e.g. `1.language...`.
+
+        Layer numbers in it count from the first layer of the chunk.
+        """
         _, chunk = self._place(row)
         name = row.fused_norm if self.fused_norms and row.fused_norm else row.mcore_name
         if ":" in row.stage:
@@ -46,7 +57,7 @@ class ShardLocation:
         return f"{chunk}.{name}"
 
     def _place(self, row: ParamMapping) -> tuple[int, int]:
-        """The pipeline stage that holds a row, and the chunk on it."""
+        """Return the pipeline stage that holds a parameter, and the chunk on that stage."""
         if ":" not in row.stage:
             return {"first": (0, 0), "last": (self.pp - 1, self.chunks - 1)}[row.stage]
         chunk, stage = divmod(_layer(row) // self.layers_per_chunk, self.pp)
@@ -58,26 +69,33 @@ def _layer(row: ParamMapping) -> int:
 
 
 def load_hf(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, read_tensor: Callable[[str], torch.Tensor]) -> None:
-    """Fill this rank's parameters; `read_tensor` gives a whole Hugging Face tensor by its name in the table, of a source proven complete.
+    """Fill this rank's parameters of the base model from Hugging Face tensors.
 
-    Adapters and a value head are no part of the table.
+    `read_tensor` returns the full tensor of a Hugging Face name, from a source already checked for
+    completeness. Adapters and a value head are not loaded.
     """
     base = {name: parameter for name, parameter in chunks.named_parameters() if not (is_adapter(name) or is_of_value_head(name))}
     fill_parameters(base, rows, placement, lambda row, _shape: tuple(map(read_tensor, row.hf_names)))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, or a key of a distributed checkpoint, is a LoRA adapter's (weights/formats/peft.py)."""
+    """Return True for the name of a LoRA adapter's parameter or key in a distributed checkpoint.
+
+    See weights/formats/peft.py.
+    """
     return ".lora_" in name
 
 
 def is_of_output_layer(row: ParamMapping) -> bool:
-    """Whether a row is of the layer that gives logits, which a critic lacks."""
+    """Return True for the mapping of the output layer, which a critic does not have."""
     return row.mcore_name.startswith("language.output_layer.")
 
 
 def is_of_value_head(name: str) -> bool:
-    """Whether a parameter, or a key of a distributed checkpoint, is a critic's value head's (policy/value_head.py)."""
+    """Return True for the name of a value head's parameter or key in a distributed checkpoint.
+
+    See policy/value_head.py.
+    """
     return "value_head." in name
 
 
@@ -87,9 +105,10 @@ def fill_parameters(
     placement: ShardLocation,
     tensors: Callable[[ParamMapping, torch.Size], Tensors],
 ) -> None:
-    """Give every one of these parameters its value. `tensors` gives a row's full HF tensors; it is told the size of the whole parameter.
+    """Fill every one of these parameters with its shard of the full Hugging Face tensors.
 
-    Raises ValueError where the shapes differ.
+    `tensors` returns the full Hugging Face tensors of a mapping. It is called with the mapping and
+    the shape of the unsharded Megatron parameter. Raises ValueError if shapes differ.
     """
     left = dict(parameters)
     for row in _own_rows(rows, placement, parameters):
@@ -101,29 +120,45 @@ def fill_parameters(
             raise ValueError(f"{', '.join(row.hf_names)}: {shapes}")
         with torch.no_grad():
             parameter.copy_(value)
-        # Megatron's own initialization, which is skipped, would say so; the gradient norm counts unmarked parameters as copies.
+        # Megatron's initialization, which is skipped, would set this attribute. The gradient norm
+        # counts parameters without it as replicas.
         parameter.tensor_model_parallel = row.shard_dim is not None
     assert not left, f"parameters in no row of the table: {sorted(left)}"
 
 
 def _own_rows(rows: list[ParamMapping], placement: ShardLocation, parameters: dict[str, nn.Parameter]) -> Iterator[ParamMapping]:
-    """The rows whose parameter lies on this stage (tied embeddings on one stage have no second copy)."""
+    """Yield the mappings of parameters on this stage.
+
+    If both tied weights are on one stage, there is no separate copy of the output layer.
+    """
     for row in rows:
         if placement.owner_stage(row) == placement.pp_rank and (row.is_exported or placement.local_name(row) in parameters):
             yield row
 
 
 class HfWeightIterator:
-    """A fixed plan for streaming a live model out; every rank iterates together and every rank receives the full tensors.
+    """Streams the weights of a live model as full Hugging Face tensors, in a fixed order.
 
-    Rows are gathered in buckets: one all-gather over tensor-parallel ranks and one broadcast from the owning stage a bucket.
+    All ranks iterate together, and every rank receives all tensors. Parameters are gathered in
+    buckets, each with one all-gather over tensor-parallel ranks and one broadcast from the pipeline
+    stage that holds it.
     """
 
     def __init__(
         self, chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *,
         bucket_bytes: int, merged: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
-        """`merged`: for parameters that leave in another form than they are stored (adapters merged in), by local name, their makers."""
+        """Plan the buckets; a collective over the pipeline-parallel group.
+
+        Args:
+            chunks: Model chunks of this rank.
+            rows: Name mappings of the parameters; those that are not exported are ignored.
+            placement: Position of this rank in the layout.
+            bucket_bytes: Maximum size of this rank's shards in one bucket; a larger parameter has
+                its own.
+            merged: Functions that compute the exported shard of a parameter, by local name, for
+                parameters that are exported in another form than stored (with adapters merged in).
+        """
         self.placement = placement
         parameters = dict(chunks.named_parameters())
         rows = [row for row in rows if row.is_exported]
@@ -140,18 +175,24 @@ class HfWeightIterator:
         self.shapes = shapes
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (hf_name, full tensor) in a fixed order. A tensor may share memory with the model: use it before the next update."""
+        """Yield (Hugging Face name, full tensor) in a fixed order.
+
+        A tensor may share memory with the model: use it before the next update.
+        """
         for bucket in self.buckets:
             shards_by_row = self._gather(bucket)
             for row in bucket:
                 yield from zip(row.hf_names, row.to_hf(shards_by_row[row.mcore_name]), strict=True)
 
     def _value(self, row: ParamMapping) -> torch.Tensor:
-        """This rank's shard of a row's parameter."""
+        """Return this rank's shard of a parameter, as it is exported."""
         return self.merged[row.mcore_name]() if row.mcore_name in self.merged else self.parameters[row.mcore_name].detach()
 
     def _gather(self, bucket: list[ParamMapping]) -> dict[str, list[torch.Tensor]]:
-        """Every tensor-parallel shard of each row of the bucket, in rank order (replicated rows: one)."""
+        """Return the shards of each parameter of the bucket, in tensor-parallel rank order.
+
+        Replicated parameters have one shard.
+        """
         owner = self.placement.owner_stage(bucket[0])
         is_cut = bucket[0].shard_dim is not None
         copies = self.placement.tp if is_cut else 1
@@ -172,7 +213,11 @@ class HfWeightIterator:
 
 
 def _buckets(rows: list[ParamMapping], shapes: dict[str, torch.Size], placement: ShardLocation, max_numel: int) -> list[list[ParamMapping]]:
-    """Cut the rows into runs of one owner and one kind (cut or replicated) that hold at most max_numel numbers of this rank."""
+    """Group the mappings into buckets of at most `max_numel` elements of this rank.
+
+    All parameters of a bucket have the same owner stage, and are either all sharded or all
+    replicated.
+    """
     buckets: list[list[ParamMapping]] = []
     kinds: dict[tuple[int, bool], tuple[list[ParamMapping], int]] = {}
     for row in rows:

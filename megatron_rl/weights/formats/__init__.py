@@ -1,0 +1,1 @@
+"""Readers and writers of checkpoint formats, converters between them, and integrity checks."""

@@ -1,8 +1,10 @@
-"""A digest that tells the base models of adapters apart, the same in every format that holds the same weights.
+"""Digest of a base model, equal in every checkpoint format; identifies the base of an adapter.
 
-It is the SHA-256 of the names and shapes of all tensors, and of numbers of the last decoder layer, the last block of the vision tower and
-its merger: of each of these tensors 4,096 at most, evenly spread, rounded to bfloat16. So a checkpoint of Megatron's and one stored in
-float32 have the digest of the Hugging Face folder they were made of, and half a gigabyte of a 7B model is read.
+It is the SHA-256 of the names and shapes of all tensors and of a sample of values. Values are those
+of the last decoder layer, the last block of the vision tower and its merger: at most 4,096 of each
+tensor, evenly spread and rounded to bfloat16. A Megatron or float32 checkpoint thus has the digest
+of the Hugging Face folder that it was converted from, and only half a gigabyte of a 7B model is
+read.
 """
 
 import hashlib
@@ -14,7 +16,7 @@ import torch
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 DIGEST = "base_model_digest"
-"""Its name in adapter_config.json. PEFT 0.21 warns that it ignores it."""
+"""Name of the digest's field in adapter_config.json. PEFT 0.21 warns that it ignores it."""
 SAMPLES = 4096
 
 
@@ -31,7 +33,7 @@ def compute_base_digest(source: TensorSource) -> str:
 
 
 def _sampled(names: Iterable[str]) -> list[str]:
-    """Return the names of the last decoder layer, the last vision block and the merger, sorted."""
+    """Return the sorted tensor names of the last decoder layer, last vision block and merger."""
     found = sorted(names)
     last = {
         part: max((int(number) for name in found for number in re.findall(pattern, name)), default=0)
@@ -42,9 +44,10 @@ def _sampled(names: Iterable[str]) -> list[str]:
 
 
 def check_base(config: dict[str, object], source: TensorSource, *, key: str, adapter: object) -> str:
-    """Raise ValueError where an adapter was trained on another base than `source`.
+    """Raise ValueError if an adapter was trained on another base model than `source`.
 
-    Returns a warning where its adapter_config.json has no digest to compare, as those of other tools; else ''.
+    Returns a warning if its adapter_config.json has no digest, as in adapters of other tools;
+    otherwise ''.
     """
     stated, base = config.get(DIGEST), config.get("base_model_name_or_path")
     if stated is None:

@@ -1,9 +1,11 @@
-"""A checkpoint of any format seen as Hugging Face tensors, one at a time, after it was proven complete.
+"""Checkpoints of any format as a source of Hugging Face tensors, checked for completeness.
 
-A source has `specs` (what it will give, under the released checkpoints' names, in the order it is best read in) and `read`. Building one
-reads headers only and raises ValueError, naming the tensor on both sides, unless its tensors are exactly the model's: every one there
-once, none left over, every shape the one that config.json asks for. The two exceptions are rules: rows of the vocabulary beyond
-config.vocab_size are padding and are cut off, and a stored copy of tied embeddings must equal them to the last bit.
+A source has `specs` (dtype and shape of each tensor, by the released checkpoints' names, in the
+best order for reading) and `read`. Constructing one reads headers only. It raises ValueError,
+naming both sides, unless the stored tensors are exactly those of the model: each once, none
+unknown, all with the shape required by config.json. There are two exceptions: vocabulary rows
+beyond config.vocab_size are padding and are cut off, and a stored copy of tied embeddings must be
+bitwise equal to them.
 """
 
 import re
@@ -23,57 +25,70 @@ HEAD = "lm_head.weight"
 
 @dataclass(slots=True, frozen=True)
 class TensorSpec:
+    """Dtype and shape of a stored tensor."""
+
     dtype: torch.dtype
     shape: torch.Size
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
+        """Return dtype and shape, e.g. `bfloat16 [8, 4]`."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|attn\.masked_bias|attn\.bias)")
-"""Tensors that older checkpoints hold and that are computed anew when a model is built: transformers leaves them out, too."""
+"""Names of tensors in older checkpoints that are computed when a model is built; transformers also
+ignores them.
+"""
 
 
 class TensorSource(Protocol):
-    """A checkpoint as Hugging Face tensors."""
+    """A checkpoint read as Hugging Face tensors."""
 
     specs: Mapping[str, TensorSpec]
     skipped: Sequence[str]
-    """Stored tensors that are no part of the model and were left out: BUFFERS."""
+    """Names of stored tensors that do not belong to the model and are ignored (BUFFERS)."""
 
-    def read(self, name: str) -> torch.Tensor: ...
+    def read(self, name: str) -> torch.Tensor:
+        """Return the tensor with this Hugging Face name."""
+        ...
 
 
 def iterate_tensors(source: TensorSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """All of it, a tensor at a time."""
+    """Yield the name and content of every tensor, one at a time."""
     for name in source.specs:
         yield name, source.read(name)
 
 
 class StoredTensors(Protocol):
-    """The tensors of a folder under the names they are stored by, Hugging Face's or Megatron's, not yet held against a model."""
+    """Tensors of a folder under their stored names, before they are compared with a model.
+
+    Names are Hugging Face's or Megatron's.
+    """
 
     folder: Path
     specs: Mapping[str, TensorSpec]
 
     def locate(self, name: str) -> str:
-        """The file or files a tensor stands in, for errors."""
+        """Return the file or files that hold a tensor, for error messages."""
 
-    def read(self, name: str) -> torch.Tensor: ...
+    def read(self, name: str) -> torch.Tensor:
+        """Return the tensor with this stored name."""
+        ...
 
 
 def describe_skipped(source: TensorSource) -> str:
-    """Return one line about the tensors that were left out; '' where there are none."""
+    """Return a line about the ignored tensors; '' if there are none."""
     count = len(source.skipped)
     return f"left out: {count} stored tensors that are computed anew ({_first_names(list(source.skipped))})" if count else ""
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
-    """Raise ValueError naming what one side has and the other has not."""
+    """Raise ValueError naming the missing and the unknown names unless both sets are equal."""
     missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if missing or unknown:
         heads = ", and remove what is no part of the model (a value head) from its files" if unknown else ""
@@ -89,7 +104,10 @@ def _first_names(names: list[str]) -> str:
 
 
 def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) -> TensorSpec:
-    """The spec without padding of the vocabulary. Raises ValueError naming both sides where the shape is not the model's."""
+    """Return the spec without padding of the vocabulary.
+
+    Raises ValueError naming both shapes if the stored one is not the model's.
+    """
     found = spec.shape
     if name in (EMBEDDINGS, HEAD) and found[1:] == shape[1:] and found[0] > shape[0]:
         return TensorSpec(spec.dtype, shape)
@@ -99,21 +117,27 @@ def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) 
 
 
 def check_rows(specs: Mapping[str, TensorSpec], shapes: Mapping[str, torch.Size], *, num_token_ids: int, where: str) -> None:
-    """Raise ValueError where the stored vocabulary does not hold the tokenizer's. `specs`: as stored, by canonical name."""
+    """Raise ValueError if a token id has no row in the stored vocabulary or exceeds vocab_size.
+
+    `specs` holds the stored specs by canonical name, `shapes` the model's shapes.
+    """
     rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
     check_vocabulary(rows, vocab_size=shapes[EMBEDDINGS][0], num_token_ids=num_token_ids, where=where)
 
 
 def trim_vocabulary(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """The tensor without padding of the vocabulary."""
+    """Return the tensor without padding of the vocabulary."""
     return tensor if tensor.shape == spec.shape else tensor[: spec.shape[0]]
 
 
 class HfNamedSource:
-    """Tensors stored under Hugging Face's names, held against the model."""
+    """Source of tensors that are stored under Hugging Face names."""
 
     def __init__(self, stored: StoredTensors, shapes: Mapping[str, torch.Size], *, num_token_ids: int = 0) -> None:
-        """`num_token_ids`: the tokenizer's largest id plus one; 0 where there is none to compare with."""
+        """Compare the stored tensors with the model's names and shapes.
+
+        `num_token_ids` is the tokenizer's largest id plus one, or 0 to skip that check.
+        """
         self._stored = stored
         self._has_copy = HEAD in stored.specs and HEAD not in shapes
         self.skipped = sorted(name for name in stored.specs if BUFFERS.fullmatch(name) and name not in shapes)
@@ -125,6 +149,10 @@ class HfNamedSource:
         }
 
     def read(self, name: str) -> torch.Tensor:
+        """Return the tensor with this name, without padding of the vocabulary.
+
+        Raises ValueError if a stored copy of tied embeddings differs from them.
+        """
         tensor = self._stored.read(name)
         if name == EMBEDDINGS and self._has_copy and not torch.equal(tensor, self._stored.read(HEAD)):
             raise ValueError(f"{self._stored.locate(HEAD)}: {HEAD} differs from {EMBEDDINGS}, but config.json ties them")
@@ -132,16 +160,27 @@ class HfNamedSource:
 
 
 class MegatronSource:
-    """A Megatron checkpoint through the table. A row's tensors are made together, and each can be read once."""
+    """Source of tensors that are stored under Megatron's names.
+
+    The Hugging Face tensors of one Megatron parameter are computed together. Each can be read once.
+    """
 
     def __init__(
         self, ranks: Sequence[StoredTensors], rows: list[ParamMapping], shapes: Mapping[str, torch.Size], *,
         leave_out: Collection[str] = (),
         num_token_ids: int = 0,
     ) -> None:  # fmt: skip
-        """`ranks`: the parameters of each tensor-parallel rank, under the same names (`Row.mcore_name` or `Row.checkpoint_key`) in all of
-        them; a single one where tensors are stored whole. `leave_out`: names that are no part of the model. `num_token_ids`: see
-        HfNamedSource."""
+        """Compare the stored tensors with the name mappings and the model's shapes.
+
+        Args:
+            ranks: Parameters of each tensor-parallel rank, under the same names on all ranks
+                (ParamMapping.mcore_name or checkpoint_key). A single element if tensors are stored
+                whole.
+            rows: Name mappings of the model.
+            shapes: Shapes of the model's tensors, by Hugging Face name.
+            leave_out: Stored names that do not belong to the model.
+            num_token_ids: The tokenizer's largest id plus one, or 0 to skip that check.
+        """
         self._ranks, self.skipped = ranks, ()
         spellings = {spelling: row for row in rows for spelling in (row.mcore_name, row.checkpoint_key)}
         names: dict[str, str] = {}
@@ -171,7 +210,7 @@ class MegatronSource:
         return ", ".join(rank.locate(name) for rank in self._ranks)
 
     def _row_specs(self, row: ParamMapping) -> dict[str, TensorSpec]:
-        """The specs of what a row's shards give, computed on tensors without data."""
+        """Return the specs of a mapping's Hugging Face tensors, computed without data."""
         name = self._names[row.checkpoint_key]
         specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._locate(name)}: {name}"
         if len(set(specs)) > 1:
@@ -184,6 +223,11 @@ class MegatronSource:
         return {hf: TensorSpec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf_names, tensors, strict=True)}
 
     def read(self, name: str) -> torch.Tensor:
+        """Return the tensor with this name, without padding of the vocabulary.
+
+        Raises ValueError if the ranks' copies of a replicated parameter differ, or a copy of tied
+        embeddings differs from them.
+        """
         if name not in self._row_tensors:
             row = self._rows[name]
             self._row_tensors = dict(zip(row.hf_names, row.to_hf(self._read_shards(row)), strict=True))

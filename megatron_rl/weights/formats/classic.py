@@ -1,13 +1,18 @@
-"""Reading Megatron's classic checkpoints: a folder of `mp_rank_TT` or `mp_rank_TT_PPP` folders, one file of torch.save in each.
+"""Reader of Megatron's classic checkpoints.
 
-Read are Megatron-LM's files (`model_optim_rng.pt`: the state dict under "model", or "model0", "model1" ... of an interleaved pipeline)
-and verl's (`model/mp_rank_TT_PPP/model.pt`: a list of state dicts, one a model chunk). Optimizer and random states in them are ignored.
-Layers count from the chunk's first; the chunks of an interleaved pipeline go round the stages.
+A checkpoint consists of folders `mp_rank_TT` or `mp_rank_TT_PPP` with one torch.save file each. The
+reader supports the files of Megatron-LM (`model_optim_rng.pt`: the state dict under "model", or
+"model0", "model1" ... of an interleaved pipeline) and of verl (`model/mp_rank_TT_PPP/model.pt`: a
+list of state dicts, one per model chunk). Optimizer and random states in them are ignored. Layer
+numbers count from the first layer of a chunk, and the chunks of an interleaved pipeline are
+assigned to the stages in turn.
 
-The language model's names are the table's, under `language_model.` or no prefix, norms in either spelling. The vision tower lies on the
-first stage under `vision_model.`, `visual.` or `vision.`, either as Hugging Face's tower, replicated, or as Megatron's, which tensor
-parallelism cuts (models/megatron_tower.py). No file of theirs was at hand: the names follow their descriptions, and an unknown name is an
-error, never skipped.
+The language model has the names of name_mapping.py, with the prefix `language_model.` or none, and
+norms under either of their names. The vision tower is on the first stage with the prefix
+`vision_model.`, `visual.` or `vision.`: either Hugging Face's tower, replicated, or Megatron's,
+which is sharded by tensor parallelism (models/megatron_tower.py). The reader was written from
+descriptions of these formats, without real files. An unknown name is therefore an error and never
+skipped.
 """
 
 import re
@@ -28,21 +33,26 @@ LAYER = re.compile(r"^(language\.decoder\.layers\.)(\d+)(\..*)$")
 
 
 class ClassicRank:
-    """The parameters of one tensor-parallel rank of a classic checkpoint, from all stages, under their global names."""
+    """Parameters of one tensor-parallel rank from all pipeline stages, under global names."""
 
     def __init__(self, folder: Path, pieces: dict[str, StoredTensor]) -> None:
         self.folder, self._pieces = folder, pieces
         self.specs = {name: TensorSpec(piece.dtype, piece.shape) for name, piece in pieces.items()}
 
     def locate(self, name: str) -> str:
+        """Return the file that holds a parameter."""
         return str(self._pieces[name].path)
 
     def read(self, name: str) -> torch.Tensor:
+        """Return this rank's shard of a parameter."""
         return self._pieces[name].read()
 
 
 def open_classic(folder: Path) -> list[ClassicRank]:
-    """The tensor-parallel ranks of a checkpoint in order, all with the same names. Raises ValueError for a missing rank, file or tensor."""
+    """Return the tensor-parallel ranks of a checkpoint, in order.
+
+    All of them have the same names. Raises ValueError for a missing rank, file or tensor.
+    """
     files = _rank_files(folder)
     tp, pp = max(rank for rank, _ in files) + 1, max(stage for _, stage in files) + 1
     absent = [f"tensor rank {rank}, stage {stage}" for rank in range(tp) for stage in range(pp) if (rank, stage) not in files]
@@ -61,7 +71,10 @@ def open_classic(folder: Path) -> list[ClassicRank]:
 
 
 def _add_chunk(found: dict[str, list[StoredTensor]], ranks: list[dict[str, StoredTensor]], first_layer: int, *, folder: Path) -> int:
-    """Take over one model chunk, given by tensor-parallel rank, under global names; returns its number of layers."""
+    """Add one model chunk to `found` under global names and return its number of layers.
+
+    `ranks` holds the chunk's tensors for each tensor-parallel rank.
+    """
     num_layers = 0
     for name in sorted(set().union(*ranks)):
         lacking = [rank for rank, part in enumerate(ranks) if name not in part]
@@ -85,12 +98,12 @@ def _describe_file(piece: StoredTensor) -> str:
 
 
 def rank_folders(folder: Path) -> list[Path]:
-    """The mp_rank folders of a checkpoint; verl puts them into its subfolder `model`."""
+    """Return the mp_rank folders of a checkpoint, also those in verl's subfolder `model`."""
     return sorted([*folder.glob("mp_rank_*"), *folder.glob("model/mp_rank_*")])
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of every (tensor rank, pipeline stage)."""
+    """Return the file of every (tensor-parallel rank, pipeline stage)."""
     files: dict[tuple[int, int], Path] = {}
     for path in rank_folders(folder):
         name = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
@@ -107,7 +120,10 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _chunks(path: Path) -> list[dict[str, StoredTensor]]:
-    """The state dict of each model chunk in a file, under the table's prefixes, layers still counted from the chunk's first."""
+    """Return the state dict of each model chunk in a file, with the prefixes of name_mapping.py.
+
+    Layer numbers still count from the first layer of the chunk.
+    """
     state = pickle_tensors.load(path)
     if isinstance(state, dict) and "model" in state:
         state = state["model"]
@@ -123,7 +139,7 @@ def _pieces(state: object, path: Path) -> dict[str, StoredTensor]:
     pieces: dict[str, StoredTensor] = {}
     spelled: dict[str, str] = {}
     for name, value in state.items():
-        if str(name).endswith("_extra_state"):  # Transformer Engine's fp8 scales: no weights
+        if str(name).endswith("_extra_state"):  # Transformer Engine's fp8 scales, not weights
             continue
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{path}: {name} is no tensor but a {type(value).__name__}; give a Megatron-Core model's checkpoint")

@@ -1,7 +1,8 @@
-"""Sizes and SHA-256 digests of a training checkpoint's files, recorded in its run/state.json and checked when the files are read.
+"""Sizes and SHA-256 digests of a training checkpoint's files, recorded in its run/state.json.
 
-    "files": {"__0_0.distcp": {"bytes": 4454168, "sha256": "9f86d0..."}, ...}        # every file of the checkpoint but run/state.json
-Any other folder has no record, and nothing is checked. On a CPU with SHA extensions one core hashes more than 1 GB/s.
+They are compared when the files are read. The record lists every file except run/state.json:
+    "files": {"__0_0.distcp": {"bytes": 4454168, "sha256": "9f86d0..."}, ...}
+Other folders have no record and are not checked. A CPU core with SHA extensions hashes over 1 GB/s.
 """
 
 import hashlib
@@ -12,15 +13,17 @@ from pathlib import Path
 from megatron_rl.io.jsonl import read_json
 
 STATE = "run/state.json"
-"""The file of a checkpoint that records the others."""
+"""Path in a checkpoint of the file that records all others."""
 MAX_STATE_BYTES = 64 << 20
 CRITIC = "critic"
-"""Folder of a checkpoint with a training state of its own, recorded by the same run/state.json."""
+"""Subfolder of a checkpoint with the critic's training state; its files are recorded in the same
+run/state.json.
+"""
 FileRecord = Mapping[str, object]
 
 
 def compute_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits, as sha256sum prints it."""
+    """Return the SHA-256 of a file as hexadecimal digits, as sha256sum prints it."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -31,7 +34,10 @@ def make_file_record(path: Path, sha256: str | None = None) -> dict[str, int | s
 
 
 def find_difference(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> str:
-    """Return how the first of these files differs from its record, "" if none does. OSError: one cannot be read."""
+    """Describe how the first differing file differs from its record; return "" if none does.
+
+    Raises OSError if a file cannot be read.
+    """
     for name in names:
         expected, path = files[name], folder / name
         if not path.is_file():
@@ -47,29 +53,33 @@ def find_difference(folder: Path, files: Mapping[str, FileRecord], names: Iterab
 
 @dataclass(slots=True, frozen=True)
 class RecordedFiles:
-    """The files of a folder of tensors that a run's checkpoint records."""
+    """Recorded files of a folder of tensors in a run's checkpoint."""
 
     checkpoint: Path
     files: Mapping[str, FileRecord]
     prefix: str
-    """The path from the checkpoint to the folder: "" or "critic/"."""
+    """Path of the folder in the checkpoint: "" or "critic/"."""
 
     def find_difference(self, names: Iterable[str]) -> str:
-        """`find_difference` of files of the folder; what has no record is not the run's, and differs."""
+        """Describe the first difference between files and their records; return "" if none.
+
+        A file without a record counts as a difference, because the run did not write it.
+        """
         recorded = [self.prefix + name for name in names]
         unknown = next((name for name in recorded if name not in self.files), "")
         return f"{unknown} is not recorded in {STATE}" if unknown else find_difference(self.checkpoint, self.files, recorded)
 
     def non_tensor_files(self) -> list[str]:
-        """Return the recorded files of the folder that hold no tensors of a rank."""
+        """Return the recorded files of the folder except those with a rank's tensors."""
         own = [name.removeprefix(self.prefix) for name in self.files if name.startswith(self.prefix)]
         return [name for name in own if not name.endswith(".distcp")]
 
 
 def recorded_files(folder: Path) -> RecordedFiles | None:
-    """Return what a run's checkpoint records of this folder, the checkpoint itself or its critic's; None if it is none of a run.
+    """Return the records of this folder, which may be a run's checkpoint or its critic's subfolder.
 
-    ValueError, in words that follow the folder's name: the record cannot be read.
+    Returns None if the folder is not part of a run's checkpoint. Raises ValueError if the record
+    cannot be read; its message is meant to follow the folder's name.
     """
     for checkpoint, prefix in ((folder, ""), (folder.absolute().parent, f"{CRITIC}/")):
         if (checkpoint / STATE).is_file() and (not prefix or folder.absolute().name == CRITIC):
@@ -82,7 +92,11 @@ def recorded_files(folder: Path) -> RecordedFiles | None:
 
 
 def check_records(files: object) -> Mapping[str, FileRecord]:
-    """Return the record of a state file. ValueError or TypeError: a name leads out of the checkpoint, or it has no size or no digest."""
+    """Return the file records of a state file.
+
+    Raises ValueError if a name is a path outside the checkpoint, or TypeError if a size or digest
+    is missing.
+    """
     if not isinstance(files, dict):
         raise TypeError(f"files is a {type(files).__name__}")
     for name, expected in files.items():

@@ -1,9 +1,12 @@
-"""Reading FSDP shards as verl writes them: `model_world_size_N_rank_R.pt`, in each a state dict of DTensors under Hugging Face's names.
+"""Reader of FSDP shards in verl's format: `model_world_size_N_rank_R.pt`.
 
-A DTensor is cut along one dimension (Shard) over the mesh's last dimension and replicated over a first one (ddp x fsdp), or not at all.
-Ranks are numbered row by row over the mesh, as init_device_mesh does, so that a tensor's parts stand in the order of the ranks, replicas
-of the whole after one another; the parts' sizes must add up to the tensor's, which is checked before anything is written. Replicas are
-copies: their shapes are checked, the first is read. A plain tensor (a world of one, or parameters that FSDP left alone) is whole.
+Each file is a state dict of DTensors under Hugging Face names. A DTensor is sharded along one
+dimension (Shard) over the last dimension of the mesh, and replicated over the first one of a (ddp,
+fsdp) mesh; or it is replicated everywhere. Ranks are numbered row by row over the mesh, as in
+init_device_mesh. The parts of a tensor are thus in rank order, and replicas of the whole tensor
+follow one another. The sizes of the parts must add up to the tensor's, which is checked before
+anything is written. Replicas are copies: their shapes are checked, and the first one is read. A
+plain tensor (a world size of 1, or a parameter not handled by FSDP) is whole.
 """
 
 import re
@@ -20,7 +23,10 @@ FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class FsdpTensors:
-    """FSDP shards under Hugging Face's names. Raises ValueError for a missing rank, tensor or part, and for layouts that are not read."""
+    """Tensors of FSDP shards under Hugging Face names.
+
+    Raises ValueError for a missing rank, tensor or part, and for layouts that are not supported.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,9 +42,11 @@ class FsdpTensors:
         self.specs = {name: TensorSpec(parts[0].dtype, _full_shape(parts[0])) for name, parts in self._parts.items()}
 
     def locate(self, name: str) -> str:
+        """Return the file that holds the first part of a tensor."""
         return str(self._parts[name][0].path)
 
     def read(self, name: str) -> torch.Tensor:
+        """Return the full tensor."""
         parts, spec = self._parts[name], self.specs[name]
         if len(parts) == 1:
             return parts[0].read()
@@ -51,12 +59,15 @@ class FsdpTensors:
 
 
 def rank_paths(folder: Path) -> list[Path]:
-    """The files of FSDP shards in a folder, by name, which is not the order of their ranks."""
+    """Return the FSDP shard files in a folder, sorted by name.
+
+    This is not the order of their ranks.
+    """
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
 
 def _rank_files(folder: Path) -> list[Path]:
-    """The file of every rank, in order."""
+    """Return the file of every rank, in rank order."""
     numbers = {tuple(map(int, FILE.fullmatch(path.name).groups())): path for path in rank_paths(folder)}
     sizes = {size for size, _ in numbers}
     if len(sizes) > 1:
@@ -83,7 +94,7 @@ def _pieces(path: Path) -> dict[str, StoredTensor]:
 
 
 def _shard_dimension(piece: StoredTensor) -> int | None:
-    """The dimension that a tensor is cut along; None for a whole one."""
+    """Return the dimension that a tensor is sharded along; None for a whole tensor."""
     kinds = [kind for kind, _ in piece.placements]
     if kinds in ([], ["Replicate"], ["Replicate", "Replicate"]):
         return None
@@ -95,7 +106,10 @@ def _shard_dimension(piece: StoredTensor) -> int | None:
 
 
 def _select_parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
-    """The pieces that make up the tensor once, in order; ValueError unless they do and the other ranks repeat them."""
+    """Return the pieces that make up the tensor once, in order.
+
+    Raises ValueError if they do not, or if the other ranks do not hold replicas of them.
+    """
     first = pieces[0]
     for piece in pieces:
         if (piece.dtype, piece.full_shape, piece.placements) != (first.dtype, first.full_shape, first.placements):
@@ -115,7 +129,12 @@ def _select_parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
 
 
 def _shard_shapes(whole: torch.Size, dimension: int, sizes: list[int]) -> list[torch.Size]:
-    """The parts' shapes as torch cuts them (the last ones smaller or empty). No parts where the sizes are no multiple of the whole."""
+    """Return the shapes of a tensor's parts as torch shards it.
+
+    The last parts may be smaller or empty.
+
+    Returns [] if `sizes` do not add up to a multiple of the whole tensor.
+    """
     replicas = sum(sizes) // whole[dimension]
     if replicas * whole[dimension] != sum(sizes) or replicas == 0 or len(sizes) % replicas:
         return []

@@ -1,7 +1,9 @@
-"""Merging a LoRA adapter in PEFT's format into a base model's tensors, one at a time: W + scale * B @ A, computed in fp32.
+"""Merges a LoRA adapter in PEFT's format into a base model: W + scale * B @ A, computed in fp32.
 
-PEFT's format: adapter_config.json, and adapter_model.safetensors with `base_model.model.<module>.lora_A.weight` [rank, in] and
-`.lora_B.weight` [out, rank]; the scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft 0.21, tuners/lora/layer.py).
+Tensors are merged one at a time. PEFT's format consists of adapter_config.json and
+adapter_model.safetensors, with `base_model.model.<module>.lora_A.weight` [rank, in] and
+`.lora_B.weight` [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft
+0.21, tuners/lora/layer.py).
 """
 
 import math
@@ -18,7 +20,11 @@ HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
 class MergedTensors:
-    """A source with an adapter added to it. Raises ValueError under the option's name `key` unless all of the adapter has its place."""
+    """Source of a base model's tensors with an adapter merged in.
+
+    Raises ValueError under the option's name `key` unless every adapter tensor belongs to a base
+    tensor.
+    """
 
     def __init__(self, base: TensorSource, adapter: Path, *, key: str) -> None:
         self.base, self.specs, self.skipped = base, base.specs, base.skipped
@@ -34,10 +40,10 @@ class MergedTensors:
             halves.setdefault(target, set()).add(end)
         self.pairs = {target: self._pair(target, ends) for target, ends in halves.items()}
         self.warning = check_base(config, base, key=key, adapter=adapter)
-        """That the adapter does not say what its base was; or ''."""
+        """Warning that the adapter does not record its base model; '' if it does."""
 
     def _pair(self, target: str, ends: set[str]) -> tuple[str, str]:
-        """The names of A and B that are added to a tensor of the base."""
+        """Return the names of A and B for a tensor of the base model."""
         a, b = (target.removesuffix(".weight") + end for end in HALVES)
         missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
         if missing is not None:
@@ -52,6 +58,7 @@ class MergedTensors:
         return a, b
 
     def read(self, name: str) -> torch.Tensor:
+        """Return the tensor with this name, with the adapter merged in."""
         weight = self.base.read(name)
         if name not in self.pairs:
             return weight

@@ -1,7 +1,8 @@
-"""Digests of the model that a run began with, recorded in its checkpoints: a run does not go on with another one.
+"""Digests of the model that a run started with, recorded in its checkpoints.
 
-The policy goes on from its checkpoint whatever lies in model.path, but the reference of a KL term, the base of an adapter, the
-tokenizer and the chat template are read there again.
+A resumed run must have the same model. The policy itself continues from its checkpoint, but the
+reference of a KL term, the base of an adapter, the tokenizer and the chat template are read from
+model.path again.
 """
 
 from collections.abc import Mapping
@@ -14,21 +15,28 @@ FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json",
 )  # fmt: skip
-"""The files beside the weights that decide what a model reads and computes."""
+"""Files other than weights that affect the model's inputs or computation."""
 WEIGHTS = (".safetensors", ".distcp", ".pt")
-"""Endings of the files of weights."""
+"""Suffixes of weight files."""
 MISSING_FILE = "none: the file is not there"
 
 
 def model_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each of FILES that is there and `sampled_digest` of each file of weights, by its path in the folder."""
+    """Return a digest of each relevant file in a model folder, by its path in the folder.
+
+    Each of FILES that exists has its SHA-256, each weight file a sampled digest
+    (io/sampled_digest.py).
+    """
     stored = {name: compute_sha256(folder / name) for name in FILES if (folder / name).is_file()}
     weights = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS and path.is_file())
     return stored | {str(path.relative_to(folder)): compute_sampled_digest(path) for path in weights}
 
 
 def check_same_model(recorded: Mapping[str, str], found: Mapping[str, str], *, key: str, folder: object) -> None:
-    """Raise ValueError where a model is not the recorded one, with the first file that differs and both digests."""
+    """Raise ValueError if a model differs from the recorded one.
+
+    The message names the first file that differs and both digests.
+    """
     for name in dict.fromkeys((*found, *recorded)):
         before, now = recorded.get(name, MISSING_FILE), found.get(name, MISSING_FILE)
         if before != now:

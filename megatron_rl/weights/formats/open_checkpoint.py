@@ -1,4 +1,7 @@
-"""Opening a checkpoint of any format as Hugging Face tensors: torch_dist (ours), classic Megatron, verl's FSDP shards, Hugging Face."""
+"""Opens a checkpoint of any format as a source of Hugging Face tensors.
+
+Supported formats are torch_dist (ours), classic Megatron, verl's FSDP shards, and Hugging Face.
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,10 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
 def detect_format(folder: Path, *, key: str) -> str:
-    """'torch_dist', 'classic', 'fsdp' or 'hf', by the files in the folder. Raises ValueError where there are none of these."""
+    """Return 'torch_dist', 'classic', 'fsdp' or 'hf', depending on the files in the folder.
+
+    Raises ValueError if it contains none of these formats.
+    """
     if not folder.is_dir():
         raise ValueError(f"{key}={folder}: no such folder")
     if (folder / METADATA).is_file():
@@ -35,16 +41,29 @@ def detect_format(folder: Path, *, key: str) -> str:
 
 
 def find_hf_folder(folder: Path) -> Path | None:
-    """Where a checkpoint keeps config, tokenizer and processor: `hf` in ours, `huggingface` in verl's, the folder itself elsewhere."""
+    """Return the folder with config, tokenizer and processor of a checkpoint, or None.
+
+    It is `hf` in our checkpoints, `huggingface` in verl's, and the folder itself in others.
+    """
     return next((part for part in (folder / "hf", folder / "huggingface", folder) if (part / "config.json").is_file()), None)
 
 
 def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = False) -> TensorSource:
-    """The checkpoint's tensors, proven to be exactly those of the model.
+    """Open a checkpoint and check that its tensors are exactly those of the model.
 
-    A training checkpoint of ours with an adapter (a LoRA run's) gives the merged weights; what of it is a critic's is left out.
-    `read_once`: each tensor is read once, by this process alone; the page cache is spared where tensors are mapped (torch_dist, Hugging
-    Face).
+    Args:
+        folder: Checkpoint of any supported format. A training checkpoint of ours with an adapter
+            gives merged weights; its value head, if any, is left out.
+        spec: The model.
+        key: Setting or option that names the folder, for error messages.
+        read_once: Set to True if each tensor is read once and by this process only. Memory-mapped
+            formats (torch_dist, Hugging Face) then release it from the page cache.
+
+    Returns:
+        Source of the model's tensors.
+
+    Raises:
+        ValueError: The checkpoint is incomplete, damaged or of another model.
     """
     kind, shapes = detect_format(folder, key=key), spec.shapes()
     companions = find_hf_folder(folder)
@@ -71,7 +90,10 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
 
 
 def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
-    """Raise ValueError unless every token of a Hugging Face folder has a row in its weights and in config.vocab_size. Reads headers."""
+    """Raise ValueError unless all token ids have rows in the weights and in config.vocab_size.
+
+    Reads only the headers of a Hugging Face folder's weights.
+    """
     has_weights = any(folder.glob("*.safetensors"))
     specs = HfTensors(folder, key=key).specs if has_weights else {}
     rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
@@ -79,7 +101,11 @@ def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
 
 
 def find_critic_parts(folder: Path, *, key: str) -> list[str]:
-    """What of a training checkpoint of ours is its critic's and no part of the model: a head on the policy's trunk, or a whole network."""
+    """Return the parts of a training checkpoint of ours that belong to its critic.
+
+    These are tensors of a value head on the policy's backbone, or the subfolder of a separate
+    critic.
+    """
     if detect_format(folder, key=key) != "torch_dist":
         return []
     heads = [name for name in McoreTensors(folder, key=key).specs if is_of_value_head(name)]
@@ -87,7 +113,10 @@ def find_critic_parts(folder: Path, *, key: str) -> list[str]:
 
 
 def set_config_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """A config.json that says the weights are of this dtype, wherever it says so (`torch_dtype` until transformers 4.55, then `dtype`)."""
+    """Return a config.json with this dtype in every place that states one.
+
+    The field is `torch_dtype` until transformers 4.55, then `dtype`.
+    """
     changed: dict[str, object] = {}
     for key, value in config.items():
         if isinstance(value, dict):

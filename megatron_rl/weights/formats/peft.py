@@ -1,7 +1,8 @@
-"""LoRA adapters (arXiv 2106.09685) in and out of PEFT's format, through a table of their own.
+"""LoRA adapters (arXiv 2106.09685) in PEFT's format: name mappings, initialization, load and save.
 
-PEFT keeps one adapter for each Hugging Face linear layer: lora_A [rank, inputs] and lora_B [outputs, rank]; the layer's output grows by
-alpha / rank * B A x. Ours sit beside Megatron's (fused) linears under the same cut: `<linear>.adapter.lora_a.<projection>`.
+PEFT has one adapter for each Hugging Face linear layer, lora_A [rank, inputs] and lora_B [outputs,
+rank], which adds alpha / rank * B A x to the layer's output. Our adapters belong to Megatron's
+(fused) linear layers and are sharded like them: `<linear>.adapter.lora_a.<projection>`.
 """
 
 import json
@@ -28,11 +29,15 @@ KNOWN_FIELDS = (
     "loftq_config", "lora_alpha", "lora_dropout", "lora_dtype", "lora_ga_config", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core",
     "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 )  # fmt: skip
-"""Fields of adapter_config.json (PEFT 0.21, and lora*_ of ms-swift) that are read, or change nothing in a plain LoRA. Any other one that is
-set to something (layers_to_transform, exclude_modules, use_dora, rank_pattern, one of a newer PEFT) changes what an adapter means."""
+"""Fields of adapter_config.json (PEFT 0.21, and lora*_ of ms-swift) that are read or have no effect
+in plain LoRA. Any other field with a value (layers_to_transform, exclude_modules, use_dora,
+rank_pattern, one of a newer PEFT) changes the meaning of an adapter.
+"""
 TARGET_PREFIXES = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take their start out of the base's weights
-(PEFT 0.21, tuners/lora/layer.py), so that what they train is no addition to the released ones."""
+"""Accepted values of init_lora_weights, which leave the base model unchanged. PiSSA, OLoRA, CorDA,
+LoftQ and LoRA-GA take initial adapters out of the base weights (PEFT 0.21, tuners/lora/layer.py),
+so that these adapters cannot be added to the released weights.
+"""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 LANGUAGE_TARGETS = {
@@ -48,23 +53,35 @@ LANGUAGE_TARGETS = {
         ("mlp.linear_fc2", "mlp.down_proj", 1),
     ),
 }
-"""Targets in the language model: Megatron's linear, HF's projection, the dimension of its weight that tensor parallelism cuts."""
+"""Adapted linear layers of a decoder layer for each target: Megatron's linear, Hugging Face's
+projection, and the dimension of its weight that tensor parallelism shards.
+"""
 
 
 def projection_name(module: str) -> str:
-    """The last part of an HF module's name, by which an adapter is called: model.layers.0.self_attn.q_proj -> q_proj."""
+    """Return the last part of a module's name: model.layers.0.self_attn.q_proj -> q_proj.
+
+    Adapters are named after it.
+    """
     return module.rpartition(".")[2]
 
 
 def is_vision_target(module: str, targets: Sequence[str], vision_lora: Mapping[str, str]) -> bool:
-    """Whether one of the targets names this module of the vision tower; `vision_lora` is the model family's (Family.vision_lora)."""
+    """Return True if one of the targets selects this module of the vision tower.
+
+    `vision_lora` holds the patterns of the model family (ModelFamily.vision_lora_patterns).
+    """
     return any(re.fullmatch(pattern, module) for target, pattern in vision_lora.items() if target in targets)
 
 
 def adapter_table(
     *, targets: Sequence[str], num_layers: int, vision_names: Sequence[str], vision_lora: Mapping[str, str]
 ) -> list[ParamMapping]:
-    """Every adapter tensor once; `vision_names` are the HF vision tower's parameters (without the `visual.` prefix), which are not cut."""
+    """Return the name mappings of all adapter tensors.
+
+    `vision_names` are the parameter names of the Hugging Face vision tower, without the prefix
+    `visual.`. Adapters of the vision tower are not sharded.
+    """
     rows = []
     for layer in range(num_layers):
         for linear, hf, cut in (entry for target, entries in LANGUAGE_TARGETS.items() if target in targets for entry in entries):
@@ -77,8 +94,12 @@ def adapter_table(
 
 
 def _lora_rows(linear: str, hf: str, stage: str, *, cut: int | None) -> list[ParamMapping]:
-    """The rows of one linear's A and B. Where tensor parallelism cuts the rows of its weight (0), ranks have outputs of their own, hence a
-    part of B; where it cuts the columns (1), inputs of their own, hence a part of A."""
+    """Return the mappings of A and B of one linear layer.
+
+    If tensor parallelism shards the rows of the layer's weight (cut=0), ranks have different
+    outputs and B is sharded. If it shards the columns (cut=1), ranks have different inputs and A is
+    sharded.
+    """
     name = projection_name(hf)
     return [
         ParamMapping(f"{linear}.adapter.lora_a.{name}", (f"{hf}.lora_A.weight",), stage, shard_dim=1 if cut == 1 else None),
@@ -91,7 +112,10 @@ def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
 
 
 def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *, seed: int) -> None:
-    """PEFT's start: B zero, A uniform in +-1 / sqrt(inputs). The numbers depend on the seed and the layer's name, not on the layout."""
+    """Initialize adapters as PEFT does: B zero, A uniform in +-1 / sqrt(inputs).
+
+    The values depend on the seed and the layer's name, but not on the parallel layout.
+    """
 
     def value(row: ParamMapping, shape: Sequence[int]) -> Tensors:
         whole = torch.zeros(shape)
@@ -104,7 +128,10 @@ def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: Sh
 
 
 def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, folder: Path, *, rank: int, alpha: float) -> None:
-    """Fill the adapters from a PEFT folder. Raises ValueError where rank, alpha, targets or kind differ from what is asked for."""
+    """Fill the adapters from a PEFT folder.
+
+    Raises ValueError if its rank, alpha, targets or kind differ from the settings.
+    """
     config = read_peft_config(folder, key="lora.path")
     if config.get("use_rslora"):
         raise ValueError(f"lora.path={folder}: its scale is alpha / sqrt(rank) (use_rslora); only alpha / rank can be trained on")
@@ -123,9 +150,11 @@ def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardL
 
 
 def read_peft_config(folder: Path, *, key: str) -> dict:
-    """The content of adapter_config.json, of a plain LoRA: `r` a positive integer, `lora_alpha` a number, nothing more than that.
+    """Return the content of adapter_config.json of a plain LoRA adapter.
 
-    Raises ValueError under the setting's or option's name `key`, naming what is wrong.
+    `r` is a positive integer and `lora_alpha` a finite number. Raises ValueError under the
+    setting's or option's name `key` if the file is missing, damaged, or describes more than plain
+    LoRA.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -159,8 +188,11 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
 def make_peft_config(
     *, rank: int, alpha: float, dropout: float, targets: Sequence[str], base: str, vision_lora: Mapping[str, str], digest: str = ""
 ) -> dict[str, object]:
-    """The content of adapter_config.json. `target_modules` is a pattern over whole module names: a list of endings would meet the gate_proj
-    of both towers. `digest`: the base's (base_digest.py)."""
+    """Return the content of adapter_config.json.
+
+    `target_modules` is a pattern over whole module names: a list of suffixes would also match the
+    gate_proj of the other tower. `digest` is that of the base model (base_digest.py).
+    """
     language = "|".join(re.escape(hf) for target, entries in LANGUAGE_TARGETS.items() if target in targets for _, hf, _ in entries)
     vision = "|".join(pattern for target, pattern in vision_lora.items() if target in targets)
     parts = [rf"model\.language_model\.layers\.\d+\.({language})"] * bool(language) + [rf"model\.visual\.({vision})"] * bool(vision)
@@ -180,7 +212,10 @@ def make_peft_config(
 
 
 def write_peft(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object]) -> None:
-    """Write a PEFT folder at `out`, whole or not at all; tensors by canonical name. Raises OSError as write_hf_folder does."""
+    """Write a PEFT folder at `out` atomically.
+
+    `tensors` yields canonical names and tensors. Raises OSError as write_hf_folder does.
+    """
     with atomic_folder(out) as partial:
         copies = {PEFT_PREFIX + nested_name(name): tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
         try:

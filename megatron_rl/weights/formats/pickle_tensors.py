@@ -1,10 +1,14 @@
-"""Tensors in files of torch.save that others wrote, found without reading their bytes and without running anything of theirs.
+"""Locates tensors in untrusted torch.save files without executing code from them.
 
-Such a file is a zip archive whose members are stored as they are: `data.pkl` is a pickle of whatever was saved, and each storage of it is
-a member `data/KEY`. torch.load, weights_only or not, is not used: it inflates members that are compressed, believes strides, and makes
-byte arrays of any length. What a pickle names beyond tensors becomes an inert record (safe_unpickler.py), so that what a DTensor, its mesh
-and its placements become when torch changes them does not matter here, and no process group is needed. Only the places of the bytes are
-noted, and they are read from there one tensor at a time: neither memory nor a memory map grows with the file.
+Locating does not read the tensors' data.
+
+Such a file is a zip archive with uncompressed members: `data.pkl` is a pickle of the saved object,
+and each storage is a member `data/KEY`. torch.load is not safe enough here, even with weights_only:
+it inflates compressed members, trusts strides, and allocates byte arrays of any length. Objects in
+the pickle other than tensors become inert records (safe_unpickler.py). The code therefore does not
+depend on the classes of DTensor, its mesh and its placements, and needs no process group. Only the
+positions of tensor data are recorded, and data is read one tensor at a time, so that neither memory
+nor a memory map grows with the file.
 """
 
 import io
@@ -21,7 +25,7 @@ from megatron_rl.weights.formats.safe_unpickler import UNPICKLING_ERRORS, InertR
 from megatron_rl.weights.formats.torch_dist_metadata import make_shape
 
 MAX_PICKLE_BYTES = 16 << 20
-"""Of what tells where the tensors lie: 1.5 KB a tensor of a DTensor state dict."""
+"""Maximum size of data.pkl. A DTensor state dict needs 1.5 KB per tensor."""
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
     "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8,
@@ -31,28 +35,34 @@ _STORAGES = {
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """One tensor in a file: all of a model's tensor, or a rank's part of it."""
+    """One tensor in a file: a whole tensor of a model or one rank's part of it."""
 
     path: Path
     offset: int
-    """Where its bytes begin in the file."""
+    """Position of the tensor's data in the file, in bytes."""
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     full_shape: torch.Size | None = None
-    """The shape of the DTensor that this is a part of; None for a tensor that is whole."""
+    """Shape of the DTensor of which this is a part; None for a whole tensor."""
     placements: tuple[tuple[str, int | None], ...] = ()
-    """How the DTensor that this is a part of lies on each dimension of the mesh: ("Shard", dimension) or ("Replicate", None)."""
+    """Placement of the DTensor on each dimension of the mesh: ("Shard", dimension) or ("Replicate",
+    None).
+    """
     coordinate: tuple[int, ...] | None = None
-    """Where the rank that saved a part of a DTensor stood in the mesh."""
+    """Mesh coordinate of the rank that saved this part of a DTensor."""
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its numbers stand in the file in their order."""
+        """Return True if the data is stored in row-major order without gaps."""
         steps = [math.prod(self.shape[number + 1 :]) for number in range(len(self.shape))]
         return all(size == 1 or step == own for size, step, own in zip(self.shape, steps, self.stride, strict=True)) or 0 in self.shape
 
     def read(self) -> torch.Tensor:
+        """Read the tensor's data from the file.
+
+        Raises ValueError if the file ends inside the tensor.
+        """
         if not self.shape.numel():
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.empty(_num_spanned(self.shape, self.stride), dtype=self.dtype)
@@ -66,19 +76,20 @@ class StoredTensor:
 
 @dataclass(slots=True, frozen=True)
 class _Storage:
-    """A member of the archive that tensors are views of."""
+    """Member of the archive that tensors are views of."""
 
     dtype: torch.dtype
     offset: int
     size: int
-    """In elements."""
+    """Number of elements in the storage."""
 
 
 def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
-    """What torch.save was given, with a StoredTensor for each tensor and records in place of all that is no tensor, number, text or
-    container. `start`, `length`: the part of the file that torch.save wrote.
+    """Return the object that torch.save wrote, with a StoredTensor in place of each tensor.
 
-    Raises ValueError naming the file when it is truncated or no file of torch.save (1.6 or newer).
+    Everything that is not a tensor, number, string or container becomes an inert record. `start`
+    and `length` select the part of the file that torch.save wrote. Raises ValueError naming the
+    file if it is truncated or was not written by torch.save (1.6 or newer).
     """
     try:
         with open_regular(path) as file:
@@ -90,7 +101,7 @@ def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
 
 
 class _FileSlice(io.RawIOBase):
-    """A part of a file as a file."""
+    """Part of a file with the interface of a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -141,7 +152,11 @@ class _Archive:
         return self._file.read(size)
 
     def _place(self, name: str) -> int:
-        """Where a member's bytes begin, which its own header tells (PKWARE APPNOTE 6.3.10, 4.3.7); they end within the part."""
+        """Return the position of a member's data, which depends on the member's local header.
+
+        See PKWARE APPNOTE 6.3.10, 4.3.7. Raises ValueError if the data does not end within the
+        archive.
+        """
         member = self._members[name]
         self._file.seek(member.header_offset)
         header = self._file.read(30)
@@ -181,12 +196,16 @@ class _Archive:
 
 
 def _num_spanned(sizes: torch.Size, steps: tuple[int, ...]) -> int:
-    """Elements from a tensor's first to its last."""
+    """Return the number of elements from a tensor's first to its last one."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if math.prod(sizes) else 0
 
 
 def _empty() -> dict:
-    """An OrderedDict: its items follow one by one. Made of a list, it would be a copy for each three bytes of a pickle."""
+    """Return an empty dict for an OrderedDict; the pickle adds its items one by one.
+
+    Arguments are not accepted: a dict built from a list would be a copy for every three bytes of
+    pickle.
+    """
     return {}
 
 
@@ -195,7 +214,7 @@ def _first_argument(tensor: object, *_: object) -> object:
 
 
 def _rebuild_typed(function: object, kind: object, arguments: tuple, state: object) -> object:
-    """A tensor with attributes, or of a class of its own: of a DTensor the rank's part."""
+    """Rebuild a tensor with attributes or of a subclass; a DTensor gives the saving rank's part."""
     made = function(*arguments)
     if not isinstance(made, InertRecord) or kind().name != "DTensor":
         return made

@@ -1,7 +1,9 @@
-"""Limits on the pixels of a picture, in the files of a processor that transformers and vLLM read.
+"""Limits on an image's number of pixels, in the processor files read by transformers and vLLM.
 
-transformers 5 reads the part `image_processor` of processor_config.json, and preprocessor_config.json where there is none; older ones read
-preprocessor_config.json alone. `size` has the limits as shortest_edge and longest_edge; min_pixels and max_pixels are their older names.
+transformers 5 reads the section `image_processor` of processor_config.json, or
+preprocessor_config.json if there is none. Older versions read preprocessor_config.json only. `size`
+contains the limits as shortest_edge and longest_edge; min_pixels and max_pixels are older names of
+them.
 """
 
 import json
@@ -13,7 +15,10 @@ IMAGE_PROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_co
 
 
 def read_pixel_limits(folder: Path) -> tuple[int, int] | None:
-    """Return (min_pixels, max_pixels) as transformers reads them from a Hugging Face folder; None where it does not state both."""
+    """Return (min_pixels, max_pixels) of a Hugging Face folder as transformers reads them.
+
+    Returns None unless both are stated.
+    """
     stored = _read(folder / PROCESSOR_FILE).get("image_processor") or _read(folder / IMAGE_PROCESSOR_FILE)
     size = stored.get("size") if isinstance(stored.get("size"), dict) else {}
     least = stored.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
@@ -22,10 +27,10 @@ def read_pixel_limits(folder: Path) -> tuple[int, int] | None:
 
 
 def write_pixel_limits(folder: Path, limits: tuple[int, int]) -> None:
-    """Set (min_pixels, max_pixels) in the processor's files of a Hugging Face folder that was just written.
+    """Set (min_pixels, max_pixels) in the processor files of a newly written Hugging Face folder.
 
-    Where processor_config.json alone has the image processor, preprocessor_config.json is added for older readers. A folder without a
-    processor stays without one.
+    If only processor_config.json describes the image processor, preprocessor_config.json is added
+    for older versions of transformers. A folder without a processor is left unchanged.
     """
     whole, images = _read(folder / PROCESSOR_FILE), _read(folder / IMAGE_PROCESSOR_FILE)
     part = whole.get("image_processor")
@@ -44,7 +49,10 @@ def _with_limits(stored: dict[str, object], limits: tuple[int, int]) -> dict[str
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the content; empty where the file is missing or holds something else, which the reader of a model refuses."""
+    """Return the content of a JSON file; {} if it is missing or is not a JSON object.
+
+    Damaged files are ignored here, because loading the model rejects them.
+    """
     try:
         found = read_json(path) if path.is_file() else {}
     except ValueError:

@@ -1,9 +1,15 @@
-"""Pickles of strangers: read without running anything of theirs, in memory and time that follow the file's size.
+"""Unpickler for untrusted data: executes no code from it and limits memory and time.
 
-What a pickle names is looked up in a table of the format; what is not there becomes a Record, which knows what it was made of and did
-nothing. This is pickle.py's own unpickler in Python, because the one in C (Python 3.11, Modules/_pickle.c, _Unpickler_ResizeMemoList) takes
-34 GB for the nine bytes that put something at place 2**31 - 1 of its memo. Some of its verbs are written anew: NEWOBJ calls the table's
-maker, BUILD sets no attribute of a class or function, the keys of a dict are flat (hashing a deep tuple overflows C's stack).
+Both are proportional to the size of the data. Names in a pickle are looked up in a fixed set of
+constructors of the file format. Depending on the format, other names are rejected or become an
+`InertRecord`, which stores its arguments and does nothing. The implementation extends the Python
+version of pickle's unpickler. The C version (Python 3.11, Modules/_pickle.c,
+_Unpickler_ResizeMemoList) allocates 34 GB for nine bytes that write to position 2**31 - 1 of its
+memo.
+
+Some opcodes are reimplemented. NEWOBJ calls the format's constructor. BUILD sets no attributes of
+classes or functions. Keys of dicts must be flat, because hashing a deep tuple overflows the C
+stack.
 """
 
 import io
@@ -19,34 +25,39 @@ UNPICKLING_ERRORS = (
     pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, MemoryError,
     RecursionError, AssertionError, struct.error,
 )  # fmt: skip
-"""What pickle.py of Python 3.11 raises on bytes that are no pickle, or one of another kind."""
+"""Exceptions that pickle.py of Python 3.11 raises for data that is no pickle, or one with other
+content.
+"""
 _FLAT = (str, int, float, bool, bytes, NoneType)
 
 Maker = Callable[..., object]
-"""Makes an object of the format out of what a pickle gives it, which may be anything."""
+"""Constructor of an object of the file format. Its arguments come from the pickle and may be
+anything.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class InertRecord:
-    """Stands for an object of a class or function that the format's table does not name."""
+    """Placeholder for an object of a class or function that the file format does not define."""
 
     name: str
     arguments: tuple
     state: object = None
 
     def set_state(self, state: object) -> None:
+        """Store the state of the object, which pickle passes with BUILD."""
         self.state = state
 
 
 def make_record_maker(module: str, name: str) -> Maker:
-    """A table of its own that names nothing: all become records."""
+    """Return a constructor that creates an `InertRecord` with this name."""
     return lambda *arguments: InertRecord(name, arguments)
 
 
 class SafeUnpickler(pickle._Unpickler):
-    """`known` says what a name makes, `fill` what an object made so does with its state, `stored` what a persistent id stands for.
+    """Unpickler whose names, states and persistent ids are resolved by the given functions.
 
-    `load` raises BROKEN.
+    `load` raises one of UNPICKLING_ERRORS for invalid data.
     """
 
     dispatch: ClassVar[dict[int, Callable]] = dict(pickle._Unpickler.dispatch)
@@ -55,31 +66,46 @@ class SafeUnpickler(pickle._Unpickler):
         self, content: bytes, *, find_maker: Callable[[str, str], object], set_state: Callable[[object, object], None],
         load_stored: Callable[[object], object] | None = None, key_types: tuple[type, ...] = (),
     ) -> None:  # fmt: skip
-        """`key_types`: types of the format that a dict may have as keys beside numbers and text."""
+        """Prepare to unpickle `content`.
+
+        Args:
+            content: The pickle.
+            find_maker: Returns the constructor for (module, name).
+            set_state: Called with a constructed object and its state.
+            load_stored: Returns the object for a persistent id; None rejects persistent ids.
+            key_types: Types of the format that are accepted as keys of dicts, besides numbers,
+                strings, bytes, None and inert records.
+        """
         super().__init__(io.BytesIO(content))
         self._known, self._fill, self._stored, self._keys = find_maker, set_state, load_stored, (*_FLAT, InertRecord, *key_types)
 
     def find_class(self, module: str, name: str) -> object:
+        """Return the constructor for a name in the pickle."""
         return self._known(module, name)
 
     def persistent_load(self, pid: object) -> object:
+        """Return the object for a persistent id; raises UnpicklingError without `load_stored`."""
         if self._stored is None:
             raise pickle.UnpicklingError("it refers to something outside of itself")
         return self._stored(pid)
 
     def load_newobj(self) -> None:
+        """Handle NEWOBJ: call the constructor on the stack with its arguments."""
         arguments = self.stack.pop()
         self.stack[-1] = self.stack[-1](*arguments)
 
     def load_build(self) -> None:
+        """Handle BUILD: pass the state to `set_state`."""
         state = self.stack.pop()
         self._fill(self.stack[-1], state)
 
     def load_setitem(self) -> None:
+        """Handle SETITEM: add one item to a dict."""
         value, key = self.stack.pop(), self.stack.pop()
         self._set([key, value])
 
     def load_setitems(self) -> None:
+        """Handle SETITEMS: add items to a dict."""
         self._set(self.pop_mark())
 
     def _set(self, items: list) -> None:
@@ -91,6 +117,7 @@ class SafeUnpickler(pickle._Unpickler):
             into[key] = value
 
     def load_additems(self) -> None:
+        """Handle ADDITEMS: add items to a set."""
         items = self.pop_mark()
         for item in items:
             self._check_key(item)
@@ -106,6 +133,7 @@ class SafeUnpickler(pickle._Unpickler):
             )
 
     def load_refused(self) -> None:
+        """Raise UnpicklingError for opcodes that torch's files do not contain."""
         raise pickle.UnpicklingError("it uses a verb that no file of torch has")
 
     dispatch[pickle.NEWOBJ[0]] = load_newobj
@@ -118,7 +146,10 @@ class SafeUnpickler(pickle._Unpickler):
 
 
 def make_blank_maker(kind: type) -> Maker:
-    """Makes an object of a dataclass as pickles make them: without its __init__, its state follows."""
+    """Return a constructor that creates a dataclass object without calling its __init__.
+
+    This is how pickle creates objects; their state follows.
+    """
     return partial(_blank, kind)
 
 

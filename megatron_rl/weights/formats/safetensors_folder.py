@@ -1,9 +1,10 @@
-"""Folders of safetensors as Hugging Face keeps models: read with their completeness checked, written tensor by tensor.
+"""Reader and writer of Hugging Face folders with safetensors files.
 
-The format is a little-endian 8-byte length, a JSON header of that length (it may end in spaces), and the tensors' bytes in the header's
-order without gaps (safetensors 0.6, README.md, Format). On writing the header's place is kept free and filled when the file is full, so
-that nothing has to be known of a tensor before it comes; memory holds two or three tensors, and what was written is read back before it
-is published.
+The reader checks completeness, the writer handles one tensor at a time. A safetensors file consists
+of an 8-byte little-endian length, a JSON header of that length (it may end in spaces), and the
+tensors' data in header order without gaps (safetensors 0.6, README.md, Format). The writer reserves
+space for the header and fills it in last, so that tensors need not be known in advance. Memory
+holds two or three tensors at a time. Written files are read back before the folder is published.
 """
 
 import json
@@ -22,21 +23,27 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSpec
 from megatron_rl.weights.formats.tensor_files import FlushedFile, atomic_folder, copy_companions, is_file_name, list_companions, map_tensor
 
 INDEX_FILE = "model.safetensors.index.json"
-"""The file that says which tensor stands in which file."""
+"""Name of the file that maps tensors to files."""
 HEADER_BYTES = 1 << 16
-"""Room for the header of one file: some 400 tensors. A file whose header is full is closed, as one whose bytes are."""
+"""Space reserved for the header of a written file, enough for about 400 tensors. A new file is
+started when the header or the data of a file is full.
+"""
 MAX_HEADER_BYTES = 8 << 20
-"""Of a file of others: some 80,000 tensors."""
+"""Maximum header size of a file that is read, enough for about 80,000 tensors."""
 MAX_ENTRY_BYTES = 1 << 10
-"""Room in a header without which no further tensor is begun there; an entry takes less."""
+"""Free header space required to add a tensor to a file; an entry is smaller."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-"""Safetensors' names of the number types that a model is trained from."""
+"""Supported dtypes by their names in safetensors."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""Number type -> safetensors' name of it."""
+"""Names in safetensors of the supported dtypes."""
 
 
 def find_missing_file(folder: Path) -> str:
-    """Return the first file without which a Hugging Face folder is no model, "" if it has all: its config, its index, its weights."""
+    """Return the first required file that is missing from a Hugging Face folder, or "".
+
+    Required are config.json, the files listed in the index, and at least one file of weights. An
+    invalid index counts as missing.
+    """
     if not (folder / "config.json").is_file():
         return "config.json"
     try:
@@ -51,27 +58,32 @@ def find_missing_file(folder: Path) -> str:
 
 @dataclass(slots=True, frozen=True)
 class _Entry:
-    """One tensor of a file's header."""
+    """Header entry of one tensor in a file."""
 
     path: Path
     name: str
-    """The tensor's name as the file spells it."""
+    """Name of the tensor as stored in the file."""
     spec: TensorSpec
     offset: int
-    """Where its bytes begin in the file."""
+    """Position of the tensor's data in the file, in bytes."""
 
 
 class HfTensors:
-    """The tensors of a Hugging Face folder by canonical name, read one at a time.
+    """Tensors of a Hugging Face folder by canonical name, read one at a time.
 
-    Headers are checked at once. Raises ValueError under the setting's or option's name `key`.
+    Headers are checked on construction. Raises ValueError under the setting's or option's name
+    `key`.
     """
 
     def __init__(self, folder: str | Path, *, key: str = "model.path", read_once: bool = False) -> None:
-        """`read_once`: each tensor is read once, by this process alone (files.mapped)."""
+        """Read and check the headers and the index.
+
+        Set `read_once` if each tensor is read once and by this process only; see
+        tensor_files.map_tensor.
+        """
         self.folder, self.key, self._read_once = Path(folder), key, read_once
         self._tensors: dict[str, _Entry] = {}
-        list_companions(self.folder)  # a run copies them into its first checkpoint: refused now, not an hour later
+        list_companions(self.folder)  # raises now instead of at the first checkpoint, which copies them
         index = self._index()
         for path in self._weight_files(index):
             for stored in self._read_entries(path):
@@ -92,7 +104,7 @@ class HfTensors:
         return ValueError(f"{self.key}={self.folder}: {what}")
 
     def _index(self) -> dict[str, str]:
-        """The index, {tensor: file}, as it is stored; empty without one."""
+        """Return the index {tensor: file} as stored; {} if there is none."""
         path = self.folder / INDEX_FILE
         try:
             index = dict(read_json(path)["weight_map"]) if path.is_file() else {}
@@ -115,7 +127,11 @@ class HfTensors:
         return files
 
     def _read_entries(self, path: Path) -> list[_Entry]:
-        """The tensors of one file. Safetensors checks it: the header, the sizes, the file's length, and that there are no gaps."""
+        """Return the header entries of one file.
+
+        Safetensors checks the header, the sizes, the length of the file, and that there are no
+        gaps.
+        """
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
@@ -137,14 +153,18 @@ class HfTensors:
         ]
 
     def locate(self, name: str) -> str:
+        """Return the folder, for error messages."""
         return str(self.folder)
 
     def stored_name(self, name: str) -> str:
-        """The file's own spelling of a canonical name."""
+        """Return the name under which a tensor is stored, given its canonical name."""
         return self._tensors[name].name
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor of that canonical name, on CPU in the stored dtype; its part of the file is mapped for as long as it lives."""
+        """Return the tensor with this canonical name, on the CPU and in the stored dtype.
+
+        Its part of the file remains memory-mapped as long as the tensor exists.
+        """
         stored = self._tensors[name]
         return map_tensor(stored.path, offset=stored.offset, dtype=stored.spec.dtype, shape=stored.spec.shape, read_once=self._read_once)
 
@@ -160,13 +180,28 @@ def write_hf_folder(
     pixels: tuple[int, int] | None = None,
     card: str = "",
 ) -> list[str]:
-    """Write a complete Hugging Face folder at `out`: the tensors, and everything else (config, tokenizer, processor) from `like`.
+    """Write a complete Hugging Face folder at `out`, atomically.
 
-    It is written beside its final name, flushed to disk, read back (headers against what came), and renamed last, so that a folder called
-    `out` is whole or absent. `config` replaces like's config.json; `check` is shown the folder before it is renamed and may refuse it.
-    `pixels`: see copy_companions; `card` replaces like's README.md.
-    Returns the parts of a complete folder that `like` lacks, in words. Raises OSError (disk full, no permission) and what `tensors` and
-    `check` raise; what was written until then is removed.
+    The folder gets these tensors, and config, tokenizer and processor from `like`. It is written
+    under a temporary name, flushed to disk, verified (headers are read back) and renamed last, so
+    that `out` is complete or absent.
+
+    Args:
+        out: The new folder. An existing one is replaced.
+        tensors: Names and tensors, consumed one at a time.
+        like: Hugging Face folder from which all other files are copied.
+        shard_bytes: Maximum size of a file of weights.
+        config: Content of config.json that replaces like's.
+        check: Called with the folder before it is renamed; raises to reject it.
+        pixels: Limits on an image's number of pixels; see copy_companions.
+        card: Text of README.md that replaces like's.
+
+    Returns:
+        Descriptions of the parts of a complete folder that `like` lacks.
+
+    Raises:
+        OSError: Writing failed (disk full, no permission). This and any error of `tensors` or
+            `check` removes the unfinished folder.
     """
     with atomic_folder(out) as partial:
         _write_shards(partial, tensors, shard_bytes)
@@ -181,7 +216,7 @@ def write_hf_folder(
 
 
 class _Shard:
-    """One safetensors file that is being written."""
+    """A safetensors file that is being written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -192,11 +227,11 @@ class _Shard:
         self.size = 0
 
     def has_room(self, nbytes: int, shard_bytes: int) -> bool:
-        """Whether the next tensor fits; the first one always does."""
+        """Return True if the next tensor fits into the file; the first tensor always does."""
         return self.size == 0 or (self.size + nbytes <= shard_bytes and self.header_bytes + MAX_ENTRY_BYTES <= HEADER_BYTES)
 
     def reserve(self, name: str, tensor: torch.Tensor) -> None:
-        """Note the next tensor's place in the header."""
+        """Add the next tensor to the header."""
         end = self.size + tensor.nbytes
         entry = {name: {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [self.size, end]}}
         self.header.update(entry)
@@ -204,6 +239,7 @@ class _Shard:
         self.header_bytes += len(json.dumps(entry))
 
     def close(self) -> None:
+        """Write the header, flush the file to disk and close it."""
         header = json.dumps(self.header).encode()
         assert len(header) <= HEADER_BYTES, f"{self.path.name}: its header has {len(header)} bytes"
         self.file.seek(0)
@@ -212,7 +248,10 @@ class _Shard:
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
-    """Write, while the next tensor is being made, the last one; then number the files, prove them and write the index."""
+    """Write all tensors to numbered files, verify the files and write the index.
+
+    A thread writes one tensor while the next one is computed.
+    """
     shards: list[_Shard] = []
     names: set[str] = set()
     pending: Future[None] | None = None
@@ -248,7 +287,10 @@ def _tensor_names(shard: _Shard) -> list[str]:
 
 
 def _verify_shard(shard: _Shard) -> None:
-    """Read the file's header back with safetensors' own reader, which refuses gaps and a wrong length, and compare with what came."""
+    """Read the file's header back and compare it with the written tensors.
+
+    safetensors' own reader rejects gaps and a wrong length.
+    """
     try:
         with safe_open(shard.path, framework="pt") as file:
             read = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -1,7 +1,9 @@
-"""Large files of tensors without waiting for the disk, and folders that are whole or absent.
+"""Reads and writes large tensor files efficiently, and publishes folders atomically.
 
-Read: a file is mapped, read before it is asked for, and the next tensor is made while the last one is written. Written: from front to
-end, on its way to the disk while it grows. Published: a folder takes its name when all of it is on the disk, whatever kills the process.
+Reading maps a file into memory and loads it ahead of use, and the next tensor is prepared while the
+last one is written. Writing is sequential, and the kernel writes data to disk while the file grows.
+A folder gets its final name only when all of it is on disk, so that a killed process leaves no
+incomplete folder.
 """
 
 import ctypes
@@ -25,22 +27,34 @@ Item = TypeVar("Item")
 MadeItem = TypeVar("Made")
 
 POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14 (include/uapi/asm-generic/mman-common.h), which Python 3.11 does not name."""
+"""MADV_POPULATE_READ of Linux 5.14 (include/uapi/asm-generic/mman-common.h), not defined by Python
+3.11.
+"""
 LIBC = ctypes.CDLL(None, use_errno=True)
-"""The C library, for its madvise: Python 3.11's waits for the disk without letting other threads run (Modules/mmapmodule.c)."""
+"""C library, used for its madvise: Python 3.11's madvise holds the GIL while it waits for the disk
+(Modules/mmapmodule.c).
+"""
 WRITE_BYTES = 64 << 20
-"""The kernel is told to begin writing a growing file out after every so many bytes, so that fsync finds little left to do."""
+"""Number of written bytes after which the kernel is asked to start writing a growing file to disk,
+so that fsync has little left to write.
+"""
 NO_COMPANIONS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
-"""Suffixes of weights in a Hugging Face folder; `*.index.json` belongs to them."""
+"""Suffixes of weight files in a Hugging Face folder; `*.index.json` files also count as weights."""
 
 MAX_COMPANION_BYTES = 256 << 20
-"""What is larger is weights, by whatever name: the largest tokenizers have some 40 MB."""
+"""Maximum size of a file that is not weights; larger files are treated as weights. The largest
+tokenizers have about 40 MB.
+"""
 
 
 def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, read_once: bool = False) -> torch.Tensor:
-    """The contiguous tensor whose bytes begin at an offset of a file. Its part of the file is read and mapped for as long as the tensor
-    lives; writing to it changes memory, never the file. `read_once`: nobody else needs that part, and it leaves the page cache with the
-    tensor, which spares the kernel finding other memory for what is read next. Raises OSError where the disk cannot be read."""
+    """Return the contiguous tensor stored at an offset of a file, as a private memory map.
+
+    The tensor's part of the file is read now and stays mapped as long as the tensor exists. Writing
+    to the tensor changes memory, never the file. Set `read_once` if no one else needs that part of
+    the file: it is then dropped from the page cache together with the tensor, so that the kernel
+    need not free other memory for the next one. Raises OSError if the disk cannot be read.
+    """
     before = offset % mmap.ALLOCATIONGRANULARITY
     num_bytes = shape.numel() * dtype.itemsize
     with path.open("rb") as file:
@@ -51,19 +65,22 @@ def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size
     pages = torch.frombuffer(part, dtype=torch.uint8)
     if LIBC.madvise(ctypes.c_void_p(pages.data_ptr()), ctypes.c_size_t(len(pages)), POPULATE_READ):
         number = ctypes.get_errno()
-        if number != errno.EINVAL:  # an older Linux, where pages are mapped as they are touched
+        if number != errno.EINVAL:  # older Linux: pages are loaded at first access
             raise OSError(number, os.strerror(number), str(path))
     return torch.frombuffer(part, dtype=dtype, offset=before).view(shape)
 
 
 def _forget(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Take a part of a file, which is not mapped any more, out of the page cache; what other processes map stays."""
+    """Drop a part of a file that is no longer mapped from the page cache.
+
+    Pages that other processes have mapped stay.
+    """
     os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
 
 def prefetch(make: Callable[[Item], MadeItem], items: Iterable[Item]) -> Iterator[MadeItem]:
-    """Yield make(item) for every item in order, each made in a thread while the caller is busy with the one before it."""
+    """Yield make(item) for each item in order, computing the next one in a thread."""
     with ThreadPoolExecutor(1) as maker:
         pending: Future[MadeItem] | None = None
         for item in items:
@@ -76,7 +93,10 @@ def prefetch(make: Callable[[Item], MadeItem], items: Iterable[Item]) -> Iterato
 
 
 class FlushedFile(io.FileIO):
-    """A new file without a buffer. Raises OSError naming it (disk full), from whichever call notices."""
+    """New unbuffered file whose data is written to disk while it grows.
+
+    Raises OSError with the file's name (disk full) from the call that detects it.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb")
@@ -84,7 +104,7 @@ class FlushedFile(io.FileIO):
         self._waiting = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of the data, where the file stands."""
+        """Write all of the data at the current position."""
         left = memoryview(data).cast("B")
         num_bytes = len(left)
         try:
@@ -93,7 +113,8 @@ class FlushedFile(io.FileIO):
                 left = left[written:]
                 self._waiting += written
                 if self._waiting == WRITE_BYTES:
-                    # Linux begins to write out the pages it is told nobody needs, and does not wait for them (mm/fadvise.c).
+                    # Linux starts writing these pages to disk without waiting for it
+                    # (mm/fadvise.c).
                     os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                     self._waiting = 0
         except OSError as error:
@@ -101,11 +122,11 @@ class FlushedFile(io.FileIO):
         return num_bytes
 
     def write_tensor(self, tensor: torch.Tensor) -> None:
-        """Write the numbers of a tensor on CPU, row by row."""
+        """Write the data of a CPU tensor in row-major order."""
         self.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
 
     def finish(self) -> None:
-        """Wait until all of the file is on the disk, and close it."""
+        """Wait until all of the file is on disk, and close it."""
         try:
             os.fsync(self.fileno())
         except OSError as error:
@@ -118,11 +139,13 @@ class FlushedFile(io.FileIO):
 
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """An empty hidden folder beside `out`; when the block ends it is flushed to disk and takes out's name and place.
+    """Yield an empty temporary folder that becomes `out` when the block ends.
 
-    If the block raises, what was written is removed, with the parents that were made for it, and a folder that was at `out` stays.
-    What a killed process left is removed by the next one, which puts the old folder back if it died between the two renames.
-    Raises OSError (disk full, no permission, a file in the way).
+    The folder is hidden and next to `out`. At the end it is flushed to disk and renamed. If the
+    block raises, it is removed, together with parents created for it, and an existing `out` stays.
+    Leftovers of a killed process are removed by the next call; if the process died between the two
+    renames, that call restores the old folder. Raises OSError (disk full, no permission, or a file
+    of that name exists).
     """
     partial, replaced = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.replaced")
     if replaced.exists() and not out.exists():
@@ -145,7 +168,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         if replaced.exists() and not out.exists():
             replaced.rename(out)
-        with suppress(OSError):  # somebody else's file is in it by now, or it was not made
+        with suppress(OSError):  # not empty, or it was never created
             for parent in made:
                 parent.rmdir()
         raise
@@ -153,7 +176,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file or a folder's list of names is on the disk."""
+    """Wait until a file, or the directory entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -162,15 +185,16 @@ def fsync_path(path: Path) -> None:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether a stranger's word names a file of a folder, and leads nowhere else."""
+    """Return True if an untrusted value is a plain file name, without a path."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def list_companions(source: Path) -> list[Path]:
-    """Config, tokenizer, processor and chat template: every file of a Hugging Face folder but its weights and hidden files.
+    """Return the config, tokenizer, processor and chat template files of a Hugging Face folder.
 
-    ValueError: one of them is a link that leads out of the folder, and what it leads to is nobody's to publish. In a cache of Hugging Face,
-    a model's files are links to its blobs.
+    These are all files except weights and hidden files. Raises ValueError if one of them is a
+    symbolic link out of the folder, because its target must not be published. Links to the blobs of
+    a Hugging Face cache are accepted.
     """
     folder = source.resolve()
     found, homes = [], [folder, *(home.parent / "blobs" for home in folder.parents if home.name == "snapshots")]
@@ -185,9 +209,10 @@ def list_companions(source: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, into: Path, *, pixels: tuple[int, int] | None = None) -> list[str]:
-    """Copy what stands beside the weights, with these limits of a picture's pixels in the processor's files (pixel_limits.py).
+    """Copy all files except weights, and optionally set pixel limits in the processor's files.
 
-    Returns the parts of a complete folder that are missing, in words. ValueError: `list_companions`.
+    `pixels` are (min_pixels, max_pixels); see pixel_limits.py. Returns descriptions of the parts of
+    a complete folder that are missing. Raises ValueError as `list_companions` does.
     """
     into.mkdir(exist_ok=True)
     for path in list_companions(source):

@@ -1,4 +1,8 @@
-"""A checkpoint into Megatron's distributed format, tensor by tensor, with the proof that nothing was lost or doubled."""
+"""Converts a checkpoint to Megatron's distributed format and verifies the result.
+
+Conversion handles one tensor at a time. Verification ensures that every source tensor is used
+exactly once.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -13,16 +17,23 @@ from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 
 
 class McoreImport:
-    """One conversion: what is read, what is written, and its size, known from headers alone before anything is read."""
+    """Conversion of one checkpoint.
+
+    Its name mappings, output specs and size are known from headers before any tensor is read.
+    """
 
     def __init__(self, source: TensorSource, rows: list[ParamMapping], *, dtype: torch.dtype | None = None) -> None:
-        """`source` was held against the model already; `dtype` None: every tensor as it is stored. Raises ValueError."""
+        """Determine the specs of the output.
+
+        `source` is already checked against the model. With dtype=None each tensor keeps its stored
+        dtype. Raises ValueError if the tensors of one parameter have different dtypes.
+        """
         self.source, self.dtype = source, dtype
         self.rows = [row for row in rows if row.is_exported]
         self.target_specs = {row.checkpoint_key: self._target_spec(row) for row in self.rows}
 
     def _target_spec(self, row: ParamMapping) -> TensorSpec:
-        """The spec of the tensor that a row will be, computed on tensors without data."""
+        """Return the spec of a Megatron tensor, computed without data."""
         specs = [self.source.specs[name] for name in row.hf_names]
         tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -33,12 +44,16 @@ class McoreImport:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the result's tensors, counted on the source's side."""
+        """Size of the output's tensors in bytes, computed from the source."""
         return sum(spec.shape.numel() * (self.dtype or spec.dtype).itemsize for spec in self.source.specs.values())
 
     def write(self, into: Path, *, tp: int, progress: Callable[[int], None]) -> None:
-        """Fill an empty folder; `progress` hears the bytes of each tensor. Chunks are cut so that a rank at tensor parallel size tp reads
-        its own bytes only; the result loads at every layout. Raises OSError (disk full) and ValueError (damage)."""
+        """Write the checkpoint into an empty folder and verify it.
+
+        `progress` is called with the size in bytes of each written tensor. Tensors are stored in
+        chunks such that a rank at tensor-parallel size `tp` reads only its own data; the checkpoint
+        loads at every layout. Raises OSError (disk full) and ValueError (damaged input).
+        """
         consumed: Counter[str] = Counter()
         with TorchDistWriter(into) as writer:
             for row, runs in zip(self.rows, prefetch(self._runs, self.rows), strict=True):
@@ -58,7 +73,7 @@ class McoreImport:
         return row.list_row_slices(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf_names)))
 
     def _check_result(self, into: Path) -> None:
-        """Read the folder's own account of itself again and compare it with the plan."""
+        """Read the metadata of the written folder and compare it with the plan."""
         result = McoreTensors(into, key="--out")
         check_names(result.specs, self.target_specs, source=str(into), target="the table")
         for key, spec in self.target_specs.items():
@@ -70,14 +85,20 @@ class McoreImport:
 
 
 def num_chunks(row: ParamMapping, tp: int) -> int:
-    """How many chunks a row's tensor is stored in: Megatron cuts it over ranks in equal parts, and each half of gate and up
-    (megatron-core 0.16.1, transformer/mlp.py, apply_swiglu_sharded_factory)."""
+    """Return the number of chunks in which a parameter is stored.
+
+    Megatron shards it over ranks in equal parts, separately for gate and up (megatron-core 0.16.1,
+    transformer/mlp.py, apply_swiglu_sharded_factory).
+    """
     if row.shard_dim is None:
         return 1
     return tp * len(row.hf_names) if row.fuse_shards else tp
 
 
 def has_extra_state(row: ParamMapping) -> bool:
-    """Whether Megatron's sharded_state_dict asks for an `_extra_state` beside it, as it does for the linear layers of the decoder
-    (megatron-core 0.16.1, tensor_parallel/layers.py, get_extra_state)."""
+    """Return True if Megatron expects an `_extra_state` next to this parameter.
+
+    Its sharded_state_dict contains one for linear layers of the decoder (megatron-core 0.16.1,
+    tensor_parallel/layers.py, get_extra_state).
+    """
     return ":" in row.stage and row.shard_dim is not None and row.checkpoint_key.endswith("weight")

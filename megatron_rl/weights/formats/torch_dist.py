@@ -1,11 +1,14 @@
-"""Megatron's distributed checkpoint format `torch_dist`, read and written one tensor at a time and without process groups.
+"""Reader and writer of Megatron's checkpoint format `torch_dist`.
 
-A folder holds `*.distcp` files (every chunk of a tensor is a torch.save of its own at an offset), `.metadata` (a pickled torch
-Metadata: which chunks make a tensor, and where they lie), `common.pt` and `metadata.json` (megatron-core 0.16.1, dist_checkpointing).
+Both handle one tensor at a time and need no process group. A folder contains `*.distcp` files
+(every chunk of a tensor is a separate torch.save at an offset), `.metadata` (a pickled torch
+Metadata with the chunks of each tensor and their positions), `common.pt` and `metadata.json`
+(megatron-core 0.16.1, dist_checkpointing).
 
-Memory holds one tensor however large the model. torch 2.13's own FileSystemWriter keeps every tensor of a file until the file ends
-(checkpoint/filesystem.py, _write_files_from_queue), and `dist_checkpointing.save` has all of them to begin with; here each is a torch.save
-at the file's end, which is what they write too.
+Only one tensor is in memory at a time. torch 2.13's FileSystemWriter keeps every tensor of a file
+until the file is complete (checkpoint/filesystem.py, _write_files_from_queue), and
+`dist_checkpointing.save` needs all tensors at the start. The writer here appends each tensor with
+torch.save, which produces the same files.
 """
 
 import json
@@ -30,13 +33,18 @@ from megatron_rl.weights.formats.tensor_files import FlushedFile, map_tensor
 from megatron_rl.weights.formats.torch_dist_metadata import METADATA, chunks_cover_tensor, read_metadata
 
 FORMAT_FILE = "metadata.json"
-"""The file that names the format."""
+"""Name of the file that identifies the format."""
 FORMAT_METADATA = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-"""The content of metadata.json (megatron-core 0.16.1, dist_checkpointing/core.py, CheckpointingConfig)."""
+"""Content of metadata.json, as written by CheckpointingConfig (megatron-core 0.16.1,
+dist_checkpointing/core.py).
+"""
 
 
 def read_format_metadata(folder: Path, *, key: str) -> object:
-    """What metadata.json names. ValueError under `key`: it is not there, or damaged."""
+    """Return the content of metadata.json.
+
+    Raises ValueError under `key` if the file is missing or damaged.
+    """
     path = folder / FORMAT_FILE
     if not path.is_file():
         raise ValueError(f"{key}={folder}: no {FORMAT_FILE} in it; give a Megatron torch_dist checkpoint folder")
@@ -47,10 +55,12 @@ def read_format_metadata(folder: Path, *, key: str) -> object:
 
 
 class McoreTensors:
-    """The model's tensors in a torch_dist folder by their keys there, each read on its own; the optimizer's are left out.
+    """Tensors of a torch_dist folder by key, read one at a time.
 
-    Raises ValueError under the setting's or option's name `key` where chunks do not make up their tensor or lie beyond the end of their
-    file, and where a run's checkpoint has another content than it recorded: of a file with tensors when the first of them is read.
+    The optimizer's tensors are left out by default. Raises ValueError under the setting's or
+    option's name `key` if the chunks of a tensor do not cover it or extend beyond their file, or if
+    files of a run's checkpoint differ from the recorded digests. A file with tensors is compared
+    when the first of them is read.
     """
 
     def __init__(
@@ -62,7 +72,16 @@ class McoreTensors:
         with_optimizer: bool = False,
         is_verified: bool = False,
     ) -> None:
-        """`read_once`: each tensor is read once, by this process alone (files.mapped). `is_verified`: the run has compared all digests."""
+        """Read and check the metadata.
+
+        Args:
+            folder: The torch_dist folder.
+            key: Setting or option that names the folder, for error messages.
+            read_once: Set to True if each tensor is read once and by this process only; see
+                tensor_files.map_tensor.
+            with_optimizer: Include the optimizer's tensors.
+            is_verified: Set to True if the run has already compared all digests.
+        """
         self.folder, self.key, self._read_once = Path(folder), key, read_once
         self._recorded = None if is_verified else self._read_record()
         self._verified: set[str] = set()
@@ -111,14 +130,15 @@ class McoreTensors:
         return ValueError(f"{self.key}={self.folder}: {name}: {why}; copy the whole checkpoint again")
 
     def locate(self, name: str) -> str:
+        """Return the folder, for error messages."""
         return str(self.folder)
 
     def chunks(self, name: str) -> list[tuple[torch.Size, torch.Size]]:
-        """The (offsets, sizes) of each chunk of a tensor."""
+        """Return the (offsets, sizes) of each chunk of a tensor."""
         return [(chunk.offsets, chunk.sizes) for chunk in self._tensors[name].chunks]
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, on CPU in the stored dtype."""
+        """Return the whole tensor, on the CPU and in the stored dtype."""
         entry = self._tensors[name]
         if len(entry.chunks) == 1:
             return self.read_chunk(name, entry.chunks[0].offsets)
@@ -129,7 +149,10 @@ class McoreTensors:
         return whole
 
     def read_chunk(self, name: str, offsets: torch.Size) -> torch.Tensor:
-        """The chunk that begins there. ValueError: the file holds something else."""
+        """Return the chunk at these offsets.
+
+        Raises ValueError if the file has other content.
+        """
         place, spec = self._places[metadata.MetadataIndex(name, offsets)], self.specs[name]
         sizes, path = self._sizes[name, offsets], self.folder / place.relative_path
         if place.relative_path not in self._verified:
@@ -147,13 +170,14 @@ class McoreTensors:
 
 
 class TorchDistWriter:
-    """Add every tensor, then `finish`. A context: leaving it early closes the files, and the folder is no checkpoint.
+    """Writer of a torch_dist folder: add every tensor, then call `finish`.
 
-    Raises OSError (disk full), from whichever call notices.
+    Use it as a context manager. If the block ends early, files are closed but the folder is no
+    valid checkpoint. Raises OSError (disk full) from the call that detects it.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30) -> None:
-        """A new file begins when one has reached file_bytes."""
+        """Write into `folder`; a new file is started when one has reached `file_bytes`."""
         self.folder, self.file_bytes = folder, file_bytes
         self._metadata = metadata.Metadata({}, storage_data={}, storage_meta=metadata.StorageMeta(), version=filesystem.CURRENT_DCP_VERSION)
         self._file: FlushedFile | None = None
@@ -167,8 +191,11 @@ class TorchDistWriter:
             self._file.close()
 
     def add(self, key: str, *runs: torch.Tensor, dim: int = 0, parts: int = 1) -> None:
-        """Write a tensor, given whole or as the runs of rows that make it up, cut along `dim` into `parts` equal chunks (rows
-        that do not divide: the last is shorter): what a rank reads without the rest."""
+        """Write a tensor, given as a whole or as consecutive slices of rows.
+
+        It is stored as `parts` equal chunks along `dim`, so that a rank can read its shard without
+        the rest. If rows do not divide evenly, the last chunk is shorter.
+        """
         assert key not in self._metadata.state_dict_metadata, f"{key} was written already"
         shape = _stacked_shape(runs)
         assert parts == 1 or dim == 0 or shape[dim] % parts == 0, f"{key} {tuple(shape)} in {parts} along {dim}"
@@ -183,19 +210,27 @@ class TorchDistWriter:
         self._metadata.state_dict_metadata[key] = entry
 
     def add_empty_object(self, key: str) -> None:
-        """A Megatron ShardedObject without content (the `_extra_state` of a linear layer): Megatron insists on finding one."""
+        """Write a Megatron ShardedObject without content (the `_extra_state` of a linear layer).
+
+        Megatron requires an entry of this name.
+        """
         self._metadata.state_dict_metadata[key] = metadata.BytesStorageMetadata()
         self._append(metadata.MetadataIndex(key), [None])
 
     def _append(self, index: metadata.MetadataIndex, content: torch.Tensor | list[None], runs: Tensors = ()) -> None:
-        """Append torch.save of the content; the numbers of a tensor are those of the runs, and its own are never touched."""
+        """Append torch.save of `content` to the current file.
+
+        With `runs`, the data of these slices is written in place of the data of `content`, which is
+        never accessed.
+        """
         file = self._open_file()
         offset = file.tell()
         filled = _ChunkBuffer(file, content, runs) if runs else None
         try:
-            with config.patch({"save.compute_crc32": False}):  # torch.load does not check it (torch.serialization.set_crc32_options)
+            # torch.load does not check CRC32 (torch.serialization.set_crc32_options).
+            with config.patch({"save.compute_crc32": False}):
                 torch.save(content, file if filled is None else filled)
-        except RuntimeError as error:  # torch's zip writer raises its own where the file could not be written
+        except RuntimeError as error:  # raised by torch's zip writer after an OSError of the file
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from error
         assert filled is None or filled.is_done, f"torch.save did not write the numbers of {index.fqn} in one piece"
         self._metadata.storage_data[index] = filesystem._StorageInfo(file.path.name, offset, file.tell() - offset)
@@ -213,7 +248,7 @@ class TorchDistWriter:
         self._file = None
 
     def finish(self) -> None:
-        """Write what makes the files a checkpoint."""
+        """Write the metadata files that complete the checkpoint."""
         if self._file is not None:
             self._close_file()
         torch.save({}, self.folder / "common.pt")
@@ -223,7 +258,7 @@ class TorchDistWriter:
 
 
 class _ChunkBuffer:
-    """The file for one torch.save: where torch writes the numbers of `tensor`, those of the runs are written."""
+    """File object for one torch.save that replaces the data of `tensor` by that of `runs`."""
 
     def __init__(self, file: FlushedFile, tensor: torch.Tensor, runs: Tensors) -> None:
         self.file, self.tensor, self.runs = file, tensor, runs
@@ -240,12 +275,12 @@ class _ChunkBuffer:
 
 
 def _stacked_shape(runs: Tensors) -> torch.Size:
-    """The shape of the tensor that runs of rows make up."""
+    """Return the shape of the concatenated slices."""
     return runs[0].shape if len(runs) == 1 else torch.Size((sum(map(len, runs)), *runs[0].shape[1:]))
 
 
 def _cut_runs(runs: Tensors, dim: int, parts: int) -> Iterator[Tensors]:
-    """The runs of each of `parts` equal chunks along `dim`."""
+    """Yield the slices of each of `parts` equal chunks along `dim`."""
     if parts == 1:
         yield runs
     elif dim:

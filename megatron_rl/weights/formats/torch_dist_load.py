@@ -1,9 +1,14 @@
-"""Filling Megatron's own tensors from a torch_dist folder of a stranger's, through dist_checkpointing, without an unpickling of its own.
+"""Loads an untrusted torch_dist folder with dist_checkpointing, but without its pickle calls.
 
-megatron-core 0.16.1 and torch 2.13 unpickle in four places on this way: `.metadata` (pickle.load, checkpoint/filesystem.py, and every
-rank's `__R.metadata` where that fails), a chunk (torch.load with weights_only and with the classes that Megatron allows for the whole
-process, safe_globals.py), an entry that the metadata calls bytes (torch.load without weights_only, default_planner.py, load_bytes), and
-common.pt (strategies/common.py). All of them are read here by tables of the format instead (safe_unpickler.py).
+It fills Megatron's tensors. megatron-core 0.16.1 and torch 2.13 would unpickle data in four places:
+- `.metadata` (pickle.load, checkpoint/filesystem.py; every rank's `__R.metadata` if that fails),
+- a chunk (torch.load with weights_only and with classes that Megatron allows for the whole process,
+  safe_globals.py),
+- an entry that the metadata declares as bytes (torch.load without weights_only, default_planner.py,
+  load_bytes),
+- common.pt (strategies/common.py).
+
+Here all of them are read with safe_unpickler.py instead.
 """
 
 from collections.abc import Iterator
@@ -27,14 +32,15 @@ from megatron_rl.weights.formats.pickle_tensors import StoredTensor
 from megatron_rl.weights.formats.torch_dist import FORMAT_METADATA, McoreTensors, read_format_metadata
 
 COMMON = "common.pt"
-"""What of a checkpoint is no tensor of the model."""
+"""Name of the file with the part of a checkpoint that is not tensors of the model."""
 
 
 def load(wanted: ShardedStateDict, folder: Path, *, key: str, with_optimizer: bool) -> StateDict:
-    """dist_checkpointing.load of the tensors alone. `with_optimizer`: all that the folder holds is wanted, the optimizer's part too, and
-    the run that goes on there has compared its digests (run_states.find).
+    """Run dist_checkpointing.load for tensors only.
 
-    ValueError under `key`: the folder is damaged, or not what torch and Megatron write.
+    With `with_optimizer` the checkpoint must contain exactly the wanted tensors, including the
+    optimizer's, and the resuming run must have compared the digests already. Raises ValueError
+    under `key` if the folder is damaged or was not written by torch and Megatron.
     """
     if read_format_metadata(folder, key=key) != FORMAT_METADATA:
         raise ValueError(f"{key}={folder}: its metadata.json names another format than Megatron's torch_dist; copy it again")
@@ -49,7 +55,10 @@ def load(wanted: ShardedStateDict, folder: Path, *, key: str, with_optimizer: bo
 
 
 def read_common(folder: Path) -> object:
-    """What common.pt holds, its tensors read. ValueError: it is none of torch.save's."""
+    """Return the content of common.pt, with its tensors loaded.
+
+    Raises ValueError if the file was not written by torch.save.
+    """
     return _read_tensors(pickle_tensors.load(folder / COMMON))
 
 
@@ -67,7 +76,7 @@ class _EmptyCommonState(TorchCommonLoadStrategy):
 
 
 class _Reader(FileSystemReader):
-    """Megatron's reader of a folder, whose metadata and chunks were read and are read by McoreTensors."""
+    """Reader for Megatron that takes metadata and chunks from McoreTensors."""
 
     def __init__(self, stored: McoreTensors) -> None:
         super().__init__(stored.folder)
@@ -91,7 +100,10 @@ class _Reader(FileSystemReader):
 
 @contextmanager
 def _using_reader(reader: _Reader) -> Iterator[None]:
-    """Megatron makes its readers by a function of its own (strategies/torch.py): inside the block it is given ours."""
+    """Make Megatron use `reader` inside the block, in place of the one that it would create.
+
+    Megatron creates its readers with a module-level function (strategies/torch.py).
+    """
     make = strategy._get_filesystem_reader
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader
     try:

@@ -1,7 +1,9 @@
-"""`.metadata` of a torch_dist folder: a pickled torch Metadata, which says which chunks make a tensor, and where they lie.
+"""Reader of the file `.metadata` in a torch_dist folder.
 
-torch's own reader of it is pickle.load (torch 2.13, distributed/checkpoint/filesystem.py, read_metadata). Here it is read by a table of
-what torch 2.13 and megatron-core 0.16.1 write, and every field that is used has the type that it should have.
+It is a pickled torch Metadata with the chunks of each tensor and their positions. torch itself
+reads the file with pickle.load (torch 2.13, distributed/checkpoint/filesystem.py, read_metadata).
+Here it is read by SafeUnpickler, with the classes that torch 2.13 and megatron-core 0.16.1 write.
+The types of all used fields are checked.
 """
 
 import dataclasses
@@ -18,9 +20,9 @@ from megatron_rl.weights.formats.safe_unpickler import UNPICKLING_ERRORS, InertR
 from megatron_rl.weights.formats.tensor_files import is_file_name
 
 METADATA = ".metadata"
-"""The file's name."""
+"""Name of the metadata file."""
 MAX_BYTES = 256 << 20
-"""Of the file: a million chunks."""
+"""Maximum size of the metadata file, enough for a million chunks."""
 MAX_DIMENSIONS = 8
 _RECORDS = (
     metadata.Metadata, metadata.TensorStorageMetadata, metadata.TensorProperties, metadata.ChunkStorageMetadata,
@@ -31,7 +33,10 @@ _FIELDS = {kind: {field.name for field in dataclasses.fields(kind)} for kind in 
 
 
 def make_shape(sizes: object = ()) -> torch.Size:
-    """A torch.Size of a stranger's: what is longer than a tensor has dimensions would be a way to fill the memory."""
+    """Return a torch.Size made of untrusted data.
+
+    Raises ValueError for more than 2 * MAX_DIMENSIONS sizes, which could exhaust memory.
+    """
     if not isinstance(sizes, tuple | list) or len(sizes) > 2 * MAX_DIMENSIONS:
         raise ValueError(f"{len(sizes) if isinstance(sizes, tuple | list) else type(sizes).__name__} sizes of a tensor")
     return torch.Size(sizes)
@@ -44,7 +49,7 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): lambda *parts: InertRecord("PosixPath", parts),
 }
-"""All that a `.metadata` of torch 2.13 or megatron-core 0.16.1 names, besides dtypes."""
+"""Constructors of all objects except dtypes in a `.metadata` (torch 2.13, megatron-core 0.16.1)."""
 
 
 def _find_known(module: str, name: str) -> object:
@@ -56,7 +61,7 @@ def _find_known(module: str, name: str) -> object:
 
 
 def _fill(made: object, state: object) -> None:
-    """What BUILD does to a record of the format, and to nothing else."""
+    """Apply BUILD to an object of the format; raises TypeError for any other object."""
     kind = type(made)
     if kind not in _FIELDS:
         raise TypeError(f"it gives a state to a {kind.__name__}")
@@ -69,7 +74,11 @@ def _fill(made: object, state: object) -> None:
 
 
 def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
-    """Raises ValueError under the setting or option `key`: there is none, or it is not what torch writes."""
+    """Read and check the metadata of a torch_dist folder.
+
+    Raises ValueError under the setting or option `key` if it is missing or was not written by
+    torch.
+    """
     path = folder / METADATA
     if not path.is_file():
         raise ValueError(f"{key}={folder}: no {METADATA} in it; give a Megatron torch_dist checkpoint folder")
@@ -86,7 +95,10 @@ def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
 
 
 def _check(found: object) -> None:
-    """TypeError or ValueError: a field that is read has another type, or a file's name leads out of the folder."""
+    """Raise TypeError or ValueError if a field is invalid.
+
+    Checks the types of all fields that are used, and that file names do not lead out of the folder.
+    """
     if not isinstance(found, metadata.Metadata):
         raise TypeError(f"it holds a {type(found).__name__}, no Metadata")
     for name, entry in found.state_dict_metadata.items():
@@ -120,9 +132,11 @@ def _check_place(place: filesystem._StorageInfo) -> None:
 
 
 def chunks_cover_tensor(whole: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:
-    """Whether boxes cover a tensor once, without gap or overlap: their signed corners add up to those of the whole.
+    """Return True if the chunks cover the tensor exactly once, without gap or overlap.
 
-    The sum of the boxes' indicator functions is told by its mixed difference, which is +1 or -1 at each corner of each box.
+    The mixed difference of a box's indicator function is +1 or -1 at each corner of the box and 0
+    elsewhere. The chunks cover the tensor exactly if the signed corners of all chunks add up to
+    those of the tensor.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     boxes = [((0,) * len(whole), whole, -1), *((chunk.offsets, chunk.sizes, 1) for chunk in chunks)]
