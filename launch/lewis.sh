@@ -87,4 +87,4 @@ except ValueError as error:
 print(-(-given.run.steps * rows // given.batch.prompts_per_step))'
 steps=$(python -c "$count" "${words[@]}" "$@" "run.steps=$epochs") # as if a step were an epoch
 words+=("run.steps=$steps")
-exec python launch/spawn.py --nproc_per_node "$((gpus > 0 ? gpus : 1))" launch/train.py "${words[@]}" "$@"
+exec python launch/launch.py --nproc_per_node "$((gpus > 0 ? gpus : 1))" launch/train.py "${words[@]}" "$@"

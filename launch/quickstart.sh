@@ -12,7 +12,7 @@ started=$SECONDS
 
 say() { echo "quickstart: $*"; }
 
-train() { python launch/spawn.py --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" launch/train.py "$@"; }
+train() { python launch/launch.py --standalone --local-addr 127.0.0.1 --nproc_per_node "$processes" launch/train.py "$@"; }
 
 # percent STAGE KEY: prints a fraction in the stage's eval.json as a percentage, NN.N
 percent() { python -c 'import json, sys; print(f"{100 * json.load(open(sys.argv[1]))[sys.argv[2]]:.1f}")' "$RUNS/$1/eval.json" "$2"; }

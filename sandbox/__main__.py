@@ -43,7 +43,9 @@ def run_file(arguments: argparse.Namespace) -> int:
         return EXIT_CODE_FAILED
     try:
         result = asyncio.run(
-            _run_source(code, images=images, isolation=arguments.isolation, accept=arguments.accept, timeout_s=arguments.timeout)
+            _run_source(
+                code, images=images, isolation=arguments.isolation, allow_missing=arguments.allow_missing, timeout_s=arguments.timeout
+            )
         )
     except SandboxError as fault:
         print(f"sandbox run: {fault}", file=sys.stderr)
@@ -63,8 +65,8 @@ def run_file(arguments: argparse.Namespace) -> int:
     return EXIT_LIMIT if result.limit else EXIT_CODE_FAILED if result.error else EXIT_OK
 
 
-async def _run_source(code: str, *, images: dict[str, bytes], isolation: str, accept: list[str], timeout_s: float) -> CallResult:
-    pool = SandboxPool(size=1, limits=BoxLimits(call_timeout_s=timeout_s), isolation=isolation, allow_missing=accept)
+async def _run_source(code: str, *, images: dict[str, bytes], isolation: str, allow_missing: list[str], timeout_s: float) -> CallResult:
+    pool = SandboxPool(size=1, limits=BoxLimits(call_timeout_s=timeout_s), isolation=isolation, allow_missing=allow_missing)
     async with pool, await pool.open(images=images) as box:
         return await box.run(code)
 
@@ -93,7 +95,7 @@ def run_server(arguments: argparse.Namespace) -> int:
     from sandbox import server  # the other commands do not need FastAPI
 
     limits = BoxLimits(**dict(arguments.limit))
-    pool = SandboxPool(size=arguments.size, limits=limits, isolation=arguments.isolation, allow_missing=arguments.accept)
+    pool = SandboxPool(size=arguments.size, limits=limits, isolation=arguments.isolation, allow_missing=arguments.allow_missing)
     try:
         token = read_token(arguments.token_file) if arguments.token_file else ""
         place = {"token": token, "host": arguments.host, "port": arguments.port, "name": arguments.name}
@@ -134,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     running.add_argument("--out", type=Path, help=f"folder for the images that the code made: {IMAGE_SOURCES_HELP}")
     running.add_argument("--timeout", type=float, default=BoxLimits().call_timeout_s, help="seconds (default %(default)g)")
     running.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
-    running.add_argument("--accept", choices=PROTECTIONS, action="append", default=[], help=ALLOW_MISSING_HELP)
+    running.add_argument("--allow-missing", choices=PROTECTIONS, action="append", default=[], help=ALLOW_MISSING_HELP)
     running.set_defaults(command=run_file)
     serving = commands.add_parser("serve", help="a pool over HTTP; prints its address when it is up")
     serving.add_argument("--host", default="127.0.0.1", help="beyond this machine it takes --token-file (default %(default)s)")
@@ -150,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serving.add_argument("--name", default="", help="what /health says of it, to tell it from another at its address later")
     serving.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
-    serving.add_argument("--accept", choices=PROTECTIONS, action="append", default=[], help=ALLOW_MISSING_HELP)
+    serving.add_argument("--allow-missing", choices=PROTECTIONS, action="append", default=[], help=ALLOW_MISSING_HELP)
     serving.set_defaults(command=run_server)
     attacking = commands.add_parser("attack", help="every attack and its control; exits 0 if all were held and all controls through")
     attacking.add_argument("probes", nargs="*", metavar="NAME", help="of probes or classes (default all)")

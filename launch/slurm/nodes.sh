@@ -15,5 +15,5 @@ meet=(--nnodes="$SLURM_JOB_NUM_NODES" --master_addr="$first" --master_port="$((2
 export OMP_NUM_THREADS="${OMP_NUM_THREADS-1}"
 # shellcheck disable=SC2016 # SLURM_NODEID is expanded on each node
 exec srun --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    bash -c 'exec python launch/spawn.py --node_rank="$SLURM_NODEID" "$@"' spawn \
+    bash -c 'exec python launch/launch.py --node_rank="$SLURM_NODEID" "$@"' spawn \
     "${meet[@]}" --nproc_per_node="${SLURM_GPUS_ON_NODE:-1}" "${own[@]}" launch/train.py "$@"

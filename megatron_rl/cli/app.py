@@ -92,9 +92,9 @@ def cli(
     - evaluate: run the task's examples without training.
     - rescore: compute the rewards of recorded rollouts again.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/spawn.py: exit when the launcher does
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/launch.py: exit when the launcher does
         die_with_parent()
-    word = sys.argv.pop(1) if sys.argv[1:2] in (["doctor"], ["serve"], ["engine"], ["evaluate"], ["rescore"]) else "train"
+    word = sys.argv.pop(1) if sys.argv[1:2] in (["doctor"], ["serve"], ["server-command"], ["evaluate"], ["rescore"]) else "train"
 
     def act(settings: Settings) -> None:
         try:
@@ -114,7 +114,7 @@ def cli(
             if not serve_external_services(settings, is_run_finished=lambda: is_finished(Path(settings.run.dir))):
                 sys.exit(STOPPED_EXIT_CODE)
             return
-        if word == "engine":
+        if word == "server-command":
             from megatron_rl.rollout.vllm.server_api import launch_command
 
             print(launch_command(settings))

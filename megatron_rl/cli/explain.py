@@ -11,7 +11,7 @@ EXAMPLES = """examples:
   explain.py runs/agent --step 40 --weights runs/agent/checkpoints/step_00000040 --rollouts 16
   explain.py runs/agent --step 40 --no-model
   explain.py runs/agent --step 40 --engine
-  spawn.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3          (at the run's layout; torchrun does, too)
+  launch.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3          (at the run's layout; torchrun does, too)
 
 exit code: 0 all agree; 1 something differs, and is named; 2 there was nothing to look at
 """

@@ -21,8 +21,8 @@ from megatron_rl.cli.config_errors import reject_unknown_keys
 CONFIG_MODULE = "megatron_rl.configs"
 TRAIN_USAGE = """Reinforcement learning of vision-language agents: Megatron-Core policy, vLLM rollouts, no Ray.
 
-    python launch/spawn.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/mine
-    python launch/spawn.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/tp2 parallel.tp=2 optim.lr=3e-5
+    python launch/launch.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/mine
+    python launch/launch.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/tp2 parallel.tp=2 optim.lr=3e-5
     python launch/train.py experiment=vqa_3b_1gpu model.path=3b 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
 Every word is GROUP=NAME, which takes a yaml, or KEY=VALUE, which sets one setting; the last one wins. Start nothing, and show

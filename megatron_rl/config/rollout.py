@@ -19,9 +19,9 @@ class EngineSettings:
     turn; server runs on separate vLLM servers, in parallel with training."""
     urls: list[str] = field(default_factory=list)
     """URLs of the inference servers with mode=server, e.g. http://node2:8000; start them with the
-    command that launch/engine.py prints."""
+    command that launch/server_command.py prints."""
     token_file: str = ""
-    """File with the token of the servers at `urls`; the command from launch/engine.py makes the
+    """File with the token of the servers at `urls`; the command from launch/server_command.py makes the
     servers read the same file. Not needed for servers that the run starts."""
     num_local_servers: int = 0
     """Number of inference servers that the run starts itself with mode=server, on the GPUs after

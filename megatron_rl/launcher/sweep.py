@@ -34,7 +34,7 @@ class LaunchScripts:
     """Scripts that start a run."""
 
     folder: Path
-    """Directory launch/ of the checkout, with train.py, spawn.py and slurm/."""
+    """Directory launch/ of the checkout, with train.py, launch.py and slurm/."""
 
     def command(self, overrides: Sequence[str], *, processes: int, environment: Mapping[str, str]) -> list[str]:
         """Return the command of a run.
@@ -46,7 +46,7 @@ class LaunchScripts:
             return ["bash", str(self.folder / "slurm" / "nodes.sh"), *given, *overrides]
         num = processes or int(environment.get("SLURM_GPUS_ON_NODE", 1))
         alone = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(num)]
-        return [sys.executable, str(self.folder / "spawn.py"), *alone, str(self.folder / "train.py"), *overrides]
+        return [sys.executable, str(self.folder / "launch.py"), *alone, str(self.folder / "train.py"), *overrides]
 
 
 def compose_tasks(tasks: Sequence[SweepTask]) -> list[Settings]:

@@ -1,4 +1,4 @@
-"""Table and plot of all runs of a sweep or a directory (launch/sweep_table.py)."""
+"""Table and plot of all runs of a sweep or a directory (launch/sweep_report.py)."""
 
 import argparse
 import math
@@ -106,7 +106,7 @@ def make_curve(row: SweepRow) -> SweepCurve:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="sweep_table.py", description="Print and plot all runs of a sweep.")
+    parser = argparse.ArgumentParser(prog="sweep_report.py", description="Print and plot all runs of a sweep.")
     parser.add_argument("place", type=Path, metavar="SWEEP.YAML", help="a sweep, or a folder of run folders")
     parser.add_argument("--out", type=Path, metavar="PNG", help="of the picture; sweep.png in the folder of the runs where it is not given")
     options = parser.parse_args(arguments)

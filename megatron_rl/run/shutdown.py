@@ -135,7 +135,7 @@ class SignalDeadline:
 
 
 def has_launcher() -> bool:
-    """Return True under torchrun and launch/spawn.py.
+    """Return True under torchrun and launch/launch.py.
 
     Launchers have their own time limits and signal the remaining processes when one exits.
     """

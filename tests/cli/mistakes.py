@@ -4,7 +4,7 @@ Left: what is typed after `launch/train.py model.path={model} run.dir={tmp}/run`
 says `...`. {model} is a good model, {tmp} a folder with the broken things that test_mistakes.py makes, {page} a server of pages.
 """
 
-NOBODY = "engine.urls={}: no server of vLLM answers there (/version...); start it with the command that launch/engine.py prints"
+NOBODY = "engine.urls={}: no server of vLLM answers there (/version...); start it with the command that launch/server_command.py prints"
 LISTS_ALL = "--help lists all"
 MISTAKES = {
     # a key that is not there

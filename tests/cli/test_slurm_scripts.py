@@ -51,7 +51,7 @@ def test_each_node_has_a_launcher_and_all_meet_at_the_first(start: Start, tmp_pa
     environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_NODEID": "1"}
     subprocess.run(called[len(own) :], cwd=tmp_path, env=environment, timeout=60, check=True)
     launched = (tmp_path / "told").read_text().splitlines()
-    assert launched[:2] == ["launch/spawn.py", "--node_rank=1"] and launched[-4:] == ["launch/train.py", *RUN]
+    assert launched[:2] == ["launch/launch.py", "--node_rank=1"] and launched[-4:] == ["launch/train.py", *RUN]
     assert {"--nnodes=2", "--master_addr=n3"} < {*launched[2:-4]}
     assert launched.index("--nproc_per_node=8") < launched.index("--nproc_per_node=2") < launched.index("launch/train.py"), (
         "the last counts"

@@ -103,7 +103,7 @@ def test_launchers_that_do_not_meet_say_where() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         meet = ("--nnodes", 2, "--node_rank", 0, "--master_addr", "127.0.0.1", "--master_port", port, "--nproc_per_node", 1)
-        done = fork_server.run_script(ROOT / "launch" / "spawn.py", *meet, SUPPORT / "multi_node_world.py", timeout_s=30)
+        done = fork_server.run_script(ROOT / "launch" / "launch.py", *meet, SUPPORT / "multi_node_world.py", timeout_s=30)
     assert done.returncode == 1
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"error: --master_addr=127.0.0.1 --master_port={port}: the launchers of 2 nodes did not meet (")

@@ -31,7 +31,7 @@ def ranks(*overrides: str, within_s: float, script: Path = TRAIN) -> str:
 
 def together(*overrides: str, within_s: float) -> str:
     """The same as two fresh processes of our launcher, which adds nothing."""
-    result = start(2, TRAIN, *overrides, timeout_s=within_s, launcher="launch/spawn.py")
+    result = start(2, TRAIN, *overrides, timeout_s=within_s, launcher="launch/launch.py")
     assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout
     assert not processes_with(*overrides), "the launcher has ended, its workers have not"
     return result.stdout

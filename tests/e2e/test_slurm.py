@@ -38,7 +38,7 @@ def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> No
     assert "stopped at step " in first.splitlines()[-1] and "resume: " in second and "30/30" in second and " 1/30" not in second, told
     assert not (resumed / "ended.json").exists()
     check_equal_runs(resumed, unbroken)
-    table = slurm.run(sys.executable, "launch/sweep_table.py", "sweep.yaml", cwd=tree)
+    table = slurm.run(sys.executable, "launch/sweep_report.py", "sweep.yaml", cwd=tree)
     assert "2: model.path=nowhere: " in table and "2 finished, 1 failed" in table and (tree / "runs" / "sweep" / "sweep.png").exists()
     assert failed.is_dir() and [path.name for path in failed.iterdir()] == ["logs"], "it came to no run"
 

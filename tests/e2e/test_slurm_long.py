@@ -58,7 +58,7 @@ def test_the_document_as_printed(slurm: Cluster, tree: Path) -> None:
     names = [f"{array}_{index}" for index in range(4)]
     assert most_at_once(slurm, names) == 2
     assert slurm.wait_for_jobs(job, timeout_s=WAIT_S)[job].code == "0:0", read_outputs(tree)
-    table = slurm.run(sys.executable, "launch/sweep_table.py", "launch/slurm/example.yaml", cwd=tree)
+    table = slurm.run(sys.executable, "launch/sweep_report.py", "launch/slurm/example.yaml", cwd=tree)
     print(table)
     assert "4 finished" in table
 
@@ -192,14 +192,14 @@ def test_canceled_and_failed_tasks_are_submitted_again(slurm: Cluster, tree: Pat
         time.sleep(0.5)
     time.sleep(15)
     assert slurm.read_jobs()[f"{array}_0"].state == "CANCELLED", "it does not come back by itself"
-    table = slurm.run(sys.executable, "launch/sweep_table.py", "again.yaml", cwd=tree)
+    table = slurm.run(sys.executable, "launch/sweep_report.py", "again.yaml", cwd=tree)
     print(table)
     assert "1 stopped, 1 failed" in table and f"1: model.path={model}: " in table
 
     shutil.copytree(random_model, model)
     again = slurm.run(*command, cwd=tree).strip()
     assert {job.code for job in slurm.wait_for_jobs(f"{again}_0", f"{again}_1", timeout_s=WAIT_S).values()} == {"0:0"}, read_outputs(tree)
-    table = slurm.run(sys.executable, "launch/sweep_table.py", "again.yaml", cwd=tree)
+    table = slurm.run(sys.executable, "launch/sweep_report.py", "again.yaml", cwd=tree)
     print(table)
     assert "2 finished" in table
     assert "resume: " in (canceled / "logs" / "attempt_2" / "output.txt").read_text()

@@ -48,7 +48,7 @@ def bench(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "launch").mkdir()
     for name in ("submit.py", "attempt.py", "slurm"):
         (folder / "launch" / name).symlink_to(ROOT / "launch" / name)
-    (folder / "launch" / "spawn.py").write_text(SPAWN)
+    (folder / "launch" / "launch.py").write_text(SPAWN)
     return folder
 
 

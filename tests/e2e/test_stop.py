@@ -13,7 +13,7 @@ from megatron_rl.distributed.hang_watchdog import REPLY_TIMEOUT_S
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
 
-TRAIN, SPAWN = ROOT / "launch" / "train.py", ROOT / "launch" / "spawn.py"
+TRAIN, SPAWN = ROOT / "launch" / "train.py", ROOT / "launch" / "launch.py"
 TINY = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=500",

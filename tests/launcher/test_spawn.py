@@ -1,4 +1,4 @@
-"""launch/spawn.py: processes that fail, are asked to stop, do not listen, or lose their parent; small ones that import nothing.
+"""launch/launch.py: processes that fail, are asked to stop, do not listen, or lose their parent; small ones that import nothing.
 
 All cases are begun at once and then looked at one by one: a launcher mostly waits.
 """
@@ -20,7 +20,7 @@ from megatron_rl.launcher.spawn import parse_grace_s
 from tests.conftest import ROOT
 from tests.support import fork_server
 
-SPAWN = ROOT / "launch" / "spawn.py"
+SPAWN = ROOT / "launch" / "launch.py"
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 WORKER = """
 import os, signal, sys, time

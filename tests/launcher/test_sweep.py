@@ -62,7 +62,7 @@ print("done: greedy 50.0%")
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a launch/ whose launcher does as run.seed says: 1 fails, 2 waits to be stopped, 5 and 6 meet, all else is done."""
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "spawn.py").write_text(SPAWN)
+    (tmp_path / "launch" / "launch.py").write_text(SPAWN)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path
@@ -183,7 +183,7 @@ def test_a_stopped_sweep_begins_no_other(bench: Path) -> None:
 def test_where_a_job_has_several_nodes_they_all_take_part() -> None:
     launch = LaunchScripts(Path("launch"))
     alone = launch.command(["a=1"], processes=0, environment={"SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "4"})
-    assert alone[1:] == ["launch/spawn.py", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "4", "launch/train.py", "a=1"]
+    assert alone[1:] == ["launch/launch.py", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "4", "launch/train.py", "a=1"]
     assert launch.command(["a=1"], processes=2, environment={})[6] == "2"
     many = launch.command(["a=1"], processes=2, environment={"SLURM_NNODES": "2"})
     assert many == ["bash", "launch/slurm/nodes.sh", "--nproc_per_node=2", "a=1"]

@@ -70,7 +70,7 @@ def settings_of(tree: Path, *words: str, gpus: int = 4, processes: int = 4, **va
     told = called(tree, *words, gpus=gpus, **variables)
     assert told.returncode == 0, told.stderr
     lines = told.stdout.splitlines()
-    assert lines[:4] == ["launch/spawn.py", "--nproc_per_node", str(processes), "launch/train.py"]
+    assert lines[:4] == ["launch/launch.py", "--nproc_per_node", str(processes), "launch/train.py"]
     return dict(line.split("=", 1) for line in lines[4:])
 
 

@@ -34,7 +34,7 @@ from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 
 PYTHONS = ("python", ".venv/bin/python", ".venv-trl/bin/python")
-HYDRA = ("launch/train.py", "launch/doctor.py", "launch/engine.py", "launch/evaluate.py", "launch/serve.py")
+HYDRA = ("launch/train.py", "launch/doctor.py", "launch/server_command.py", "launch/evaluate.py", "launch/serve.py")
 SLURM = {"sbatch": "", "squeue": "--me", "scancel": "--me|JOB|--batch --signal=USR1 JOB"}
 """Of Slurm's commands: what may stand behind them; sbatch's words are its own."""
 ASSIGNMENTS = re.compile(r"(?:[A-Z_]+=\S*\s+)*")
@@ -93,7 +93,7 @@ def check_command(line: str, config: pytest.Config) -> None:
     elif first == "source":
         if rest != [".venv/bin/activate", "&&", "export", "OMP_NUM_THREADS=1"]:
             raise InvalidCommand(f"{line}: is not how the environment that launch/install.sh makes is activated")
-    elif first == "torchrun" or (first in PYTHONS and rest[0] == "launch/spawn.py"):
+    elif first == "torchrun" or (first in PYTHONS and rest[0] == "launch/launch.py"):
         words = rest if first == "torchrun" else rest[1:]
         given = parse_or_raise(lambda: torchrun.get_args_parser().parse_args(words))
         check_script(given.training_script, given.training_script_args)

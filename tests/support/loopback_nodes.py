@@ -14,9 +14,9 @@ def free_port() -> int:
 
 
 def start_launchers(script: Path, *arguments: object, num_processes: int, temp_dirs: Sequence[Path]) -> list[fork_server.Process]:
-    """launch/spawn.py for each of the homes, the node's temporary folder."""
+    """launch/launch.py for each of the homes, the node's temporary folder."""
     meet = ("--nnodes", len(temp_dirs), "--master_addr", "127.0.0.1", "--master_port", free_port(), "--nproc_per_node", num_processes)
-    spawn = fork_server.ROOT / "launch" / "spawn.py"
+    spawn = fork_server.ROOT / "launch" / "launch.py"
     return [
         fork_server.Process(spawn, *meet, "--node_rank", node, script, *arguments, environment={"TMPDIR": str(home)})
         for node, home in enumerate(temp_dirs)

@@ -28,7 +28,7 @@ PROGRESS_METRICS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 MAX_METRICS_BYTES = 16 << 20
 """Maximum size of a /metrics response in bytes."""
 T = TypeVar("T", bound=BaseModel)
-CONNECTION_HINT = "start it with the command that launch/engine.py prints"
+CONNECTION_HINT = "start it with the command that launch/server_command.py prints"
 KEY_REMEDY = "it does not accept this run's requests; give the file of its token as engine.token_file"
 OWN_SERVER_KEY_REMEDY = (
     "this run started its own (engine.num_local_servers), and this one does not accept their token: another may have the port; start again"

@@ -1,7 +1,7 @@
 """Prints and plots all runs of a sweep.
 
-    python launch/sweep_table.py launch/slurm/example.yaml    # a sweep
-    python launch/sweep_table.py runs/example                 # a directory of runs
+    python launch/sweep_report.py launch/slurm/example.yaml    # a sweep
+    python launch/sweep_report.py runs/example                 # a directory of runs
 
 The table has the parameters that differ, evaluation with 95% interval, steps, hours and state
 (waiting, running, finished, stopped, or failed with its error). The plot is sweep.png next to the

@@ -1,6 +1,6 @@
 """Starts processes like torchrun, with the same arguments, but with a graceful stop.
 
-    python launch/spawn.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu
+    python launch/launch.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu
 
 The last output line is the processes' own error. Exit code: that of the first process that failed.
 75: the run stopped on request, and the same command resumes it.

@@ -1,6 +1,6 @@
 r"""Prints the command that starts a vLLM server for a run; takes the arguments of launch/train.py.
 
-    python launch/engine.py experiment=vqa_3b_1gpu model.path=3b engine.mode=server \
+    python launch/server_command.py experiment=vqa_3b_1gpu model.path=3b engine.mode=server \
         engine.urls=[http://node2:8000] engine.token_file=FILE
 
 One command is printed for each of engine.urls, to be run on its node; without any, one for
@@ -13,5 +13,5 @@ import sys
 from megatron_rl.cli import cli
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "engine")
+    sys.argv.insert(1, "server-command")
     cli()
