@@ -1,3 +1,5 @@
+"""Package metadata: dependencies, extras and console scripts."""
+
 from setuptools import find_packages, setup
 
 setup(

@@ -21,8 +21,9 @@ class EngineSettings:
     """URLs of the inference servers with mode=server, e.g. http://node2:8000; start them with the
     command that launch/server_command.py prints."""
     token_file: str = ""
-    """File with the token of the servers at `urls`; the command from launch/server_command.py makes the
-    servers read the same file. Not needed for servers that the run starts."""
+    """File with the token of the servers at `urls`; the command from
+    launch/server_command.py makes the servers read the same file. Not needed for servers that the
+    run starts."""
     num_local_servers: int = 0
     """Number of inference servers that the run starts itself with mode=server, on the GPUs after
     those of the ranks on rank 0's node; 0 starts none."""

@@ -41,11 +41,11 @@ class TransferPlan:
     """Transfers and shared-memory locations of a step's images; the same on every rank."""
 
     offsets: dict[int, dict[str, int]]
-    """By rank, keys and offsets of images in the memory that it shares or sends from."""
+    """Offset of each image in shared memory, by rank that shares or sends it and by image key."""
     transfers: list[Transfer]
     """Transfers between nodes."""
     sources: dict[int, dict[str, int]]
-    """By rank, keys of images that it needs, and the rank of its node that shares each."""
+    """Rank on the same node that shares each image, by rank that needs it and by image key."""
 
 
 class ImageExchange:

@@ -54,14 +54,14 @@ MAX_ATTEMPTS = 3
 
 
 def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
-    """Score the rollouts in rollouts.replay_from by the task, write them to run.dir and print a summary.
+    """Score the rollouts in rollouts.replay_from by the task and write them to run.dir.
 
     Returns:
         The summary, as in scores.json; None if the process was asked to stop.
 
     Raises:
-        ValueError: rollouts.replay_from has no recorded rollouts, run.dir is the directory of the recorded
-            run, or the task lacks one of the examples.
+        ValueError: rollouts.replay_from has no recorded rollouts, run.dir is the directory of the
+            recorded run, or the task lacks one of the examples.
     """
     folder, out = Path(settings.rollouts.replay_from), Path(settings.run.dir)
     paths = list_step_files(folder)

@@ -68,7 +68,7 @@ def plan_host_memory(
 
 
 def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: int, on_this_machine: bool = False) -> str:
-    """Return the error `plan.host_gb=N: ...` if a node's memory is too small for its ranks, else "".
+    """Return the error `plan.host_gb=N: ...` if a node has too little memory, else "".
 
     The memory is that of plan.host_gb, or that of this machine if it is 0. With `on_this_machine`
     the run is on this machine, which may have less than configured.

@@ -1,6 +1,7 @@
 """The protocol of an inference server, as the server engine and the health monitor use it.
 
-No URL path, JSON field or flag of a server is known outside of its implementation; rollout/vllm/server_api.py has the one for vLLM.
+URL paths, JSON fields and flags of a server are known to its implementation alone;
+rollout/vllm/server_api.py implements it for vLLM.
 """
 
 import asyncio
@@ -12,7 +13,11 @@ from sandbox.bounded_http import BoundedClient
 
 
 class ServerBackend(Protocol):
-    """One inference server. Its methods raise EndpointError if it refuses, does not answer in time, or answers with something else."""
+    """One inference server.
+
+    Its methods raise EndpointError if the server refuses, does not answer in time, or sends an
+    unexpected reply.
+    """
 
     url: str
     token: str
@@ -33,14 +38,17 @@ class ServerBackend(Protocol):
     failure: asyncio.Future[str] | None
     """Resolves to the reason as soon as the server is marked unhealthy."""
     access_error: str
-    """Error line if the server has refused this run's key or token; such a run ends. Empty otherwise."""
+    """Error message if the server has refused this run's key or token, which ends the run."""
 
     async def read_weight_label(self, http: BoundedClient, *, limit_s: float) -> str:
-        """Return the label of the weights that the server's engine samples with. An engine that hangs does not answer."""
+        """Return the label of the weights that the server's engine samples with.
+
+        An engine that hangs does not answer.
+        """
         ...
 
     async def read_progress(self, http: BoundedClient, *, limit_s: float) -> list[str]:
-        """Return counters that change whenever the server computes a token, for comparison with an earlier answer."""
+        """Return counters that change whenever the server computes a token."""
         ...
 
     async def abort_requests(self, http: BoundedClient, *, limit_s: float) -> None:

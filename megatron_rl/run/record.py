@@ -206,7 +206,7 @@ class Run:
             self.progress.print_line(line)
 
     def log_step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """Save a step's rollouts after its updates: the best and worst, or all with rollouts.save=all.
+        """Save a step's rollouts after its updates: the best and worst, or all (rollouts.save=all).
 
         Also logs each example that met its first permanent infrastructure error. The metrics stay
         pending until `record`.

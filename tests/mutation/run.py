@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         "tidying hides what a run ends for",
         "megatron_rl/run/directory.py",
-        "        with suppress(OSError):  # the disk may be what the run ends for\n            (folder / LOCK)",
+        "        with suppress(OSError):  # the run may be ending because of this disk\n            (folder / LOCK)",
         "        if True:\n            (folder / LOCK)",
         "tests/run/test_directory.py -k becomes_read_only",
     ),

@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "the weight of the KL follows the head's warm-up",
         "megatron_rl/training_loop.py",
-        " and step >= settings.critic.warmup_steps:  # before",
-        ":  # before",
+        " and step >= settings.critic.warmup_steps:  # during",
+        ":  # during",
         "tests/test_training_loop_scripted.py",
     ),
     Mutant(

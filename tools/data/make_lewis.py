@@ -2,11 +2,10 @@
 
 Sources are image folders <category>/<concept>/. Output:
 
-    OUT/catalogue.json      category -> concept -> images, and the split of each concept
-    OUT/speaker OUT/listener    DatasetDicts of train and test, in the game's own columns; paths are
-                                relative to --pictures
-    OUT/words.txt               texts of games of nano models
-                                (tools/data/make_tiny_qwen2_5_vl.py --words)
+- OUT/catalogue.json: category -> concept -> images, and the split of each concept.
+- OUT/speaker, OUT/listener: DatasetDicts of train and test, in the columns of the game; paths are
+  relative to --pictures.
+- OUT/words.txt: texts of games, for tools/data/make_tiny_qwen2_5_vl.py --words.
 
 Half of a listener's rows contain the same object twice. No concept is in both splits. The same
 arguments write the same bytes.
