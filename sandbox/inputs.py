@@ -54,7 +54,7 @@ def collect_inputs(*, images: Mapping[str, Image.Image | bytes], files: Mapping[
             raise ValueError(f"{name!r} lies in a folder that another input's name takes: rename one")
     size = sum(len(item.content) for item in found)
     if size > limits.input_bytes or len(found) > MAX_INPUTS:
-        raise ValueError(f"{len(found)} inputs of {size} bytes: at most {MAX_INPUTS} of {limits.input_bytes} (Limits.input_bytes)")
+        raise ValueError(f"{len(found)} inputs of {size} bytes: at most {MAX_INPUTS} of {limits.input_bytes} (BoxLimits.input_bytes)")
     return found
 
 

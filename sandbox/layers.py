@@ -159,5 +159,5 @@ def choose_layers(missing_reasons: Mapping[str, str | None], *, allow_missing: C
     layers = Layers(**dict.fromkeys(taken, True))
     if refused := [name for name in find_missing_protections(layers) if name not in allow_missing]:
         told = "; ".join(f"{name}: code {PROTECTIONS[name].violation}" for name in refused)
-        raise SandboxError(f"this host leaves open what others hold ({told}). accept=[{','.join(refused)}] runs here all the same")
+        raise SandboxError(f"this host leaves open what others hold ({told}). allow_missing=[{','.join(refused)}] runs here all the same")
     return layers

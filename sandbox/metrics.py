@@ -22,7 +22,7 @@ class SandboxMetrics:
         self.refused_opens = Counter(
             "sandbox_opens_refused", "Boxes not opened, by reason (full, host)", ["reason"], registry=self.registry
         )
-        self.abandoned_calls = Counter("sandbox_calls_deserted", "Calls whose client went away", registry=self.registry)
+        self.abandoned_calls = Counter("sandbox_calls_abandoned", "Calls whose client went away", registry=self.registry)
         self.expired_boxes = Counter("sandbox_boxes_expired", "Boxes closed because nobody called", registry=self.registry)
 
     def record_call(self, result: CallResult) -> None:

@@ -57,7 +57,7 @@ class SandboxPool:
         if layers is not None and self.isolation is Isolation.NONE:
             raise ValueError('layers given with isolation="none": leave one out')
         if unknown := set(allow_missing) - set(PROTECTIONS):
-            raise ValueError(f"accept names {', '.join(sorted(unknown))}: there are {', '.join(PROTECTIONS)}")
+            raise ValueError(f"allow_missing names {', '.join(sorted(unknown))}: there are {', '.join(PROTECTIONS)}")
         self._allow_missing = allow_missing
         self._requested_layers = Layers() if self.isolation is Isolation.NONE else layers
         self._started = False
@@ -218,7 +218,7 @@ class SandboxPool:
                 raise SandboxError(f"{verdicts.STARVED_MESSAGE}: opening did not end") from error
             if isinstance(error, TimeoutError):
                 raise ValueError(
-                    f"opening took longer than {self.limits.open_timeout_s:g} s (Limits.open_timeout_s): the preload, or an image"
+                    f"opening took longer than {self.limits.open_timeout_s:g} s (BoxLimits.open_timeout_s): the preload, or an image"
                 ) from error
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
                 raise _make_opening_error(*box.diagnose_death(life, exit_, channel_error="gone"), exit_.status) from error

@@ -251,5 +251,5 @@ class StepTimer:
         self._mark = now
 
     def _add_to_span(self, name: str, seconds: float) -> None:
-        assert name not in ("total", "outside"), f"{name} is not a name for a span"
+        assert name not in ("total", "unaccounted"), f"{name} is not a name for a span"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -210,7 +210,7 @@ def test_a_client_that_goes_away_in_the_middle_of_a_call_loses_its_box_only(url:
     assert _until(lambda: httpx.get(f"{url}/health").json()["open"] == 1, 3), "the deserted box is closed"
     assert httpx.post(f"{left}/calls", json={"call": "b", "code": "1"}).status_code == 404
     assert httpx.post(f"{kept}/calls", json={"call": "b", "code": "print(x)"}).json()["text"] == "7\n"
-    assert "sandbox_calls_deserted_total 1.0" in httpx.get(f"{url}/metrics").text
+    assert "sandbox_calls_abandoned_total 1.0" in httpx.get(f"{url}/metrics").text
     httpx.delete(kept)
 
 
