@@ -46,13 +46,13 @@ def test_what_may_be_accepted_is_what_a_room_can_lack():
 def test_a_pool_starts_where_all_that_is_open_was_named(monkeypatch: pytest.MonkeyPatch):
     offers = UNPRIVILEGED | {"seccomp": "not x86-64"}
     monkeypatch.setattr(pool, "detect_layers", lambda: offers)
-    told = r"leaves open .*kernel_memory: code has .*; cores: code .*accept=\[kernel_memory,cores,crosstalk,information,kernel_calls\] runs"
+    told = r"leaves open .*kernel_memory: code has .*; cores: code .*allow_missing=\[kernel_memory,cores,crosstalk,information,kernel_calls\] runs"
     with pytest.raises(SandboxError, match=told):
         asyncio.run(SandboxPool(size=1).start())
-    with pytest.raises(SandboxError, match=r"accept=\[cores\] runs here"):
+    with pytest.raises(SandboxError, match=r"allow_missing=\[cores\] runs here"):
         asyncio.run(SandboxPool(size=1, allow_missing=["kernel_memory", *NO_FILTER]).start())
     assert choose_layers(offers, allow_missing=["kernel_memory", "cores", *NO_FILTER]).watchdog
-    with pytest.raises(ValueError, match="accept names cpu: there are files, "):
+    with pytest.raises(ValueError, match="allow_missing names cpu: there are files, "):
         SandboxPool(allow_missing=["cpu"])
 
 
@@ -60,7 +60,7 @@ def test_the_doctor_says_what_is_held_and_what_is_open(monkeypatch: pytest.Monke
     monkeypatch.setattr(doctor, "detect_layers", lambda: UNPRIVILEGED | {"seccomp": "not x86-64"})
     text, able = doctor.make_report()
     states = {line.split()[0]: line.split()[1] for line in text.splitlines() if line.split()[:1] and line.split()[0] in PROTECTIONS}
-    assert not able and "accept=[kernel_memory," in text.splitlines()[-1]
+    assert not able and "allow_missing=[kernel_memory," in text.splitlines()[-1]
     assert [name for name in PROTECTIONS if states[name] == "OPEN"] == [
         "kernel_memory",
         "cores",
