@@ -27,8 +27,8 @@ import psutil
 from PIL import Image
 
 from sandbox import Box, BoxLimits, CallResult, Fault, SandboxPool
-from sandbox.client import RemoteBox, SandboxClient
-from sandbox.images import encode_png
+from sandbox.image_codec import encode_png
+from sandbox.sandbox_client import RemoteBox, SandboxClient
 
 CODES = {
     "print": "print(1 + 1)",

@@ -11,7 +11,7 @@ Example:
 from sandbox.box import Box
 from sandbox.layers import Layers
 from sandbox.pool import SandboxPool
-from sandbox.types import (
+from sandbox.records import (
     BoxClosed,
     BoxLimits,
     CallError,

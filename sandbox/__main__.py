@@ -10,11 +10,11 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from sandbox import doctor
+from sandbox import host_report
 from sandbox.layers import PROTECTIONS
 from sandbox.pool import SandboxPool
+from sandbox.records import BoxLimits, CallResult, Fault, Isolation, SandboxError
 from sandbox.token import read_token
-from sandbox.types import BoxLimits, CallResult, Fault, Isolation, SandboxError
 
 EXIT_OK, EXIT_CODE_FAILED, EXIT_LIMIT, EXIT_HOST = 0, 1, 2, 3
 """Exit statuses of `run`.
@@ -24,7 +24,7 @@ own 2.
 """
 
 IMAGE_SOURCES_HELP = "what it shows (image_0.rotate(90).show(), plt.show()), figures it leaves open, image files it saves"
-"""Ways to return an image from a call (sandbox/capture.py).
+"""Ways to return an image from a call (sandbox/image_capture.py).
 
 The value of a last expression is not one of them.
 """
@@ -85,7 +85,7 @@ def _save_images(result: CallResult, out: Path | None) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the report on this host's layers and protections."""
-    text, able = doctor.make_report()
+    text, able = host_report.make_report()
     print(text)
     return EXIT_OK if able else EXIT_HOST
 

@@ -1,6 +1,6 @@
 """Checks on the headers of a request before its body is read: Host, origin, token, content type.
 
-gate.py applies them in our own servers, megatron_rl/rollout/vllm/http_gate.py in the vLLM servers
+request_gate.py applies them in our own servers, megatron_rl/rollout/vllm/http_gate.py in the vLLM servers
 of a run. A web page in a browser on this machine can reach loopback ports, but only with its own
 Origin or Sec-Fetch-Site, without the token, and, without a CORS preflight, not as application/json.
 After DNS rebinding the page has the server's origin, but the Host header still has the page's name.

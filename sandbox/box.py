@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sandbox import frames, images, replies, verdicts
+from sandbox import fault_diagnosis, frames, image_codec, replies
 from sandbox.clock import BoxTimer
-from sandbox.keeper import ExitStatus, Interpreter
-from sandbox.types import BoxClosed, BoxLimits, CallError, CallResult, CallUsage, Fault, SandboxError, check_source_length
+from sandbox.records import BoxClosed, BoxLimits, CallError, CallResult, CallUsage, Fault, SandboxError, check_source_length
+from sandbox.zygote_manager import ExitStatus, Interpreter
 
 if TYPE_CHECKING:
     from sandbox.cgroups import ControlGroup
-    from sandbox.keeper import ZygoteManager
+    from sandbox.zygote_manager import ZygoteManager
 
 
 class Box:
@@ -43,7 +43,7 @@ class Box:
         )
         self._lock = asyncio.Lock()
         self._num_calls = 0
-        self._image_budget = images.ImageBudget(limits)
+        self._image_budget = image_codec.ImageBudget(limits)
         self._state_lost = False
         self._pending_host_fault = ""  # host fault that no call has reported yet
         self._closing: asyncio.Task[None] | None = None
@@ -110,7 +110,7 @@ class Box:
                 return {}
             except (TimeoutError, frames.MalformedFrame):
                 await self._end_interpreter(life)
-                self._pending_host_fault = f"{verdicts.STARVED_MESSAGE}: a fetch did not end" if clock.was_starved else ""
+                self._pending_host_fault = f"{fault_diagnosis.STARVED_MESSAGE}: a fetch did not end" if clock.was_starved else ""
                 return {}
             except BaseException:
                 await asyncio.shield(self._end_interpreter(life))
@@ -141,13 +141,13 @@ class Box:
         cpus = self._limits.cpus if layers.cgroup else 1.0
         return BoxTimer(seconds, pid=interpreter.pid, group=self._group, cpus=cpus, is_unstoppable=layers.pid_ns and layers.seccomp)
 
-    def diagnose_death(self, interpreter: Interpreter, exit_: ExitStatus, *, channel_error: str) -> verdicts.FaultDiagnosis:
+    def diagnose_death(self, interpreter: Interpreter, exit_: ExitStatus, *, channel_error: str) -> fault_diagnosis.FaultDiagnosis:
         """Return the fault of an interpreter that died or broke its channel.
 
         OOM kills count since the last `reset_oom_counter`.
         """
         used_up = self._group is not None and self._group.was_oom_killed()
-        return verdicts.diagnose_death(
+        return fault_diagnosis.diagnose_death(
             interpreter, exit_, layers=self._zygote.layers, limits=self._limits, out_of_memory=used_up, channel_error=channel_error
         )
 
@@ -223,7 +223,7 @@ class Box:
                 await self._zygote.wait_for_exit(interpreter)
             exit_ = await self._end_interpreter(interpreter)
             told = (
-                verdicts.diagnose_timeout(seconds, was_starved=clock.was_starved)
+                fault_diagnosis.diagnose_timeout(seconds, was_starved=clock.was_starved)
                 if late
                 else self.diagnose_death(interpreter, exit_, channel_error=trouble)
             )

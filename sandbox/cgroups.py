@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sandbox.types import BoxLimits
+from sandbox.records import BoxLimits
 
 CONTROLLERS = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
@@ -52,7 +52,7 @@ class ControlGroup:
         self._counts_before = self._counts()
         for path in self._peak_files() if self._peak_fd is not None else ():
             # The file is opened each time: one that stays open for writing keeps its mount from
-            # becoming read-only (attack/outer.py).
+            # becoming read-only (attack/outer_bounds.py).
             path.write_text("0")
 
     def was_oom_killed(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sandbox.processes import list_process_tree
+from sandbox.process_control import list_process_tree
 
 if TYPE_CHECKING:
     from sandbox.cgroups import ControlGroup

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from sandbox import kernel, landlock, mounts, seccomp
 from sandbox.layers import Layers
-from sandbox.types import BoxLimits
+from sandbox.records import BoxLimits
 
 INNER_UID = 1000  # in a box with its own user namespace
 WORKER_HEADROOM_BYTES = 64 << 20

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from sandbox.inputs import MAX_INPUTS
 from sandbox.messages import decode_base64, encode_base64
 from sandbox.pool import Box
-from sandbox.types import CallResult, Fault
+from sandbox.records import CallResult, Fault
 
 KILLED_EXIT_CODE = 137
 """Return code that a shell reports for a killed program (128 + SIGKILL)."""

@@ -1,7 +1,7 @@
 """Shared parts of our HTTP servers: requests, disconnects, errors, limits and shutdown.
 
 Used by the sandbox's server and those of megatron_rl/services. Requests pass connections.py and
-gate.py first.
+request_gate.py first.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException as StarletteException
 from starlette.requests import ClientDisconnect
 
 from sandbox.connections import ConnectionRegistry, LimitedConnection, LogRateLimiter
-from sandbox.gate import RETRY_HEADERS
+from sandbox.request_gate import RETRY_HEADERS
 from sandbox.token import is_reachable_remotely
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from PIL import Image
 
-from sandbox.types import BoxLimits
+from sandbox.records import BoxLimits
 
 IMAGE_MAGIC = {
     b"\x89PNG": ".png",

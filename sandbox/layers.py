@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from sandbox.types import SandboxError
+from sandbox.records import SandboxError
 
 SOURCE_DIR = str(Path(__file__).resolve().parents[1])
 """Directory that this package is imported from."""
@@ -132,7 +132,7 @@ def detect_layers() -> dict[str, str | None]:
     Every layer is tried for real in a separate process (about 0.3 s).
     """
     environment = {**os.environ, "PYTHONPATH": SOURCE_DIR}
-    command = [sys.executable, "-m", "sandbox.probe"]
+    command = [sys.executable, "-m", "sandbox.layer_probe"]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
     return json.loads(probe.stdout)
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from sandbox import images
+from sandbox import image_codec
 from sandbox.inputs import MAX_INPUTS
-from sandbox.types import BoxLimits, CallResult, Fault
+from sandbox.records import BoxLimits, CallResult, Fault
 
 TRUNCATION_MARGIN = 200
 """Characters beyond a stream's limit, for the note on how many were left out."""
@@ -78,7 +78,7 @@ def encode_result(result: CallResult) -> dict[str, Any]:
     return {**asdict(result), "fault": result.fault.value, "images": pictures}
 
 
-def decode_result(data: Any, *, limits: BoxLimits, budget: images.ImageBudget) -> CallResult:
+def decode_result(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudget) -> CallResult:
     """Return the result of a response, after validation.
 
     Raises:
@@ -111,20 +111,20 @@ def decode_result(data: Any, *, limits: BoxLimits, budget: images.ImageBudget) -
     return result
 
 
-def _decode_image(data: Any, *, limits: BoxLimits, budget: images.ImageBudget) -> dict[str, Any]:
+def _decode_image(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudget) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("png"), str):
         raise ValueError("a picture that is none")
     if len(data["png"]) > limits.image_bytes * 4 // 3 + 4:
         raise ValueError("a picture above its bytes")
     png = decode_base64(data["png"])
-    width, height = images.read_png_size(png)
-    refusal = images.check_image_size(width=width, height=height, limits=limits) or budget.check_image(
+    width, height = image_codec.read_png_size(png)
+    refusal = image_codec.check_image_size(width=width, height=height, limits=limits) or budget.check_image(
         pixels=width * height, num_bytes=len(png)
     )
     if refusal is not None:
         raise ValueError(refusal)
     budget.count_image(pixels=width * height, num_bytes=len(png))
-    if images.check_png(png) != (data.get("width"), data.get("height")):
+    if image_codec.check_png(png) != (data.get("width"), data.get("height")):
         raise ValueError("a picture of another size than it says")
     return {**data, "png": png}
 

@@ -13,13 +13,13 @@ from typing import Self
 import psutil
 from PIL import Image
 
-from sandbox import cgroups, frames, verdicts
+from sandbox import cgroups, fault_diagnosis, frames
 from sandbox.box import Box
 from sandbox.inputs import BoxInput, collect_inputs
-from sandbox.keeper import ExitStatus, Interpreter, ZygoteManager
 from sandbox.layers import PROTECTIONS, Layers, choose_layers, detect_layers
-from sandbox.types import BoxClosed, BoxLimits, CallError, Fault, Isolation, PoolFull, SandboxError
+from sandbox.records import BoxClosed, BoxLimits, CallError, Fault, Isolation, PoolFull, SandboxError
 from sandbox.watchdog import ResourceWatchdog
+from sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
 
 MAX_POOL_SIZE = 256
 DESCRIPTORS_PER_BOX = 5
@@ -212,10 +212,10 @@ class SandboxPool:
                 await self._zygote.wait_for_exit(life)
             exit_ = await asyncio.shield(self._end_interpreter(life))
             if life.exceeded_limit is not None and isinstance(error, Exception):
-                shown = verdicts.LIMIT_MESSAGES[life.exceeded_limit].format(limits=self.limits)
+                shown = fault_diagnosis.LIMIT_MESSAGES[life.exceeded_limit].format(limits=self.limits)
                 raise ValueError(f"opening: {shown}: the preload, or an image") from error
             if isinstance(error, TimeoutError) and clock.was_starved:
-                raise SandboxError(f"{verdicts.STARVED_MESSAGE}: opening did not end") from error
+                raise SandboxError(f"{fault_diagnosis.STARVED_MESSAGE}: opening did not end") from error
             if isinstance(error, TimeoutError):
                 raise ValueError(
                     f"opening took longer than {self.limits.open_timeout_s:g} s (BoxLimits.open_timeout_s): the preload, or an image"

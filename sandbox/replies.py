@@ -8,9 +8,9 @@ import asyncio
 import os
 from dataclasses import dataclass
 
-from sandbox import images
+from sandbox import image_codec
 from sandbox.frames import Frame, MalformedFrame
-from sandbox.types import BoxLimits, CallError, DroppedOutput, ReturnedImage
+from sandbox.records import BoxLimits, CallError, DroppedOutput, ReturnedImage
 
 MAX_NAME = 4096
 MAX_MESSAGE = 2000
@@ -37,14 +37,14 @@ class CallReply:
     memory: int
 
 
-async def parse_reply_off_loop(frame: Frame, *, number: int, limits: BoxLimits, budget: images.ImageBudget) -> CallReply:
+async def parse_reply_off_loop(frame: Frame, *, number: int, limits: BoxLimits, budget: image_codec.ImageBudget) -> CallReply:
     """Parse a reply, in a thread unless it is small. Raises MalformedFrame."""
     if _is_light(frame):
         return parse_reply(frame, number=number, limits=limits, budget=budget)
     return await asyncio.to_thread(parse_reply, frame, number=number, limits=limits, budget=budget)
 
 
-def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: images.ImageBudget) -> CallReply:
+def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: image_codec.ImageBudget) -> CallReply:
     """Parse a reply of a box to call `number`. Raises MalformedFrame."""
     message, blobs = frame
     if len(blobs) > limits.images:
@@ -114,24 +114,24 @@ def _is_light(frame: Frame) -> bool:
     pixels = 0
     for png in blobs:
         try:
-            width, height = images.read_png_size(png)
+            width, height = image_codec.read_png_size(png)
         except ValueError:  # it will not be inflated
             continue
         pixels += width * height
     return pixels <= LIGHT_PIXELS
 
 
-def _picture(source: str, png: bytes, *, limits: BoxLimits, budget: images.ImageBudget) -> ReturnedImage | DroppedOutput:
+def _picture(source: str, png: bytes, *, limits: BoxLimits, budget: image_codec.ImageBudget) -> ReturnedImage | DroppedOutput:
     try:
-        width, height = images.read_png_size(png)
-        reason = images.check_image_size(width=width, height=height, limits=limits)
+        width, height = image_codec.read_png_size(png)
+        reason = image_codec.check_image_size(width=width, height=height, limits=limits)
         reason = reason or budget.check_image(pixels=width * height, num_bytes=len(png))
         if reason or len(png) > limits.image_bytes:
             return DroppedOutput(what="image", reason=f"{source}: {reason or f'{len(png)} bytes as PNG, {limits.image_bytes} allowed'}")
         # Count it before inflating, so that an invalid image costs as much of the budget as a valid
         # one.
         budget.count_image(pixels=width * height, num_bytes=len(png))
-        images.check_png(png)
+        image_codec.check_png(png)
     except ValueError as error:
         return DroppedOutput(what="image", reason=f"{source}: {error}")
     return ReturnedImage(png=png, width=width, height=height, source=source)

@@ -28,8 +28,8 @@ from starlette.exceptions import HTTPException as StarletteException
 from starlette.requests import ClientDisconnect
 
 from sandbox import fusion
+from sandbox.box_registry import BoxRegistry, OpenBox
 from sandbox.connections import ConnectionRegistry
-from sandbox.gate import RequestGuardMiddleware, make_body_limits
 from sandbox.http import (
     NO_DOC_PAGES,
     handle_disconnect,
@@ -43,10 +43,10 @@ from sandbox.http import (
     serve_until_signal,
 )
 from sandbox.messages import CallRequest, FetchRequest, OpenRequest, decode_base64, encode_base64, encode_result
-from sandbox.metrics import SandboxMetrics
 from sandbox.pool import DESCRIPTORS_PER_BOX, EXTRA_DESCRIPTORS, Box, SandboxPool
-from sandbox.rooms import BoxRegistry, OpenBox
-from sandbox.types import BoxClosed, PoolFull, SandboxError
+from sandbox.records import BoxClosed, PoolFull, SandboxError
+from sandbox.request_gate import RequestGuardMiddleware, make_body_limits
+from sandbox.server_metrics import SandboxMetrics
 
 MAX_CALLS_PER_BOX = 100_000
 """Number of calls per box; their ids are stored so that none runs twice."""
@@ -176,7 +176,7 @@ def create_app(
 ) -> FastAPI:  # fmt: skip
     """Return the application over a running pool; its shutdown closes every box.
 
-    `token` is the required bearer token and `host` a further name of the server (gate.py).
+    `token` is the required bearer token and `host` a further name of the server (request_gate.py).
     """
     service = SandboxService(pool, wait_s=wait_s, idle_timeout_s=idle_timeout_s, max_waiting=max_waiting, name=name)
 

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 
-from sandbox import tally
-from sandbox.keeper import Interpreter, ZygoteManager
-from sandbox.types import BoxLimits
+from sandbox import resource_usage
+from sandbox.records import BoxLimits
+from sandbox.zygote_manager import Interpreter, ZygoteManager
 
 POLL_S = 0.1
 
@@ -45,13 +45,13 @@ class ResourceWatchdog:
         while True:
             await asyncio.sleep(POLL_S)
             with contextlib.suppress(OSError):  # for example out of descriptors; the next round may succeed
-                slab = slab or tally.KernelMemoryMonitor(self._limits)
+                slab = slab or resource_usage.KernelMemoryMonitor(self._limits)
                 self._check_interpreters(count_mappings=slab.has_grown())
 
     def _check_interpreters(self, *, count_mappings: bool) -> None:
         for life in self._list_interpreters():
             if life.exceeded_limit is None and not life.exit_future.done():
-                life.exceeded_limit = tally.find_exceeded_limit(
+                life.exceeded_limit = resource_usage.find_exceeded_limit(
                     life.pid, limits=self._limits, shared_bytes=self._zygote.shared_anonymous_bytes, count_mappings=count_mappings
                 )
                 if life.exceeded_limit is not None:  # ending one may take a while; the others must still be checked

@@ -25,8 +25,8 @@ from typing import TextIO
 import numpy as np
 from PIL import Image
 
-from sandbox import confine, frames, images, kernel
-from sandbox.capture import ImageCapture
+from sandbox import confine, frames, image_codec, kernel
+from sandbox.image_capture import ImageCapture
 
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 4000
@@ -189,7 +189,7 @@ class BoxSession:
 
     def _decode_image(self, name: str) -> Image.Image:
         try:
-            with Image.open(Path(self.work_dir, name), formats=images.PIL_FORMATS) as picture:
+            with Image.open(Path(self.work_dir, name), formats=image_codec.PIL_FORMATS) as picture:
                 if picture.width * picture.height > self.limits.input_pixels:
                     raise BadInput(f"images.{name}: {picture.width}x{picture.height} pixels, {self.limits.input_pixels} allowed")
                 picture.load()
@@ -272,7 +272,7 @@ def preload_libraries() -> None:
     axes.legend()
     figure.canvas.draw()
     plt.close(figure)
-    images.encode_png(Image.new("RGB", (32, 32)).resize((16, 16)))
+    image_codec.encode_png(Image.new("RGB", (32, 32)).resize((16, 16)))
     str(pandas.DataFrame({"a": [1.5]}))
     sympy.solve(sympy.Symbol("x") - 1)
     np.linalg.svd(np.eye(2))

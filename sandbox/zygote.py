@@ -28,7 +28,7 @@ from pathlib import Path
 from sandbox import confine, kernel, worker
 from sandbox.frames import MAX_CONTROL_BYTES
 from sandbox.layers import Layers
-from sandbox.types import BoxLimits
+from sandbox.records import BoxLimits
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 THREAD_WAIT_S, THREAD_CHECKS = 2.0, 200

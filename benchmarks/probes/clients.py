@@ -25,9 +25,9 @@ from megatron_rl.services import address
 from sandbox import access
 from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
 from sandbox.bounded_http import BoundedClient, send_request
-from sandbox.client import SandboxClient
+from sandbox.records import BoxLimits
+from sandbox.sandbox_client import SandboxClient
 from sandbox.token import bearer_header
-from sandbox.types import BoxLimits
 
 LIMIT_S = 1.5
 HEALTH = {"limits": asdict(BoxLimits())}

@@ -25,7 +25,7 @@ from jinja2 import TemplateError
 from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.errors import InfraError
 from sandbox.bounded_http import NoResponse
-from sandbox.types import BoxClosed, PoolFull, SandboxError
+from sandbox.records import BoxClosed, PoolFull, SandboxError
 
 LIMIT_S = 30.0
 """Time limit of an attempt; clients have 1.5 s for a response, servers 1 s for a header."""

@@ -30,8 +30,8 @@ from sandbox.http import make_uvicorn_config
 from sandbox.inputs import collect_inputs
 from sandbox.layers import Layers
 from sandbox.pool import SandboxPool
+from sandbox.records import BoxLimits, CallResult
 from sandbox.server import create_app
-from sandbox.types import BoxLimits, CallResult
 
 TOKEN = "a-word-of-thirty-two-characters!"
 READ_S = 5.0

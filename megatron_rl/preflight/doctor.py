@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from rich.console import Console
 
 import sandbox
-import sandbox.doctor
+import sandbox.host_report
 import sandbox.layers
 from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.clients.health_check import HealthCheck, check_endpoints, health_warning
@@ -215,8 +215,8 @@ def check_sandbox(settings: Settings, report: CheckReport) -> None:
         else:
             report.add_finding("sandbox", chosen.url)
         return
-    layers, walled = sandbox.doctor.make_report(allow_missing=chosen.allow_missing)
-    report.warnings += [line.removeprefix("warning: ") for line in sandbox.doctor.warn_exposed_paths(private_paths(settings))]
+    layers, walled = sandbox.host_report.make_report(allow_missing=chosen.allow_missing)
+    report.warnings += [line.removeprefix("warning: ") for line in sandbox.host_report.warn_exposed_paths(private_paths(settings))]
     if chosen.isolation == "none":
         report.warnings.append("task.sandbox.isolation=none: the policy's code runs without any wall; use auto")
     elif not walled:

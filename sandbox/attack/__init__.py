@@ -3,10 +3,20 @@
 The control runs without the layers that the attack targets and shows that the attack then succeeds.
 """
 
-from sandbox.attack import blame, calls, crosstalk, files, hoards, network, privileges, processes, resources
-from sandbox.attack.probe import AttackProbe
+from sandbox.attack import (
+    crosstalk_attacks,
+    diagnosis_attacks,
+    file_attacks,
+    memory_attacks,
+    privilege_attacks,
+    process_attacks,
+    resource_attacks,
+    socket_attacks,
+    syscall_attacks,
+)
+from sandbox.attack.attack_probe import AttackProbe
 
 PROBES: tuple[AttackProbe, ...] = (
-    *files.PROBES, *network.PROBES, *processes.PROBES, *privileges.PROBES, *resources.PROBES,
-    *hoards.PROBES, *crosstalk.PROBES, *calls.PROBES, *blame.PROBES,
+    *file_attacks.PROBES, *socket_attacks.PROBES, *process_attacks.PROBES, *privilege_attacks.PROBES, *resource_attacks.PROBES,
+    *memory_attacks.PROBES, *crosstalk_attacks.PROBES, *syscall_attacks.PROBES, *diagnosis_attacks.PROBES,
 )  # fmt: skip

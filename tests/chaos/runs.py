@@ -18,7 +18,7 @@ from tests.chaos import pair
 from tests.chaos.pair import prepare_pair, words_of_pair
 from tests.chaos.plan import STEPS
 from tests.chaos.servers import ENGINE, free_port
-from tests.golden.runs import LOOK
+from tests.golden.golden_runs import LOOK
 from tests.support import fork_server
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 

@@ -1,6 +1,6 @@
 """URL paths of vLLM's server are known in rollout/vllm/ alone; other modules use rollout/server_backend.py.
 
-tests/remote/test_server_backend.py tests the protocol with real servers.
+tests/remote/test_vllm_server_contract.py tests the protocol with real servers.
 """
 
 import ast

@@ -19,7 +19,7 @@ from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example
 from sandbox import BoxLimits, SandboxPool
-from sandbox.client import SandboxClient
+from sandbox.sandbox_client import SandboxClient
 from tests.support.sandbox_pool import PoolRunner, start_pool
 from tests.support.visual_python_episodes import (
     NOISE,

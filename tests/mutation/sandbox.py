@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "a sandbox that asks for a token is an outage",
-        "sandbox/client.py",
+        "sandbox/sandbox_client.py",
         "if answer.status in DENIED_STATUSES:",
         "if answer.status in ():",
         "tests/sandbox/test_sandbox_believed.py -k another_token",

@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "digits of another script end a number",
-        "megatron_rl/tasks/gym_cards/action_parser.py",
+        "megatron_rl/tasks/gym_cards/card_action_parser.py",
         'r"\\w+|[^\\w\\s]"',
         'r"[0-9]+|[a-z]+|[^\\w\\s]"',
         "tests/tasks/test_replies.py",

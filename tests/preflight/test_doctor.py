@@ -21,7 +21,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-import sandbox.doctor
+import sandbox.host_report
 from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.config import ColumnSettings, Settings
 from megatron_rl.data.questions import load_questions, open_questions
@@ -288,7 +288,7 @@ def test_an_address_that_is_none(url: str, sound: list[str]) -> None:
 
 def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     url = judge[0].removesuffix("/v1")
-    monkeypatch.setattr(sandbox.doctor, "make_report", lambda **_: ("seccomp missing\n\nisolation: not available", False))
+    monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("seccomp missing\n\nisolation: not available", False))
 
     def told(*overrides: str) -> CheckReport:
         report = CheckReport()
@@ -303,13 +303,13 @@ def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatc
     assert warning == "task.sandbox.isolation=none: the policy's code runs without any wall; use auto"
     (error,) = told(agent, f"task.sandbox.url={url}").errors
     assert error.startswith(f"task.sandbox.url={url}: SandboxError: {url}: no sandbox server, or one that is too busy: BoxClosed: ")
-    monkeypatch.setattr(sandbox.doctor, "make_report", lambda **_: ("a in use b\nc in use d\n", True))
+    monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("a in use b\nc in use d\n", True))
     assert told(agent).findings == [("sandbox", "2 layers in use")]
 
 
 def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A project below /usr, Docker's habit, shows the answers of its questions to the code that is to find them."""
-    monkeypatch.setattr(sandbox.doctor, "make_report", lambda **_: ("a in use b\n", True))
+    monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("a in use b\n", True))
     monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: [str(tmp_path)])
     questions = tmp_path / "questions.json"
     questions.write_text("[]")

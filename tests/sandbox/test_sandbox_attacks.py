@@ -11,7 +11,7 @@ import pytest
 
 from sandbox import SandboxError
 from sandbox.attack import PROBES, suite
-from sandbox.attack.attempt import AttackOutcome
+from sandbox.attack.attack_run import AttackOutcome
 from sandbox.attack.suite import AttackResult, format_table
 from sandbox.layers import LAYER_NAMES, choose_layers, detect_layers
 from tests.conftest import ROOT

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from sandbox import SandboxPool
-from sandbox.keeper import ExitStatus, Interpreter, ZygoteManager
 from sandbox.server import create_app
+from sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
 RUN_CODE = {

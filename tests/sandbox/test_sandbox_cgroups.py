@@ -7,9 +7,9 @@ import pytest
 
 from sandbox import cgroups
 from sandbox.box import Box
-from sandbox.keeper import ExitStatus, Interpreter, ZygoteManager
 from sandbox.layers import Layers
-from sandbox.types import BoxLimits, Fault
+from sandbox.records import BoxLimits, Fault
+from sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
 
 
 def proc(folder: Path, *, groups: str, mounts: str) -> Path:

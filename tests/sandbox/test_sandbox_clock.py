@@ -14,7 +14,7 @@ import pytest
 from sandbox import BoxLimits, CallResult, Fault, SandboxPool, clock
 from sandbox.clock import BoxTimer, ProcessSnapshot, runnable_fraction
 from sandbox.layers import choose_layers, detect_layers
-from sandbox.processes import kill_process_tree
+from sandbox.process_control import kill_process_tree
 from tests.support.sandbox_pool import start_pool
 
 S = 1_000_000_000

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, keeper
+from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, zygote_manager
 from sandbox.layers import choose_layers, detect_layers
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
@@ -256,7 +256,7 @@ def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: PoolRunner
             zygote = room.pool._zygote._process
             zygote.send_signal(signal.SIGSTOP)
             os.kill(box.interpreter.pid, signal.SIGKILL)
-            await asyncio.sleep(keeper.EXIT_POLL_S + 0.5)
+            await asyncio.sleep(zygote_manager.EXIT_POLL_S + 0.5)
             zygote.send_signal(signal.SIGCONT)
             return await call
 
@@ -266,7 +266,7 @@ def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: PoolRunner
 
 def test_a_stopped_zygote_is_given_up(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
     """Openings do not wait for it for ever, and what it cannot kill dies with it; the next opening has a new one."""
-    monkeypatch.setattr(keeper, "ZYGOTE_REPLY_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(zygote_manager, "ZYGOTE_REPLY_TIMEOUT_S", 1.5)
 
     async def stop() -> subprocess.Popen[bytes]:
         for spare in await asyncio.gather(*room.pool._spare_interpreters.values()):

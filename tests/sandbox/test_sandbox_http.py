@@ -18,9 +18,9 @@ import pytest
 from PIL import Image
 
 from sandbox import BoxClosed, Fault, Isolation, PoolFull, SandboxError
-from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
 from sandbox.layers import choose_layers, detect_layers
+from sandbox.sandbox_client import SandboxClient
 from tests.conftest import ROOT
 
 SIZE, IDLE_S = 2, 4.0

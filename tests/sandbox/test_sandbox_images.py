@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sandbox import images
-from sandbox.types import BoxLimits
+from sandbox import image_codec
+from sandbox.records import BoxLimits
 
 
 def picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
@@ -28,7 +28,7 @@ def png(
 ):
     header = struct.pack("!IIBBBBB", *size, depth, color, 0, 0, interlace)
     rows = zlib.compress((b"\0" + b"a" * size[0]) * size[1]) if data is None else data
-    return images.PNG_SIGNATURE + chunk(b"IHDR", header) + between + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return image_codec.PNG_SIGNATURE + chunk(b"IHDR", header) + between + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "CMYK", "1", "LA", "I", "F", "I;16", "HSV", "YCbCr"])
@@ -37,8 +37,8 @@ def test_every_mode_comes_back_as_pillow_shows_it(mode: str):
         picture().convert("I").convert("I;16") if mode == "I;16" else picture("RGB" if mode in ("HSV", "YCbCr", "CMYK", "P") else "RGBA")
     )
     original = original if mode == "I;16" else original.convert("L").convert(mode) if mode in ("I", "F") else original.convert(mode)
-    written = images.encode_png(original)
-    assert images.check_png(written) == original.size
+    written = image_codec.encode_png(original)
+    assert image_codec.check_png(written) == original.size
     with Image.open(BytesIO(written)) as back:
         expected = original if mode in ("L", "RGB", "RGBA") else original.convert("RGBA" if mode == "LA" else "RGB")
         assert back.mode == expected.mode
@@ -48,20 +48,20 @@ def test_every_mode_comes_back_as_pillow_shows_it(mode: str):
 def test_what_a_picture_carries_beside_pixels_stays_behind():
     loaded = picture()
     loaded.info |= {"icc_profile": b"x" * 100, "transparency": (1, 2, 3), "dpi": (72, 72), "comment": "secret"}
-    with Image.open(BytesIO(images.encode_png(loaded))) as back:
+    with Image.open(BytesIO(image_codec.encode_png(loaded))) as back:
         assert back.info == {}
 
 
-@pytest.mark.parametrize(("chunks", "refused"), [(images.MAX_PNG_CHUNKS, False), (images.MAX_PNG_CHUNKS + 1, True)])
+@pytest.mark.parametrize(("chunks", "refused"), [(image_codec.MAX_PNG_CHUNKS, False), (image_codec.MAX_PNG_CHUNKS + 1, True)])
 def test_chunks_are_counted(chunks: int, refused: bool):
     """Header, pixels and end are three; the others are empty pieces of pixels, which Pillow would walk."""
     written = png(between=chunk(b"IDAT", b"") * (chunks - 3))
-    assert images.MAX_PNG_CHUNKS == 1000
+    assert image_codec.MAX_PNG_CHUNKS == 1000
     if refused:
         with pytest.raises(ValueError, match="chunks"):
-            images.check_png(written)
+            image_codec.check_png(written)
     else:
-        assert images.check_png(written) == (40, 30)
+        assert image_codec.check_png(written) == (40, 30)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_chunks_are_counted(chunks: int, refused: bool):
 )
 def test_a_png_that_could_trouble_a_reader_is_refused(bad: bytes, why: str):
     with pytest.raises(ValueError, match=why):
-        images.check_png(bad)
+        image_codec.check_png(bad)
 
 
 @settings(max_examples=300)
@@ -98,7 +98,7 @@ def test_no_changed_byte_gets_past_the_check_and_then_troubles_pillow(place: int
     damaged = bytearray(PLAIN)
     damaged[place % len(PLAIN)] = value
     try:
-        size = images.check_png(bytes(damaged))
+        size = image_codec.check_png(bytes(damaged))
     except ValueError:
         return
     with Image.open(BytesIO(bytes(damaged))) as back:
@@ -106,7 +106,7 @@ def test_no_changed_byte_gets_past_the_check_and_then_troubles_pillow(place: int
         assert back.size == size
 
 
-PLAIN = images.encode_png(picture())
+PLAIN = image_codec.encode_png(picture())
 
 
 @pytest.mark.parametrize(
@@ -122,5 +122,5 @@ PLAIN = images.encode_png(picture())
     ],
 )
 def test_limits_of_an_image(width: int, height: int, word: str):
-    reason = images.check_image_size(width=width, height=height, limits=BoxLimits())
+    reason = image_codec.check_image_size(width=width, height=height, limits=BoxLimits())
     assert reason is None if word is None else word in reason

@@ -7,10 +7,10 @@ from PIL import Image
 
 from sandbox import replies
 from sandbox.frames import MalformedFrame
-from sandbox.images import ImageBudget, encode_png
+from sandbox.image_codec import ImageBudget, encode_png
 from sandbox.inputs import BoxInput, collect_inputs
 from sandbox.layers import LAYER_NAMES, choose_layers
-from sandbox.types import BoxLimits, SandboxError
+from sandbox.records import BoxLimits, SandboxError
 
 RED = Image.new("RGB", (40, 30), "red")
 PNG = encode_png(RED)

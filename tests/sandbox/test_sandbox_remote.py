@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from sandbox import CallResult, CallUsage, Fault
-from sandbox.client import SandboxClient
+from sandbox.sandbox_client import SandboxClient
 from sandbox.server import create_app
 from tests.support.sandbox_pool import PoolRunner, start_pool
 

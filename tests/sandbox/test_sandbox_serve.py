@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from sandbox import CallResult, Fault, SandboxAccessDenied, SandboxError
-from sandbox.client import SandboxClient
 from sandbox.fusion_client import FusionSandbox
 from sandbox.layers import choose_layers, detect_layers
+from sandbox.sandbox_client import SandboxClient
 from tests.conftest import ROOT
 from tests.support.fake_sandbox_server import build_request
 

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from sandbox.keeper import ZYGOTE_ENVIRONMENT
+from sandbox.zygote_manager import ZYGOTE_ENVIRONMENT
 
 HEAD = "import threading, time\nfrom sandbox import kernel, zygote\n"
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from megatron_rl.config import SandboxSettings
-from sandbox import SandboxError, SandboxPool, doctor, pool
+from sandbox import SandboxError, SandboxPool, host_report, pool
 from sandbox.layers import LAYER_NAMES, PROTECTIONS, REQUIRED_LAYERS, Layers, choose_layers, find_missing_protections
 
 EVERYTHING: dict[str, str | None] = dict.fromkeys(LAYER_NAMES)
@@ -46,7 +46,10 @@ def test_what_may_be_accepted_is_what_a_room_can_lack():
 def test_a_pool_starts_where_all_that_is_open_was_named(monkeypatch: pytest.MonkeyPatch):
     offers = UNPRIVILEGED | {"seccomp": "not x86-64"}
     monkeypatch.setattr(pool, "detect_layers", lambda: offers)
-    told = r"leaves open .*kernel_memory: code has .*; cores: code .*allow_missing=\[kernel_memory,cores,crosstalk,information,kernel_calls\] runs"
+    told = (
+        r"leaves open .*kernel_memory: code has .*; cores: code .*"
+        r"allow_missing=\[kernel_memory,cores,crosstalk,information,kernel_calls\] runs"
+    )
     with pytest.raises(SandboxError, match=told):
         asyncio.run(SandboxPool(size=1).start())
     with pytest.raises(SandboxError, match=r"allow_missing=\[cores\] runs here"):
@@ -57,8 +60,8 @@ def test_a_pool_starts_where_all_that_is_open_was_named(monkeypatch: pytest.Monk
 
 
 def test_the_doctor_says_what_is_held_and_what_is_open(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "detect_layers", lambda: UNPRIVILEGED | {"seccomp": "not x86-64"})
-    text, able = doctor.make_report()
+    monkeypatch.setattr(host_report, "detect_layers", lambda: UNPRIVILEGED | {"seccomp": "not x86-64"})
+    text, able = host_report.make_report()
     states = {line.split()[0]: line.split()[1] for line in text.splitlines() if line.split()[:1] and line.split()[0] in PROTECTIONS}
     assert not able and "allow_missing=[kernel_memory," in text.splitlines()[-1]
     assert [name for name in PROTECTIONS if states[name] == "OPEN"] == [
@@ -68,9 +71,9 @@ def test_the_doctor_says_what_is_held_and_what_is_open(monkeypatch: pytest.Monke
         "information",
         "kernel_calls",
     ]
-    assert doctor.make_report(allow_missing=PROTECTIONS)[1]
-    monkeypatch.setattr(doctor, "detect_layers", lambda: UNPRIVILEGED)
-    assert doctor.make_report()[0].endswith("\nisolation: available") and doctor.make_report()[1]
+    assert host_report.make_report(allow_missing=PROTECTIONS)[1]
+    monkeypatch.setattr(host_report, "detect_layers", lambda: UNPRIVILEGED)
+    assert host_report.make_report()[0].endswith("\nisolation: available") and host_report.make_report()[1]
 
 
 def test_every_wall_is_held_by_layers_that_exist():
@@ -79,7 +82,7 @@ def test_every_wall_is_held_by_layers_that_exist():
 
 
 def test_the_doctor_warns_of_what_every_box_reads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "SOURCE_DIR", "/usr/src/app")
-    monkeypatch.setattr(doctor, "detect_layers", lambda: EVERYTHING)
-    (warning,) = [line for line in doctor.make_report()[0].splitlines() if line.startswith("warning")]
+    monkeypatch.setattr(host_report, "SOURCE_DIR", "/usr/src/app")
+    monkeypatch.setattr(host_report, "detect_layers", lambda: EVERYTHING)
+    (warning,) = [line for line in host_report.make_report()[0].splitlines() if line.startswith("warning")]
     assert warning == "warning: the source (/usr/src/app) lies below /usr, which code in every box reads: move it"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, confine, tally
+from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, confine, resource_usage
 from sandbox.layers import choose_layers, detect_layers
 from tests.support.sandbox_pool import PoolRunner
 
@@ -51,17 +51,17 @@ def test_a_box_that_outgrows_its_memory_while_it_opens_is_killed(room: PoolRunne
 
 
 def test_the_watchdog_outlives_a_zygote_that_dies_under_it(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
-    looked = tally.find_exceeded_limit
+    looked = resource_usage.find_exceeded_limit
 
     def dying(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str:
-        monkeypatch.setattr(tally, "find_exceeded_limit", looked)
+        monkeypatch.setattr(resource_usage, "find_exceeded_limit", looked)
         room.pool._zygote._process.kill()
         room.pool._zygote._process.wait()
         return "memory"  # the end that follows is asked of nobody
 
     async def calls() -> list[CallResult]:
         async with await room.pool.open() as box:
-            monkeypatch.setattr(tally, "find_exceeded_limit", dying)
+            monkeypatch.setattr(resource_usage, "find_exceeded_limit", dying)
             return [await box.run("import time; time.sleep(5)"), await box.run(GREEDY), await box.run("print(1)")]
 
     _, greedy, after = room.run_coroutine(calls())

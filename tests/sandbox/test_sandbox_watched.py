@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sandbox import BoxLimits, Layers, SandboxError, SandboxPool, tally, watchdog
-from sandbox.keeper import ExitStatus, ZygoteManager
+from sandbox import BoxLimits, Layers, SandboxError, SandboxPool, resource_usage, watchdog
 from sandbox.watchdog import ResourceWatchdog
+from sandbox.zygote_manager import ExitStatus, ZygoteManager
 
 
 def life(number: int) -> Any:
@@ -34,8 +34,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, *, outgrown: set[int], rounds: list
         await asyncio.sleep(60 if one.pid == 1 else 0)
         return ExitStatus(None, 0.0)
 
-    monkeypatch.setattr(tally, "read_unreclaimable_bytes", unreclaimable)
-    monkeypatch.setattr(tally, "find_exceeded_limit", lambda pid, **_: "memory" if pid in outgrown else None)
+    monkeypatch.setattr(resource_usage, "read_unreclaimable_bytes", unreclaimable)
+    monkeypatch.setattr(resource_usage, "find_exceeded_limit", lambda pid, **_: "memory" if pid in outgrown else None)
 
     async def watch() -> None:
         lives = [life(1), life(2)]

@@ -34,7 +34,7 @@ from megatron_rl.services.service_launcher import LaunchedService, resolve_addre
 from megatron_rl.tasks.visual_python.task import make_sandbox_client
 from sandbox import SandboxError, SandboxPool
 from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
-from sandbox.client import SandboxClient
+from sandbox.sandbox_client import SandboxClient
 from sandbox.token import write_token
 from tests.support import fake_judge_server
 

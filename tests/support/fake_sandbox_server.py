@@ -15,13 +15,13 @@ from fastapi import FastAPI
 
 from sandbox.connections import ConnectionRegistry
 from sandbox.http import make_uvicorn_config
-from sandbox.images import ImageBudget
+from sandbox.image_codec import ImageBudget
 from sandbox.inputs import collect_inputs
 from sandbox.layers import Layers
 from sandbox.messages import decode_result
 from sandbox.pool import SandboxPool
+from sandbox.records import BoxLimits, CallResult
 from sandbox.server import create_app
-from sandbox.types import BoxLimits, CallResult
 
 
 class FakeBox:

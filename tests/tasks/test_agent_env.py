@@ -10,7 +10,7 @@ import sandbox
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.types import Example
-from sandbox.images import encode_png
+from sandbox.image_codec import encode_png
 from tests.support.visual_python_episodes import DecodedImage
 
 CROP = Image.new("RGB", (20, 10), "red")

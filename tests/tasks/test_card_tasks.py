@@ -10,10 +10,10 @@ import pytest
 from megatron_rl.cli.help import read_field_docs
 from megatron_rl.config import TaskSettings
 from megatron_rl.registry import build_task
-from megatron_rl.tasks.gym_cards.action_parser import parse_json_action
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
 from megatron_rl.tasks.gym_cards.blackjack_table import best_policy
 from megatron_rl.tasks.gym_cards.blackjack_table import evaluate_policy as play_table
+from megatron_rl.tasks.gym_cards.card_action_parser import parse_json_action
 from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
 from megatron_rl.tasks.gym_cards.solvers import find_solution

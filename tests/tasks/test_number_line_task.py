@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_rl.config import TaskSettings
 from megatron_rl.rewards.rubric import RubricScore
 from megatron_rl.rollout.task import Step, Task
-from megatron_rl.tasks.gym_cards.action_parser import InvalidAction, parse_json_action
+from megatron_rl.tasks.gym_cards.card_action_parser import InvalidAction, parse_json_action
 from megatron_rl.tasks.gym_cards.number_line import ACTIONS, MAX_STEPS, STATES, compute_policy_success, draw_state
 from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineTask, write_reply
 from megatron_rl.types import Message, Rollout, Turn

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.tasks import gym_cards
-from megatron_rl.tasks.gym_cards.action_parser import ACTION_PARSERS, InvalidAction, parse_json_action, parse_named_action
+from megatron_rl.tasks.gym_cards.card_action_parser import ACTION_PARSERS, InvalidAction, parse_json_action, parse_named_action
 from megatron_rl.tasks.gym_cards.number_line import ACTIONS as STEPS
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
 from tests.support.card_games import build_card_task

@@ -16,7 +16,7 @@ import os
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sandbox.access import AccessRules, RequestRejection
-from sandbox.gate import MIN_BODY_BYTES, replay_body, send_rejection
+from sandbox.request_gate import MIN_BODY_BYTES, replay_body, send_rejection
 from sandbox.token import read_token
 
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"

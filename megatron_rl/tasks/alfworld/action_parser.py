@@ -6,7 +6,7 @@ They never raise.
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_rl.tasks.gym_cards.action_parser import MAX_REPLY_CHARS, InvalidAction, parse_json_action
+from megatron_rl.tasks.gym_cards.card_action_parser import MAX_REPLY_CHARS, InvalidAction, parse_json_action
 
 TAIL_CHARS = 30
 """Number of characters at the end of a reply that RL4VLM searches if the reply has no action key.

@@ -35,7 +35,7 @@ from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND
 from megatron_rl.tasks.alfworld.player_pool import PlayerPool, PlayerProcess
 from megatron_rl.tasks.alfworld.scene_image import SceneRenderer, draw_blank, draw_text
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation, write_prompt, write_reply, write_thoughts
-from megatron_rl.tasks.gym_cards.action_parser import find_action_start
+from megatron_rl.tasks.gym_cards.card_action_parser import find_action_start
 from megatron_rl.tasks.gym_cards.game import INVALID_ACTION_REWARD, LazyTranscripts, make_user_message
 from megatron_rl.tasks.task_options import AlfworldOptions
 from megatron_rl.types import Example, Message, ToolCall

@@ -24,7 +24,7 @@ from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.rollout.task import Env, Step, Task
-from megatron_rl.tasks.gym_cards.action_parser import ACTION_PARSERS, InvalidAction, find_action_start
+from megatron_rl.tasks.gym_cards.card_action_parser import ACTION_PARSERS, InvalidAction, find_action_start
 from megatron_rl.tasks.task_options import GameOptions
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 

@@ -21,8 +21,8 @@ from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
 from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME
 from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswer, MalformedReply, ToolAction, ToolProtocol
 from megatron_rl.types import Example, Message, ToolCall
-from sandbox.client import RemoteBox, SandboxClient
-from sandbox.images import encode_png
+from sandbox.image_codec import encode_png
+from sandbox.sandbox_client import RemoteBox, SandboxClient
 
 PRELOAD = """\
 import base64, collections, io, itertools, json, math, re

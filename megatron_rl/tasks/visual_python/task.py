@@ -20,7 +20,7 @@ from megatron_rl.tasks.visual_python.function_tools import FunctionsProtocol
 from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME, PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example, Rollout
-from sandbox.client import SandboxClient
+from sandbox.sandbox_client import SandboxClient
 from sandbox.token import read_token
 
 MAX_INPUT_BYTES = 512 << 20

@@ -22,7 +22,6 @@ from megatron_rl.tasks.lewis.server.image_cache import ImageCache
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
 from megatron_rl.tasks.lewis.server.weight_updates import WeightPart, WeightUpdateHandler
 from sandbox.connections import ConnectionRegistry
-from sandbox.gate import MIN_BODY_BYTES, RequestGuardMiddleware
 from sandbox.http import (
     NO_DOC_PAGES,
     handle_disconnect,
@@ -32,6 +31,7 @@ from sandbox.http import (
     reserve_connections,
     serve_until_signal,
 )
+from sandbox.request_gate import MIN_BODY_BYTES, RequestGuardMiddleware
 from sandbox.token import read_token
 
 EXTRA_DESCRIPTORS = 128
@@ -49,9 +49,9 @@ def make_application(
         title: Title of the application.
         limits: Limits on requests.
         large_body_routes: Routes that accept large requests.
-        token: Access token; empty for none (sandbox/gate.py).
+        token: Access token; empty for none (sandbox/request_gate.py).
         receiver: Handler of /weights; None disables weight updates.
-        host: Additional host name of the server (sandbox/gate.py).
+        host: Additional host name of the server (sandbox/request_gate.py).
     """
     app = FastAPI(title=title, redirect_slashes=False, **NO_DOC_PAGES)
     app.add_middleware(

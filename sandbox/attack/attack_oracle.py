@@ -26,9 +26,9 @@ from typing import Any, Self
 
 from PIL import Image
 
-from sandbox.attack import sysv
-from sandbox.attack.probe import AttackProbe, Evidence
-from sandbox.types import BoxLimits, CallResult, Fault
+from sandbox.attack import ipc_secrets
+from sandbox.attack.attack_probe import AttackProbe, Evidence
+from sandbox.records import BoxLimits, CallResult, Fault
 
 CANARY = """
 import ctypes, json, os, signal, sys
@@ -66,7 +66,7 @@ class AttackOracle:
             self._create_locked_files(stack)
             self._start_canary(stack)
             self._start_listeners(stack)
-            self.facts |= sysv.plant_secrets(stack, self.secret.encode())
+            self.facts |= ipc_secrets.plant_secrets(stack, self.secret.encode())
             self.facts |= {
                 "drow": self.marker[::-1],
                 "mark": f"a-{self.marker[:10]}",

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sandbox import cgroups, kernel, mounts
-from sandbox.probe import is_privileged
-from sandbox.types import BoxLimits
+from sandbox.layer_probe import is_privileged
+from sandbox.records import BoxLimits
 
 FRESH_MOUNTS = {"/tmp": "1777", "/var/tmp": "1777", "/dev/shm": "1777"}
 FRESH_BYTES = 512 << 20

@@ -6,9 +6,9 @@ The code is at fault only if it can be shown to have caused the death.
 import os
 import signal
 
-from sandbox.keeper import ExitStatus, Interpreter
 from sandbox.layers import Layers
-from sandbox.types import BoxLimits, CallError, Fault
+from sandbox.records import BoxLimits, CallError, Fault
+from sandbox.zygote_manager import ExitStatus, Interpreter
 
 LIMIT_MESSAGES = {
     "memory": "the code used more than {limits.memory} bytes of memory",

@@ -3,7 +3,7 @@
 It is the files that all of them read, the kernel's statistics, and the channel to the pool.
 """
 
-from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.attack_probe import AttackProbe, Evidence
 
 SECCOMP_LAYERS = frozenset({"seccomp"})
 WATCH_SNIPPET = """

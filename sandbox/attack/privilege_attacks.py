@@ -1,7 +1,7 @@
 """Attacks on kernel interfaces: mounts, namespaces, devices, and calls that escape containers."""
 
-from sandbox.attack.files import FILE_LAYERS
-from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.attack_probe import AttackProbe, Evidence
+from sandbox.attack.file_attacks import FILE_LAYERS
 
 MOUNT_LAYERS = FILE_LAYERS | {"seccomp"}
 UNSHARE_SNIPPET = "libc.unshare(0x10000000 | 0x00020000)"

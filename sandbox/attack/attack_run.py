@@ -2,7 +2,7 @@
 
 The control is the same attack with layers lifted, inside the outer bounds, in its own process:
 
-python -m sandbox.attack.attempt PROBE LAYER,LAYER,...
+python -m sandbox.attack.attack_run PROBE LAYER,LAYER,...
 
 The suite starts it this way; it prints one line of JSON.
 """
@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, replace
 
 from PIL import Image
 
-from sandbox.attack import PROBES, outer
-from sandbox.attack.probe import PRELUDE, AttackProbe, Evidence
-from sandbox.attack.witness import AttackOracle
+from sandbox.attack import PROBES, outer_bounds
+from sandbox.attack.attack_oracle import AttackOracle
+from sandbox.attack.attack_probe import PRELUDE, AttackProbe, Evidence
 from sandbox.layers import LAYER_NAMES, Layers
 from sandbox.pool import SandboxPool
-from sandbox.types import BoxLimits, CallResult, Fault
+from sandbox.records import BoxLimits, CallResult, Fault
 
 ATTACK_LIMITS = BoxLimits(call_timeout_s=2.0, open_timeout_s=120.0, memory=256 << 20, processes=16, disk=16 << 20, inodes=512, file=8 << 20)
 CONTROL_TIMEOUT_S = 180.0
@@ -123,7 +123,7 @@ def main() -> None:
     def work() -> None:
         print(json.dumps(asdict(asyncio.run(run_control(probe, layers)))))
 
-    sys.exit(outer.run_bounded(work, timeout_s=CONTROL_TIMEOUT_S))
+    sys.exit(outer_bounds.run_bounded(work, timeout_s=CONTROL_TIMEOUT_S))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sandbox.metrics import SandboxMetrics
 from sandbox.pool import Box
-from sandbox.types import BoxClosed
+from sandbox.records import BoxClosed
+from sandbox.server_metrics import SandboxMetrics
 
 
 @dataclass

@@ -21,8 +21,8 @@ from matplotlib._pylab_helpers import Gcf  # plt.figure(number) would change the
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from sandbox import images
-from sandbox.types import BoxLimits
+from sandbox import image_codec
+from sandbox.records import BoxLimits
 
 MAX_ENTRIES = 5000
 MAX_DEPTH = 6
@@ -34,7 +34,7 @@ class ImageCapture:
     def __init__(self, limits: BoxLimits, *, work_dir: str) -> None:
         self.limits = limits
         self.work_dir = work_dir
-        self.budget = images.ImageBudget(limits)
+        self.budget = image_codec.ImageBudget(limits)
         self.captured_figures: WeakSet[matplotlib.figure.Figure] = WeakSet()
         self.start_call()
         self._install_hooks()
@@ -49,7 +49,7 @@ class ImageCapture:
     def add_image(self, image: Image.Image, *, source: str) -> None:
         """Add an image, or the reason why it is not returned."""
         if self._is_within_limits(source=source, width=image.width, height=image.height):
-            self._store_png(images.encode_png(image), source=source)
+            self._store_png(image_codec.encode_png(image), source=source)
 
     def add_figure(self, figure: matplotlib.figure.Figure) -> None:
         """Render a figure and add it, or the reason why it is not returned."""
@@ -58,7 +58,7 @@ class ImageCapture:
             canvas = figure.canvas if isinstance(figure.canvas, FigureCanvasAgg) else FigureCanvasAgg(figure)
             canvas.draw()
             drawn = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
-            self._store_png(images.encode_png(drawn.convert("RGB")), source="figure")
+            self._store_png(image_codec.encode_png(drawn.convert("RGB")), source="figure")
         self.captured_figures.add(figure)
         figure.stale = False
 
@@ -85,21 +85,22 @@ class ImageCapture:
 
     def _add_file(self, name: str) -> None:
         try:
-            with Image.open(Path(self.work_dir, name), formats=images.PIL_FORMATS) as picture:
+            with Image.open(Path(self.work_dir, name), formats=image_codec.PIL_FORMATS) as picture:
                 if self._is_within_limits(source=name, width=picture.width, height=picture.height):
                     picture.load()
-                    self._store_png(images.encode_png(picture), source=name)
+                    self._store_png(image_codec.encode_png(picture), source=name)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's errors for broken files
             self.dropped.append(("image", f"{name}: cannot be read: {str(error)[:200]}"))
 
     def _is_within_limits(self, *, source: str, width: int, height: int) -> bool:
-        reason = images.check_image_size(width=width, height=height, limits=self.limits) or self.budget.check_image(pixels=width * height)
+        reason = image_codec.check_image_size(width=width, height=height, limits=self.limits)
+        reason = reason or self.budget.check_image(pixels=width * height)
         if reason:
             self.dropped.append(("image", f"{source}: {reason}"))
         return reason is None
 
     def _store_png(self, png: bytes, *, source: str) -> None:
-        width, height = images.read_png_size(png)
+        width, height = image_codec.read_png_size(png)
         reason = self.budget.check_image(pixels=width * height, num_bytes=len(png))
         if len(png) > self.limits.image_bytes:
             reason = f"{len(png)} bytes as PNG, more than {self.limits.image_bytes}; make it smaller"
@@ -182,7 +183,7 @@ def _open_figures() -> list[matplotlib.figure.Figure]:
 
 
 def _is_image(name: str) -> bool:
-    return name.lower().endswith(images.SUFFIXES)
+    return name.lower().endswith(image_codec.SUFFIXES)
 
 
 def _find_image_names(printed: str, *, work: str) -> list[str]:

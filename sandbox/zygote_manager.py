@@ -22,8 +22,8 @@ import psutil
 from sandbox.frames import MAX_CONTROL_BYTES
 from sandbox.layers import SOURCE_DIR, Layers
 from sandbox.mounts import BOX_DIR
-from sandbox.processes import is_dying, kill_process_tree
-from sandbox.types import BoxLimits, SandboxError
+from sandbox.process_control import is_dying, kill_process_tree
+from sandbox.records import BoxLimits, SandboxError
 
 ZYGOTE_START_TIMEOUT_S = 60.0
 ZYGOTE_STOP_TIMEOUT_S = 10.0

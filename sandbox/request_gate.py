@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox.access import AccessRules, RequestRejection
 from sandbox.messages import count_json_delimiters
-from sandbox.types import BoxLimits
+from sandbox.records import BoxLimits
 
 RETRY_HEADERS = {"Retry-After": "1"}
 """Headers of a refusal: the client retries after one second."""

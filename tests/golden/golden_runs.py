@@ -1,7 +1,7 @@
 """Golden runs: short whole runs whose every number must stay the same, bit for bit, from commit to commit on one machine.
 
-    python tests/golden/runs.py record runs/golden            # makes the starts where they lack, plays every run, writes golden.json
-    python tests/golden/runs.py check runs/golden [NAME ...]  # plays them again; exit code 1 names the first number that differs
+    python tests/golden/golden_runs.py record runs/golden            # makes the starts where they lack, plays every run, writes golden.json
+    python tests/golden/golden_runs.py check runs/golden [NAME ...]  # plays them again; exit code 1 names the first number that differs
 
 What a run leaves that depends on the machine (time/*, memory/*) is left out. Other machines round otherwise: there,
 tests/golden/test_recorded.py compares what recorded rollouts teach, to 1e-5.

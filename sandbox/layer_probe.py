@@ -1,4 +1,4 @@
-"""Tests every isolation layer in a process of its own: `python -m sandbox.probe`.
+"""Tests every isolation layer in a process of its own: `python -m sandbox.layer_probe`.
 
 Prints {layer: null or the reason why it is missing} as JSON.
 """
@@ -8,9 +8,9 @@ import os
 import tempfile
 from collections.abc import Callable
 
-from sandbox import cgroups, confine, kernel, landlock, mounts, seccomp, tally
+from sandbox import cgroups, confine, kernel, landlock, mounts, resource_usage, seccomp
 from sandbox.layers import LAYER_NAMES, Layers
-from sandbox.types import BoxLimits
+from sandbox.records import BoxLimits
 
 
 def try_in_child(trial: Callable[[], None]) -> str | None:
@@ -65,7 +65,7 @@ def probe_layers() -> dict[str, str | None]:
         "pid_ns": enter(kernel.CLONE_NEWPID),
         "ipc_ns": enter(kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS),
         "cgroup": try_cgroup,
-        "watchdog": lambda: tally.measure_usage(os.getppid(), count_mappings=True) and None,
+        "watchdog": lambda: resource_usage.measure_usage(os.getppid(), count_mappings=True) and None,
         "rlimits": lambda: confine.set_rlimits(BoxLimits(), base_data_bytes=1 << 30, base_address_bytes=1 << 40),
         "drop_uid": try_drop_uid,
         "capabilities": with_no_new_privs(kernel.drop_capabilities),

@@ -1,6 +1,6 @@
 """Attacks on other processes: signals, debugging, more processes than a box may have."""
 
-from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.attack_probe import AttackProbe, Evidence
 
 PROCESS_LAYERS = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "seccomp"})
 """Layers that keep a box from addressing a process of the host or having rights over it."""

@@ -28,9 +28,8 @@ from pydantic_core import from_json
 
 from sandbox.bounded_http import DENIED_STATUSES, BoundedClient, NoResponse, Transport
 from sandbox.clock import MAX_WALL_FACTOR
-from sandbox.images import ImageBudget
+from sandbox.image_codec import ImageBudget
 from sandbox.inputs import collect_inputs
-from sandbox.keeper import ZYGOTE_START_TIMEOUT_S
 from sandbox.messages import (
     MAX_TEXT_CHARS,
     count_json_delimiters,
@@ -40,7 +39,7 @@ from sandbox.messages import (
     max_response_bytes,
     max_response_chars,
 )
-from sandbox.types import (
+from sandbox.records import (
     BoxClosed,
     BoxLimits,
     CallError,
@@ -51,6 +50,7 @@ from sandbox.types import (
     SandboxError,
     check_source_length,
 )
+from sandbox.zygote_manager import ZYGOTE_START_TIMEOUT_S
 
 CLIENT_GRACE_S = 30.0
 """Seconds that a client waits beyond the server's own worst-case time under load.

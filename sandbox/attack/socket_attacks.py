@@ -1,7 +1,7 @@
 """Attacks by sockets of every family, and on IPC objects shared by the host's processes."""
 
-from sandbox.attack.files import FILE_LAYERS
-from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.attack_probe import AttackProbe, Evidence
+from sandbox.attack.file_attacks import FILE_LAYERS
 
 NETWORK_LAYERS = frozenset({"net_ns", "seccomp", "landlock"})
 RAW_SOCKET_LAYERS = NETWORK_LAYERS | {"drop_uid", "capabilities"}

@@ -3,7 +3,7 @@
 Code that gets the host blamed for its own failure is run again and not scored.
 """
 
-from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.attack_probe import AttackProbe, Evidence
 
 SECCOMP_LAYERS = frozenset({"seccomp"})
 FROM_KERNEL = "info = (ctypes.c_int * 32)()\ninfo[0], info[2] = {number}, 0x80\n"

@@ -1,7 +1,7 @@
 """Attacks by memory that no process owns, by evading the resource counting, and by taking cores."""
 
-from sandbox.attack.probe import AttackProbe, Evidence
-from sandbox.attack.resources import MEMORY_LAYERS, SLOW_LIMITS
+from sandbox.attack.attack_probe import AttackProbe, Evidence
+from sandbox.attack.resource_attacks import MEMORY_LAYERS, SLOW_LIMITS
 
 SECCOMP_MEMORY_LAYERS = MEMORY_LAYERS | {"seccomp"}
 CROWD_SIZE, SMALL_CROWD_SIZE = 14, 4

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from sandbox import mounts
 from sandbox.layers import LAYER_NAMES, PROTECTIONS, SOURCE_DIR, Layers, choose_layers, detect_layers
-from sandbox.types import SandboxError
+from sandbox.records import SandboxError
 
 LAYER_DESCRIPTIONS = {
     "user_ns": "namespaces without root",

@@ -1,6 +1,6 @@
 """Attacks on files of the host and of other boxes, on the environment and on the input image."""
 
-from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.attack_probe import AttackProbe, Evidence
 
 FILE_LAYERS = frozenset({"mount_ns", "read_only_root", "private_tmp", "landlock", "drop_uid", "capabilities"})
 """Layers that restrict which files a box can read and write."""

@@ -1,9 +1,9 @@
 """Attacks by system calls that are newer than most filters, and by obsolete ones."""
 
-from sandbox.attack.files import FILE_LAYERS
-from sandbox.attack.privileges import MOUNT_LAYERS, SYSCALL_LAYERS, UNSHARE_SNIPPET
-from sandbox.attack.probe import AttackProbe, Evidence
-from sandbox.attack.processes import DEBUG_LAYERS
+from sandbox.attack.attack_probe import AttackProbe, Evidence
+from sandbox.attack.file_attacks import FILE_LAYERS
+from sandbox.attack.privilege_attacks import MOUNT_LAYERS, SYSCALL_LAYERS, UNSHARE_SNIPPET
+from sandbox.attack.process_attacks import DEBUG_LAYERS
 
 NEWER = (
     AttackProbe(

@@ -1,7 +1,7 @@
 """Attacks on shared resources: memory, disk, inodes, time, and the reader of the output."""
 
-from sandbox.attack.files import FILE_LAYERS
-from sandbox.attack.probe import AttackProbe, Evidence
+from sandbox.attack.attack_probe import AttackProbe, Evidence
+from sandbox.attack.file_attacks import FILE_LAYERS
 
 SLOW_LIMITS = {"call_timeout_s": 20}
 """Raised limits of a control that must run to its end; time is not the target here."""

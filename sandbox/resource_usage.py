@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox.types import BoxLimits
+from sandbox.records import BoxLimits
 
 SOCKET_BYTES = 256 << 10
 """Bytes that one end of a socket may have in flight.

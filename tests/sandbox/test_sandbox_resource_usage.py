@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from sandbox import BoxLimits, tally
-from sandbox.tally import MAPPING_BYTES, PIPE_BYTES, SOCKET_BYTES
+from sandbox import BoxLimits, resource_usage
+from sandbox.resource_usage import MAPPING_BYTES, PIPE_BYTES, SOCKET_BYTES
 
 NOISE = 1 << 20
 """Bytes by which an interpreter grows while it reads a line."""
@@ -44,9 +44,9 @@ def child(work: str) -> Iterator[tuple[int, Callable[[], None]]]:
 def grown(work: str, **wanted: bool) -> tuple[int, int]:
     """(bytes, tasks) by which the count of a child grows with its work."""
     with child(work) as (pid, do):
-        before = tally.measure_usage(pid, **wanted)
+        before = resource_usage.measure_usage(pid, **wanted)
         do()
-        after = tally.measure_usage(pid, **wanted)
+        after = resource_usage.measure_usage(pid, **wanted)
     return after.memory_bytes - before.memory_bytes, after.num_tasks - before.num_tasks
 
 
@@ -89,11 +89,11 @@ def test_mappings_are_charged_where_they_are_asked_for():
 
 def test_mappings_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch):
     """Five threads have them in common; to read 20,000 takes milliseconds."""
-    read, mappings = [], tally._mapping_bytes
-    monkeypatch.setattr(tally, "_mapping_bytes", lambda thread: read.append(thread) or mappings(thread))
+    read, mappings = [], resource_usage._mapping_bytes
+    monkeypatch.setattr(resource_usage, "_mapping_bytes", lambda thread: read.append(thread) or mappings(thread))
     with child("for _ in range(4): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()") as (pid, do):
         do()
-        assert tally.measure_usage(pid, count_mappings=True).num_tasks == 5
+        assert resource_usage.measure_usage(pid, count_mappings=True).num_tasks == 5
     assert len(read) == 1
 
 
@@ -111,9 +111,9 @@ def test_a_tree_is_counted_whole(work: str, memory: int):
     with child(work) as (pid, do):
         shared = psutil.Process(pid).memory_info()
         shared = shared.rss - shared.shared
-        before = tally.measure_usage(pid, shared_bytes=shared)
+        before = resource_usage.measure_usage(pid, shared_bytes=shared)
         do()
-        after = tally.measure_usage(pid, shared_bytes=shared)
+        after = resource_usage.measure_usage(pid, shared_bytes=shared)
     assert memory <= after.memory_bytes - before.memory_bytes <= memory + 3 * NOISE
     assert (before.num_tasks, after.num_tasks) == (1, 2)
 
@@ -127,7 +127,7 @@ def test_a_process_whose_first_thread_has_ended_has_its_memory():
     with child(work) as (pid, do):
         do()
         assert psutil.Process(pid).memory_info().rss == 0
-        assert tally.measure_usage(pid).memory_bytes >= (48 << 20) + 40 * SOCKET_BYTES
+        assert resource_usage.measure_usage(pid).memory_bytes >= (48 << 20) + 40 * SOCKET_BYTES
 
 
 @pytest.mark.parametrize(("code", "charged"), [("", False), ("import time; time.sleep(60)", True)], ids=["ended", "alive"])
@@ -144,8 +144,8 @@ def test_who_shows_no_descriptors_is_charged_for_many(monkeypatch: pytest.Monkey
     try:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | (os.WNOHANG if charged else 0))
         monkeypatch.setattr(os, "listdir", listdir)
-        found = tally.measure_usage(process.pid).memory_bytes
-        assert (found >= tally.HIDDEN_BYTES) == charged and (charged or found == 0)
+        found = resource_usage.measure_usage(process.pid).memory_bytes
+        assert (found >= resource_usage.HIDDEN_BYTES) == charged and (charged or found == 0)
     finally:
         process.kill()
         process.wait()
@@ -155,17 +155,17 @@ def test_a_process_that_is_gone_is_over_no_limit():
     process = subprocess.Popen(["true"])
     process.wait()
     with pytest.raises(OSError, match="No such"):
-        tally.measure_usage(process.pid)
-    assert tally.find_exceeded_limit(process.pid, limits=BoxLimits(), shared_bytes=0, count_mappings=True) is None
+        resource_usage.measure_usage(process.pid)
+    assert resource_usage.find_exceeded_limit(process.pid, limits=BoxLimits(), shared_bytes=0, count_mappings=True) is None
 
 
 def test_the_kernels_memory_is_told_when_it_grows(monkeypatch: pytest.MonkeyPatch):
     """By an eighth of a box's limit since the lowest that was seen, or since it was told."""
     seen = iter([1000, 1080, 1081, 1100, 1162, 900, 985])
-    monkeypatch.setattr(tally, "read_unreclaimable_bytes", lambda: next(seen))
-    slab = tally.KernelMemoryMonitor(BoxLimits(memory=640))
+    monkeypatch.setattr(resource_usage, "read_unreclaimable_bytes", lambda: next(seen))
+    slab = resource_usage.KernelMemoryMonitor(BoxLimits(memory=640))
     assert [slab.has_grown() for _ in range(6)] == [False, True, False, True, False, True]
 
 
 def test_the_kernels_memory_is_read():
-    assert 1 << 20 < tally.read_unreclaimable_bytes() < psutil.virtual_memory().total
+    assert 1 << 20 < resource_usage.read_unreclaimable_bytes() < psutil.virtual_memory().total
